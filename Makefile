@@ -1,0 +1,68 @@
+# Everything a person or a machine runs in this repository. `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+UV     := $(VENV)/bin/uv
+
+# Ready once the virtual environment holds exactly what requirements/dev.txt locks.
+READY  := $(VENV)/.ready
+# Folders of code that exist in this checkout (images carry only some of them).
+CODE   := $(wildcard core operator router worker tests examples benchmarks)
+
+# Tests run one worker per core of a small machine; torch gets one thread in each.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench lock clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup: $(READY) ## create .venv from the hash-locked requirements, and install medha into it
+
+$(READY): requirements/bootstrap.txt requirements/dev.txt pyproject.toml | $(UV)
+	$(UV) pip sync --quiet --python $(PY) --require-hashes requirements/dev.txt requirements/bootstrap.txt
+	$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(UV):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "medha needs Python 3.11 or later; run: make setup PYTHON=python3.12" >&2; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --require-hashes -r requirements/bootstrap.txt
+
+demo: $(READY) ## start a small fleet on this machine and watch short prompts pass a long one
+	$(PY) examples/demo.py
+
+test: $(READY) ## run every test that needs neither a GPU nor a cluster
+	$(PYTEST)
+
+check: $(READY) ## lint, format, types, layers, and the tests that guard the house
+	$(VENV)/bin/ruff check $(CODE)
+	$(VENV)/bin/ruff format --check $(CODE)
+	$(VENV)/bin/mypy $(CODE)
+	$(VENV)/bin/lint-imports
+	$(PYTEST) tests/repo
+
+format: $(READY) ## put the code into its one format
+	$(VENV)/bin/ruff check --fix $(CODE)
+	$(VENV)/bin/ruff format $(CODE)
+
+bench: $(READY) ## measure the scheduler and the engine on this machine
+	for script in benchmarks/*.py; do $(PY) $$script || exit 1; done
+
+# `make lock LOCK_ARGS=--upgrade` moves every version; plain `make lock` only follows pyproject.toml.
+COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
+    --no-annotate --no-emit-index-url --no-emit-find-links -c requirements/constraints.txt $(LOCK_ARGS)
+
+lock: | $(UV) ## compile requirements/*.txt again from pyproject.toml
+	$(COMPILE) pyproject.toml --extra operator -o requirements/operator.txt
+	$(COMPILE) pyproject.toml --extra router -o requirements/router.txt
+	$(COMPILE) pyproject.toml --extra worker -o requirements/worker.txt
+	$(COMPILE) pyproject.toml --all-extras --group test --group lint --group build -o requirements/dev.txt
+	echo uv | $(COMPILE) - -o requirements/bootstrap.txt
+
+clean: ## remove the virtual environment, caches and build outputs
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

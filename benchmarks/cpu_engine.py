@@ -1,0 +1,171 @@
+"""The CPU engine beside transformers, in one run, on one thread: what paging and chunking cost, and
+what batching brings.
+
+    python benchmarks/cpu_engine.py
+
+Both run the same checkpoint in float32 and take turns; each row compares the best of its rounds in
+seconds of CPU time, which is wall time on an idle machine, and says what the ratio is by the wall
+clock. Exits with 1 when a target is missed. What two stages bring beside one is measured by
+cpu_pipeline.py.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+
+from medha_worker.testing.checkpoint import DEMO, write_checkpoint
+from medha_worker.testing.engine import SoloEngine, Tokens
+from medha_worker.testing.prompts import recalling
+
+# The demo's model: its weights do not drown what paging, chunking and batching cost.
+MODEL = DEMO
+PROMPT_TOKENS, CHUNK_TOKENS = 8192, 1024
+DECODES, CONTEXTS_TOKENS, STEPS = 16, (128, 512, 1024), 24
+
+
+class Clock(NamedTuple):
+    """A moment, or the time between two: seconds of the process's CPU, and of the wall clock."""
+
+    cpu_s: float
+    wall_s: float
+
+    @classmethod
+    def now(cls) -> Clock:
+        return cls(time.process_time(), time.perf_counter())
+
+    def since(self, begin: Clock, steps: int = 1) -> Clock:
+        """The time of each of `steps` equal ones from `begin` to here."""
+        return Clock((self.cpu_s - begin.cpu_s) / steps, (self.wall_s - begin.wall_s) / steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What each side needs for `tokens` tokens; the target is the ratio of CPU times."""
+
+    what: str
+    tokens: int
+    ours: Clock
+    theirs: Clock
+    target: float
+
+    @property
+    def ratio(self) -> float:
+        return self.theirs.cpu_s / self.ours.cpu_s
+
+    @property
+    def met(self) -> bool:
+        return self.ratio >= self.target
+
+
+def best(rounds: int, *runs: Callable[[], Clock]) -> list[Clock]:
+    """The shortest of each run's times, of either clock; runs take turns."""
+    times = [[run() for run in runs] for _ in range(rounds)]
+    return [
+        Clock(min(each.cpu_s for each in column), min(each.wall_s for each in column))
+        for column in zip(*times, strict=True)
+    ]
+
+
+def prefill(engine: SoloEngine, model: Any, rounds: int) -> Row:
+    prompt = recalling(PROMPT_TOKENS, MODEL.vocab)
+
+    def ours() -> Clock:
+        begin = Clock.now()
+        engine.generate([prompt], 1, chunk=CHUNK_TOKENS)
+        return Clock.now().since(begin)
+
+    def theirs() -> Clock:
+        begin = Clock.now()
+        _generate(model, [prompt], 1, [])
+        return Clock.now().since(begin)
+
+    what = f"prefill of {PROMPT_TOKENS} tokens, pages of 64, chunks of {CHUNK_TOKENS}"
+    mine, other = best(rounds, ours, theirs)
+    return Row(what, PROMPT_TOKENS, mine, other, 0.9)
+
+
+def decode(engine: SoloEngine, model: Any, context_tokens: int, rounds: int) -> Row:
+    prompts = [recalling(context_tokens, MODEL.vocab, seed) for seed in range(DECODES)]
+
+    def ours() -> Clock:
+        stamps: list[Clock] = []
+        engine.generate(prompts, STEPS, on_step=lambda: stamps.append(Clock.now()))
+        return stamps[-1].since(stamps[0], len(stamps) - 1)
+
+    def theirs() -> Clock:
+        stamps: list[Clock] = []
+        _generate(model, prompts, STEPS, stamps)
+        return stamps[-1].since(stamps[0], len(stamps) - 1)
+
+    what = f"decode, batch {DECODES}, contexts of {context_tokens} tokens"
+    mine, other = best(rounds, ours, theirs)
+    return Row(what, DECODES, mine, other, 1.5)
+
+
+class _Stamp(LogitsProcessor):  # type: ignore[misc]
+    """Notes when each step's logits are there."""
+
+    def __init__(self, stamps: list[Clock]) -> None:
+        self.stamps = stamps
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.stamps.append(Clock.now())
+        return scores
+
+
+def _generate(model: Any, prompts: list[Tokens], count: int, stamps: list[Clock]) -> None:
+    ids = torch.from_numpy(np.stack(prompts).astype(np.int64))
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
+        eos_token_id=None, pad_token_id=0, logits_processor=LogitsProcessorList([_Stamp(stamps)]),
+    )  # fmt: skip
+
+
+def show(rows: list[Row]) -> None:
+    table = Table(title="CPU engine, float32, one thread, tokens per second of CPU")
+    for column in ("what", "medha", "transformers", "ratio", "by wall", "target", "verdict"):
+        table.add_column(column)
+    for row in rows:
+        mine, other = (row.tokens / side.cpu_s for side in (row.ours, row.theirs))
+        wall = row.theirs.wall_s / row.ours.wall_s
+        table.add_row(row.what, f"{mine:,.0f}", f"{other:,.0f}", f"{row.ratio:.2f}",
+                      f"{wall:.2f}", f"≥ {row.target}", "met" if row.met else "MISSED")  # fmt: skip
+    Console(width=120).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_checkpoint(pathlib.Path(folder), MODEL)
+        engine = SoloEngine(checkpoint, pages=DECODES * (max(CONTEXTS_TOKENS) // 64 + 1))
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
+        rows = [decode(engine, model, tokens, rounds) for tokens in CONTEXTS_TOKENS]
+        rows.append(prefill(engine, model, min(rounds, 2)))
+    show(rows)
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

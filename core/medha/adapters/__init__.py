@@ -1,0 +1,1 @@
+"""The core's only contact with the world: sockets, metrics export, logs; for services alone."""

@@ -1,0 +1,78 @@
+"""Logs as one JSON object per line on stderr: time, level, logger, message, and named fields.
+
+    log = logging.getLogger("medha.controller")
+    log.info("group joined", extra={"fields": {"group": 1, "request": "r-17"}})
+
+Prompts, tokens and keys are never passed to a log; `request` is the request's id. `start_logs` is
+called once, by a process's `__main__`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import sys
+from typing import Any, TextIO
+
+import msgspec
+
+from medha.errors import SpecError
+
+LEVELS = ("debug", "info", "warning", "error")
+MAX_TEXT = 4000
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per record; `fields` of a record become keys beside the fixed ones.
+
+    `process` names the process (`router`, `llama-0-controller`, `llama-0-g0-s1-t0`, …).
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, Any] = {
+            "time": when.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": _message(record)[:MAX_TEXT],
+        }
+        fields = getattr(record, "fields", {})
+        line.update((name, value) for name, value in fields.items() if name not in line)
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)[-MAX_TEXT:]
+        return msgspec.json.encode(line, enc_hook=str).decode(errors="replace")
+
+
+def start_logs(process: str, level: str, stream: TextIO | None = None) -> None:
+    """Send every log of this process to `stream` (stderr) as JSON lines, from `level` on.
+
+    Replaces handlers set up before; warnings of the interpreter are logged too. Raises SpecError
+    for an unknown level.
+    """
+    if level not in LEVELS:
+        raise SpecError(
+            "log_level", level, "must be a level of logging", f"use one of {', '.join(LEVELS)}"
+        )
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonLines(process))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    for chatty in ("httpx", "httpcore", "asyncio", "uvicorn.access"):
+        logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
+    logging.captureWarnings(True)
+
+
+def _message(record: logging.LogRecord) -> str:
+    """The record's text; a wrong number of arguments is shown, not raised into the caller."""
+    try:
+        return record.getMessage()
+    except (TypeError, ValueError):
+        return f"{record.msg} {record.args!r}"

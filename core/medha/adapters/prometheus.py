@@ -1,0 +1,283 @@
+"""The catalogue as live metrics, and the ops port that shows them: /metrics, /healthz, /readyz.
+
+`Metrics` makes a registry of its own (never the library's global one) from what the catalogue says
+this kind of process exports. `OpsServer` answers on its own threads, so a busy loop does not look
+dead; a process adds routes of its own (`GET /status`, `POST /drain`). It is for machines inside the
+fleet, plain HTTP, bounded in connections and time, and reads no request body.
+"""
+
+from __future__ import annotations
+
+import http.server
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+import prometheus_client as client
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.samples import Sample
+
+from medha.errors import SetupError
+from medha.metrics import Exporter, Metric, exported_by
+
+MAX_CONNECTIONS = 32
+CONNECTION_TIMEOUT_S = 5.0
+STALE_TICK_S = 10.0
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What a route answers."""
+
+    body: bytes = b""
+    status: int = 200
+    content_type: str = "text/plain; charset=utf-8"
+
+
+Route = Callable[[], Reply]
+
+
+def json_reply(value: object, status: int = 200) -> Reply:
+    """Any msgspec value as JSON."""
+    return Reply(msgspec.json.encode(value), status, "application/json")
+
+
+class Metrics:
+    """The metrics that an `exporter` process shows; labels are given in the catalogue's order.
+
+    Thread-safe. A name that this process does not export is a KeyError, a wrong number of labels
+    a ValueError: both are mistakes of the caller.
+    """
+
+    def __init__(self, exporter: Exporter) -> None:
+        self.registry = client.CollectorRegistry()
+        self._counters: dict[str, client.Counter] = {}
+        self._gauges: dict[str, client.Gauge] = {}
+        self._histograms: dict[str, client.Histogram] = {}
+        metrics = exported_by(exporter)
+        for metric in metrics:
+            if not metric.alias_of:
+                self._make(metric)
+        aliases = [metric for metric in metrics if metric.alias_of]
+        self.registry.register(_Aliases(self._family, aliases))
+        client.ProcessCollector(registry=self.registry)
+
+    def add(self, name: str, amount: float, *labels: str) -> None:
+        """Count `amount` (0 or more) onto a counter."""
+        counter = self._counters[name]
+        (counter.labels(*labels) if labels else counter).inc(amount)
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Set a gauge."""
+        gauge = self._gauges[name]
+        (gauge.labels(*labels) if labels else gauge).set(value)
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """Put a value into a histogram."""
+        histogram = self._histograms[name]
+        (histogram.labels(*labels) if labels else histogram).observe(value)
+
+    def text(self) -> bytes:
+        """Everything in the exposition format."""
+        return generate_latest(self.registry)
+
+    def _make(self, metric: Metric) -> None:
+        name, text, labels = metric.name, metric.help, metric.labels
+        if metric.kind == "counter":
+            self._counters[name] = client.Counter(name, text, labels, registry=self.registry)
+        elif metric.kind == "gauge":
+            self._gauges[name] = client.Gauge(name, text, labels, registry=self.registry)
+        else:
+            self._histograms[name] = client.Histogram(
+                name, text, labels, registry=self.registry, buckets=metric.buckets
+            )
+
+    def _family(self, name: str) -> Family:
+        """The present samples of one metric."""
+        made = self._counters.get(name) or self._gauges.get(name) or self._histograms[name]
+        return next(iter(made.collect()))
+
+
+class _Aliases:
+    """Repeats metrics under the names and the model label of another protocol."""
+
+    def __init__(self, family: Callable[[str], Family], aliases: Iterable[Metric]) -> None:
+        self._family = family
+        self._aliases = tuple(aliases)
+
+    def collect(self) -> Iterable[Family]:
+        for alias in self._aliases:
+            original = self._family(alias.alias_of)
+            if alias.kind == "gauge" and alias.alias_of == "medha_kv_pages":
+                yield _used_share(alias, original)
+                continue
+            name = alias.name.removesuffix("_total")
+            family = Family(name, alias.help, original.type)
+            family.samples = [_renamed(sample, original.name, name) for sample in original.samples]
+            yield family
+
+    def describe(self) -> Iterable[Family]:
+        return [Family(a.name.removesuffix("_total"), a.help, a.kind) for a in self._aliases]
+
+
+class Tick:
+    """When a process's loop last turned: alive while that was less than `stale_s` ago."""
+
+    def __init__(self, stale_s: float = STALE_TICK_S) -> None:
+        self._stale_s = stale_s
+        self._last = time.monotonic()
+
+    def __call__(self) -> None:
+        """The loop turned."""
+        self._last = time.monotonic()
+
+    def alive(self) -> bool:
+        return time.monotonic() - self._last < self._stale_s
+
+
+class OpsServer:
+    """Serves `/healthz` (is it `alive`), `/readyz` (is it `ready`), `/metrics` and `routes`.
+
+    Keys of `routes` are a method and a path (`GET /status`); a route runs on a thread of the
+    server, so it only reads snapshots or posts to the loop. Port 0 takes any; `port` is the real
+    one. Raises SetupError when the port is taken.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        metrics: Metrics,
+        *,
+        alive: Callable[[], bool],
+        ready: Callable[[], bool],
+        routes: Mapping[str, Route] | None = None,
+    ) -> None:
+        every: dict[str, Route] = {
+            "GET /healthz": lambda: _verdict(alive()),
+            "GET /readyz": lambda: _verdict(ready()),
+            "GET /metrics": lambda: Reply(metrics.text(), content_type=CONTENT_TYPE_LATEST),
+            **(routes or {}),
+        }
+        try:
+            self._server = _Server(host, port, every)
+        except OSError as error:
+            raise SetupError(
+                f"ops port {host}:{port} cannot be opened ({error.strerror}): free it or choose "
+                "another"
+            ) from None
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="ops", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """At most MAX_CONNECTIONS at a time; one more is closed at once."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int, routes: Mapping[str, Route]) -> None:
+        self.routes = routes
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer.server_bind asks DNS for the host's full name, which may block for long.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def process_request(self, request: object, client_address: object) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)  # type: ignore[arg-type]
+        else:
+            self.shutdown_request(request)  # type: ignore[arg-type]
+
+    def process_request_thread(self, request: object, client_address: object) -> None:
+        try:
+            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        logging.getLogger("medha.ops").debug("connection broke", exc_info=True)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: _Server
+    timeout = CONNECTION_TIMEOUT_S
+    server_version = "medha"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        self._answer("GET")
+
+    def do_POST(self) -> None:
+        self._answer("POST")
+
+    def log_message(self, format: str, *args: object) -> None:
+        logging.getLogger("medha.ops").debug(format, *args)
+
+    def _answer(self, method: str) -> None:
+        path = self.path.partition("?")[0]
+        routes = self.server.routes
+        route = routes.get(f"{method} {path}")
+        if route is not None:
+            reply = _guarded(route, path)
+        elif any(key.partition(" ")[2] == path for key in routes):
+            reply = Reply(b"method not allowed\n", 405)
+        else:
+            reply = Reply(b"no such page\n", 404)
+        self.send_response(reply.status)
+        self.send_header("Content-Type", reply.content_type)
+        self.send_header("Content-Length", str(len(reply.body)))
+        self.end_headers()
+        self.wfile.write(reply.body)
+
+
+def _guarded(route: Route, path: str) -> Reply:
+    try:
+        return route()
+    except Exception:
+        logging.getLogger("medha.ops").exception("route %s failed", path)
+        return Reply(b"internal error; see the log\n", 500)
+
+
+def _verdict(good: bool) -> Reply:
+    return Reply(b"ok\n") if good else Reply(b"not now\n", 503)
+
+
+def _renamed(sample: Sample, old: str, new: str) -> Sample:
+    labels = {("model_name" if k == "model" else k): v for k, v in sample.labels.items()}
+    return sample._replace(name=new + sample.name.removeprefix(old), labels=labels)
+
+
+def _used_share(alias: Metric, pages: Family) -> Family:
+    """Used pages over all pages per model, from the samples of `medha_kv_pages`."""
+    used: dict[str, float] = {}
+    total: dict[str, float] = {}
+    for sample in pages.samples:
+        model = sample.labels["model"]
+        total[model] = total.get(model, 0.0) + sample.value
+        if sample.labels["state"] == "used":
+            used[model] = used.get(model, 0.0) + sample.value
+    family = GaugeMetricFamily(alias.name, alias.help, labels=alias.labels)
+    for model, count in total.items():
+        family.add_metric([model], used.get(model, 0.0) / count if count else 0.0)
+    return family

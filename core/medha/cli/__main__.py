@@ -1,0 +1,167 @@
+"""`medha`: the command line. Parses, calls, and turns errors into one line and an exit status.
+
+Exit status 0: done; 1: something failed that a person at the keyboard cannot mend; 2: something
+that they can, in one line that says what. Each command's work is in the module of its name.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from medha.cli.plan import POLICIES
+from medha.errors import MedhaError, SpecError, UserError
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
+)
+
+File = Annotated[pathlib.Path, typer.Option("-f", "--file", help="YAML with MedhaReplicas")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="port of the OpenAI-compatible API")]
+OpsPort = Annotated[int, typer.Option(min=1, max=65535, help="port of the router's probes")]
+Policy = Annotated[str | None, typer.Option(help=f"override: {', '.join(POLICIES)}")]
+Seconds = Annotated[float | None, typer.Option(min=0.001)]
+Factor = Annotated[float, typer.Option(min=1e-6)]
+
+
+@app.callback()
+def medha() -> None:
+    """LLM serving that keeps its word."""
+
+
+@app.command("up")
+def run_up(
+    file: File,
+    port: Port = 8000,
+    ops_port: OpsPort = 8001,
+    run_dir: Annotated[
+        pathlib.Path | None, typer.Option(help="folder for configs, keys, sockets and logs")
+    ] = None,
+    policy: Policy = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
+    quiet: Annotated[bool, typer.Option("--quiet", help="print warnings and errors only")] = False,
+    decision_log: Annotated[
+        bool, typer.Option("--decision-log", help="write every scheduling decision to the run dir")
+    ] = False,
+) -> None:
+    """Start a fleet on this machine and keep it running until Ctrl-C."""
+    from medha.cli.up import Options, up
+
+    options = Options(
+        file=file, port=port, ops_port=ops_port, run_dir=run_dir, policy=_policy(policy),
+        log_level=log_level, quiet=quiet, decision_log=decision_log,
+    )  # fmt: skip
+    up(options, Console(stderr=True))
+
+
+@app.command("replay")
+def run_replay(
+    workload: Annotated[
+        pathlib.Path, typer.Option(help="Azure CSV, Mooncake JSON lines, or a CSV of lengths")
+    ],
+    model: Annotated[str, typer.Option(help="the model's name, as clients ask for it")],
+    url: Annotated[str, typer.Option(help="the router's address")] = "http://127.0.0.1:8000",
+    key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="API key")] = "",
+    rate: Annotated[float | None, typer.Option(min=1e-6, help="requests per second")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="at most so many requests")] = None,
+    speed: Factor = 1.0,
+    scale_lengths: Factor = 1.0,
+    longest_tokens: Annotated[int | None, typer.Option(min=1, help="cut prompts here")] = None,
+    ttft: Seconds = None,
+    tpot: Annotated[float, typer.Option(min=0.0001, help="target, seconds")] = 0.03,
+    seed: int = 0,
+    json: Annotated[pathlib.Path | None, typer.Option(help="write report and records")] = None,
+) -> None:
+    """Play a workload against a live router, open loop, and say whether it kept its word."""
+    from medha.cli.open_loop import Target
+    from medha.cli.replay import Options, replay
+
+    target = Target(url=url, model=model, key=key, ttft_s=ttft, tpot_s=tpot)
+    options = Options(
+        target=target, workload=workload, rate=rate, count=count, speed=speed,
+        scale_lengths=scale_lengths, longest_tokens=longest_tokens, seed=seed, json=json,
+    )  # fmt: skip
+    replay(options, Console())
+
+
+@app.command("simulate")
+def simulate(
+    scenario: Annotated[pathlib.Path, typer.Argument(help="TOML of a scenario")],
+    policy: Annotated[list[str] | None, typer.Option(help="run it under each of these")] = None,
+    load: Annotated[float | None, typer.Option(min=0.001, help="offered work / capacity")] = None,
+    seed: int | None = None,
+    out: Annotated[pathlib.Path | None, typer.Option(help="folder for reports")] = None,
+) -> None:
+    """Run a scenario in virtual time: the same scheduler, a pipeline clock, no GPU."""
+    from medha.cli.simulate import Options, run_simulate
+
+    options = Options(
+        scenario=scenario, policies=tuple(policy or ()), load=load, seed=seed, out=out
+    )
+    run_simulate(options, Console())
+
+
+@app.command("decisions")
+def run_decisions(
+    log: Annotated[pathlib.Path, typer.Argument(help="a decision log, JSON lines")],
+) -> None:
+    """Run a controller's decision log again: the same inputs must bring the same batches."""
+    from medha.scheduling.decisions import replay
+
+    try:
+        with log.open("rb") as lines:
+            count = replay(lines)
+    except OSError as error:
+        raise SpecError(
+            "LOG", str(log), f"must be readable ({error.strerror})", "name the file that was logged"
+        ) from None
+    Console().print(f"{count} decisions come out the same")
+
+
+@app.command("doctor")
+def run_doctor(
+    file: Annotated[
+        pathlib.Path | None, typer.Option("-f", "--file", help="also check this resource")
+    ] = None,
+    port: Port = 8000,
+    ops_port: OpsPort = 8001,
+) -> None:
+    """Say whether this machine can run a fleet, and what to mend if not."""
+    from medha.cli.doctor import diagnose
+
+    if not diagnose(file, port, ops_port, Console()):
+        raise typer.Exit(2)
+
+
+def _policy(name: str | None) -> str | None:
+    """The resource's spelling of a policy, from that or from the scheduler's."""
+    if name is None:
+        return None
+    spellings = {
+        spelt.lower(): known for known, plain in POLICIES.items() for spelt in (known, plain)
+    }
+    if name.lower() not in spellings:
+        raise SpecError("--policy", name, f"must be one of {', '.join(POLICIES)}", "use LARS")
+    return spellings[name.lower()]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point; never shows a traceback for what a person can mend."""
+    try:
+        app(args=arguments, standalone_mode=True)
+    except UserError as error:
+        sys.stderr.write(f"medha: {error}\n")
+        sys.exit(2)
+    except MedhaError as error:
+        sys.stderr.write(f"medha: {error}\n")
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What a model's folder says about itself, as far as a plan needs it: config.json and file names.
+
+Reads no weights. The engine checks the rest when it loads; here a wrong path, an incomplete
+download or a layout that the model does not allow is told before anything is started.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated
+
+import msgspec
+
+from medha.errors import CheckpointError, SpecError
+from medha.spec import MedhaReplica
+from medha.topology import check_tp, stage_layers
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ConfigJson(msgspec.Struct, frozen=True):
+    """The fields of a Hugging Face config.json that bound a plan; others are left to the engine."""
+
+    num_hidden_layers: Positive
+    hidden_size: Positive
+    num_attention_heads: Positive
+    vocab_size: Positive
+    num_key_value_heads: Positive | None = None
+    max_position_embeddings: Positive | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+
+def check_checkpoint(replica: MedhaReplica) -> pathlib.Path:
+    """The folder of a replica's model, once it is there and the plan fits it.
+
+    Raises SpecError or CheckpointError in one sentence.
+    """
+    source = replica.spec.model.source.host_path
+    if source is None:
+        raise SpecError(
+            "spec.model.source", "pvc, image or uri", "must be hostPath on this machine",
+            "set hostPath: {path: …}",
+        )  # fmt: skip
+    folder = pathlib.Path(source.path)
+    if not folder.is_dir():
+        raise SpecError("spec.model.source.hostPath.path", source.path, "must be a folder",
+                        "put the checkpoint there or correct the path")  # fmt: skip
+    config = _read_config(folder)
+    for name in ("tokenizer.json",):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} has no {name}: copy the whole checkpoint there")
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(f"{folder} has no *.safetensors: only that format is loaded")
+    parallelism = replica.spec.parallelism
+    check_tp(parallelism.tp, config.num_attention_heads, config.kv_heads)
+    stage_layers(config.num_hidden_layers, parallelism.spp)
+    longest = config.max_position_embeddings
+    if longest is not None and replica.spec.model.max_context_tokens > longest:
+        raise SpecError(
+            "spec.model.maxContextTokens", replica.spec.model.max_context_tokens,
+            f"must be at most the model's max_position_embeddings, which is {longest}",
+            f"use {longest} or less",
+        )  # fmt: skip
+    return folder
+
+
+def _read_config(folder: pathlib.Path) -> ConfigJson:
+    path = folder / "config.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ConfigJson)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}): point spec.model.source at a Hugging Face "
+            "checkpoint"
+        ) from None
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"{path} is no model's config ({error}): copy it anew") from None

@@ -1,0 +1,95 @@
+"""`medha doctor`: can this machine run a fleet? One line per check, with the remedy of a fault."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+
+from rich.console import Console
+from rich.text import Text
+
+from medha.adapters.sockets import Dialer, Listener
+from medha.cli import preflight
+from medha.cli.checkpoint import check_checkpoint
+from medha.cli.resource_file import read_resources
+from medha.cli.run_dir import RunDir
+from medha.cli.up import HOST
+from medha.errors import MedhaError, SetupError
+from medha.messages import Codec, LoadReport, RouterBeat
+from medha.messages.fields import Load
+from medha.messages.fleet import ReplicaMessage, RouterMessage
+
+DELIVERY_S = 5.0
+
+
+def diagnose(file: pathlib.Path | None, port: int, ops_port: int, console: Console) -> bool:
+    """Run every check, print one line each, and say whether all passed."""
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("services installed", _programs),
+        ("shared memory", _shared_memory),
+        ("GPUs", lambda: f"{preflight.gpu_count()} found"),
+        (f"port {port}", lambda: _port(port, "--port")),
+        (f"port {ops_port}", lambda: _port(ops_port, "--ops-port")),
+        ("run directory and keys", lambda: _link(encrypted=False)),
+        ("encrypted link", lambda: _link(encrypted=True)),
+    ]
+    if file is not None:
+        checks.append((f"resource {file.name}", lambda: _resource(file)))
+    passed = [_told(name, check, console) for name, check in checks]
+    return all(passed)
+
+
+def _told(name: str, check: Callable[[], str], console: Console) -> bool:
+    try:
+        line, style = check(), "green"
+    except MedhaError as error:
+        line, style = str(error), "bold red"
+    mark = "ok " if style == "green" else "no "
+    console.print(Text(mark, style) + Text(f"{name}: {line}"), soft_wrap=True)
+    return style == "green"
+
+
+def _programs() -> str:
+    preflight.check_programs()
+    return "router and worker"
+
+
+def _shared_memory() -> str:
+    preflight.check_shared_memory()
+    return "enough"
+
+
+def _port(port: int, flag: str) -> str:
+    preflight.check_port(HOST, port, flag)
+    return "free"
+
+
+def _link(*, encrypted: bool) -> str:
+    """A message through a link like the fleet's, over a fresh run directory."""
+    with tempfile.TemporaryDirectory(prefix="medha-doctor-") as folder:
+        run_dir = RunDir.make(pathlib.Path(folder))
+        router, controller = run_dir.write_keys()
+        down: Codec[RouterMessage] = Codec(RouterMessage)
+        up: Codec[ReplicaMessage] = Codec(ReplicaMessage)
+        bind = f"tcp://{HOST}:0" if encrypted else f"ipc://{folder}/x.sock"
+        curves = (router, controller) if encrypted else (None, None)
+        here = Listener(bind, sends=down, receives=up, curve=curves[0])
+        there = Dialer(here.address, b"doctor", sends=up, receives=down, curve=curves[1])
+        with closing(here), closing(there):
+            there.send(LoadReport(Load()))
+            if here.receive(DELIVERY_S) is None:
+                raise SetupError("a message did not arrive: look for a firewall on this machine")
+            here.send(b"doctor", RouterBeat())
+            if there.receive(DELIVERY_S) is None:
+                raise SetupError("an answer did not arrive: look for a firewall on this machine")
+    return "delivers"
+
+
+def _resource(file: pathlib.Path) -> str:
+    resources = read_resources(file)
+    preflight.check_gpus(resources, preflight.gpu_count())
+    for each in resources:
+        check_checkpoint(each)
+    return f"{len(resources)} resources, checkpoints fit"

@@ -1,0 +1,44 @@
+"""Reads MedhaReplicas from a YAML file; relative paths in it are taken from beside the file."""
+
+from __future__ import annotations
+
+import pathlib
+
+import msgspec
+import yaml
+
+from medha.errors import SpecError
+from medha.spec import MedhaReplica, parse_all
+
+
+def read_resources(path: pathlib.Path) -> tuple[MedhaReplica, ...]:
+    """Every MedhaReplica of the file; raises SpecError in one sentence for what is wrong."""
+    try:
+        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise SpecError("-f", str(path), f"must be a file that can be read ({error.strerror})",
+                        "name a file with a MedhaReplica") from None  # fmt: skip
+    except UnicodeDecodeError:
+        raise SpecError("-f", str(path), "must be text in UTF-8", "save it so") from None
+    except yaml.YAMLError as error:
+        raise SpecError("-f", str(path), f"must be YAML ({_first_fault(error)})",
+                        "mend that line") from None  # fmt: skip
+    return tuple(_resolved(replica, path) for replica in parse_all(documents))
+
+
+def _resolved(replica: MedhaReplica, file: pathlib.Path) -> MedhaReplica:
+    source = replica.spec.model.source.host_path
+    if source is None:
+        return replica
+    path = (file.resolve().parent / pathlib.Path(source.path).expanduser()).resolve()
+    replace = msgspec.structs.replace
+    spec = replica.spec
+    host_path = replace(source, path=str(path))
+    model = replace(spec.model, source=replace(spec.model.source, host_path=host_path))
+    return replace(replica, spec=replace(spec, model=model))
+
+
+def _first_fault(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or "it does not parse"
+    return f"line {mark.line + 1}: {problem}" if mark is not None else str(problem)

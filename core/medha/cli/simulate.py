@@ -1,0 +1,72 @@
+"""`medha simulate`: run a scenario in virtual time and show whether the fleet kept its word."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from medha.config import POLICIES
+from medha.errors import SpecError
+from medha.sim.report import table
+from medha.sim.scenario import Outcome, Scenario, read_scenario, simulate
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """`policies`: run the scenario once under each; empty: as it is written.
+
+    `out`: a folder for `<policy>.json` (the report) and `<policy>.records.jsonl`.
+    """
+
+    scenario: pathlib.Path
+    policies: tuple[str, ...] = ()
+    load: float | None = None
+    seed: int | None = None
+    out: pathlib.Path | None = None
+
+
+def run_simulate(options: Options, console: Console) -> None:
+    """Run and print one table per policy on `console`; raises SpecError for a broken scenario."""
+    scenario = _overridden(read_scenario(options.scenario), options)
+    for policy in options.policies or (scenario.scheduling.policy,):
+        if policy not in POLICIES:
+            raise SpecError("--policy", policy, f"must be one of {', '.join(POLICIES)}", "use lars")
+        scheduling = msgspec.structs.replace(scenario.scheduling, policy=policy)
+        chosen = msgspec.structs.replace(scenario, scheduling=scheduling)
+        started = time.monotonic()
+        outcome = _watched(chosen, options.scenario.parent, console)
+        took = time.monotonic() - started
+        console.print(
+            f"{policy}: {outcome.batches} batches in {took:.1f} s of real time", highlight=False
+        )
+        console.print(table(outcome.report), highlight=False, markup=False, soft_wrap=True)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / f"{policy}.json").write_bytes(
+                msgspec.json.format(msgspec.json.encode(outcome.report), indent=1)
+            )
+            (options.out / f"{policy}.records.jsonl").write_bytes(
+                b"".join(msgspec.json.encode(record) + b"\n" for record in outcome.records)
+            )
+
+
+def _watched(scenario: Scenario, base: pathlib.Path, console: Console) -> Outcome:
+    """Simulate with a progress bar of the requests that have arrived."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TextColumn("{task.fields[at]}"))  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(scenario.scheduling.policy, total=scenario.workload.requests, at="")
+        return simulate(
+            scenario, base, lambda now, count: bar.update(task, completed=count, at=f"{now:.0f} s")
+        )
+
+
+def _overridden(scenario: Scenario, options: Options) -> Scenario:
+    workload = scenario.workload
+    if options.load is not None:
+        workload = msgspec.structs.replace(workload, load=options.load, per_second=None)
+    seed = scenario.seed if options.seed is None else options.seed
+    return msgspec.structs.replace(scenario, workload=workload, seed=seed)

@@ -1,0 +1,175 @@
+"""What each process is told at its start: one frozen type each, decoded once, never written to.
+
+The operator (or `medha up`) renders these from a MedhaReplica; the processes decode the same
+types from a JSON file. Secrets are paths of files, never values.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from medha.errors import SpecError
+from medha.request import SloClass
+from medha.topology import Topology
+
+POLICIES = ("lars", "lars-paper", "lars-paper-no-sharing", "lrs", "edf", "srpf", "fcfs")
+
+STALL_S = 1.0
+"""A process that did not run for so long excuses its peers' silence by as much."""
+
+Port = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one replica's scheduler; every policy uses the same mechanisms around it.
+
+    `budget` is `slack` (from the decodes' credit), `fixed` (`fixed_s`) or `tokens` (a static
+    number of tokens per batch, `batch_tokens`, as in Sarathi and vLLM, with no time limit).
+    `long_prefill_threshold_tokens`: at most so many tokens of one prompt per batch (vLLM's remedy).
+    `long_tokens` None: a prompt is long when its remaining work exceeds 8 budgets.
+    `tbt_guard`, `margin_guard`: parts of a budget kept back from credit and from margins.
+    """
+
+    policy: str = "lars"
+    normaliser: str = "work"
+    budget: str = "slack"
+    fixed_s: float = 0.05
+    min_batch_s: float = 0.01
+    max_batch_s: float = 0.1
+    batch_tokens: int = 2048
+    long_prefill_threshold_tokens: int | None = None
+    long_tokens: int | None = None
+    max_yield: float = 0.4
+    relegated_share: float = 0.1
+    commit: bool = True
+    max_starved_rounds: int = 16
+    dispatch_budgets: float = 2.0
+    finish_fill: float = 0.25
+    chunk_step_tokens: int = 32
+    work_floor_s: float = 0.001
+    output_reserve: float = 0.25
+    growth_timeout_s: float = 120.0
+    max_running: int = 256
+    prefix_cache: bool = True
+    rebalance: bool = True
+    release_cooldown_s: float = 30.0
+    tbt_guard: float = 0.1
+    margin_guard: float = 1.0
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """CURVE key files of a process: its own secret key, and the public keys that it accepts.
+
+    `server_public`: of the router to dial (controllers only); `allowed`: of the controllers that
+    may connect (routers only). Files hold one Z85 key per line.
+    """
+
+    secret: str
+    server_public: str = ""
+    allowed: str = ""
+
+
+class RouterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a router knows of a model before any replica has said Hello."""
+
+    name: str
+    max_context_tokens: int
+    classes: tuple[SloClass, ...] = (SloClass(),)
+    default_class: str = "default"
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One router process. `fleet_bind` is where controllers dial, e.g. `tcp://127.0.0.1:7800`."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    ops_port: Port = 8001
+    fleet_bind: str
+    models: tuple[RouterModel, ...]
+    curve: Curve | None = None
+    max_body_bytes: Positive = 64 << 20
+    max_queue: Positive = 10_000
+    queue_timeout_s: float = 120.0
+    no_replica_timeout_s: float = 30.0
+    keepalive_s: float = 15.0
+    replica_timeout_s: float = 3.0
+    grant_lease_s: float = 0.2
+    tokenizer_workers: Positive = 1
+    default_output_tokens: Positive = 4096
+    run_dir: str = ""
+    log_level: str = "info"
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One replica's controller and ranks; every process of the replica decodes the same file.
+
+    `rank_bind` is where ranks dial (an `ipc://` path, or `tcp://` between pods); `store_bind` is
+    `host:port` of the rendezvous store that the controller serves (port 0: any). `kv_pages` is the
+    number of pages per group, 0 derives it from `kv_bytes` per rank. `device` is `cpu` or `cuda`.
+    `dtype` and `kv_dtype` are torch names (`kv_dtype` auto: as dtype).
+    """
+
+    replica: str
+    model: str
+    checkpoint: str
+    served_names: tuple[str, ...] = ()
+    max_context_tokens: Positive
+    topology: Topology
+    device: str = "cpu"
+    dtype: str = "float32"
+    kv_dtype: str = "auto"
+    page_tokens: Positive = 64
+    kv_pages: int = 0
+    kv_bytes: int = 1 << 30
+    scheduling: Scheduling = Scheduling()
+    classes: tuple[SloClass, ...] = (SloClass(),)
+    default_class: str = "default"
+    routers: tuple[str, ...] = ()
+    curve: Curve | None = None
+    rank_bind: str
+    store_bind: str = "127.0.0.1:0"
+    interface: str = "lo"
+    ops_host: str = "127.0.0.1"
+    ops_port: Port = 0
+    threads_per_rank: Positive = 1
+    checked_transfers: bool = True
+    profile: str = ""
+    decision_log: str = ""
+    run_dir: str = ""
+    rank_timeout_s: float = 5.0
+    router_timeout_s: float = 5.0
+    collective_timeout_s: float = 30.0
+    deterministic: bool = False
+    log_level: str = "info"
+
+
+C = TypeVar("C", RouterConfig, WorkerConfig)
+
+
+def render(config: RouterConfig | WorkerConfig) -> bytes:
+    """The JSON that `read` decodes."""
+    return msgspec.json.format(msgspec.json.encode(config), indent=1)
+
+
+def read(kind: type[C], path: pathlib.Path) -> C:
+    """Decode a process's config file; raises SpecError naming the file and the broken field."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise SpecError(
+            "--config",
+            str(path),
+            f"must be readable ({error.strerror})",
+            "name the file that `medha up` or the operator rendered",
+        ) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise SpecError(
+            "--config",
+            str(path),
+            f"must hold a {kind.__name__} ({error})",
+            "render it anew with this version",
+        ) from None

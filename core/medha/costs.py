@@ -1,0 +1,193 @@
+"""What a batch costs, added up entry by entry: a profile applied to a shape and a topology.
+
+The arithmetic under `medha.predictor`, which see for the law; plain floats, as the packer asks
+thousands of times a second. It learns nothing and plans nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from math import pow as power
+
+from medha.model import ModelShape
+from medha.profile import Profile
+from medha.topology import Topology, kv_heads_of, stage_layers
+
+REGIMES = ("decode", "decode-shared", "mixed", "mixed-shared", "prefill", "prefill-shared")
+PREFILL = 4
+
+
+class Costs:
+    """Seconds per unit of work of one rank: a profile applied to a shape and a topology."""
+
+    __slots__ = (
+        "all_reduce_row", "all_reduce_s", "batch_s", "byte", "elementwise", "factors", "first",
+        "flop", "half", "head_flop", "head_mem", "heads", "inverse", "kvp_row", "kvp_s", "last",
+        "layer_s", "linear_flop", "linear_mem", "p", "p2p_row", "p2p_s", "sequence_s", "stages",
+    )  # fmt: skip
+
+    def __init__(self, profile: Profile, shape: ModelShape, topology: Topology) -> None:
+        tp, activation = topology.tp, max(shape.param_bytes, 2.0)
+        self.p, self.inverse = profile.roofline_power, 1.0 / profile.roofline_power
+        weights = (shape.attention_params + shape.mlp_params) / tp
+        self.linear_mem = power(weights * shape.param_bytes / profile.linear_bytes_per_s, self.p)
+        self.linear_flop = 2.0 * weights / profile.linear_flops_per_s
+        head = shape.vocab * shape.hidden / tp
+        self.head_mem = power(head * shape.param_bytes / profile.linear_bytes_per_s, self.p)
+        self.head_flop = 2.0 * head / profile.linear_flops_per_s
+        moved = (8.0 * shape.hidden + 3.0 * shape.intermediate / tp) * activation
+        self.elementwise = moved / profile.elementwise_bytes_per_s
+
+        self.heads = shape.heads / tp
+        kv_heads = len(kv_heads_of(0, tp, shape.kv_heads))
+        self.half = profile.attention_half_rows
+        self.flop = 4.0 * shape.head_dim / profile.attention_flops_per_s
+        self.byte = 2.0 * kv_heads * shape.head_dim * shape.kv_bytes / profile.attention_bytes_per_s
+
+        row_bytes = shape.hidden * activation
+        ring = 2.0 * (tp - 1) / tp
+        self.all_reduce_s = 2.0 * profile.all_reduce_latency_s if tp > 1 else 0.0
+        self.all_reduce_row = 2.0 * ring * row_bytes / profile.all_reduce_bytes_per_s
+        piped = topology.spp > 1
+        self.p2p_s = profile.p2p_latency_s if piped else 0.0
+        self.p2p_row = row_bytes / profile.p2p_bytes_per_s if piped else 0.0
+        self.kvp_s = profile.kvp_latency_s
+        self.kvp_row = self.heads * (shape.head_dim + 1) * 4.0 / profile.kvp_bytes_per_s
+
+        self.layer_s, self.batch_s = profile.layer_s, profile.batch_s
+        self.sequence_s = profile.sequence_s
+        self.stages = tuple(len(layers) for layers in stage_layers(shape.layers, topology.spp))
+        self.first, self.last = self.stages[0], self.stages[-1]
+        self.factors = [1.0] * len(REGIMES)
+
+    def layer(self, rows: int, attention_s: float, kvp_rows: int) -> float:
+        """Seconds of one layer."""
+        seconds = (
+            power(self.linear_mem + power(rows * self.linear_flop, self.p), self.inverse)
+            + rows * (self.elementwise + self.all_reduce_row)
+            + attention_s
+            + self.all_reduce_s
+            + self.layer_s
+        )
+        return seconds + self.kvp_s + kvp_rows * self.kvp_row if kvp_rows else seconds
+
+    def attention(self, length: int, keys: int, tail: bool) -> float:
+        """Seconds of a chunk's attention in one layer; rate grows with chunk × heads."""
+        pairs = length * (keys + 0.5 * (length + 1)) if tail else float(length * keys)
+        flop = self.flop * pairs * (self.heads + self.half / length)
+        byte = self.byte * (keys + length if tail else keys)
+        return math.sqrt(flop * flop + byte * byte)
+
+    def head(self, yields: int) -> float:
+        """Seconds of the vocabulary projection of `yields` rows."""
+        return power(self.head_mem + power(yields * self.head_flop, self.p), self.inverse)
+
+    def slowest(self, rows: int, layer_s: float, yields: int, entries: int) -> float:
+        """Seconds of the slowest stage: the first has most layers, the last has the head."""
+        ends = self.last * layer_s
+        if yields:
+            ends += self.head(yields)
+        starts = self.first * layer_s + self.p2p_s + rows * self.p2p_row
+        return (starts if starts > ends else ends) + self.batch_s + entries * self.sequence_s
+
+
+class BatchLoad:
+    """What one KVP group runs in one batch, added up entry by entry.
+
+    A shared entry is added to the load of each participating group with the keys which that group
+    holds; all of them pay its rows. The batch takes as long as its slowest group.
+    """
+
+    __slots__ = ("_costs", "attention_s", "chunks", "decodes", "kvp_rows", "rows", "yields")
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self.rows = self.yields = self.decodes = self.chunks = self.kvp_rows = 0
+        self.attention_s = 0.0
+
+    def copy(self) -> BatchLoad:
+        twin = BatchLoad(self._costs)
+        twin.rows, twin.yields, twin.kvp_rows = self.rows, self.yields, self.kvp_rows
+        twin.decodes, twin.chunks = self.decodes, self.chunks
+        twin.attention_s = self.attention_s
+        return twin
+
+    def add_decode(self, keys: int, groups: int = 1, tail: bool = True) -> None:
+        """One token of a sequence of which this group already holds `keys` tokens."""
+        costs = self._costs
+        keys += tail
+        flop, byte = costs.flop * keys * costs.heads, costs.byte * keys
+        self.attention_s += math.sqrt(flop * flop + byte * byte)
+        self.rows += 1
+        self.yields += 1
+        self.decodes += 1
+        self.kvp_rows += groups - 1
+
+    def add_decodes(self, count: int, keys: int, groups: int = 1) -> None:
+        """`count` decodes at once that read `keys` tokens in all, their own included; O(1).
+
+        A decode's attention is linear in the keys that it reads, so their sum is enough.
+        """
+        costs = self._costs
+        flop, byte = costs.flop * keys * costs.heads, costs.byte * keys
+        self.attention_s += math.sqrt(flop * flop + byte * byte)
+        self.rows += count
+        self.yields += count
+        self.decodes += count
+        self.kvp_rows += count * (groups - 1)
+
+    def add_chunk(
+        self, length: int, keys: int, groups: int = 1, tail: bool = True, yields: bool = False
+    ) -> None:
+        """`length` prompt tokens after `keys` older tokens that this group holds.
+
+        `groups`: how many groups share it; `tail`: this group holds the chunk's own keys too;
+        `yields`: its last row is sampled (the head runs).
+        """
+        self.attention_s += self._costs.attention(length, keys, tail)
+        self.rows += length
+        self.yields += yields
+        self.chunks += 1
+        self.kvp_rows += length * (groups - 1)
+
+    @property
+    def regime(self) -> int:
+        """Index into REGIMES: which correction applies."""
+        kind = 2 * (self.decodes == 0) + (self.chunks > 0 and self.decodes > 0)
+        return 2 * kind + (self.kvp_rows > 0)
+
+    def seconds(self) -> float:
+        """Predicted seconds of the slowest stage; 0 when empty."""
+        if not self.rows:
+            return 0.0
+        costs = self._costs
+        layer_s = costs.layer(self.rows, self.attention_s, self.kvp_rows)
+        seconds = costs.slowest(self.rows, layer_s, self.yields, self.decodes + self.chunks)
+        return seconds * costs.factors[self.regime]
+
+    def seconds_with(
+        self, length: int, keys: int, groups: int = 1, tail: bool = True, yields: bool = False
+    ) -> float:
+        """`seconds` as if that chunk had been added; grows strictly with `length`."""
+        costs = self._costs
+        rows, kvp_rows = self.rows + length, self.kvp_rows + length * (groups - 1)
+        attention_s = self.attention_s + costs.attention(length, keys, tail)
+        layer_s = costs.layer(rows, attention_s, kvp_rows)
+        entries = self.decodes + self.chunks + 1
+        seconds = costs.slowest(rows, layer_s, self.yields + yields, entries)
+        regime = (2 if self.decodes else PREFILL) + (kvp_rows > 0)
+        return seconds * costs.factors[regime]
+
+    def stage_s(self, stage: int) -> float:
+        """Predicted seconds of one stage; the largest of all stages is `seconds`."""
+        if not self.rows:
+            return 0.0
+        costs = self._costs
+        seconds = costs.stages[stage] * costs.layer(self.rows, self.attention_s, self.kvp_rows)
+        if stage == len(costs.stages) - 1:
+            if self.yields:
+                seconds += costs.head(self.yields)
+        else:
+            seconds += costs.p2p_s + self.rows * costs.p2p_row
+        entries = self.decodes + self.chunks
+        return (seconds + costs.batch_s + entries * costs.sequence_s) * costs.factors[self.regime]

@@ -1,0 +1,90 @@
+"""The exception tree: errors are split by whose fault they are and who can mend them.
+
+    MedhaError
+    ├── UserError            the person or client can mend it: exit code 2, HTTP 4xx
+    │   ├── SpecError        a field of a MedhaReplica or a setting
+    │   ├── CheckpointError  a model file: missing, corrupt, or of another shape
+    │   ├── SetupError       this machine: a port in use, no GPU, a missing package
+    │   └── RequestError     a request's body or header
+    ├── Refusal              admission says no, and when it would say yes: HTTP 429 or 503
+    ├── ProtocolError        a peer sent what it must not
+    └── EngineError          a rank, a transfer or a collective failed while serving
+
+Every message names the thing, its value, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+
+class MedhaError(Exception):
+    """Root of all errors that Medha raises on purpose."""
+
+
+class UserError(MedhaError):
+    """The person or client can mend it."""
+
+
+class SpecError(UserError):
+    """A field breaks a rule: `field is value: expected; remedy`.
+
+    `field` is a dotted path such as `spec.parallelism.tp`.
+    """
+
+    def __init__(self, field: str, value: object, expected: str, remedy: str) -> None:
+        self.field, self.value, self.expected, self.remedy = field, value, expected, remedy
+        super().__init__(f"{field} is {_shown(value)}: {expected}; {remedy}")
+
+
+class CheckpointError(UserError):
+    """A model file is missing, corrupt or of another shape; the message names file and remedy."""
+
+
+class SetupError(UserError):
+    """This machine lacks something: a free port, a GPU, a package; the message says what to do."""
+
+
+class RequestError(UserError):
+    """A request that cannot be served as it stands.
+
+    `status` is the HTTP status (4xx), `code` and `param` follow OpenAI's error object.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None
+    ) -> None:
+        self.status, self.code, self.param = status, code, param
+        super().__init__(message)
+
+
+class Refusal(MedhaError):
+    """Admission says no.
+
+    `code` is one of `deadline_infeasible`, `overloaded`, `rate_limit_exceeded`,
+    `context_length_exceeded`, `no_replica`; `earliest_ttft_s` is the TTFT that could be promised
+    (seconds after arrival, None if unknown); `retry_after_s` the time until room is expected.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        earliest_ttft_s: float | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        self.code, self.earliest_ttft_s, self.retry_after_s = code, earliest_ttft_s, retry_after_s
+        super().__init__(message)
+
+
+class ProtocolError(MedhaError):
+    """A peer sent a message that is malformed, too long, out of order or of another version."""
+
+
+class EngineError(MedhaError):
+    """A rank, a transfer or a collective failed while serving."""
+
+
+def _shown(value: object) -> str:
+    plain = isinstance(value, str) and value != "" and value.isprintable()
+    text = str(value) if plain else repr(value)
+    return text if len(text) <= 160 else f"{text[:78]}...{text[-79:]}"

@@ -1,0 +1,85 @@
+"""Bounded field types, and the values that several messages carry."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_TOKENS_BYTES = 48 << 20
+
+Name = Annotated[str, msgspec.Meta(max_length=253)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+TokenBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_TOKENS_BYTES)]
+Blob = Annotated[bytes, msgspec.Meta(max_length=16 << 20)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Group = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are drawn; temperature 0 is greedy. Counter-based on (seed, position).
+
+    `logprobs` None: none; else the number of alternatives (0: the chosen token alone).
+    `stop_tokens` end the sequence (the stop token itself is reported). Bounds are OpenAI's.
+    """
+
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=10.0)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] = 1.0
+    logit_bias: Annotated[dict[int, float], msgspec.Meta(max_length=1024)] = {}
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+    stop_tokens: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+    min_tokens: Count = 0
+
+    @property
+    def penalised(self) -> bool:
+        """Needs the tokens so far where it is sampled."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Log probability of a sampled token and of the most likely alternatives, best first."""
+
+    chosen: float
+    top: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=20)] = ()
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a replica tells of its work; the router places and admits by it.
+
+    `margins`: (due in s, seconds of work that still fit before it) of kept requests by deadline;
+    `due in` may be negative. `pending_bands`: (relative slack up to, seconds of prefill work).
+    `relegated_s`: work without a promise. `free_pages`, `total_pages` per running group (index =
+    group; -1 where the group does not run); `claimable_pages`: of groups that may still come.
+    `share`: part of time that promised prefills get beside decodes and relegated ones.
+    `ahead_s`: work that would run before a most urgent newcomer. `predicted_tpot_s`: of the
+    running decodes.
+    """
+
+    margins: Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=4096)] = ()
+    pending_bands: Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=64)] = ()
+    pending_s: float = 0.0
+    relegated_s: float = 0.0
+    ahead_s: float = 0.0
+    waiting: int = 0
+    prefilling: int = 0
+    decoding: int = 0
+    free_pages: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
+    total_pages: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
+    claimable_pages: int = 0
+    page_tokens: int = 64
+    share: float = 1.0
+    predicted_tpot_s: float = 0.0
+    drain_s_per_s: float = 1.0
+    wanted_groups: int = 1

@@ -1,0 +1,208 @@
+"""Router <-> controller: introductions, load, heads and grants, requests and their tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from medha import PROTOCOL
+from medha.messages.fields import (
+    Blob,
+    Count,
+    Load,
+    Logprob,
+    Name,
+    RequestId,
+    Sampling,
+    Text,
+    TokenBytes,
+)
+from medha.model import ModelShape
+from medha.request import SloClass
+from medha.topology import Topology
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The router takes the controller in; `router` names this router's incarnation."""
+
+    router: Name
+    protocol: int = PROTOCOL
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The router refuses the controller; `reason` holds both versions or what else is wrong."""
+
+    reason: Text
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A queued request that this controller may take: what is needed to order and to fit it."""
+
+    id: RequestId
+    age_s: float
+    prompt_tokens: Count
+    cached_tokens: Count
+    max_output_tokens: Count
+    ttft_deadline_s: float
+    work_s: float
+    slo_class: Name
+    promised: bool
+
+
+class Heads(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The most urgent requests placed on this controller, most urgent first; replaces the last."""
+
+    heads: Annotated[tuple[Head, ...], msgspec.Meta(max_length=256)]
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """A granted request. `hashes` are its full pages' names (16 bytes each, see `medha.prefix`).
+
+    `emitted` of the tokens are output of an earlier attempt: sampling goes on after them.
+    """
+
+    id: RequestId
+    tokens: TokenBytes
+    hashes: Blob = b""
+    age_s: float = 0.0
+    emitted: Count = 0
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
+    sampling: Sampling = Sampling()
+    ttft_deadline_s: float = 0.5
+    tpot_s: float = 0.03
+    work_s: float = 0.0
+    slo_class: Name = "default"
+    tenant: Name = ""
+    salt: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    weight: float = 1.0
+    promised: bool | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Stop a request at once and free its pages; unknown ids are ignored."""
+
+    id: RequestId
+
+
+class FetchFile(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Ask for a file named in Hello by its content hash, from `offset`."""
+
+    hash: Name
+    offset: Count = 0
+
+
+class RouterBeat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The router lives; sent at least every 0.5 s."""
+
+
+RouterMessage = Welcome | Rejected | Heads | Submit | Abort | FetchFile | RouterBeat
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """A controller introduces its replica. `files`: name -> content hash (blake2b-128 hex).
+
+    `files` holds `tokenizer.json` and, where the checkpoint has them, `tokenizer_config.json`,
+    `chat_template.jinja`, `generation_config.json`. `profile`: the predictor's profile, its JSON.
+    `draining`: serves what it has and takes nothing new.
+    """
+
+    replica: Name
+    incarnation: Name
+    model: Name
+    shape: ModelShape
+    topology: Topology
+    page_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    max_context_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    classes: Annotated[tuple[SloClass, ...], msgspec.Meta(max_length=64)]
+    profile: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    files: Annotated[dict[str, str], msgspec.Meta(max_length=16)]
+    stop_tokens: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+    max_batch_s: float = 0.1
+    min_batch_s: float = 0.01
+    draining: bool = False
+    protocol: int = PROTOCOL
+
+
+class FilePart(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Bytes of a file from `offset`; `total` is its size."""
+
+    hash: Name
+    offset: Count
+    total: Count
+    data: Annotated[bytes, msgspec.Meta(max_length=4 << 20)]
+
+
+class LoadReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The replica's load, sent when it changed, and at least every 0.5 s as its heartbeat.
+
+    `correction`: the online factor by which measured batches exceed the profile's prediction.
+    """
+
+    load: Load
+    draining: bool = False
+    correction: float = 1.0
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The controller has room for these heads; a Submit must come within the lease."""
+
+    ids: Annotated[tuple[RequestId, ...], msgspec.Meta(max_length=256)]
+    lease_s: float = 0.2
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A submitted request runs here; `cached_tokens` of its prompt were found in the cache."""
+
+    id: RequestId
+    cached_tokens: Count = 0
+    predicted_ttft_s: float = 0.0
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Output tokens from index `first` on (0 = the first token that this request ever emits).
+
+    `slack_ratio`: relative slack left at the first token, sent with it.
+    """
+
+    id: RequestId
+    first: Count
+    tokens: Annotated[tuple[int, ...], msgspec.Meta(max_length=1024)]
+    logprobs: Annotated[tuple[Logprob, ...], msgspec.Meta(max_length=1024)] = ()
+    slack_ratio: float | None = None
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The request is over; `reason` is `stop` (a stop token) or `length`."""
+
+    id: RequestId
+    reason: Name
+    prompt_tokens: Count = 0
+    output_tokens: Count = 0
+    cached_tokens: Count = 0
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The request cannot be finished here; `retriable`: another replica may."""
+
+    id: RequestId
+    code: Name
+    message: Text
+    retriable: bool = False
+
+
+class KvEvents(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Prefix-cache changes, numbered from 1; `snapshot`: `stored` is everything that is held.
+
+    `stored` and `removed` are concatenated 16-byte page names.
+    """
+
+    number: Count
+    stored: Blob = b""
+    removed: Blob = b""
+    snapshot: bool = False
+
+
+ReplicaMessage = (
+    Hello | FilePart | LoadReport | Grant | Accepted | Tokens | Finished | Failed | KvEvents
+)

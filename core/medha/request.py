@@ -1,0 +1,67 @@
+"""Request and Slo: a few numbers, a deadline, and what follows from them.
+
+Times are seconds on the reader's own monotonic clock; only durations cross the wire.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Latency targets of a class.
+
+    TTFT deadline `D = max(floor, multiplier × W)` seconds after arrival, where `W` is the predicted
+    prefill time of the uncached tokens on an idle replica (Medha, section 6.1: multiplier 1.5).
+    """
+
+    ttft_floor_s: float = 0.5
+    ttft_multiplier: float = 1.5
+    tpot_s: float = 0.03
+
+    def ttft_deadline_s(self, work_s: float) -> float:
+        return max(self.ttft_floor_s, self.ttft_multiplier * work_s)
+
+
+class SloClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A QoS class: its targets, its weight, its reserved share, and what happens when infeasible.
+
+    `when_infeasible` is `refuse` (429 at once) or `relegate` (accepted without a promise).
+    """
+
+    name: str = "default"
+    slo: Slo = Slo()
+    weight: float = 1.0
+    reserved: float = 0.0
+    when_infeasible: str = "refuse"
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One prompt to serve, as the scheduler sees it.
+
+    `work_s` is W: predicted prefill seconds of the uncached tokens on an idle replica.
+    `ttft_deadline_s` is D, seconds after `arrival_s`. `promised` says that admission gave a promise
+    for D; `None` lets the scheduler decide on arrival.
+    """
+
+    id: str
+    arrival_s: float
+    prompt_tokens: int
+    max_output_tokens: int = 1
+    ttft_deadline_s: float = 0.5
+    tpot_s: float = 0.03
+    work_s: float = 0.0
+    slo_class: str = "default"
+    tenant: str = ""
+    weight: float = 1.0
+    promised: bool | None = None
+
+    @property
+    def due_s(self) -> float:
+        """When the first token is due."""
+        return self.arrival_s + self.ttft_deadline_s
+
+    @property
+    def total_tokens(self) -> int:
+        """The longest that the sequence can become."""
+        return self.prompt_tokens + self.max_output_tokens

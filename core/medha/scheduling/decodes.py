@@ -1,0 +1,140 @@
+"""Running decodes: the next chunk of each, ready made, and how much credit they have left.
+
+A sequence has one decode in flight. When a token comes back, the chunk of the next one is prepared
+at once (its place is known), so that seating all decodes of a batch costs next to nothing. Token k
+is due at first token + k × TPOT: a decode that ran ahead has credit and can wait.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from medha.batch import Chunk
+from medha.scheduling.sequence import Sequence
+
+
+class Cohort:
+    """Prepared decodes of sequences that live in the same KVP groups, oldest first.
+
+    `keys`: per group, KV tokens that their attention reads, their own included; `away`: how many
+    are in flight.
+    """
+
+    __slots__ = ("away", "chunks", "keys")
+
+    def __init__(self, groups: tuple[int, ...]) -> None:
+        self.chunks: dict[int, Chunk] = {}
+        self.keys = dict.fromkeys(groups, 0)
+        self.away = 0
+
+    def quota(self, spp: int) -> int:
+        """How many to seat, so that the cohort is spread evenly over the batches in flight."""
+        ready = len(self.chunks)
+        return ready if spp == 1 else min(ready, -(-(ready + self.away) // spp))
+
+
+class Decodes:
+    """Every sequence that has its first token and is not over."""
+
+    def __init__(self) -> None:
+        self.cohorts: dict[tuple[int, ...], Cohort] = {}
+        self.hungry: dict[int, Sequence] = {}
+        self.running: dict[int, Sequence] = {}
+        self._due_s = np.full(64, np.inf)
+        self._tpot_s = np.full(64, np.inf)
+        self._slots = list(range(63, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    def begin(self, sequence: Sequence) -> None:
+        """Its first token came."""
+        if not self._slots:
+            size = len(self._due_s)
+            self._due_s = np.concatenate([self._due_s, np.full(size, np.inf)])
+            self._tpot_s = np.concatenate([self._tpot_s, np.full(size, np.inf)])
+            self._slots = list(range(2 * size - 1, size - 1, -1))
+        sequence.slot = self._slots.pop()
+        self._tpot_s[sequence.slot] = sequence.request.tpot_s
+        self.running[sequence.number] = sequence
+        sequence.decoding = True
+
+    def due(self, sequence: Sequence, due_s: float) -> None:
+        """When its next token is due."""
+        self._due_s[sequence.slot] = sequence.decode_due_s = due_s
+
+    def prepare(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Its next decode is ready to be seated."""
+        cohort = self.cohorts.get(chunk.groups)
+        if cohort is None:
+            cohort = self.cohorts[chunk.groups] = Cohort(chunk.groups)
+        cohort.chunks[sequence.number] = chunk
+        held, keys = sequence.held, cohort.keys
+        for group in chunk.groups:
+            keys[group] += held.get(group, 0)
+        sequence.next_chunk = chunk
+
+    def withdraw(self, sequence: Sequence) -> bool:
+        """Take a prepared decode back; False when none was waiting."""
+        self.hungry.pop(sequence.number, None)
+        chunk, sequence.next_chunk = sequence.next_chunk, None
+        if chunk is None:
+            return False
+        cohort = self.cohorts[chunk.groups]
+        if cohort.chunks.pop(sequence.number, None) is None:
+            return False
+        for group in chunk.groups:
+            cohort.keys[group] -= sequence.held.get(group, 0)
+        return True
+
+    def end(self, sequence: Sequence) -> None:
+        """It decodes no more."""
+        self.withdraw(sequence)
+        if self.running.pop(sequence.number, None) is not None:
+            self._due_s[sequence.slot] = self._tpot_s[sequence.slot] = np.inf
+            self._slots.append(sequence.slot)
+            sequence.slot = -1
+            sequence.decoding = False
+
+    def seat(self, groups: tuple[int, ...], most: int) -> list[Chunk]:
+        """Hand out at most `most` prepared decodes of the cohort, the longest ready first."""
+        cohort = self.cohorts[groups]
+        cohort.away += min(most, len(cohort.chunks))
+        if len(cohort.chunks) <= most:
+            chunks = list(cohort.chunks.values())
+            cohort.chunks = {}
+            cohort.keys = dict.fromkeys(groups, 0)
+            return chunks
+        numbers = list(cohort.chunks)[:most]
+        chunks = []
+        for number in numbers:
+            chunk = cohort.chunks.pop(number)
+            held = self.running[number].held
+            for group in groups:
+                cohort.keys[group] -= held.get(group, 0)
+            chunks.append(chunk)
+        return chunks
+
+    def back(self, groups: tuple[int, ...]) -> None:
+        """One of the cohort's decodes in flight came back, or never will."""
+        self.cohorts[groups].away -= 1
+
+    def keys_of(self, groups: tuple[int, ...], count: int) -> dict[int, int]:
+        """KV tokens per group that the first `count` of the cohort read."""
+        cohort = self.cohorts[groups]
+        if count >= len(cohort.chunks):
+            return cohort.keys
+        keys = dict.fromkeys(groups, 0)
+        for number in list(cohort.chunks)[:count]:
+            held = self.running[number].held
+            for group in groups:
+                keys[group] += held.get(group, 0)
+        return keys
+
+    def least_credit_s(self, now: float) -> float:
+        """Smallest time until a running decode's next token is due; infinite with none."""
+        return float(self._due_s.min()) - now
+
+    def least_tpot_s(self) -> float:
+        """Tightest TPOT target of the running decodes; infinite with none."""
+        return float(self._tpot_s.min())

@@ -1,0 +1,67 @@
+"""Batches in flight: what was handed out and has not come back.
+
+Up to `spp` batches are in flight per KVP group. "Stage 0 is free" and "the batch is done" are
+different events: the first lets the next batch in, the second brings tokens. A batch is void when a
+group that it names was lost; it never completes then.
+"""
+
+from __future__ import annotations
+
+from medha.batch import Batch
+
+
+class Flight:
+    """One batch on its way; `due_out_s`: when its stage 0 should be free, by the prediction."""
+
+    __slots__ = ("batch", "due_out_s", "groups", "left", "predicted_s", "regime")
+
+    def __init__(self, batch: Batch, groups: tuple[int, ...], now: float, regime: int) -> None:
+        self.batch, self.groups, self.regime = batch, groups, regime
+        self.predicted_s = batch.predicted_s
+        self.due_out_s = now + batch.predicted_s
+        self.left = False
+
+
+class Flights:
+    """All of them, by number."""
+
+    def __init__(self, spp: int) -> None:
+        self.spp = spp
+        self.by_number: dict[int, Flight] = {}
+        self.of_group: dict[int, list[int]] = {}
+
+    def add(self, flight: Flight) -> None:
+        self.by_number[flight.batch.number] = flight
+        for group in flight.groups:
+            self.of_group[group].append(flight.batch.number)
+
+    def remove(self, number: int) -> Flight | None:
+        """The flight that ends; None when it is unknown or void."""
+        flight = self.by_number.pop(number, None)
+        if flight is not None:
+            for group in flight.groups:
+                if group in self.of_group:
+                    self.of_group[group].remove(number)
+        return flight
+
+    def room(self, group: int) -> bool:
+        """Whether the pipeline of `group` may take another batch."""
+        return len(self.of_group[group]) < self.spp
+
+    def naming(self, group: int) -> list[Flight]:
+        """Flights in which `group` takes part, oldest first."""
+        return [self.by_number[number] for number in self.of_group.get(group, ())]
+
+    def free_in_s(self, group: int, now: float) -> float:
+        """Seconds until stage 0 of `group` should be free; 0 when it is, or is late."""
+        latest = 0.0
+        for number in self.of_group.get(group, ()):
+            flight = self.by_number[number]
+            if not flight.left:
+                latest = max(latest, flight.due_out_s - now)
+        return latest
+
+    def oldest(self, group: int) -> int | None:
+        """Number of the oldest batch in flight that names `group`."""
+        numbers = self.of_group.get(group)
+        return min(numbers) if numbers else None

@@ -1,0 +1,352 @@
+"""Who holds a promise, and who else can still make it: the promise set of each KVP group.
+
+Each group is one server; a request that needs several groups must fit in each of them. Three ranks:
+
+    promised    told so when accepted: it fitted beside all promises given, all at their full costs
+    kept        no promise, but it fits beside everything that is kept; gives way to new promises
+    relegated   the rest: they run after the kept ones, with a guaranteed share of the time
+
+    bare cost = work / share + overhead          overhead: it may be cut once more than T(n) assumes
+    full cost = bare cost / (1 − relegated share)
+
+`share` is the part of time that prefills get beside decodes. A promise is taken back only when even
+the bare costs of the promised overrun a deadline by more than the hysteresis: one batch, and twice
+the predictor's error. Without `commit` there are no promises: the largest feasible set is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from medha.config import Scheduling
+from medha.scheduling.growth import Groups
+from medha.scheduling.lars import Floats, Mask, Places
+from medha.scheduling.policies import View
+from medha.scheduling.promises import (
+    allowances_s,
+    broken,
+    largest_feasible,
+    margins_s,
+    room_s,
+)
+from medha.scheduling.sequence import Sequence
+from medha.scheduling.waiting import Waiting
+
+CHANGES_PER_ROUND = 4
+ROUNDS_PER_LOOK = 8
+SHARE_WEIGHT = 0.1
+MEMORY_S = 30.0
+
+
+class Ledger:
+    """Promises over the waiting prefills of every group.
+
+    `drain_s`: what a chunk still needs behind stage 0, at most. `overhead_s`: cost of a batch that
+    holds next to nothing. `owed_s`: time that the relegated have coming, per group. `broken`: how
+    many promises were taken back.
+    """
+
+    def __init__(
+        self, settings: Scheduling, groups: Groups, drain_s: float, overhead_s: float
+    ) -> None:
+        self.settings, self.groups = settings, groups
+        self.drain_s, self.overhead_s = drain_s, overhead_s
+        self.promising = settings.policy == "lars"
+        self.gives = self.promising and settings.commit
+        self.share: dict[int, float] = {}
+        self.owed_s: dict[int, float] = {}
+        self._rounds: dict[int, int] = {}
+        self._turns: dict[int, int] = {}
+        self._arrivals: dict[int, tuple[float, float]] = {}
+        self.broken = 0
+
+    @property
+    def guard_s(self) -> float:
+        """Slack that does not count: a part of the longest batch."""
+        return self.settings.margin_guard * self.longest_s
+
+    @property
+    def longest_s(self) -> float:
+        one = self.settings
+        return one.fixed_s if one.budget == "fixed" else one.max_batch_s
+
+    @property
+    def long_s(self) -> float:
+        """Work beyond which a prompt is long."""
+        return 8.0 * self.longest_s
+
+    def join(self, group: int) -> None:
+        self._arrivals[group] = 0.0, 0.0
+        self.share[group], self.owed_s[group], self._rounds[group] = 1.0, 0.0, 0
+        self._turns[group] = 0
+
+    def leave(self, group: int) -> None:
+        del self._arrivals[group]
+        del self.share[group], self.owed_s[group], self._rounds[group], self._turns[group]
+
+    def factor(self, group: int) -> float:
+        """Seconds that pass per second of prefill work in `group`."""
+        return 1.0 / self.share[group]
+
+    def full_cost_s(self, group: int, work_s: float) -> float:
+        """Time that a promise for that much work takes up."""
+        return (work_s / self.share[group] + self.overhead_s) * self._inflation
+
+    @property
+    def _inflation(self) -> float:
+        return 1.0 / (1.0 - self.settings.relegated_share)
+
+    # --- one request ------------------------------------------------------------------------------
+
+    def fits(self, sequence: Sequence, works: dict[int, float], starts: dict[int, float]) -> bool:
+        """Whether it may be promised: it fits beside all promises, in each of its groups.
+
+        `works`: seconds of its work by group; `starts`: when each group's stage 0 is free. A long
+        one must leave room for the short ones that will come while it waits and runs.
+        """
+        for group, work_s in works.items():
+            if group not in self.groups:
+                return False
+            start = starts[group]
+            coming = self._coming(group, start) if work_s > self.long_s else 0.0
+            due_in, margins = self._promised(group, start, coming)
+            place = self.groups.waiting[group].place(sequence.key)
+            own = sequence.key[0] - start - self.drain_s
+            cost_s = self.full_cost_s(group, work_s) * self._widened(coming)
+            if room_s(margins, due_in, place, own) < cost_s:
+                return False
+        return bool(works)
+
+    def arrived(self, works: dict[int, float], now: float) -> None:
+        """A request came: short ones make up the share of time that is kept free for more."""
+        for group, work_s in works.items():
+            if work_s <= self.long_s and group in self._arrivals:
+                then, sum_s = self._arrivals[group]
+                self._arrivals[group] = now, sum_s * math.exp((then - now) / MEMORY_S) + work_s
+
+    def _coming(self, group: int, now: float) -> float:
+        """Part of the time that short ones have been asking for, over the last `MEMORY_S`."""
+        then, sum_s = self._arrivals[group]
+        load = sum_s * math.exp(min(0.0, then - now) / MEMORY_S) / MEMORY_S
+        return min(0.5, load / self.share[group])
+
+    def _widened(self, coming: float) -> float:
+        """Factor on a full cost that leaves room for short arrivals."""
+        kept = 1.0 - self.settings.relegated_share
+        return kept / (kept - coming)
+
+    def give_way(self, group: int, start: float, error: float) -> None:
+        """A promise was given: relegate who fits no more beside it."""
+        waiting = self.groups.waiting[group]
+        due_in = waiting.due_s - start - self.drain_s
+        bare = waiting.work_s / self.share[group] + self.overhead_s
+        held, left = self._kept_margins(waiting, due_in, bare)
+        if left.min() < 0.0:
+            self._relegate(waiting, held, due_in[held], bare[held], error)
+
+    def rank(self, sequence: Sequence, *, kept: bool, promised: bool) -> None:
+        """Move it to another rank, in every group where it waits."""
+        sequence.kept, sequence.promised = kept, promised
+        self.groups.mark(sequence)
+
+    def margins(self, group: int, start: float) -> tuple[Floats, Floats]:
+        """(due in, margin) of the promises of a group from `start` on, by deadline; for Load."""
+        due_in, margins = self._promised(group, start)
+        promised = self.groups.waiting[group].promised
+        return due_in[promised], margins[promised]
+
+    def _promised(self, group: int, start: float, coming: float = 0.0) -> tuple[Floats, Floats]:
+        waiting = self.groups.waiting[group]
+        due_in = waiting.due_s - start - self.drain_s
+        cost = (waiting.work_s / self.share[group] + self.overhead_s) * self._inflation
+        if coming:
+            cost[waiting.work_s > self.long_s] *= self._widened(coming)
+        return due_in, margins_s(due_in, cost, waiting.promised)
+
+    # --- one round --------------------------------------------------------------------------------
+
+    def settle(self, group: int, now: float, error: float) -> View:
+        """Take back what cannot be kept, take in what fits, and show the group to its policy."""
+        waiting = self.groups.waiting[group]
+        due_in = waiting.due_s - now
+        share = self.share[group]
+        work = waiting.work_s if share == 1.0 else waiting.work_s / share
+        if not self.promising:
+            none = np.zeros(len(waiting), dtype=np.bool_)
+            return self._view(group, waiting, due_in, work, none, due_in, False)
+        due_in -= self.drain_s
+        bare = work + self.overhead_s
+        if not self.settings.commit:
+            self._choose(group, waiting, due_in, bare)
+        looks = self._looks(group, waiting)
+        held, left = self._kept_margins(waiting, due_in, bare)
+        if len(held) and left.min() < 0.0 and (looks or not waiting.promised[held].all()):
+            self._relegate(waiting, held, due_in[held], bare[held], error)
+            held, left = self._kept_margins(waiting, due_in, bare)
+        if looks and self.settings.commit and len(held) < len(waiting):
+            self._take_in(group, waiting, due_in, bare)
+            held, left = self._kept_margins(waiting, due_in, bare)
+        allowance = allowances_s(held, left, len(waiting))
+        owed = self.owed_s[group] >= self.longest_s and self._owes(group, waiting, held, left)
+        return self._view(group, waiting, due_in, work, waiting.kept, allowance, owed)
+
+    def _kept_margins(
+        self, waiting: Waiting, due_in: Floats, bare: Floats
+    ) -> tuple[Places, Floats]:
+        """Places of the kept ones and the margin of each, without a look at the others."""
+        held = waiting.kept.nonzero()[0]
+        everyone = np.ones(len(held), dtype=np.bool_)
+        promised = waiting.promised[held]
+        return held, self._margins(due_in[held], bare[held], everyone, promised)
+
+    def _owes(self, group: int, waiting: Waiting, held: Places, left: Floats) -> bool:
+        """Whether the relegated, who have a batch coming, get it now: when no promise is too close
+        (margins count their share, so they widen as promised work is done), or it is overdue."""
+        least_s = left.min(where=waiting.promised[held], initial=np.inf)
+        return bool(least_s >= self.longest_s) or self.owed_s[group] >= 3.0 * self.longest_s
+
+    def _looks(self, group: int, waiting: Waiting) -> bool:
+        """Whether it is time to see who fits and who cannot be kept: room grows when work is
+        struck off, and slowly as batches take less time than their work was worth; only those
+        without a promise must give way at once."""
+        self._rounds[group] = (self._rounds[group] + 1) % ROUNDS_PER_LOOK
+        look = waiting.freed or not self._rounds[group]
+        waiting.freed = False
+        return look
+
+    def _margins(self, due_in: Floats, bare: Floats, kept: Mask, promised: Mask) -> Floats:
+        """Margin of each kept one, infinite for others; a promise counts promises at full cost."""
+        held = bare * kept
+        if not self.settings.relegated_share:
+            return np.where(kept, due_in - held.cumsum(), np.inf)
+        full = np.where(promised, held * self._inflation, held)
+        left = due_in - full.cumsum()
+        if (kept & ~promised).any():
+            left = np.where(promised, left, due_in - held.cumsum())
+        return np.where(kept, left, np.inf)
+
+    def spend(self, group: int, batch_s: float, owed_s: float, relegated_waits: bool) -> None:
+        """Account a batch: the relegated earn their share while they wait, and `owed_s` of the
+        batch was on it (what they got in the gaps of others is free)."""
+        owed = self.owed_s[group] - owed_s
+        self._turns[group] += owed_s > 0.0
+        if relegated_waits:
+            owed += self.settings.relegated_share * batch_s
+        self.owed_s[group] = min(max(owed, -self.longest_s), 3.0 * self.longest_s)
+
+    def measure_share(self, group: int, batch_s: float, decode_s: float) -> None:
+        """Learn which part of a batch's time prefills get."""
+        if decode_s <= 0.0 or batch_s <= 0.0:
+            self.share[group] = 1.0
+            return
+        part = max(0.05, 1.0 - decode_s / batch_s)
+        self.share[group] += SHARE_WEIGHT * (part - self.share[group])
+
+    def _view(
+        self, group: int, waiting: Waiting, due_in: Floats, work: Floats, kept: Mask,
+        allowance: Floats, owed: bool,
+    ) -> View:  # fmt: skip
+        one = self.settings
+        if one.long_tokens is None:
+            long = work > self.long_s
+        else:
+            long = waiting.tokens > one.long_tokens
+        return View(
+            due_in_s=due_in,
+            arrival_s=waiting.arrival_s,
+            work_s=work,
+            norm_s=waiting.norm_s,
+            long=long,
+            kept=kept,
+            ready=waiting.ready,
+            allowance_s=allowance,
+            guard_s=self.guard_s,
+            owed=owed,
+            owed_to_short=self._turns[group] % 2 == 0,
+            max_yield=one.max_yield,
+        )
+
+    def _relegate(
+        self, waiting: Waiting, held: Places, due_in: Floats, bare: Floats, error: float
+    ) -> None:
+        """Where a margin is overrun the largest unpromised one due no later gives way; a promise
+        only when the promised alone overrun it by more than the hysteresis. Arrays of the `held`.
+        """
+        kept, promised = np.ones(len(held), dtype=np.bool_), waiting.promised[held]
+        lost: list[int] = []
+        for _ in range(CHANGES_PER_ROUND):
+            free = kept & ~promised
+            first = int(free.argmax())
+            if not free[first]:
+                break
+            margins = self._margins(due_in, bare, kept, promised)
+            over = margins < np.where(free, -self.longest_s, 0.0)
+            upto = first + int(over[first:].argmax()) + 1
+            if not over[upto - 1]:
+                break
+            lost.append(int(np.where(free[:upto], bare[:upto], -1.0).argmax()))
+            kept[lost[-1]] = False
+        sure = (bare * promised).cumsum() * (1.0 - min(0.9, 2.0 * error))
+        left = np.where(promised, due_in - sure, np.inf)
+        if left.min() < -self.longest_s:
+            gone = broken(left, bare, promised, self.longest_s, CHANGES_PER_ROUND)
+            self.broken += len(gone)
+            lost += gone
+        for sequence in [waiting.sequences[place] for place in held[lost].tolist()]:
+            self.rank(sequence, kept=False, promised=False)
+
+    def _take_in(self, group: int, waiting: Waiting, due_in: Floats, bare: Floats) -> None:
+        """Keep relegated ones that fit now with a batch to spare, the smallest first."""
+        for _ in range(CHANGES_PER_ROUND):
+            kept = waiting.kept
+            margins = self._margins(due_in, bare, kept, waiting.promised)
+            own = due_in - (bare * kept).cumsum()
+            later = np.minimum.accumulate(margins[::-1])[::-1]
+            room = np.minimum(own, later) - self.guard_s
+            able = (~kept & (room >= bare)).nonzero()[0]
+            taken = self._first_that_fits(group, waiting, able, due_in, bare)
+            if taken is None:
+                return
+            self.rank(taken, kept=True, promised=False)
+
+    def _first_that_fits(
+        self, group: int, waiting: Waiting, able: Places, due_in: Floats, bare: Floats
+    ) -> Sequence | None:
+        for place in able[np.argsort(bare[able], kind="stable")].tolist():
+            one: Sequence = waiting.sequences[place]
+            if self._alone_or_fits(one, group, float(due_in[place])):
+                return one
+        return None
+
+    def fits_beside(self, sequence: Sequence, groups: Iterable[int], start: float) -> bool:
+        """Whether it fits beside what is kept in those of its groups, from `start` on."""
+        for group in groups:
+            if group not in self.groups:
+                continue
+            waiting = self.groups.waiting[group]
+            bare = waiting.work_s / self.share[group] + self.overhead_s
+            due_in = waiting.due_s - start - self.drain_s
+            margins = margins_s(due_in, bare, waiting.kept)
+            place = waiting.place(sequence.key)
+            if room_s(margins, due_in, place, float(due_in[place])) < float(bare[place]):
+                return False
+        return True
+
+    def _alone_or_fits(self, sequence: Sequence, group: int, due_in_s: float) -> bool:
+        """It fits in `group`; whether it fits in its other groups too."""
+        others = [one for one in sequence.plan if one != group]
+        start = sequence.key[0] - due_in_s - self.drain_s
+        return not others or self.fits_beside(sequence, others, start)
+
+    def _choose(self, group: int, waiting: Waiting, due_in: Floats, bare: Floats) -> None:
+        """Without commitment: the largest feasible set, anew; those in it have the hysteresis."""
+        before = waiting.kept
+        after = largest_feasible(due_in + np.where(before, self.longest_s, 0.0), bare)
+        for place in np.flatnonzero(before != after).tolist():
+            sequence = waiting.sequences[place]
+            keep = bool(after[place])
+            if not keep or self._alone_or_fits(sequence, group, float(due_in[place])):
+                self.rank(sequence, kept=keep, promised=False)

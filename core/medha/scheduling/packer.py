@@ -1,0 +1,369 @@
+"""What goes into the next batch: decodes first, then as much prefill as the time budget holds.
+
+Algorithms 1 and 2 of the paper (appendix A), with each prefill visited once, every decode counted
+in the budget, and the time a batch may take never exceeded but for a counted escape. A plan is made
+for a crew, the KVP groups that will run the batch together; nothing is taken until it is carried
+out, so a plan may be thrown away. It prices chunks with the predictor and orders with a policy; it
+owns no pages and gives no promises.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+import numpy as np
+
+from medha.batch import Chunk
+from medha.config import Scheduling
+from medha.predictor import Predictor
+from medha.scheduling.decodes import Decodes
+from medha.scheduling.growth import Groups
+from medha.scheduling.lars import Floats, Mask, Places
+from medha.scheduling.ledger import Ledger
+from medha.scheduling.plan import Part, Plan
+from medha.scheduling.policies import ABSORBED, OWED, POLICIES, RELEGATED, Order, View
+from medha.scheduling.sequence import Sequence
+from medha.scheduling.waiting import Waiting
+
+FEW = 12
+MISSES = 4
+
+
+class Packer:
+    """Plans batches. `starved`: rounds without any prefill, by group; `escapes`: counted ones."""
+
+    def __init__(
+        self, settings: Scheduling, spp: int, predictor: Predictor, groups: Groups,
+        decodes: Decodes, ledger: Ledger,
+    ) -> None:  # fmt: skip
+        self.settings, self.spp, self.predictor = settings, spp, predictor
+        self.groups, self.decodes, self.ledger = groups, decodes, ledger
+        self.policy = POLICIES[settings.policy]
+        self.starved: dict[int, int] = {}
+        self.escapes = 0
+        self.patience_s = settings.growth_timeout_s / 8.0
+        self.started = 0
+
+    def budget_s(self, now: float) -> float:
+        """t_target, seconds per stage.
+
+        `slack`: the smallest of credit and TPOT over every running decode, over the stages that a
+        token passes; `max_batch_s` bounds it, and how long an arrival waits for the next decision.
+        """
+        one = self.settings
+        if one.budget == "fixed":
+            return one.fixed_s
+        if one.budget == "tokens":
+            return float("inf")
+        credit_s = self.decodes.least_credit_s(now) * (1.0 - one.tbt_guard)
+        least_s = min(credit_s, self.decodes.least_tpot_s()) / self.spp
+        return min(max(least_s, one.min_batch_s), one.max_batch_s)
+
+    def plan(self, crew: tuple[int, ...], now: float, limit_s: float, error: float) -> Plan | None:
+        """The batch that `crew` would run, at most `limit_s` long; None when there is nothing."""
+        target_s = min(self.budget_s(now), limit_s)
+        plan = self._seat(crew, target_s)
+        views = {group: self.ledger.settle(group, now, error) for group in crew}
+        plan.waits = {group: bool(view.ready.any()) for group, view in views.items()}
+        if any(plan.waits.values()):
+            self._fill(plan, views, now)
+            if not plan.parts:
+                self._starve(plan, views, now)
+        return plan if plan.parts or plan.cohorts else None
+
+    def decode_tpot_s(self) -> float:
+        """Predicted time per token of the decodes that wait for their next batch; 0 with none."""
+        most_s = 0.0
+        for groups, cohort in self.decodes.cohorts.items():
+            for group in groups:
+                load = self.predictor.load()
+                load.add_decodes(len(cohort.chunks), cohort.keys[group], len(groups))
+                most_s = max(most_s, self.spp * load.seconds())
+        return most_s
+
+    # --- decodes ----------------------------------------------------------------------------------
+
+    def _seat(self, crew: tuple[int, ...], target_s: float) -> Plan:
+        plan = Plan(crew, target_s, {}, [], {})
+        for group in crew:
+            plan.loads[group] = self.predictor.load()
+        for groups, cohort in self.decodes.cohorts.items():
+            if not cohort.chunks or not set(groups) <= set(crew):
+                continue
+            count = cohort.quota(self.spp)
+            keys = self.decodes.keys_of(groups, count)
+            plan.cohorts.append((groups, count))
+            for group in groups:
+                plan.loads[group].add_decodes(count, keys[group], len(groups))
+        for group, load in plan.loads.items():
+            plan.decode_s[group] = load.seconds() if plan.cohorts else 0.0
+        return plan
+
+    # --- prefills ---------------------------------------------------------------------------------
+
+    def _fill(self, plan: Plan, views: dict[int, View], now: float) -> None:
+        """Visit prefills in policy order until the batch is full."""
+        full_s, misses = plan.target_s, 0
+        occupied: set[int] = set()
+        yielding: list[tuple[Sequence, Part | None, float]] = []
+        for sequence, view, place, yields, tier in self._visits(plan.crew, views, now):
+            long = bool(view.long[place])
+            if long and not occupied.isdisjoint(sequence.groups or sequence.plan[:1]):
+                continue
+            if not sequence.started and not self.start(sequence):
+                continue
+            limit_s = full_s if not yields else min(full_s, plan.target_s * (1.0 - yields))
+            part = self._where(plan, sequence)
+            if part is None:
+                continue
+            if not self._chunk(plan, part, limit_s):
+                if yields:
+                    yielding.append((sequence, None, full_s))
+                    occupied.update(part.groups)
+                    continue
+                misses += 1
+                if misses >= MISSES or self._full(plan, full_s):
+                    break
+                continue
+            part.owed = tier == OWED
+            self._add(plan, part)
+            if long:
+                occupied.update(part.groups)
+                if yields:
+                    yielding.append((sequence, part, full_s))
+            if sequence.packed + part.length == sequence.goal:
+                full_s = self._finishing(plan, view, place, long, full_s)
+            if part.cut and not (yields or len(plan.crew) > 1):
+                break
+        for sequence, part, limit_s in yielding:
+            self._grow(plan, sequence, part, limit_s)
+
+    def _visits(
+        self, crew: tuple[int, ...], views: dict[int, View], now: float
+    ) -> Iterator[tuple[Sequence, View, int, float, int]]:
+        """(sequence, view, place, yields, tier) over the crew's groups, each sequence once: a
+        shared one when the last of its groups comes to it."""
+        waiting = self.groups.waiting
+        if len(crew) == 1:
+            view, sequences = views[crew[0]], waiting[crew[0]].sequences
+            for tier, place, yields in self._ordered(crew[0], view, now):
+                yield sequences[place], view, place, yields, tier
+            return
+        seen: dict[int, int] = {}
+        for tier, _, group, place, yields in heapq.merge(
+            *(self._turns(group, views[group], now) for group in crew)
+        ):
+            sequence = waiting[group].sequences[place]
+            seen[sequence.number] = seen.get(sequence.number, 0) + 1
+            if seen[sequence.number] == len(set(crew).intersection(sequence.plan)):
+                yield sequence, views[group], place, yields, tier
+
+    def _turns(
+        self, group: int, view: View, now: float
+    ) -> Iterator[tuple[int, int, int, int, float]]:
+        """`_ordered`, such that groups take turns within a tier when merged."""
+        for turn, (tier, place, yields) in enumerate(self._ordered(group, view, now)):
+            yield tier, turn, group, place, yields
+
+    def _ordered(self, group: int, view: View, now: float) -> Iterator[tuple[int, int, float]]:
+        """(tier, place, yields) of the rows that may be packed, in the policy's order, lazily."""
+        waiting = self.groups.waiting[group]
+        order: Order = self.policy(view)
+        able = self._startable(group, waiting, view, now)
+        for tier in range(OWED if view.owed else ABSORBED, RELEGATED + 1):
+            rows = (able & (order.tiers == tier)).nonzero()[0]
+            count = FEW
+            while len(rows):
+                batch = rows
+                if len(rows) > count:
+                    keys = order.keys[rows]
+                    near = keys <= np.partition(keys, count - 1)[count - 1]
+                    batch = rows[near]
+                for place in self._sorted(batch, order.keys, view, waiting):
+                    yields = 0.0 if order.yields is None else float(order.yields[place])
+                    yield tier, place, yields
+                rows = rows[~near] if len(batch) < len(rows) else rows[:0]
+                count *= 4
+
+    def _sorted(self, rows: Places, keys: Floats, view: View, waiting: Waiting) -> list[int]:
+        """Rows by key, ties by (arrival, id)."""
+        near = keys[rows]
+        order = near.argsort(kind="stable")
+        placed: list[int] = rows[order].tolist()
+        near = near[order]
+        if (near[1:] == near[:-1]).any():
+            placed.sort(key=lambda row: (keys[row], view.arrival_s[row], waiting.sequences[row].id))
+        return placed
+
+    def _startable(self, group: int, waiting: Waiting, view: View, now: float) -> Mask:
+        """Ready rows that have their pages, or can have them.
+
+        Large ones leave a sixteenth of the pages to small ones. Who has been passed over for long
+        is waited for, the oldest first; small ones still pass, or it would be a convoy again.
+        """
+        need = waiting.need
+        for sequence in self.aged(waiting, now):
+            if not self.start(sequence):
+                break  # the oldest is waited for; those behind it would be tried in vain
+        if self.started >= self.settings.max_running:
+            begun: Mask = view.ready & (need == 0.0)
+            return begun
+        pages = self.groups.pool[group]
+        available, spare = pages.available, pages.total // 16
+        if need.max(initial=0.0) <= min(available, spare):
+            return view.ready
+        small: Mask = need <= min(spare, available)
+        fits: Mask = small | (need <= available - np.minimum(spare, pages.total - need))
+        passed = waiting.passed(~fits, now)
+        oldest = int(passed.argmin())
+        if now - passed[oldest] > self.patience_s:
+            fits = small | (need <= available - need[oldest])
+        fits &= view.ready
+        return fits
+
+    def aged(self, waiting: Waiting, now: float) -> list[Sequence]:
+        """Those that have been passed over for want of pages longer than `patience_s`."""
+        return waiting.aged(now - self.patience_s) if waiting.passing else []
+
+    def start(self, sequence: Sequence) -> bool:
+        """Reserve its pages; False when it does not fit now, or too many run."""
+        if self.started >= self.settings.max_running or not self.groups.start(sequence):
+            return False
+        self.started += 1
+        for group in sequence.plan:
+            if group in self.groups:
+                self.groups.waiting[group].begun(sequence)
+        if sequence.packed:
+            self.groups.refresh(sequence)
+        return True
+
+    def _finishing(self, plan: Plan, view: View, place: int, long: bool, full_s: float) -> float:
+        """How long a batch may become in which a prompt ends: its first token waits for all of it.
+
+        Not beyond the deadline of a kept one; with a short one only to a set part of the budget,
+        unless some promise is so close that half a batch matters.
+        """
+        if view.kept[place]:
+            full_s = min(full_s, float(view.due_in_s[place]))
+        if not long and not (self.ledger.promising and view.allowance_s[-1] < 2.0 * view.guard_s):
+            full_s = min(full_s, self.settings.finish_fill * plan.target_s)
+        return full_s
+
+    def _full(self, plan: Plan, limit_s: float) -> bool:
+        """Not even one step of an empty prompt fits any more."""
+        step = self.settings.chunk_step_tokens
+        return all(load.seconds_with(step, 0) > limit_s for load in plan.loads.values())
+
+    def _where(self, plan: Plan, sequence: Sequence) -> Part | None:
+        """Where its next tokens go, as an empty part; None when there is no room for them, or when
+        a group that they need is not in the crew."""
+        tail, room = self.groups.next_tail(sequence)
+        groups = sequence.groups
+        for move in sequence.switching:
+            groups = tuple(sorted({*groups, move.source, move.target}))
+        if tail not in groups:
+            groups = tuple(sorted((*groups, tail)))
+        if not room or any(group not in plan.loads for group in groups):
+            return None
+        limit = min(sequence.goal - sequence.packed, room)
+        if self.settings.long_prefill_threshold_tokens is not None:
+            limit = min(limit, self.settings.long_prefill_threshold_tokens)
+        return Part(sequence, limit, tail, groups)
+
+    def _chunk(self, plan: Plan, part: Part, limit_s: float) -> bool:
+        """Cut the part to the largest chunk that keeps the batch within `limit_s` (Algorithm 2);
+        False when none does."""
+        one, sequence, limit = self.settings, part.sequence, part.length
+        if one.budget == "tokens":
+            rows = max(plan.loads[group].rows for group in part.groups)
+            part.length = max(0, min(limit, one.batch_tokens - rows))
+        else:
+            remaining = sequence.goal - sequence.packed
+            for group in part.groups:
+                part.length = self.predictor.largest_chunk(
+                    plan.loads[group], sequence.held.get(group, 0), part.length, limit_s,
+                    one.chunk_step_tokens, len(part.groups), group == part.tail,
+                    part.length == remaining,
+                )  # fmt: skip
+        part.cut = part.length < limit
+        part.length -= self.groups.overhang(sequence, part.length, part.tail)
+        return part.length > 0
+
+    def _add(self, plan: Plan, part: Part) -> None:
+        sequence = part.sequence
+        self.groups.bespeak(sequence, part.length, part.tail)
+        yields = sequence.packed + part.length == sequence.goal
+        for group in part.groups:
+            plan.loads[group].add_chunk(
+                part.length, sequence.held.get(group, 0), len(part.groups), group == part.tail,
+                yields,
+            )  # fmt: skip
+        plan.parts.append(part)
+
+    def _grow(self, plan: Plan, sequence: Sequence, part: Part | None, limit_s: float) -> None:
+        """What a long one yielded and nobody took goes back to it."""
+        fresh = self._seat(plan.crew, plan.target_s)
+        for one in plan.parts:
+            if one is not part:
+                self._add(fresh, one)
+        larger = self._where(fresh, sequence)
+        if larger is None or not self._chunk(fresh, larger, limit_s):
+            return
+        if part is not None and larger.length <= part.length:
+            return
+        self._add(fresh, larger)
+        plan.loads, plan.parts = fresh.loads, fresh.parts
+
+    def _starve(self, plan: Plan, views: dict[int, View], now: float) -> None:
+        """The counted escape: after enough rounds without a prefill, one least chunk goes in."""
+        for group in plan.crew:
+            if self.starved.get(group, 0) + 1 < self.settings.max_starved_rounds:
+                continue
+            for sequence, _, _, _, _ in self._visits((group,), views, now):
+                if sequence.started or self.start(sequence):
+                    part = self._where(plan, sequence)
+                    if part is not None:
+                        part.length = min(part.length, self.settings.chunk_step_tokens)
+                        self._add(plan, part)
+                        plan.escaped = True
+                        return
+
+    # --- carrying out -----------------------------------------------------------------------------
+
+    def carry_out(self, plan: Plan, batch_s: float) -> list[Chunk]:
+        """Take the plan's pages and decodes; its chunks, decodes first. It lasts `batch_s`."""
+        chunks: list[Chunk] = []
+        for groups, count in plan.cohorts:
+            chunks.extend(self.decodes.seat(groups, count))
+        for part in plan.parts:
+            sequence = part.sequence
+            start = sequence.packed
+            pages = self.groups.extend(sequence, part.length, part.tail)
+            chunks.append(
+                Chunk(
+                    sequence.number, start, part.length, part.groups, part.tail, pages,
+                    sequence.packed == sequence.goal,
+                )
+            )  # fmt: skip
+        self._account(plan, batch_s)
+        return chunks
+
+    def _account(self, plan: Plan, batch_s: float) -> None:
+        self.escapes += plan.escaped
+        for group in plan.crew:
+            filled = bool(plan.parts) and any(group in part.groups for part in plan.parts)
+            starves = plan.waits[group] and not filled
+            self.starved[group] = self.starved.get(group, 0) + 1 if starves else 0
+            if not self.ledger.promising:
+                continue
+            tokens = owed = 0
+            for one in plan.parts:
+                if group in one.groups:
+                    tokens += one.length
+                    owed += one.length * one.owed
+            part = owed / tokens if tokens else 0.0
+            waits = not self.groups.waiting[group].kept.all()
+            self.ledger.spend(group, batch_s, part * batch_s, waits)
+            if filled:
+                self.ledger.measure_share(group, plan.target_s, plan.decode_s[group])

@@ -1,0 +1,148 @@
+"""Prefills of one KVP group, as arrays in order of deadline.
+
+A row is a sequence whose prompt has not left stage 0 yet and for which this group works or will
+work; its work is 0 once all of it is handed out. Arrays change only where a sequence changes, so
+that a decision is a handful of vector operations whatever waits. Rows stand in the total order
+(due, arrival, id).
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+
+from medha.scheduling.lars import Floats, Mask
+from medha.scheduling.sequence import Sequence
+
+DUE, ARRIVAL, WORK, NORM, TOKENS, NEED, PASSED = range(7)
+FIELDS = 7
+KEPT, PROMISED, READY = range(3)
+FLAGS = 3
+
+
+class Waiting:
+    """Rows of one group.
+
+    `work` is seconds that the group will be busy with it, alone; `need` pages that must be had here
+    before it may start (0 once it has). `freed`: work was struck off since somebody looked;
+    `passing`: somebody was passed over for want of pages.
+    """
+
+    __slots__ = ("_fields", "_flags", "_keys", "freed", "passing", "sequences")
+
+    def __init__(self) -> None:
+        self._fields = np.zeros((FIELDS, 64))
+        self._flags = np.zeros((FLAGS, 64), dtype=np.bool_)
+        self._keys: list[tuple[float, float, str]] = []
+        self.sequences: list[Sequence] = []
+        self.freed = self.passing = False
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        at = bisect.bisect_left(self._keys, sequence.key)
+        return at < len(self._keys) and self.sequences[at] is sequence
+
+    def place(self, key: tuple[float, float, str]) -> int:
+        """Where a row with that key stands, or would stand."""
+        return bisect.bisect_left(self._keys, key)
+
+    def add(self, sequence: Sequence, work_s: float, need: int) -> None:
+        at, n = self.place(sequence.key), len(self._keys)
+        if n == self._fields.shape[1]:
+            self._fields = np.concatenate([self._fields, np.zeros_like(self._fields)], axis=1)
+            self._flags = np.concatenate([self._flags, np.zeros_like(self._flags)], axis=1)
+        self._fields[:, at + 1 : n + 1] = self._fields[:, at:n]
+        self._flags[:, at + 1 : n + 1] = self._flags[:, at:n]
+        due_s, arrival_s, _ = sequence.key
+        self._fields[:, at] = (
+            due_s, arrival_s, work_s, sequence.norm_s, sequence.remaining_tokens, need, np.inf,
+        )  # fmt: skip
+        self._flags[:, at] = (sequence.kept, sequence.promised, sequence.ready)
+        self._keys.insert(at, sequence.key)
+        self.sequences.insert(at, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        at, n = self._row(sequence), len(self._keys)
+        self.freed = self.freed or self._fields[WORK, at] > 0.0
+        self._fields[:, at : n - 1] = self._fields[:, at + 1 : n]
+        self._flags[:, at : n - 1] = self._flags[:, at + 1 : n]
+        del self._keys[at], self.sequences[at]
+
+    def update(self, sequence: Sequence, work_s: float) -> None:
+        """The sequence's cursors moved."""
+        fields, at = self._fields, self._row(sequence)
+        fields[WORK, at] = work_s
+        fields[TOKENS, at] = sequence.goal - sequence.packed
+        self._flags[READY, at] = sequence.left == sequence.packed
+
+    def begun(self, sequence: Sequence) -> None:
+        """The sequence has its pages now."""
+        self._fields[NEED, self._row(sequence)] = 0.0
+
+    def mark(self, sequence: Sequence) -> None:
+        """The sequence's rank or readiness changed."""
+        at = self._row(sequence)
+        self._flags[:, at] = (sequence.kept, sequence.promised, sequence.ready)
+
+    def passed(self, over: Mask, now: float) -> Floats:
+        """Note that the rows of `over` are passed over; since when each of them is, else inf."""
+        since = self._fields[PASSED, : len(self._keys)]
+        self.passing = True
+        since[over & (since == np.inf)] = now
+        return np.where(over, since, np.inf)
+
+    def aged(self, before_s: float) -> list[Sequence]:
+        """Those passed over since before that moment, which have not started, oldest first."""
+        n = len(self._keys)
+        passed = self._fields[PASSED, :n]
+        rows = ((passed < before_s) & (self._fields[NEED, :n] > 0.0)).nonzero()[0]
+        order = passed[rows].argsort(kind="stable")
+        return [self.sequences[row] for row in rows[order].tolist()]
+
+    def work_of(self, sequence: Sequence) -> float:
+        return float(self._fields[WORK, self._row(sequence)])
+
+    @property
+    def due_s(self) -> Floats:
+        return self._fields[DUE, : len(self._keys)]
+
+    @property
+    def arrival_s(self) -> Floats:
+        return self._fields[ARRIVAL, : len(self._keys)]
+
+    @property
+    def work_s(self) -> Floats:
+        return self._fields[WORK, : len(self._keys)]
+
+    @property
+    def norm_s(self) -> Floats:
+        return self._fields[NORM, : len(self._keys)]
+
+    @property
+    def tokens(self) -> Floats:
+        return self._fields[TOKENS, : len(self._keys)]
+
+    @property
+    def need(self) -> Floats:
+        return self._fields[NEED, : len(self._keys)]
+
+    @property
+    def kept(self) -> Mask:
+        return self._flags[KEPT, : len(self._keys)]
+
+    @property
+    def promised(self) -> Mask:
+        return self._flags[PROMISED, : len(self._keys)]
+
+    @property
+    def ready(self) -> Mask:
+        return self._flags[READY, : len(self._keys)]
+
+    def _row(self, sequence: Sequence) -> int:
+        at = bisect.bisect_left(self._keys, sequence.key)
+        if at == len(self._keys) or self.sequences[at] is not sequence:
+            raise KeyError(sequence.id)
+        return at

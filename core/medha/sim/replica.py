@@ -1,0 +1,235 @@
+"""One replica in virtual time: the very scheduler that serves, on a PipelineClock.
+
+Drives a Scheduler as the controller does and keeps what became of each request. The order of calls,
+which a controller under test must follow to make identical batches at identical times:
+
+1. all events of one instant are told first: `stage_done` of each stage (and, for the last one,
+   `complete` right after it), then arrivals (`submit`); simultaneous ends in the order in which
+   their batches started, stage by stage;
+2. then one round: `next_batch(now, free_groups)` until it returns None. Each batch is started at
+   once (`PipelineClock.run`);
+3. then `plan_moves`, `wanted_groups` and `releasable`.
+
+For a differential test: give the controller a fake runner that keeps a PipelineClock of its own,
+answers each Step's last participant with StageDone at the times of `run`, and compare `log` here
+with the steps there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from msgspec import structs
+
+from medha.batch import Batch, BatchResult, Sampled
+from medha.errors import Refusal
+from medha.request import Request
+from medha.scheduling.scheduler import Scheduler
+from medha.sim.loop import DECIDE, DONE, WATCH, Loop
+from medha.sim.pipeline import PipelineClock
+from medha.sim.report import Record
+
+
+class Live:
+    """A request that is being served: what its record will say."""
+
+    __slots__ = (
+        "cached", "emitted", "finished_s", "first_s", "gap_s", "last_s", "promised", "request",
+        "stops_after",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, stops_after: int | None) -> None:
+        self.request, self.stops_after = request, stops_after
+        self.cached = self.emitted = 0
+        self.first_s: float | None = None
+        self.finished_s: float | None = None
+        self.last_s = self.gap_s = 0.0
+        self.promised = False
+
+    def token(self, now: float) -> None:
+        """One more output token came."""
+        if self.first_s is None:
+            self.first_s = now
+        else:
+            self.gap_s = max(self.gap_s, now - self.last_s)
+        self.last_s = now
+        self.emitted += 1
+
+
+class SimReplica:
+    """Runs one Scheduler on a Loop.
+
+    `cold_start_s`: how long a wanted group takes to join; `watch` is called after each round with
+    this replica (the fleet dispatches there). `log` holds (time, batch) when `keep_log` is set.
+    """
+
+    def __init__(
+        self, name: str, scheduler: Scheduler, clock: PipelineClock, loop: Loop,
+        cold_start_s: float = 60.0, watch: Callable[[SimReplica], None] | None = None,
+        keep_log: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.scheduler, self.clock, self.loop = name, scheduler, clock, loop
+        self.cold_start_s, self.watch, self.keep_log = cold_start_s, watch, keep_log
+        self.log: list[tuple[float, Batch]] = []
+        self.live: dict[int, Live] = {}
+        self.over: list[Live] = []
+        self.refused: dict[str, tuple[Request, str]] = {}
+        self.batches = 0
+        self._seqs: dict[str, int] = {}
+        self._in_flight: dict[int, Batch] = {}
+        self._generation = 0
+        self._joining: set[int] = set()
+        self._round_due = False
+        self._retry_due = False
+        for group in range(clock.predictor.topology.kvp_min):
+            self._join(group)
+
+    def submit(
+        self, request: Request, hashes: Sequence[bytes] = (), stops_after: int | None = None
+    ) -> None:
+        """A request arrives; a refusal is kept as such. `stops_after`: tokens until it stops."""
+        try:
+            admitted = self.scheduler.submit(request, self.loop.now, hashes)
+        except Refusal as refusal:
+            self.refused[request.id] = (request, refusal.code)
+            return
+        live = Live(request, stops_after)
+        live.cached, live.promised = admitted.cached_tokens, admitted.promised
+        self.live[admitted.seq] = live
+        self._seqs[request.id] = admitted.seq
+        self.kick()
+
+    def abort(self, id: str) -> None:
+        """The client left."""
+        self.scheduler.abort(id, self.loop.now)
+        seq = self._seqs.pop(id, None)
+        if seq is not None:
+            self.over.append(self.live.pop(seq))
+        self.kick()
+
+    def kick(self) -> None:
+        """Let the scheduler decide once everything of this instant has been told."""
+        if not self._round_due:
+            self._round_due = True
+            self.loop.at(self.loop.now, DECIDE, self._round)
+
+    def lose(self, group: int) -> tuple[int, ...]:
+        """A group dies; batches that name it never end. Returns sequences taken back."""
+        self.clock.leave(group)
+        lost = {n for n, batch in self._in_flight.items() if group in batch.groups}
+        for number in lost:
+            del self._in_flight[number]
+        self._generation += 1
+        back = self.scheduler.group_lost(group, self._generation, self.loop.now)
+        self.kick()
+        return back
+
+    def records(self) -> list[Record]:
+        """What became of every request so far."""
+        found = [self._record(live) for live in [*self.over, *self.live.values()]]
+        for request, code in self.refused.values():
+            found.append(structs.replace(self._record(Live(request, None)), refused=code))
+        return found
+
+    def _join(self, group: int) -> None:
+        self._generation += 1
+        self._joining.discard(group)
+        self.clock.join(group, self.loop.now)
+        self.scheduler.group_joined(group, self._generation, self.loop.now)
+        self.kick()
+
+    def _round(self) -> None:
+        self._round_due = False
+        now = self.loop.now
+        while True:
+            batch = self.scheduler.next_batch(now, self.clock.free_groups(now))
+            if batch is None:
+                break
+            self._start(batch, now)
+        if self.clock.predictor.topology.kvp_max > 1:
+            self._rebalance(now)
+            self._resize(now)
+        if self.live and not self._in_flight and not self._retry_due:
+            self._retry_due = True  # it waits of its own will: for credit, pages or a group
+            self.loop.at(now + 0.01, WATCH, self._retry)
+        if self.watch is not None:
+            self.watch(self)
+
+    def _retry(self) -> None:
+        self._retry_due = False
+        self.kick()
+
+    def _start(self, batch: Batch, now: float) -> None:
+        self.batches += 1
+        if self.keep_log:
+            self.log.append((now, batch))
+        self._in_flight[batch.number] = batch
+        run = self.clock.run(batch, now)
+        for stage, end_s in enumerate(run.ends_s):
+            self.loop.at(end_s, DONE, self._stage_done(batch, stage, run.slowest_s))
+
+    def _stage_done(self, batch: Batch, stage: int, elapsed_s: float) -> Callable[[], None]:
+        def done() -> None:
+            if batch.number not in self._in_flight:
+                return  # a group of it was lost
+            now = self.loop.now
+            self.scheduler.stage_done(batch.number, stage, now)
+            if stage == self.clock.spp - 1:
+                self._complete(batch, elapsed_s, now)
+            self.kick()
+
+        return done
+
+    def _complete(self, batch: Batch, elapsed_s: float, now: float) -> None:
+        del self._in_flight[batch.number]
+        sampled = []
+        for chunk in batch.chunks:
+            if chunk.yields:
+                live = self.live.get(chunk.seq)
+                stops = False
+                if live is not None:
+                    live.token(now)
+                    stops = live.emitted == live.stops_after
+                sampled.append(Sampled(chunk.seq, stops))
+        result = BatchResult(tuple(sampled), elapsed_s)
+        for completed in self.scheduler.complete(batch.number, result, now):
+            live = self.live.pop(completed.seq, None)
+            if live is not None:
+                live.finished_s = now
+                self._seqs.pop(live.request.id, None)
+                self.over.append(live)
+
+    def _rebalance(self, now: float) -> None:
+        for move in self.scheduler.plan_moves(now):
+            self.clock.copied(move)
+            tokens = len(move.logical) * self.clock.page_tokens
+
+            def moved(move_id: int = move.id) -> None:
+                self.scheduler.moved(move_id, True, self.loop.now)
+                self.kick()
+
+            self.loop.at(now + self.clock.predictor.move_s(tokens), DONE, moved)
+
+    def _resize(self, now: float) -> None:
+        wanted = self.scheduler.wanted_groups(now)
+        for group in range(min(wanted, self.clock.predictor.topology.kvp_max)):
+            if group not in self.clock.free_s and group not in self._joining:
+                self._joining.add(group)
+                self.loop.at(now + self.cold_start_s, DONE, functools.partial(self._join, group))
+        for group in self.scheduler.releasable(now):
+            if group >= wanted:
+                self._generation += 1
+                self.scheduler.group_released(group, self._generation, now)
+                self.clock.leave(group)
+
+    def _record(self, live: Live) -> Record:
+        request = live.request
+        return Record(
+            id=request.id, arrival_s=request.arrival_s, prompt_tokens=request.prompt_tokens,
+            output_tokens=live.emitted, cached_tokens=live.cached,
+            ttft_deadline_s=request.ttft_deadline_s, tpot_s=request.tpot_s,
+            work_s=request.work_s, first_token_s=live.first_s, finished_s=live.finished_s,
+            worst_gap_s=live.gap_s, promised=live.promised, slo_class=request.slo_class,
+            tenant=request.tenant, replica=self.name,
+        )  # fmt: skip

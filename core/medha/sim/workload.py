@@ -1,0 +1,145 @@
+"""Arrivals of requests: from traces, or drawn from a seed; always open-loop.
+
+Everything drawn comes from one seeded generator, so a workload is a value: the same seed gives the
+same arrivals whatever serves them. Trace files are read where they lie; the project ships none.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from medha.errors import SpecError
+
+BLOCK_TOKENS = 512  # of a Mooncake hash id
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request that will come. `blocks` name its 512-token blocks with all before them.
+
+    `output_tokens` is how many it will really make.
+    """
+
+    id: str
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int = 1
+    blocks: tuple[int, ...] = ()
+    tenant: str = ""
+    slo_class: str = "default"
+
+    def page_names(self, page_tokens: int) -> tuple[bytes, ...]:
+        """A 16-byte name for each full page of the prompt that `blocks` cover."""
+        pages = min(self.prompt_tokens, len(self.blocks) * BLOCK_TOKENS) // page_tokens
+        return tuple(
+            self.blocks[((page + 1) * page_tokens - 1) // BLOCK_TOKENS].to_bytes(8, "little")
+            + (page * page_tokens).to_bytes(8, "little")
+            for page in range(pages)
+        )
+
+
+def poisson(
+    lengths: Sequence[tuple[int, int]], per_second: float, count: int, seed: int = 0,
+    first_s: float = 0.0,
+) -> list[Arrival]:  # fmt: skip
+    """`count` arrivals of a Poisson process; (prompt, output) lengths are drawn from `lengths`."""
+    rng = np.random.default_rng(seed)
+    times = first_s + np.cumsum(rng.exponential(1.0 / per_second, count))
+    picks = rng.integers(0, len(lengths), count)
+    return [
+        Arrival(
+            id=f"r{index}", arrival_s=float(times[index]), prompt_tokens=lengths[pick][0],
+            output_tokens=max(1, lengths[pick][1]),
+        )
+        for index, pick in enumerate(picks.tolist())
+    ]  # fmt: skip
+
+
+def mixed(long_share: float, count: int = 10_000, seed: int = 0) -> list[tuple[int, int]]:
+    """(prompt, output) lengths like the papers' evaluation mix.
+
+    Short prompts of 2 to 8,032 tokens (log-normal, median 1,700) with up to 1,024 output tokens
+    (median 415); a share of long ones, uniform between 128 Ki and 1 Mi (Medha, section 6.1).
+    """
+    rng = np.random.default_rng(seed)
+    short = np.clip(rng.lognormal(7.44, 1.3, count), 2, 8032).astype(int)
+    output = np.clip(rng.lognormal(6.03, 0.75, count), 2, 1024).astype(int)
+    long = rng.integers(128 * 1024, 1024 * 1024, count)
+    is_long = rng.random(count) < long_share
+    return list(zip(np.where(is_long, long, short).tolist(), output.tolist(), strict=True))
+
+
+def read_lengths(path: pathlib.Path) -> list[tuple[int, int]]:
+    """(prompt, output) lengths of a CSV with num_prefill_tokens and num_decode_tokens."""
+    return [
+        (int(float(row["num_prefill_tokens"])), int(float(row["num_decode_tokens"])))
+        for row in _rows(path, ("num_prefill_tokens", "num_decode_tokens"))
+    ]
+
+
+def read_azure(path: pathlib.Path) -> list[Arrival]:
+    """Arrivals of Azure's public trace: TIMESTAMP, ContextTokens, GeneratedTokens."""
+    found: list[Arrival] = []
+    start: datetime.datetime | None = None
+    columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+    for index, row in enumerate(_rows(path, columns)):
+        moment = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
+        start = start or moment
+        found.append(
+            Arrival(
+                id=f"r{index}",
+                arrival_s=(moment - start).total_seconds(),
+                prompt_tokens=max(1, int(row["ContextTokens"])),
+                output_tokens=max(1, int(row["GeneratedTokens"])),
+            )
+        )
+    return found
+
+
+def read_mooncake(path: pathlib.Path) -> list[Arrival]:
+    """Arrivals of Mooncake's public trace (JSON lines): timestamp in ms, lengths, hash_ids."""
+    found: list[Arrival] = []
+    with path.open(encoding="utf-8") as lines:
+        for index, line in enumerate(lines):
+            try:
+                row = json.loads(line)
+                found.append(
+                    Arrival(
+                        id=f"r{index}",
+                        arrival_s=row["timestamp"] / 1e3,
+                        prompt_tokens=max(1, int(row["input_length"])),
+                        output_tokens=max(1, int(row["output_length"])),
+                        blocks=tuple(row["hash_ids"]),
+                    )
+                )
+            except (KeyError, TypeError, ValueError) as error:
+                raise SpecError(
+                    f"{path}:{index + 1}", line.strip(), f"must be a request ({error!r})",
+                    "use Mooncake's trace format",
+                ) from None  # fmt: skip
+    return found
+
+
+def scaled(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
+    """The same requests, arriving `rate` times as fast."""
+    return [
+        msgspec.structs.replace(arrival, arrival_s=arrival.arrival_s / rate) for arrival in arrivals
+    ]
+
+
+def _rows(path: pathlib.Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as lines:
+        reader = csv.DictReader(lines)
+        missing = [name for name in columns if name not in (reader.fieldnames or ())]
+        if missing:
+            raise SpecError(
+                str(path), ", ".join(reader.fieldnames or ()), f"must have {', '.join(missing)}",
+                "use a trace of this format",
+            )  # fmt: skip
+        yield from reader

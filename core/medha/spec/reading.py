@@ -1,0 +1,232 @@
+"""From a document to a checked MedhaReplica: the first broken rule is told in one sentence.
+
+    spec.parallelism.tp is 0: must be a whole number from 1 to 64; use 1
+
+Types, bounds and defaults come from the fields' own declarations; rules between fields follow in
+`rules`. A field that is null counts as absent, as Kubernetes has it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from medha.errors import SpecError
+from medha.spec.rules import check_rules
+from medha.spec.values import API_VERSION, KIND, NAME, MedhaReplica, Spec
+
+
+def parse(document: object) -> MedhaReplica:
+    """The resource that a document holds; raises SpecError for the first rule it breaks."""
+    whole = _mapping(document, "the document", "a mapping with apiVersion, kind, metadata, spec")
+    for field, value in (("apiVersion", API_VERSION), ("kind", KIND)):
+        if whole.get(field) != value:
+            found = whole.get(field, "missing")
+            raise SpecError(field, found, f"must be {value}", f"use {value}")
+    for field in whole:
+        if field not in ("apiVersion", "kind", "metadata", "spec", "status"):
+            raise _unknown("", str(field), ("apiVersion", "kind", "metadata", "spec"))
+    metadata = _mapping(whole.get("metadata"), "metadata", "a mapping with the resource's name")
+    name = metadata.get("name", "missing")
+    if not isinstance(name, str) or not re.fullmatch(NAME, name) or len(name) > 40:
+        raise SpecError(
+            "metadata.name", name, "must be lower-case letters, digits and dashes, at most 40",
+            "use a name such as llama-70b",
+        )  # fmt: skip
+    spec = _check(_clean(whole.get("spec")), _spec_type(), "spec")
+    try:
+        typed = msgspec.convert(spec, Spec)
+    except msgspec.ValidationError as error:  # a bound that `_check` does not know
+        raise SpecError("spec", "refused", f"must hold what it declares ({error})",
+                        "compare it with the documentation") from None  # fmt: skip
+    check_rules(typed)
+    return MedhaReplica(name=name, namespace=str(metadata.get("namespace", "default")), spec=typed)
+
+
+def parse_all(documents: Iterable[object]) -> tuple[MedhaReplica, ...]:
+    """Every resource of a file; empty documents are skipped, names must differ."""
+    found: dict[str, MedhaReplica] = {}
+    for document in documents:
+        if document is None:
+            continue
+        replica = parse(document)
+        if replica.name in found:
+            raise SpecError("metadata.name", replica.name, "must differ from the other documents'",
+                            "give each resource a name of its own")  # fmt: skip
+        found[replica.name] = replica
+    if not found:
+        raise SpecError("the file", "empty", f"must hold a {KIND}", "write one")
+    return tuple(found.values())
+
+
+@functools.cache
+def _spec_type() -> inspect.Type:
+    return inspect.type_info(Spec)
+
+
+def _clean(value: Any) -> Any:
+    """Without nulls."""
+    if isinstance(value, Mapping):
+        return {key: _clean(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_clean(each) for each in value]
+    return value
+
+
+def _check(value: Any, kind: inspect.Type, path: str) -> Any:
+    """`value`, when it is what `kind` declares; else SpecError for `path`."""
+    match _bare(kind):
+        case inspect.StructType() as struct:
+            return _check_struct(value, struct, path)
+        case (inspect.ListType() | inspect.VarTupleType()) as sequence:
+            return _check_list(value, sequence, path)
+        case inspect.DictType() as mapping:
+            items = _mapping(value, path, "a mapping")
+            return {
+                _check(key, mapping.key_type, f"a key of {path}"): _check(
+                    each, mapping.value_type, f"{path}.{_shown(key)}"
+                )
+                for key, each in items.items()
+            }
+        case inspect.AnyType():
+            return value
+        case _:
+            _check_leaf(value, kind, path)
+            return value
+
+
+def _check_struct(value: Any, kind: inspect.StructType, path: str) -> dict[str, Any]:
+    fields = {field.encode_name: field for field in kind.fields}
+    given = _mapping(value, path, f"a mapping of {', '.join(sorted(fields))}")
+    for key in given:
+        if key not in fields:
+            raise _unknown(path, str(key), tuple(fields))
+    for name, field in fields.items():
+        if field.required and name not in given:
+            raise SpecError(f"{path}.{name}", "missing", f"must be {_expected(field.type)}",
+                            f"set it{_example(field.type)}")  # fmt: skip
+    return {
+        name: _check(each, _present(fields[name].type), f"{path}.{name}")
+        for name, each in given.items()
+    }
+
+
+def _check_list(value: Any, kind: inspect.ListType | inspect.VarTupleType, path: str) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise SpecError(path, value, "must be a list", "write its items with dashes")
+    return [_check(each, kind.item_type, f"{path}[{index}]") for index, each in enumerate(value)]
+
+
+def _check_leaf(value: Any, kind: inspect.Type, path: str) -> None:
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    if not any(_fits(value, each) for each in kinds):
+        raise SpecError(path, value, f"must be {_expected(kind)}", _remedy(value, kinds))
+
+
+def _fits(value: Any, kind: inspect.Type) -> bool:
+    match _bare(kind):
+        case inspect.LiteralType(values=values):
+            return any(value == each and type(value) is type(each) for each in values)
+        case inspect.IntType(ge=low, le=high):
+            return type(value) is int and (low or 0) <= value <= (high or value)
+        case inspect.StrType(min_length=shortest, max_length=longest, pattern=pattern):
+            return (
+                isinstance(value, str)
+                and (shortest or 0) <= len(value) <= (longest or len(value))
+                and (pattern is None or re.search(pattern, value) is not None)
+                and "\n" not in value
+            )
+    return False
+
+
+def _expected(kind: inspect.Type) -> str:
+    """What a field must be, in words."""
+    if isinstance(kind, inspect.Metadata) and (kind.extra_json_schema or {}).get("description"):
+        return str((kind.extra_json_schema or {})["description"])
+    match _bare(kind):
+        case inspect.LiteralType(values=values):
+            return str(values[0]) if len(values) == 1 else f"one of {', '.join(map(str, values))}"
+        case inspect.IntType(ge=low, le=high):
+            return f"a whole number from {low or 0} to {high}"
+        case inspect.UnionType(types=kinds):
+            told = [each for each in kinds if not isinstance(each, inspect.NoneType)]
+            return _expected(told[-1] if isinstance(_bare(told[0]), inspect.IntType) else told[0])
+        case inspect.StructType(fields=fields):
+            return f"a mapping of {', '.join(sorted(field.encode_name for field in fields))}"
+    return "text"
+
+
+def _remedy(value: Any, kinds: tuple[inspect.Type, ...]) -> str:
+    """What to write instead: the nearest that would fit."""
+    bare = [_bare(kind) for kind in kinds]
+    for kind in bare:
+        if isinstance(kind, inspect.LiteralType):
+            names = {str(each).lower(): each for each in kind.values}
+            near = difflib.get_close_matches(str(value).lower(), names, n=1, cutoff=0.5)
+            near = near or (list(names) if len(names) == 1 else [])
+            return f"use {names[near[0]] if near else 'one of them'}"
+    whole = next((kind for kind in bare if isinstance(kind, inspect.IntType)), None)
+    text = next((kind for kind in kinds if isinstance(_bare(kind), inspect.StrType)), None)
+    if text is not None:
+        quoted = f'"{value}"'
+        if isinstance(value, int | float) and _fits(str(value), text):
+            return f"put it in quotes: {quoted}"
+        return f"write it so{_example(text)}"
+    if whole is not None:
+        number = int(value) if _is_number(value) else whole.ge or 0
+        return f"use {min(max(number, whole.ge or 0), whole.le or number)}"
+    return "leave it out"
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        not isinstance(value, bool)
+        and re.fullmatch(r"-?[0-9]{1,18}(\.0*)?", str(value)) is not None
+    )
+
+
+def _example(kind: inspect.Type) -> str:
+    extra = (kind.extra_json_schema or {}) if isinstance(kind, inspect.Metadata) else {}
+    examples = extra.get("examples")
+    return f", e.g. {examples[0]}" if examples else ""
+
+
+def _bare(kind: inspect.Type) -> inspect.Type:
+    return _bare(kind.type) if isinstance(kind, inspect.Metadata) else kind
+
+
+def _present(kind: inspect.Type) -> inspect.Type:
+    """The type of an optional field that is there."""
+    if isinstance(kind, inspect.UnionType):
+        left = tuple(each for each in kind.types if not isinstance(each, inspect.NoneType))
+        return left[0] if len(left) == 1 else inspect.UnionType(left)
+    return kind
+
+
+def _mapping(value: Any, path: str, expected: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        shown = "missing" if value is None else value
+        raise SpecError(path, shown, f"must be {expected}", "write it as `field: value` lines")
+    return value
+
+
+def _shown(key: object) -> str:
+    """A key as part of a path: on one line whatever it holds."""
+    text = str(key)
+    return text if text.isprintable() and text and len(text) <= 80 else ascii(text[:80])
+
+
+def _unknown(path: str, key: str, known: tuple[str, ...]) -> SpecError:
+    where = f"{path}.{_shown(key)}" if path else _shown(key)
+    lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(key.lower(), lower, n=1, cutoff=0.6)
+    remedy = f"did you mean {lower[near[0]]}?" if near else "remove it"
+    return SpecError(
+        where, "not a field", f"{path or 'the document'} has {', '.join(sorted(known))}", remedy
+    )

@@ -1,0 +1,206 @@
+"""Builders for every test suite: a model, a predictor, requests, a scheduler, a replica to drive.
+
+Small and exact: by default a prompt token costs a tenth of a millisecond, whatever its context, and
+nothing else costs anything, so that expected times can be worked out by hand. `Driven` plays the
+ranks of one replica in virtual time, stage by stage, each batch taking exactly as long as it is
+predicted to (or as `seconds` says).
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+
+from medha.batch import Batch, BatchResult, Sampled
+from medha.config import Scheduling
+from medha.model import ModelShape
+from medha.predictor import Predictor
+from medha.profile import Profile
+from medha.request import Request
+from medha.scheduling.decisions import Recorded
+from medha.scheduling.scheduler import Admitted, Completed, Scheduler
+from medha.topology import Topology
+
+TOKEN_S = 1e-4
+
+
+def shape(layers: int = 4, max_context_tokens: int = 1 << 20) -> ModelShape:
+    """A model whose head costs nothing beside its layers."""
+    return ModelShape(
+        layers=layers, hidden=1024, heads=8, kv_heads=8, head_dim=128, intermediate=4096, vocab=8,
+        max_context_tokens=max_context_tokens,
+    )  # fmt: skip
+
+
+def profile(
+    token_s: float = TOKEN_S, key_s: float = 0.0, batch_s: float = 0.0, layers: int = 4
+) -> Profile:
+    """A machine on which a row costs `token_s` in all layers together, a (row, key) pair `key_s`,
+    and a batch `batch_s` per stage."""
+    model = shape(layers)
+    weights = (model.attention_params + model.mlp_params) * layers
+    pair = 4.0 * model.head_dim * model.heads * layers
+    return Profile(
+        name="exact",
+        linear_flops_per_s=2.0 * weights / token_s,
+        linear_bytes_per_s=1e30,
+        elementwise_bytes_per_s=1e30,
+        attention_flops_per_s=pair / key_s if key_s else 1e30,
+        attention_bytes_per_s=1e30,
+        batch_s=batch_s,
+        transfer_bytes_per_s=1e30,
+        kvp_bytes_per_s=1e30,
+        p2p_bytes_per_s=1e30,
+    )
+
+
+def topology(
+    spp: int = 1, kvp: int = 1, kvp_max: int | None = None, tokens_per_group: int | None = None
+) -> Topology:
+    return Topology(spp=spp, kvp_min=kvp, kvp_max=kvp_max or kvp, tokens_per_group=tokens_per_group)
+
+
+def request(
+    id: str, prompt_tokens: int = 100, arrival_s: float = 0.0, *, within_s: float = 0.5,
+    output_tokens: int = 1, tpot_s: float = 0.03, promised: bool | None = None,
+    work_s: float = 0.0,
+) -> Request:  # fmt: skip
+    """A request whose first token is due `within_s` after its arrival."""
+    return Request(
+        id=id, arrival_s=arrival_s, prompt_tokens=prompt_tokens, max_output_tokens=output_tokens,
+        ttft_deadline_s=within_s, tpot_s=tpot_s, promised=promised, work_s=work_s,
+    )  # fmt: skip
+
+
+def predictor(
+    layout: Topology | None = None, *, token_s: float = TOKEN_S, key_s: float = 0.0,
+    batch_s: float = 0.0, budget_s: float = 0.1,
+) -> Predictor:  # fmt: skip
+    """An exact predictor for the machine of `profile`."""
+    machine = profile(token_s, key_s, batch_s)
+    return Predictor(machine, shape(), layout or topology(), budget_s=budget_s)
+
+
+def scheduler(
+    layout: Topology | None = None, settings: Scheduling | None = None, *, pages: int = 10_000,
+    page_tokens: int = 64, max_context_tokens: int = 1 << 20, token_s: float = TOKEN_S,
+    key_s: float = 0.0, batch_s: float = 0.0, join: bool = True,
+) -> Scheduler:  # fmt: skip
+    """A scheduler whose groups 0 .. kvp_min-1 have joined at time 0 with generation 1."""
+    layout, settings = layout or topology(), settings or Scheduling()
+    budget_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
+    times = predictor(layout, token_s=token_s, key_s=key_s, batch_s=batch_s, budget_s=budget_s)
+    made = Scheduler(layout, shape(), times, settings, pages, page_tokens, max_context_tokens)
+    for group in range(layout.kvp_min if join else 0):
+        made.group_joined(group, 1, 0.0)
+    return made
+
+
+class Driven:
+    """A replica in virtual time around a scheduler.
+
+    Every (group, stage) runs its batches in number order; a shared batch starts on a stage when all
+    its groups are there. `first_s` and `finished` are by request id, `batches` (time, batch).
+    """
+
+    def __init__(
+        self, plan: Scheduler | Recorded, *, seconds: Callable[[Batch, int], float] | None = None,
+        stops: Callable[[str, int], bool] = lambda name, count: False,
+    ) -> None:  # fmt: skip
+        self.plan, self.now = plan, 0.0
+        self.seconds = seconds or (lambda batch, stage: batch.predicted_s)
+        self.stops = stops
+        self.batches: list[tuple[float, Batch]] = []
+        self.first_s: dict[str, float] = {}
+        self.admitted: dict[str, Admitted] = {}
+        self.requests: dict[str, Request] = {}
+        self.finished: dict[str, Completed] = {}
+        self.emitted: dict[int, int] = {}
+        self._busy_until: dict[tuple[int, int], float] = {}
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = 0
+        self._id_of: dict[int, str] = {}
+
+    def at(self, when_s: float, act: Callable[[], object]) -> None:
+        """Do something at that moment, before the next decision."""
+        self._order += 1
+        heapq.heappush(self._events, (when_s, self._order, act))
+
+    def submit(self, requests: Iterable[Request], hashes: Sequence[bytes] = ()) -> None:
+        """Let requests arrive, each at its own arrival time."""
+        for one in requests:
+            self.at(one.arrival_s, functools.partial(self._arrive, one, hashes))
+
+    def run(self, until_s: float = float("inf")) -> None:
+        """Go on until nothing happens any more, or until that moment."""
+        while self._events and self._events[0][0] <= until_s:
+            self.now = self._events[0][0]
+            while self._events and self._events[0][0] == self.now:
+                heapq.heappop(self._events)[2]()
+            self._decide()
+
+    def in_time(self, id: str) -> bool:
+        """Whether its first token came by its deadline (a nanosecond of rounding allowed)."""
+        return self.first_s.get(id, float("inf")) <= self.requests[id].due_s + 1e-9
+
+    def _arrive(self, one: Request, hashes: Sequence[bytes]) -> None:
+        admitted = self.plan.submit(one, self.now, hashes)
+        self.admitted[one.id], self.requests[one.id] = admitted, one
+        self._id_of[admitted.seq] = one.id
+
+    def _decide(self) -> None:
+        groups = range(self.plan.topology.kvp_max)
+        while True:
+            free = {one for one in groups if self._busy_until.get((one, 0), 0.0) <= self.now}
+            batch = self.plan.next_batch(self.now, frozenset(free))
+            if batch is None:
+                return
+            self.batches.append((self.now, batch))
+            ready = self.now
+            for stage in range(self.plan.topology.spp):
+                places = [(group, stage) for group in batch.groups]
+                start = max(ready, *(self._busy_until.get(place, 0.0) for place in places))
+                ready = start + self.seconds(batch, stage)
+                self._busy_until.update(dict.fromkeys(places, ready))
+                self.at(ready, functools.partial(self._done, batch, stage))
+
+    def _done(self, batch: Batch, stage: int) -> None:
+        self.plan.stage_done(batch.number, stage, self.now)
+        if stage < self.plan.topology.spp - 1:
+            return
+        sampled = []
+        for chunk in batch.chunks:
+            if chunk.yields:
+                name = self._id_of[chunk.seq]
+                count = self.emitted[chunk.seq] = self.emitted.get(chunk.seq, 0) + 1
+                sampled.append(Sampled(chunk.seq, self.stops(name, count)))
+                self.first_s.setdefault(name, self.now)
+        for one in self.plan.complete(batch.number, BatchResult(tuple(sampled)), self.now):
+            self.finished[one.request_id] = one
+
+
+def leftovers(plan: Scheduler) -> dict[str, object]:
+    """What an idle scheduler should not have any more; empty when everything came back.
+
+    Raises AssertionError when its page accounting is inconsistent.
+    """
+    pool, groups = plan._pool, plan._groups
+    for pages in pool.groups.values():
+        pages.check()
+    found: dict[str, object] = {
+        "held pages": {g: p.total - p.unused for g, p in pool.groups.items() if p.unused < p.total},
+        "reserved pages": {g: p.reserved for g, p in pool.groups.items() if p.reserved},
+        "claimed pages": pool.claimed,
+        "waiting": [one.id for rows in groups.waiting.values() for one in rows.sequences],
+        "pending seconds": sum(groups.pending_s(group) for group in groups.generation),
+        "sequences": sorted(plan._endings.sequences),
+        "batches in flight": sorted(plan._flights.by_number),
+        "running": plan._packer.started,
+        "decodes": len(plan._decodes),
+        "decodes ready or away": sum(
+            len(one.chunks) + one.away + sum(one.keys.values())
+            for one in plan._decodes.cohorts.values()
+        ),
+    }
+    return {name: value for name, value in found.items() if value}

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible front door: admits, orders and places requests by relative slack."""

@@ -1,0 +1,352 @@
+"""What this router and its replicas say to each other.
+
+Takes controllers in, fetches their tokenizer files, publishes the heads of each model's queue,
+submits what is granted, and turns their tokens into an answer's deltas. Sends through `send`; who
+owns the link feeds `receive` and calls `tick`.
+
+    Hello -> files -> vocabulary -> LoadReport -> open        Heads -> Grant -> Submit -> Tokens …
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from medha.config import STALL_S
+from medha.errors import MedhaError, ProtocolError, Refusal
+from medha.messages import (
+    Abort,
+    Accepted,
+    Failed,
+    FilePart,
+    Finished,
+    Grant,
+    Head,
+    Heads,
+    Hello,
+    KvEvents,
+    LoadReport,
+    Rejected,
+    ReplicaMessage,
+    RouterBeat,
+    Tokens,
+    Welcome,
+)  # fmt: skip
+from medha_router.detokenizer import Vocabulary
+from medha_router.faults import StreamBroken
+from medha_router.files import Fetch, FileStore
+from medha_router.fleet import FILES, Fleet, Replica
+from medha_router.ledger import Ledger, Send
+from medha_router.metering import Meter
+from medha_router.models import ServedModel, tokenizer_files
+from medha_router.tokenizer import TokenizerPool
+
+HEADS_AGAIN_S = 0.25
+SNAPSHOT_AGAIN_S = 1.0
+
+
+class Exchange:
+    """One router's side of every conversation with controllers; `router` names its incarnation."""
+
+    def __init__(
+        self, router: str, models: Mapping[str, ServedModel], fleet: Fleet, ledger: Ledger,
+        files: FileStore, tokens: TokenizerPool, meter: Meter, send: Send,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._router, self._models, self._fleet, self._ledger = router, models, fleet, ledger
+        self._files, self._tokens, self._meter = files, tokens, meter
+        self._send, self._clock = send, clock
+        self._log = logging.getLogger("medha.router")
+        self._fetches: dict[tuple[bytes, str], Fetch] = {}
+        self._published: dict[str, tuple[tuple[str, ...], float]] = {}
+        self._snapshot_asked_s: dict[str, float] = {}
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._news: set[bytes] = set()  # replicas whose latest load is not taken over yet
+        self._ticked_s = clock()
+
+    # --- coming and going -------------------------------------------------------------------------
+
+    def receive(self, peer: bytes, message: ReplicaMessage) -> None:
+        """Take one message; what does not fit is logged and dropped, never raised."""
+        try:
+            self._receive(peer, message)
+        except MedhaError as error:
+            self._log.warning("dropped %s: %s", type(message).__name__, error)
+
+    def tick(self) -> None:
+        """Beat, ask again for what is missing, drop who is silent. At least every 0.5 s.
+
+        After a pause of its own the router reads what waits before it calls anyone silent.
+        """
+        now = self._clock()
+        paused, self._ticked_s = now - self._ticked_s > STALL_S, now
+        for replica in [] if paused else self._fleet.silent(now):
+            self._lost(replica, f"silent for {now - replica.heard_s:.1f} s")
+        for replica in self._fleet:
+            self._send(replica.peer, RouterBeat())
+        for (peer, _), fetch in self._fetches.items():
+            if (question := fetch.ask(now)) is not None:
+                self._send(peer, question)
+
+    async def settled(self) -> None:
+        """When no tokenizer is being loaded any more."""
+        await asyncio.gather(*self._loading.values())
+
+    def _receive(self, peer: bytes, message: ReplicaMessage) -> None:
+        now = self._clock()
+        if isinstance(message, Hello):
+            self._greet(peer, message, now)
+            return
+        replica = self._fleet.get(peer)
+        if replica is None:
+            self._send(peer, Rejected("say Hello first: this router does not know you"))
+            return
+        replica.heard_s = now
+        match message:
+            case LoadReport():
+                self._reported(replica, message, now)
+            case Grant():
+                self._granted(replica, message, now)
+            case Accepted():
+                self._accepted(replica, message)
+            case Tokens():
+                self._on_tokens(replica, message, now)
+            case Finished():
+                self._finished(replica, message, now)
+            case Failed():
+                self._failed(replica, message, now)
+            case KvEvents():
+                self._cached(replica, message, now)
+            case FilePart():
+                self._part(replica, message, now)
+
+    def _greet(self, peer: bytes, hello: Hello, now: float) -> None:
+        known = self._fleet.get(peer)
+        if known is not None and known.sent:  # it took us for dead and dropped what it ran for us
+            self._lost(known, "it introduced itself anew")
+        elif known is not None and known.hello == hello:
+            known.heard_s = now
+            self._send(peer, Welcome(self._router))
+            return
+        namesakes = [each for each in self._fleet.of(hello.model) if each.name == hello.replica]
+        for old in namesakes:
+            if old.hello.incarnation != hello.incarnation or old.peer != peer:
+                self._lost(old, "another incarnation took its place")
+        outcome = self._fleet.greet(peer, hello, now)
+        if isinstance(outcome, Rejected):
+            self._log.warning("rejected a controller: %s", outcome.reason)
+            self._send(peer, outcome)
+            return
+        self._log.info("replica %s joined", hello.replica)
+        self._send(peer, Welcome(self._router))
+        for name in FILES:
+            digest = hello.files.get(name)
+            if digest and self._files.get(digest) is None:
+                self._fetches.setdefault((peer, digest), Fetch(digest))
+        self._advance(outcome, now)
+
+    def _lost(self, replica: Replica, reason: str) -> None:
+        """A replica is gone: its runs wait again, their tokens kept."""
+        now = self._clock()
+        self._log.warning("replica %s is lost: %s", replica.name, reason)
+        runs = self._ledger.sent_to(replica)
+        self._fleet.forget(replica)
+        self._published.pop(replica.name, None)
+        for key in [key for key in self._fetches if key[0] == replica.peer]:
+            del self._fetches[key]
+        model = self._models[replica.hello.model]
+        model.dispatch.left(replica.name)
+        self._reopen(model)
+        for run in runs:
+            self._ledger.again(run, now, died=True)
+
+    # --- tokenizer files --------------------------------------------------------------------------
+
+    def _part(self, replica: Replica, part: FilePart, now: float) -> None:
+        key = (replica.peer, part.hash)
+        fetch = self._fetches.get(key)
+        if fetch is None:
+            return
+        whole = fetch.take(part)
+        if whole is not None:
+            del self._fetches[key]
+            try:
+                self._files.put(part.hash, whole)
+            except ProtocolError:
+                self._fetches[key] = Fetch(part.hash, asked_s=now)
+                raise
+        self._advance(replica, now)
+
+    def _advance(self, replica: Replica, now: float) -> None:
+        """Ask for what is missing of a replica's files; load the tokenizer when all are here."""
+        mine = [fetch for (peer, _), fetch in self._fetches.items() if peer == replica.peer]
+        for fetch in mine:
+            if (question := fetch.ask(now)) is not None:
+                self._send(replica.peer, question)
+        model = self._models[replica.hello.model]
+        if mine or model.name in self._loading:
+            return
+        held = {
+            name: self._files.get(digest) or b"" for name, digest in replica.hello.files.items()
+        }
+        files = tokenizer_files(replica.hello, held)
+        if files.key == model.files_key and model.hello == replica.hello:
+            self._reopen(model)
+            return
+        self._tokens.add(files)
+        task = asyncio.get_running_loop().create_task(
+            self._load(model, replica.hello, files.tokenizer, files.key)
+        )
+        self._loading[model.name] = task
+        task.add_done_callback(lambda _: self._loading.pop(model.name, None))
+
+    async def _load(self, model: ServedModel, hello: Hello, tokenizer: bytes, key: str) -> None:
+        """Read the vocabulary off the loop, and have a tokenizer process load it too."""
+        try:
+            if key != model.files_key:
+                vocabulary = await asyncio.to_thread(Vocabulary, tokenizer)
+                await self._tokens.warm(key)
+                model.vocabulary = vocabulary
+            model.files_key, model.hello, model.unservable = key, hello, ""
+        except MedhaError as error:
+            model.unservable = "this model's tokenizer does not load"
+            self._log.error("the tokenizer of %s does not load: %s", model.name, error)
+        self._reopen(model)
+
+    def _reopen(self, model: ServedModel) -> None:
+        """Open a model when its tokenizer is known and a replica may take work."""
+        replicas = self._fleet.of(model.name)
+        model.opened(model.vocabulary is not None and any(each.open for each in replicas))
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Place what waits and tell every replica the heads that changed."""
+        now = self._clock()
+        for peer in self._news:
+            if (replica := self._fleet.get(peer)) is not None:
+                self._models[replica.hello.model].dispatch.reported(replica, replica.load_s)
+        self._news.clear()
+        for model in self._models.values():
+            for run in model.dispatch.relegate_late(now):
+                run.request = msgspec.structs.replace(run.request, promised=False)
+                self._meter.relegated(run)
+            model.dispatch.place_waiting(now)
+            heads = model.dispatch.heads(now)
+            for replica in self._fleet.of(model.name):
+                self._tell(replica, heads.get(replica.name, ()), now)
+
+    def _tell(self, replica: Replica, heads: tuple[Head, ...], now: float) -> None:
+        ids = tuple(head.id for head in heads)
+        before, told_s = self._published.get(replica.name, ((), now))
+        if ids == before and (not ids or now - told_s < HEADS_AGAIN_S):
+            return
+        if self._send(replica.peer, Heads(heads)):
+            self._published[replica.name] = (ids, now)
+
+    def _reported(self, replica: Replica, report: LoadReport, now: float) -> None:
+        """A replica's load. Reports come up to 50 times a second and cost a walk over what is held
+        for the replica, so that the latest one is taken over when heads are published."""
+        model = self._models[replica.hello.model]
+        first = replica.load is None
+        self._fleet.report(replica, report, now)
+        if first or replica.draining:
+            model.dispatch.reported(replica, now)
+        else:
+            self._news.add(replica.peer)
+        self._reopen(model)
+        self._ledger.changed()
+
+    def _granted(self, replica: Replica, grant: Grant, now: float) -> None:
+        """A replica has room for these: submit those that still wait for it."""
+        dispatch = self._models[replica.hello.model].dispatch
+        for granted in grant.ids:
+            run = dispatch.take(granted, replica.name)
+            if run is None:
+                continue
+            run.peer = replica.peer
+            replica.sent.add(run.id)
+            if self._send(replica.peer, run.submit(now)):
+                self._meter.dispatched(run, now)
+            else:
+                self._ledger.again(run, now)
+        self._ledger.changed()
+
+    def _accepted(self, replica: Replica, message: Accepted) -> None:
+        run = self._ledger.run_at(replica, message.id)
+        if run is None:
+            return
+        self._models[replica.hello.model].dispatch.accepted(message.id, replica.name)
+        if not run.output.tokens:
+            run.cached_tokens = message.cached_tokens
+
+    def _on_tokens(self, replica: Replica, message: Tokens, now: float) -> None:
+        """New tokens of a run; a gap means that some were lost, so that the run starts anew."""
+        run = self._ledger.run_at(replica, message.id)
+        if run is None:
+            return
+        known = len(run.output.tokens)
+        if message.first > known:
+            self._send(replica.peer, Abort(run.id))
+            self._ledger.again(run, now)
+            return
+        fresh = message.tokens[known - message.first :]
+        if not fresh:
+            return
+        self._meter.tokens(run, len(fresh), now, message.slack_ratio)
+        delta = run.output.feed(fresh, message.logprobs[known - message.first :])
+        if delta.finish is not None:
+            self._ledger.withdraw(run, now)
+            self._ledger.finish(run, now)
+        if delta.text or delta.logprobs or delta.finish is not None:
+            run.answer.push(run.index, delta)
+
+    def _finished(self, replica: Replica, message: Finished, now: float) -> None:
+        run = self._ledger.run_at(replica, message.id)
+        if run is None:
+            return
+        if message.output_tokens != len(run.output.tokens):
+            self._log.warning("tokens are missing", extra={"fields": {"request": run.id}})
+            self._ledger.again(run, now)
+            return
+        self._ledger.release(run, now)
+        delta = run.output.end("stop" if message.reason == "stop" else "length")
+        self._ledger.finish(run, now)
+        run.answer.push(run.index, delta)
+
+    def _failed(self, replica: Replica, message: Failed, now: float) -> None:
+        """A replica gives a run up: another may try, or its client is told."""
+        run = self._ledger.run_at(replica, message.id)
+        if run is None:
+            return
+        self._log.warning(
+            "replica %s gave up: %s",
+            replica.name,
+            message.code,
+            extra={"fields": {"request": run.id}},
+        )
+        if message.code == "draining":
+            replica.draining = True
+        if message.retriable:
+            self._ledger.again(run, now)
+        else:
+            self._ledger.fail(run.answer, _failure(message), now)
+
+    def _cached(self, replica: Replica, events: KvEvents, now: float) -> None:
+        """Prefix-cache changes; after a gap Welcome is said again, which asks for a snapshot."""
+        dispatch = self._models[replica.hello.model].dispatch
+        if dispatch.cached(replica.name, events):
+            return
+        if now - self._snapshot_asked_s.get(replica.name, float("-inf")) >= SNAPSHOT_AGAIN_S:
+            self._snapshot_asked_s[replica.name] = now
+            self._send(replica.peer, Welcome(self._router))
+
+
+def _failure(message: Failed) -> MedhaError:
+    """What a client is told when a replica gave its request up."""
+    if message.code in ("context_length_exceeded", "overloaded", "deadline_infeasible"):
+        return Refusal(message.code, message.message)
+    return StreamBroken(message.code, "the replica could not finish this request")

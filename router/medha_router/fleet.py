@@ -1,0 +1,114 @@
+"""The replicas that serve, as this router knows them: introductions, load, life and death.
+
+Decides who is taken in (protocol, model, tokenizer and page size must fit), who may take new work,
+and who is lost. `now` is an argument; it sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from medha import PROTOCOL
+from medha.errors import SpecError
+from medha.messages import Hello, Load, LoadReport, Rejected
+from medha.predictor import Predictor
+from medha.profile import Profile
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class Replica:
+    """One controller that said Hello; `peer` is its socket identity.
+
+    `load` None: it has not reported yet, so nothing is placed on it. `sent`: ids of requests that
+    run there on our behalf.
+    """
+
+    def __init__(self, peer: bytes, hello: Hello, predictor: Predictor, now: float) -> None:
+        self.peer, self.hello, self.predictor = peer, hello, predictor
+        self.load: Load | None = None
+        self.load_s = now
+        self.draining = hello.draining
+        self.heard_s = now
+        self.sent: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        return self.hello.replica
+
+    @property
+    def files_key(self) -> tuple[str, ...]:
+        """Which tokenizer it has: the hashes of its files, and its page size."""
+        return (*(self.hello.files.get(name, "") for name in FILES), str(self.hello.page_tokens))
+
+    @property
+    def open(self) -> bool:
+        """May take new work."""
+        return self.load is not None and not self.draining
+
+
+class Fleet:
+    """Every replica by its peer; `models` are the names that this router serves."""
+
+    def __init__(self, models: frozenset[str], timeout_s: float) -> None:
+        self._models, self._timeout_s = models, timeout_s
+        self._replicas: dict[bytes, Replica] = {}
+
+    def greet(self, peer: bytes, hello: Hello, now: float) -> Replica | Rejected:
+        """Take a controller in, or say why not. A known peer is replaced."""
+        if hello.protocol != PROTOCOL:
+            return Rejected(
+                f"replica {hello.replica} speaks protocol {hello.protocol} and this router "
+                f"{PROTOCOL}: run the same version of both"
+            )
+        if hello.model not in self._models:
+            return Rejected(
+                f"replica {hello.replica} serves the model {hello.model!r}: this router serves "
+                f"{', '.join(sorted(self._models))}"
+            )
+        if "tokenizer.json" not in hello.files:
+            return Rejected(
+                f"replica {hello.replica} offers no tokenizer.json: the router needs it"
+            )
+        try:
+            profile = msgspec.json.decode(hello.profile, type=Profile)
+            predictor = Predictor(profile, hello.shape, hello.topology, hello.max_batch_s)
+        except (msgspec.MsgspecError, SpecError, ValueError) as error:
+            return Rejected(f"replica {hello.replica} sent a profile that does not fit: {error}")
+        replica = Replica(peer, hello, predictor, now)
+        for other in self.of(hello.model):
+            if other.peer != peer and other.files_key != replica.files_key:
+                return Rejected(
+                    f"replica {hello.replica} has another tokenizer or page size than replica "
+                    f"{other.name}, which serves {hello.model!r} too: run one of them at a time"
+                )
+        self._replicas[peer] = replica
+        return replica
+
+    def get(self, peer: bytes) -> Replica | None:
+        return self._replicas.get(peer)
+
+    def of(self, model: str) -> list[Replica]:
+        """Replicas of a model, in order of their names."""
+        return sorted(
+            (replica for replica in self if replica.hello.model == model),
+            key=lambda replica: (replica.name, replica.peer),
+        )
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    def report(self, replica: Replica, report: LoadReport, now: float) -> None:
+        replica.load, replica.load_s = report.load, now
+        replica.draining = report.draining
+        replica.predictor.correct(report.correction)
+
+    def silent(self, now: float) -> list[Replica]:
+        """Replicas not heard of for longer than the timeout."""
+        return [replica for replica in self if now - replica.heard_s > self._timeout_s]
+
+    def forget(self, replica: Replica) -> None:
+        if self._replicas.get(replica.peer) is replica:
+            del self._replicas[replica.peer]

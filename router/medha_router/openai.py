@@ -1,0 +1,277 @@
+"""What a client may ask: OpenAI's request bodies as typed values with bounds.
+
+Decides whether a body can be served as it stands; it knows no model, no tokenizer and no clock.
+The heavy parts (`messages`, `prompt`) stay the raw bytes they came as: they are decoded where they
+are made into tokens, off the event loop.
+
+Unknown fields are ignored, as OpenAI-compatible servers do. Fields that are known but cannot be
+honoured (tools, images, JSON schemas, ...) are refused with 400 when they ask for more than their
+default. `null` means the default everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from medha.errors import RequestError
+from medha.messages import Sampling
+
+MAX_CHOICES = 8
+MAX_PROMPTS = 64
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+CHAT_LOGPROBS = 20
+COMPLETION_LOGPROBS = 5
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_INT64 = (1 << 63) - 1
+
+Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] | None
+StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+OutputTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] | None
+BiasKey = Annotated[str, msgspec.Meta(max_length=12)]
+Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that both endpoints share; bounds are OpenAI's, extensions are vLLM's names."""
+
+    model: ModelName
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: OutputTokens = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: StopText | Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    logit_bias: Annotated[dict[BiasKey, Bias], msgspec.Meta(max_length=1024)] | None = None
+    user: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=32)] | None = None
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`; `messages` stays raw JSON."""
+
+    messages: msgspec.Raw
+    max_completion_tokens: OutputTokens = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=CHAT_LOGPROBS)] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    chat_template: Any = None
+    web_search_options: Any = None
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    """`POST /v1/completions`; `prompt` stays raw JSON."""
+
+    prompt: msgspec.Raw
+    echo: bool | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=COMPLETION_LOGPROBS)] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    response_format: Any = None
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /tokenize`: a `prompt` or `messages`, as vLLM has it."""
+
+    model: ModelName
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /detokenize`."""
+
+    model: ModelName
+    tokens: Annotated[list[int], msgspec.Meta(max_length=1 << 20)]
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What a generation request asks, whichever endpoint it came through.
+
+    `raw` is the JSON of `messages` (`chat`) or `prompt`. `max_output_tokens` None: as the endpoint
+    defaults. `sampling.seed` is 0 unless `seeded`; `stop_tokens` are the client's own.
+    """
+
+    model: str
+    chat: bool
+    raw: bytes
+    sampling: Sampling
+    seeded: bool
+    n: int = 1
+    max_output_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    ignore_eos: bool = False
+
+
+B = TypeVar("B")
+
+
+def read_body(data: bytes | bytearray, kind: type[B]) -> B:
+    """Decode a JSON body; raises RequestError naming the field and what was expected."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `")
+        parts = (path.rstrip("`").removeprefix("$").removeprefix("."), _missing_field(message))
+        param = ".".join(part for part in parts if part) or None
+        shown = f"{param}: {message}" if param else message
+        raise RequestError(shown, code="invalid_value", param=param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
+            f"the body is not valid JSON ({error}); send a JSON object", code="invalid_json"
+        ) from None
+
+
+def read_chat(data: bytes | bytearray) -> Ask:
+    """A chat completion's body; raises RequestError."""
+    body = read_body(data, ChatBody)
+    _refuse_unless_default(body, "tools", (None, []))
+    _refuse_unless_default(body, "tool_choice", (None, "none", "auto"))
+    _refuse_unless_default(body, "functions", (None, []))
+    _refuse_unless_default(body, "function_call", (None, "none", "auto"))
+    _refuse_unless_default(body, "response_format", (None, {"type": "text"}))
+    _refuse_unless_default(body, "modalities", (None, ["text"]))
+    for field in ("audio", "chat_template", "web_search_options"):
+        _refuse_unless_default(body, field, (None,))
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError(
+            f"top_logprobs is {body.top_logprobs}: needs logprobs to be true",
+            code="invalid_value", param="top_logprobs",
+        )  # fmt: skip
+    limit = body.max_completion_tokens
+    return _ask(
+        body,
+        raw=bytes(body.messages),
+        chat=True,
+        max_output_tokens=body.max_tokens if limit is None else limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def read_completion(data: bytes | bytearray) -> Ask:
+    """A completion's body; raises RequestError."""
+    body = read_body(data, CompletionBody)
+    _refuse_unless_default(body, "best_of", (None, 1, body.n))
+    _refuse_unless_default(body, "suffix", (None, ""))
+    _refuse_unless_default(body, "response_format", (None, {"type": "text"}))
+    if body.echo and body.logprobs is not None:
+        raise RequestError(
+            "echo with logprobs needs log probabilities of the prompt, which are not computed; "
+            "ask for one of the two",
+            code="unsupported_value", param="echo",
+        )  # fmt: skip
+    return _ask(
+        body,
+        raw=bytes(body.prompt),
+        chat=False,
+        max_output_tokens=body.max_tokens or DEFAULT_COMPLETION_TOKENS,
+        logprobs=body.logprobs,
+        echo=bool(body.echo),
+    )
+
+
+def _ask(
+    body: Body, *, raw: bytes, chat: bool, max_output_tokens: int | None, logprobs: int | None,
+    echo: bool = False,
+) -> Ask:  # fmt: skip
+    if body.stream_options is not None and not body.stream:
+        raise RequestError(
+            "stream_options is only allowed when stream is true",
+            code="invalid_value", param="stream_options",
+        )  # fmt: skip
+    options = body.stream_options
+    return Ask(
+        model=body.model,
+        chat=chat,
+        raw=raw,
+        sampling=_sampling(body, logprobs),
+        seeded=body.seed is not None,
+        n=body.n or 1,
+        max_output_tokens=max_output_tokens,
+        stops=_stops(body.stop),
+        stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+        echo=echo,
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def _sampling(body: Body, logprobs: int | None) -> Sampling:
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    return Sampling(
+        temperature=given(body.temperature, 1.0),
+        top_p=given(body.top_p, 1.0),
+        top_k=max(0, body.top_k or 0),
+        min_p=given(body.min_p, 0.0),
+        presence_penalty=given(body.presence_penalty, 0.0),
+        frequency_penalty=given(body.frequency_penalty, 0.0),
+        repetition_penalty=given(body.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        logprobs=logprobs,
+        seed=(body.seed or 0) & MAX_INT64,
+        stop_tokens=tuple(body.stop_token_ids or ()),
+        min_tokens=body.min_tokens or 0,
+    )
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit()) or not math.isfinite(value):
+            raise RequestError(
+                f"logit_bias has the key {key!r}: must be a token id such as '42'",
+                code="invalid_value", param="logit_bias",
+            )  # fmt: skip
+        bias[int(key)] = value
+    return bias
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _refuse_unless_default(body: Body, field: str, allowed: tuple[object, ...]) -> None:
+    value = getattr(body, field)
+    if value not in allowed:
+        raise RequestError(
+            f"{field} is not supported by this server; leave it out",
+            code="unsupported_parameter", param=field,
+        )  # fmt: skip
+
+
+def _missing_field(message: str) -> str:
+    """`Object missing required field `model`` names the field in the message, not in the path."""
+    _, found, rest = message.partition("required field `")
+    return rest.rstrip("`") if found else ""

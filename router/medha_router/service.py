@@ -1,0 +1,233 @@
+"""Taking requests in: from what a client asks to runs that wait for a replica; knows no HTTP.
+
+`begin` holds a request while no replica serves its model, has its prompt made into tokens, gives it
+a deadline from its class or headers, and asks admission: a promise, a place without one, or a
+Refusal at once. Everything after that is the ledger's and the exchange's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from medha.config import RouterConfig
+from medha.errors import Refusal, RequestError
+from medha.request import Request
+from medha_router.encoding import Prompt
+from medha_router.ledger import Ledger
+from medha_router.metering import Meter
+from medha_router.models import ServedModel
+from medha_router.openai import MAX_INT64, Ask
+from medha_router.runs import Answer, Run
+from medha_router.slo import SloAsk
+from medha_router.streams import Output
+from medha_router.tokenizer import TokenizerPool
+
+MAX_STOP_TOKENS = 64
+
+T = TypeVar("T")
+
+
+class Service:
+    """One router's front: lives on one event loop; `clock` gives its monotonic seconds.
+
+    `wall_s` is the Unix time that responses carry; `draw_bits` gives random bits, for ids and for
+    the seeds of requests that bring none.
+    """
+
+    def __init__(
+        self, config: RouterConfig, models: Mapping[str, ServedModel], ledger: Ledger,
+        tokens: TokenizerPool, meter: Meter, *, clock: Callable[[], float],
+        wall_s: Callable[[], float], draw_bits: Callable[[int], int],
+    ) -> None:  # fmt: skip
+        self._config, self._ledger, self._tokens, self._meter = config, ledger, tokens, meter
+        self._clock, self._wall_s, self._draw_bits = clock, wall_s, draw_bits
+        self._log = logging.getLogger("medha.router")
+        self._holding = 0
+        self.models = models
+        self.draining = False
+        self.started = int(wall_s())
+
+    @property
+    def live(self) -> int:
+        """Requests that are not over yet."""
+        return len(self._ledger) + self._holding
+
+    @property
+    def ready(self) -> bool:
+        """New requests are welcome. A router without replicas is: it holds what comes."""
+        return not self.draining
+
+    def new_id(self) -> str:
+        """A name for a request, unlike any other's."""
+        return f"{self._draw_bits(96):024x}"
+
+    def drain(self) -> None:
+        """Refuse what is new; what runs is finished."""
+        self.draining = True
+
+    def model(self, name: str) -> ServedModel:
+        """The model of that name; raises RequestError."""
+        model = self.models.get(name)
+        if model is None:
+            raise RequestError(
+                f"The model `{name[:80]}` does not exist; this server has "
+                f"{', '.join(sorted(self.models))}",
+                status=404, code="model_not_found", param="model",
+            )  # fmt: skip
+        return model
+
+    async def opened(self, name: str) -> ServedModel:
+        """The model once a replica serves it; raises RequestError or Refusal."""
+        model = self.model(name)
+        await self._open(model)
+        return model
+
+    async def encode(
+        self, name: str, *, chat: bool, raw: bytes, special: bool, opening: bool
+    ) -> tuple[Prompt, ServedModel]:
+        """Tokens of one prompt, for `/tokenize`; raises RequestError or Refusal."""
+        model = await self.opened(name)
+        job = model.encode_job(
+            chat=chat, raw=raw, tenant="", special=special, generation_prompt=opening
+        )
+        prompts = await self._hold(self._tokens.encode(job))
+        if len(prompts) != 1:
+            raise RequestError(
+                f"prompt is a list of {len(prompts)}: /tokenize takes one",
+                code="invalid_value", param="prompt",
+            )  # fmt: skip
+        return prompts[0], model
+
+    async def begin(self, id: str, ask: Ask, slo: SloAsk, tenant: str = "") -> Answer:
+        """Take a request in; raises RequestError (it cannot be served) or Refusal (not now).
+
+        Cancelling this while it waits leaves nothing behind.
+        """
+        arrival_s = self._clock()
+        model = self.model(ask.model)
+        slo_class = model.slo_class(slo)
+        answer = Answer(
+            id=id, ask=ask, slo_class=slo_class, tenant=tenant, arrival_s=arrival_s,
+            created=int(self._wall_s()),
+        )  # fmt: skip
+        try:
+            await self._open(model)
+            job = model.encode_job(chat=ask.chat, raw=ask.raw, tenant=tenant, texts=ask.echo)
+            prompts = await self._hold(self._tokens.encode(job))
+            await self._open(model)
+            self._prepare(answer, model, prompts, slo, tenant)
+            self._admit(answer, model)
+        except Refusal as refusal:
+            self._meter.refused(model.name, slo_class.name, refusal.code)
+            for run in answer.runs:
+                self._meter.refused_prompt(model.name, slo_class.name, run.prompt.length)
+            self._log.info("refused: %s", refusal.code, extra={"fields": {"request": id}})
+            raise
+        return answer
+
+    def cancel(self, answer: Answer) -> None:
+        """The client left; nothing happens when the answer is over."""
+        self._ledger.cancel(answer, self._clock())
+
+    async def _open(self, model: ServedModel) -> None:
+        if self.draining:
+            raise Refusal("draining", "this router is shutting down: retry", retry_after_s=1.0)
+        if model.ready:
+            return
+        if self._holding >= self._config.max_queue:
+            raise Refusal("overloaded", "too many requests wait for a replica: retry later")
+        await self._hold(model.wait_open(self._config.no_replica_timeout_s))
+
+    async def _hold(self, waiting: Awaitable[T]) -> T:
+        self._holding += 1
+        try:
+            return await waiting
+        finally:
+            self._holding -= 1
+
+    def _prepare(
+        self, answer: Answer, model: ServedModel, prompts: Iterable[Prompt], slo: SloAsk,
+        tenant: str,
+    ) -> None:  # fmt: skip
+        """A run for each output: its limits, its deadline, how it is sampled."""
+        ask, hello, vocabulary = answer.ask, model.hello, model.vocabulary
+        if hello is None or vocabulary is None:
+            raise Refusal("no_replica", "the replicas of this model are gone: retry later")
+        _check_bias(ask, hello.shape.vocab)
+        stop_tokens = ask.sampling.stop_tokens
+        if not ask.ignore_eos:
+            stop_tokens = tuple(dict.fromkeys(hello.stop_tokens + stop_tokens))[:MAX_STOP_TOKENS]
+        answer.vocabulary = vocabulary
+        seed = ask.sampling.seed if ask.seeded else self._draw_bits(63)
+        salt = model.salt(tenant)
+        for place, prompt in enumerate(prompts):
+            most = model.output_tokens(
+                prompt, ask.max_output_tokens, self._config.default_output_tokens, ask.chat
+            )
+            request = self._request(answer, model, prompt, most, slo, tenant)
+            for index in range(place * ask.n, (place + 1) * ask.n):
+                sampling = msgspec.structs.replace(
+                    ask.sampling, seed=(seed + index) & MAX_INT64, stop_tokens=stop_tokens
+                )
+                mine = msgspec.structs.replace(request, id=f"{answer.id}.{index}")
+                output = Output(vocabulary, ask.stops, frozenset(stop_tokens))
+                answer.runs.append(
+                    Run(answer=answer, index=index, prompt=prompt, request=mine,
+                        sampling=sampling, output=output, salt=salt)
+                )  # fmt: skip
+
+    def _request(
+        self, answer: Answer, model: ServedModel, prompt: Prompt, most: int, slo: SloAsk,
+        tenant: str,
+    ) -> Request:  # fmt: skip
+        """Deadline and targets: the request's own where its headers give them, else its class's."""
+        slo_class = answer.slo_class
+        work_s = model.dispatch.idle_work_s(prompt.length, prompt.hashes)
+        return Request(
+            id=answer.id,
+            arrival_s=answer.arrival_s,
+            prompt_tokens=prompt.length,
+            max_output_tokens=most,
+            ttft_deadline_s=slo.ttft_s or slo_class.slo.ttft_deadline_s(work_s),
+            tpot_s=slo.tpot_s or slo_class.slo.tpot_s,
+            work_s=work_s,
+            slo_class=slo_class.name,
+            tenant=tenant,
+            weight=slo_class.weight,
+        )
+
+    def _admit(self, answer: Answer, model: ServedModel) -> None:
+        """All runs wait, or none does."""
+        now = self._clock()
+        dispatch = model.dispatch
+        dispatch.check_room(self._config.max_queue)
+        admitted: list[Run] = []
+        try:
+            for run in answer.runs:
+                verdict = dispatch.admit(run, answer.slo_class, now)
+                run.request = msgspec.structs.replace(run.request, promised=verdict.promised)
+                run.promise_given = verdict.promised
+                admitted.append(run)
+                finish_s = now - answer.arrival_s + verdict.option.finish_s
+                answer.predicted_s = max(finish_s, answer.predicted_s or 0.0)
+        except Refusal:
+            for run in admitted:
+                dispatch.drop(run.id, None, now)
+            raise
+        if all(run.request.promised for run in answer.runs):
+            answer.promise_s = max(run.request.ttft_deadline_s for run in answer.runs)
+        self._ledger.add(answer)
+        self._meter.admitted(answer)
+
+
+def _check_bias(ask: Ask, vocab: int) -> None:
+    for token in ask.sampling.logit_bias:
+        if token >= vocab:
+            raise RequestError(
+                f"logit_bias names the token {token}: this model's vocabulary has {vocab} tokens",
+                code="invalid_value", param="logit_bias",
+            )  # fmt: skip

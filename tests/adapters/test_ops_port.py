@@ -1,0 +1,233 @@
+"""The ops port tells the truth about a process, whatever the process is busy with."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import httpx
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from medha.adapters.logs import JsonLines, start_logs
+from medha.adapters.prometheus import MAX_CONNECTIONS, Metrics, OpsServer, Reply, Tick, json_reply
+from medha.errors import SetupError, SpecError
+from medha.messages import ReplicaStatus
+from medha.metrics import exported_by
+
+STATUS = ReplicaStatus(
+    replica="tiny-0", ready=True, draining=False, generation=1, wanted_groups=2, groups=()
+)
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Every sample as `name{label="value"}` -> value."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+def broken() -> Reply:
+    raise ValueError("secret detail")
+
+
+@pytest.fixture
+def server() -> Iterator[OpsServer]:
+    drained = threading.Event()
+
+    def drain() -> Reply:
+        drained.set()
+        return Reply(status=202)
+
+    routes = {
+        "GET /status": lambda: json_reply(STATUS),
+        "GET /drained": lambda: json_reply(drained.is_set()),
+        "POST /drain": drain,
+        "GET /broken": broken,
+    }
+    with closing(
+        OpsServer(
+            "127.0.0.1",
+            0,
+            Metrics("controller"),
+            alive=lambda: True,
+            ready=lambda: False,
+            routes=routes,
+        )
+    ) as made:
+        yield made
+
+
+def get(server: OpsServer, path: str) -> httpx.Response:
+    return httpx.get(f"http://127.0.0.1:{server.port}{path}", timeout=5, trust_env=False)
+
+
+def test_health_and_readiness_are_told_apart(server: OpsServer) -> None:
+    assert get(server, "/healthz").status_code == 200
+    assert get(server, "/readyz").status_code == 503
+
+
+def test_a_route_of_the_process_answers_with_its_value(server: OpsServer) -> None:
+    answer = get(server, "/status?verbose=1")
+    assert answer.headers["content-type"] == "application/json"
+    assert msgspec.json.decode(answer.content, type=ReplicaStatus) == STATUS
+
+
+def test_a_post_route_acts_and_a_get_does_not(server: OpsServer) -> None:
+    url = f"http://127.0.0.1:{server.port}/drain"
+    assert get(server, "/drain").status_code == 405
+    assert get(server, "/drained").json() is False
+    assert httpx.post(url, timeout=5, trust_env=False).status_code == 202
+    assert get(server, "/drained").json() is True
+
+
+def test_an_unknown_page_is_not_found(server: OpsServer) -> None:
+    assert get(server, "/etc/passwd").status_code == 404
+
+
+def test_a_route_that_fails_answers_500_without_its_reason(
+    server: OpsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = get(server, "/broken")
+    assert answer.status_code == 500 and "secret" not in answer.text
+    assert "route /broken failed" in caplog.text
+    assert get(server, "/healthz").status_code == 200
+
+
+def test_junk_and_too_many_connections_leave_the_probe_answering(server: OpsServer) -> None:
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_CONNECTIONS)]
+    for connection in idle[:4]:
+        connection.sendall(b"\xff\0junk\r\n\r\n")
+    for connection in idle:
+        connection.close()
+    assert get(server, "/healthz").status_code == 200
+
+
+def test_a_taken_port_is_a_setup_error_that_names_it(server: OpsServer) -> None:
+    with pytest.raises(SetupError, match=rf"127\.0\.0\.1:{server.port} cannot be opened"):
+        OpsServer(
+            "127.0.0.1", server.port, Metrics("router"), alive=lambda: True, ready=lambda: True
+        )
+
+
+def test_a_loop_that_stopped_turning_is_not_alive() -> None:
+    assert Tick(stale_s=60).alive()
+    stopped = Tick(stale_s=0.0)
+    assert not stopped.alive()
+
+
+def test_the_metrics_page_shows_what_was_measured() -> None:
+    metrics = Metrics("router")
+    metrics.observe("medha_request_ttft_seconds", 0.2, "m", "interactive", "1k")
+    metrics.add("medha_promises_total", 2, "m", "interactive", "given")
+    metrics.set("medha_queue_requests", 7, "m")
+    found = samples(metrics)
+    labels = 'class="interactive",length="1k",model="m"'
+    assert found[f"medha_request_ttft_seconds_count{{{labels}}}"] == 1
+    assert found['medha_promises_total{class="interactive",model="m",outcome="given"}'] == 2
+    assert found['medha_queue_requests{model="m"}'] == 7
+
+
+def test_aliases_repeat_the_values_under_the_gateways_names() -> None:
+    metrics = Metrics("router")
+    metrics.set("medha_queue_requests", 7, "m")
+    metrics.observe("medha_request_ttft_seconds", 0.2, "m", "c", "1k")
+    found = samples(metrics)
+    assert found['vllm:num_requests_waiting{model_name="m"}'] == 7
+    assert (
+        found['vllm:time_to_first_token_seconds_count{class="c",length="1k",model_name="m"}'] == 1
+    )
+    assert (
+        found[
+            'vllm:time_to_first_token_seconds_bucket{class="c",le="0.2",length="1k",model_name="m"}'
+        ]
+        == 1
+    )
+
+
+def test_the_used_share_of_pages_is_used_over_all() -> None:
+    metrics = Metrics("controller")
+    for group, (free, used, cached) in enumerate([(10, 20, 10), (40, 10, 10)]):
+        for state, pages in zip(("free", "used", "cached"), (free, used, cached), strict=True):
+            metrics.set("medha_kv_pages", pages, "m", str(group), state)
+    assert samples(metrics)['vllm:kv_cache_usage_perc{model_name="m"}'] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("exporter", ["router", "controller", "operator"])
+def test_every_metric_of_a_process_can_be_made_and_shown(exporter: str) -> None:
+    metrics = Metrics(exporter)  # type: ignore[arg-type]
+    for metric in exported_by(exporter):  # type: ignore[arg-type]
+        if not metric.alias_of:
+            act = {"counter": metrics.add, "gauge": metrics.set, "histogram": metrics.observe}
+            act[metric.kind](metric.name, 1.0, *("x" for _ in metric.labels))
+    shown = metrics.text().decode()
+    for metric in exported_by(exporter):  # type: ignore[arg-type]
+        assert f"# HELP {metric.name}" in shown
+
+
+def test_two_processes_metrics_share_nothing() -> None:
+    one, two = Metrics("router"), Metrics("router")
+    one.set("medha_queue_requests", 7, "m")
+    assert 'medha_queue_requests{model="m"}' not in samples(two)
+
+
+def test_a_metric_that_is_not_exported_here_is_a_mistake() -> None:
+    with pytest.raises(KeyError):
+        Metrics("router").add("medha_kv_transfer_bytes_total", 1, "m")
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """The stream of a process's log; the test's own logging stands again afterwards."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    stream = io.StringIO()
+    start_logs("tiny-0-controller", "info", stream)
+    yield stream
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_log_line_is_one_json_object_with_its_fields(log: io.StringIO) -> None:
+    logger = logging.getLogger("medha.controller")
+    logger.info("group %d joined\nat once", 1, extra={"fields": {"request": "r-1", "level": "x"}})
+    logger.debug("not shown")
+    line, rest = log.getvalue().split("\n", 1)
+    entry = json.loads(line)
+    assert rest == ""
+    assert entry.pop("time").endswith("+00:00")
+    assert entry == {
+        "level": "info",
+        "process": "tiny-0-controller",
+        "logger": "medha.controller",
+        "message": "group 1 joined\nat once",
+        "request": "r-1",
+    }
+
+
+def test_a_logged_failure_carries_its_traceback(log: io.StringIO) -> None:
+    try:
+        int("one")
+    except ValueError:
+        logging.getLogger("medha.x").exception("failed")
+    assert "Traceback" in json.loads(log.getvalue())["error"]
+
+
+def test_a_log_call_with_wrong_arguments_still_logs() -> None:
+    record = logging.LogRecord("medha.x", logging.INFO, "x.py", 1, "%d %s", ("one",), None)
+    assert json.loads(JsonLines("p").format(record))["message"] == "%d %s ('one',)"
+
+
+def test_an_unknown_log_level_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(SpecError, match=r"log_level is loud: .*use one of debug, info"):
+        start_logs("x", "loud", io.StringIO())

@@ -1,0 +1,386 @@
+"""Links carry typed messages, and nothing that comes to their port can break them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medha.adapters.keys import read_keys
+from medha.adapters.sockets import Dialer, Listener, wait, write_keys
+from medha.config import Curve
+from medha.errors import SetupError
+from medha.messages import (
+    Abort,
+    Codec,
+    LoadReport,
+    RouterBeat,
+    RouterMessage,
+    Tokens,
+    Welcome,
+)
+from medha.messages.fields import Load
+from medha.messages.fleet import ReplicaMessage
+
+Front = Listener[RouterMessage, ReplicaMessage]
+Back = Dialer[ReplicaMessage, RouterMessage]
+
+DOWN: Codec[RouterMessage] = Codec(RouterMessage)
+UP: Codec[ReplicaMessage] = Codec(ReplicaMessage)
+REPORT = LoadReport(Load(waiting=3))
+
+
+def listen(
+    bind: str = "tcp://127.0.0.1:0", curve: Curve | None = None, limit: int = 1 << 20
+) -> Front:
+    return Listener(bind, sends=DOWN, receives=UP, curve=curve, max_bytes=limit)
+
+
+def dial(address: str, name: bytes = b"one", curve: Curve | None = None) -> Back:
+    return Dialer(address, name, sends=UP, receives=DOWN, curve=curve)
+
+
+def until(happens: Callable[[], object], timeout_s: float = 10.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not happens():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    with closing(listen()) as link:
+        yield link
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, Curve]:
+    """A router's keys, those of a controller that it lets in, and those of a stranger."""
+    names = ("router", "friend", "stranger")
+    public = {name: write_keys(tmp_path / f"{name}.secret") for name in names}
+    for name in names:
+        (tmp_path / f"{name}.public").write_text(public[name])
+    server = str(tmp_path / "router.public")
+    return {
+        "router": Curve(
+            secret=str(tmp_path / "router.secret"), allowed=str(tmp_path / "friend.public")
+        ),
+        "friend": Curve(secret=str(tmp_path / "friend.secret"), server_public=server),
+        "stranger": Curve(secret=str(tmp_path / "stranger.secret"), server_public=server),
+    }
+
+
+def exchange(front: Front, back: Back) -> None:
+    assert back.send(REPORT)
+    assert front.receive(5.0) == (b"one", REPORT)
+    assert front.send(b"one", Welcome("r"))
+    assert back.receive(5.0) == Welcome("r")
+
+
+def test_a_message_arrives_with_its_type_and_its_peers_name(front: Front) -> None:
+    with closing(dial(front.address)) as back:
+        exchange(front, back)
+        assert back.handshakes == 1
+
+
+def test_links_work_over_a_unix_socket(tmp_path: Path) -> None:
+    with (
+        closing(listen(f"ipc://{tmp_path}/x.sock")) as front,
+        closing(dial(front.address)) as back,
+    ):
+        exchange(front, back)
+
+
+def test_a_message_to_an_unknown_peer_is_refused_and_counted(front: Front) -> None:
+    assert front.send(b"nobody", RouterBeat()) is False
+    assert front.unsent == 1
+
+
+def test_receiving_ends_when_the_time_is_over(front: Front) -> None:
+    begun = time.monotonic()
+    assert front.receive(0.02) is None
+    assert 0.015 < time.monotonic() - begun < 2.0
+
+
+def test_what_is_sent_before_the_listener_exists_waits_for_it(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/late.sock"
+    with closing(dial(address)) as back:
+        assert back.send(REPORT)
+        with closing(listen(address)) as front:
+            assert front.receive(5.0) == (b"one", REPORT)
+
+
+def test_a_listener_that_comes_back_is_dialled_again_within_a_second(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/again.sock"
+    front = listen(address)
+    with closing(dial(address)) as back:
+        exchange(front, back)
+        front.close()
+        with closing(listen(address)) as again:
+            begun = time.monotonic()
+            until(lambda: back.receive(0.05) is None and back.handshakes == 2)
+            assert time.monotonic() - begun < 1.0
+            exchange(again, back)
+
+
+def test_a_dialer_that_comes_back_takes_its_old_name(front: Front) -> None:
+    first = dial(front.address)
+    exchange(front, first)
+    with closing(dial(front.address)) as second:
+        exchange(front, second)
+        first.close()
+        exchange(front, second)
+
+
+def test_another_thread_posts_through_the_thread_that_waits(front: Front) -> None:
+    with closing(dial(front.address)) as back:
+        exchange(front, back)
+        poster = threading.Timer(0.05, lambda: front.post(b"one", Abort("r1")))
+        poster.start()
+        assert wait([front], 5.0) is True
+        assert back.receive(5.0) == Abort("r1")
+        poster.join()
+
+
+def test_waking_ends_a_wait_early_and_only_once(front: Front) -> None:
+    front.wake()
+    assert front.receive(30.0) is None
+    assert wait([front], 0.01) is False
+    front.wake()
+    assert wait([front], 30.0) is True
+    assert wait([front], 0.01) is False
+
+
+def test_too_many_posts_are_refused_not_kept(front: Front) -> None:
+    results = [front.post(b"nobody", RouterBeat()) for _ in range(5000)]
+    assert results.count(True) == 4096 and results[-1] is False
+    assert wait([front], 1.0) is True
+    assert front.unsent == 4096
+
+
+def test_waiting_over_several_links_returns_when_any_has_something(tmp_path: Path) -> None:
+    with (
+        closing(listen(f"ipc://{tmp_path}/a")) as a,
+        closing(listen(f"ipc://{tmp_path}/b")) as b,
+        closing(dial(b.address)) as back,
+    ):
+        back.send(REPORT)
+        until(lambda: wait([a, b], 1.0))
+        assert a.receive() is None
+        assert b.receive(1.0) == (b"one", REPORT)
+
+
+def test_a_new_connection_ends_one_wait_and_not_every_later_one(front: Front) -> None:
+    with closing(dial(front.address)) as back:
+        until(lambda: wait([back], 1.0))
+        assert back.handshakes == 1
+        assert wait([back], 0.01) is False
+        assert back.receive() is None
+
+
+def test_polling_for_nothing_drains_the_news_of_a_connection(front: Front) -> None:
+    with closing(dial(front.address)) as back:
+        until(lambda: back.receive() is None and back._handshakes == 1)
+        assert wait([back], 0.01) is False
+
+
+def test_an_event_loop_awaits_messages_while_it_sends(front: Front) -> None:
+    async def answers(back: Back) -> list[int]:
+        got = []
+        for index in range(200):
+            assert back.send(Tokens(id="r", first=index, tokens=(index,)))
+            _, message = await asyncio.wait_for(front.next(), 5.0)
+            assert isinstance(message, Tokens)
+            assert front.send(b"one", Abort(str(message.first)))
+            reply = await asyncio.wait_for(back.next(), 5.0)
+            assert isinstance(reply, Abort)
+            got.append(int(reply.id))
+        return got
+
+    with closing(dial(front.address)) as back:
+        assert asyncio.run(answers(back)) == list(range(200))
+
+
+def test_a_reader_on_an_event_loop_misses_nothing_while_others_send(front: Front) -> None:
+    """Sending consumes the descriptor's signal; the reader must hear of its message anyway."""
+
+    async def flood(back: Back) -> int:
+        async def read() -> int:
+            return len([await front.next() for _ in range(500)])
+
+        reader = asyncio.create_task(read())
+        for index in range(500):
+            back.send(REPORT)
+            front.send(b"one", RouterBeat())
+            if index % 7 == 0:
+                await asyncio.sleep(0)
+        return await asyncio.wait_for(reader, 10.0)
+
+    with closing(dial(front.address)) as back:
+        exchange(front, back)
+        assert asyncio.run(flood(back)) == 500
+
+
+def test_posts_reach_the_peer_while_an_event_loop_awaits(front: Front) -> None:
+    async def read(back: Back) -> RouterMessage:
+        waiting = asyncio.create_task(front.next())
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(front.post, b"one", Abort("late"))
+        try:
+            return await asyncio.wait_for(back.next(), 5.0)
+        finally:
+            waiting.cancel()
+
+    with closing(dial(front.address)) as back:
+        exchange(front, back)
+        assert asyncio.run(read(back)) == Abort("late")
+
+
+def raw(address: str, *, name: bytes = b"evil") -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.setsockopt(zmq.IDENTITY, name)
+    peer.setsockopt(zmq.LINGER, 0)
+    peer.connect(address)
+    yield peer
+    peer.close()
+    context.term()
+
+
+def test_bytes_that_do_not_decode_are_counted_and_dropped(front: Front) -> None:
+    junk = [
+        b"", b"\xc1", b"junk", b"\x80\x04\x95.", b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000,
+        DOWN.encode(RouterBeat()), UP.encode(REPORT) + b"x",
+    ]  # fmt: skip
+    for peer in raw(front.address):
+        for data in junk:
+            peer.send(data)
+        peer.send_multipart([b"two", b"parts"])
+        peer.send(UP.encode(REPORT))
+        assert front.receive(5.0) == (b"evil", REPORT)
+        assert front.rejected == len(junk) + 1
+
+
+@given(data=st.binary(max_size=200))
+def test_no_bytes_ever_raise_out_of_a_link(data: bytes) -> None:
+    with closing(listen("inproc://any")) as front:
+        peer = front._context.socket(zmq.DEALER)
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.connect("inproc://any")
+        peer.send(data)
+        peer.send(UP.encode(REPORT))
+        received = front.receive(5.0)
+        peer.close()
+        assert received is not None
+
+
+def test_an_oversized_message_cuts_its_sender_off_and_nobody_else(tmp_path: Path) -> None:
+    with (
+        closing(listen("tcp://127.0.0.1:0", limit=1000)) as front,
+        closing(dial(front.address)) as back,
+    ):
+        for peer in raw(front.address):
+            peer.send(b"x" * 2000)
+            exchange(front, back)
+            assert front.receive(0.1) is None
+            assert front.rejected == 0
+
+
+def test_bytes_that_are_not_zeromq_leave_the_port_serving(front: Front) -> None:
+    host, port = front.address.removeprefix("tcp://").split(":")
+    blobs = [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b"\xff\0\0\0\0\0\0\0\1\x7f", b""]
+    strangers = [socket.create_connection((host, int(port))) for _ in blobs]
+    for stranger, blob in zip(strangers, blobs, strict=True):
+        stranger.sendall(blob)
+    with closing(dial(front.address)) as back:
+        exchange(front, back)
+    for stranger in strangers:
+        stranger.close()
+    assert front.rejected == 0
+
+
+def test_a_listed_key_gets_through(keys: dict[str, Curve]) -> None:
+    with (
+        closing(listen(curve=keys["router"])) as front,
+        closing(dial(front.address, curve=keys["friend"])) as back,
+    ):
+        exchange(front, back)
+
+
+def test_an_unlisted_key_and_no_key_deliver_nothing(keys: dict[str, Curve]) -> None:
+    with (
+        closing(listen(curve=keys["router"])) as front,
+        closing(dial(front.address, b"stranger", keys["stranger"])) as stranger,
+        closing(dial(front.address, b"bare")) as bare,
+    ):
+        stranger.send(REPORT)
+        bare.send(REPORT)
+        assert front.receive(0.5) is None
+        assert (stranger.handshakes, bare.handshakes) == (0, 0)
+        with closing(dial(front.address, curve=keys["friend"])) as back:
+            exchange(front, back)
+
+
+def test_a_listener_with_another_key_is_not_trusted(keys: dict[str, Curve], tmp_path: Path) -> None:
+    write_keys(tmp_path / "impostor.secret")
+    impostor = Curve(secret=str(tmp_path / "impostor.secret"), allowed=keys["router"].allowed)
+    with (
+        closing(listen(curve=impostor)) as front,
+        closing(dial(front.address, curve=keys["friend"])) as back,
+    ):
+        back.send(REPORT)
+        assert front.receive(0.5) is None and back.handshakes == 0
+
+
+def test_a_key_added_to_the_list_is_let_in_without_a_restart(keys: dict[str, Curve]) -> None:
+    allowed = Path(keys["router"].allowed)
+    stranger = Path(keys["stranger"].secret).with_suffix(".public").read_text()
+    with closing(listen(curve=keys["router"])) as front:
+        allowed.write_text(f"{allowed.read_text().strip()}\n{stranger}\n")
+        with closing(dial(front.address, curve=keys["stranger"])) as back:
+            exchange(front, back)
+
+
+def test_an_unreadable_list_lets_nobody_in(keys: dict[str, Curve]) -> None:
+    with closing(listen(curve=keys["router"])) as front:
+        Path(keys["router"].allowed).unlink()
+        with closing(dial(front.address, curve=keys["friend"])) as back:
+            back.send(REPORT)
+            assert front.receive(0.3) is None
+
+
+def test_secret_keys_are_for_their_owner_alone_and_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "a.secret"
+    public = write_keys(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert zmq.curve_public(read_keys(str(path))[0]).decode() == public
+    with pytest.raises(SetupError, match="cannot be made"):
+        write_keys(path)
+
+
+@pytest.mark.parametrize("text", ["short", "x" * 39 + '"', "a" * 41])
+def test_a_key_file_that_holds_no_key_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken"
+    path.write_text(text)
+    with pytest.raises(SetupError, match=r"broken, key 1: must be 40 characters"):
+        listen(curve=Curve(secret=str(path), allowed=str(path)))
+
+
+def test_an_address_in_use_is_a_setup_error_that_names_it(front: Front) -> None:
+    with pytest.raises(SetupError, match=r"cannot be opened .*in use"):
+        listen(front.address)
+
+
+def test_a_unix_path_too_long_for_the_system_is_refused_by_length(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="at most 107; choose a shorter run directory"):
+        listen(f"ipc:///tmp/{'x' * 120}")

@@ -1,0 +1,306 @@
+"""From a resource to configs: what the processes of a local fleet are told, checked and written."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from medha.cli import preflight
+from medha.cli.checkpoint import check_checkpoint
+from medha.cli.plan import POLICIES, Place, plan_fleet, scheduling_of
+from medha.cli.programs import controller_launch, rank_launch, router_launch
+from medha.cli.resource_file import read_resources
+from medha.cli.run_dir import PREFIX, RunDir, remove_stale
+from medha.config import POLICIES as KNOWN
+from medha.config import RouterConfig, Scheduling, WorkerConfig, read
+from medha.errors import CheckpointError, SetupError, SpecError
+from medha.spec import MedhaReplica, parse
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CONFIG = {
+    "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "vocab_size": 300, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def resource(**spec: Any) -> MedhaReplica:
+    model = {"name": "m", "source": {"hostPath": {"path": "model"}}, "maxContextTokens": 4096}
+    whole = {"model": {**model, **spec.pop("model", {})}, "device": {"kind": "Cpu"}, **spec}
+    return parse(
+        {
+            "apiVersion": "medha.dev/v1alpha1",
+            "kind": "MedhaReplica",
+            "metadata": {"name": "tiny"},
+            "spec": whole,
+        }
+    )
+
+
+def place(ports: int = 1, **changes: Any) -> Place:
+    plain = Place(
+        run_dir="/run/x", host="127.0.0.1", port=8000, ops_port=8001,
+        fleet_address="tcp://127.0.0.1:7800", controller_ports=tuple(range(9000, 9000 + ports)),
+        checkpoints={"tiny": "/models/tiny"},
+    )  # fmt: skip
+    return msgspec.structs.replace(plain, **changes)
+
+
+def checkpoint(folder: Path, **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def at(folder: Path, **spec: Any) -> MedhaReplica:
+    source = {"source": {"hostPath": {"path": str(folder)}}}
+    return resource(model={**source, **spec.pop("model", {})}, **spec)
+
+
+def test_each_copy_of_a_resource_is_a_replica_with_a_port_of_its_own() -> None:
+    plan = plan_fleet([resource(replicas=2)], place(ports=2))
+    assert [(each.name, each.config.ops_port) for each in plan.replicas] == [
+        ("tiny-0", 9000), ("tiny-1", 9001),
+    ]  # fmt: skip
+    assert plan.router.models[0].name == "m"
+    assert {each.config.routers for each in plan.replicas} == {(plan.router.fleet_bind,)}
+
+
+def test_ranks_are_planned_up_to_the_largest_replica() -> None:
+    plan = plan_fleet([resource(parallelism={"tp": 2, "spp": 2, "kvp": {"max": 3}})], place())
+    groups = plan.replicas[0].groups
+    assert [[str(rank.at) for rank in group] for group in groups] == [
+        [f"g{g}-s{s}-t{t}" for s in range(2) for t in range(2)] for g in range(3)
+    ]
+
+
+def test_gpus_are_dealt_out_in_order_and_growth_stops_where_they_end() -> None:
+    cuda = resource(device={"kind": "Cuda"}, replicas=2, parallelism={"tp": 2, "kvp": {"max": 2}})
+    plan = plan_fleet([cuda], place(ports=2, gpus=6))
+    dealt = [[[rank.gpu for rank in g] for g in each.groups] for each in plan.replicas]
+    assert dealt == [[[0, 1], [2, 3]], [[4, 5]]]
+    assert plan.replicas[0].config.dtype == "bfloat16"
+    with pytest.raises(SetupError, match="replica tiny-1 needs 2 GPUs and this machine has 3"):
+        plan_fleet([cuda], place(ports=2, gpus=3))
+
+
+def test_a_fleet_of_no_replicas_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"spec\.replicas is 0: must be at least 1"):
+        plan_fleet([resource(replicas=0)], place(ports=0))
+
+
+def test_two_resources_of_one_model_must_agree_on_it() -> None:
+    other = msgspec.structs.replace(resource(model={"maxContextTokens": 99}), name="other")
+    checkpoints = {"tiny": "/a", "other": "/b"}
+    with pytest.raises(SpecError, match="must have the same maxContextTokens and slo"):
+        plan_fleet([resource(), other], place(ports=2, checkpoints=checkpoints))
+    twin = msgspec.structs.replace(resource(), name="other")
+    assert (
+        len(plan_fleet([resource(), twin], place(ports=2, checkpoints=checkpoints)).replicas) == 2
+    )
+
+
+def test_the_resources_words_become_the_schedulers_settings() -> None:
+    spec = resource(
+        scheduling={
+            "policy": "LARSPaper", "normaliser": "Deadline", "maxYieldPercent": 25,
+            "batchBudget": {"mode": "Tokens", "tokens": 512, "min": "5ms", "max": "1s"},
+            "longPrefillThresholdTokens": 128, "promises": "Revise", "prefixCache": "Disabled",
+            "growthTimeout": "1m30s",
+        }
+    ).spec  # fmt: skip
+    assert scheduling_of(spec.scheduling) == Scheduling(
+        policy="lars-paper", normaliser="deadline", budget="tokens", batch_tokens=512,
+        min_batch_s=0.005, max_batch_s=1.0, long_prefill_threshold_tokens=128, max_yield=0.25,
+        commit=False, prefix_cache=False, growth_timeout_s=90.0,
+    )  # fmt: skip
+
+
+def test_a_resource_that_says_nothing_gets_the_schedulers_own_defaults() -> None:
+    assert scheduling_of(resource().spec.scheduling) == Scheduling()
+
+
+def test_every_policy_of_the_scheduler_has_a_name_in_the_resource() -> None:
+    assert sorted(POLICIES.values()) == sorted(KNOWN)
+
+
+def test_written_configs_are_what_the_processes_read(tmp_path: Path) -> None:
+    run_dir = RunDir.make(tmp_path / "run")
+    router, controller = run_dir.write_keys()
+    plan = plan_fleet([resource()], place(router_curve=router, controller_curve=controller))
+    run_dir.write_configs(plan)
+    assert read(RouterConfig, run_dir.router_config) == plan.router
+    assert read(WorkerConfig, run_dir.worker_config("tiny-0")) == plan.replicas[0].config
+
+
+def test_a_run_directory_is_for_its_owner_alone_and_leaves_nothing(tmp_path: Path) -> None:
+    run_dir = RunDir.make(None, tmp_path)
+    run_dir.write_keys()
+    assert stat.S_IMODE(run_dir.path.stat().st_mode) == 0o700
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in run_dir.path.glob("*.secret")}
+    assert modes == {0o600}
+    run_dir.clean()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chosen_run_directory_keeps_its_logs_and_loses_keys_and_sockets(tmp_path: Path) -> None:
+    run_dir = RunDir.make(tmp_path / "mine")
+    run_dir.write_keys()
+    run_dir.write_keys()  # a second start in the same place
+    run_dir.log("router").write_text("said\n")
+    (run_dir.path / "tiny-0.sock").touch()
+    run_dir.clean()
+    left = {path.name for path in run_dir.path.iterdir()}
+    assert left == {"router.log", "router.public", "controller.public"}
+
+
+def test_what_a_killed_start_left_behind_goes_with_the_next(tmp_path: Path) -> None:
+    dead = tmp_path / f"{PREFIX}999999999-abc"
+    dead.mkdir()
+    living = RunDir.make(None, tmp_path)
+    assert not dead.exists()
+    assert remove_stale(tmp_path) == [] and living.path.exists()
+
+
+def test_launches_name_config_coordinates_and_environment(tmp_path: Path) -> None:
+    run_dir = RunDir.make(tmp_path)
+    spec = resource(engine={"threadsPerRank": 3}, parallelism={"spp": 2})
+    replica = plan_fleet([spec], place()).replicas[0]
+    launch = rank_launch(replica, replica.groups[0][1], run_dir, generation=4)
+    assert launch.argv[1:4] == ("-m", "medha_worker.gently", "--config")
+    assert launch.argv[4] == str(tmp_path / "tiny-0.json")
+    assert launch.argv[5:] == ("--group", "0", "--stage", "1", "--shard", "0")
+    assert launch.env == {
+        "MEDHA_REPLICA": "tiny-0", "MEDHA_KVP_GROUP": "0", "MEDHA_SPP_STAGE": "1",
+        "MEDHA_TP_SHARD": "0", "MEDHA_GENERATION": "4", "OMP_NUM_THREADS": "3",
+    }  # fmt: skip
+    assert router_launch(run_dir).argv[2] == "medha_router"
+    assert controller_launch(replica, run_dir).argv[2] == "medha_worker.controller"
+
+
+def test_a_relative_path_is_taken_from_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    file = tmp_path / "examples" / "tiny.yaml"
+    file.write_text((EXAMPLES / "tiny.yaml").read_text())
+    (found,) = read_resources(file)
+    source = found.spec.model.source.host_path
+    assert source is not None and source.path == str(tmp_path / "build" / "tiny")
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("a: [", r"must be YAML \(line 1: "),
+        ("\x00", r"must be YAML"),
+        ("", "the file is empty: must hold a MedhaReplica"),
+        ("kind: Pod", "apiVersion is missing: must be medha.dev/v1alpha1"),
+        ("!!python/object/apply:os.getcwd []", r"must be YAML \(line 1: could not determine"),
+    ],
+)
+def test_a_file_that_is_no_resource_is_refused_in_one_line(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError, match=sentence) as caught:
+        read_resources(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(SpecError, match=r"-f is /nowhere\.yaml: must be a file"):
+        read_resources(Path("/nowhere.yaml"))
+
+
+def test_the_example_is_a_valid_resource() -> None:
+    document = yaml.safe_load((EXAMPLES / "tiny.yaml").read_text())
+    spec = parse(document).spec
+    assert spec.device.kind == "Cpu" and spec.parallelism.kvp.max > 1
+
+
+def test_a_whole_checkpoint_passes(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m")
+    assert check_checkpoint(at(folder, parallelism={"tp": 2, "spp": 4})) == folder
+
+
+@pytest.mark.parametrize(
+    "spec, sentence",
+    [
+        ({"parallelism": {"tp": 3}}, r"spec\.parallelism\.tp is 3: must divide .* use one of 1, 2"),
+        ({"parallelism": {"spp": 5}}, r"spec\.parallelism\.spp is 5: must be at most .* 4 layers"),
+        (
+            {"model": {"maxContextTokens": 5000}},
+            "maxContextTokens is 5000: must be at most the model's .* 4096; use 4096 or less",
+        ),
+    ],
+)
+def test_a_layout_that_the_model_does_not_allow_is_refused(
+    tmp_path: Path, spec: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(SpecError, match=sentence):
+        check_checkpoint(at(checkpoint(tmp_path / "m"), **spec))
+
+
+def test_a_missing_folder_is_named_by_its_field(tmp_path: Path) -> None:
+    with pytest.raises(
+        SpecError, match=r"spec\.model\.source\.hostPath\.path is .*must be a folder"
+    ):
+        check_checkpoint(at(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_an_incomplete_checkpoint_names_what_is_missing(tmp_path: Path, name: str) -> None:
+    folder = checkpoint(tmp_path / "m")
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=name.replace("model", r"\*")):
+        check_checkpoint(at(folder))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": 0}', "\xff"])
+def test_a_broken_config_is_told_in_one_line(tmp_path: Path, text: str) -> None:
+    folder = checkpoint(tmp_path / "m")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"is no model's config") as caught:
+        check_checkpoint(at(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_source_that_this_machine_cannot_mount_is_refused() -> None:
+    replica = resource(model={"source": {"pvc": {"claimName": "models"}}})
+    with pytest.raises(SpecError, match="must be hostPath on this machine"):
+        check_checkpoint(replica)
+
+
+def test_a_taken_port_is_refused_with_the_flag_that_changes_it() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(SetupError, match=rf"port {port} of 127\.0\.0\.1 is in use: .*--port"):
+            preflight.check_port("127.0.0.1", port, "--port")
+
+
+def test_free_ports_are_different_and_free() -> None:
+    ports = preflight.free_ports("127.0.0.1", 20)
+    assert len(set(ports)) == 20
+    for port in ports:
+        preflight.check_port("127.0.0.1", port, "--port")
+
+
+def test_cuda_without_a_gpu_is_refused_with_what_to_use() -> None:
+    with pytest.raises(SpecError, match=r"spec\.device\.kind is Cuda: must be Cpu on a machine"):
+        preflight.check_gpus([resource(device={"kind": "Cuda"})], gpus=0)
+    preflight.check_gpus([resource(device={"kind": "Cuda"})], gpus=1)
+
+
+def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia0x"):
+        (tmp_path / name).touch()
+    assert preflight.gpu_count(tmp_path) == 2

@@ -1,0 +1,228 @@
+"""Workloads are played open loop against a server that answers, refuses, stalls and breaks."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from medha.cli.open_loop import Target, faults, prompts_from
+from medha.cli.replay import Options, arrivals_of, replay
+from medha.errors import SetupError, SpecError
+from medha.sim.workload import Arrival
+
+REFUSED, BROKEN, ERROR, GARBLED, SLOW = 3, 4, 5, 6, 7  # prompt lengths that the server knows
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def piece(text: str) -> bytes:
+    return event(choices=[{"index": 0, "text": text}], usage=None)
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Tests need no log."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/tokenize":
+            self._whole(200 if body["model"] == "m" else 404, {"tokens": [11, 12, 13, 12]})
+            return
+        self.server.seen.append((body, dict(self.headers)))
+        length = len(body["prompt"])
+        if length == REFUSED:
+            self._whole(429, {"error": {"message": "no", "code": "deadline_infeasible"}})
+            return
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("x-medha-promise-ttft-ms", "250")
+        self.end_headers()
+        for chunk in self._chunks(length, body["max_tokens"]):
+            self.wfile.write(chunk)
+            self.wfile.flush()
+
+    def _chunks(self, length: int, tokens: int) -> Iterator[bytes]:
+        yield b": keep-alive\n\n"
+        if length == SLOW:
+            time.sleep(0.2)
+        yield piece("a")
+        if length == BROKEN:
+            return
+        if length == ERROR:
+            yield b"event: error\n" + event(error={"message": "lost", "code": "replica_lost"})
+            return
+        if length == GARBLED:
+            yield b"data: {nonsense\n\n"
+        for _ in range(tokens - 1):
+            yield piece("b")
+        details = {"prompt_tokens_details": {"cached_tokens": 2}}
+        yield event(choices=[], usage={"completion_tokens": tokens, **details})
+        yield b"data: [DONE]\n\n"
+
+    def _whole(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class Server(http.server.ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.seen: list[tuple[dict[str, Any], dict[str, str]]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def lengths(path: Path, *pairs: tuple[int, int]) -> Path:
+    rows = "\n".join(f"{prompt},{output}" for prompt, output in pairs)
+    path.write_text(f"num_prefill_tokens,num_decode_tokens\n{rows}\n")
+    return path
+
+
+def options(server: Server, workload: Path, **more: Any) -> Options:
+    target = more.pop("target", Target(url=server.url, model="m"))
+    return Options(target=target, workload=workload, **{"rate": 200.0, **more})
+
+
+def trace(path: Path, *rows: tuple[float, int, int, list[int]]) -> Path:
+    lines = [
+        json.dumps({"timestamp": ms, "input_length": n, "output_length": out, "hash_ids": ids})
+        for ms, n, out, ids in rows
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_every_request_of_a_trace_is_answered_and_reported(server: Server, tmp_path: Path) -> None:
+    rows = [(10.0 * index, 20 + index, 3, [1]) for index in range(5)]
+    console = Console(file=io.StringIO(), width=200)
+    out = tmp_path / "out.json"
+    records = replay(options(server, trace(tmp_path / "t.jsonl", *rows), json=out), console)
+    assert [record.prompt_tokens for record in records] == [20, 21, 22, 23, 24]
+    assert all(r.output_tokens == 3 and r.cached_tokens == 2 and r.good for r in records)
+    assert {record.ttft_deadline_s for record in records} == {0.25}
+    written = json.loads(out.read_bytes())
+    assert written["report"]["total"]["requests"] == 5 and written["faults"] == {}
+    assert len(written["records"]) == 5
+
+
+def test_prompts_are_token_ids_of_exact_length_and_output_is_forced(
+    server: Server, tmp_path: Path
+) -> None:
+    target = Target(url=server.url, model="m", key="k", ttft_s=0.75)
+    workload = trace(tmp_path / "t.jsonl", (0.0, 50, 4, []))
+    (record,) = replay(options(server, workload, target=target), Console(file=io.StringIO()))
+    ((body, headers),) = server.seen
+    assert len(body["prompt"]) == 50 and set(body["prompt"]) <= {11, 12, 13}
+    assert (body["max_tokens"], body["ignore_eos"], body["stream"]) == (4, True, True)
+    assert headers["authorization"] == "Bearer k" and headers["x-medha-slo-ttft-ms"] == "750"
+    assert record.ttft_deadline_s == 0.75
+
+
+@pytest.mark.parametrize(
+    "length, fault",
+    [
+        (REFUSED, "deadline_infeasible"),
+        (BROKEN, "stream_broken"),
+        (ERROR, "replica_lost"),
+        (GARBLED, "stream_garbled"),
+    ],
+)
+def test_a_fault_ends_its_request_and_no_other(
+    server: Server, tmp_path: Path, length: int, fault: str
+) -> None:
+    workload = trace(tmp_path / "t.jsonl", (0.0, length, 2, []), (1.0, 30, 2, []))
+    console = Console(file=(said := io.StringIO()), width=200)
+    bad, good = replay(options(server, workload), console)
+    assert bad.refused == fault and bad.finished_s is None and not bad.good
+    assert good.refused == "" and good.good
+    assert f"1 requests ended with {fault}" in said.getvalue()
+    assert faults([bad, good]) == {fault: 1}
+
+
+def test_requests_go_out_on_time_whatever_became_of_those_before(
+    server: Server, tmp_path: Path
+) -> None:
+    workload = trace(tmp_path / "t.jsonl", *[(20.0 * i, SLOW, 1, []) for i in range(8)])
+    records = replay(options(server, workload), Console(file=io.StringIO()))
+    assert all(record.ttft_s is not None and 0.2 <= record.ttft_s < 1.0 for record in records)
+    assert max(record.finished_s or 0.0 for record in records) < 8 * 0.2
+
+
+def test_a_server_that_does_not_know_the_model_is_told_before_the_first_request(
+    server: Server, tmp_path: Path
+) -> None:
+    target = Target(url=server.url, model="other")
+    workload = trace(tmp_path / "t.jsonl", (0.0, 9, 1, []))
+    with pytest.raises(SetupError, match=r"/tokenize does not answer for other"):
+        replay(options(server, workload, target=target), Console(file=io.StringIO()))
+    assert server.seen == []
+
+
+def test_lengths_arrive_at_the_rate_and_are_scaled_and_cut(server: Server, tmp_path: Path) -> None:
+    workload = lengths(tmp_path / "l.csv", (1000, 10), (100_000, 20))
+    found = arrivals_of(
+        options(server, workload, rate=10.0, count=400, scale_lengths=0.1, longest_tokens=5000)
+    )
+    assert {(each.prompt_tokens, each.output_tokens) for each in found} == {(100, 1), (5000, 2)}
+    assert found[-1].arrival_s == pytest.approx(40.0, rel=0.2)
+    twice = arrivals_of(options(server, workload, rate=10.0, count=400, speed=2.0))
+    assert twice[-1].arrival_s == pytest.approx(found[-1].arrival_s / 2)
+
+
+def test_azures_trace_is_known_by_its_columns(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
+        "2023-11-16 18:17:04.9799600,110,27\n"
+    )
+    first, second = arrivals_of(options(server, path, rate=None))
+    assert (first.prompt_tokens, second.output_tokens) == (4808, 27)
+    assert second.arrival_s == pytest.approx(1.0)
+
+
+def test_lengths_without_a_rate_are_refused(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"--rate is missing: must be given"):
+        arrivals_of(options(server, lengths(tmp_path / "l.csv", (1, 1)), rate=None))
+
+
+def test_a_workload_that_is_no_file_is_refused(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"--workload is .*: must be a file"):
+        arrivals_of(options(server, tmp_path / "none.csv"))
+
+
+def test_requests_that_share_blocks_share_exactly_those_tokens() -> None:
+    prompt = prompts_from(list(range(100)), seed=3, block_tokens=16)
+    one = prompt(Arrival(id="a", arrival_s=0, prompt_tokens=40, blocks=(1, 2)))
+    two = prompt(Arrival(id="b", arrival_s=0, prompt_tokens=40, blocks=(1, 3)))
+    same = prompt(Arrival(id="a", arrival_s=9, prompt_tokens=40, blocks=(1, 2)))
+    assert one[:16] == two[:16] and one[16:32] != two[16:32] and one[32:] != two[32:]
+    assert same == one and len(one) == len(two) == 40

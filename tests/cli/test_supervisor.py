@@ -1,0 +1,357 @@
+"""Real child programs under the supervisor: restarted, grown, given up, ended without orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from medha.cli.children import Child, Launch
+from medha.cli.supervise import Patience, Replica, State, Supervisor, Unit
+from medha.errors import EngineError, SetupError
+from medha.messages import GroupStatus, ReplicaStatus
+
+SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); "
+    "time.sleep(600)"
+)
+FAMILY = (
+    "import subprocess, sys, time; "
+    "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+    "print(p.pid, flush=True); time.sleep(600)"
+)
+QUICK = Patience(
+    first_backoff_s=0.5, longest_backoff_s=4.0, restarts=3, window_s=100.0, grace_s=0.5, hung_s=10.0
+)
+
+
+class Lines:
+    """What children said, by name."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, str]] = []
+
+    def __call__(self, name: str, line: str) -> None:
+        self.said.append((name, line))
+
+    def of(self, name: str) -> list[str]:
+        return [line for who, line in self.said if who == name]
+
+
+def until(happens: Callable[[], object], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not happens():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.01)
+
+
+def program(name: str, code: str, **env: str) -> Launch:
+    return Launch(name=name, argv=(sys.executable, "-c", code), env=env)
+
+
+class Fleet:
+    """A supervised fleet of dummy programs on a clock of our own."""
+
+    def __init__(self, groups: int = 2, ranks: int = 2, code: str = SLEEPER) -> None:
+        self.lines, self.now = Lines(), 1000.0
+        self.started: list[tuple[str, int]] = []
+        self.codes = {"router": code, "controller": code, "rank": code}
+        controller = Unit("c", self._launches("controller", ["c"]))
+        units = tuple(
+            Unit(
+                f"g{group}",
+                self._launches("rank", [f"g{group}-s{stage}" for stage in range(ranks)]),
+                vital=group == 0,
+                wanted=group == 0,
+                follows=controller,
+            )
+            for group in range(groups)
+        )
+        self.replica = Replica(name="r-0", controller=controller, groups=units)
+        router = Unit("router", self._launches("router", ["router"]))
+        self.supervisor = Supervisor(router, (self.replica,), self._start, QUICK)
+
+    def _launches(self, kind: str, names: list[str]) -> Callable[[int], Iterable[Launch]]:
+        def launches(generation: int) -> Iterable[Launch]:
+            self.started += [(name, generation) for name in names]
+            return [
+                program(name, self.codes[kind], MEDHA_GENERATION=str(generation)) for name in names
+            ]
+
+        return launches
+
+    def _start(self, launch: Launch) -> Child:
+        return Child(launch, self.lines)
+
+    def step(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.supervisor.step(self.now)
+
+    def over(self, seconds: float = 0.0) -> bool:
+        self.step(seconds)
+        return self.supervisor.over
+
+    def status(self, wanted: int, restart: tuple[int, ...] = ()) -> None:
+        told = ReplicaStatus(
+            replica="r-0", ready=True, draining=False, generation=1, wanted_groups=wanted,
+            groups=(GroupStatus(group=0, state="running"),), restart_groups=restart,
+        )  # fmt: skip
+        self.supervisor.follow(self.replica, told, self.now)
+
+    @property
+    def running(self) -> set[str]:
+        return {
+            child.name
+            for unit in self.supervisor.units
+            for child in unit.children
+            if child.poll() is None
+        }
+
+    def child(self, name: str) -> Child:
+        return next(c for unit in self.supervisor.units for c in unit.children if c.name == name)
+
+    def gone(self, name: str) -> None:
+        """Waits for a child's end without the supervisor."""
+        child = self.child(name)
+        until(lambda: child.poll() is not None)
+
+    def settle(self) -> None:
+        """Steps until no unit is between two states."""
+
+        def still() -> bool:
+            self.step(0.01)
+            return all(unit.state is not State.STOPPING for unit in self.supervisor.units)
+
+        until(still)
+
+    def close(self) -> None:
+        self.supervisor.stop(self.now, at_once=True)
+        until(lambda: self.over(1.0))
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    made = Fleet()
+    yield made
+    made.close()
+
+
+BASE = {"router", "c", "g0-s0", "g0-s1"}
+
+
+def test_everything_that_is_wanted_is_started(fleet: Fleet) -> None:
+    fleet.step()
+    assert fleet.running == BASE
+    until(lambda: fleet.lines.of("g0-s1") == ["up"])
+
+
+def test_a_killed_router_starts_anew_after_a_moment_and_nothing_else_does(fleet: Fleet) -> None:
+    fleet.step()
+    pids = {name: fleet.child(name).pid for name in BASE}
+    fleet.child("router").kill()
+    fleet.gone("router")
+    fleet.settle()
+    assert fleet.running == BASE - {"router"}
+    fleet.step(0.45)
+    assert "router" not in fleet.running
+    fleet.step(0.1)
+    assert fleet.running == BASE
+    assert {name for name in BASE if fleet.child(name).pid != pids[name]} == {"router"}
+
+
+def test_a_killed_rank_takes_its_group_along_into_the_next_generation(fleet: Fleet) -> None:
+    fleet.step()
+    fleet.child("g0-s1").kill()
+    fleet.gone("g0-s1")
+    fleet.settle()
+    assert fleet.running == {"router", "c"}
+    fleet.step(1.0)
+    assert fleet.running == BASE
+    assert [g for name, g in fleet.started if name.startswith("g0")] == [1, 1, 2, 2]
+
+
+def test_ranks_end_with_their_controller_and_come_back_after_it(fleet: Fleet) -> None:
+    fleet.step()
+    fleet.child("c").kill()
+    fleet.gone("c")
+    fleet.settle()
+    fleet.settle()
+    assert fleet.running == {"router"}
+    fleet.step(1.0)
+    assert fleet.running == BASE
+
+
+def test_each_further_restart_waits_twice_as_long(fleet: Fleet) -> None:
+    fleet.step()
+    waits = []
+    for _ in range(3):
+        fleet.child("router").kill()
+        fleet.gone("router")
+        fleet.settle()
+        waits.append(fleet.supervisor.router.not_before_s - fleet.now)
+        fleet.step(5.0)
+    assert [round(wait, 1) for wait in waits] == [0.5, 1.0, 2.0]
+
+
+def test_too_many_restarts_end_the_fleet_with_the_programs_last_words() -> None:
+    fleet = Fleet()
+    fleet.codes["router"] = "print('no such model'); raise SystemExit(1)"
+    with pytest.raises(EngineError, match=r"router is given up after 3 restarts .*no such model"):
+        until(lambda: fleet.over(1.0))
+    assert [name for name, _ in fleet.started].count("router") == 4
+    fleet.close()
+
+
+def test_restarts_long_ago_are_forgiven(fleet: Fleet) -> None:
+    fleet.step()
+    for _ in range(6):
+        fleet.child("router").kill()
+        fleet.gone("router")
+        fleet.settle()
+        fleet.step(60.0)
+    assert "router" in fleet.running
+
+
+def test_a_program_that_a_person_must_help_ends_the_fleet_at_once_with_its_line() -> None:
+    fleet = Fleet()
+    fleet.codes["rank"] = "print('spec.model: no such folder'); raise SystemExit(2)"
+    fleet.step()
+    fleet.gone("g0-s0")
+    with pytest.raises(SetupError, match=r"g0-s\d: spec\.model: no such folder"):
+        fleet.step()
+    fleet.close()
+
+
+def test_a_wanted_group_joins_and_one_that_leaves_by_itself_is_not_restarted(
+    fleet: Fleet,
+) -> None:
+    fleet.step()
+    fleet.codes["rank"] = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); "
+        "print('up', flush=True); time.sleep(600)"
+    )
+    fleet.status(wanted=2)
+    fleet.step()
+    assert fleet.running == BASE | {"g1-s0", "g1-s1"}
+    until(lambda: fleet.lines.of("g1-s0") and fleet.lines.of("g1-s1"))
+    fleet.child("g1-s0").terminate()
+    fleet.gone("g1-s0")
+    fleet.settle()
+    fleet.step(10.0)
+    assert fleet.running == BASE
+    fleet.status(wanted=2)
+    fleet.step()
+    assert fleet.running == BASE | {"g1-s0", "g1-s1"}
+
+
+def test_more_groups_than_there_is_room_for_are_not_started(fleet: Fleet) -> None:
+    fleet.step()
+    fleet.status(wanted=9)
+    fleet.step()
+    assert len(fleet.running) == len(BASE) + 2
+
+
+def test_a_group_that_keeps_failing_is_given_up_and_the_rest_goes_on(fleet: Fleet) -> None:
+    fleet.step()
+    fleet.codes["rank"] = "raise SystemExit(1)"
+    fleet.status(wanted=2)
+    for _ in range(600):
+        fleet.step(1.0)
+        fleet.status(wanted=2)
+        if fleet.replica.groups[1].state is State.GIVEN_UP:
+            break
+        time.sleep(0.01)
+    assert fleet.replica.groups[1].state is State.GIVEN_UP
+    fleet.step(100.0)
+    assert fleet.running == BASE
+
+
+def test_a_group_that_its_controller_gave_up_is_started_anew_once_it_had_its_time(
+    fleet: Fleet,
+) -> None:
+    fleet.step()
+    old = fleet.child("g0-s0").pid
+    fleet.status(wanted=1, restart=(0,))
+    fleet.step(1.0)
+    assert fleet.child("g0-s0").pid == old
+    fleet.now += 10.0
+    fleet.status(wanted=1, restart=(0,))
+    fleet.settle()
+    fleet.step(1.0)
+    assert fleet.running == BASE and fleet.child("g0-s0").pid != old
+
+
+def test_stopping_ends_what_obeys_and_kills_what_does_not_after_the_grace() -> None:
+    fleet = Fleet(code=STUBBORN)
+    fleet.step()
+    until(lambda: all(fleet.lines.of(name) for name in BASE))
+    pids = [fleet.child(name).pid for name in BASE]
+    fleet.supervisor.stop(fleet.now)
+    for _ in range(20):
+        fleet.step(0.01)
+        time.sleep(0.01)
+    assert fleet.running == BASE
+    fleet.step(0.5)
+    until(fleet.over)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_stopping_at_once_waits_for_nobody() -> None:
+    fleet = Fleet(code=STUBBORN)
+    fleet.step()
+    fleet.supervisor.stop(fleet.now, at_once=True)
+    until(fleet.over)
+    assert fleet.running == set()
+
+
+def test_what_a_killed_child_had_started_ends_with_it() -> None:
+    lines = Lines()
+    child = Child(program("parent", FAMILY), lines)
+    until(lambda: lines.of("parent"))
+    grandchild = int(lines.of("parent")[0])
+    os.kill(child.pid, signal.SIGKILL)
+    until(lambda: child.poll() is not None)
+    assert child.poll() == -signal.SIGKILL
+    until(lambda: not _alive(grandchild))
+
+
+def test_children_die_with_a_starter_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from medha.cli.children import Child, Launch; "
+        "launch = Launch(name='x', argv=(sys.executable, '-c', 'import time; time.sleep(600)')); "
+        "print(Child(launch, lambda *_: None).pid, flush=True); time.sleep(600)"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    with starter, starter.stdout:
+        child = int(starter.stdout.readline())
+        assert _alive(child)
+        starter.kill()
+    until(lambda: not _alive(child))
+
+
+def test_output_is_handed_over_line_by_line_and_bounded() -> None:
+    lines = Lines()
+    code = "import sys; sys.stdout.buffer.write(b'one\\n\\n' + b'x' * 20000 + b'\\nt\\xffwo')"
+    child = Child(program("talker", code), lines)
+    until(lambda: child.poll() is not None)
+    until(lambda: len(lines.of("talker")) == 5)
+    said = lines.of("talker")
+    assert (said[0], said[-1]) == ("one", "t\ufffdwo")
+    assert max(len(line) for line in said) <= 8192 and sum("x" in line for line in said) == 3
+    assert child.last_lines == tuple(said)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,214 @@
+"""A real fleet through the command line: it serves, survives a kill, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+from rich.console import Console
+
+from medha.cli.doctor import diagnose
+from medha.cli.preflight import free_ports
+from medha.cli.show import loading_phase
+from medha.messages import GroupStatus, ReplicaStatus
+from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
+
+RESOURCE = """
+apiVersion: medha.dev/v1alpha1
+kind: MedhaReplica
+metadata: {name: tiny}
+spec:
+  model: {name: tiny, source: {hostPath: {path: model}}, maxContextTokens: 1024}
+  device: {kind: Cpu}
+  slo: {default: {ttft: {floor: 30s}, tpot: 5s}}
+  engine: {kvPages: 64}
+"""
+MEDHA = [sys.executable, "-m", "medha.cli"]
+
+
+def until(happens: Callable[[], object], timeout_s: float = 60.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not happens():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.05)
+
+
+def medha(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*MEDHA, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fleet")
+    small = TinyModel(
+        layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=96, max_tokens=1024
+    )
+    write_checkpoint(folder / "model", small)
+    (folder / "tiny.yaml").write_text(RESOURCE)
+    return folder / "tiny.yaml"
+
+
+class Up:
+    """`medha up` as a person starts it, and what it started."""
+
+    def __init__(self, file: Path) -> None:
+        self.port, self.ops_port = free_ports("127.0.0.1", 2)
+        self.run_dir = file.parent / "run"
+        self.log = file.parent / "up.log"
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*MEDHA, "up", "-f", str(file), "--port", str(self.port), "--ops-port",
+                 str(self.ops_port), "--run-dir", str(self.run_dir)],
+                stdout=output, stderr=output,
+            )  # fmt: skip
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def serves(self) -> bool:
+        assert self.process.poll() is None, self.said
+        return "Serving on" in self.said
+
+    def children(self) -> dict[str, psutil.Process]:
+        found = {}
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            line = " ".join(process.cmdline())
+            for kind in ("medha_router ", "medha_worker.controller", "medha_worker.gently"):
+                if kind in line:
+                    found[kind.strip()] = process
+        return found
+
+    def ask(self) -> str:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            answer = client.completions.create(
+                model="tiny", prompt="the same words", max_tokens=4, temperature=0
+            )
+        return answer.choices[0].text
+
+    def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=30)
+
+
+@pytest.fixture
+def up(file: Path) -> Iterator[Up]:
+    made = Up(file)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+@pytest.mark.timeout(150)
+def test_a_fleet_serves_survives_a_killed_rank_and_ends_without_a_trace(file: Path, up: Up) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    until(up.serves)
+    before = up.ask()
+    assert "controller" in up.said and "rank" in up.said  # the table of what runs where
+    rank = up.children()["medha_worker.gently"]
+    rank.kill()
+    until(lambda: "tiny-0-g0" in up.said and "starts anew" in up.said)
+    until(lambda: up.children().get("medha_worker.gently", rank).pid != rank.pid)
+    assert up.ask() == before
+    everything = psutil.Process(up.process.pid).children(recursive=True)
+    assert up.end(signal.SIGINT) == 0
+    assert [process for process in everything if process.is_running()] == []
+    assert {path.suffix for path in up.run_dir.iterdir() if path.is_file()} <= {
+        ".json", ".log", ".public",
+    }  # fmt: skip
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+@pytest.mark.timeout(100)
+def test_a_fleet_whose_starter_is_killed_ends_too(file: Path, up: Up) -> None:
+    until(lambda: len(up.children()) == 3)
+    everything = psutil.Process(up.process.pid).children(recursive=True)
+    up.process.kill()
+    up.process.wait()
+    until(lambda: not any(process.is_running() for process in everything))
+
+
+@pytest.mark.timeout(100)
+def test_a_signal_while_it_loads_ends_it_as_cleanly(file: Path, up: Up) -> None:
+    until(lambda: len(up.children()) == 3)
+    everything = psutil.Process(up.process.pid).children(recursive=True)
+    assert up.end(signal.SIGTERM) == 0
+    assert [process for process in everything if process.is_running()] == []
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (("tiny.yaml", "none.yaml"), "medha: -f is "),
+        (("kind: Cpu", "kind: Cuda"), "medha: spec.device.kind is Cuda: must be Cpu on a machine"),
+        (("path: model", "path: gone"), "medha: spec.model.source.hostPath.path is "),
+        (("maxContextTokens: 1024", "maxContextTokens: 4096"), "must be at most the model's"),
+        (("kvPages: 64", "kvpages: 64"), "spec.engine.kvpages is not a field"),
+    ],
+)
+def test_what_a_person_can_mend_is_one_line_and_status_two(
+    file: Path, change: tuple[str, str], sentence: str
+) -> None:
+    wrong = file.with_name("wrong.yaml")
+    wrong.write_text(RESOURCE.replace(*change))
+    chosen = file.with_name("none.yaml") if change[1] == "none.yaml" else wrong
+    result = medha("up", "-f", str(chosen))
+    assert result.returncode == 2
+    assert sentence in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_taken_port_is_told_before_anything_starts(file: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = str(server.getsockname()[1])
+        result = medha("up", "-f", str(file), "--port", port)
+    assert result.returncode == 2
+    assert f"port {port} of 127.0.0.1 is in use" in result.stderr
+
+
+def test_an_unknown_policy_names_the_known_ones(file: Path) -> None:
+    result = medha("up", "-f", str(file), "--policy", "lifo")
+    assert result.returncode == 2 and "must be one of LARS, " in result.stderr
+
+
+def test_the_doctor_passes_a_good_machine_and_names_a_bad_resource(file: Path) -> None:
+    port, ops_port = free_ports("127.0.0.1", 2)
+    console = Console(record=True, width=200, file=open(os.devnull, "w"))  # noqa: SIM115
+    try:
+        assert diagnose(file, port, ops_port, console)
+        assert not diagnose(file.with_name("none.yaml"), port, ops_port, console)
+    finally:
+        console.file.close()
+    said = console.export_text()
+    assert "ok encrypted link: delivers" in said
+    assert "no resource none.yaml: -f is " in said
+
+
+def test_progress_follows_the_loading_of_the_least_groups() -> None:
+    def status(loaded: float, ready: bool = False) -> ReplicaStatus:
+        groups = (
+            GroupStatus(group=0, state="starting", loaded=loaded),
+            GroupStatus(group=1, state="absent", loaded=1.0),
+        )
+        return ReplicaStatus(
+            replica="r", ready=ready, draining=False, generation=0, wanted_groups=1, groups=groups
+        )
+
+    assert loading_phase(status(0.0), 1) == (0.0, "starts")
+    assert loading_phase(status(0.5), 1) == (0.45, "loads weights, 50%")
+    assert loading_phase(status(1.0), 1)[0] == 0.95
+    assert loading_phase(status(1.0, ready=True), 1) == (1.0, "ready")

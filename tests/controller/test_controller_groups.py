@@ -1,0 +1,256 @@
+"""KVP groups come, go and die under a controller on a virtual clock; every stream stays right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from medha import messages as m
+from medha.topology import Coordinate, Topology
+from medha_worker.testing.virtual_replica import VirtualReplica
+
+Make = Callable[..., VirtualReplica]
+Submit = Callable[..., m.Submit]
+Judge = Callable[[VirtualReplica, m.Submit], None]
+Idle = Callable[[VirtualReplica], None]
+
+LONG = 4000  # tokens: more than the 100 pages of one group hold
+
+
+def grown(spp: int = 2, kvp_min: int = 1, kvp_max: int = 3) -> dict[str, Any]:
+    """Groups of 100 pages of 16 tokens; a sequence spreads each 1,000 tokens."""
+    topology = Topology(spp=spp, kvp_min=kvp_min, kvp_max=kvp_max, tokens_per_group=1000)
+    return {"topology": topology, "pages": 100, "key_s": 1e-9}
+
+
+def supervise(replica: VirtualReplica, until_s: float, cold_start_s: float = 0.5) -> None:
+    """Plays `medha up`: starts wanted groups, and lost ones anew."""
+    starting: set[int] = set()
+
+    def look() -> None:
+        status = replica.controller.status(replica.loop.now)
+        for group in {*range(status.wanted_groups), *status.restart_groups}:
+            if group not in replica.groups and group not in starting:
+                starting.add(group)
+                replica.loop.at(replica.loop.now + cold_start_s, 0, start(group))
+        if replica.loop.now < until_s:
+            replica.loop.at(replica.loop.now + 0.1, 3, look)
+
+    def start(group: int) -> Callable[[], None]:
+        def begin() -> None:
+            starting.discard(group)
+            replica.start_group(group)
+
+        return begin
+
+    look()
+
+
+def states(replica: VirtualReplica) -> list[str]:
+    return [group.state for group in replica.controller.status(replica.loop.now).groups]
+
+
+def test_a_long_prompt_grows_the_replica_while_a_short_one_is_not_disturbed(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica(**grown(), settings={"release_cooldown_s": 1e9})
+    long, short = make_submit("long", LONG, outputs=30), make_submit("short", 100, outputs=200)
+    supervise(replica, 20.0)
+    replica.submit_at(1.0, short)
+    replica.submit_at(1.1, long)
+    replica.run(20.0)
+    judge(replica, long)
+    judge(replica, short)
+    assert states(replica) == ["running"] * 3
+    assert any(len(chunk.groups) == 3 for _, batch in replica.log for chunk in batch.chunks)
+    gaps = [later[0] - one[0] for one, later in zip(replica.log, replica.log[1:], strict=False)]
+    assert max(gaps[: gaps.index(max(gaps)) + 1][:100]) < 0.2, "growth paused the running work"
+    idle(replica)
+
+
+def test_wanted_groups_fall_again_and_idle_groups_are_released(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica(**grown(), settings={"release_cooldown_s": 2.0})
+    long, later = make_submit("long", LONG, outputs=3), make_submit("later", LONG, outputs=3)
+    supervise(replica, 60.0)
+    replica.submit_at(1.0, long)
+    replica.run(20.0)
+    judge(replica, long)
+    assert states(replica) == ["running", "absent", "absent"]
+    assert set(replica.groups) == {0}
+    replica.submit_at(25.0, later)
+    replica.run(60.0)
+    judge(replica, later)
+    idle(replica)
+
+
+@pytest.mark.parametrize("at_s", [1.02, 1.15, 1.3, 1.45])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_group_lost_in_the_middle_costs_time_but_no_token(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle, at_s: float, victim: int
+) -> None:
+    replica = make_replica(**grown(kvp_min=2, kvp_max=2), settings={"release_cooldown_s": 1e9})
+    many = [make_submit("long", 2000, outputs=20)]
+    many += [make_submit(f"s{i}", 100 + 30 * i, outputs=15) for i in range(6)]
+    supervise(replica, 60.0)
+    for submit in many:
+        replica.submit_at(1.0, submit)
+    replica.loop.at(at_s, 0, lambda: replica.kill_group(victim))
+    replica.run(60.0)
+    for submit in many:
+        judge(replica, submit)
+    assert states(replica) == ["running", "running"]
+    idle(replica)
+
+
+def test_the_last_group_lost_holds_requests_until_it_is_back(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica()
+    one, two = make_submit("one", 200, outputs=40), make_submit("two", 60, outputs=3)
+    replica.submit_at(1.0, one)
+    replica.loop.at(1.05, 0, lambda: replica.kill_group(0))
+    replica.submit_at(8.0, two)
+    replica.run(10.0)
+    assert states(replica) == ["lost"]
+    status = replica.controller.status(10.0)
+    assert status.restart_groups == (0,) and not status.ready and "silent" in status.message
+    replica.start_group(0)
+    replica.run(30.0)
+    judge(replica, one)
+    judge(replica, two)
+    idle(replica)
+
+
+def test_requests_that_no_group_serves_in_time_are_failed_and_may_go_elsewhere(
+    make_replica: Make, make_submit: Submit
+) -> None:
+    replica = make_replica(settings={"growth_timeout_s": 20.0})
+    replica.submit_at(1.0, make_submit("one", 200, outputs=40))
+    replica.loop.at(1.05, 0, lambda: replica.kill_group(0))
+    replica.run(40.0)
+    failed = replica.clients["one"].failed
+    assert failed is not None and failed.code == "replica_lost" and failed.retriable
+    assert not len(replica.controller.sessions)
+
+
+def test_a_request_that_loses_its_group_three_times_is_poison(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica()
+    poison, later = make_submit("poison", 500, outputs=5000), make_submit("later", 100)
+    replica.submit_at(1.0, poison)
+    for time_s in (2.0, 12.0, 22.0):
+        replica.loop.at(time_s, 0, lambda: replica.kill_group(0))
+        replica.loop.at(time_s + 8.0, 0, lambda: replica.start_group(0))
+    replica.submit_at(40.0, later)
+    replica.run(60.0)
+    failed = replica.clients["poison"].failed
+    assert failed is not None and failed.code == "poison_request" and not failed.retriable
+    judge(replica, later)
+    idle(replica)
+
+
+def test_a_rank_that_comes_back_as_another_process_takes_its_group_down_at_once(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica(topology=Topology(spp=2))
+    one = make_submit("one", 400, outputs=40)
+    replica.submit_at(1.0, one)
+
+    def restart() -> None:
+        replica.kill_group(0)
+        replica.start_group(0)
+
+    replica.loop.at(1.1, 0, restart)
+    replica.run(30.0)
+    judge(replica, one)
+    idle(replica)
+
+
+def test_a_failed_rank_takes_its_group_down_without_waiting_for_silence(
+    make_replica: Make, make_submit: Submit
+) -> None:
+    replica = make_replica(topology=Topology(tp=2))
+    replica.submit_at(1.0, make_submit("one", 400, outputs=40))
+    failed = m.RankFailed("group", "a TP peer is gone")
+    at = Coordinate(0, 0, 1)
+    replica.loop.at(1.1, 0, lambda: replica.controller.on_rank(at, failed, replica.loop.now))
+    replica.run(1.6)
+    assert states(replica) == ["lost"]
+    assert "a TP peer is gone" in replica.controller.status(1.6).message
+
+
+def test_a_group_whose_columns_do_not_form_leaves_the_old_generation_serving(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica(**grown(kvp_max=2), settings={"release_cooldown_s": 1e9})
+    short = make_submit("short", 100, outputs=300)
+    replica.refuse_forming = {1}
+    replica.submit_at(1.0, short)
+    replica.loop.at(2.0, 0, lambda: replica.start_group(1))
+    replica.run(4.0)
+    assert states(replica) == ["running", "lost"]
+    assert replica.controller.generations.current == 1
+    assert "cannot reach" in replica.controller.status(4.0).message
+    replica.refuse_forming = set()
+    replica.start_group(1)
+    replica.run(30.0)
+    assert states(replica) == ["running", "running"]
+    assert replica.controller.generations.current == 3
+    judge(replica, short)
+    idle(replica)
+
+
+def test_pages_move_in_the_background_and_the_stream_stays_right(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    fields = grown(kvp_min=2, kvp_max=2)
+    fields |= {"pages": 200, "key_s": 1e-7}
+    replica = make_replica(**fields)
+    long = make_submit("long", 2500, outputs=120)
+    replica.submit_at(1.0, long)
+    replica.run(60.0)
+    judge(replica, long)
+    switched = [number for _, batch in replica.log for number in batch.switches]
+    assert switched, "nothing moved: the test shows nothing"
+    idle(replica)
+
+
+@pytest.mark.parametrize("fault", ["offer", "fetch", "changed", "dumb"])
+def test_a_move_in_doubt_is_called_off_and_the_stream_stays_right(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle, fault: str
+) -> None:
+    fields = grown(kvp_min=2, kvp_max=2)
+    fields |= {"pages": 200, "key_s": 1e-7}
+    replica = make_replica(**fields)
+    replica.move_fault = fault
+    long = make_submit("long", 2500, outputs=120)
+    replica.submit_at(1.0, long)
+    supervise(replica, 120.0)
+    replica.run(120.0)
+    judge(replica, long)
+    assert replica.move_faults > 0, "nothing moved: the test shows nothing"
+    assert not [number for _, batch in replica.log for number in batch.switches]
+    idle(replica)
+
+
+def test_a_drain_refuses_what_is_new_and_finishes_what_runs(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica()
+    one = make_submit("one", 300, outputs=500)
+    replica.submit_at(1.0, one)
+    replica.loop.at(1.2, 0, replica.controller.drain)
+    replica.submit_at(1.3, make_submit("two", 10))
+    replica.run(1.35)
+    assert len(replica.controller.sessions) == 1
+    replica.run(20.0)
+    judge(replica, one)
+    failed = replica.clients["two"].failed
+    assert failed is not None and failed.code == "draining" and failed.retriable
+    assert replica.controller.drained
+    idle(replica)

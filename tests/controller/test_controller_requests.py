@@ -1,0 +1,194 @@
+"""Requests through the controller on a virtual clock: every stream is what the prompt implies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+
+from medha import messages as m
+from medha.prefix import chain
+from medha.topology import Topology
+from medha_worker.testing.virtual_ranks import expected_tokens
+from medha_worker.testing.virtual_replica import VirtualReplica
+
+Make = Callable[..., VirtualReplica]
+Submit = Callable[..., m.Submit]
+Judge = Callable[[VirtualReplica, m.Submit], None]
+Idle = Callable[[VirtualReplica], None]
+
+VOCAB = 50_000
+
+
+def test_a_prompt_is_answered_token_by_token(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica, one = make_replica(), make_submit("one", 100, outputs=7)
+    replica.submit_at(1.0, one)
+    replica.run(10.0)
+    judge(replica, one)
+    finished = replica.clients["one"].finished
+    assert finished == m.Finished("one", "length", 100, 7, 0)
+    idle(replica)
+
+
+def test_many_requests_share_batches_and_pages(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica(topology=Topology(spp=2), key_s=1e-9)
+    many = [make_submit(f"r{i}", 20 + 97 * i % 700, outputs=1 + i % 9) for i in range(60)]
+    for place, submit in enumerate(many):
+        replica.submit_at(1.0 + 0.01 * place, submit)
+    replica.run(60.0)
+    for submit in many:
+        judge(replica, submit)
+    idle(replica)
+
+
+def test_a_stop_token_ends_the_answer_and_is_its_last(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    plain = make_submit("one", 50, outputs=20)
+    fourth = expected_tokens(m.from_bytes(plain.tokens).tolist(), 4, VOCAB)[3]
+    sampling = m.Sampling(temperature=0.0, stop_tokens=(fourth,))
+    replica, one = make_replica(), make_submit("one", 50, outputs=20, sampling=sampling)
+    replica.submit_at(1.0, one)
+    replica.run(10.0)
+    judge(replica, one)
+    finished = replica.clients["one"].finished
+    assert finished is not None and (finished.reason, finished.output_tokens) == ("stop", 4)
+    idle(replica)
+
+
+def test_a_stop_token_before_min_tokens_does_not_end_the_answer(
+    make_replica: Make, make_submit: Submit
+) -> None:
+    plain = make_submit("one", 50)
+    second = expected_tokens(m.from_bytes(plain.tokens).tolist(), 2, VOCAB)[1]
+    sampling = m.Sampling(temperature=0.0, stop_tokens=(second,), min_tokens=3)
+    replica = make_replica()
+    replica.submit_at(1.0, make_submit("one", 50, outputs=6, sampling=sampling))
+    replica.run(10.0)
+    finished = replica.clients["one"].finished
+    assert finished is not None and (finished.reason, finished.output_tokens) == ("length", 6)
+
+
+def test_a_resumed_request_goes_on_after_what_was_emitted(
+    make_replica: Make, make_submit: Submit, idle: Idle
+) -> None:
+    one = make_submit("one", 50)
+    prompt = m.from_bytes(one.tokens).tolist()
+    answer = expected_tokens(prompt, 10, VOCAB)
+    resumed = msgspec.structs.replace(
+        one, tokens=m.to_bytes(prompt + answer[:6]), emitted=6, max_output_tokens=10
+    )
+    replica = make_replica()
+    replica.submit_at(1.0, resumed)
+    client = replica.client("one", emitted=answer[:6])
+    replica.run(10.0)
+    assert client.tokens == answer
+    assert client.finished == m.Finished("one", "length", 50, 10, 0)
+    idle(replica)
+
+
+def test_a_second_turn_finds_the_pages_of_the_first_prompt_and_answer(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    salt, page_tokens = b"tenant", 16
+    first = make_submit("one", 64, outputs=40, salt=salt)
+    prompt = m.from_bytes(first.tokens)
+    first = msgspec.structs.replace(first, hashes=b"".join(chain(prompt, page_tokens, salt)))
+    turn = np.concatenate([prompt, expected_tokens(prompt.tolist(), 40, VOCAB), [7, 8, 9]])
+    second = msgspec.structs.replace(
+        first,
+        id="two",
+        tokens=m.to_bytes(turn),
+        hashes=b"".join(chain(turn.astype(np.int32), page_tokens, salt)),
+    )
+    replica = make_replica()
+    replica.submit_at(1.0, first)
+    replica.submit_at(5.0, second)
+    replica.run(10.0)
+    judge(replica, first)
+    judge(replica, second)
+    finished = replica.clients["two"].finished
+    assert finished is not None and finished.cached_tokens == (64 + 39) // 16 * 16
+    told = b"".join(event.stored for _, event in replica.news)
+    assert len(told) % 16 == 0 and second.hashes[:96] == told[:96]
+    idle(replica)
+
+
+@pytest.mark.parametrize(
+    "fields, code",
+    [
+        ({"tokens": b""}, "invalid_request"),
+        ({"tokens": b"abc"}, "invalid_request"),
+        ({"tokens": m.to_bytes([VOCAB])}, "invalid_request"),
+        ({"tokens": m.to_bytes([3, -1])}, "invalid_request"),
+        ({"hashes": b"123"}, "invalid_request"),
+        ({"tokens": m.to_bytes([1] * 17_000)}, "context_length_exceeded"),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once_with_its_reason(
+    make_replica: Make, make_submit: Submit, idle: Idle, fields: dict[str, bytes], code: str
+) -> None:
+    replica = make_replica(pages=1000)
+    bad = msgspec.structs.replace(make_submit("bad"), **fields)
+    replica.submit_at(1.0, bad)
+    replica.run(3.0)
+    failed = replica.clients["bad"].failed
+    assert failed is not None and failed.code == code and not failed.retriable
+    idle(replica)
+
+
+def test_an_abort_in_flight_stops_the_stream_and_frees_every_page(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica(topology=Topology(spp=3))
+    left, stayed = make_submit("left", 3000, outputs=50), make_submit("stayed", 500, outputs=50)
+    replica.submit_at(1.0, left)
+    replica.submit_at(1.01, stayed)
+    replica.tell_at(1.0551, m.Abort("left"))
+    replica.run(20.0)
+    assert not replica.clients["left"].over
+    judge(replica, stayed)
+    idle(replica)
+
+
+@pytest.mark.parametrize("spp", [1, 3])
+def test_a_thousand_requests_of_which_a_third_disconnect_leave_nothing_behind(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle, spp: int
+) -> None:
+    rng = np.random.default_rng(spp)
+    replica = make_replica(pages=600, topology=Topology(spp=spp), key_s=1e-9)
+    stayed, at_s = [], 1.0
+    for place in range(1000):
+        at_s += float(rng.exponential(0.02))
+        tokens, outputs = int(rng.integers(1, 900)), int(rng.integers(1, 12))
+        submit = make_submit(f"r{place}", tokens, outputs=outputs)
+        replica.submit_at(at_s, submit)
+        if rng.random() < 0.3:
+            replica.tell_at(at_s + float(rng.exponential(0.1)), m.Abort(submit.id))
+        else:
+            stayed.append(submit)
+    replica.run(200.0)
+    for submit in stayed:
+        judge(replica, submit)
+    idle(replica)
+
+
+def test_a_lost_step_is_sent_again_and_no_token_changes(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica(topology=Topology(spp=3))
+    many = [make_submit(f"r{i}", 300, outputs=5) for i in range(6)]
+    replica.drop_step = (0, 3)
+    for submit in many:
+        replica.submit_at(1.0, submit)
+    replica.run(20.0)
+    assert replica.dropped, "no step was dropped: the test shows nothing"
+    for submit in many:
+        judge(replica, submit)
+    idle(replica)

@@ -1,0 +1,198 @@
+"""Several routers, one replica: introductions, silence, the pull of work, files and cache news."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from medha import PROTOCOL
+from medha import messages as m
+from medha.prefix import chain
+from medha.topology import Topology
+from medha_worker.controller.grants import Grants
+from medha_worker.controller.outbox import Redial
+from medha_worker.testing.virtual_replica import VirtualReplica
+
+Make = Callable[..., VirtualReplica]
+Submit = Callable[..., m.Submit]
+Judge = Callable[[VirtualReplica, m.Submit], None]
+Idle = Callable[[VirtualReplica], None]
+
+
+def head(id: str, *, age_s: float = 0.0, work_s: float = 0.01, **fields: Any) -> m.Head:
+    given: dict[str, Any] = {
+        "prompt_tokens": 100,
+        "cached_tokens": 0,
+        "max_output_tokens": 4,
+        "promised": True,
+    }
+    given |= {"ttft_deadline_s": 0.5, "slo_class": "default", **fields}
+    return m.Head(id=id, age_s=age_s, work_s=work_s, **given)
+
+
+def test_a_silent_router_is_dialled_anew_and_its_requests_stop(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica(routers=("a", "b"), topology=Topology(spp=2))
+    mine, yours = make_submit("mine", 200, outputs=6000), make_submit("yours", 200, outputs=6000)
+    replica.submit_at(1.0, mine, "a")
+    replica.submit_at(1.0, yours, "b")
+    replica.loop.at(2.0, 0, lambda: replica.silent_routers.add("a"))
+    replica.run(7.6)
+    assert replica.redials == ["a"]
+    assert [session.id for session in replica.controller.sessions.all()] == ["yours"]
+    replica.run(14.0)
+    times = [time_s for time_s, router in replica.hellos if router == "a" and time_s > 7.0]
+    assert len(times) >= 6
+    assert all(later - one <= 1.1 for one, later in itertools.pairwise(times))
+    replica.silent_routers.clear()
+    replica.run(16.0)
+    assert set(replica.controller.routers.welcome) == {"a", "b"}
+    replica.run(40.0)
+    judge(replica, yours)
+    assert not replica.clients["mine"].over
+    idle(replica)
+
+
+def test_a_router_that_started_anew_no_longer_waits_for_old_requests(
+    make_replica: Make, make_submit: Submit, idle: Idle
+) -> None:
+    replica = make_replica()
+    replica.submit_at(1.0, make_submit("old", 100, outputs=5000))
+    replica.tell_at(1.5, m.Welcome("a-2"))
+    replica.run(10.0)
+    assert not replica.clients["old"].over
+    idle(replica)
+
+
+def test_a_router_that_knows_us_no_more_is_greeted_at_once_and_its_requests_stop(
+    make_replica: Make, make_submit: Submit, idle: Idle
+) -> None:
+    replica = make_replica()
+    replica.submit_at(1.0, make_submit("old", 100, outputs=5000))
+    replica.tell_at(1.5, m.Rejected("say Hello first"))
+    replica.run(2.1)  # an idle replica ticks with the beats here, each half second
+    assert len(replica.hellos) == 2 and replica.hellos[-1][0] <= 2.0
+    assert replica.controller.routers.welcome == ("a",)
+    replica.run(5.0)
+    assert not replica.clients["old"].over
+    idle(replica)
+
+
+def test_a_router_of_another_version_is_refused_with_both_versions(
+    make_replica: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = make_replica()
+    replica.silent_routers.add("a")
+    replica.tell_at(1.0, m.Welcome("a-1", PROTOCOL + 1))
+    with caplog.at_level(logging.ERROR):
+        replica.run(2.0)
+    assert f"speaks protocol {PROTOCOL + 1}, this replica {PROTOCOL}" in caplog.text
+    assert replica.controller.routers.welcome == ()
+
+
+def test_a_router_that_rejects_us_is_logged_once_and_asked_again(
+    make_replica: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = make_replica()
+    replica.rejected["a"] = "this router serves other models"
+    with caplog.at_level(logging.ERROR):
+        replica.run(5.0)
+    assert caplog.text.count("this router serves other models") == 1
+    assert len(replica.hellos) >= 4
+
+
+def test_the_most_urgent_head_over_all_routers_is_granted_first(make_replica: Make) -> None:
+    replica = make_replica(
+        routers=("a", "b"), settings={"dispatch_budgets": 1.0, "max_batch_s": 0.1}
+    )
+    relaxed = head("relaxed", work_s=0.09)
+    late = head("late", age_s=0.4, work_s=0.09)
+    relegated = head("relegated", age_s=0.45, work_s=0.09, promised=False)
+    replica.tell_at(1.0, m.Heads((relegated, relaxed)), "a")
+    replica.tell_at(1.0, m.Heads((late,)), "b")
+    replica.run(1.15)
+    granted = [(router, grant.ids) for _, router, grant in replica.grants]
+    assert granted == [("b", ("late",)), ("a", ("relaxed",))]
+
+
+def test_a_lease_that_lapses_lets_the_head_be_granted_again() -> None:
+    grants = Grants(window_s=0.05, work_floor_s=0.001, lease_s=0.2)
+    grants.heads("a", (head("one", work_s=1.0), head("two", work_s=0.9)), 0.0)
+    assert grants.grant(0.0, 0.0)["a"].ids == ("one",)
+    assert grants.grant(0.0, 0.1) == {}
+    assert grants.grant(0.0, 0.2)["a"].ids == ("one",)
+    grants.submitted("a", "one")
+    assert grants.grant(0.06, 0.21) == {}, "the window is full of work that runs here"
+    assert grants.grant(0.0, 0.22)["a"].ids == ("two",)
+
+
+def test_no_head_is_granted_while_draining(make_replica: Make) -> None:
+    replica = make_replica()
+    replica.loop.at(0.9, 0, replica.controller.drain)
+    replica.tell_at(1.0, m.Heads((head("one"),)))
+    replica.run(2.0)
+    assert replica.grants == []
+
+
+def test_an_idle_replica_reports_its_load_twice_a_second_and_a_busy_one_when_it_changes(
+    make_replica: Make, make_submit: Submit
+) -> None:
+    replica = make_replica()
+    replica.run(5.0)
+    assert 9 <= len(replica.reports) <= 12
+    replica.submit_at(5.1, make_submit("one", 500, outputs=800))
+    replica.run(5.6)
+    recent = [time_s for time_s, _ in replica.reports if time_s > 5.1]
+    assert len(recent) >= 5
+    assert min(b - a for a, b in itertools.pairwise(recent)) >= 0.02 - 1e-9
+
+
+def test_a_router_that_comes_late_gets_a_snapshot_of_the_prefix_cache(
+    make_replica: Make, make_submit: Submit
+) -> None:
+    replica = make_replica(routers=("a", "b"))
+    replica.silent_routers.add("b")
+    one = make_submit("one", 64, outputs=2, salt=b"s")
+    names = b"".join(chain(m.from_bytes(one.tokens), 16, b"s"))
+    replica.submit_at(1.0, make_submit("one", 64, outputs=2, salt=b"s", hashes=names))
+    replica.run(3.0)
+    before = [event for router, event in replica.news if router == "a"]
+    assert [event.number for event in before] == [1, 2]
+    assert before[0].snapshot and before[0].stored == b"" and before[1].stored == names
+    replica.silent_routers.clear()
+    replica.run(5.0)
+    late = [event for router, event in replica.news if router == "b"]
+    assert late == [m.KvEvents(1, names, snapshot=True)]
+
+
+def test_files_are_served_in_parts_by_their_hash(make_replica: Make) -> None:
+    data = bytes(range(256)) * 10_000
+    replica = make_replica(files={"tokenizer.json": data}, hashes={"tokenizer.json": "h"})
+    offsets = [0, 1 << 20, 2 << 20]
+    for offset in offsets:
+        replica.tell_at(1.0, m.FetchFile("h", offset))
+    replica.tell_at(1.0, m.FetchFile("unknown"))
+    replica.run(2.0)
+    assert b"".join(part.data for part in replica.parts) == data
+    assert [part.total for part in replica.parts] == [len(data)] * 3 + [0]
+
+
+def test_nothing_a_stranger_says_is_heard(make_replica: Make, make_submit: Submit) -> None:
+    replica = make_replica()
+    replica.silent_routers.add("a")
+    replica.submit_at(1.0, make_submit("one"))
+    replica.run(2.0)
+    assert not len(replica.controller.sessions) and not replica.clients["one"].over
+
+
+def test_a_redial_drops_what_waited_for_the_old_link(make_replica: Make) -> None:
+    replica = make_replica()
+    replica.run(1.0)
+    replica.controller.routers.lost(100.0)
+    items = replica.controller.take()
+    assert items == [Redial("a")]

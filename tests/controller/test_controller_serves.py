@@ -1,0 +1,115 @@
+"""Real controller, real ranks, a router's socket: the tokens are those that transformers gives."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from medha.config import Scheduling, WorkerConfig
+from medha.scheduling.decisions import replay
+from medha.topology import Coordinate, Topology
+from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
+from medha_worker.testing.processes import Fleet
+
+Greedy = Callable[[list[int], int], list[int]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), TinyModel(layers=4, hidden=64))
+
+
+@pytest.fixture(scope="module")
+def greedy(checkpoint: pathlib.Path) -> Greedy:
+    """What transformers generates."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+    def generate(prompt: list[int], count: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            for _ in range(count):
+                ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+        return [int(token) for token in ids[0, len(prompt) :]]
+
+    return generate
+
+
+@pytest.fixture
+def start(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[Callable[..., Fleet]]:
+    with contextlib.ExitStack() as running:
+
+        def begin(topology: Topology, *, kv_pages: int, **settings: Any) -> Fleet:
+            config = WorkerConfig(
+                replica="r0",
+                model="tiny",
+                checkpoint=str(checkpoint),
+                max_context_tokens=1024,
+                topology=topology,
+                page_tokens=16,
+                kv_pages=kv_pages,
+                scheduling=Scheduling(**settings),
+                rank_bind="",
+                decision_log=str(tmp_path / "decisions"),
+                rank_timeout_s=4.0,
+                collective_timeout_s=15.0,
+            )
+            fleet = Fleet(tmp_path, config)
+            running.callback(fleet.close)
+            return fleet
+
+        yield begin
+
+
+def test_two_stages_stream_what_transformers_generates(
+    start: Callable[..., Fleet], greedy: Greedy, tmp_path: pathlib.Path
+) -> None:
+    fleet = start(Topology(spp=2), kv_pages=256)
+    hello = fleet.until_ready()
+    assert hello.model == "tiny" and "tokenizer.json" in hello.files and hello.profile
+    prompts = {"a": [5, 9, 200, 31, 77], "b": list(range(1, 150)), "c": [3]}
+    for name, prompt in prompts.items():
+        fleet.submit(name, prompt, 12)
+    fleet.until_over()
+    for name, prompt in prompts.items():
+        heard = fleet.heard[name]
+        assert heard.tokens == greedy(prompt, 12), heard.failed
+        assert heard.finished is not None and heard.finished.reason == "length"
+    assert fleet.ask("/readyz") == b"ok\n"
+    assert b'medha_batch_seconds_count{model="tiny"}' in fleet.ask("/metrics")
+    fleet.ask("/drain", "POST")
+    refused = fleet.submit("late", [1, 2], 1)
+    fleet.until_over()
+    assert refused.failed is not None and refused.failed.code == "draining"
+    fleet.controller.terminate()
+    assert fleet.controller.wait(10) == 0
+    lines = (tmp_path / "decisions").read_bytes().splitlines()
+    assert replay(lines) == len(lines) - 1 > 30
+
+
+def test_a_group_joins_a_long_prompt_and_a_killed_one_costs_no_token(
+    start: Callable[..., Fleet], greedy: Greedy
+) -> None:
+    topology = Topology(kvp_min=1, kvp_max=2, tokens_per_group=192)
+    fleet = start(topology, kv_pages=20, release_cooldown_s=300.0)
+    fleet.until_ready()
+    short, long = [7, 8, 9], [1 + i % 400 for i in range(380)]
+    fleet.submit("short", short, 100)
+    fleet.submit("long", long, 100)
+    fleet.until_over()
+    assert fleet.heard["short"].tokens == greedy(short, 100)
+    assert fleet.heard["long"].tokens == greedy(long, 100)
+    assert [group.state for group in fleet.status().groups] == ["running", "running"]
+
+    again = fleet.submit("again", long, 100)
+    while len(again.tokens) < 20:
+        fleet.turn(0.02)
+    fleet.ranks[Coordinate(1, 0, 0)].kill()
+    fleet.until_over()
+    assert again.tokens == greedy(long, 100), again.failed
+    assert fleet.status().generation > 2, "the group was not lost: the test shows nothing"

@@ -1,0 +1,76 @@
+"""Before it serves, a controller without a profile measures its machine through the real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from medha import messages as m
+from medha.predictor import Predictor
+from medha.profile import decode
+from medha.topology import Topology
+from medha_worker.testing.virtual_replica import VirtualReplica
+
+Make = Callable[..., VirtualReplica]
+Submit = Callable[..., m.Submit]
+Judge = Callable[[VirtualReplica, m.Submit], None]
+Idle = Callable[[VirtualReplica], None]
+
+LAYOUTS = [Topology(), Topology(spp=2), Topology(spp=2, kvp_min=2, kvp_max=2)]
+
+
+@pytest.mark.parametrize("topology", LAYOUTS)
+def test_the_measured_profile_predicts_the_machine_and_serving_follows(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle, topology: Topology
+) -> None:
+    replica = make_replica(topology=topology, key_s=2e-9, measure=True)
+    replica.run(5.0)
+    assert replica.hello is not None
+    learned = Predictor(decode(replica.hello.profile), replica.shape, topology)
+    true = replica.clock.predictor
+    for batch in [((64, 0, False),), ((256, 512, False),), ((1, 40, True),) * 8]:
+        assert learned.batch_s(batch) == pytest.approx(true.batch_s(batch), rel=0.15)
+    warmed = replica.controller.flights.offset
+    assert 30 < warmed == len(replica.log)
+    one, two = make_submit("one", 700, outputs=9), make_submit("two", 30, outputs=30)
+    replica.submit_at(6.0, one)
+    replica.submit_at(6.0, two)
+    replica.run(20.0)
+    judge(replica, one)
+    judge(replica, two)
+    assert [batch.number for _, batch in replica.log] == list(range(1, len(replica.log) + 1))
+    assert not replica.groups[0].tables.keys() - {1, 2}, "ranks still know dummy sequences"
+    idle(replica)
+
+
+def test_a_pool_too_small_for_the_whole_plan_is_measured_as_far_as_it_goes(
+    make_replica: Make, make_submit: Submit, judge: Judge
+) -> None:
+    replica = make_replica(pages=8, measure=True)
+    one = make_submit("one", 60, outputs=5)
+    replica.submit_at(6.0, one)
+    replica.run(10.0)
+    judge(replica, one)
+
+
+def test_a_slow_machine_is_measured_for_a_few_seconds_only(make_replica: Make) -> None:
+    replica = make_replica(batch_s=0.8, measure=True)
+    replica.run(30.0)
+    assert replica.hello is not None
+    assert replica.hellos[0][0] < 6.0
+
+
+def test_a_group_lost_while_it_is_measured_is_measured_anew(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica(batch_s=0.05, measure=True, topology=Topology(spp=2))
+    replica.loop.at(1.0, 0, lambda: replica.kill_group(0))
+    replica.run(7.0)
+    assert replica.hello is None
+    replica.start_group(0)
+    one = make_submit("one", 300, outputs=5)
+    replica.submit_at(15.0, one)
+    replica.run(30.0)
+    judge(replica, one)
+    idle(replica)

@@ -1,0 +1,195 @@
+"""The reference kernel and the merge against plain softmax attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medha_worker.attention.interface import LogBase, Partial, Span
+from medha_worker.attention.merge import empty, merge
+from medha_worker.attention.reference import ReferenceAttention
+
+KV_HEADS, GROUP, D, T = 2, 3, 8, 4
+HEADS = KV_HEADS * GROUP
+PAGES = 64
+
+
+@dataclasses.dataclass
+class Work:
+    """One chunk: how many of its sequence's tokens this group held, and its own rows."""
+
+    held: int
+    length: int
+    tail: bool
+
+
+def lay(works: list[Work], seed: int) -> tuple[list[Span], list[torch.Tensor], torch.Tensor]:
+    """Spans over a pool of random page ids; per work the keys and values [2, tokens, kv, D]."""
+    dice = np.random.default_rng(seed)
+    free = dice.permutation(PAGES)
+    pool = torch.full((PAGES, 2, KV_HEADS, T, D), 7.0)
+    spans, contents, row = [], [], 0
+    for work in works:
+        total = work.held + (work.length if work.tail else 0)
+        ids, free = free[: -(-total // T)], free[-(-total // T) :]
+        own = torch.from_numpy(dice.normal(size=(2, total, KV_HEADS, D)).astype(np.float32))
+        for token in range(total):
+            pool[ids[token // T], :, :, token % T] = own[:, token]
+        spans.append(Span(row, work.length, work.held, ids.astype(np.int64), work.tail))
+        contents.append(own)
+        row += work.length
+    return spans, contents, pool
+
+
+def plain(q: torch.Tensor, kv: torch.Tensor, visible: list[int]) -> Partial:
+    """Softmax attention of rows q [n, heads, D] in float64; row i sees the first visible[i]."""
+    out = torch.zeros(len(q), HEADS, D, dtype=torch.float64)
+    lse = torch.full((len(q), HEADS), -math.inf, dtype=torch.float64)
+    for i, count in enumerate(visible):
+        for head in range(HEADS):
+            keys, values = kv[:, :count, head // GROUP].double()
+            if count:
+                score = keys @ q[i, head].double() / math.sqrt(D)
+                lse[i, head] = score.logsumexp(0)
+                out[i, head] = score.softmax(0) @ values
+    return Partial(out, lse)
+
+
+def run(works: list[Work], seed: int = 0, tile_pages: int = 256) -> tuple[Partial, Partial]:
+    """(found, expected) over all rows."""
+    spans, contents, pool = lay(works, seed)
+    rows = sum(work.length for work in works)
+    q, k, v = torch.randn(
+        3, rows, HEADS, D, generator=torch.Generator().manual_seed(seed)
+    ).mul_(2.0)  # fmt: skip
+    k, v = k[:, :KV_HEADS], v[:, :KV_HEADS]
+    expected = []
+    for work, span, own in zip(works, spans, contents, strict=True):
+        cut = slice(span.start, span.start + span.length)
+        if work.tail:
+            k[cut], v[cut] = own[0, work.held :], own[1, work.held :]
+            visible = [work.held + i + 1 for i in range(work.length)]
+        else:
+            visible = [work.held] * work.length
+        expected.append(plain(q[cut], own, visible))
+    kernel = ReferenceAttention(HEADS, KV_HEADS, D, T, tile_pages)
+    found = kernel.plan(spans).run(q, k, v, pool)
+    return found, Partial(
+        torch.cat([p.out for p in expected]), torch.cat([p.lse for p in expected])
+    )
+
+
+def same(found: Partial, expected: Partial) -> bool:
+    lse = expected.lse.float()
+    return torch.allclose(found.out, expected.out.float(), atol=2e-5) and torch.allclose(
+        found.natural().lse, lse, atol=2e-5
+    )
+
+
+work = st.builds(
+    Work,
+    held=st.integers(0, 30),
+    length=st.sampled_from([1, 1, 1, 2, 3, 9]),
+    tail=st.booleans(),
+).map(lambda w: w if w.tail else dataclasses.replace(w, held=w.held // T * T))
+
+
+@given(st.lists(work, min_size=1, max_size=6), st.integers(0, 3), st.sampled_from([1, 2, 256]))
+def test_any_mix_of_spans_agrees_with_plain_attention(
+    works: list[Work], seed: int, tile_pages: int
+) -> None:
+    assert same(*run(works, seed, tile_pages))
+
+
+def test_neighbouring_pages_of_several_sequences_are_read_in_place() -> None:
+    kernel = ReferenceAttention(HEADS, KV_HEADS, D, T)
+    ids = np.arange(PAGES, dtype=np.int64)
+    spans = [Span(0, 1, 6 * T - 1, ids[0:12:2], True), Span(1, 1, 5 * T - 1, ids[1:11:2], True)]
+    (block,) = kernel.plan(spans).singles.tiles[0].blocks  # type: ignore[attr-defined]
+    assert (block.first, block.index, len(block.owner)) == (0, None, 11)
+
+
+def test_partial_pages_are_read_as_far_as_the_fullest_goes() -> None:
+    kernel = ReferenceAttention(HEADS, KV_HEADS, D, T)
+    ids = np.arange(PAGES, dtype=np.int64)
+    spans = [Span(0, 1, T, ids[:2], True), Span(1, 1, T + 1, ids[7:9], True)]
+    full, partial = kernel.plan(spans).singles.tiles[0].blocks  # type: ignore[attr-defined]
+    assert (full.tokens, full.mask, full.index.tolist()) == (T, None, [0, 7])
+    assert partial.tokens == 2
+    assert torch.isneginf(partial.mask[:, 0, 0]).tolist() == [[False, True], [False, False]]
+
+
+def test_an_empty_shard_contributes_nothing() -> None:
+    for length in (1, 5):
+        found, _ = run([Work(0, length, False), Work(8, 3, True)])
+        assert torch.equal(found.out[:length], torch.zeros(length, HEADS, D))
+        assert torch.isneginf(found.lse[:length]).all()
+
+
+def test_a_long_chunk_needs_no_square_of_scores() -> None:
+    """12,000 rows: the scores would be 576 MB a head; queries, states and copies stay below 1 %."""
+    n = 12_000
+    q, k, v = torch.randn(3, n, 1, 4)
+    pages = np.arange(-(-n // 64), dtype=np.int64)
+    pool = torch.zeros(len(pages), 2, 1, 64, 4)
+    kernel = ReferenceAttention(1, 1, 4, 64)
+    plan = kernel.plan([Span(0, n, 0, pages, True)])
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        state = plan.run(q, k, v, pool)
+    largest = max(event.self_cpu_memory_usage for event in profile.key_averages())
+    assert largest < 0.01 * n * n * 4
+    assert torch.allclose(state.out[1], torch.softmax(q[1, 0] @ k[:2, 0].T / 2, 0) @ v[:2, 0])
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.sampled_from([1.0, 40.0]))
+def test_merged_parts_are_the_whole(sizes: list[int], spread: float) -> None:
+    dice = torch.Generator().manual_seed(sum(sizes))
+    q = torch.randn(3, HEADS, D, generator=dice) * spread
+    kv = torch.randn(2, sum(sizes), KV_HEADS, D, generator=dice)
+    parts, at = [], 0
+    for size in sizes:
+        part = plain(q, kv[:, at : at + size], [size] * 3)
+        parts.append(Partial(part.out.float(), part.lse.float()))
+        at += size
+    whole = plain(q, kv, [at] * 3)
+    assert same(merge(parts), whole)
+    assert not merge(parts).out.isnan().any()
+
+
+def test_merging_in_one_order_gives_equal_bits() -> None:
+    parts = [run([Work(8, 3, False)], seed)[0] for seed in range(4)]
+    first, second = merge(parts), merge([dataclasses.replace(part) for part in parts])
+    assert torch.equal(first.out, second.out) and torch.equal(first.lse, second.lse)
+
+
+def test_a_part_in_base_two_merges_as_itself() -> None:
+    one, other = (run([Work(8, 3, False)], seed)[0] for seed in range(2))
+    in_twos = Partial(other.out, other.lse / math.log(2), LogBase.TWO)
+    assert torch.allclose(merge([one, in_twos]).out, merge([one, other]).out, atol=1e-6)
+
+
+def test_empty_parts_change_nothing() -> None:
+    part, _ = run([Work(8, 3, False)])
+    for merged in (merge([empty(3, HEADS, D), part]), merge([part, empty(3, HEADS, D)])):
+        assert torch.equal(merged.out, part.out) and torch.equal(merged.lse, part.lse)
+    nothing = merge([empty(3, HEADS, D), empty(3, HEADS, D)])
+    assert torch.equal(nothing.out, torch.zeros(3, HEADS, D)) and nothing.lse.isneginf().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_pools_are_read_in_float32(dtype: torch.dtype) -> None:
+    works = [Work(9, 1, True), Work(6, 5, True)]
+    spans, _, pool = lay(works, 0)
+    q, k, v = torch.randn(3, 6, HEADS, D).to(dtype)
+    kernel = ReferenceAttention(HEADS, KV_HEADS, D, T)
+    k, v = k[:, :KV_HEADS], v[:, :KV_HEADS]
+    narrow = kernel.plan(spans).run(q, k, v, pool.to(dtype))
+    wide = kernel.plan(spans).run(q.float(), k.float(), v.float(), pool.to(dtype).float())
+    assert narrow.out.dtype == torch.float32
+    assert torch.equal(narrow.out, wide.out) and torch.equal(narrow.lse, wide.lse)

@@ -1,0 +1,118 @@
+"""Rotary frequencies against transformers' own functions, kind by kind."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from medha.errors import CheckpointError
+from medha_worker.model.config import read_config
+from medha_worker.model.rope import Rotary, rotate
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 500_000.0},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 20_000.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_theta": 500_000.0,
+    },
+    "yarn": {
+        "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096,
+        "rope_theta": 1_000_000.0,
+    },
+    "yarn, not truncated": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512,
+        "truncate": False, "beta_fast": 16, "beta_slow": 2,
+    },
+    "yarn, two scales": {
+        "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096,
+        "mscale": 0.7, "mscale_all_dim": 1.3,
+    },
+    "yarn, scale given": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096,
+        "attention_factor": 1.25,
+    },
+}  # fmt: skip
+
+BASE = {
+    "model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1,
+    "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def configured(folder: pathlib.Path, **more: Any) -> Rotary:
+    (folder / "config.json").write_text(json.dumps(BASE | more))
+    config = read_config(folder)
+    return Rotary(config.rope, config.head_dim)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("length", [100, 20_000])
+def test_angles_are_those_of_transformers(name: str, length: int, tmp_path: pathlib.Path) -> None:
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**BASE, rope_parameters=dict(SETTINGS[name])))
+    positions = torch.arange(length)
+    cos, sin = theirs(torch.zeros(1, 1, 64), positions[None])
+    rotary = configured(tmp_path, rope_parameters=SETTINGS[name])
+    mine = rotary.angles(positions, [(length, length)])
+    for found, expected in zip(mine, (cos, sin), strict=True):
+        assert torch.allclose(found[:, 0], expected[0, :, :32], atol=2e-5 * max(1, length // 1000))
+
+
+def test_old_and_new_names_mean_the_same(tmp_path: pathlib.Path) -> None:
+    scaling = SETTINGS["llama3"].copy()
+    theta = scaling.pop("rope_theta")
+    scaling["type"] = scaling.pop("rope_type")
+    old = configured(tmp_path, rope_theta=theta, rope_scaling=scaling)
+    new = configured(tmp_path, rope_parameters=SETTINGS["llama3"])
+    assert old.rope == new.rope
+
+
+def test_rotation_is_that_of_transformers() -> None:
+    q = torch.randn(9, 4, 64)
+    angle = torch.randn(9, 1, 32)
+    double = torch.cat([angle, angle], -1).transpose(0, 1)
+    expected, _ = apply_rotary_pos_emb(q.transpose(0, 1)[None], q.transpose(0, 1)[None],
+                                       double.cos(), double.sin())  # fmt: skip
+    found = q.clone()
+    rotate(found, angle.cos(), angle.sin())
+    assert torch.allclose(found, expected[0].transpose(0, 1), atol=1e-6)
+
+
+def test_sequences_of_one_batch_keep_their_own_dynamic_base(tmp_path: pathlib.Path) -> None:
+    rotary = configured(tmp_path, rope_parameters=SETTINGS["dynamic"])
+    positions = torch.tensor([3000, 3001, 3000])
+    together = rotary.angles(positions, [(2, 9000), (1, 100)])[0]
+    assert torch.equal(together[:2], rotary.angles(positions[:2], [(2, 9000)])[0])
+    assert torch.equal(together[2:], rotary.angles(positions[2:], [(1, 4096)])[0])
+    assert not torch.allclose(together[0], together[2])
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial"),
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_a_setting_that_is_not_served_is_named(
+    more: dict[str, Any], named: str, tmp_path: pathlib.Path
+) -> None:
+    with pytest.raises(CheckpointError, match=named) as caught:
+        configured(tmp_path, **more)
+    assert "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,203 @@
+"""Loading: each shard reads its slices, shards together make the model, and bad files are named."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from medha.batch import Batch, Chunk
+from medha.errors import CheckpointError, SpecError
+from medha.messages.fields import Sampling
+from medha.messages.ranks import SequenceStart, Step
+from medha.topology import kv_heads_of
+from medha_worker.attention.reference import ReferenceAttention
+from medha_worker.inputs import InputBuilder
+from medha_worker.kv.pages import KvPages
+from medha_worker.model.config import read_config
+from medha_worker.model.llama import Llama
+from medha_worker.model.rope import Rotary
+from medha_worker.parallel.interface import SoloColumn
+from medha_worker.sequences import Sequences
+from medha_worker.testing.checkpoint import TinyModel
+from medha_worker.testing.prompts import recalling
+from medha_worker.weights import Checkpoint, load
+
+Folder = Callable[[TinyModel], pathlib.Path]
+Oracle = Callable[[pathlib.Path, npt.NDArray[np.int32]], torch.Tensor]
+
+
+class ThreadShard:
+    """TP over threads of this process: shards meet at a barrier and read each other's tensors."""
+
+    def __init__(self, rank: int, slots: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self._slots, self._barrier = rank, len(slots), slots, barrier
+
+    def _meet(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._slots[self.rank] = x.clone()
+        self._barrier.wait(timeout=30)
+        found = list(self._slots)
+        self._barrier.wait(timeout=30)
+        return found
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(torch.stack(self._meet(x)).sum(0))
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._meet(x), dim=-1)
+
+
+def prompt_step(tokens: npt.NDArray[np.int32], pages: int) -> Step:
+    chunk = Chunk(1, 0, len(tokens), (0,), 0, tuple(range(pages)), yields=True)
+    start = SequenceStart(seq=1, sampling=Sampling(), prompt_tokens=len(tokens))
+    return Step(step=1, batch=Batch(1, 0, (chunk,)), tokens=tokens.tobytes(), starts=(start,))
+
+
+@pytest.mark.parametrize(
+    ("tp", "stages", "model"),
+    [
+        (2, (3, 3), TinyModel()),
+        (4, (6,), TinyModel()),  # two shards hold each KV head
+        (2, (1, 4, 1), TinyModel(tied=True, files=3)),
+        (3, (3,), TinyModel(heads=3, kv_heads=3, hidden=96, intermediate=351, layers=3)),
+    ],
+)
+def test_shards_and_stages_together_are_the_model(
+    tp: int, stages: tuple[int, ...], model: TinyModel, checkpoint: Folder, oracle: Oracle
+) -> None:
+    """Vocabularies of 512 do not divide by 3: the last shard's table is filled up."""
+    folder = checkpoint(model)
+    config = read_config(folder)
+    tokens = recalling(150, model.vocab, seed=2)
+    results: list[torch.Tensor] = [torch.empty(0)] * tp
+    slots, barrier = [torch.empty(0)] * tp, threading.Barrier(tp)
+
+    def shard(rank: int) -> None:
+        torch.set_num_threads(1)
+        parallel = ThreadShard(rank, slots, barrier)
+        kv_heads = len(kv_heads_of(rank, tp, config.kv_heads))
+        x, first = torch.empty(0), 0
+        for size in stages:
+            layers, first = range(first, first + size), first + size
+            weights = load(Checkpoint(folder), config, layers, rank, tp, torch.float32)
+            kv = KvPages(layers, 3, kv_heads, 64, config.head_dim)
+            kernel = ReferenceAttention(config.heads // tp, kv_heads, config.head_dim, 64)
+            rotary = Rotary(config.rope, config.head_dim)
+            builder = InputBuilder(
+                Sequences(0), kernel, rotary, kv, config.vocab, embeds=layers.start == 0
+            )
+            inputs = builder.build(prompt_step(tokens, 3))
+            stage = Llama(config, layers, parallel, weights)
+            x = stage.forward(inputs.tokens if layers.start == 0 else x, inputs, kv, SoloColumn())
+        results[rank] = stage.logits(x)
+
+    threads = [threading.Thread(target=shard, args=(rank,), daemon=True) for rank in range(tp)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    expected = oracle(folder, tokens)
+    for found in results:
+        assert torch.equal(found, results[0])
+    assert float((results[0] - expected).abs().max() / expected.std()) < 1e-4
+
+
+def test_progress_grows_to_the_whole(tiny: pathlib.Path) -> None:
+    seen: list[tuple[int, int]] = []
+    config = read_config(tiny)
+    load(Checkpoint(tiny), config, range(2, 4), 0, 2, torch.float32,
+         lambda done, total: seen.append((done, total)))  # fmt: skip
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]
+    whole = (tiny / "model.safetensors").stat().st_size
+    assert seen[-1][1] < whole / 4
+
+
+def test_a_tp_that_does_not_fit_the_heads_names_those_that_do(tiny: pathlib.Path) -> None:
+    with pytest.raises(SpecError, match="use one of 1, 2, 4"):
+        load(Checkpoint(tiny), read_config(tiny), range(6), 0, 3, torch.float32)
+
+
+def _damage(path: pathlib.Path, kind: str) -> None:
+    data = path.read_bytes()
+    if kind == "cut":
+        path.write_bytes(data[:-100])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "huge header":
+        path.write_bytes((1 << 60).to_bytes(8, "little") + data[8:])
+    elif kind == "header beyond the file":
+        path.write_bytes(len(data).to_bytes(8, "little") + data[8:])
+    elif kind == "no JSON":
+        path.write_bytes(data[:8] + b"?" * 64 + data[72:])
+    elif kind == "gone":
+        path.unlink()
+    else:
+        tensors = load_file(path)
+        if kind == "lacks model.norm.weight":
+            del tensors["model.norm.weight"]
+        elif kind == "shape":
+            name = "model.layers.3.mlp.up_proj.weight"
+            tensors[name] = tensors[name][:-1].clone()
+        elif kind == "I64":
+            tensors["model.norm.weight"] = tensors["model.norm.weight"].long()
+        save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("cut", "not a sound safetensors file"),
+        ("empty", "not a sound safetensors file"),
+        ("huge header", "not a sound safetensors file"),
+        ("header beyond the file", "not a sound safetensors file"),
+        ("no JSON", "not a sound safetensors file"),
+        ("gone", "missing"),
+        ("lacks model.norm.weight", "model.norm.weight"),
+        ("shape", "model.layers.3.mlp.up_proj.weight is \\[351, 128\\].*\\[352, 128\\]"),
+        ("I64", "model.norm.weight is I64"),
+    ],
+)
+def test_a_bad_file_is_named_in_one_line(
+    kind: str, named: str, tiny: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "bad")
+    _damage(folder / "model.safetensors", kind)
+    config = read_config(folder)
+    with pytest.raises(CheckpointError, match=named) as caught:
+        load(Checkpoint(folder), config, range(6), 0, 1, torch.float32)
+    message = str(caught.value)
+    assert str(folder) in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("index", "named"),
+    [
+        ("{", "not JSON"),
+        ("[]", "list"),
+        ("{}", "weight_map"),
+        (json.dumps({"weight_map": {"a": "../../etc/passwd"}}), "not a file name"),
+        (json.dumps({"weight_map": {"model.embed_tokens.weight": "x.safetensors"}}), "missing"),
+    ],
+)
+def test_a_bad_index_is_named(
+    index: str, named: str, tiny: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "bad")
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=named):
+        load(Checkpoint(folder), read_config(folder), range(6), 0, 1, torch.float32)
+
+
+def test_a_folder_without_config_is_named(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        read_config(tmp_path)

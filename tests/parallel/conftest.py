@@ -1,0 +1,81 @@
+"""Real rank processes for these tests: one nursery, one checkpoint, one oracle for all."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from medha.config import WorkerConfig
+from medha.topology import Topology
+from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
+from medha_worker.testing.rig import Nursery, Rig
+
+PAGE_TOKENS = 16
+PAGES = 700
+MODEL = TinyModel()
+
+Oracle = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    born = Nursery()
+    yield born
+    born.close()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), MODEL)
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint: pathlib.Path) -> Oracle:
+    """Logits [tokens, vocab] of transformers, float32, over a whole sequence at once."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+    def logits(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        with torch.inference_mode():
+            out = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
+        return np.asarray(out.numpy(), dtype=np.float32)
+
+    return logits
+
+
+@pytest.fixture
+def make_rig(
+    nursery: Nursery, checkpoint: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MakeRig]:
+    """Rigs whose ranks end with the test."""
+    rigs: list[Rig] = []
+
+    def make(tp: int = 1, spp: int = 1, kvp: int = 1, change: str = "", **more: object) -> Rig:
+        settings: dict[str, object] = {
+            "replica": "r",
+            "model": "tiny",
+            "checkpoint": str(checkpoint),
+            "max_context_tokens": 8192,
+            "topology": Topology(tp=tp, spp=spp, kvp_max=kvp),
+            "kv_pages": PAGES,
+            "page_tokens": PAGE_TOKENS,
+            "rank_bind": "ipc://set-by-the-rig",
+            "log_level": "warning",
+            **more,
+        }
+        config = WorkerConfig(**settings)  # type: ignore[arg-type]
+        folder = tmp_path_factory.mktemp("r")
+        rigs.append(Rig(config, folder, nursery, vocab=MODEL.vocab, change=change))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()

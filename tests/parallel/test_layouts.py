@@ -1,0 +1,191 @@
+"""Every layout gives transformers' logits and tokens: TP × SPP × KVP, in real processes."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from medha_worker.testing.driver import Driver, Running
+from medha_worker.testing.prompts import recalling
+from medha_worker.testing.rig import Rig
+
+PAGE_TOKENS = 16
+PAGES = 700
+VOCAB = 512
+WRONG = pathlib.Path(__file__).parent / "wrong.py"
+
+Oracle = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
+MakeRig = Callable[..., Rig]
+
+
+def short_ones(driver: Driver, kvp: int, seed: int) -> list[int]:
+    """Prompts around the page borders, started in one mixed batch, each in a group of its own."""
+    seqs = []
+    for i, length in enumerate((1, 2, 15, 16, 17, 33, 130)):
+        seq = seed * 100 + i
+        driver.start(seq, recalling(length, VOCAB, seed=seq), groups=(i % kvp,))
+        seqs.append(seq)
+    driver.batch(*((seq, driver.running[seq].prompt_tokens) for seq in seqs[:-1]))
+    driver.prefill(seqs[-1], (50, 7))
+    return seqs
+
+
+def long_one(driver: Driver, kvp: int, seq: int, length: int, beside: list[int]) -> None:
+    """A prompt that grows from group to group at page borders, while older pages are moved to the
+    newcomer in the background and decodes of others ride along in the same batches."""
+    driver.start(seq, recalling(length, VOCAB, seed=seq), groups=(0,))
+    run, sizes, at = driver.running[seq], (37, 111, 64, 250, 1, 15), 0
+    border = length // kvp
+    while run.done < length:
+        size = min(sizes[at % len(sizes)], length - run.done)
+        at += 1
+        group = run.tail + 1
+        if run.done >= border * group and group < kvp:
+            ragged = -run.done % PAGE_TOKENS
+            if ragged and ragged < length - run.done:
+                driver.batch((seq, ragged), (beside[0], 1))
+            if run.done % PAGE_TOKENS == 0:
+                driver.grow(seq, group)
+                full = sorted(run.pages[group - 1])
+                driver.move(seq, full[1::3][:7], group - 1, group)
+                continue
+        driver.batch((seq, size), (beside[at % len(beside)], 1))
+    driver.settle()
+
+
+def play(driver: Driver, kvp: int, length: int, seed: int) -> list[Running]:
+    """One plan: short prompts, a long one, a prefix hit on it, decodes of all together."""
+    shorts = short_ones(driver, kvp, seed)
+    driver.decode(shorts, 2)
+    long = seed * 100 + 50
+    long_one(driver, kvp, long, length, shorts)
+    driver.decode([long, *shorts], 3)
+    hit = long + 1
+    pages = (length // PAGE_TOKENS) * 2 // 3
+    prompt = np.concatenate(
+        (driver.running[long].tokens[: pages * PAGE_TOKENS], recalling(21, VOCAB, seed=hit))
+    )
+    driver.start(hit, prompt, groups=(kvp - 1,))
+    driver.share(hit, long, pages)
+    driver.prefill(hit, (10, 9))
+    driver.decode([hit, long], 3)
+    return [driver.running[seq] for seq in (*shorts, long, hit)]
+
+
+def differences(runs: Iterable[Running], oracle: Oracle) -> list[str]:
+    """Where logits are off by more than 1e-4 σ, or a token is not the greedy one."""
+    wrong = []
+    for run in runs:
+        expected = oracle(run.tokens)[run.prompt_tokens - 1 : -1]
+        assert len(expected) == len(run.logits) == len(run.output) > 0
+        for step, (ours, theirs) in enumerate(zip(run.logits, expected, strict=True)):
+            error = float(np.abs(ours - theirs).max() / theirs.std())
+            token = int(theirs.argmax())
+            if not error <= 1e-4 or token != run.output[step]:
+                wrong.append(
+                    f"prompt of {run.prompt_tokens}, output {step}: {error:.1e} σ, token "
+                    f"{run.output[step]} for {token}"
+                )
+    return wrong
+
+
+def all_free(driver: Driver) -> bool:
+    """Every page is back once every sequence has ended."""
+    for seq in list(driver.running):
+        driver.end(seq)
+    return all(sorted(free) == list(range(PAGES)) for free in driver.free.values())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("spp", [1, 2, 3])
+def test_each_layout_matches_transformers(
+    make_rig: MakeRig, oracle: Oracle, tp: int, spp: int
+) -> None:
+    """KVP 1, 2 and 3 are played in the same ranks, one generation after the other."""
+    rig = make_rig(tp, spp, 3)
+    rig.start(range(3))
+    driver = Driver(rig, PAGE_TOKENS, PAGES)
+    for kvp in (1, 2, 3):
+        rig.form(kvp, tuple(range(kvp)))
+        driver.generation = kvp
+        length = 4000 if (tp, spp, kvp) == (1, 2, 3) else 300 + 97 * kvp
+        runs = play(driver, kvp, length, seed=kvp + 10 * spp + 100 * tp)
+        assert differences(runs, oracle) == []
+        assert all_free(driver)
+        rig.dissolve(kvp, range(kvp))
+    assert not rig.failed
+
+
+def wander(driver: Driver, kvp: int, dice: random.Random, batches: int) -> list[Running]:
+    """Batches of random sequences and lengths; sequences begin, hit prefixes, grow, move, end."""
+    over: list[Running] = []
+    for number in range(batches):
+        live = driver.running
+        if len(live) < 4 or dice.random() < 0.1:
+            seq = 1000 + number
+            prompt = recalling(dice.randrange(1, 400), VOCAB, seed=seq)
+            source = dice.choice(list(live)) if live and dice.random() < 0.4 else None
+            shared = live[source].done // PAGE_TOKENS if source is not None else 0
+            if source is not None and shared:
+                prompt = np.concatenate((live[source].tokens[: shared * PAGE_TOKENS], prompt))
+            driver.start(
+                seq, prompt, groups=tuple(dice.sample(range(kvp), dice.randrange(1, kvp + 1)))
+            )
+            if source is not None and shared:
+                driver.share(seq, source, shared)
+        for seq in dice.sample(list(live), min(2, len(live))):
+            tidy(driver, kvp, seq, dice)
+        seqs = dice.sample(list(live), dice.randrange(1, len(live) + 1))
+        driver.batch(*((seq, some_of(live[seq], dice)) for seq in seqs))
+        for seq in [seq for seq in seqs if len(live[seq].output) > 6]:
+            if not driver.moving(seq):
+                over.append(live[seq])
+                driver.end(seq)
+    driver.settle()
+    return over + [run for run in driver.running.values() if run.output]
+
+
+def some_of(run: Running, dice: random.Random) -> int:
+    return dice.randint(1, min(len(run.tokens) - run.done, 90))
+
+
+def tidy(driver: Driver, kvp: int, seq: int, dice: random.Random) -> None:
+    """Grow at a page border, or move some full pages between two groups."""
+    run = driver.running[seq]
+    if run.done % PAGE_TOKENS == 0 and dice.random() < 0.5:
+        driver.grow(seq, dice.randrange(kvp))
+        return
+    source, target = dice.randrange(kvp), dice.randrange(kvp)
+    full = [n for n in run.pages.get(source, {}) if (n + 1) * PAGE_TOKENS <= run.done]
+    if full and source in run.known and source != target and not driver.moving(seq):
+        driver.move(seq, sorted(dice.sample(full, dice.randint(1, len(full)))), source, target)
+
+
+@pytest.mark.parametrize("tp, spp, kvp", [(1, 1, 3), (2, 1, 2), (1, 2, 2)])
+def test_a_random_plan_matches_transformers(
+    make_rig: MakeRig, oracle: Oracle, tp: int, spp: int, kvp: int
+) -> None:
+    rig = make_rig(tp, spp, kvp)
+    rig.start(range(kvp))
+    rig.form(1, tuple(range(kvp)))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1)
+    runs = wander(driver, kvp, random.Random(tp + 10 * spp + 100 * kvp), batches=60)
+    assert differences(runs, oracle) == []
+    assert len(runs) > 8 and driver.moved > 8 and not rig.failed
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    ["drops_a_token", "counts_a_page_twice", "is_one_position_off", "takes_the_wrong_base"],
+)
+def test_a_wrong_engine_is_found(make_rig: MakeRig, oracle: Oracle, mutant: str) -> None:
+    rig = make_rig(1, 1, 2, change=f"{WRONG}:{mutant}")
+    rig.start(range(2))
+    rig.form(1, (0, 1))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1)
+    assert differences(play(driver, 2, 400, seed=7), oracle) != []

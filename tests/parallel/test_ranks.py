@@ -1,0 +1,314 @@
+"""A rank process: its life, its order, and what it does when others fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from medha.adapters.sockets import Listener
+from medha.config import WorkerConfig, render
+from medha.messages import Codec, Gap, RankCommand, RankFailed, RankReport, Resend, Step
+from medha.topology import Coordinate, Topology
+from medha_worker.order import StepOrder
+from medha_worker.parallel.communicator import PeerLost
+from medha_worker.runner import kind_of
+from medha_worker.testing.driver import Driver
+from medha_worker.testing.prompts import recalling
+from medha_worker.testing.rig import Rig
+
+VOCAB, PAGE_TOKENS, PAGES = 512, 16, 700
+
+Oracle = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
+MakeRig = Callable[..., Rig]
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def ended(rig: Rig, at: Coordinate, within_s: float) -> bool:
+    """The process ends while the rig goes on beating."""
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        rig.pump(0.02)
+        if gone(rig.pids[at]):
+            return True
+    return False
+
+
+def driven(rig: Rig, kvp: int) -> Driver:
+    rig.start(range(kvp))
+    rig.form(1, tuple(range(kvp)))
+    return Driver(rig, PAGE_TOKENS, PAGES, generation=1)
+
+
+def greedy(oracle: Oracle, tokens: npt.NDArray[np.int32], count: int) -> list[int]:
+    """The last `count` tokens as transformers would have chosen them."""
+    return [int(row.argmax()) for row in oracle(tokens)[-count - 1 : -1]]
+
+
+def test_sigterm_ends_a_rank(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.start([0])
+    rig.kill(Coordinate(0, 0, 0), signal.SIGTERM)
+    assert ended(rig, Coordinate(0, 0, 0), 10.0)
+
+
+def test_a_rank_whose_controller_falls_silent_ends(make_rig: MakeRig) -> None:
+    rig = make_rig(rank_timeout_s=1.0)
+    rig.start([0])
+    pid = rig.pids[Coordinate(0, 0, 0)]
+    end = time.monotonic() + 5.0
+    while not gone(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert gone(pid)
+
+
+def test_a_missing_step_is_asked_for_and_nothing_is_run_twice(
+    make_rig: MakeRig, oracle: Oracle
+) -> None:
+    rig = make_rig()
+    driver = driven(rig, 1)
+    sent: list[Step] = []
+    passed = rig.send
+
+    def losing(ranks: object, message: RankCommand) -> None:
+        """The wire loses the second step."""
+        if isinstance(message, Step):
+            sent.append(message)
+            if len(sent) == 2:
+                return
+        passed(ranks, message)  # type: ignore[arg-type]
+
+    rig.send = losing  # type: ignore[method-assign]
+    driver.start(1, recalling(60, VOCAB), groups=(0,))
+    batches = [driver.send((1, 20)) for _ in range(3)]
+    rig.until(lambda: rig.done(batches[0]), "the first batch")
+    rig.until(lambda: bool(rig.gaps), "a gap")
+    assert rig.gaps == [Gap(2)]
+    passed(rig.pids, Resend(2))
+    for step in (sent[0], sent[1], sent[2], sent[1]):
+        passed(rig.pids, step)
+    driver.finish(batches[2])
+    assert driver.running[1].output == greedy(oracle, driver.running[1].tokens, 1)
+    assert sorted(rig.stages) == [1, 2, 3]
+
+
+def test_the_order_of_steps_is_kept_through_gaps() -> None:
+    order, step = StepOrder(), msgspec.json.decode(
+        b'{"type":"Step","step":1,"batch":[1,1,[]],"tokens":""}', type=Step
+    )  # fmt: skip
+    numbered = [msgspec.structs.replace(step, step=n) for n in range(5)]
+    assert order.take(numbered[1]) is numbered[1]
+    assert order.take(numbered[3]) == Gap(2)
+    assert order.take(numbered[4]) is None, "it asks once"
+    order.resent()
+    assert order.take(numbered[1]) is None, "it ran already"
+    assert order.take(numbered[3]) == Gap(2), "the resent steps have a gap too"
+    order.resent()
+    assert [order.take(numbered[n]) for n in (2, 3, 4)] == numbered[2:]
+
+
+def test_a_peer_of_the_own_group_lost_ends_the_others(make_rig: MakeRig) -> None:
+    rig = make_rig(1, 2, 1, collective_timeout_s=20.0)
+    driver = driven(rig, 1)
+    driver.start(1, recalling(40, VOCAB), groups=(0,))
+    driver.prefill(1, (20,))
+    rig.kill(Coordinate(0, 0, 0))
+    assert ended(rig, Coordinate(0, 0, 0), 2.0)
+    run = driver.running[1]
+    driver.send((1, len(run.tokens) - run.done))
+    assert ended(rig, Coordinate(0, 1, 0), 4.0)
+    (where, failure), *_ = rig.failed
+    assert where == Coordinate(0, 1, 0) and failure.kind == "group"
+
+
+def test_a_group_joins_while_the_others_compute(make_rig: MakeRig, oracle: Oracle) -> None:
+    """Its processes start, load and join generation 2 beside running batches of generation 1."""
+    rig = make_rig(1, 2, 3)
+    driver = driven(rig, 2)
+    driver.start(1, recalling(900, VOCAB, seed=4), groups=(0, 1))
+    flying = [driver.send((1, 48)) for _ in range(6)]
+    rig.start([2])
+    rig.begin_form(2, (0, 1, 2))
+    flying += [driver.send((1, 48)) for _ in range(6)]
+    rig.until(lambda: rig.formed(2, (0, 1, 2)), "generation 2")
+    driver.generation = 2
+    driver.grow(1, 2)
+    flying += [driver.send((1, 100)) for _ in range(3)]
+    for batch in flying:
+        driver.finish(batch)
+    rig.dissolve(1, (0, 1))
+    driver.prefill(1, (24,))
+    driver.decode([1], 3)
+    run = driver.running[1]
+    assert run.output == greedy(oracle, run.tokens, 4)
+    assert set(run.pages) == {0, 2} and not rig.failed
+
+
+def test_a_rank_that_cannot_load_says_so_and_exits_with_two(tmp_path: pathlib.Path) -> None:
+    bind = f"ipc://{tmp_path}/r"
+    config = WorkerConfig(
+        replica="r",
+        model="m",
+        checkpoint=str(tmp_path / "nothing"),
+        max_context_tokens=64,
+        topology=Topology(),
+        rank_bind=bind,
+    )
+    (tmp_path / "w.json").write_bytes(render(config))
+    listener: Listener[RankCommand, RankReport] = Listener(
+        bind, sends=Codec(RankCommand), receives=Codec(RankReport)
+    )
+    rank = subprocess.Popen(
+        [sys.executable, "-m", "medha_worker.rank", "--config", str(tmp_path / "w.json")],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with contextlib.closing(listener):
+        assert rank.wait(timeout=90) == 2
+        heard = []
+        while (taken := listener.receive(0.2)) is not None:
+            heard.append(taken[1])
+    failures = [each for each in heard if isinstance(each, RankFailed)]
+    assert [each.kind for each in failures] == ["model"]
+    assert "config.json" in failures[0].message
+    assert rank.stderr is not None and "config.json" in rank.stderr.read()
+    rank.stderr.close()
+
+
+@pytest.mark.parametrize("tp, spp", [(1, 1), (1, 2), (2, 1)])
+def test_a_lost_group_costs_the_shared_chunks_alone(
+    make_rig: MakeRig, oracle: Oracle, tp: int, spp: int
+) -> None:
+    """Batches that mix a shared and a private sequence run on; the shared one brings no token, and
+    the next generation serves without the lost group."""
+    rig = make_rig(tp, spp, 3, collective_timeout_s=20.0)
+    driver = driven(rig, 3)
+    driver.start(1, recalling(50, VOCAB, seed=1), groups=(0, 1, 2))
+    driver.start(2, recalling(50, VOCAB, seed=2), groups=(0,))
+    driver.start(3, recalling(40, VOCAB, seed=3), groups=(0, 1))
+    driver.prefill(1, (50,))
+    driver.prefill(2, (50,))
+    rig.kill(Coordinate(2, spp - 1, 0))
+    assert ended(rig, Coordinate(2, spp - 1, 0), 2.0)
+    began = time.monotonic()
+    batch = driver.send((1, 1), (2, 1))
+    survivors = {at for group in (0, 1) for at in rig.topology.group_ranks(group)}
+    done = {at for at in survivors if at.shard == 0}
+    broken = {at for at in survivors if at.stage == spp - 1}  # the lost rank's column
+    while not (rig.stages[batch.number].keys() >= done and broken <= {a for a, _ in rig.failed}):
+        rig.pump(0.02)
+        if spp > 1 and time.monotonic() - began > 0.3:
+            rig.dissolve(1, (0, 1))  # what the controller does when a group is lost
+        assert time.monotonic() - began < 10.0
+    assert set(rig.tokens[batch.number]) == {2}, "the private sequence alone has a token"
+    failures = {failure.kind for at, failure in rig.failed if at.group < 2}
+    assert failures == {"column"}
+    rig.forget(2)
+    rig.form(2, (0, 1))
+    driver.generation = 2
+    private = driver.running[2]
+    private.tokens = np.append(private.tokens, np.int32(rig.tokens[batch.number][2].token))
+    known = len(rig.failed)
+    driver.prefill(3, (33,))
+    driver.decode([2, 3], 3)
+    assert private.output == greedy(oracle, private.tokens, len(private.output))
+    shared = driver.running[3]
+    assert shared.output == greedy(oracle, shared.tokens, len(shared.output))
+    assert len(rig.failed) == known
+
+
+@pytest.mark.parametrize("end", ["source", "target"])
+def test_killing_either_end_of_moves_leaves_no_move_open(
+    make_rig: MakeRig, oracle: Oracle, end: str
+) -> None:
+    """Many moves under way; the survivor answers each at once, serves on, and loses no page."""
+    rig = make_rig(1, 1, 2)
+    driver = driven(rig, 2)
+    for seq in range(1, 7):
+        driver.start(seq, recalling(320, VOCAB, seed=seq), groups=(0,))
+        driver.prefill(seq, (320,))
+    victim = Coordinate(0 if end == "source" else 1, 0, 0)
+    moves = {driver.move(seq, (page,), 0, 1) for page in range(19) for seq in range(1, 7)}
+    rig.until(lambda: len(rig.copied) > 5, "copies")
+    rig.kill(victim)
+    began = time.monotonic()
+    assert ended(rig, victim, 2.0)
+    rig.forget(victim.group)
+    if end == "source":
+        rig.until(lambda: rig.ordered <= rig.copied.keys(), "answers")
+        assert time.monotonic() - began < 5.0, "no hang, far below the lease"
+        free_again(driver, rig, Coordinate(1, 0, 0))
+    else:
+        for move in moves:
+            rig.withdraw(move)
+        rig.until(lambda: rig.withdrawn.keys() >= moves, "withdrawals")
+        assert all(rig.withdrawn.values())
+        driver.forget_moves()
+        driver.decode(range(1, 7), 2)
+        for run in driver.running.values():
+            assert run.output == greedy(oracle, run.tokens, len(run.output))
+    assert len(rig.copied) < len(moves) or end == "source"
+    assert not rig.failed
+
+
+def free_again(driver: Driver, rig: Rig, survivor: Coordinate) -> None:
+    """The pages of the failed moves take part in new work on the survivor."""
+    driver.forget_moves()
+    group = survivor.group
+    driver.free[group] = list(range(PAGES))[::-1]
+    rig.form(2, (group,))
+    driver.generation = 2
+    driver.start(9, recalling(90, VOCAB, seed=9), groups=(group,))
+    driver.prefill(9, (41,))
+    assert len(driver.running[9].output) == 1
+
+
+def test_a_stopped_rank_beats_no_more_and_a_busy_one_does(make_rig: MakeRig) -> None:
+    """The link's thread beats while main computes: a long chunk is no silence."""
+    rig = make_rig()
+    driver = driven(rig, 1)
+    driver.start(1, recalling(3000, VOCAB), groups=(0,))
+    rig.beats.clear()
+    batch = driver.send((1, 3000))
+    began = time.monotonic()
+    rig.until(lambda: rig.done(batch), "the batch")
+    assert sum(rig.beats.values()) >= int((time.monotonic() - began) / 0.5) - 1
+    rig.kill(Coordinate(0, 0, 0), signal.SIGSTOP)
+    time.sleep(0.1)
+    rig.pump(0.0)
+    rig.beats.clear()
+    time.sleep(0.7)
+    rig.pump(0.0)
+    assert not rig.beats
+    rig.kill(Coordinate(0, 0, 0), signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    "error, kind",
+    [
+        (PeerLost("x"), "group"),
+        (MemoryError(), "memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "memory"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "model"),
+        (Exception("?"), "internal"),
+    ],
+)
+def test_failures_have_kinds(error: Exception, kind: str) -> None:
+    assert kind_of(error) == kind

@@ -1,0 +1,48 @@
+"""Engines that are wrong on purpose: each function breaks one thing in the process it runs in."""
+
+from __future__ import annotations
+
+import torch
+
+from medha_worker import inputs
+from medha_worker.attention.interface import Partial
+from medha_worker.model.rope import Rotary
+from medha_worker.parallel import kvp
+from medha_worker.sequences import PageTable
+
+
+def drops_a_token() -> None:
+    """A shard that is not the tail's leaves out its newest token."""
+    right = inputs._held
+
+    def held(chunk, state, page_tokens, tail):  # type: ignore[no-untyped-def]
+        count = right(chunk, state, page_tokens, tail)
+        return count if tail or not count else count - 1
+
+    inputs._held = held
+
+
+def counts_a_page_twice() -> None:
+    """The source of a move keeps the pages that it gave away."""
+    PageTable.remove = lambda self, logical: None  # type: ignore[method-assign]
+
+
+def is_one_position_off() -> None:
+    """Positions beyond the first page are one too high."""
+    right = Rotary.angles
+
+    def angles(self, positions, pieces):  # type: ignore[no-untyped-def]
+        return right(self, positions + (positions >= 16), pieces)
+
+    Rotary.angles = angles  # type: ignore[method-assign]
+
+
+def takes_the_wrong_base() -> None:
+    """Partial states are merged as if their log-sum-exp had base 2."""
+    right = kvp._state
+
+    def state(packed: torch.Tensor) -> Partial:
+        part = right(packed)
+        return Partial(part.out, part.lse * 0.6931471805599453)
+
+    kvp._state = state

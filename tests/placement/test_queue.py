@@ -1,0 +1,152 @@
+"""The router's queue: a total order by urgency, and a share for those without a promise."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.scheduling.queue import Queue, Queued
+
+
+def item(
+    id: str, due_s: float = 10.0, work_s: float = 0.1, arrival_s: float = 0.0,
+    promised: bool = True, replica: str = "r0", weight: float = 1.0,
+) -> Queued:  # fmt: skip
+    return Queued(
+        id=id, arrival_s=arrival_s, due_s=due_s, work_s=work_s, promised=promised,
+        replica=replica, weight=weight,
+    )  # fmt: skip
+
+
+def queue_of(*items: Queued, policy: str = "lars") -> Queue:
+    queue = Queue(policy)
+    for one in items:
+        queue.add(one)
+    return queue
+
+
+def test_short_promised_ones_go_by_deadline_then_long_ones_by_relative_slack() -> None:
+    queue = queue_of(
+        item("long-loose", 100.0, 10.0),  # ρ = 9
+        item("long-tight", 150.0, 100.0),  # ρ = 0.5
+        item("short-later", 9.0),
+        item("short-sooner", 5.0),
+    )
+    assert queue.order(0.0) == ["short-sooner", "short-later", "long-tight", "long-loose"]
+
+
+def test_a_promised_one_whose_slack_runs_out_goes_first() -> None:
+    queue = queue_of(item("short", 5.0), item("long", 100.0, 50.0))
+    assert queue.order(0.0) == ["short", "long"]
+    assert queue.order(49.9)[0] == "short"  # its own slack has run out too, and it is due first
+    queue.remove("short")
+    queue.add(item("fresh", 55.0, arrival_s=49.9))
+    assert queue.order(49.9) == ["long", "fresh"] or queue.order(49.9) == ["fresh", "long"]
+    queue.add(item("fresh", 155.0, arrival_s=49.9))
+    assert queue.order(49.9) == ["long", "fresh"]
+
+
+def test_relegated_ones_follow_shortest_first_and_weight_helps() -> None:
+    queue = queue_of(
+        item("big", work_s=5.0, promised=False),
+        item("small", work_s=1.0, promised=False),
+        item("heavy", work_s=5.0, promised=False, weight=10.0),
+        item("kept", 99.0),
+    )
+    assert queue.order(0.0) == ["kept", "heavy", "small", "big"]
+
+
+def test_relegated_ones_get_their_share_of_granted_work() -> None:
+    queue = Queue(relegated_share=0.1)
+    granted = {True: 0.0, False: 0.0}
+    for index in range(400):
+        queue.add(item(f"k{index}", 1e6, 1.0))
+        queue.add(item(f"x{index}", 1e6, 1.0, promised=False))
+    for _ in range(400):
+        taken = queue.take(queue.order(0.0)[0])
+        assert taken is not None
+        granted[taken.promised] += taken.work_s
+    assert granted[False] / 400.0 == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        ("fcfs", ["a", "b", "c"]),
+        ("edf", ["c", "b", "a"]),
+        ("srpf", ["b", "c", "a"]),
+        ("lrs", ["c", "b", "a"]),
+        ("lars-paper", ["c", "a", "b"]),
+    ],
+)
+def test_other_policies_order_all_alike(policy: str, order: list[str]) -> None:
+    queue = queue_of(
+        item("a", 30.0, 10.0, 0.0), item("b", 9.0, 1.0, 1.0), item("c", 5.0, 2.0, 2.0),
+        policy=policy,
+    )  # fmt: skip
+    assert queue.order(0.0) == order
+
+
+def test_ties_go_to_the_earlier_arrival_even_when_it_entered_later() -> None:
+    queue = queue_of(item("late", arrival_s=5.0), item("early", arrival_s=1.0))
+    assert queue.order(6.0) == ["early", "late"]
+
+
+def test_heads_are_per_replica_and_bounded_and_the_unplaced_wait_apart() -> None:
+    queue = queue_of(
+        item("a", 1.0, replica="x"), item("b", 2.0, replica="y"), item("c", 3.0, replica="x"),
+        item("d", 4.0, replica=""), item("e", 5.0, replica="x"),
+    )  # fmt: skip
+    heads = queue.heads(0.0, limit=2)
+    assert {name: [one.id for one in items] for name, items in heads.items()} == {
+        "x": ["a", "c"], "y": ["b"],
+    }  # fmt: skip
+    assert [one.id for one in queue.unplaced(0.0)] == ["d"]
+    assert {one.id for one in queue.placed_on("x")} == {"a", "c", "e"}
+
+
+def test_a_replaced_item_waits_once() -> None:
+    queue = queue_of(item("a", 1.0), item("a", 9.0, replica="y"), item("b", 5.0))
+    assert len(queue) == 2 and queue.order(0.0) == ["b", "a"]
+    assert queue.get("a") == item("a", 9.0, replica="y")
+
+
+def test_promised_ones_that_cannot_make_it_any_more_are_named() -> None:
+    queue = queue_of(item("a", 1.0), item("b", 9.0), item("c", 1.0, promised=False))
+    assert queue.late(0.95) == ("a",)
+
+
+@given(st.lists(st.tuples(st.sampled_from("art"), st.integers(0, 30)), max_size=400))
+@settings(max_examples=50, deadline=None)
+def test_the_order_holds_what_was_added_and_not_removed(steps: list[tuple[str, int]]) -> None:
+    queue, waiting = Queue(), set()
+    for what, number in steps:
+        name = str(number)
+        if what == "a":
+            queue.add(item(name, due_s=number % 7, work_s=number % 3, promised=number % 2 == 0))
+            waiting.add(name)
+        else:
+            gone = queue.remove(name) if what == "r" else queue.take(name)
+            assert (gone is not None) == (name in waiting)
+            waiting.discard(name)
+    assert len(queue) == len(waiting)
+    assert sorted(queue.order(1.0)) == sorted(waiting)
+
+
+def test_ten_thousand_are_ordered_in_a_few_milliseconds() -> None:
+    rng, queue = random.Random(1), Queue()
+    for index in range(10_000):
+        queue.add(item(str(index), rng.uniform(0, 100), rng.uniform(0.01, 50), rng.uniform(0, 9),
+                       rng.random() < 0.8))  # fmt: skip
+    best = min(_timed(queue) for _ in range(5))
+    assert best < 0.05  # the goal is 2 ms on an idle core; this only catches a change of kind
+
+
+def _timed(queue: Queue) -> float:
+    start = time.perf_counter()
+    queue.order(1.0)
+    return time.perf_counter() - start

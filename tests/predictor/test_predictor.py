@@ -1,0 +1,201 @@
+"""The predictor: monotone, additive, exact at the chunk's edge, and a table that simulates."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.costs import REGIMES, BatchLoad
+from medha.model import ModelShape
+from medha.predictor import Predictor
+from medha.profile import A100, CPU_CORE, H100, Profile
+from medha.topology import Topology
+
+LLAMA_8B = ModelShape(
+    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
+)  # fmt: skip
+TINY = ModelShape(
+    layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=512
+)
+
+
+def predictor(profile: Profile = A100, **topology: int) -> Predictor:
+    return Predictor(profile, LLAMA_8B, Topology(**{"tp": 8, **topology}))
+
+
+def load_of(of: Predictor, entries: list[tuple[int, int, bool]]) -> BatchLoad:
+    load = of.load()
+    for length, keys, decode in entries:
+        if decode:
+            load.add_decode(keys)
+        else:
+            load.add_chunk(length, keys)
+    return load
+
+
+entry = st.tuples(st.integers(1, 4096), st.integers(0, 2_000_000), st.booleans())
+batch = st.lists(entry, max_size=8)
+
+
+@given(batch, st.integers(1, 9000), st.integers(0, 10_000_000), st.integers(1, 500))
+@settings(max_examples=150, deadline=None)
+def test_a_longer_chunk_never_takes_less_time(
+    entries: list[tuple[int, int, bool]], length: int, keys: int, more: int
+) -> None:
+    load = load_of(predictor(), entries)
+    assert load.seconds_with(length, keys) < load.seconds_with(length + more, keys)
+    assert load.seconds_with(length, keys) <= load.seconds_with(length, keys + more)
+    assert load.seconds() < load.seconds_with(length, keys) or not entries
+
+
+@given(batch, st.integers(1, 9000), st.integers(0, 1_000_000), st.integers(1, 3), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_asking_what_if_equals_adding(
+    entries: list[tuple[int, int, bool]], length: int, keys: int, groups: int, tail: bool
+) -> None:
+    load = load_of(predictor(kvp_max=4), entries)
+    asked = load.seconds_with(length, keys, groups, tail, True)
+    twin = load.copy()
+    twin.add_chunk(length, keys, groups, tail, True)
+    assert twin.seconds() == asked
+    assert load.seconds() == load_of(predictor(kvp_max=4), entries).seconds()
+
+
+@given(
+    batch, st.integers(0, 1_000_000), st.integers(1, 100_000), st.floats(0.001, 0.3),
+    st.sampled_from([16, 32, 64]),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_the_largest_chunk_fits_and_one_step_more_does_not(
+    entries: list[tuple[int, int, bool]], keys: int, limit: int, budget_s: float, step: int
+) -> None:
+    of = predictor()
+    load = load_of(of, entries)
+    chunk = of.largest_chunk(load, keys, limit, budget_s, step)
+    assert 0 <= chunk <= limit
+    assert chunk == limit or chunk % step == 0
+    if chunk:
+        assert load.seconds_with(chunk, keys) <= budget_s
+    if chunk < limit:
+        assert load.seconds_with(min(limit, chunk + step), keys) > budget_s
+
+
+def test_costs_add_per_operator_not_per_request() -> None:
+    of = predictor(tp=1)
+    both = of.batch_s([(32, 0, False), (32, 0, False)])
+    one = of.batch_s([(32, 0, False)])
+    assert both < 1.3 * one  # weights are read once, not twice
+    long = of.batch_s([(128, 500_000, False), (128, 500_000, False)])
+    assert long > 1.6 * of.batch_s([(128, 500_000, False)])  # attention is paid for each
+
+
+def test_a_decode_beside_a_chunk_costs_its_context_only() -> None:
+    of = predictor()
+    extra = of.batch_s([(512, 0, False), (1, 100_000, True)]) - of.batch_s([(512, 0, False)])
+    read = 100_001 * LLAMA_8B.kv_bytes_per_token / 8 / A100.attention_bytes_per_s
+    assert extra == pytest.approx(read, rel=0.2)
+
+
+def test_the_slowest_stage_is_the_answer() -> None:
+    of = predictor(spp=3)  # 11 + 11 + 10 layers, the head on the last
+    load = of.load()
+    load.add_chunk(512, 1000, yields=True)
+    load.add_decode(300)
+    assert load.seconds() == pytest.approx(max(load.stage_s(stage) for stage in range(3)))
+
+
+def test_more_groups_make_a_shared_chunk_cheaper_and_the_exchange_is_paid() -> None:
+    of = predictor(kvp_max=4)
+    whole, quarter = of.load(), of.load()
+    whole.add_chunk(256, 2_000_000)
+    quarter.add_chunk(256, 500_000, groups=4)
+    assert quarter.seconds() < 0.5 * whole.seconds()
+    small, shared = of.load(), of.load()
+    small.add_chunk(256, 1000)
+    shared.add_chunk(256, 1000, groups=4)
+    assert shared.seconds() > small.seconds()
+
+
+@pytest.mark.parametrize("profile", [A100, H100, CPU_CORE])
+@pytest.mark.parametrize("tokens", [1, 31, 777, 8192, 60_000])
+def test_the_prefill_time_is_that_of_chunks_run_one_by_one(profile: Profile, tokens: int) -> None:
+    shape = TINY if profile is CPU_CORE else LLAMA_8B
+    of = Predictor(profile, shape, Topology(tp=2, spp=2))
+    prefix, enters, leaves = 0, 0.0, 0.0
+    while prefix < tokens:  # the oracle: a two-stage pipeline, chunk by chunk
+        chunk = of.largest_chunk(of.load(), prefix, tokens - prefix, of.budget_s)
+        chunk = chunk or min(32, tokens - prefix)
+        load = of.load()
+        load.add_chunk(chunk, prefix, yields=prefix + chunk == tokens)
+        enters += load.stage_s(0)
+        leaves = max(leaves, enters) + load.stage_s(1)
+        prefix += chunk
+    assert 0.999 * leaves <= of.prefill_s(tokens) <= 1.02 * leaves
+
+
+def test_the_table_far_out_keeps_within_one_percent_of_every_chunk() -> None:
+    of = Predictor(A100, LLAMA_8B, Topology(tp=8))
+    prefix, total = 0, 0.0
+    while prefix < 1_000_000:
+        chunk = of.largest_chunk(of.load(), prefix, 1_000_000 - prefix, of.budget_s) or 32
+        total += of.load().seconds_with(chunk, prefix)
+        prefix += chunk
+    assert of.prefill_s(1_000_000) == pytest.approx(total, rel=0.01)
+
+
+def test_the_table_to_ten_million_tokens_takes_few_predictions() -> None:
+    of = predictor(spp=4, kvp_max=8)
+    assert of.prefill_s(10_000_000) > of.prefill_s(5_000_000) > 0
+    assert len(of._knots) < 20_000
+
+
+@given(st.integers(1, 300_000), st.integers(0, 300_000), st.integers(1, 50_000))
+@settings(max_examples=100, deadline=None)
+def test_more_tokens_take_longer_and_cached_ones_save(tokens: int, cached: int, more: int) -> None:
+    of = predictor(spp=2)
+    assert of.prefill_s(tokens + more) >= of.prefill_s(tokens) > 0
+    if cached < tokens:
+        assert 0 < of.prefill_s(tokens, cached) <= of.prefill_s(tokens) * 1.001
+    else:
+        assert of.prefill_s(tokens, cached) == 0
+
+
+def test_a_short_turn_on_a_long_cache_is_short() -> None:
+    of = predictor()
+    assert of.prefill_s(900_100, 900_000) < 0.01 * of.prefill_s(900_100)
+
+
+def test_corrections_are_learnt_per_regime_and_a_pause_moves_little() -> None:
+    of = predictor()
+    load = of.load()
+    load.add_chunk(512, 0)
+    before = load.seconds()
+    for _ in range(200):
+        of.observe(load.regime, load.seconds(), 1.3 * before)
+    assert load.seconds() == pytest.approx(1.3 * before, rel=0.01)
+    assert of.corrections["decode"] == 1.0
+    assert of.prefill_s(512) == pytest.approx(1.3 * predictor().prefill_s(512), rel=0.02)
+    now = of.correction
+    of.observe(load.regime, 0.1, 10.0)
+    assert of.correction < 1.08 * now
+
+
+def test_regimes_are_named_by_what_a_batch_holds() -> None:
+    of = predictor(kvp_max=2)
+    named = {}
+    for decodes in (0, 1):
+        for chunks in (0, 1):
+            for groups in (1, 2):
+                load = of.load()
+                for _ in range(decodes):
+                    load.add_decode(100, groups)
+                for _ in range(chunks):
+                    load.add_chunk(10, 100, groups)
+                named[decodes, chunks, groups] = REGIMES[load.regime]
+    assert named[1, 0, 1] == "decode"
+    assert named[1, 0, 2] == "decode-shared"
+    assert named[1, 1, 1] == "mixed"
+    assert named[1, 1, 2] == "mixed-shared"
+    assert named[0, 1, 1] == "prefill"
+    assert named[0, 1, 2] == "prefill-shared"

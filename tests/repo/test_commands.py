@@ -1,0 +1,81 @@
+"""What README.md tells a person to run exists, and continuous integration runs the same."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+
+def targets(makefile: str) -> set[str]:
+    return set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+
+
+def commands(markdown: str) -> list[str]:
+    """Targets of the `make` lines inside fenced blocks, in order."""
+    blocks = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", markdown, flags=re.M | re.S)
+    return re.findall(r"^(?:\$ )?make ([a-z]+)", "\n".join(blocks), flags=re.MULTILINE)
+
+
+def steps(script: str) -> list[str]:
+    """Lines of a shell script that do something."""
+    lines = [line.strip() for line in script.splitlines()]
+    return [line for line in lines if line and not line.startswith(("#", "set ", "cd "))]
+
+
+def scripts(makefile: str) -> list[str]:
+    """Files and folders that recipes hand to Python or pytest."""
+    recipes = "\n".join(line for line in makefile.splitlines() if line.startswith("\t"))
+    return re.findall(r"(?<= )(?:examples|benchmarks|tests)(?:/[\w./]+)?", recipes)
+
+
+@pytest.fixture(scope="module")
+def makefile(house: Path) -> str:
+    return (house / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_every_command_of_a_page_is_a_make_target(house: Path, makefile: str, page: str) -> None:
+    named = commands((house / page).read_text())
+    assert named != []
+    assert set(named) <= targets(makefile)
+
+
+def test_the_readme_says_how_to_try_and_how_to_test(house: Path) -> None:
+    assert commands((house / "README.md").read_text())[:2] == ["demo", "test"]
+
+
+def test_continuous_integration_runs_the_test_command_and_nothing_else(house: Path) -> None:
+    script = house / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "set -euo pipefail" in script.read_text()
+    assert steps(script.read_text()) == ["make test"]
+
+
+def test_every_target_is_declared_and_explained(makefile: str) -> None:
+    declared = re.findall(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
+    explained = re.findall(r"^([a-z]+):.*?## \S", makefile, flags=re.MULTILINE)
+    assert set(" ".join(declared).split()) == targets(makefile) == set(explained)
+
+
+def test_every_script_of_a_target_exists(house: Path, makefile: str) -> None:
+    named = scripts(makefile)
+    assert "examples/demo.py" in named
+    assert [name for name in named if not (house / name).exists()] == []
+
+
+def test_scripts_are_read_from_recipes_only() -> None:
+    text = "CODE := tests examples\ndemo:\n\tpython examples/ghost.py -v\n\tpytest benchmarks\n"
+    assert scripts(text) == ["examples/ghost.py", "benchmarks"]
+
+
+def test_commands_are_read_from_fenced_blocks_only() -> None:
+    page = "make believe\n```sh\nmake demo\n$ make ghost\nls\n```\n```python\nmake = 1\n```\n"
+    assert commands(page) == ["demo", "ghost"]
+    assert set(commands(page)) - targets("demo: x\n\techo\n") == {"ghost"}
+
+
+def test_an_extra_step_in_the_script_is_found() -> None:
+    assert steps("#!/bin/sh\nset -eu\nmake test\nmake bench\n") == ["make test", "make bench"]

@@ -1,0 +1,129 @@
+"""The locked files are complete, hash-locked, in step with pyproject.toml, and name no host."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+LOCKS = ("bootstrap", "dev", "operator", "router", "worker")
+HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
+# An address, an option of pip that names one, or a direct reference to a file.
+PLACE = re.compile(r"://|--(?:extra-)?index-url|--find-links|--trusted-host|\bfile:|\s@\s")
+
+
+def entries(text: str) -> list[str]:
+    """One string per locked package, its continuation lines joined."""
+    lines = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
+    return [line.strip() for line in "\n".join(lines).replace("\\\n", " ").splitlines()]
+
+
+def unlocked(text: str) -> list[str]:
+    """Entries without an exact version or without a hash."""
+    return [
+        entry
+        for entry in entries(text)
+        if not re.match(r"[A-Za-z0-9._-]+==[^*\s]+", entry) or not HASH.search(entry)
+    ]
+
+
+def places(text: str) -> list[str]:
+    return [line for line in text.splitlines() if PLACE.search(line)]
+
+
+def out_of_step(text: str, wanted: Iterable[str]) -> list[str]:
+    """Requirements of the project that the locked text does not satisfy."""
+    locked: dict[str, set[Version]] = {}
+    for entry in entries(text):
+        name, _, version = entry.split()[0].partition("==")
+        locked.setdefault(canonicalize_name(name), set()).add(Version(version))
+    requirements = [Requirement(line) for line in wanted]
+    return [
+        str(requirement)
+        for requirement in requirements
+        if not (versions := locked.get(canonicalize_name(requirement.name)))
+        or not all(requirement.specifier.contains(version) for version in versions)
+    ]
+
+
+@pytest.fixture(scope="module")
+def project(house: Path) -> dict[str, Any]:
+    return tomllib.loads((house / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_package_is_locked_with_its_hashes(house: Path, lock: str) -> None:
+    text = (house / "requirements" / f"{lock}.txt").read_text()
+    assert entries(text) != []
+    assert unlocked(text) == []
+    assert places(text) == []
+
+
+def test_no_file_of_requirements_goes_unguarded(house: Path) -> None:
+    found = {path.stem for path in (house / "requirements").iterdir()}
+    assert found == {*LOCKS, "constraints"}
+
+
+@pytest.mark.parametrize("extra", ["operator", "router", "worker"])
+def test_an_image_locks_what_the_project_file_asks_for(
+    house: Path, project: dict[str, Any], extra: str
+) -> None:
+    text = (house / "requirements" / f"{extra}.txt").read_text()
+    optional = project["project"]["optional-dependencies"]
+    assert out_of_step(text, [*project["project"]["dependencies"], *optional[extra]]) == []
+
+
+def test_the_development_lock_holds_every_extra_and_group(
+    house: Path, project: dict[str, Any]
+) -> None:
+    text = (house / "requirements" / "dev.txt").read_text()
+    extras = project["project"]["optional-dependencies"].values()
+    groups = project["dependency-groups"].values()
+    wanted = [line for lines in [*extras, *groups] for line in lines]
+    assert out_of_step(text, [*project["project"]["dependencies"], *wanted]) == []
+
+
+def test_images_and_development_hold_the_same_versions(house: Path) -> None:
+    dev = set(entries((house / "requirements" / "dev.txt").read_text()))
+    pins = {entry.split()[0] for entry in dev}
+    for lock in ("operator", "router", "worker"):
+        text = (house / "requirements" / f"{lock}.txt").read_text()
+        assert {entry.split()[0] for entry in entries(text)} - pins == set()
+
+
+SHA = "0" * 64
+
+
+@pytest.mark.parametrize(
+    "entry", ["numpy==2.4.6", f"numpy>=2.4 --hash=sha256:{SHA}", "numpy==2.4.6 --hash=md5:00"]
+)
+def test_an_entry_that_is_not_locked_is_found(entry: str) -> None:
+    good = f"msgspec==0.22.0 \\\n    --hash=sha256:{SHA}\n"
+    assert unlocked(good) == []
+    assert unlocked(f"# a comment\n{good}{entry}\n") == [entry]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--index-url https://packages.example/simple",
+        "--find-links wheels",
+        "medha @ file:///somewhere/else",
+        "torch @ packages.example/torch.whl",
+    ],
+)
+def test_a_line_that_names_a_place_is_found(line: str) -> None:
+    assert places(f"numpy==2.4.6\n{line}\n") == [line]
+
+
+def test_a_lock_behind_the_project_file_is_found() -> None:
+    text = f"kopf==1.45.1 --hash=sha256:{SHA}\n"
+    assert out_of_step(text, ["kopf>=1.45.2", "kubernetes"]) == ["kopf>=1.45.2", "kubernetes"]
+    assert out_of_step(text, ["kopf>=1.45"]) == []

@@ -1,0 +1,374 @@
+"""A running router on loopback ports, a byte-level tokenizer, and a controller that plays its part.
+
+The controller speaks the real protocol over a real socket from a thread of its own. It "generates"
+what the prompt tells it to: everything after the last `say ` of the prompt, one byte a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+import tokenizers
+import uvloop
+
+from medha.adapters.sockets import Dialer
+from medha.config import RouterConfig, RouterModel
+from medha.messages import (
+    Abort,
+    Accepted,
+    Codec,
+    Failed,
+    FetchFile,
+    FilePart,
+    Finished,
+    Grant,
+    Head,
+    Heads,
+    Hello,
+    KvEvents,
+    Load,
+    LoadReport,
+    Logprob,
+    Rejected,
+    ReplicaMessage,
+    RouterMessage,
+    Submit,
+    Tokens,
+    Welcome,
+    from_bytes,
+)
+from medha.model import ModelShape
+from medha.profile import CPU_CORE
+from medha.request import Slo, SloClass
+from medha.topology import Topology
+from medha_router.router import Doors, opened
+from medha_router.tokenizer import TokenizerPool
+
+MODEL = "tiny"
+END = 258  # <|end|>
+SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128,
+                   vocab=259, param_bytes=4.0, kv_bytes=4.0)  # fmt: skip
+TEMPLATE = b"""{%- for message in messages -%}
+<|start|>{{ message.role }}: {{ message.content }}
+{% endfor -%}{% if add_generation_prompt %}<|start|>{% endif %}"""
+CLASSES = (
+    SloClass(name="default", slo=Slo(ttft_floor_s=20.0, tpot_s=5.0)),
+    SloClass(name="eager", slo=Slo(ttft_floor_s=0.0001, ttft_multiplier=0.001, tpot_s=5.0)),
+    SloClass(
+        name="patient",
+        slo=Slo(ttft_floor_s=0.0001, ttft_multiplier=0.001, tpot_s=5.0),
+        when_infeasible="relegate",
+    ),
+)
+
+
+def byte_level_tokenizer() -> bytes:
+    """256 bytes, <|pad|>, <|start|> and <|end|>: a token per byte, so characters get split."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<|pad|>", "<|start|>", "<|end|>"])
+    return made.to_str().encode()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def model_files() -> dict[str, bytes]:
+    return {"tokenizer.json": byte_level_tokenizer(), "chat_template.jinja": TEMPLATE}
+
+
+def introduction(name: str = "r0", **changes: object) -> Hello:
+    """The Hello of a replica of the model."""
+    hello = Hello(
+        replica=name, incarnation="1", model=MODEL, shape=SHAPE, topology=Topology(),
+        page_tokens=16, max_context_tokens=4096, classes=CLASSES, stop_tokens=(END,),
+        profile=msgspec.json.encode(CPU_CORE),
+        files={each: digest(data) for each, data in model_files().items()},
+    )  # fmt: skip
+    return msgspec.structs.replace(hello, **changes)
+
+
+class Controller(threading.Thread):
+    """A replica's controller, as the router meets it.
+
+    It grants what it is offered while `granting`, and emits at most `burst` tokens per run and turn
+    while `emitting` is set. `seen` records every Submit; `aborted` every Abort.
+    """
+
+    def __init__(self, address: str, name: str = "r0", **changes: object) -> None:
+        super().__init__(daemon=True, name=name)
+        self.by_hash = {digest(data): data for data in model_files().values()}
+        self.hello = introduction(name, **changes)
+        self.load = Load(free_pages=(4096,), total_pages=(4096,), page_tokens=16)
+        self.granting, self.emitting, self.burst = True, threading.Event(), 3
+        self.part_bytes = 1000
+        self.emitting.set()
+        self.seen: list[Submit] = []
+        self.aborted: list[str] = []
+        self.heads: tuple[Head, ...] = ()
+        self.head_log: list[tuple[str, ...]] = []
+        self.welcomes = 0
+        self.rejected: list[str] = []
+        self.fails: Failed | None = None
+        self.silent = self.draining = False
+        self._running: dict[str, tuple[Submit, list[int], int]] = {}
+        self._granted: dict[str, float] = {}  # id -> when its lease ends
+        self._extra: queue.SimpleQueue[ReplicaMessage] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._link: Dialer[ReplicaMessage, RouterMessage] = Dialer(
+            address, name.encode(), sends=Codec(ReplicaMessage), receives=Codec(RouterMessage)
+        )
+
+    # --- for tests --------------------------------------------------------------------------------
+
+    def tell(self, message: ReplicaMessage) -> None:
+        """Send one message more, from the test's thread."""
+        self._extra.put(message)
+
+    def forget(self, name: str) -> None:
+        """Stop serving a request without a word; it may be granted again."""
+        self._running.pop(name, None)
+        self._granted.pop(name, None)
+
+    def die(self) -> None:
+        """Stop at once, as if killed: nothing more is said."""
+        self._ended.set()
+        self.join(5)
+        self._link.close()
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        return tuple(self._running)
+
+    # --- its part ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self._link.send(self.hello)
+        beat = 0.0
+        while not self._ended.is_set():
+            message = self._link.receive(0.005)
+            if message is not None:
+                self._take(message)
+            while not self._extra.empty():
+                self._link.send(self._extra.get())
+            if not self.silent and time.monotonic() - beat > 0.1:
+                beat = time.monotonic()
+                self._link.send(LoadReport(self.load, self.draining))
+            self._turn()
+
+    def _take(self, message: RouterMessage) -> None:
+        match message:
+            case Welcome():
+                self.welcomes += 1
+                self._link.send(LoadReport(self.load))
+                self._link.send(KvEvents(0, snapshot=True))
+            case Rejected(reason=reason):
+                self.rejected.append(reason)
+            case FetchFile(hash=name, offset=offset):
+                data = self.by_hash[name]
+                part = data[offset : offset + self.part_bytes]
+                self._link.send(FilePart(name, offset, len(data), part))
+            case Heads(heads=heads):
+                self.heads = heads
+                self.head_log.append(tuple(head.id for head in heads))
+            case Submit():
+                self._submit(message)
+            case Abort(id=name):
+                self.aborted.append(name)
+                self._running.pop(name, None)
+
+    def _submit(self, submit: Submit) -> None:
+        self.seen.append(submit)
+        if self.fails is not None:
+            self._link.send(msgspec.structs.replace(self.fails, id=submit.id))
+            return
+        self._link.send(Accepted(submit.id, 0, 0.01))
+        tokens = from_bytes(submit.tokens).tolist()
+        self._running[submit.id] = (submit, spoken(tokens[: len(tokens) - submit.emitted]),
+                                    submit.emitted)  # fmt: skip
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        wanted = [head.id for head in self.heads if self._granted.get(head.id, 0.0) < now]
+        if self.granting and wanted:
+            self._granted.update(dict.fromkeys(wanted, now + 0.2))
+            self._link.send(Grant(tuple(wanted)))
+        if self.emitting.is_set():
+            for name in list(self._running):
+                self._emit(name)
+
+    def _emit(self, name: str) -> None:
+        submit, words, done = self._running[name]
+        fresh = words[done : min(done + self.burst, submit.max_output_tokens)]
+        logprobs: tuple[Logprob, ...] = ()
+        if submit.sampling.logprobs is not None:
+            top = tuple((token, -0.5 - i) for i, token in enumerate((65, 66, 67)))
+            logprobs = tuple(Logprob(-0.25, top[: submit.sampling.logprobs]) for _ in fresh)
+        self._link.send(Tokens(name, done, tuple(fresh), logprobs))
+        done += len(fresh)
+        self._running[name] = (submit, words, done)
+        ended = fresh[-1] in submit.sampling.stop_tokens if fresh else True
+        if ended or done >= min(submit.max_output_tokens, len(words)):
+            del self._running[name]
+            prompt = len(submit.tokens) // 4 - submit.emitted
+            self._link.send(Finished(name, "stop" if ended else "length", prompt, done, 0))
+
+
+def spoken(prompt: list[int]) -> list[int]:
+    """What the "model" says after a prompt, and the end token."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    order = tokenizers.Tokenizer.from_str(byte_level_tokenizer().decode())
+    text = order.decode(prompt, skip_special_tokens=True)
+    words = text.rpartition("say ")[2].removesuffix("\n")
+    assert len(alphabet) == 256
+    return [*order.encode(words, add_special_tokens=False).ids, END]
+
+
+class Running:
+    """A router on a thread of its own, and the controllers that dial it."""
+
+    def __init__(self, tokens: TokenizerPool, **settings: Any) -> None:
+        self._tokens = tokens
+        self._config = RouterConfig(
+            ops_port=0, fleet_bind="tcp://127.0.0.1:0",
+            models=(RouterModel(name=MODEL, max_context_tokens=2048, classes=CLASSES),),
+            **{"port": 0, "replica_timeout_s": 1.0, **settings},
+        )  # fmt: skip
+        self._ready = threading.Event()
+        self.doors: Doors
+        self.loop: asyncio.AbstractEventLoop
+        self.controllers: list[Controller] = []
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10)
+        self.client = openai.OpenAI(
+            base_url=f"{self.doors.url}/v1", api_key="none", max_retries=0, timeout=10
+        )
+        self.http = httpx.Client(base_url=self.doors.url, timeout=10)
+        self.ops = httpx.Client(base_url=f"http://127.0.0.1:{self.doors.ops_port}", timeout=10)
+
+    def join(
+        self, name: str = "r0", before: Callable[[Controller], object] = repr, **changes: object
+    ) -> Controller:
+        """A controller that dials, prepared by `before` its first word."""
+        controller = Controller(self.doors.fleet_address, name, **changes)
+        before(controller)
+        self.controllers.append(controller)
+        controller.start()
+        return controller
+
+    def open(self, name: str = "r0") -> Controller:
+        """A controller that dials, and serves when this returns."""
+        controller = self.join(name)
+        wait_until(lambda: name in self.ops.get("/debug/queue").text
+                   and self.ops.get("/debug/queue").json()[MODEL]["open"])  # fmt: skip
+        return controller
+
+    @staticmethod
+    def hello() -> Hello:
+        return introduction()
+
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        self.client.close()
+        self.http.close()
+        self.ops.close()
+        self.doors.server.should_exit = self.doors.server.force_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+        for controller in self.controllers:
+            if controller.is_alive():
+                controller.die()
+
+    def _serve(self) -> None:
+        uvloop.run(self._main())
+
+    async def _main(self) -> None:
+        async with opened(self._config, self._tokens) as doors:
+            self.doors, self.loop = doors, asyncio.get_running_loop()
+            self._ready.set()
+            await doors.serve()
+
+
+def wait_until(true: Callable[[], object], within_s: float = 5.0) -> None:
+    """Wait until a condition holds; fails when it does not in time."""
+    until = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < until, "the condition did not come to hold in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="session")
+def tokens() -> Iterator[TokenizerPool]:
+    """Tokenizer processes, shared by every router here: starting one takes half a second."""
+    with contextlib.closing(TokenizerPool()) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def served(tokens: TokenizerPool) -> Iterator[Running]:
+    """A router with one controller, shared by a module's tests."""
+    with contextlib.closing(Running(tokens, keepalive_s=0.3, max_body_bytes=1 << 20)) as running:
+        running.open()
+        yield running
+
+
+@pytest.fixture
+def alone(tokens: TokenizerPool) -> Iterator[Running]:
+    """A router of one test's own, without controllers."""
+    with contextlib.closing(
+        Running(tokens, keepalive_s=0.3, no_replica_timeout_s=1.5, queue_timeout_s=2.0, max_queue=4)
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def byte_level_json() -> bytes:
+    """`tokenizer.json` of the byte-level tokenizer."""
+    return byte_level_tokenizer()
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    """Wait until a condition holds; fails when it does not in time."""
+    return wait_until
+
+
+@pytest.fixture
+def make_hello() -> Callable[..., Hello]:
+    """Makes a Hello of the model, with changes."""
+    return introduction
+
+
+@pytest.fixture
+def running_with(tokens: TokenizerPool) -> Iterator[Callable[..., Running]]:
+    """Makes routers with settings of a test's own."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(
+            contextlib.closing(Running(tokens, **settings))
+        )
+
+
+@pytest.fixture(autouse=True)
+def _no_defect(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A defect that the router survives is logged with its trace; no test may cause one."""
+    yield
+    traces = [record for record in caplog.get_records("call") if record.exc_info]
+    assert [record.getMessage() for record in traces] == []

@@ -1,0 +1,89 @@
+"""Bodies that are slow, or too many at once; connections that never ask anything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.requests import Request
+
+from medha.errors import MedhaError, Refusal, RequestError
+from medha_router.bodies import AT_ONCE, Bodies
+from medha_router.door import Door
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+
+def request(receive: Receive) -> Request:
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    return Request(scope, receive)
+
+
+def test_a_body_that_does_not_arrive_in_time_is_a_408() -> None:
+    async def stalled() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        raise AssertionError("nobody waits so long")
+
+    with pytest.raises(RequestError) as caught:
+        asyncio.run(Bodies(100, within_s=0.02).read(request(stalled)))
+    assert caught.value.status == 408
+
+
+def test_what_all_bodies_hold_together_is_bounded_and_given_back() -> None:
+    async def scene() -> list[object]:
+        bodies = Bodies(100)
+        half_read = asyncio.Event()
+
+        async def first_part() -> dict[str, Any]:
+            await asyncio.sleep(0)
+            if half_read.is_set():
+                return {"type": "http.request", "body": b"", "more_body": False}
+            return {"type": "http.request", "body": b"x" * 90, "more_body": True}
+
+        async def patient() -> dict[str, Any]:
+            part = await first_part()
+            if part["body"] and patient_sent.setdefault(asyncio.current_task(), 0):
+                await half_read.wait()
+                return {"type": "http.request", "body": b"", "more_body": False}
+            patient_sent[asyncio.current_task()] = 1
+            return part
+
+        patient_sent: dict[object, int] = {}
+        reads = [asyncio.create_task(bodies.read(request(patient))) for _ in range(AT_ONCE + 1)]
+        await asyncio.sleep(0.02)
+        half_read.set()
+        outcomes = await asyncio.gather(*reads, return_exceptions=True)
+        return [*outcomes, await bodies.read(request(first_part))]
+
+    *outcomes, after = asyncio.run(scene())
+    refused = [outcome for outcome in outcomes if isinstance(outcome, MedhaError)]
+    assert [type(outcome) for outcome in refused] == [Refusal]
+    assert len(outcomes) - len(refused) == AT_ONCE
+    assert after == b""
+
+
+def test_a_connection_that_asks_nothing_is_closed() -> None:
+    class Hasty(Door):
+        first_request_s = 0.05
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("no request was made")
+
+    async def scene() -> bytes:
+        config = uvicorn.Config(app, http=Hasty, lifespan="off", log_config=None)
+        server = uvicorn.Server(config)
+        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            reader, writer = await asyncio.open_connection(*listening.getsockname())
+            got = await asyncio.wait_for(reader.read(), 3.0)
+            writer.close()
+            server.should_exit = True
+            await serving
+        return got
+
+    assert asyncio.run(scene()) == b""

@@ -1,0 +1,187 @@
+"""Controllers at the router's door: who is taken in, whose files are believed, who is dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from medha import PROTOCOL
+from medha.adapters.sockets import Dialer, write_keys
+from medha.config import Curve
+from medha.errors import ProtocolError
+from medha.messages import Codec, FilePart, Hello, Rejected, ReplicaMessage, RouterMessage, Welcome
+from medha.request import Slo, SloClass
+from medha_router.files import Fetch, FileStore, digest_of
+from medha_router.fleet import Fleet, Replica
+
+BODY = {"model": "tiny", "prompt": "say abc"}
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet(frozenset({"tiny"}), timeout_s=3.0)
+
+
+@pytest.fixture
+def hello(make_hello: Callable[..., Hello]) -> Hello:
+    return make_hello()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"protocol": 99}, ("99", str(PROTOCOL))),
+        ({"model": "huge"}, ("huge", "tiny")),
+        ({"files": {}}, ("tokenizer.json",)),
+        ({"profile": b"{}"}, ("profile",)),
+    ],
+)
+def test_a_controller_that_does_not_fit_is_told_why(
+    fleet: Fleet, hello: Hello, change: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    answer = fleet.greet(b"a", msgspec.structs.replace(hello, **change), 0.0)
+    assert isinstance(answer, Rejected)
+    assert all(word in answer.reason for word in words)
+
+
+def test_replicas_of_one_model_must_share_a_tokenizer(fleet: Fleet, hello: Hello) -> None:
+    assert isinstance(fleet.greet(b"a", hello, 0.0), Replica)
+    other = msgspec.structs.replace(hello, replica="r1", page_tokens=32)
+    answer = fleet.greet(b"b", other, 0.0)
+    assert isinstance(answer, Rejected) and "r0" in answer.reason and "r1" in answer.reason
+
+
+def test_a_replica_is_silent_only_after_its_time(fleet: Fleet, hello: Hello) -> None:
+    fleet.greet(b"a", hello, 10.0)
+    assert fleet.silent(12.9) == []
+    assert [replica.name for replica in fleet.silent(13.1)] == ["r0"]
+
+
+def test_a_file_comes_in_parts_and_is_asked_for_again() -> None:
+    data = bytes(range(256)) * 4
+    name = digest_of(data)
+    fetch = Fetch(name)
+    asked = fetch.ask(0.0)
+    assert asked is not None and asked.offset == 0
+    assert fetch.ask(1.0) is None
+    assert fetch.ask(2.5) is not None
+    assert fetch.take(FilePart(name, 0, 1024, data[:1000])) is None
+    assert fetch.take(FilePart(name, 0, 1024, data[:1000])) is None  # an answer that came twice
+    asked = fetch.ask(2.6)
+    assert asked is not None and asked.offset == 1000
+    assert fetch.take(FilePart(name, 1000, 1024, data[1000:])) == data
+
+
+def test_a_file_that_is_not_what_its_hash_says_is_not_kept(tmp_path: pathlib.Path) -> None:
+    store = FileStore(tmp_path)
+    name = digest_of(b"true")
+    with pytest.raises(ProtocolError, match="hashes to"):
+        store.put(name, b"false")
+    assert store.get(name) is None
+    store.put(name, b"true")
+    assert FileStore(tmp_path).get(name) == b"true"
+    (tmp_path / name).write_bytes(b"spoilt")
+    assert FileStore(tmp_path).get(name) is None
+
+
+def test_a_file_longer_than_any_tokenizer_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="at most"):
+        Fetch("x").take(FilePart("x", 0, 1 << 40, b""))
+
+
+def test_an_endless_file_never_grows_beyond_what_it_said() -> None:
+    fetch = Fetch("x")
+    with pytest.raises(ProtocolError, match="more than"):
+        fetch.take(FilePart("x", 0, 10, b"a" * 11))
+
+
+def test_spoilt_files_are_asked_for_again_until_they_are_right(alone: Any, eventually: Any) -> None:
+    true: dict[str, bytes] = {}
+
+    def spoil(controller: Any) -> None:
+        true.update(controller.by_hash)
+        controller.by_hash.update({name: data[::-1] for name, data in true.items()})
+
+    controller = alone.join("r0", spoil)
+    with pytest.raises(AssertionError):
+        eventually(lambda: alone.doors.router.service.models["tiny"].ready, 0.5)
+    controller.by_hash.update(true)
+    eventually(lambda: alone.doors.router.service.models["tiny"].ready)
+
+
+def test_a_version_mismatch_is_answered_with_both_versions(alone: Any, eventually: Any) -> None:
+    controller = alone.join("r0", protocol=PROTOCOL + 1)
+    eventually(lambda: controller.rejected)
+    assert str(PROTOCOL) in controller.rejected[0] and str(PROTOCOL + 1) in controller.rejected[0]
+
+
+def test_a_router_that_restarted_asks_for_a_hello(served: Any, eventually: Any) -> None:
+    dialer: Dialer[ReplicaMessage, RouterMessage] = Dialer(
+        served.doors.fleet_address, b"stranger", sends=Codec(ReplicaMessage),
+        receives=Codec(RouterMessage),
+    )  # fmt: skip
+    with contextlib.closing(dialer):
+        dialer.send(FilePart("x", 0, 0, b""))
+        answer = dialer.receive(3.0)
+    assert isinstance(answer, Rejected) and "Hello" in answer.reason
+
+
+def test_a_silent_replica_is_dropped_and_may_come_back(alone: Any, eventually: Any) -> None:
+    controller = alone.open("r0")
+    controller.silent = True
+
+    def replicas() -> list[Any]:
+        return list(alone.ops.get("/debug/queue").json()["tiny"]["replicas"])
+
+    eventually(lambda: replicas() == [])
+    controller.silent = False
+    eventually(lambda: any("Hello" in reason for reason in controller.rejected))
+    controller.tell(controller.hello)
+    eventually(lambda: len(replicas()) == 1)
+    assert alone.http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_a_draining_replica_gets_nothing_new(alone: Any, eventually: Any) -> None:
+    first = alone.open("r0")
+    second = alone.open("r1")
+    first.draining = True
+    eventually(lambda: alone.ops.get("/debug/queue").json()["tiny"]["replicas"][0]["draining"])
+    for _ in range(4):
+        assert alone.http.post("/v1/completions", json=BODY).status_code == 200
+    assert (len(first.seen), len(second.seen)) == (0, 4)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_only_listed_keys_get_through_curve(
+    tmp_path: pathlib.Path, listed: bool, running_with: Any
+) -> None:
+    server_public = write_keys(tmp_path / "router.key")
+    own_public = write_keys(tmp_path / "controller.key")
+    (tmp_path / "server.pub").write_text(server_public)
+    other = write_keys(tmp_path / "other.key")
+    (tmp_path / "allowed").write_text(own_public if listed else other)
+    curve = Curve(secret=str(tmp_path / "router.key"), allowed=str(tmp_path / "allowed"))
+    mine = Curve(
+        secret=str(tmp_path / "controller.key"), server_public=str(tmp_path / "server.pub")
+    )
+    running = running_with(curve=curve)
+    dialer: Dialer[ReplicaMessage, RouterMessage] = Dialer(
+        running.doors.fleet_address, b"r0", sends=Codec(ReplicaMessage),
+        receives=Codec(RouterMessage), curve=mine,
+    )  # fmt: skip
+    with contextlib.closing(dialer):
+        dialer.send(running.hello())
+        answer = dialer.receive(3.0 if listed else 0.5)
+    assert isinstance(answer, Welcome) if listed else answer is None
+
+
+def test_the_routers_classes_hold_not_the_replicas(alone: Any) -> None:
+    stranger = SloClass(name="stranger", slo=Slo())
+    alone.join("r0", classes=(stranger,))
+    response = alone.http.post("/v1/completions", json=BODY, headers={"x-medha-class": "stranger"})
+    assert response.status_code == 400

@@ -1,0 +1,246 @@
+"""Promises, refusals and waiting, as a client meets them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from medha.messages import KvEvents, Load
+
+BODY = {"model": "tiny", "prompt": "say abc", "max_tokens": 8}
+
+
+class Background(threading.Thread):
+    """A request made on another thread; `status`, `text` once it is answered."""
+
+    def __init__(self, running: Any, prompt: str = "say abc", **headers: str) -> None:
+        super().__init__(daemon=True)
+        self._running, self._prompt, self._headers = running, prompt, headers
+        self.status = 0
+        self.error: dict[str, Any] = {}
+        self.text = ""
+        self.took_s = 0.0
+        self.start()
+
+    def run(self) -> None:
+        began = time.monotonic()
+        response = self._running.http.post(
+            "/v1/completions", json={**BODY, "prompt": self._prompt},
+            headers={name.replace("_", "-"): value for name, value in self._headers.items()},
+        )  # fmt: skip
+        self.took_s = time.monotonic() - began
+        self.status = response.status_code
+        if self.status == 200:
+            self.text = response.json()["choices"][0]["text"]
+        else:
+            self.error = response.json()["error"]
+
+
+def waiting(running: Any) -> list[dict[str, Any]]:
+    return list(running.ops.get("/debug/queue").json()["tiny"]["requests"])
+
+
+def test_an_infeasible_deadline_is_refused_with_the_earliest_feasible_one(served: Any) -> None:
+    response = served.http.post(
+        "/v1/completions", json=BODY, headers={"x-medha-slo-ttft-ms": "0.001"}
+    )
+    assert response.status_code == 429
+    assert response.headers["x-should-retry"] == "false"
+    assert response.headers["x-medha-dropped-reason"] == "deadline_infeasible"
+    error = response.json()["error"]
+    assert error["code"] == "deadline_infeasible"
+    earliest = error["earliest_ttft_ms"]
+    accepted = served.http.post(
+        "/v1/completions", json=BODY, headers={"x-medha-slo-ttft-ms": str(earliest + 50)}
+    )
+    assert accepted.status_code == 200
+    assert accepted.headers["x-medha-promise-ttft-ms"] == str(earliest + 50)
+
+
+def test_the_openai_client_does_not_retry_an_infeasible_deadline(served: Any) -> None:
+    client = served.client.with_options(max_retries=3)
+    began = time.monotonic()
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(**BODY, extra_headers={"x-medha-class": "eager"})
+    assert caught.value.code == "deadline_infeasible"
+    assert time.monotonic() - began < 0.4
+
+
+def test_a_class_that_relegates_is_served_without_a_promise(served: Any) -> None:
+    response = served.http.post("/v1/completions", json=BODY, headers={"x-medha-class": "patient"})
+    assert response.status_code == 200
+    assert "x-medha-promise-ttft-ms" not in response.headers
+    assert response.headers["x-medha-class"] == "patient"
+    assert served.controllers[0].seen[-1].promised is False
+
+
+def test_requests_are_held_until_a_replica_comes(alone: Any, eventually: Any) -> None:
+    early = Background(alone)
+    eventually(lambda: alone.doors.router.service.live == 1)
+    assert alone.ops.get("/readyz").status_code == 200
+    alone.open()
+    early.join(5)
+    assert (early.status, early.text) == (200, "abc")
+
+
+def test_without_a_replica_a_request_is_refused_after_its_time(alone: Any) -> None:
+    early = Background(alone)
+    early.join(5)
+    assert early.status == 503 and early.error["code"] == "no_replica"
+    assert 1.4 < early.took_s < 3.0
+
+
+def test_a_stream_held_for_long_keeps_its_connection_alive(alone: Any) -> None:
+    body = {**BODY, "stream": True}
+    controller = alone.open()
+    controller.granting = False
+    with alone.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines) == ": keep-alive"
+        controller.granting = True
+        rest = [line for line in lines if line.startswith("data")]
+    assert rest[-1] == "data: [DONE]" and "abc" in "".join(rest).replace('"', "")
+
+
+def test_a_request_that_never_gets_room_ends_with_an_error(alone: Any) -> None:
+    alone.open().granting = False
+    plain = Background(alone, x_medha_slo_ttft_ms="1500")
+    body = {**BODY, "stream": True}
+    with alone.http.stream(
+        "POST", "/v1/completions", json=body, headers={"x-medha-slo-ttft-ms": "1500"}
+    ) as response:
+        text = "".join(response.iter_text())
+    assert response.status_code == 200  # a keep-alive had gone out
+    assert "event: error" in text and '"code":"overloaded"' in text and "[DONE]" not in text
+    plain.join(5)
+    assert plain.status == 503 and plain.error["code"] == "overloaded"
+
+
+def test_the_queue_is_ordered_by_urgency_and_says_why_each_waits(
+    alone: Any, eventually: Any
+) -> None:
+    controller = alone.open()
+    controller.granting = False
+    asked = []
+    for place, ttft_ms in enumerate((9000, 3000, 6000)):
+        asked.append(Background(alone, f"say {place}", x_medha_slo_ttft_ms=str(ttft_ms)))
+        eventually(lambda many=place + 1: len(waiting(alone)) == many)
+    asked.append(Background(alone, "say p", x_medha_class="patient"))
+    eventually(lambda: len(waiting(alone)) == 4)
+    eventually(lambda: len(controller.heads) == 4)
+    found = waiting(alone)
+    due = [entry["due_in_s"] for entry in found]
+    assert [entry["promised"] for entry in found] == [True, True, True, False]
+    assert due[:3] == sorted(due[:3])
+    assert [head.id for head in controller.heads] == [entry["id"] for entry in found]
+    assert "waits for its grant" in found[0]["why"] and "without a promise" in found[3]["why"]
+    controller.granting = True
+    for request in asked:
+        request.join(5)
+        assert request.status == 200
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back(alone: Any, eventually: Any) -> None:
+    controller = alone.open()
+    controller.granting = False
+    small = msgspec.structs.replace(controller.load, pending_s=7.0)
+    controller.load = small
+    eventually(lambda: alone.ops.get("/debug/queue").json()["tiny"]["replicas"][0]["load"]
+               ["pending_s"] == 7.0)  # fmt: skip
+    held = [Background(alone) for _ in range(4)]
+    eventually(lambda: len(waiting(alone)) == 4)
+    refused = alone.http.post("/v1/completions", json=BODY)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert refused.headers["retry-after"] in {"7", "8"}
+    controller.granting = True
+    for request in held:
+        request.join(5)
+        assert request.status == 200
+
+
+def test_a_prompt_beyond_every_pool_is_refused_with_both_numbers(
+    alone: Any, eventually: Any
+) -> None:
+    controller = alone.open()
+    controller.load = Load(free_pages=(8,), total_pages=(8,), page_tokens=16)
+    eventually(lambda: alone.ops.get("/debug/queue").json()["tiny"]["replicas"][0]["load"]
+               ["total_pages"] == [8])  # fmt: skip
+    response = alone.http.post("/v1/completions", json={**BODY, "prompt": "x" * 200})
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert "208" in message and "128" in message
+
+
+def test_a_drain_refuses_what_is_new_and_finishes_what_runs(alone: Any, eventually: Any) -> None:
+    controller = alone.open()
+    controller.emitting.clear()
+    running = Background(alone)
+    eventually(lambda: controller.running)
+    assert alone.ops.post("/drain").status_code == 202
+    eventually(lambda: alone.ops.get("/readyz").status_code == 503)
+    refused = alone.http.post("/v1/completions", json=BODY)
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+    assert refused.headers["retry-after"] == "1"
+    controller.emitting.set()
+    running.join(5)
+    assert (running.status, running.text) == (200, "abc")
+    eventually(lambda: not alone.alive())
+
+
+def test_metrics_tell_promises_refusals_and_latencies(served: Any) -> None:
+    served.http.post("/v1/completions", json=BODY)
+    served.http.post("/v1/completions", json=BODY, headers={"x-medha-class": "eager"})
+    text = served.ops.get("/metrics").text
+    labels = '{class="default",length="1k",model="tiny"}'
+    assert f"medha_request_ttft_seconds_count{labels}" in text
+    assert f"medha_request_e2e_seconds_count{labels}" in text
+    assert f"medha_slo_attained_total{labels}" in text
+    assert 'medha_promises_total{class="default",model="tiny",outcome="kept"}' in text
+    assert 'reason="deadline_infeasible"' in text
+    assert 'medha_slo_missed_total{class="eager",length="1k",model="tiny"}' in text
+
+
+def test_the_probe_answers_from_the_ops_port(served: Any) -> None:
+    assert served.ops.get("/healthz").status_code == 200
+    assert served.ops.get("/readyz").status_code == 200
+    assert served.ops.get("/nowhere").status_code == 404
+
+
+def test_what_a_replica_has_cached_is_known_and_shortens_the_work(
+    alone: Any, eventually: Any
+) -> None:
+    controller = alone.open()
+    prompt = "say " + "x" * 500
+    assert alone.http.post("/v1/completions", json={**BODY, "prompt": prompt}).status_code == 200
+    first = controller.seen[0]
+    controller.tell(KvEvents(1, stored=first.hashes))
+    pages = len(first.hashes) // 16
+    eventually(lambda: alone.ops.get("/debug/queue").json()["tiny"]["cached_pages"] == pages)
+    controller.granting = False
+    asked = [Background(alone, prompt)]
+    eventually(lambda: len(controller.heads) == 1)
+    head = controller.heads[0]
+    assert head.cached_tokens == pages * 16
+    assert head.work_s < first.work_s
+    controller.tell(KvEvents(2, removed=first.hashes[-16 * 10 :]))
+    eventually(lambda: alone.ops.get("/debug/queue").json()["tiny"]["cached_pages"] == pages - 10)
+    asked.append(Background(alone, prompt))
+    eventually(lambda: len(controller.heads) == 2)
+    assert controller.heads[1].cached_tokens == head.cached_tokens - 160
+    controller.granting = True
+    for request in asked:
+        request.join(5)
+        assert request.status == 200
+
+
+def test_a_gap_in_the_cache_news_asks_for_a_snapshot(alone: Any, eventually: Any) -> None:
+    controller = alone.open()
+    eventually(lambda: controller.welcomes == 1)
+    controller.tell(KvEvents(5, stored=b"x" * 16))
+    eventually(lambda: controller.welcomes == 2)

@@ -1,0 +1,165 @@
+"""Tokens made in processes that can be killed: lanes, limits, templates and their sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from medha import prefix
+from medha.errors import CheckpointError, EngineError, RequestError
+from medha.messages import from_bytes
+from medha_router.encoding import Encode, TokenizerFiles
+from medha_router.template import ChatTemplate
+from medha_router.tokenizer import TokenizerPool
+
+SALT = b"salt"
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+SPIN = b"{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}x" + (
+    b"{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+def job(raw: object, *, chat: bool = False, key: str = "good", **changes: object) -> Encode:
+    made = Encode(key=key, chat=chat, raw=json.dumps(raw).encode(), page_tokens=4, salt=SALT)
+    return msgspec.structs.replace(made, **changes)
+
+
+@pytest.fixture(scope="module")
+def pool(byte_level_json: bytes) -> Iterator[TokenizerPool]:
+    made = TokenizerPool(job_s=1.0)
+    made.add(
+        TokenizerFiles(key="good", tokenizer=byte_level_json, template=b"{{ messages[0].content }}")
+    )
+    made.add(TokenizerFiles(key="spin", tokenizer=byte_level_json, template=SPIN))
+    made.add(TokenizerFiles(key="broken", tokenizer=b"{}"))
+    yield made
+    made.close()
+
+
+def test_pages_are_named_by_the_chain_of_the_whole_prompt(pool: TokenizerPool) -> None:
+    (made,) = asyncio.run(pool.encode(job("say ten chars")))
+    tokens = from_bytes(made.tokens)
+    assert made.length == len("say ten chars")
+    assert made.hashes == b"".join(prefix.chain(tokens, 4, SALT))
+    assert len(made.hashes) == 16 * (made.length // 4)
+
+
+def test_token_ids_pass_through_and_can_be_echoed_as_text(pool: TokenizerPool) -> None:
+    (said,) = asyncio.run(pool.encode(job("héé")))
+    ids = from_bytes(said.tokens).tolist()
+    (made,) = asyncio.run(pool.encode(job(ids, texts=True)))
+    assert made.tokens == said.tokens and made.text == "héé"
+
+
+def test_a_client_mistake_comes_back_with_its_field(pool: TokenizerPool) -> None:
+    with pytest.raises(RequestError) as caught:
+        asyncio.run(pool.encode(job([{"role": "user", "content": 5}], chat=True)))
+    assert caught.value.param == "messages[0].content"
+
+
+def test_files_that_do_not_load_are_a_checkpoint_error(pool: TokenizerPool) -> None:
+    with pytest.raises(CheckpointError):
+        asyncio.run(pool.encode(job("a", key="broken")))
+    assert asyncio.run(pool.encode(job("a")))
+
+
+def test_a_template_that_never_ends_is_killed_and_the_next_job_is_served(
+    pool: TokenizerPool,
+) -> None:
+    with pytest.raises(RequestError, match="within 1 s") as caught:
+        asyncio.run(pool.encode(job(MESSAGES, chat=True, key="spin")))
+    assert caught.value.code == "tokenizer_timeout"
+    (made,) = asyncio.run(pool.encode(job("abc")))
+    assert made.length == 3
+
+
+def test_a_greeting_does_not_wait_for_a_book(pool: TokenizerPool) -> None:
+    async def both() -> list[str]:
+        done: list[str] = []
+
+        async def one(name: str, text: str) -> None:
+            (made,) = await pool.encode(job(text))
+            assert made.length == len(text)
+            done.append(name)
+
+        await pool.encode(job("warm"))
+        book = asyncio.create_task(one("book", "word " * 200_000))
+        await asyncio.sleep(0.01)
+        await one("greeting", "hi")
+        await book
+        return done
+
+    assert asyncio.run(both()) == ["greeting", "book"]
+
+
+def test_a_closed_pool_fails_what_runs_and_what_waits_and_skips_what_was_abandoned(
+    byte_level_json: bytes,
+) -> None:
+    async def scene() -> None:
+        pool = TokenizerPool()
+        pool.add(TokenizerFiles(key="spin", tokenizer=byte_level_json, template=SPIN))
+        jobs = [job(MESSAGES, chat=True, key="spin") for _ in range(3)]
+        running, gone, waiting = [asyncio.ensure_future(pool.encode(each)) for each in jobs]
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        await asyncio.to_thread(pool.close)
+        for failed in (running, waiting):
+            with pytest.raises(EngineError):
+                await failed
+        assert gone.cancelled()
+
+    asyncio.run(scene())
+
+
+def test_a_template_has_what_hugging_face_templates_expect() -> None:
+    source = (
+        b"{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
+        b"{{ m | tojson }}{% generation %}!{% endgeneration %}{% endfor %}"
+        b"{% if add_generation_prompt %}>{% endif %}{{ strftime_now('%Y')[:2] }}"
+    )
+    config = json.dumps({"bos_token": {"content": "<s>"}}).encode()
+    made = ChatTemplate(source, config).render(
+        [{"role": "user", "content": "é"}, {"role": "tool", "content": "x"}], generation_prompt=True
+    )
+    assert made == '<s>{"role": "user", "content": "é"}!>20'
+
+
+def test_the_template_in_the_config_counts_when_there_is_no_file() -> None:
+    config = json.dumps({"chat_template": [{"name": "default", "template": "D"},
+                                           {"name": "tool_use", "template": "T"}]})  # fmt: skip
+    assert ChatTemplate(b"", config.encode()).render(MESSAGES, generation_prompt=False) == "D"
+
+
+def test_a_refusing_template_is_the_clients_error() -> None:
+    template = ChatTemplate(b"{{ raise_exception('roles must alternate') }}", b"")
+    with pytest.raises(RequestError, match="roles must alternate"):
+        template.render(MESSAGES, generation_prompt=True)
+
+
+def test_a_model_without_a_template_says_which_route_to_use() -> None:
+    with pytest.raises(RequestError, match="/v1/completions"):
+        ChatTemplate(b"", b"").render(MESSAGES, generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}"],
+)
+def test_a_template_cannot_reach_out_of_its_sandbox(attack: str) -> None:
+    with pytest.raises(RequestError, match="refuses"):
+        ChatTemplate(attack.encode(), b"").render(MESSAGES, generation_prompt=True)
+
+
+def test_a_template_that_does_not_parse_is_a_checkpoint_error() -> None:
+    with pytest.raises(CheckpointError, match="does not load"):
+        ChatTemplate(b"{% if %}", b"")
+
+
+def test_token_bytes_are_little_endian_int32(pool: TokenizerPool) -> None:
+    (made,) = asyncio.run(pool.encode(job([1, 2, 258])))
+    assert np.frombuffer(made.tokens, "<i4").tolist() == [1, 2, 258]

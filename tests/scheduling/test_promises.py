@@ -1,0 +1,119 @@
+"""The promise set against brute force, and the arithmetic of margins by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medha.scheduling.lars import relative_slack, yielded
+from medha.scheduling.promises import (
+    allowances_s,
+    broken,
+    earliest_due_s,
+    largest_feasible,
+    margins_s,
+    room_s,
+)
+
+JOBS = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=0, max_size=9
+).map(sorted)  # fmt: skip
+
+
+def feasible(jobs: list[tuple[int, int]], chosen: tuple[int, ...]) -> bool:
+    """Whether the chosen (due, work) jobs can all be done in time, one after another."""
+    done = 0
+    for place in chosen:
+        done += jobs[place][1]
+        if done > jobs[place][0]:
+            return False
+    return True
+
+
+def arrays(jobs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    due = np.array([due for due, _ in jobs], dtype=np.float64)
+    return due, np.array([work for _, work in jobs], dtype=np.float64)
+
+
+@given(JOBS)
+def test_no_larger_set_is_feasible(jobs: list[tuple[int, int]]) -> None:
+    kept = largest_feasible(*arrays(jobs))
+    chosen = tuple(np.flatnonzero(kept).tolist())
+    assert feasible(jobs, chosen)
+    best = max(
+        len(some)
+        for size in range(len(jobs) + 1)
+        for some in itertools.combinations(range(len(jobs)), size)
+        if feasible(jobs, some)
+    )
+    assert len(chosen) == best
+
+
+@given(JOBS, st.integers(1, 25), st.integers(1, 10))
+def test_room_says_exactly_what_fits_beside_the_kept(
+    jobs: list[tuple[int, int]], due: int, work: int
+) -> None:
+    due_in, works = arrays(jobs)
+    kept = largest_feasible(due_in, works)
+    held = [job for job, keep in zip(jobs, kept, strict=True) if keep]
+    place = int(np.searchsorted(due_in, due, side="right"))
+    fits = room_s(margins_s(due_in, works, kept), due_in, place, float(due)) >= work
+    together = sorted([*held, (due, work)], key=lambda job: job[0])
+    assert fits == feasible(together, tuple(range(len(together))))
+
+
+@given(JOBS, st.integers(1, 10))
+def test_the_earliest_deadline_that_fits_is_the_earliest(
+    jobs: list[tuple[int, int]], work: int
+) -> None:
+    due_in, works = arrays(jobs)
+    kept = largest_feasible(due_in, works)
+    margins = margins_s(due_in, works, kept)
+
+    def fits(due: float) -> bool:
+        place = int(np.searchsorted(due_in, due, side="right"))
+        return room_s(margins, due_in, place, due) >= work
+
+    earliest = earliest_due_s(margins, due_in, float(work))
+    assert fits(earliest)
+    assert not any(fits(due) for due in np.arange(0.5, earliest, 0.5))
+
+
+@given(JOBS)
+def test_what_is_broken_leaves_a_feasible_set(jobs: list[tuple[int, int]]) -> None:
+    due_in, works = arrays(jobs)
+    kept = np.ones(len(jobs), dtype=np.bool_)
+    lost = broken(margins_s(due_in, works, kept), works, kept, 0.0)
+    rest = tuple(place for place in range(len(jobs)) if place not in lost)
+    assert feasible(jobs, rest)
+    assert len(rest) == int(largest_feasible(due_in, works).sum())
+
+
+def test_margins_and_allowances_by_hand() -> None:
+    #   due      2     5     6      9          the third is relegated
+    #   work     1     1     2      4
+    #   margin   1     3     -      3          2−1, 5−2, 9−6
+    due, work = np.array([2.0, 5.0, 6.0, 9.0]), np.array([1.0, 1.0, 2.0, 4.0])
+    kept = np.array([True, True, False, True])
+    margins = margins_s(due, work, kept)
+    assert margins.tolist() == [1.0, 3.0, np.inf, 3.0]
+    # The first is always allowed; a kept one may use the margins before it, another the least.
+    assert allowances_s(np.flatnonzero(kept), margins[kept], 4).tolist() == [np.inf, 1.0, 1.0, 1.0]
+
+
+def test_an_overrun_within_the_tolerance_breaks_nothing() -> None:
+    due, work = np.array([2.0, 3.0]), np.array([1.5, 2.0])
+    kept = np.array([True, True])
+    margins = margins_s(due, work, kept)
+    assert broken(margins, work, kept, 0.5) == []
+    assert broken(margins, work, kept, 0.4) == [1]
+
+
+def test_relative_slack_by_hand() -> None:
+    # The paper's example: r_L at 0 has slack 6 for 10 s of work, r_S at 5 has 0.5 for 0.5 s.
+    rho = relative_slack(np.array([16.0, 1.0]), np.array([10.0, 0.5]), np.array([10.0, 0.5]))
+    assert rho.tolist() == [0.6, 1.0]
+    assert yielded(np.array([-1.0, 0.2, 3.0]), 0.4).tolist() == [0.0, 0.2, 0.4]

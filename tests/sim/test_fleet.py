@@ -1,0 +1,121 @@
+"""The fleet in virtual time: promises are kept, prefixes attract, refusals tell the truth."""
+
+from __future__ import annotations
+
+import pytest
+
+from medha.config import Scheduling
+from medha.model import ModelShape
+from medha.predictor import Predictor
+from medha.profile import A100
+from medha.request import Slo, SloClass
+from medha.scheduling.scheduler import Scheduler
+from medha.sim.fleet import Fleet
+from medha.sim.loop import Loop
+from medha.sim.pipeline import PipelineClock
+from medha.sim.replica import SimReplica
+from medha.sim.report import Record, summarise
+from medha.sim.workload import Arrival, poisson
+from medha.topology import Topology
+
+SHAPE = ModelShape(
+    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256,
+    max_context_tokens=400_000,
+)  # fmt: skip
+RELEGATING = SloClass(when_infeasible="relegate", slo=Slo(tpot_s=0.1))
+REFUSING = SloClass(slo=Slo(tpot_s=0.1))
+
+
+def fleet(count: int = 2, slo_class: SloClass = RELEGATING, pages: int = 10_000) -> Fleet:
+    loop, settings, replicas = Loop(), Scheduling(), []
+    for index in range(count):
+        predictor = Predictor(A100, SHAPE, Topology(tp=8))
+        scheduler = Scheduler(
+            Topology(tp=8), SHAPE, predictor, settings, pages, 64, 400_000, (slo_class,)
+        )
+        clock = PipelineClock(predictor, 64, scheduler.layout)
+        replicas.append(SimReplica(f"r{index}", scheduler, clock, loop))
+    return Fleet(replicas, loop, (slo_class,), settings, 64, 400_000)
+
+
+def play(of: Fleet, arrivals: list[Arrival]) -> dict[str, Record]:
+    of.play(arrivals)
+    of.loop.run(most_events=200_000)
+    records = of.records()
+    assert len(records) == len({record.id for record in records}) == len(arrivals)
+    return {record.id: record for record in records}
+
+
+def arrival(id: str, at: float, prompt: int, output: int = 1, **more: object) -> Arrival:
+    return Arrival(
+        id=id, arrival_s=at, prompt_tokens=prompt, output_tokens=output, **more  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_two_long_ones_go_to_two_replicas() -> None:
+    records = play(fleet(), [arrival("a", 0.0, 100_000), arrival("b", 0.01, 100_000)])
+    assert {record.replica for record in records.values()} == {"r0", "r1"}
+    assert all(record.promised and record.in_time for record in records.values())
+
+
+def test_a_turn_on_a_cached_prefix_goes_back_to_where_it_lies() -> None:
+    blocks = tuple(range(100))
+    first = arrival("first", 0.0, 51_200, blocks=blocks)
+    other = arrival("other", 3.0, 51_200, blocks=tuple(range(1000, 1100)))
+    turn = arrival("turn", 9.0, 51_300, blocks=blocks)
+    records = play(fleet(3), [first, other, turn])
+    assert records["turn"].replica == records["first"].replica
+    assert records["turn"].cached_tokens >= 51_136
+    ttft, whole = records["turn"].ttft_s, records["first"].ttft_s
+    assert ttft is not None and whole is not None and ttft < 0.2 * whole
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_exact_predictions_no_promise_is_broken(seed: int) -> None:
+    lengths = [(300, 1), (2000, 1), (6000, 1), (1000, 1), (120_000, 1)]
+    arrivals = poisson(lengths, 2.0, 200, seed)
+    report = summarise(list(play(fleet(), arrivals).values()), 100.0)
+    assert report.total.promised > 100
+    assert report.total.promises_broken <= 0.01 * report.total.promised
+
+
+def test_overload_is_refused_with_a_deadline_that_is_then_kept() -> None:
+    of = fleet(1, REFUSING)
+    burst = [arrival(f"l{index}", 0.1 * index, 150_000) for index in range(6)]
+    records = play(of, burst)
+    refused = [record for record in records.values() if record.refused]
+    served = [record for record in records.values() if not record.refused]
+    assert {record.refused for record in refused} == {"deadline_infeasible"}
+    assert served and all(record.in_time for record in served)
+
+
+def test_relegated_ones_are_all_served_in_the_end() -> None:
+    burst = [arrival(f"l{index}", 0.1 * index, 150_000, 3) for index in range(6)]
+    records = play(fleet(1), burst)
+    assert all(record.finished_s is not None for record in records.values())
+    assert any(not record.promised for record in records.values())
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    records = play(fleet(1, pages=1000), [arrival("big", 0.0, 64_001)])
+    assert records["big"].refused == "context_length_exceeded"
+
+
+def test_a_request_waits_in_the_queue_while_replicas_are_full_of_more_urgent_work() -> None:
+    of = fleet(1)
+    burst = [arrival(f"s{index}", 0.0, 8000) for index in range(60)]
+    waited: list[int] = []
+    of.play(burst)
+    of.loop.at(0.3, 3, lambda: waited.append(len(of.queue)))
+    of.loop.run(most_events=100_000)
+    assert waited[0] > 0
+    assert all(record.finished_s is not None for record in of.records())
+
+
+def test_more_replicas_keep_more_promises_at_the_same_arrivals() -> None:
+    arrivals = poisson([(4000, 5), (1000, 5), (90_000, 5)], 4.0, 150, seed=2)
+    one, two = (
+        summarise(list(play(fleet(count), arrivals).values()), 100.0).total.attainment
+        for count in (1, 2)
+    )
+    assert two > one

@@ -1,0 +1,104 @@
+"""The pipeline clock: stages overlap, participants wait for each other, shards are followed."""
+
+from __future__ import annotations
+
+import pytest
+
+from medha.batch import Batch, Chunk, Move
+from medha.model import ModelShape
+from medha.predictor import Predictor
+from medha.profile import A100
+from medha.sim.pipeline import Layout, PipelineClock
+from medha.topology import Topology
+
+SHAPE = ModelShape(
+    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
+)  # fmt: skip
+OF = Predictor(A100, SHAPE, Topology(tp=8, spp=2, kvp_min=2, kvp_max=3, tokens_per_group=100_000))
+
+
+def clock(layout: Layout = ()) -> PipelineClock:
+    made = PipelineClock(OF, 64, lambda seq: layout)
+    for group in range(3):
+        made.join(group, 0.0)
+    return made
+
+
+def batch(
+    number: int, *chunks: Chunk, switches: tuple[int, ...] = (), ended: tuple[int, ...] = ()
+) -> Batch:
+    return Batch(number, 1, chunks, switches, ended)
+
+
+def chunk(seq: int, start: int, length: int, *groups: int, tail: int | None = None) -> Chunk:
+    return Chunk(seq, start, length, groups, groups[-1] if tail is None else tail)
+
+
+def seconds(length: int, keys: int, groups: int = 1, tail: bool = True, stage: int = 0) -> float:
+    load = OF.load()
+    load.add_chunk(length, keys, groups, tail)
+    return load.stage_s(stage)
+
+
+def test_the_next_batch_enters_stage_0_while_the_first_is_in_stage_1() -> None:
+    of = clock()
+    one = of.run(batch(1, chunk(1, 0, 512, 0)), 0.0)
+    first, second = seconds(512, 0), seconds(512, 0, stage=1)
+    assert one.ends_s == pytest.approx((first, first + second))
+    assert one.slowest_s == pytest.approx(max(first, second))
+    assert 0 not in of.free_groups(0.5 * first) and 0 in of.free_groups(one.ends_s[0])
+    two = of.run(batch(2, chunk(1, 512, 512, 0)), one.ends_s[0])
+    assert two.ends_s[0] == pytest.approx(one.ends_s[0] + seconds(512, 512))
+    assert two.ends_s[1] == pytest.approx(
+        max(two.ends_s[0], one.ends_s[1]) + seconds(512, 512, stage=1)
+    )
+
+
+def test_a_shared_batch_waits_for_every_participant_and_a_lone_group_does_not() -> None:
+    of = clock()
+    busy = of.run(batch(1, chunk(1, 0, 4096, 0)), 0.0)
+    shared = of.run(batch(2, chunk(2, 0, 64, 0, 1)), 0.0)
+    alone = of.run(batch(3, chunk(3, 0, 64, 2)), 0.0)
+    assert shared.ends_s[0] == pytest.approx(busy.ends_s[0] + seconds(64, 0, 2))
+    assert alone.ends_s[0] == pytest.approx(seconds(64, 0))
+
+
+def test_a_group_pays_only_for_the_shard_that_it_holds() -> None:
+    of = clock()
+    of.run(batch(1, chunk(1, 0, 100_000, 0)), 0.0)
+    of.run(batch(2, chunk(1, 100_000, 50_000, 0, 1)), 1e3)
+    assert of.held[1] == {0: 100_000, 1: 50_000}
+    ends = of.run(batch(3, chunk(1, 150_000, 256, 0, 1)), 2e6).ends_s
+    older, newer = seconds(256, 100_000, 2, False), seconds(256, 50_000, 2, True)
+    assert ends[0] - 2e6 == pytest.approx(max(older, newer), rel=1e-4)
+
+
+def test_a_switch_moves_tokens_and_an_end_forgets_them() -> None:
+    of = clock()
+    of.run(batch(1, chunk(1, 0, 6400, 0)), 0.0)
+    of.copied(Move(7, 1, 0, 1, (0, 1, 2), (0, 1, 2), (5, 6, 7)))
+    of.run(batch(2, chunk(1, 6400, 10, 0, 1), switches=(7,)), 10.0)
+    assert of.held[1] == {0: 6400 - 192, 1: 192 + 10}
+    of.run(batch(3, chunk(2, 0, 10, 0), ended=(1,)), 20.0)
+    assert set(of.held) == {2}
+
+
+def test_cached_pages_count_from_the_first_chunk_on() -> None:
+    of = clock(layout=((0, tuple((page, page) for page in range(1000))),))
+    end = of.run(batch(1, chunk(1, 64_000, 100, 0)), 0.0).ends_s[0]
+    assert end == pytest.approx(seconds(100, 64_000))
+
+
+def test_a_straggling_stage_is_slower_by_its_factor() -> None:
+    slow = PipelineClock(OF, 64, lambda seq: (), lambda number, stage: 3.0 if stage else 1.0)
+    slow.join(0, 0.0)
+    ends = slow.run(batch(1, chunk(1, 0, 512, 0)), 0.0).ends_s
+    assert ends[1] - ends[0] == pytest.approx(3.0 * seconds(512, 0, stage=1))
+
+
+def test_a_group_that_left_is_free_no_more_and_holds_nothing() -> None:
+    of = clock()
+    of.run(batch(1, chunk(1, 0, 64, 0), chunk(2, 0, 64, 1)), 0.0)
+    of.leave(1)
+    assert of.free_groups(1e9) == {0, 2}
+    assert of.held == {1: {0: 64}, 2: {}}

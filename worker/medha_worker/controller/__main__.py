@@ -1,0 +1,77 @@
+"""Starts one replica's controller: `python -m medha_worker.controller --config FILE`.
+
+The composition root: everything that the controller needs is made here and passed on. Exit status
+2 means that a person must mend the config, the checkpoint or the machine; the message says how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import pathlib
+import signal
+import sys
+import time
+
+from medha.adapters.logs import start_logs
+from medha.adapters.prometheus import Metrics
+from medha.config import WorkerConfig, read
+from medha.errors import UserError
+from medha_worker.controller.controller import Controller
+from medha_worker.controller.process import (
+    OfModel,
+    Process,
+    identity_of,
+    read_profile,
+    scheduler_maker,
+)
+from medha_worker.parallel.mesh import serve_store
+
+log = logging.getLogger("medha.controller")
+
+
+def serve(config: WorkerConfig) -> None:
+    """Run the controller of `config` until SIGTERM or SIGINT."""
+    identity, profile = identity_of(config), read_profile(config.profile)
+    store, address = serve_store(config.store_bind)
+    metrics = Metrics("controller")
+    with contextlib.ExitStack() as open_files:
+        decisions = None
+        if config.decision_log:
+            log_file = open_files.enter_context(pathlib.Path(config.decision_log).open("wb"))
+            decisions = log_file.write
+        controller = Controller(
+            config,
+            identity,
+            make_scheduler=scheduler_maker(config, identity.shape, decisions),
+            store=address,
+            profile=profile,
+            meters=OfModel(metrics, config.model),
+            clock=time.perf_counter,
+        )
+        process = Process(config, controller, metrics)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: process.leave())
+        fields = {"ops_port": process.ops_port, "store": address, "ranks": config.rank_bind}
+        log.info("controller of %s serves", config.replica, extra={"fields": fields})
+        process.run()
+    del store  # it serves as long as it is held
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="medha_worker.controller", description=__doc__)
+    parser.add_argument("--config", required=True, type=pathlib.Path, help="a WorkerConfig as JSON")
+    arguments = parser.parse_args()
+    try:
+        config = read(WorkerConfig, arguments.config)
+        start_logs(f"{config.replica}-controller", config.log_level)
+        serve(config)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

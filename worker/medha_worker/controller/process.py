@@ -1,0 +1,288 @@
+"""The controller's process: sockets, files, time and the ops port around the sans-I/O Controller.
+
+    ranks ── ZeroMQ ──> Listener ┐                      ┌─> Listener ──> ranks
+    routers ── ZeroMQ ─> Dialers ┴─> Controller.on_tick ┴─> Dialers ──> routers
+    ops port: GET /status, /healthz, /readyz, /metrics, POST /drain (its own threads; snapshots)
+
+One thread owns sockets and controller. After each burst of messages comes one tick; with nothing to
+hear it ticks every few milliseconds while requests wait, else twenty times a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pathlib
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+from medha.adapters.prometheus import Metrics, OpsServer, Reply, Tick, json_reply
+from medha.adapters.sockets import Dialer, Listener, wait
+from medha.config import WorkerConfig
+from medha.errors import CheckpointError, SpecError
+from medha.messages import (
+    Codec,
+    RankCommand,
+    RankReport,
+    ReplicaMessage,
+    ReplicaStatus,
+    RouterMessage,
+)
+from medha.model import ModelShape
+from medha.predictor import Predictor
+from medha.profile import Profile, decode
+from medha.scheduling.decisions import Recorded
+from medha.scheduling.scheduler import Scheduler
+from medha.topology import Coordinate
+from medha_worker.controller.controller import Controller
+from medha_worker.controller.decider import Decider
+from medha_worker.controller.names import Names, literal
+from medha_worker.controller.outbox import Outgoing, Redial, ToRanks, ToRouter
+from medha_worker.controller.startup import Identity, MakeScheduler
+from medha_worker.model.config import read_config
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+BURST = 256
+BUSY_TICK_S, IDLE_TICK_S = 0.005, 0.05
+STATUS_S = 0.1
+FAREWELL_S = 0.1  # sockets are closed with what they hold: let the last words out
+
+log = logging.getLogger("medha.controller")
+
+RouterLink = Dialer[ReplicaMessage, RouterMessage]
+RankLinks = Listener[RankCommand, RankReport]
+
+
+def identity_of(config: WorkerConfig) -> Identity:
+    """Reads what Hello tells of the checkpoint; raises CheckpointError or SpecError."""
+    folder = pathlib.Path(config.checkpoint)
+    model = read_config(folder)
+    kv_dtype = config.dtype if config.kv_dtype == "auto" else config.kv_dtype
+    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    if "tokenizer.json" not in files:
+        raise CheckpointError(
+            f"{folder / 'tokenizer.json'} is missing: routers need it; save the tokenizer with the "
+            "checkpoint"
+        )
+    shape = model.shape(_bytes(config.dtype), _bytes(kv_dtype), config.max_context_tokens)
+    return Identity(
+        incarnation=uuid.uuid4().hex,
+        shape=shape,
+        files=files,
+        hashes={
+            name: hashlib.blake2b(data, digest_size=16).hexdigest() for name, data in files.items()
+        },
+        stop_tokens=model.stop_tokens,
+    )
+
+
+def _bytes(dtype: str) -> float:
+    if dtype not in BYTES:
+        raise SpecError("dtype", dtype, "must be known", f"use one of {', '.join(BYTES)}")
+    return BYTES[dtype]
+
+
+def read_profile(path: str) -> Profile | None:
+    """The profile of a file, None without a path; raises SpecError."""
+    if not path:
+        return None
+    try:
+        return decode(pathlib.Path(path).read_bytes(), path)
+    except OSError as error:
+        raise SpecError(
+            "profile", path, f"must be readable ({error.strerror})", "write it with medha calibrate"
+        ) from None
+
+
+def scheduler_maker(
+    config: WorkerConfig, shape: ModelShape, decisions: Callable[[bytes], object] | None
+) -> MakeScheduler:
+    """Makes the scheduler once profile and pages are known; `decisions` takes its log's lines."""
+
+    def make(profile: Profile, pages: int) -> tuple[Decider, Predictor]:
+        settings = config.scheduling
+        predictor = Predictor(profile, shape, config.topology, settings.max_batch_s)
+        scheduler = Scheduler(
+            config.topology,
+            shape,
+            predictor,
+            settings,
+            pages,
+            config.page_tokens,
+            config.max_context_tokens,
+            config.classes,
+        )
+        if decisions is None:
+            return scheduler, predictor
+        return Recorded(scheduler, decisions), predictor
+
+    return make
+
+
+class OfModel:
+    """The metrics of one model: puts its name before the other labels."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._metrics, self._model = metrics, model
+
+    def add(self, name: str, amount: float, *labels: str) -> None:
+        self._metrics.add(name, amount, self._model, *labels)
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        self._metrics.set(name, value, self._model, *labels)
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        self._metrics.observe(name, value, self._model, *labels)
+
+
+class Process:
+    """Sockets and ops port of one controller; `run` blocks until it is told to stop."""
+
+    def __init__(self, config: WorkerConfig, controller: Controller, metrics: Metrics) -> None:
+        self._config, self._controller, self._metrics = config, controller, metrics
+        self._reports: Codec[RankReport] = Codec(RankReport)
+        self._ranks: RankLinks = Listener(
+            config.rank_bind, sends=Codec(RankCommand), receives=self._reports
+        )
+        self._names = Names(config.routers)
+        fixed = [router for router in config.routers if literal(router)]
+        self._routers = {router: self._dial(router) for router in fixed}
+        self._tick = Tick()
+        self._status: ReplicaStatus | None = None
+        self._status_s = float("-inf")
+        self._stopping = threading.Event()
+        self._draining = threading.Event()
+        self._leaving = threading.Event()
+        self._ops = OpsServer(
+            config.ops_host,
+            config.ops_port,
+            metrics,
+            alive=self._tick.alive,
+            ready=lambda: self._status is not None and self._status.ready,
+            routes={"GET /status": self._show_status, "POST /drain": self._drain},
+        )
+
+    @property
+    def ops_port(self) -> int:
+        return self._ops.port
+
+    def _dial(self, router: str) -> RouterLink:
+        identity = f"{self._config.replica}-{self._controller.identity.incarnation[:12]}"
+        return Dialer(
+            router,
+            identity.encode(),
+            sends=Codec(ReplicaMessage),
+            receives=Codec(RouterMessage),
+            curve=self._config.curve,
+        )
+
+    # --- ops port (its own threads) -----------------------------------------------------------
+
+    def _show_status(self) -> Reply:
+        return json_reply(self._status) if self._status else Reply(b"starting\n", 503)
+
+    def _drain(self) -> Reply:
+        self._draining.set()
+        self._ranks.wake()
+        return Reply(b"draining\n", 202)
+
+    def leave(self) -> None:
+        """End `run` once what runs is finished, the second time at once; from a signal handler."""
+        if self._leaving.is_set():
+            self._stopping.set()
+        self._leaving.set()
+        self._draining.set()
+        self._ranks.wake()
+
+    # --- the loop -----------------------------------------------------------------------------
+
+    def run(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Serve until told to leave."""
+        self._names.start()
+        try:
+            while not self._stopping.is_set():
+                wait([self._ranks, *self._routers.values()], self._patience_s())
+                now = clock()
+                self._follow(self._names.take(), now)
+                if self._draining.is_set():
+                    self._controller.drain()
+                self._hear(now)
+                for item in self._controller.on_tick(now):
+                    self._send(item)
+                if now - self._status_s >= STATUS_S:
+                    self._status, self._status_s = self._controller.status(now), now
+                    self._count_rejected()
+                self._tick()
+                if self._leaving.is_set() and self._controller.drained:
+                    break
+            for item in self._controller.on_stop(clock()):
+                self._send(item)
+            time.sleep(FAREWELL_S)
+        finally:
+            self.close()
+
+    def _follow(self, routers: tuple[str, ...] | None, now: float) -> None:
+        """Dial the routers that names stand for now."""
+        if routers is None or set(routers) == set(self._routers):
+            return
+        self._controller.set_routers(routers, now)
+        for router in set(self._routers) - set(routers):
+            self._routers.pop(router).close()
+        for router in set(routers) - set(self._routers):
+            self._routers[router] = self._dial(router)
+
+    def close(self) -> None:
+        self._names.close()
+        for link in self._routers.values():
+            link.close()
+        self._ranks.close()
+        self._ops.close()
+
+    def _count_rejected(self) -> None:
+        links: list[tuple[str, RankLinks | RouterLink]] = [("rank", self._ranks)]
+        links += [("router", link) for link in self._routers.values()]
+        for peer, link in links:
+            self._metrics.add("medha_messages_rejected_total", link.rejected, peer)
+            link.rejected = 0
+
+    def _patience_s(self) -> float:
+        return BUSY_TICK_S if self._controller.busy else IDLE_TICK_S
+
+    def _hear(self, now: float) -> None:
+        """Take in what has arrived, ranks first, a bounded number of each."""
+        for _ in range(BURST):
+            report = self._ranks.receive()
+            if report is None:
+                break
+            at = coordinate_of(report[0])
+            if at is not None:
+                self._controller.on_rank(at, report[1], now)
+        for router, link in self._routers.items():
+            for _ in range(BURST):
+                message = link.receive()
+                if message is None:
+                    break
+                self._controller.on_router(router, message, now)
+
+    def _send(self, item: Outgoing) -> None:
+        match item:
+            case ToRanks(ranks, message):
+                self._ranks.send_all([str(at).encode() for at in ranks], message)
+            case ToRouter(router, answer) if router in self._routers:
+                self._routers[router].send(answer)
+            case Redial(router):
+                self._routers[router].close()
+                self._routers[router] = self._dial(router)
+
+
+def coordinate_of(peer: bytes) -> Coordinate | None:
+    """The rank behind a socket identity such as `g0-s1-t0`; None for a stranger."""
+    parts = peer.decode("ascii", "replace").split("-")
+    tags = [part[:1] for part in parts]
+    numbers = [part[1:] for part in parts]
+    if tags != ["g", "s", "t"] or not all(n.isdecimal() and len(n) < 6 for n in numbers):
+        return None
+    return Coordinate(*map(int, numbers))

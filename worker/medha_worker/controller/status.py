@@ -1,0 +1,66 @@
+"""What the controller shows of itself: /status for whoever starts groups, gauges for dashboards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from medha.messages import ReplicaStatus
+from medha_worker.controller.membership import ABSENT, JOINING, LOST, RUNNING, STARTING
+from medha_worker.controller.meters import Meters
+
+if TYPE_CHECKING:
+    from medha_worker.controller.controller import Controller
+
+
+def replica_status(controller: Controller, now: float) -> ReplicaStatus:
+    """Groups as they are, how many are wanted, and which must be started anew."""
+    config, membership, serving = controller.config, controller.membership, controller.serving
+    wanted = config.topology.kvp_min
+    releasable: tuple[int, ...] = ()
+    free: tuple[int, ...] = ()
+    total: tuple[int, ...] = ()
+    waiting = running = 0
+    if serving is not None:
+        scheduler, load = serving.scheduler, serving.load(now)
+        wanted = min(max(scheduler.wanted_groups(now), wanted), config.topology.kvp_max)
+        releasable = scheduler.releasable(now)
+        free, total = load.free_pages, load.total_pages
+        waiting, running = load.waiting, load.prefilling + load.decoding
+
+    def pages(group: int) -> tuple[int, int]:
+        return (free[group], total[group]) if group < len(free) else (0, 0)
+
+    ready = serving is not None and bool(membership.running) and not controller.draining
+    return ReplicaStatus(
+        replica=config.replica,
+        ready=ready,
+        draining=controller.draining,
+        generation=controller.generations.current,
+        wanted_groups=wanted,
+        groups=membership.status(pages, releasable),
+        routers=len(controller.routers.welcome),
+        waiting=waiting,
+        running=running,
+        restart_groups=membership.restart,
+        message="; ".join(f"group {g}: {why}" for g, why in sorted(membership.why.items())),
+    )
+
+
+def gauges(controller: Controller, meters: Meters, now: float) -> None:
+    """Set what dashboards draw as levels."""
+    membership, serving = controller.membership, controller.serving
+    for state in (ABSENT, STARTING, JOINING, RUNNING, LOST):
+        meters.set("medha_kvp_groups", len(membership.in_state(state)), state)
+    meters.set("medha_kvp_generation", controller.generations.current)
+    if serving is None:
+        return
+    load = serving.load(now)
+    meters.set("medha_queue_requests", load.waiting)
+    meters.set("medha_queue_work_seconds", load.pending_s)
+    meters.set("medha_running_requests", load.prefilling + load.decoding)
+    meters.set("medha_prediction_correction_ratio", serving.correction)
+    for group in membership.running:
+        if group < len(load.free_pages):
+            free, total = load.free_pages[group], load.total_pages[group]
+            meters.set("medha_kv_pages", free, str(group), "free")
+            meters.set("medha_kv_pages", total - free, str(group), "used")

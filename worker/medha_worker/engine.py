@@ -1,0 +1,120 @@
+"""Puts one rank's engine together: weights, pool, kernels, peers, in the order that they need.
+
+Reads the WorkerConfig and the rank's coordinate, nothing else; the process around it (`rank`) owns
+threads and sockets.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+import torch
+
+from medha.config import WorkerConfig
+from medha.errors import SetupError, SpecError
+from medha.topology import Coordinate, kv_heads_of, stage_layers
+from medha_worker import weights
+from medha_worker.attention.reference import ReferenceAttention
+from medha_worker.inputs import InputBuilder
+from medha_worker.kv.epochs import PageEpochs
+from medha_worker.kv.fetches import Copies
+from medha_worker.kv.pages import KvPages, page_bytes
+from medha_worker.model.config import LlamaConfig, read_config
+from medha_worker.model.llama import Llama
+from medha_worker.model.rope import Rotary
+from medha_worker.parallel.interface import SoloTensorParallel, TensorParallel
+from medha_worker.parallel.mesh import Mesh, Wiring
+from medha_worker.parallel.pipeline import Pipeline
+from medha_worker.parallel.tensor import GlooTensorParallel
+from medha_worker.runner import Runner, Sample
+from medha_worker.sequences import Sequences
+
+Progress = Callable[[int, int], None]
+
+
+class Engine:
+    """What a rank holds before it knows its peers: weights and pool.
+
+    Raises CheckpointError, SpecError or SetupError, whose messages say what to do.
+    """
+
+    def __init__(self, config: WorkerConfig, at: Coordinate, progress: Progress) -> None:
+        folder = pathlib.Path(config.checkpoint)
+        topology = config.topology
+        self.at, self.model_config = at, read_config(folder)
+        self._config = config
+        self.layers = stage_layers(self.model_config.layers, topology.spp)[at.stage]
+        self.dtype = _dtype("dtype", config.dtype)
+        self._weights = weights.load(
+            weights.Checkpoint(folder),
+            self.model_config,
+            self.layers,
+            at.shard,
+            topology.tp,
+            self.dtype,
+            progress,
+        )
+        self.kv = _pool(config, self.model_config, self.layers, at.shard)
+        self.epochs = PageEpochs(self.kv.pages)
+        self.copies = Copies(at.group, self.epochs)
+
+    def runner(self, wiring: Wiring, mesh: Mesh, sample: Sample) -> Runner:
+        """The engine, wired to its group's ranks."""
+        config, shape, at = self._config, self.model_config, self.at
+        tp: TensorParallel = SoloTensorParallel()
+        if wiring.tp is not None:
+            tp = GlooTensorParallel(wiring.tp)
+        inputs = InputBuilder(
+            Sequences(at.group),
+            ReferenceAttention(
+                shape.heads // tp.size, self.kv.kv_heads, shape.head_dim, config.page_tokens
+            ),
+            Rotary(shape.rope, shape.head_dim),
+            self.kv,
+            shape.vocab,
+            embeds=at.stage == 0,
+        )
+        return Runner(
+            at,
+            model=Llama(shape, self.layers, tp, self._weights),
+            kv=self.kv,
+            inputs=inputs,
+            tp=tp,
+            pipeline=Pipeline(wiring.spp, shape.hidden, self.dtype, config.topology.spp),
+            mesh=mesh,
+            copies=self.copies,
+            epochs=self.epochs,
+            sample=sample,
+        )
+
+
+def _pool(config: WorkerConfig, shape: LlamaConfig, layers: range, shard: int) -> KvPages:
+    """`kv_pages` pages, or as many as `kv_bytes` per rank hold."""
+    heads = len(kv_heads_of(shard, config.topology.tp, shape.kv_heads))
+    dtype = _dtype("dtype" if config.kv_dtype == "auto" else "kv_dtype",
+                   config.dtype if config.kv_dtype == "auto" else config.kv_dtype)  # fmt: skip
+    each = page_bytes(heads, config.page_tokens, shape.head_dim, dtype)
+    pages = config.kv_pages or config.kv_bytes // (each * len(layers))
+    if pages < 1:
+        raise SpecError(
+            "kv_bytes", config.kv_bytes, f"must hold a page of {each * len(layers)} bytes",
+            "give more memory or make page_tokens smaller",
+        )  # fmt: skip
+    return KvPages(layers, pages, heads, config.page_tokens, shape.head_dim, dtype)
+
+
+def _dtype(field: str, name: str) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise SpecError(field, name, "must be a torch dtype that this engine computes in",
+                        f"use one of {', '.join(known)}")  # fmt: skip
+    return known[name]
+
+
+def check_device(config: WorkerConfig) -> None:
+    """Raises SetupError for a device that this build does not drive."""
+    if config.device != "cpu":
+        raise SetupError(
+            f"device is {config.device}: this version computes on cpu; set device to cpu"
+        )

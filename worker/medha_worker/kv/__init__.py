@@ -1,0 +1,1 @@
+"""KV pages as tensors, and how they move between ranks."""

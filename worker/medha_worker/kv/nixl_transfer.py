@@ -1,0 +1,160 @@
+"""`Transfer` over NIXL (UCX): pages read straight out of a peer's registered pool.
+
+Descriptors of both pools are prepared once per peer, from numbers that the peer told us over our
+own link; a read then names indices only. What crosses as NIXL's own is the opaque agent metadata,
+on the authenticated link. NIXL refuses addresses that the peer did not register. There is no
+progress thread (it would spin on a core): `progress` is called while this rank reads or is read.
+No other module imports nixl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from nixl import _bindings
+from nixl._api import nixl_agent, nixl_agent_config
+
+from medha.errors import EngineError, SetupError
+from medha.messages import Peer
+from medha_worker.kv.transfer import Pool, Read, State, check_peer, check_read
+
+# Every error of NIXL's own; the bindings give them no ancestor of their own.
+_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    ValueError,
+    *(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error")),
+)
+
+
+class NixlTransfer:
+    """One rank's NIXL agent over its KV pool. `device`: index of the CUDA device, None on CPU.
+
+    Raises SetupError when UCX cannot be had. The pool must outlive this object.
+    """
+
+    def __init__(self, agent: str, pool: Pool, device: int | None = None) -> None:
+        self.agent, self._pool = agent, pool
+        self._memory, self._device = ("DRAM", 0) if device is None else ("VRAM", device)
+        config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        with self._errors("the agent does not start"):
+            self._nixl = nixl_agent(agent, config)
+            regions = [
+                (base, pool.pages * pool.page_bytes, self._device, "") for base in pool.bases
+            ]
+            self._registered = self._nixl.register_memory(regions, self._memory)
+            self.metadata: bytes = self._nixl.get_agent_metadata()
+            self._own = self._prepare("NIXL_INIT_AGENT", pool.bases, pool.pages)
+        self._known: dict[int, Peer] = {}
+        self._peers: dict[int, _Remote] = {}
+
+    def connect(self, peer: Peer) -> None:
+        check_peer(peer, self._pool)
+        self.disconnect(peer.group)
+        self._reach(peer)
+        self._known[peer.group] = peer
+
+    def _reach(self, peer: Peer) -> _Remote:
+        try:
+            name = self._nixl.add_remote_agent(peer.metadata)
+            known = name.decode() if isinstance(name, bytes) else str(name)
+            if known != peer.agent:
+                raise EngineError(f"metadata of agent {peer.agent} is that of {known}: refused")
+            pages = self._prepare(known, peer.bases, peer.pages)
+        except _ERRORS as error:
+            raise EngineError(f"agent {peer.agent} cannot be reached: {error}") from None
+        remote = self._peers[peer.group] = _Remote(peer, known, pages)
+        return remote
+
+    def disconnect(self, group: int) -> None:
+        self._known.pop(group, None)
+        self.reset(group)
+
+    def reset(self, group: int) -> None:
+        """Closing the endpoint is what ends reads for certain; NIXL's cancel may let data land."""
+        remote = self._peers.pop(group, None)
+        if remote is not None:
+            with contextlib.suppress(*_ERRORS):  # it may be gone already, which is what we want
+                remote.pages.release()
+                self._nixl.remove_remote_agent(remote.agent)
+
+    def read(self, group: int, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> Read:
+        peer = check_read(self._pool, self._known.get(group), group, layer, theirs, ours)
+        remote = self._peers.get(group) or self._reach(peer)
+        row = layer - self._pool.layers.start
+        try:
+            handle = self._nixl.make_prepped_xfer(
+                "READ",
+                self._own,
+                _indices(ours, row * self._pool.pages),
+                remote.pages,
+                _indices(theirs, row * peer.pages),
+                b"",
+            )
+            return _NixlRead(self._nixl, handle)
+        except _ERRORS as error:
+            raise EngineError(f"agent {remote.agent} refuses a read: {error}") from None
+
+    def progress(self) -> None:
+        """Let transfers move on that need this end's CPU."""
+        with contextlib.suppress(*_ERRORS):  # a peer that died; its reads say so themselves
+            self._nixl.get_new_notifs()
+
+    def close(self) -> None:
+        """Disconnect from all peers and give the memory back."""
+        for group in list(self._known):
+            self.disconnect(group)
+        with contextlib.suppress(*_ERRORS):  # the process ends anyway
+            self._own.release()
+            self._nixl.deregister_memory(self._registered)
+
+    def _prepare(self, agent: str, bases: Sequence[int], pages: int) -> Any:
+        """A descriptor per (layer, page): index = layer × pages + page."""
+        size = self._pool.page_bytes
+        rows = np.array([(base, size, self._device, size, pages) for base in bases], np.uint64)
+        return self._nixl.prep_xfer_dlist(agent, rows, self._memory)
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except _ERRORS as error:
+            raise SetupError(
+                f"NIXL agent {self.agent}: {what} ({error}); check UCX_TLS and UCX_NET_DEVICES"
+            ) from None
+
+
+class _Remote:
+    def __init__(self, peer: Peer, agent: str, pages: Any) -> None:
+        self.peer, self.agent, self.pages = peer, agent, pages
+
+
+class _NixlRead:
+    """A posted request; its state is asked for until it is terminal, then remembered."""
+
+    def __init__(self, agent: Any, handle: Any) -> None:
+        self._agent, self._handle = agent, handle
+        self._state = self._told(agent.transfer(handle))
+
+    def state(self) -> State:
+        if self._state is State.GOING:
+            try:
+                self._state = self._told(self._agent.check_xfer_state(self._handle))
+            except _ERRORS:
+                self._state = State.FAILED
+        return self._state
+
+    def close(self) -> None:
+        with contextlib.suppress(*_ERRORS):  # NIXL frees what it could not release with the agent
+            self._handle.release()
+
+    @staticmethod
+    def _told(status: str) -> State:
+        return {"DONE": State.DONE, "PROC": State.GOING}.get(status, State.FAILED)
+
+
+def _indices(pages: Sequence[int], first: int) -> npt.NDArray[np.int32]:
+    return np.asarray(pages, dtype=np.int32) + np.int32(first)

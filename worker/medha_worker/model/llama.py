@@ -1,0 +1,112 @@
+"""Llama: the layers of one stage, one TP shard, run over the rows of a step.
+
+    h ← h + out(attention(rotate(qkv(norm h))))        attention over the group's shard, partial
+    h ← h + down(silu(gate) · up)                      states merged over the column where shared
+
+Peers appear as two nouns (TensorParallel, KvpColumn); a rank alone has the solo twins, so one code
+path serves all layouts. The first stage embeds tokens, the last makes logits, only of the rows that
+are asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from medha.topology import kv_heads_of
+from medha_worker.inputs import StepInputs
+from medha_worker.kv.pages import KvPages
+from medha_worker.model.config import LlamaConfig
+from medha_worker.model.layers import LayerWeights, Linear, gated, rms_norm
+from medha_worker.model.rope import rotate
+from medha_worker.parallel.interface import KvpColumn, TensorParallel
+from medha_worker.weights import Weights
+
+
+class Llama:
+    """The decoder layers `layers` (of `config.layers`) as one shard of `tp`."""
+
+    def __init__(
+        self, config: LlamaConfig, layers: range, tp: TensorParallel, weights: Weights
+    ) -> None:
+        self.config, self.layers, self.tp, self.weights = config, layers, tp, weights
+        self.heads = config.heads // tp.size
+        self.eps = torch.tensor(config.norm_eps)
+        self.kv_heads = len(kv_heads_of(tp.rank, tp.size, config.kv_heads))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and of the hidden states between stages."""
+        return self.weights.layers[0].qkv.weight.dtype
+
+    @torch.inference_mode()
+    def forward(
+        self, x: torch.Tensor, inputs: StepInputs, kv: KvPages, column: KvpColumn
+    ) -> torch.Tensor:
+        """Hidden states [rows, hidden] after this stage's layers.
+
+        `x` is the rows' token ids (int64 [rows]) in the first stage, else the hidden states of the
+        stage before, which are overwritten. Keys and values of the rows whose tail is this group
+        are written to `kv`.
+        """
+        hidden = self._embed(x) if self.layers.start == 0 else x
+        cos, sin = inputs.cos.to(hidden.dtype), inputs.sin.to(hidden.dtype)
+        for number, layer in zip(self.layers, self.weights.layers, strict=True):
+            attended = self._attend(number, layer, hidden, cos, sin, inputs, kv, column)
+            self._add(hidden, layer.out, attended)
+            normed = rms_norm(hidden, layer.mlp_norm, self.eps)
+            self._add(hidden, layer.down, gated(layer.gate_up(normed)))
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab] float32 of the rows `hidden` [n, hidden] of the last stage."""
+        norm, head = self.weights.norm, self.weights.head
+        if norm is None or head is None:
+            raise ValueError(f"layers {self.layers} are not the last stage: it has no head")
+        x = rms_norm(hidden, norm, self.eps)
+        gathered = self.tp.all_gather(head(x))
+        return gathered[:, : self.config.vocab].float()
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Vocabulary-parallel: a shard looks up its own ids, the others' rows are zero."""
+        table = self.weights.embedding
+        if table is None:
+            raise ValueError(f"layers {self.layers} are not the first stage: it embeds nothing")
+        if self.tp.size == 1:
+            return functional.embedding(tokens, table)
+        local = tokens - self.tp.rank * len(table)
+        foreign = (local < 0) | (local >= len(table))
+        rows = functional.embedding(local.masked_fill(foreign, 0), table)
+        return self.tp.all_reduce(rows.masked_fill_(foreign.unsqueeze(1), 0))
+
+    def _attend(
+        self,
+        number: int,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        inputs: StepInputs,
+        kv: KvPages,
+        column: KvpColumn,
+    ) -> torch.Tensor:
+        normed = rms_norm(hidden, layer.attention_norm, self.eps)
+        qkv = layer.qkv(normed).view(inputs.rows, -1, self.config.head_dim)
+        rotate(qkv[:, : self.heads + self.kv_heads], cos, sin)
+        rows = qkv[:, self.heads :]
+        if inputs.written is None:
+            kv.write(number, rows, inputs.slots)
+        elif inputs.written.numel():
+            kv.write(number, rows[inputs.written], inputs.slots)
+        k, v = rows[:, : self.kv_heads], rows[:, self.kv_heads :]
+        partial = inputs.attention.run(qkv[:, : self.heads], k, v, kv.pool(number)).natural()
+        out = column.merge(partial.out, partial.lse, inputs.shared)
+        return out.to(hidden.dtype).view(inputs.rows, -1)
+
+    def _add(self, hidden: torch.Tensor, linear: Linear, x: torch.Tensor) -> None:
+        """hidden ← hidden + linear(x), summed over shards."""
+        if self.tp.size == 1:
+            linear.onto(x, hidden)
+        else:
+            hidden.add_(self.tp.all_reduce(linear(x)))

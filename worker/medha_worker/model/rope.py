@@ -1,0 +1,116 @@
+"""Rotary positions: frequencies of every scaling kind, and the rotation of queries and keys.
+
+Position p turns pair (i, i + d/2) of a head by p·f_i, f_i = θ^(−2i/d), with f scaled by kind:
+
+* linear: f / s.   * llama3: f / s for long wavelengths, f for short ones, smooth between.
+* yarn (arXiv 2309.00071): f / s below β_slow turns over the trained length, f above β_fast, a ramp
+  between; cosines and sines scaled by 0.1·ln s + 1.
+* dynamic NTK: θ grows with the sequence's length. Keys are cached rotated, so the length is fixed
+  at admission (`rope_tokens`) and all of a sequence's tokens use one θ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from medha_worker.model.config import Rope
+
+
+class Rotary:
+    """Cosines and sines of the rows of a step."""
+
+    def __init__(self, rope: Rope, head_dim: int) -> None:
+        self.rope, self.head_dim = rope, head_dim
+        self.scale = _yarn_scale(rope) if rope.kind == "yarn" else 1.0
+        self._fixed = frequencies(rope, head_dim, rope.original_tokens)
+
+    def angles(
+        self, positions: torch.Tensor, spans: Sequence[tuple[int, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin), each float32 [rows, 1, head_dim / 2], for `positions` [rows].
+
+        `spans`: (length in rows, rope_tokens) of the step's chunks in row order; rope_tokens
+        matters to dynamic NTK alone.
+        """
+        turns = positions.to(torch.float32).unsqueeze(1)
+        if self.rope.kind == "dynamic":
+            parts = [
+                self._of_length(tokens).expand(length, self.head_dim // 2)
+                for length, tokens in spans
+            ]
+            angle = turns * torch.cat(parts)
+        else:
+            angle = turns * self._fixed
+        cos, sin = angle.cos(), angle.sin()
+        if self.scale != 1.0:
+            cos, sin = cos.mul_(self.scale), sin.mul_(self.scale)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def _of_length(self, tokens: int) -> torch.Tensor:
+        if tokens <= self.rope.original_tokens:
+            return self._fixed
+        return frequencies(self.rope, self.head_dim, tokens)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate `x` [rows, heads, head_dim] in place by the angles [rows, 1, head_dim / 2]."""
+    low, high = x.chunk(2, dim=-1)
+    turned = torch.mul(low, cos).addcmul_(high, sin, value=-1)
+    high.mul_(cos).addcmul_(low, sin)
+    low.copy_(turned)
+
+
+def frequencies(rope: Rope, head_dim: int, tokens: int) -> torch.Tensor:
+    """f [head_dim / 2] float32 of a sequence of `tokens` (which only dynamic NTK looks at)."""
+    theta = rope.theta
+    if rope.kind == "dynamic":
+        ratio = max(tokens, rope.original_tokens) / rope.original_tokens
+        grown = rope.factor * ratio - (rope.factor - 1)
+        theta *= grown ** (head_dim / (head_dim - 2))
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    f = 1.0 / (theta**exponent)
+    if rope.kind == "linear":
+        return f / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, f)
+    if rope.kind == "yarn":
+        return _yarn(rope, f, head_dim)
+    return f
+
+
+def _llama3(rope: Rope, f: torch.Tensor) -> torch.Tensor:
+    """Share of the unscaled frequency: 0 below low_freq_factor turns, 1 above high_freq_factor."""
+    turns = rope.original_tokens * f / (2 * math.pi)
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return (1 - keep) * f / rope.factor + keep * f
+
+
+def _yarn(rope: Rope, f: torch.Tensor, head_dim: int) -> torch.Tensor:
+    def pair_of(turns: float) -> float:
+        """The (fractional) pair that makes `turns` turns over the trained length."""
+        wave = rope.original_tokens / (turns * 2 * math.pi)
+        return head_dim * math.log(wave) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = (high - low) or 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    return f / rope.factor * ramp + f * (1 - ramp)
+
+
+def _yarn_scale(rope: Rope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return grown(rope.mscale) / grown(rope.mscale_all_dim)
+    return grown(1.0)

@@ -1,0 +1,1 @@
+"""How ranks work together: TP shards, SPP stages, KVP groups and their generations."""

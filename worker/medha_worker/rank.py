@@ -1,0 +1,311 @@
+"""One rank of a replica: python -m medha_worker.rank --config FILE --group G --stage S --shard T
+
+    link     listens to the controller and beats; never computes
+    main     loads weights, waits for the group's wiring, then runs commands in order
+    mover    reads and serves KV pages in the background
+
+Exit status: 0 after Leave, SIGTERM or a silent controller; 1 after RankFailed; 2 when a person must
+mend something (checkpoint, setting, machine), with one line that says what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import logging
+import os
+import pathlib
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+import torch
+
+from medha.adapters.logs import start_logs
+from medha.config import WorkerConfig, read
+from medha.errors import MedhaError, UserError
+from medha.messages import (
+    Dissolve,
+    FetchPages,
+    Forget,
+    Form,
+    Formed,
+    Leave,
+    Loading,
+    OfferPages,
+    Peer,
+    RankFailed,
+    RankReady,
+    Step,
+    Withdraw,
+)
+from medha.topology import Coordinate
+from medha_worker import sampler
+from medha_worker.engine import Engine, check_device
+from medha_worker.kv.mover import Mover, not_fetched, refused
+from medha_worker.kv.transfer import MemoryTransfer, MemoryWorld, Transfer
+from medha_worker.link import AtOnce, Link, Ordered
+from medha_worker.parallel.mesh import Mesh, Wiring
+from medha_worker.runner import Runner, Sample, kind_of
+
+_LOG = logging.getLogger("medha.rank")
+# At most so often is the progress of loading told.
+_TELL_S = 0.2
+
+
+class Rank:
+    """The process's parts, wired together; `serve` returns the exit status."""
+
+    def __init__(self, config: WorkerConfig, at: Coordinate, sample: Sample) -> None:
+        self.at, self._config, self._sample = at, config, sample
+        self._incarnation = uuid.uuid4().hex
+        self._mesh = Mesh(
+            at,
+            config.topology,
+            incarnation=self._incarnation,
+            interface=config.interface,
+            timeout_s=config.collective_timeout_s,
+        )
+        self._wiring: concurrent.futures.Future[Wiring] = concurrent.futures.Future()
+        self._status = 0
+        self._mover: Mover | None = None
+        self._early: list[Peer | Forget] = []
+        self._lock = threading.Lock()
+        self._link = Link(
+            config.rank_bind,
+            at,
+            self._incarnation,
+            self._at_once,
+            timeout_s=config.rank_timeout_s,
+        )
+
+    def serve(self) -> int:
+        """Load, wire, run until it is time to leave."""
+        self._link.start()
+        try:
+            engine = Engine(self._config, self.at, self._progress())
+            groups = self._config.topology.kvp_max
+            transfer = _transfer(self.at, self._incarnation, engine, groups)
+            mover = self._start_mover(engine, transfer)
+            runner = engine.runner(self._wired(), self._mesh, self._sample)
+            self._link.post(self._ready(engine))
+            self._run(runner, mover)
+            mover.stop()
+        except _LeaveNowError as leave:
+            _LOG.info("leaves: %s", leave)
+        except UserError as error:
+            self._fail("model", error)
+            return 2
+        except (MedhaError, RuntimeError, ValueError, IndexError, MemoryError) as error:
+            self._fail(kind_of(error), error)
+            return 1
+        finally:
+            self._link.close()
+        return self._status
+
+    def _run(self, runner: Runner, mover: Mover) -> None:
+        """Commands in order; a step that waits already is announced to the stage before."""
+        commands = self._link.commands
+        following: Ordered | None = None
+        while True:
+            command = commands.get() if following is None else following
+            following = None if commands.empty() else commands.get()
+            match command:
+                case Step():
+                    if isinstance(following, Step):
+                        runner.expect(command)
+                        runner.expect(following)
+                    for report in runner.run(command):
+                        self._link.post(report)
+                case OfferPages():
+                    self._offer(runner, mover, command)
+                case FetchPages():
+                    self._fetch(runner, mover, command)
+                case Withdraw():
+                    withdrawn = runner.withdraw(command.move, time.monotonic())
+                    mover.withdraw(command.move)
+                    mover.cancel(command.move)
+                    if withdrawn is not None:
+                        self._link.post(withdrawn)
+                case Leave():
+                    _LOG.info("leaves: %s", command.reason)
+                    return
+
+    def _offer(self, runner: Runner, mover: Mover, order: OfferPages) -> None:
+        try:
+            grant = runner.offer(order, time.monotonic())
+        except MedhaError as error:
+            self._link.post(refused(order.move.id, error))
+        else:
+            mover.offer(grant)
+
+    def _fetch(self, runner: Runner, mover: Mover, order: FetchPages) -> None:
+        try:
+            runner.reserve(order)
+        except MedhaError as error:
+            self._link.post(not_fetched(order.move.id, error))
+        else:
+            mover.fetch(order)
+
+    # --- on the link's thread -------------------------------------------------------------------
+
+    def _at_once(self, message: AtOnce) -> None:
+        match message:
+            case Form(generation=0):
+                threading.Thread(
+                    target=self._wire, args=(message,), name="wire", daemon=True
+                ).start()
+            case Form():
+                self._mesh.form(message, lambda n, error: self._link.post(Formed(n, error[:4096])))
+            case Dissolve():
+                self._mesh.dissolve(message.generation)
+            case Peer() | Forget():
+                with self._lock:
+                    if self._mover is None:
+                        self._early.append(message)
+                    else:
+                        _introduce(self._mover, message)
+
+    def _wire(self, form: Form) -> None:
+        """The group's own wiring; a second one means that the controller is another: start anew."""
+        if self._wiring.done():
+            self._link.commands.put(Leave("the controller started anew"))
+            return
+        try:
+            self._wiring.set_result(self._mesh.wire(form))
+        except (MedhaError, concurrent.futures.InvalidStateError) as error:
+            self._wiring.set_exception(error)
+
+    # --- before the first step ------------------------------------------------------------------
+
+    def _wired(self) -> Wiring:
+        """Waits for the wiring, or for word to leave."""
+        while True:
+            try:
+                return self._wiring.result(timeout=0.1)
+            except concurrent.futures.TimeoutError:
+                if not self._link.commands.empty():
+                    command = self._link.commands.get()
+                    if isinstance(command, Leave):
+                        raise _LeaveNowError(command.reason) from None
+
+    def _start_mover(self, engine: Engine, transfer: Transfer) -> Mover:
+        self._transfer = transfer
+        mover = Mover(
+            transfer,
+            engine.kv,
+            engine.copies,
+            self._link.post,
+            self._mover_failed,
+            checked=self._config.checked_transfers,
+        )
+        mover.start()
+        with self._lock:
+            self._mover = mover
+            for message in self._early:
+                _introduce(mover, message)
+        return mover
+
+    def _ready(self, engine: Engine) -> RankReady:
+        return RankReady(
+            pages=engine.kv.pages,
+            page_bytes=engine.kv.page_bytes,
+            agent=self._transfer.agent,
+            metadata=self._transfer.metadata,
+            bases=engine.kv.bases,
+        )
+
+    def _progress(self) -> Callable[[int, int], None]:
+        told = 0.0
+
+        def tell(done_bytes: int, total_bytes: int) -> None:
+            nonlocal told
+            now = time.monotonic()
+            if now - told >= _TELL_S or done_bytes == total_bytes:
+                told = now
+                self._link.post(Loading(done_bytes, total_bytes))
+
+        return tell
+
+    def _mover_failed(self, error: Exception) -> None:
+        """On the mover's thread: a rank that cannot move pages must be started anew."""
+        self._status = 1
+        self._fail("internal", error)
+        self._link.commands.put(Leave("the mover failed"))
+
+    def _fail(self, kind: str, error: Exception) -> None:
+        _LOG.error("%s failed (%s): %s", self.at, kind, error)
+        self._link.post(RankFailed(kind, str(error)[:4096]))
+
+
+class _LeaveNowError(Exception):
+    """Leave came before the rank was ready."""
+
+
+def _introduce(mover: Mover, message: Peer | Forget) -> None:
+    if isinstance(message, Peer):
+        mover.connect(message)
+    else:
+        mover.forget(message.group)
+
+
+def _transfer(at: Coordinate, incarnation: str, engine: Engine, groups: int) -> Transfer:
+    """NIXL where there are groups to read from; a lone group's ranks need no agent."""
+    name = f"{at}-{incarnation[:12]}"
+    if groups == 1:
+        return MemoryTransfer(name, engine.kv, MemoryWorld())
+    # UCX reads its settings from the environment when it is loaded.
+    from medha_worker.kv.nixl_transfer import NixlTransfer
+
+    return NixlTransfer(name, engine.kv)
+
+
+def set_environment(environment: dict[str, str] | os._Environ[str], interface: str) -> None:
+    """What UCX and NIXL read, where nobody set it: shared memory and TCP on one interface."""
+    environment.setdefault("UCX_TLS", "tcp,sm,self")
+    environment.setdefault("UCX_NET_DEVICES", interface)
+    environment.setdefault("UCX_LOG_LEVEL", "error")
+    environment.setdefault("NIXL_LOG_LEVEL", "ERROR")
+
+
+def run(config: WorkerConfig, at: Coordinate, sample: Sample = sampler.sample) -> int:
+    """Be the rank `at` of `config`'s replica; returns the exit status."""
+    torch.set_num_threads(config.threads_per_rank)
+    set_environment(os.environ, config.interface)
+    check_device(config)
+    return Rank(config, at, sample).serve()
+
+
+def _arguments(environment: Mapping[str, str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m medha_worker.rank", description=__doc__)
+    parser.add_argument("--config", type=pathlib.Path, required=True)
+    for name, variable in (
+        ("group", "MEDHA_KVP_GROUP"),
+        ("stage", "MEDHA_SPP_STAGE"),
+        ("shard", "MEDHA_TP_SHARD"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=int(environment.get(variable, "0")), help=f"${variable}"
+        )
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _arguments(os.environ)
+    at = Coordinate(arguments.group, arguments.stage, arguments.shard)
+    try:
+        config = read(WorkerConfig, arguments.config)
+        start_logs(f"rank {at}", config.log_level)
+        status = run(config, at)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        status = 2
+    # Threads blocked in a peer that is gone must not keep the process.
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

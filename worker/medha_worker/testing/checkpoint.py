@@ -1,0 +1,149 @@
+"""Write a Llama checkpoint in the standard Hugging Face format, of any size, without a hub.
+
+    python -m medha_worker.testing.checkpoint FOLDER --layers 6 --hidden 128 --vocab 512 …
+
+config.json, safetensors (one file, or several behind an index), tokenizer.json,
+tokenizer_config.json with a chat template, generation_config.json. Same arguments, same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from medha_worker.model.config import read_config
+from medha_worker.model.rope import frequencies
+from medha_worker.testing import circuits, tokenizer
+from medha_worker.weights import INDEX, SINGLE
+
+
+class TinyModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What to write; the default has a million parameters. `files` > 1 shards the weights.
+
+    `rope` goes into config.json as it is (`rope_theta` beside `rope_scaling` when `old_rope`).
+    """
+
+    layers: int = 6
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    intermediate: int = 352
+    vocab: int = 512
+    max_tokens: int = 8192
+    tied: bool = False
+    rope_theta: float = 10_000_000.0
+    rope: dict[str, Any] = {}
+    old_rope: bool = False
+    dtype: str = "float32"
+    files: int = 1
+    seed: int = 0
+
+
+DEMO = TinyModel(
+    layers=8, hidden=256, heads=8, kv_heads=4, head_dim=64, intermediate=704, vocab=2048,
+    max_tokens=131_072,
+)  # fmt: skip
+LARGE = TinyModel(
+    layers=12, hidden=896, heads=14, kv_heads=2, head_dim=64, intermediate=2432, vocab=4096,
+    max_tokens=131_072,
+)  # fmt: skip
+
+
+def write_checkpoint(folder: pathlib.Path, model: TinyModel = TinyModel()) -> pathlib.Path:  # noqa: B008
+    """Write `model` into `folder` (created if need be) and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", _config(model))
+    _write_json(
+        folder / "generation_config.json",
+        {"bos_token_id": tokenizer.BEGIN, "eos_token_id": [tokenizer.END, tokenizer.TURN_END]},
+    )
+    tokenizer.write_tokenizer(folder, model.vocab, model.max_tokens, model.seed)
+    config = read_config(folder)
+    sizes = circuits.Dimensions(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        intermediate=model.intermediate,
+        vocab=model.vocab,
+        tied=model.tied,
+        frequencies=frequencies(config.rope, model.head_dim, 0).numpy(),
+    )
+    dtype = getattr(torch, model.dtype)
+    made = {name: torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
+            for name, array in circuits.tensors(sizes, model.seed)}  # fmt: skip
+    _write_weights(folder, made, model.files)
+    return folder
+
+
+def _config(model: TinyModel) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.intermediate,
+        "vocab_size": model.vocab,
+        "max_position_embeddings": model.max_tokens,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": model.tied,
+        "bos_token_id": tokenizer.BEGIN,
+        "eos_token_id": tokenizer.TURN_END,
+        "torch_dtype": model.dtype,
+    }
+    if model.old_rope:
+        scaling = model.rope or None
+        return config | {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    rope = {"rope_type": "default", "rope_theta": model.rope_theta} | model.rope
+    return config | {"rope_parameters": rope}
+
+
+def _write_weights(folder: pathlib.Path, made: dict[str, torch.Tensor], files: int) -> None:
+    metadata = {"format": "pt"}
+    if files == 1:
+        save_file(made, folder / SINGLE, metadata)
+        return
+    names, weight_map = list(made), {}
+    for number in range(files):
+        file = f"model-{number + 1:05}-of-{files:05}.safetensors"
+        part = names[number * len(names) // files : (number + 1) * len(names) // files]
+        save_file({name: made[name] for name in part}, folder / file, metadata)
+        weight_map.update(dict.fromkeys(part, file))
+    total = sum(tensor.nbytes for tensor in made.values())
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=pathlib.Path)
+    for field in msgspec.structs.fields(TinyModel):
+        if field.name in ("rope", "tied", "old_rope"):
+            continue
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default
+        )
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--rope", type=json.loads, default={}, help="JSON of rope_parameters")
+    chosen = vars(parser.parse_args())
+    write_checkpoint(chosen.pop("folder"), TinyModel(**chosen))
+
+
+if __name__ == "__main__":
+    main()

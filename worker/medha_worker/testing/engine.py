@@ -1,0 +1,174 @@
+"""A whole engine in one process and one rank: the real inputs, pages, model and sampler, driven by
+hand. What a test or benchmark calls instead of a controller: it hands out pages first come, first
+served, and steps the chunks it is told to."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from medha.batch import Batch, Chunk
+from medha.messages.fields import Logprob, Sampling
+from medha.messages.ranks import SequenceStart, Step
+from medha_worker import sampler, weights
+from medha_worker.attention.interface import Attention
+from medha_worker.attention.reference import ReferenceAttention
+from medha_worker.inputs import InputBuilder, StepInputs
+from medha_worker.kv.pages import KvPages
+from medha_worker.model.config import read_config
+from medha_worker.model.llama import Llama
+from medha_worker.model.rope import Rotary
+from medha_worker.parallel.interface import SoloColumn, SoloTensorParallel
+from medha_worker.sequences import Sequences
+
+Tokens = npt.NDArray[np.int32]
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclasses.dataclass(slots=True)
+class _Running:
+    tokens: Tokens
+    sampling: Sampling
+    rope_tokens: int
+    done: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
+    started: bool = False
+
+
+class SoloEngine:
+    """One rank that holds the whole model of the checkpoint in `folder`."""
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        *,
+        pages: int = 256,
+        page_tokens: int = 64,
+        dtype: torch.dtype = torch.float32,
+        attention: Attention | None = None,
+    ) -> None:
+        config = read_config(folder)
+        layers, tp = range(config.layers), SoloTensorParallel()
+        loaded = weights.load(weights.Checkpoint(folder), config, layers, 0, 1, dtype)
+        self.config = config
+        self.model = Llama(config, layers, tp, loaded)
+        self.kv = KvPages(layers, pages, config.kv_heads, page_tokens, config.head_dim, dtype)
+        self.attention = attention or ReferenceAttention(
+            config.heads, config.kv_heads, config.head_dim, page_tokens
+        )
+        self.inputs = InputBuilder(
+            Sequences(0),
+            self.attention,
+            Rotary(config.rope, config.head_dim),
+            self.kv,
+            config.vocab,
+            embeds=True,
+        )
+        self._free = list(range(pages))[::-1]
+        self._running: dict[int, _Running] = {}
+        self._steps = 0
+
+    def start(
+        self, seq: int, prompt: Tokens, sampling: Sampling = GREEDY, rope_tokens: int = 0
+    ) -> None:
+        """Make a sequence known; its prompt is computed by `step`."""
+        prompt = np.asarray(prompt, dtype=np.int32)
+        self._running[seq] = _Running(prompt, sampling, rope_tokens or len(prompt))
+
+    def share(self, seq: int, other: int, pages: int) -> None:
+        """Give the fresh sequence `seq` the first full `pages` of `other`: a prefix hit."""
+        run = self._running[seq]
+        run.pages = self._running[other].pages[:pages]
+        run.done = pages * self.kv.page_tokens
+
+    def end(self, seq: int, *, shared_pages: int = 0) -> None:
+        """Forget a sequence; all its pages but the first `shared_pages` are free again."""
+        self._free.extend(self._running.pop(seq).pages[shared_pages:])
+
+    def step(self, *work: tuple[int, int]) -> torch.Tensor:
+        """Run the next `length` tokens of each (sequence, length); logits [rows, vocab] of all."""
+        inputs, hidden = self._forward(work)
+        assert inputs.rows == len(hidden)
+        return self.model.logits(hidden)
+
+    def sample(self, *work: tuple[int, int]) -> list[tuple[int, Logprob | None]]:
+        """Run the next tokens of each sequence, sample all, and append what was drawn."""
+        inputs, hidden = self._forward(work)
+        logits = self.model.logits(hidden[inputs.yield_rows])
+        drawn = sampler.sample(logits, [state.draw(at) for _, state, at in inputs.yielding])
+        for (seq, _), (_, state, at), (token, _) in zip(work, inputs.yielding, drawn, strict=True):
+            state.sampled(at, token)
+            run = self._running[seq]
+            if at == len(run.tokens):
+                run.tokens = np.append(run.tokens, np.int32(token))
+        return drawn
+
+    def generate(
+        self,
+        prompts: Sequence[Tokens],
+        count: int,
+        *,
+        chunk: int = 512,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> list[list[int]]:
+        """`count` greedy tokens after each prompt: prompts one by one, then decodes in one batch,
+        with a call of `on_step` after each."""
+        seqs = range(self._steps + 1_000_000, self._steps + 1_000_000 + len(prompts))
+        out: list[list[int]] = []
+        for seq, prompt in zip(seqs, prompts, strict=True):
+            self.start(seq, prompt, rope_tokens=len(prompt) + count)
+            while len(prompt) - self._running[seq].done > chunk:
+                self._forward([(seq, chunk)])
+            out.append([self.sample((seq, len(prompt) - self._running[seq].done))[0][0]])
+        for _ in range(count - 1):
+            drawn = self.sample(*((seq, 1) for seq in seqs))
+            for tokens, (token, _) in zip(out, drawn, strict=True):
+                tokens.append(token)
+            on_step()
+        for seq in seqs:
+            self.end(seq)
+        return out
+
+    def _forward(self, work: Sequence[tuple[int, int]]) -> tuple[StepInputs, torch.Tensor]:
+        self._steps += 1
+        starts, chunks, rows = [], [], []
+        for seq, length in work:
+            run = self._running[seq]
+            if not run.started:
+                starts.append(self._begin(seq, run))
+            chunks.append(self._chunk(seq, run, length))
+            rows.append(run.tokens[run.done : run.done + length])
+            run.done += length
+        step = Step(
+            step=self._steps,
+            batch=Batch(number=self._steps, generation=0, chunks=tuple(chunks)),
+            tokens=np.concatenate(rows).tobytes(),
+            starts=tuple(starts),
+        )
+        inputs = self.inputs.build(step)
+        return inputs, self.model.forward(inputs.tokens, inputs, self.kv, SoloColumn())
+
+    def _begin(self, seq: int, run: _Running) -> SequenceStart:
+        run.started = True
+        return SequenceStart(
+            seq=seq,
+            sampling=run.sampling,
+            prompt_tokens=len(run.tokens),
+            cached=tuple(enumerate(run.pages)),
+            history=run.tokens.tobytes() if run.sampling.penalised else b"",
+            rope_tokens=run.rope_tokens,
+        )
+
+    def _chunk(self, seq: int, run: _Running, length: int) -> Chunk:
+        needed = -(-(run.done + length) // self.kv.page_tokens) - len(run.pages)
+        taken = tuple(self._free.pop() for _ in range(needed))
+        run.pages.extend(taken)
+        return Chunk(
+            seq=seq, start=run.done, length=length, groups=(0,), tail=0, pages=taken, yields=True,
+            decode=length == 1,
+        )  # fmt: skip

@@ -1,0 +1,246 @@
+"""Read a rank's share of a checkpoint: its layers, its TP slices, nothing else.
+
+Files are safetensors (one, or several behind an index), memory-mapped; each slice is copied once
+into the fused, transposed tensor that the model uses. safetensors checks every header against its
+file's length before anything is read; what is missing, corrupt or of another shape raises
+CheckpointError naming the file, the tensor and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from medha.errors import CheckpointError
+from medha.topology import check_tp, kv_heads_of
+from medha_worker.model.config import LlamaConfig, read_json
+from medha_worker.model.layers import LayerWeights, Linear, paneled
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+Progress = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weights:
+    """What one rank holds. `embedding` [rows, hidden] in the first stage; `norm` and `head` in the
+    last, with rows = ceil(vocab / tp), zero beyond the vocabulary."""
+
+    layers: tuple[LayerWeights, ...]
+    embedding: torch.Tensor | None
+    norm: torch.Tensor | None
+    head: Linear | None
+
+
+class Checkpoint:
+    """The safetensors files of a folder, opened when first needed."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self._open: dict[str, Any] = {}
+        self._file_of = self._read_index()
+
+    def _read_index(self) -> dict[str, str]:
+        index = self.folder / INDEX
+        if index.exists():
+            files = read_json(index).get("weight_map")
+            if not isinstance(files, dict) or not files:
+                raise CheckpointError(f"{index} has no weight_map; fetch the file again")
+            for file in files.values():
+                if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+                    raise CheckpointError(f"{index}: {file!r} is not a file name; fetch it again")
+            return files
+        return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            path = self.folder / file
+            try:
+                self._open[file] = safe_open(path, framework="pt")
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"{path} is missing; fetch it, or name the folder of a complete checkpoint"
+                ) from None
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path} is not a sound safetensors file ({error}); fetch the file again"
+                ) from None
+        return self._open[file]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def slice(self, name: str, shape: Sequence[int]) -> Any:
+        """A lazy slice of tensor `name`, which must be of `shape`."""
+        file = self._file_of.get(name)
+        if file is None:
+            raise CheckpointError(
+                f"{self.folder} has no tensor {name}, which config.json implies;"
+                " config.json and the weights must be of one model: fetch both again"
+            )
+        try:
+            found = self._handle(file).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{self.folder / file} lacks {name} ({error}); fetch the file and its index again"
+            ) from None
+        if tuple(found.get_shape()) != tuple(shape):
+            raise CheckpointError(
+                f"{self.folder / file}: {name} is {list(found.get_shape())}: config.json implies"
+                f" {list(shape)}; config.json and the weights must be of one model"
+            )
+        if found.get_dtype() not in ("F32", "F16", "BF16"):
+            raise CheckpointError(
+                f"{self.folder / file}: {name} is {found.get_dtype()}: must be F32, F16 or BF16;"
+                " use an unquantised checkpoint"
+            )
+        return found
+
+
+def load(
+    checkpoint: Checkpoint,
+    config: LlamaConfig,
+    layers: range,
+    shard: int,
+    tp: int,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+) -> Weights:
+    """The weights of `layers` for shard `shard` of `tp`, in `dtype`.
+
+    `progress(done_bytes, total_bytes)` is called as tensors arrive. Raises CheckpointError, or
+    SpecError when the model's heads cannot be divided by `tp`.
+    """
+    check_tp(tp, config.heads, config.kv_heads)
+    if config.intermediate % tp:
+        raise CheckpointError(
+            f"{checkpoint.folder}/config.json: intermediate_size {config.intermediate} is not"
+            f" divisible by tp {tp}; set spec.parallelism.tp to a divisor"
+        )
+    return _Loader(checkpoint, config, layers, shard, tp, dtype, progress).load()
+
+
+class _Loader:
+    """One load: where in each tensor this shard's slices lie."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: LlamaConfig,
+        layers: range,
+        shard: int,
+        tp: int,
+        dtype: torch.dtype,
+        progress: Progress | None,
+    ) -> None:
+        self.checkpoint, self.config, self.layers = checkpoint, config, layers
+        self.shard, self.tp, self.dtype, self.progress = shard, tp, dtype, progress
+        D = config.head_dim
+        heads, kv = config.heads // tp, kv_heads_of(shard, tp, config.kv_heads)
+        self.q_rows = range(shard * heads * D, (shard + 1) * heads * D)
+        self.kv_rows = range(kv.start * D, kv.stop * D)
+        each = config.intermediate // tp
+        self.mlp_rows = range(shard * each, (shard + 1) * each)
+        self.vocab_rows = -(-config.vocab // tp)
+        self.done_bytes = 0
+        self.total_bytes = self._total_bytes()
+
+    def load(self) -> Weights:
+        config = self.config
+        first, last = self.layers.start == 0, self.layers.stop == config.layers
+        tied = config.tied_embeddings or "lm_head.weight" not in self.checkpoint
+        embedding = self._vocab("model.embed_tokens.weight") if first or (last and tied) else None
+        head = None
+        if last:
+            # A tied head is a view: [hidden, rows] seen through the embedding's memory.
+            table = embedding if tied else self._vocab("lm_head.weight")
+            assert table is not None
+            head = Linear(table.t() if tied else paneled(table.t()))
+        return Weights(
+            layers=tuple(self._layer(f"model.layers.{i}.") for i in self.layers),
+            embedding=embedding if first else None,
+            norm=self._vector("model.norm.weight") if last else None,
+            head=head,
+        )
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        c, attention, mlp = self.config, prefix + "self_attn.", prefix + "mlp."
+        q_all, kv_all = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        qkv = [
+            (attention + "q_proj", q_all, self.q_rows),
+            (attention + "k_proj", kv_all, self.kv_rows),
+            (attention + "v_proj", kv_all, self.kv_rows),
+        ]
+        gate_up = [(mlp + name, c.intermediate, self.mlp_rows) for name in ("gate_proj", "up_proj")]
+        return LayerWeights(
+            attention_norm=self._vector(prefix + "input_layernorm.weight"),
+            qkv=self._columns(qkv, c.attention_bias),
+            out=self._row(attention + "o_proj", q_all, self.q_rows, c.attention_bias),
+            mlp_norm=self._vector(prefix + "post_attention_layernorm.weight"),
+            gate_up=self._columns(gate_up, c.mlp_bias),
+            down=self._row(mlp + "down_proj", c.intermediate, self.mlp_rows, c.mlp_bias),
+        )
+
+    def _columns(self, parts: list[tuple[str, int, range]], biased: bool) -> Linear:
+        """Column-parallel projections side by side: output rows `range` of each."""
+        width = sum(len(rows) for _, _, rows in parts)
+        weight = torch.empty(self.config.hidden, width, dtype=self.dtype)
+        bias = torch.empty(width, dtype=self.dtype) if biased else None
+        at = 0
+        for name, outputs, rows in parts:
+            cut = slice(at, at + len(rows))
+            found = self.checkpoint.slice(name + ".weight", (outputs, self.config.hidden))
+            weight[:, cut].copy_(self._count(found[rows.start : rows.stop, :]).t())
+            if bias is not None:
+                part = self.checkpoint.slice(name + ".bias", (outputs,))
+                bias[cut].copy_(self._count(part[rows.start : rows.stop]))
+            at += len(rows)
+        return Linear(paneled(weight), bias)
+
+    def _row(self, name: str, inputs: int, columns: range, biased: bool) -> Linear:
+        """A row-parallel projection: input columns `columns`; its bias counts once, on shard 0."""
+        found = self.checkpoint.slice(name + ".weight", (self.config.hidden, inputs))
+        part = self._count(found[:, columns.start : columns.stop])
+        bias = None
+        if biased and self.shard == 0:
+            bias = self._vector(name + ".bias")
+        return Linear(paneled(part.t().to(self.dtype)), bias)
+
+    def _vector(self, name: str) -> torch.Tensor:
+        found = self.checkpoint.slice(name, (self.config.hidden,))
+        return self._count(found[:]).to(self.dtype)
+
+    def _vocab(self, name: str) -> torch.Tensor:
+        """Rows of this shard of a vocabulary table; zero rows fill the last shard up."""
+        found = self.checkpoint.slice(name, (self.config.vocab, self.config.hidden))
+        start = self.shard * self.vocab_rows
+        stop = min(start + self.vocab_rows, self.config.vocab)
+        table = torch.zeros(self.vocab_rows, self.config.hidden, dtype=self.dtype)
+        if start < stop:
+            table[: stop - start].copy_(self._count(found[start:stop, :]))
+        return table
+
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.done_bytes += tensor.nbytes
+        if self.progress is not None:
+            self.progress(min(self.done_bytes, self.total_bytes), self.total_bytes)
+        return tensor
+
+    def _total_bytes(self) -> int:
+        """What this rank will read, from the shapes (norms and biases are lost in the rounding)."""
+        c, item = self.config, self._item_bytes()
+        layer = c.hidden * (2 * len(self.q_rows) + 2 * len(self.kv_rows) + 3 * len(self.mlp_rows))
+        tables = (self.layers.start == 0) + (self.layers.stop == c.layers)
+        return item * (len(self.layers) * layer + tables * self.vocab_rows * c.hidden)
+
+    def _item_bytes(self) -> int:
+        found = self.checkpoint.slice(
+            "model.embed_tokens.weight", (self.config.vocab, self.config.hidden)
+        )
+        return 4 if found.get_dtype() == "F32" else 2
