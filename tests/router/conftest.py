@@ -189,7 +189,10 @@ class Controller(threading.Thread):
             case Submit():
                 self._submit(message)
             case Abort(id=name):
-                self.aborted.append(name)
+                if (
+                    name not in self.aborted
+                ):  # said again to word of what has ended: it may come twice
+                    self.aborted.append(name)
                 self._running.pop(name, None)
 
     def _submit(self, submit: Submit) -> None:
