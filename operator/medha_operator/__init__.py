@@ -1,0 +1,1 @@
+"""Turns MedhaReplica resources into pods placed per TP × SPP × KVP topology."""

@@ -1,0 +1,34 @@
+"""Names, labels and annotations that the operator gives what it makes, and reads them back by."""
+
+from __future__ import annotations
+
+from medha.topology import Coordinate
+
+PREFIX = "medha.dev/"
+RESOURCE = PREFIX + "replica"
+"""Label: the MedhaReplica that a thing belongs to."""
+ORDINAL = PREFIX + "ordinal"
+"""Label: which copy of it (0, 1, …; a surge copy takes the next free number)."""
+GROUP = PREFIX + "kvp-group"
+STAGE = PREFIX + "spp-stage"
+ROLE = PREFIX + "role"
+"""Label: `leader` (group 0, stage 0: it holds the controller) or `worker`."""
+ATTEMPT = PREFIX + "attempt"
+"""Label: how often the group was started, from 1; pods of one group carry the same."""
+SPEC_HASH = PREFIX + "spec-hash"
+"""Label: hash of what of the spec the pods are made from; another one means a rolling update."""
+GANG_GATE = PREFIX + "gang"
+"""Scheduling gate: lifted when the whole base group has its pods and fits."""
+FIELD_MANAGER = "medha-operator"
+OWNED_BY = {"app.kubernetes.io/managed-by": "medha-operator"}
+LEADER, WORKER = "leader", "worker"
+
+
+def replica_name(resource: str, ordinal: int) -> str:
+    """The replica's name in messages, metrics and logs, e.g. `llama-70b-0`."""
+    return f"{resource}-{ordinal}"
+
+
+def pod_name(resource: str, ordinal: int, at: Coordinate) -> str:
+    """One pod per (group, stage); its `tp` ranks are inside. The shard is ignored."""
+    return f"{resource}-{ordinal}-g{at.group}-s{at.stage}"

@@ -1,0 +1,49 @@
+"""The operator process's settings, from its environment; every value has one clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from medha.errors import SpecError
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`namespaces` empty: all of them. `router` is the fleet address that controllers dial,
+    `worker_image` what pods run unless `spec.template.image` says otherwise; times in seconds."""
+
+    namespace: str
+    worker_image: str
+    router: str = ""
+    identity: str = "medha-operator"
+    namespaces: tuple[str, ...] = ()
+    ops_port: int = 8081
+    workers: int = 4
+    resync_s: float = 30.0
+    report_s: float = 2.0
+    lease_s: float = 15.0
+    log_level: str = "info"
+
+
+_LISTS = frozenset({"namespaces"})
+
+
+def from_environment(environ: Mapping[str, str]) -> Settings:
+    """`MEDHA_<FIELD>` for each field; lists are separated by commas. Raises SpecError."""
+    found: dict[str, object] = {}
+    for field in msgspec.structs.fields(Settings):
+        name = f"MEDHA_{field.name.upper()}"
+        text = environ.get(name, "")
+        if text:
+            found[field.name] = text.split(",") if field.name in _LISTS else text
+        elif field.required:
+            raise SpecError(name, "", "must be set", "set it in the operator's Deployment")
+    try:
+        return msgspec.convert(found, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        field_name = str(error).rpartition("$.")[2].strip("`")
+        name = f"MEDHA_{field_name.upper()}"
+        raise SpecError(
+            name, environ.get(name, ""), f"must fit its type ({error})", "mend its value"
+        ) from None
