@@ -148,6 +148,15 @@ def test_a_long_prompt_claims_groups_that_are_still_to_come() -> None:
     assert plan.wanted_groups(driven.now + 31.0) == 1
 
 
+def test_a_chunk_out_of_step_with_pages_still_ends_where_the_next_group_takes_over() -> None:
+    plan = scheduler(topology(kvp=2, tokens_per_group=1000), page_tokens=64)
+    plan.submit(request("long", 4000, within_s=30.0), 0.0)
+    long = plan._endings.by_id["long"]
+    long.packed = 992  # half a page beyond a border, and chunks of one page from here on
+    long.hold(0, 992)
+    assert [plan._groups.overhang(long, length, 0) for length in (32, 64, 96)] == [0, 32, 0]
+
+
 def test_a_prefill_pauses_until_a_group_comes_and_fails_when_none_does() -> None:
     settings = Scheduling(growth_timeout_s=5.0)
     plan = scheduler(topology(kvp=1, kvp_max=2, tokens_per_group=6400), settings, pages=100)

@@ -297,7 +297,7 @@ class Groups:
         full = end >= active * self.tokens_per_group and len(sequence.plan) > active
         if not full or end == sequence.goal:
             return 0
-        return end % size if length > size else 0
+        return end % size if end % size < length else 0
 
     def bespeak(self, sequence: Sequence, length: int, tail: int) -> None:
         """A plan puts `length` tokens into `tail`: pages beyond those reserved there are reserved
