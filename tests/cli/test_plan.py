@@ -15,13 +15,14 @@ import yaml
 
 from medha.cli import preflight
 from medha.cli.checkpoint import check_checkpoint
-from medha.cli.plan import POLICIES, Place, plan_fleet, scheduling_of
+from medha.cli.plan import Place, plan_fleet
 from medha.cli.programs import controller_launch, rank_launch, router_launch
 from medha.cli.resource_file import read_resources
 from medha.cli.run_dir import PREFIX, RunDir, remove_stale
 from medha.config import POLICIES as KNOWN
 from medha.config import RouterConfig, Scheduling, WorkerConfig, read
 from medha.errors import CheckpointError, SetupError, SpecError
+from medha.rendering import POLICIES, scheduling_of
 from medha.spec import MedhaReplica, parse
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

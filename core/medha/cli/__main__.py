@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from medha.cli.plan import POLICIES
 from medha.errors import MedhaError, SpecError, UserError
+from medha.rendering import POLICIES
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__

@@ -11,21 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from medha import spec as resource
-from medha.config import Curve, RouterConfig, RouterModel, Scheduling, WorkerConfig
+from medha.config import Curve, RouterConfig, RouterModel, WorkerConfig
 from medha.errors import SetupError, SpecError
-from medha.spec import MedhaReplica, seconds
+from medha.rendering import Site, worker_config
+from medha.spec import MedhaReplica
 from medha.topology import Coordinate, Topology
-
-POLICIES = {
-    "LARS": "lars",
-    "LARSPaper": "lars-paper",
-    "LARSPaperNoSharing": "lars-paper-no-sharing",
-    "LRS": "lrs",
-    "EDF": "edf",
-    "SRPF": "srpf",
-    "FCFS": "fcfs",
-}
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,35 +111,21 @@ def _router(resources: Sequence[MedhaReplica], place: Place) -> RouterConfig:
 def _replica(
     of: MedhaReplica, name: str, ops_port: int, place: Place, gpus: Iterator[int]
 ) -> ReplicaPlan:
-    spec = of.spec
-    cuda = spec.device.kind == "Cuda"
-    dtype = ("bfloat16" if cuda else "float32") if spec.model.dtype == "auto" else spec.model.dtype
-    config = WorkerConfig(
-        replica=name,
-        model=spec.model.name,
+    site = Site(
         checkpoint=place.checkpoints[of.name],
-        max_context_tokens=spec.model.max_context_tokens,
-        topology=spec.topology,
-        device="cuda" if cuda else "cpu",
-        dtype=dtype,
-        kv_dtype=spec.model.kv_cache_dtype,
-        page_tokens=spec.engine.page_tokens,
-        kv_pages=spec.engine.kv_pages or 0,
-        kv_bytes=spec.engine.kv_bytes,
-        scheduling=scheduling_of(spec.scheduling),
-        classes=spec.classes,
         routers=(place.fleet_address,),
         curve=place.controller_curve,
         rank_bind=f"ipc://{place.run_dir}/{name}.sock",
         ops_port=ops_port,
-        threads_per_rank=spec.engine.threads_per_rank,
-        checked_transfers=spec.engine.checked_transfers == "Enabled",
-        decision_log=f"{place.run_dir}/{name}.decisions.jsonl" if place.decision_log else "",
         run_dir=place.run_dir,
-        deterministic=spec.engine.arithmetic == "Deterministic",
+        decision_log=f"{place.run_dir}/{name}.decisions.jsonl" if place.decision_log else "",
         log_level=place.log_level,
     )
-    return ReplicaPlan(config=config, groups=_ranks(name, spec.topology, cuda, place, gpus))
+    cuda = of.spec.device.kind == "Cuda"
+    return ReplicaPlan(
+        config=worker_config(of, name, site),
+        groups=_ranks(name, of.spec.topology, cuda, place, gpus),
+    )
 
 
 def _ranks(
@@ -171,27 +147,3 @@ def _ranks(
             "spec.replicas, tp, spp or kvp.min"
         )
     return tuple(groups)
-
-
-def scheduling_of(spec: resource.Scheduling) -> Scheduling:
-    """The scheduler's settings, from the resource's words."""
-    budget = spec.batch_budget
-    return Scheduling(
-        policy=POLICIES[spec.policy],
-        normaliser=spec.normaliser.lower(),
-        budget=budget.mode.lower(),
-        fixed_s=seconds(budget.fixed),
-        min_batch_s=seconds(budget.min),
-        max_batch_s=seconds(budget.max),
-        batch_tokens=budget.tokens,
-        long_prefill_threshold_tokens=spec.long_prefill_threshold_tokens,
-        long_tokens=spec.long_tokens,
-        max_yield=spec.max_yield_percent / 100,
-        relegated_share=spec.relegated_percent / 100,
-        commit=spec.promises == "Commit",
-        growth_timeout_s=seconds(spec.growth_timeout),
-        max_running=spec.max_running,
-        prefix_cache=spec.prefix_cache == "Enabled",
-        rebalance=spec.rebalance == "Enabled",
-        release_cooldown_s=seconds(spec.release_cooldown),
-    )

@@ -46,7 +46,14 @@ def parse(document: object) -> MedhaReplica:
         raise SpecError("spec", "refused", f"must hold what it declares ({error})",
                         "compare it with the documentation") from None  # fmt: skip
     check_rules(typed)
-    return MedhaReplica(name=name, namespace=str(metadata.get("namespace", "default")), spec=typed)
+    generation = metadata.get("generation", 0)
+    return MedhaReplica(
+        name=name,
+        namespace=str(metadata.get("namespace", "default")),
+        uid=str(metadata.get("uid", "")),
+        generation=generation if isinstance(generation, int) else 0,
+        spec=typed,
+    )
 
 
 def parse_all(documents: Iterable[object]) -> tuple[MedhaReplica, ...]:

@@ -270,10 +270,15 @@ class Spec(Part, frozen=True, kw_only=True):
 
 
 class MedhaReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """One resource: `spec.replicas` identical 3D-parallel copies of a model."""
+    """One resource: `spec.replicas` identical 3D-parallel copies of a model.
+
+    `uid` and `generation` are what a cluster's API gave it; a file's resource has none.
+    """
 
     name: str
     namespace: str = "default"
+    uid: str = ""
+    generation: int = 0
     spec: Spec
 
 

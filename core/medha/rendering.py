@@ -1,0 +1,98 @@
+"""From a MedhaReplica to what its processes are told: one rendering for machine and cluster.
+
+Pure. The resource says what is computed; `Site` says where: addresses, folders, keys. `medha up`
+and the operator make a Site each, everything else is the same.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from medha import spec as resource
+from medha.config import Curve, Scheduling, WorkerConfig
+from medha.spec import MedhaReplica, seconds
+
+POLICIES = {
+    "LARS": "lars",
+    "LARSPaper": "lars-paper",
+    "LARSPaperNoSharing": "lars-paper-no-sharing",
+    "LRS": "lrs",
+    "EDF": "edf",
+    "SRPF": "srpf",
+    "FCFS": "fcfs",
+}
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a replica's processes run: see the fields of the same name in WorkerConfig."""
+
+    checkpoint: str
+    routers: tuple[str, ...]
+    curve: Curve | None
+    rank_bind: str
+    store_bind: str = "127.0.0.1:0"
+    interface: str = "lo"
+    ops_host: str = "127.0.0.1"
+    ops_port: int
+    run_dir: str
+    decision_log: str = ""
+    log_level: str = "info"
+
+
+def worker_config(of: MedhaReplica, name: str, site: Site) -> WorkerConfig:
+    """What the processes of the replica called `name` are told."""
+    spec = of.spec
+    cuda = spec.device.kind == "Cuda"
+    dtype = ("bfloat16" if cuda else "float32") if spec.model.dtype == "auto" else spec.model.dtype
+    return WorkerConfig(
+        replica=name,
+        model=spec.model.name,
+        checkpoint=site.checkpoint,
+        max_context_tokens=spec.model.max_context_tokens,
+        topology=spec.topology,
+        device="cuda" if cuda else "cpu",
+        dtype=dtype,
+        kv_dtype=spec.model.kv_cache_dtype,
+        page_tokens=spec.engine.page_tokens,
+        kv_pages=spec.engine.kv_pages or 0,
+        kv_bytes=spec.engine.kv_bytes,
+        scheduling=scheduling_of(spec.scheduling),
+        classes=spec.classes,
+        routers=site.routers,
+        curve=site.curve,
+        rank_bind=site.rank_bind,
+        store_bind=site.store_bind,
+        interface=site.interface,
+        ops_host=site.ops_host,
+        ops_port=site.ops_port,
+        threads_per_rank=spec.engine.threads_per_rank,
+        checked_transfers=spec.engine.checked_transfers == "Enabled",
+        decision_log=site.decision_log,
+        run_dir=site.run_dir,
+        deterministic=spec.engine.arithmetic == "Deterministic",
+        log_level=site.log_level,
+    )
+
+
+def scheduling_of(spec: resource.Scheduling) -> Scheduling:
+    """The scheduler's settings, from the resource's words."""
+    budget = spec.batch_budget
+    return Scheduling(
+        policy=POLICIES[spec.policy],
+        normaliser=spec.normaliser.lower(),
+        budget=budget.mode.lower(),
+        fixed_s=seconds(budget.fixed),
+        min_batch_s=seconds(budget.min),
+        max_batch_s=seconds(budget.max),
+        batch_tokens=budget.tokens,
+        long_prefill_threshold_tokens=spec.long_prefill_threshold_tokens,
+        long_tokens=spec.long_tokens,
+        max_yield=spec.max_yield_percent / 100,
+        relegated_share=spec.relegated_percent / 100,
+        commit=spec.promises == "Commit",
+        growth_timeout_s=seconds(spec.growth_timeout),
+        max_running=spec.max_running,
+        prefix_cache=spec.prefix_cache == "Enabled",
+        rebalance=spec.rebalance == "Enabled",
+        release_cooldown_s=seconds(spec.release_cooldown),
+    )
