@@ -60,4 +60,10 @@ class Tell(msgspec.Struct, frozen=True):
     warning: bool = False
 
 
-Action = ApplyObject | CreatePod | LiftGate | DeletePod | DeleteObject | Drain | Tell
+class LookAgain(msgspec.Struct, frozen=True):
+    """Nothing to do before `at_s` (Unix seconds), whatever happens or not: plan again then."""
+
+    at_s: float
+
+
+Action = ApplyObject | CreatePod | LiftGate | DeletePod | DeleteObject | Drain | Tell | LookAgain
