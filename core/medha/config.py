@@ -64,8 +64,9 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """CURVE key files of a process: its own secret key, and the public keys that it accepts.
 
-    `server_public`: of the router to dial (controllers only); `allowed`: of the controllers that
-    may connect (routers only). Files hold one Z85 key per line.
+    `server_public`: of the one to dial; `allowed`: of those that may connect here. A controller
+    dials routers (`WorkerConfig.curve`), its ranks dial it (`rank_curve`). Files hold one Z85 key
+    per line.
     """
 
     secret: str
@@ -108,9 +109,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One replica's controller and ranks; every process of the replica decodes the same file.
 
     `rank_bind` is where ranks dial (an `ipc://` path, or `tcp://` between pods); `store_bind` is
-    `host:port` of the rendezvous store that the controller serves (port 0: any). `kv_pages` is the
-    number of pages per group, 0 derives it from `kv_bytes` per rank. `device` is `cpu` or `cuda`.
-    `dtype` and `kv_dtype` are torch names (`kv_dtype` auto: as dtype).
+    `host:port` of the rendezvous store that the controller serves (port 0: any); data between ranks
+    goes through `interface` alone. `rank_curve` guards a TCP `rank_bind`: its `secret` is a rank's,
+    `server_public` the controller's, `allowed` whom the controller lets in; the controller listens
+    with `curve.secret`. `kv_pages` is the number of pages per group, 0 derives it from `kv_bytes`
+    per rank. `device` is `cpu` or `cuda`. `dtype` and `kv_dtype` are torch names (`kv_dtype` auto:
+    as dtype).
     """
 
     replica: str
@@ -131,6 +135,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     routers: tuple[str, ...] = ()
     curve: Curve | None = None
     rank_bind: str
+    rank_curve: Curve | None = None
     store_bind: str = "127.0.0.1:0"
     interface: str = "lo"
     ops_host: str = "127.0.0.1"
@@ -145,6 +150,35 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     collective_timeout_s: float = 30.0
     deterministic: bool = False
     log_level: str = "info"
+
+    def listening_curve(self) -> Curve | None:
+        """Keys with which the controller listens for its ranks; None inside one machine.
+
+        Raises SpecError for TCP without keys: whoever reaches that port would command the replica.
+        """
+        ranks = self.rank_curve
+        if ranks is None:
+            _check_private(self.rank_bind)
+            return None
+        if self.curve is None:
+            raise SpecError(
+                "curve",
+                "absent",
+                "must be given with rank_curve: the controller listens with its secret",
+                "name the controller's key files",
+            )
+        return Curve(secret=self.curve.secret, allowed=ranks.allowed)
+
+
+def _check_private(rank_bind: str) -> None:
+    """Without keys only this machine may reach the ranks' link."""
+    if rank_bind.startswith("tcp://") and not rank_bind.startswith("tcp://127."):
+        raise SpecError(
+            "rank_bind",
+            rank_bind,
+            "must be ipc:// or loopback where rank_curve is absent",
+            "name the ranks' key files in rank_curve",
+        )
 
 
 C = TypeVar("C", RouterConfig, WorkerConfig)

@@ -30,6 +30,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     routers: tuple[str, ...]
     curve: Curve | None
     rank_bind: str
+    rank_curve: Curve | None = None
     store_bind: str = "127.0.0.1:0"
     interface: str = "lo"
     ops_host: str = "127.0.0.1"
@@ -61,6 +62,7 @@ def worker_config(of: MedhaReplica, name: str, site: Site) -> WorkerConfig:
         routers=site.routers,
         curve=site.curve,
         rank_bind=site.rank_bind,
+        rank_curve=site.rank_curve,
         store_bind=site.store_bind,
         interface=site.interface,
         ops_host=site.ops_host,

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 
 from medha.adapters.sockets import Dialer
-from medha.config import STALL_S
+from medha.config import STALL_S, Curve
 from medha.messages import (
     Codec,
     ControllerBeat,
@@ -68,6 +68,7 @@ class Link:
         at_once: Callable[[AtOnce], None],
         *,
         timeout_s: float,
+        curve: Curve | None = None,
         grace_s: float = 2.0,
         exit: Callable[[int], object] = os._exit,
     ) -> None:
@@ -79,7 +80,11 @@ class Link:
         self.commands: queue.SimpleQueue[Ordered] = queue.SimpleQueue()
         self._order = StepOrder()
         self._dialer: Dialer[RankReport, RankCommand] = Dialer(
-            address, str(at).encode(), sends=Codec(RankReport), receives=Codec(RankCommand)
+            address,
+            str(at).encode(),
+            sends=Codec(RankReport),
+            receives=Codec(RankCommand),
+            curve=curve,
         )
         self._closing = threading.Event()
         self._leaves_at: float | None = None

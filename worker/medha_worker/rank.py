@@ -79,6 +79,7 @@ class Rank:
             self._incarnation,
             self._at_once,
             timeout_s=config.rank_timeout_s,
+            curve=config.rank_curve,
         )
 
     def serve(self) -> int:

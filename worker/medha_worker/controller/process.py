@@ -145,7 +145,10 @@ class Process:
         self._config, self._controller, self._metrics = config, controller, metrics
         self._reports: Codec[RankReport] = Codec(RankReport)
         self._ranks: RankLinks = Listener(
-            config.rank_bind, sends=Codec(RankCommand), receives=self._reports
+            config.rank_bind,
+            sends=Codec(RankCommand),
+            receives=self._reports,
+            curve=config.listening_curve(),
         )
         self._names = Names(config.routers)
         fixed = [router for router in config.routers if literal(router)]

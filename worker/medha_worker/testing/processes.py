@@ -17,7 +17,7 @@ import msgspec
 
 from medha import messages as m
 from medha.adapters.sockets import Listener
-from medha.config import WorkerConfig, render
+from medha.config import Curve, WorkerConfig, render
 from medha.topology import Coordinate
 
 LIMIT_S = 90.0
@@ -33,15 +33,22 @@ class Heard:
 
 
 class Fleet:
-    """One replica's processes; `config` lacks only routers and rank_bind, which are filled in."""
+    """One replica's processes; `config` lacks only routers and, unless it names one, rank_bind."""
 
-    def __init__(self, folder: pathlib.Path, config: WorkerConfig) -> None:
+    def __init__(
+        self, folder: pathlib.Path, config: WorkerConfig, router_curve: Curve | None = None
+    ) -> None:
         self.folder = folder
         self.link: Listener[m.RouterMessage, m.ReplicaMessage] = Listener(
-            "tcp://127.0.0.1:0", sends=m.Codec(m.RouterMessage), receives=m.Codec(m.ReplicaMessage)
+            "tcp://127.0.0.1:0",
+            sends=m.Codec(m.RouterMessage),
+            receives=m.Codec(m.ReplicaMessage),
+            curve=router_curve,
         )
         self.config = msgspec.structs.replace(
-            config, routers=(self.link.address,), rank_bind=f"ipc://{folder}/ranks"
+            config,
+            routers=(self.link.address,),
+            rank_bind=config.rank_bind or f"ipc://{folder}/ranks",
         )
         self._file = folder / "worker.json"
         self._file.write_bytes(render(self.config))
