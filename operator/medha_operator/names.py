@@ -26,6 +26,12 @@ GANG_GATE = PREFIX + "gang"
 FIELD_MANAGER = "medha-operator"
 OWNED_BY = {"app.kubernetes.io/managed-by": "medha-operator"}
 LEADER, WORKER = "leader", "worker"
+RANK_PORT, STORE_PORT = 7900, 7901
+"""Ports of a leader pod: where ranks dial their controller, and the rendezvous store."""
+POD_OPS_PORT, CONTROLLER_OPS_PORT = 8090, 8091
+"""Ports for probes and metrics: of every pod, and of the controller in the leader pod."""
+WORKER_KEYS = "medha-worker-keys"
+"""Secret with the CURVE keys of controllers and ranks, one in each namespace with pods."""
 
 
 def replica_name(resource: str, ordinal: int) -> str:
@@ -36,3 +42,22 @@ def replica_name(resource: str, ordinal: int) -> str:
 def pod_name(resource: str, ordinal: int, at: Coordinate) -> str:
     """One pod per (group, stage); its `tp` ranks are inside. The shard is ignored."""
     return f"{resource}-{ordinal}-g{at.group}-s{at.stage}"
+
+
+def leader_address(resource: str, namespace: str, ordinal: int) -> str:
+    """DNS name of the pod with the replica's controller."""
+    leader = pod_name(resource, ordinal, Coordinate(0, 0, 0))
+    return f"{leader}.{workers_service(resource)}.{namespace}.svc"
+
+
+def workers_service(resource: str) -> str:
+    return f"{resource}-workers"
+
+
+def leaders_service(resource: str) -> str:
+    return f"{resource}-leaders"
+
+
+def config_name(resource: str, ordinal: int, spec_hash: str) -> str:
+    """ConfigMap of one replica made from one state of the spec."""
+    return f"{resource}-{ordinal}-{spec_hash}"

@@ -34,7 +34,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True):
     """A pod of ours. `node` is where it was bound ("" while it is not), `target` the node that the
-    planner wrote into it; `why` and `message` are what keeps it from running (waiting reason,
+    planner wrote into it; `requests` what it asks of a node, in NodeView's units (empty: as much as
+    the present spec says); `why` and `message` are what keeps it from running (waiting reason,
     unschedulable, failed init step), as the API tells it."""
 
     name: str
@@ -56,6 +57,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
     ready_since_s: float | None = None
     why: str = ""
     message: str = ""
+    requests: Mapping[str, int] = {}
 
 
 class ReportView(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ def integer(resource: str, quantity: str | int | float) -> int:
     times, over = _scale(found.group(2) or "")
     if resource.removeprefix("requests.").removeprefix("limits.") == "cpu":
         times *= 1000
-    over *= 10 ** len(part)
+    over *= int("1" + "0" * len(part))
     return -(-digits * times // over)
 
 
@@ -33,7 +33,7 @@ def _scale(suffix: str) -> tuple[int, int]:
     if suffix == "m":
         return 1, 1000
     if suffix.endswith("i"):
-        return 1024 ** (_POWERS.index(suffix[0]) + 1), 1
+        return 1 << 10 * (_POWERS.index(suffix[0]) + 1), 1
     if suffix[1:].isdigit():
-        return 10 ** min(int(suffix[1:]), 30), 1
-    return 1000 ** (_POWERS.index(suffix.upper()) + 1) if suffix else 1, 1
+        return int("1" + "0" * min(int(suffix[1:]), 30)), 1
+    return int("1" + "000" * (_POWERS.index(suffix.upper()) + 1 if suffix else 0)), 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -10,11 +11,13 @@ from medha.errors import SpecError
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`namespaces` empty: all of them. `router` is the fleet address that controllers dial,
-    `worker_image` what pods run unless `spec.template.image` says otherwise; times in seconds."""
+    """`namespaces` empty: all of them. `router` is the fleet address that controllers dial (empty:
+    the chart's Service in our own namespace), `worker_image` what pods run unless
+    `spec.template.image` says otherwise; times in seconds."""
 
     namespace: str
     worker_image: str
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     router: str = ""
     identity: str = "medha-operator"
     namespaces: tuple[str, ...] = ()
@@ -24,6 +27,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     report_s: float = 2.0
     lease_s: float = 15.0
     log_level: str = "info"
+
+    @property
+    def fleet_address(self) -> str:
+        """Where controllers dial the routers."""
+        return self.router or f"tcp://medha-router-fleet.{self.namespace}:7800"
 
 
 _LISTS = frozenset({"namespaces"})
