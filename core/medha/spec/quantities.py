@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
+DURATION = r"^([0-9]{1,6}(\.[0-9]{1,6})?(ms|s|m|h))+$"
 NUMBER = r"^[0-9]{1,6}(\.[0-9]{1,6})?$"
 SIZE = r"^[0-9]{1,12}(Ki|Mi|Gi|Ti)?$"
 

@@ -95,6 +95,7 @@ def _check(value: Any, kind: inspect.Type, path: str) -> Any:
             return _check_list(value, sequence, path)
         case inspect.DictType() as mapping:
             items = _mapping(value, path, "a mapping")
+            _check_count(len(items), mapping.max_length, path)
             return {
                 _check(key, mapping.key_type, f"a key of {path}"): _check(
                     each, mapping.value_type, f"{path}.{_shown(key)}"
@@ -127,7 +128,14 @@ def _check_struct(value: Any, kind: inspect.StructType, path: str) -> dict[str, 
 def _check_list(value: Any, kind: inspect.ListType | inspect.VarTupleType, path: str) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise SpecError(path, value, "must be a list", "write its items with dashes")
+    _check_count(len(value), kind.max_length, path)
     return [_check(each, kind.item_type, f"{path}[{index}]") for index, each in enumerate(value)]
+
+
+def _check_count(count: int, most: int | None, path: str) -> None:
+    if most is not None and count > most:
+        raise SpecError(path, f"{count} items long", f"must have at most {most}",
+                        f"remove {count - most}")  # fmt: skip
 
 
 def _check_leaf(value: Any, kind: inspect.Type, path: str) -> None:

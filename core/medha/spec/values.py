@@ -47,6 +47,21 @@ Text = Annotated[
         min_length=1, max_length=512, description="text of 1 to 512 characters", examples=["a name"]
     ),
 ]
+SubPath = Annotated[
+    str,
+    msgspec.Meta(max_length=1024, description="a path of at most 1024 characters", examples=["v1"]),
+]
+LabelValue = Annotated[
+    str,
+    msgspec.Meta(max_length=63, description="text of at most 63 characters", examples=["gpu"]),
+]
+Note = Annotated[
+    str,
+    msgspec.Meta(max_length=4096, description="text of at most 4096 characters", examples=["yes"]),
+]
+Labels = Annotated[dict[str, LabelValue], msgspec.Meta(max_length=32)]
+Piece = dict[str, Any]  # of a pod, as Kubernetes defines it
+Pieces = Annotated[tuple[Piece, ...], msgspec.Meta(max_length=32)]
 Percent = Annotated[int, msgspec.Meta(ge=0, le=100)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=12_000_000)]
 Switch = Literal["Enabled", "Disabled"]
@@ -66,14 +81,14 @@ class Claim(Part, frozen=True):
     """A directory on a persistent volume."""
 
     claim_name: Text
-    path: str = ""
+    path: SubPath = ""
 
 
 class Image(Part, frozen=True):
     """A model inside a container image, mounted as an image volume."""
 
     reference: Text
-    path: str = ""
+    path: SubPath = ""
 
 
 class Source(Part, frozen=True):
@@ -211,8 +226,8 @@ class Placement(Part, frozen=True):
         "kubernetes.io/hostname",
     )
     pack_level: Text | None = None
-    node_selector: dict[str, str] = {}
-    tolerations: Annotated[tuple[dict[str, Any], ...], msgspec.Meta(max_length=32)] = ()
+    node_selector: Labels = {}
+    tolerations: Pieces = ()
 
 
 class Autoscaling(Part, frozen=True):
@@ -229,14 +244,14 @@ class Template(Part, frozen=True):
     """Overrides of the pods; `medha up` starts processes and has no use for them."""
 
     image: Text | None = None
-    resources: dict[str, Any] = {}
-    env: tuple[dict[str, Any], ...] = ()
-    volumes: tuple[dict[str, Any], ...] = ()
-    volume_mounts: tuple[dict[str, Any], ...] = ()
+    resources: Piece = {}
+    env: Annotated[tuple[Piece, ...], msgspec.Meta(max_length=64)] = ()
+    volumes: Pieces = ()
+    volume_mounts: Pieces = ()
     scheduler_name: Text | None = None
     priority_class_name: Text | None = None
-    labels: dict[str, str] = {}
-    annotations: dict[str, str] = {}
+    labels: Labels = {}
+    annotations: Annotated[dict[str, Note], msgspec.Meta(max_length=32)] = {}
 
 
 class Spec(Part, frozen=True, kw_only=True):

@@ -1,0 +1,312 @@
+"""The CRD and medha.spec say the same: every field, bound and default, and every rule between."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect as source
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import yaml
+from msgspec import inspect
+
+from medha.errors import SpecError
+from medha.spec import API_VERSION, KIND, Spec, parse, rules
+from medha.spec.values import NAME
+
+HERE = Path(__file__).parent
+CRD = HERE.parents[1] / "crds" / "medha.dev_medhareplicas.yaml"
+TABLE = yaml.safe_load((HERE / "refused.yaml").read_text())
+CASES: list[dict[str, Any]] = TABLE["cases"]
+
+# What only explains or merges, and says nothing about which values are right.
+SPEECH = ("description", "x-kubernetes-validations")
+LISTS = ("x-kubernetes-list-type", "x-kubernetes-list-map-keys")
+# A piece of a pod as Kubernetes defines it; lists of them name their key.
+PIECE = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+
+def crd() -> dict[str, Any]:
+    document = yaml.safe_load(CRD.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def version() -> dict[str, Any]:
+    (only,) = crd()["spec"]["versions"]
+    assert isinstance(only, dict)
+    return only
+
+
+SCHEMA: dict[str, Any] = version()["schema"]["openAPIV3Schema"]
+
+
+def declared(kind: inspect.Type) -> dict[str, Any]:
+    """The schema that a type of medha.spec.values stands for."""
+    match kind:
+        case inspect.Metadata(type=inner):
+            return declared(inner)
+        case inspect.StructType(fields=fields):
+            return struct(fields)
+        case inspect.VarTupleType(item_type=item, max_length=most):
+            return {"type": "array", "maxItems": most, "items": declared(item)}
+        case inspect.DictType(value_type=inspect.AnyType()):
+            return dict(PIECE)
+        case inspect.DictType(value_type=value, max_length=most):
+            return {
+                "type": "object",
+                "maxProperties": most,
+                "additionalProperties": declared(value),
+            }
+        case inspect.LiteralType(values=values):
+            kinds = {type(value) for value in values}
+            return {"type": "integer" if kinds == {int} else "string", "enum": set(values)}
+        case inspect.IntType(ge=low, le=high):
+            return {"type": "integer", "minimum": low, "maximum": high}
+        case inspect.StrType(min_length=low, max_length=high, pattern=pattern):
+            found = {"minLength": low, "maxLength": high, "pattern": pattern}
+            return {"type": "string"} | {key: value for key, value in found.items() if value}
+        case inspect.UnionType(types=kinds):
+            return union([each for each in kinds if not isinstance(each, inspect.NoneType)])
+    raise AssertionError(f"{kind} has no schema")
+
+
+def union(kinds: list[inspect.Type]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for kind in kinds:
+        merged |= declared(kind)
+    if len(kinds) > 1:
+        assert {declared(kind)["type"] for kind in kinds} == {"integer", "string"}
+        del merged["type"]
+        merged["x-kubernetes-int-or-string"] = True
+    return merged
+
+
+def struct(fields: tuple[inspect.Field, ...]) -> dict[str, Any]:
+    properties = {}
+    for field in fields:
+        properties[field.encode_name] = declared(field.type)
+        default = default_of(field)
+        if default is not None:
+            properties[field.encode_name]["default"] = default
+    required = {field.encode_name for field in fields if field.required}
+    return {"type": "object", "properties": properties} | (
+        {"required": required} if required else {}
+    )
+
+
+def default_of(field: inspect.Field) -> Any:
+    """A structure's own default is {}: those of its fields fill it in."""
+    value = field.default
+    if value is msgspec.NODEFAULT:
+        value = None if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    plain = {} if isinstance(value, msgspec.Struct) else msgspec.to_builtins(value)
+    return list(plain) if isinstance(plain, tuple) else plain
+
+
+def plain(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema of the CRD without its speech, comparable with what `declared` gives."""
+    kept = {key: value for key, value in schema.items() if key not in (*SPEECH, *LISTS)}
+    if "x-kubernetes-preserve-unknown-fields" in kept:
+        return {key: kept[key] for key in (*PIECE, "default") if key in kept}
+    for key in ("items", "additionalProperties"):
+        if key in kept:
+            kept[key] = plain(kept[key])
+    if "properties" in kept:
+        kept["properties"] = {name: plain(each) for name, each in kept["properties"].items()}
+    return kept | {key: set(kept[key]) for key in ("enum", "required") if key in kept}
+
+
+def flat(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema below one, by its path; items of a list are `path[]`."""
+    yield path, schema
+    for name, each in schema.get("properties", {}).items():
+        yield from flat(each, f"{path}.{name}")
+    if "items" in schema:
+        yield from flat(schema["items"], f"{path}[]")
+
+
+def facts(schema: dict[str, Any], path: str) -> dict[str, Any]:
+    """Each field's own facts, so that a difference names its field."""
+    nested = ("properties", "items")
+    return {
+        where: {key: value for key, value in each.items() if key not in nested}
+        for where, each in flat(schema, path)
+    }
+
+
+DECLARED = facts(declared(inspect.type_info(Spec)), "spec")
+WRITTEN = facts(plain(SCHEMA["properties"]["spec"]), "spec")
+FIELDS = dict(flat(SCHEMA["properties"]["spec"], "spec"))
+
+
+def test_the_crd_has_the_fields_of_the_spec_and_no_others() -> None:
+    assert sorted(WRITTEN) == sorted(DECLARED)
+    assert len(WRITTEN) > 80
+
+
+@pytest.mark.parametrize("path", DECLARED)
+def test_a_field_has_the_same_type_bounds_and_default_in_both(path: str) -> None:
+    assert WRITTEN[path] == DECLARED[path]
+
+
+def test_the_names_of_the_resource_are_the_same_in_both() -> None:
+    spec, metadata = crd()["spec"], SCHEMA["properties"]["metadata"]
+    assert f"{spec['group']}/{version()['name']}" == API_VERSION
+    assert spec["names"]["kind"] == KIND
+    assert metadata["properties"]["name"] == {"type": "string", "pattern": NAME, "maxLength": 40}
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_every_field_reads_like_documentation(path: str) -> None:
+    field, parent = FIELDS[path], FIELDS.get(path.rpartition(".")[0], {})
+    if path.endswith("[]") or "x-kubernetes-preserve-unknown-fields" in parent:
+        return
+    text = field["description"]
+    assert text[0].isupper() or text[0] in "`0123456789"
+    assert text.endswith(".") and len(text) < 400
+    assert text.count("`") % 2 == 0
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_every_field_is_bounded_and_none_holds_a_float_or_a_boolean(path: str) -> None:
+    field, parent = FIELDS[path], FIELDS.get(path.rpartition(".")[0], {})
+    if "x-kubernetes-preserve-unknown-fields" in parent:
+        return
+    match field.get("type", "either"):
+        case "string":
+            assert "enum" in field or "maxLength" in field
+        case "integer":
+            assert "enum" in field or {"minimum", "maximum"} <= set(field)
+        case "either":
+            assert {"minimum", "maximum", "maxLength", "pattern"} <= set(field)
+        case "array":
+            assert "maxItems" in field and "x-kubernetes-list-type" in field
+        case kind:
+            assert kind == "object"
+
+
+def test_lists_that_are_merged_by_a_key_require_that_key() -> None:
+    keys = {
+        path: field["x-kubernetes-list-map-keys"]
+        for path, field in flat(SCHEMA, "")
+        if field.get("x-kubernetes-list-type") == "map"
+    }
+    assert keys == {
+        ".spec.slo.classes": ["name"],
+        ".spec.template.env": ["name"],
+        ".spec.template.volumes": ["name"],
+        ".spec.template.volumeMounts": ["mountPath"],
+        ".status.groups": ["replica"],
+        ".status.conditions": ["type"],
+    }
+    items = {path: field for path, field in flat(SCHEMA, "") if path.endswith("[]")}
+    for path, (key,) in keys.items():
+        assert key in items[f"{path}[]"]["required"]
+
+
+def test_scaling_and_the_columns_point_at_fields_that_exist() -> None:
+    fields = dict(flat(SCHEMA, ""))
+    scale = version()["subresources"]["scale"]
+    assert scale == {
+        "specReplicasPath": ".spec.replicas",
+        "statusReplicasPath": ".status.replicas",
+        "labelSelectorPath": ".status.selector",
+    }
+    columns = version()["additionalPrinterColumns"]
+    always = [column["name"] for column in columns if not column.get("priority")]
+    assert always == ["Ready", "Replicas", "TP", "SPP", "KVP", "Attainment", "Slack", "Age"]
+    for path in (*scale.values(), *(column["jsonPath"] for column in columns)):
+        assert re.sub(r"\[\?.*?\]", "[]", path) in {*fields, ".metadata.creationTimestamp"}
+
+
+# --- rules between fields -------------------------------------------------------------------------
+
+
+def put(case: dict[str, Any]) -> dict[str, Any]:
+    """The valid document with a case's fields changed."""
+    document: dict[str, Any] = copy.deepcopy(TABLE["valid"])
+    for path, value in case["put"].items():
+        *parents, last = path.split(".")
+        at = document
+        for name in parents:
+            at = at.setdefault(name, {})
+        at[last] = value
+    return document
+
+
+def refused(case: dict[str, Any]) -> SpecError:
+    with pytest.raises(SpecError) as caught:
+        parse(put(case))
+    return caught.value
+
+
+class Rule(NamedTuple):
+    """A rule of the CRD: where it stands, what it expects (its numbers left open), its remedy."""
+
+    where: str
+    expects: re.Pattern[str]
+    remedy: str
+
+    def broken_by(self, case: dict[str, Any]) -> bool:
+        return case["rule"] == self.where and self.expects.fullmatch(case["says"]) is not None
+
+
+def cel_rules() -> Iterator[Rule]:
+    for path, field in flat(SCHEMA, ""):
+        for rule in field.get("x-kubernetes-validations", ()):
+            found = re.fullmatch(
+                r"'(.*)'\s*\.format\(.*\)", rule.get("messageExpression", ""), flags=re.DOTALL
+            )
+            assert found or "messageExpression" not in rule
+            expects, _, remedy = (found[1] if found else rule["message"]).partition("; ")
+            pattern = ".+".join(re.escape(part) for part in re.split("%[ds]", expects))
+            where = path.removeprefix(".") + rule.get("fieldPath", "")
+            yield Rule(where, re.compile(pattern), remedy)
+
+
+RULES = tuple(cel_rules())
+IDS = [f"{case['rule']}:{index}" for index, case in enumerate(CASES)]
+
+
+def test_the_valid_document_is_valid() -> None:
+    assert parse(TABLE["valid"]).name == "tiny"
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_medha_refuses_each_broken_rule_with_the_words_of_the_table(case: dict[str, Any]) -> None:
+    assert refused(case).expected == case["says"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_the_crd_has_the_rule_with_the_same_words(case: dict[str, Any]) -> None:
+    assert "api" in case or any(rule.broken_by(case) for rule in RULES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[f"{r.where}: {r.remedy[:30]}" for r in RULES])
+def test_every_rule_of_the_crd_is_broken_by_a_case_and_has_a_remedy(rule: Rule) -> None:
+    assert any(rule.broken_by(case) for case in CASES)
+    assert rule.expects.pattern.startswith("must") and rule.remedy != ""
+
+
+def test_every_rule_of_the_spec_is_broken_by_a_case() -> None:
+    tree = ast.parse(source.getsource(rules))
+    raised = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Raise)}
+    asked = {
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("_check_positive", "_check_ttft")
+    }
+    reached: set[int] = set()
+    for case in CASES:
+        frames = traceback.extract_tb(refused(case).__traceback__)
+        reached |= {frame.lineno or 0 for frame in frames if frame.filename == rules.__file__}
+    assert sorted((raised | asked) - reached) == []
