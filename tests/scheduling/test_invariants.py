@@ -12,6 +12,7 @@ from medha.batch import Batch
 from medha.config import POLICIES, Scheduling
 from medha.request import Request
 from medha.testing import Driven, leftovers, request, scheduler, topology
+from medha.topology import Topology
 
 ARRIVALS = st.lists(
     st.tuples(
@@ -175,3 +176,15 @@ def test_a_long_promise_leaves_room_for_the_short_ones_to_come(
     late = [name for name in driven.requests if not driven.in_time(name)]
     assert [name for name in late if name.startswith("s")] == []
     assert ("long" in late) == (not promised)
+
+
+@pytest.mark.parametrize("layout", [topology(), topology(spp=2, kvp=2, tokens_per_group=200)])
+def test_prompts_move_on_although_their_least_chunk_takes_longer_than_a_budget(
+    layout: Topology,
+) -> None:
+    plan = scheduler(layout, Scheduling(max_batch_s=0.1), token_s=0.01)  # 32 tokens: 0.32 s
+    driven = Driven(plan)
+    driven.submit([request("r0", 400, output_tokens=3), request("r1", 300, 0.1, output_tokens=3)])
+    driven.run()
+    assert set(driven.finished) == {"r0", "r1"}
+    assert leftovers(plan) == {}

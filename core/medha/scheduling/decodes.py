@@ -131,6 +131,13 @@ class Decodes:
                 keys[group] += held.get(group, 0)
         return keys
 
+    def in_groups(self, groups: tuple[int, ...]) -> bool:
+        """Whether any decode of those groups is ready or in flight."""
+        return any(
+            (cohort.chunks or cohort.away) and not set(groups).isdisjoint(of)
+            for of, cohort in self.cohorts.items()
+        )
+
     def least_credit_s(self, now: float) -> float:
         """Smallest time until a running decode's next token is due; infinite with none."""
         return float(self._due_s.min()) - now

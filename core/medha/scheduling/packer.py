@@ -62,14 +62,15 @@ class Packer:
 
     def plan(self, crew: tuple[int, ...], now: float, limit_s: float, error: float) -> Plan | None:
         """The batch that `crew` would run, at most `limit_s` long; None when there is nothing."""
-        target_s = min(self.budget_s(now), limit_s)
-        plan = self._seat(crew, target_s)
+        budget_s = self.budget_s(now)
+        plan = self._seat(crew, min(budget_s, limit_s))
         views = {group: self.ledger.settle(group, now, error) for group in crew}
         plan.waits = {group: bool(view.ready.any()) for group, view in views.items()}
         if any(plan.waits.values()):
             self._fill(plan, views, now)
             if not plan.parts:
-                self._starve(plan, views, now)
+                alone = limit_s >= budget_s and not self.decodes.in_groups(crew)
+                self._starve(plan, views, now, at_once=alone)
         return plan if plan.parts or plan.cohorts else None
 
     def decode_tpot_s(self) -> float:
@@ -171,6 +172,8 @@ class Packer:
         waiting = self.groups.waiting[group]
         order: Order = self.policy(view)
         able = self._startable(group, waiting, view, now)
+        pages = self.groups.pool[group]
+        available = pages.available
         for tier in range(OWED if view.owed else ABSORBED, RELEGATED + 1):
             rows = (able & (order.tiers == tier)).nonzero()[0]
             count = FEW
@@ -181,9 +184,14 @@ class Packer:
                     near = keys <= np.partition(keys, count - 1)[count - 1]
                     batch = rows[near]
                 for place in self._sorted(batch, order.keys, view, waiting):
-                    yields = 0.0 if order.yields is None else float(order.yields[place])
-                    yield tier, place, yields
+                    if able[place]:
+                        yields = 0.0 if order.yields is None else float(order.yields[place])
+                        yield tier, place, yields
+                    if pages.available < available:
+                        available = pages.available
+                        able &= waiting.need <= available  # others wait at no further cost
                 rows = rows[~near] if len(batch) < len(rows) else rows[:0]
+                rows = rows[able[rows]]
                 count *= 4
 
     def _sorted(self, rows: Places, keys: Floats, view: View, waiting: Waiting) -> list[int]:
@@ -203,9 +211,9 @@ class Packer:
         is waited for, the oldest first; small ones still pass, or it would be a convoy again.
         """
         need = waiting.need
-        for sequence in self.aged(waiting, now):
-            if not self.start(sequence):
-                break  # the oldest is waited for; those behind it would be tried in vain
+        aged = self.aged(waiting, now)
+        while aged is not None and self.start(aged):
+            aged = self.aged(waiting, now)  # one that does not fit is waited for
         if self.started >= self.settings.max_running:
             begun: Mask = view.ready & (need == 0.0)
             return begun
@@ -222,9 +230,9 @@ class Packer:
         fits &= view.ready
         return fits
 
-    def aged(self, waiting: Waiting, now: float) -> list[Sequence]:
-        """Those that have been passed over for want of pages longer than `patience_s`."""
-        return waiting.aged(now - self.patience_s) if waiting.passing else []
+    def aged(self, waiting: Waiting, now: float) -> Sequence | None:
+        """Who has been passed over for want of pages longest, and longer than `patience_s`."""
+        return waiting.aged(now - self.patience_s) if waiting.passing else None
 
     def start(self, sequence: Sequence) -> bool:
         """Reserve its pages; False when it does not fit now, or too many run."""
@@ -315,10 +323,12 @@ class Packer:
         self._add(fresh, larger)
         plan.loads, plan.parts = fresh.loads, fresh.parts
 
-    def _starve(self, plan: Plan, views: dict[int, View], now: float) -> None:
-        """The counted escape: after enough rounds without a prefill, one least chunk goes in."""
+    def _starve(self, plan: Plan, views: dict[int, View], now: float, *, at_once: bool) -> None:
+        """The counted escape: after enough rounds without a prefill, one least chunk goes in;
+        `at_once` where no decode runs, since no round would ever come to be counted."""
         for group in plan.crew:
-            if self.starved.get(group, 0) + 1 < self.settings.max_starved_rounds:
+            rounds = self.starved.get(group, 0) + 1
+            if rounds < self.settings.max_starved_rounds and not at_once:
                 continue
             for sequence, _, _, _, _ in self._visits((group,), views, now):
                 if sequence.started or self.start(sequence):

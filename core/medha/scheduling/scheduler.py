@@ -148,7 +148,7 @@ class Scheduler:
         asked = (
             sequence.request.promised is None
             and self._ledger.gives
-            and not any(self._packer.aged(self._groups.waiting[group], now) for group in works)
+            and all(self._packer.aged(self._groups.waiting[one], now) is None for one in works)
         )
         if asked and self._ledger.fits(sequence, works, starts) and self._packer.start(sequence):
             self._ledger.rank(sequence, kept=True, promised=True)

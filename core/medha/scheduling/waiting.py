@@ -94,13 +94,12 @@ class Waiting:
         since[over & (since == np.inf)] = now
         return np.where(over, since, np.inf)
 
-    def aged(self, before_s: float) -> list[Sequence]:
-        """Those passed over since before that moment, which have not started, oldest first."""
+    def aged(self, before_s: float) -> Sequence | None:
+        """The one passed over longest, since before that moment, which has not started."""
         n = len(self._keys)
         passed = self._fields[PASSED, :n]
         rows = ((passed < before_s) & (self._fields[NEED, :n] > 0.0)).nonzero()[0]
-        order = passed[rows].argsort(kind="stable")
-        return [self.sequences[row] for row in rows[order].tolist()]
+        return self.sequences[rows[passed[rows].argmin()]] if len(rows) else None
 
     def work_of(self, sequence: Sequence) -> float:
         return float(self._fields[WORK, self._row(sequence)])
