@@ -1,9 +1,62 @@
-"""Settings every suite shares: hypothesis tries the same examples on every machine."""
+"""Settings and finds that every suite shares."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 # Same examples everywhere, and no deadline: a busy machine is slow, not wrong.
 settings.register_profile("medha", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("medha")
+
+CLUSTER_TOOL = Path(__file__).resolve().parents[2] / "shared" / "kubernetes" / "cluster"
+
+
+def cluster_tool() -> Path | None:
+    """The program that starts clusters on this machine, where there is one."""
+    tool = Path(os.environ.get("MEDHA_CLUSTER_TOOL") or CLUSTER_TOOL)
+    return tool if tool.is_file() else None
+
+
+def programs() -> Path | None:
+    """The folder of Kubernetes' programs: KUBEBUILDER_ASSETS, or what the cluster tool unpacks."""
+    if folder := os.environ.get("KUBEBUILDER_ASSETS"):
+        return Path(folder)
+    if tool := cluster_tool():
+        told = subprocess.run([tool, "assets"], capture_output=True, text=True, timeout=100)
+        return Path(told.stdout.strip()) if told.returncode == 0 else None
+    return None
+
+
+def program(name: str) -> Path:
+    """One of them, or of PATH; skips the test where it is neither."""
+    folder = programs()
+    if folder is not None and (folder / name).is_file():
+        return folder / name
+    if found := shutil.which(name):
+        return Path(found)
+    pytest.skip(
+        f"{name} is not here: put it on PATH, or name the folder of Kubernetes' programs in "
+        "KUBEBUILDER_ASSETS"
+    )
+
+
+@pytest.fixture(scope="session")
+def helm() -> Path:
+    return program("helm")
+
+
+@pytest.fixture(scope="session")
+def kubectl() -> Path:
+    return program("kubectl")
+
+
+@pytest.fixture(scope="session")
+def server_programs() -> tuple[Path, Path]:
+    """etcd and kube-apiserver."""
+    return program("etcd"), program("kube-apiserver")
