@@ -118,6 +118,7 @@ class Room:
         self._own = _held(own, want)
         self._root = Domain("", None)
         self._leaves: dict[str, Domain] = {}
+        self._free: dict[str, int] = {}  # pods that fit beside ours, below 0 where they do not
         upper, inner = _levels(want)
         self._depth = len(upper)
         for node in nodes:
@@ -129,6 +130,7 @@ class Room:
                 at = at.child(node.labels.get(level, ""))
             leaf = at.children[node.name] = Domain(node.name, at, node.name)
             self._leaves[node.name] = leaf
+            self._free[node.name] = slots
             if slots > 0:
                 leaf.add(slots)
 
@@ -159,33 +161,31 @@ class Room:
             domain = narrower
         return tuple(tuple(domain.take(stages)) for _ in range(groups))
 
-    def place_group(self, beside: Iterable[str]) -> Nodes | Misfit:
-        """Nodes for one more group of a replica whose pods are on the nodes `beside`.
+    def place_group(self, beside: Iterable[str], pods: int = 0) -> Nodes | Misfit:
+        """Nodes for one more group (or `pods` of it) of a replica with pods on the nodes `beside`.
 
         As near to them as there is room, and never outside their `packLevel` domain.
         """
+        need = pods or self.want.stages
         leaves = [self._leaves[name] for name in sorted(set(beside)) if name in self._leaves]
         if not leaves:
-            placed = self.place_base(1, 1)
-            return placed if isinstance(placed, Misfit) else placed[0]
+            able = [each for each in self._domains() if each.slots >= need]
+            if not able:
+                return self._misfit(need)
+            return tuple(min(able, key=lambda each: (each.slots, each.name)).take(need))
         widest = self._pack(leaves[0])
         near: Domain = leaves[0]
         while near is not widest and not (
-            near.slots >= self.want.stages and all(_within(leaf, near) for leaf in leaves)
+            near.slots >= need and all(_within(leaf, near) for leaf in leaves)
         ):
             near = near.parent or widest
-        if near.slots < self.want.stages:
-            return self._misfit(self.want.stages, inside=widest)
-        return tuple(near.take(self.want.stages))
+        if near.slots < need:
+            return self._misfit(need, inside=widest)
+        return tuple(near.take(need))
 
-    def fits(self, nodes: Iterable[str]) -> bool:
-        """Whether one pod of ours for each of these nodes has its place there still; takes it."""
-        for name in nodes:
-            leaf = self._leaves.get(name)
-            if leaf is None or leaf.slots < 1:
-                return False
-            leaf.add(-1)
-        return True
+    def holds(self, nodes: Iterable[str]) -> bool:
+        """Whether each node can be used and has room for all that was planned to it, ours too."""
+        return all(self._free.get(name, -1) >= 0 for name in nodes)
 
     def _slots(self, node: NodeView) -> int:
         used, own, allocatable = node.used, self._own.get(node.name, {}), node.allocatable

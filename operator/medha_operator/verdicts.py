@@ -1,0 +1,233 @@
+"""What is true of a MedhaReplica, one condition each, in a sentence that says what to do.
+
+Pure. `status` adds the times.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from medha.spec import MedhaReplica
+from medha_operator import names, restarts
+from medha_operator.manifests import MODELS_FOLDER
+from medha_operator.observed import Observed, PodView
+from medha_operator.plan import Decision
+from medha_operator.replicas import Replica
+
+GATING = ("ModelAvailable", "Placed", "GroupsReady", "KvpReady")
+_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+_SETUP = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    status: str
+    reason: str
+    message: str = ""
+
+
+def verdicts(resource: MedhaReplica, observed: Observed, made: Decision) -> tuple[Verdict, ...]:
+    """All conditions, `Ready` first."""
+    gating = (
+        _model(resource, made),
+        _placed(resource, made),
+        _groups(resource, made),
+        _kvp(resource, made),
+    )
+    return (
+        _ready(resource, gating),
+        *gating,
+        _updated(made),
+        _growing(resource, made),
+        _draining(resource, made),
+        _exhausted(resource, observed, made),
+        _unsatisfiable(made),
+    )
+
+
+def _ready(resource: MedhaReplica, gating: tuple[Verdict, ...]) -> Verdict:
+    """The conjunction; of what is missing the worst is told: a no before a not yet."""
+    for status in ("False", "Unknown"):
+        for each in gating:
+            if each.status == status:
+                return Verdict(
+                    type="Ready", status="False", reason=each.reason, message=each.message
+                )
+    if resource.spec.replicas == 0:
+        return Verdict(type="Ready", status="True", reason="NoneAskedFor",
+                       message="spec.replicas is 0: nothing serves; raise it to serve")  # fmt: skip
+    return Verdict(type="Ready", status="True", reason="Serving")
+
+
+def _model(resource: MedhaReplica, made: Decision) -> Verdict:
+    trouble = _model_trouble(resource, made)
+    if trouble:
+        return Verdict(type="ModelAvailable", status="False", reason="ModelMissing",
+                       message=trouble)  # fmt: skip
+    known = any(each.type == "ModelAvailable" and each.status == "True"
+                for each in made.memory.conditions)  # fmt: skip
+    if (
+        known
+        or resource.spec.replicas == 0
+        or any(_loaded(each) for each in made.replicas.values())
+    ):
+        return Verdict(type="ModelAvailable", status="True", reason="Loaded")
+    return Verdict(type="ModelAvailable", status="Unknown", reason="NotLoadedYet",
+                   message="no pod has loaded the model yet")  # fmt: skip
+
+
+def _loaded(replica: Replica) -> bool:
+    return any(pod.ready for pod in replica.pods)
+
+
+def _model_trouble(resource: MedhaReplica, made: Decision) -> str:
+    """What a pod, or the last failure of one, says about the checkpoint."""
+    source = resource.spec.model.source
+    for pod in _waiting(made):
+        told = f"{pod.why} {pod.message}"
+        if source.pvc is not None and "persistentvolumeclaim" in told.lower():
+            return (
+                f"volume claim {source.pvc.claim_name} of spec.model.source cannot be used "
+                f"({pod.message}); create it in this namespace or correct claimName"
+            )
+        if source.image is not None and source.image.reference in told:
+            return (
+                f"model image {source.image.reference} cannot be pulled ({_short(pod)}); correct "
+                "spec.model.source.image.reference or its pull secret"
+            )
+        if "fetch-model" in told:
+            return f"the model cannot be fetched ({_short(pod)}); correct spec.model.source.uri"
+        if "FailedMount" in told and "model" in told:
+            return (
+                f"the model's volume cannot be mounted ({_short(pod)}); correct spec.model.source"
+            )
+    for line in made.memory.restarts:
+        if MODELS_FOLDER in line.reason and not _well(made, line.replica):
+            return f"the model does not load: {line.reason}"
+    return ""
+
+
+def _well(made: Decision, ordinal: int) -> bool:
+    return ordinal in made.replicas and made.replicas[ordinal].ready
+
+
+def _placed(resource: MedhaReplica, made: Decision) -> Verdict:
+    if made.misfits:
+        worst = made.misfits[0]
+        return Verdict(type="Placed", status="False", reason=worst.reason, message=worst.message)
+    for replica in _needed(made):
+        for pod in replica.present:
+            if not pod.node and not pod.gated and pod.why == "Unschedulable":
+                return Verdict(type="Placed", status="False", reason="Unschedulable",
+                               message=f"pod {pod.name} finds no node: {pod.message}")  # fmt: skip
+    bound = sum(each.bound or each.ready for each in _needed(made))
+    if bound < resource.spec.replicas:
+        return Verdict(type="Placed", status="False", reason="Placing",
+                       message="pods are on their way to their nodes")  # fmt: skip
+    return Verdict(type="Placed", status="True", reason="Placed")
+
+
+def _groups(resource: MedhaReplica, made: Decision) -> Verdict:
+    ready = sum(each.ready for each in _needed(made))
+    if ready >= resource.spec.replicas:
+        return Verdict(type="GroupsReady", status="True", reason="GroupsReady")
+    for pod in _waiting(made):
+        if pod.why in _IMAGE:
+            image = resource.spec.template.image or "the worker's image"
+            return Verdict(
+                type="GroupsReady", status="False", reason="ImagePull",
+                message=f"{image} cannot be pulled ({_short(pod)}); correct spec.template.image, "
+                "or make the image available to the nodes",
+            )  # fmt: skip
+        if pod.why in _SETUP:
+            return Verdict(type="GroupsReady", status="False", reason=pod.why,
+                           message=f"pod {pod.name} cannot be started: {pod.message}")  # fmt: skip
+    for line in made.memory.restarts:
+        if not _well(made, line.replica):
+            name = names.replica_name(resource.name, line.replica)
+            return Verdict(
+                type="GroupsReady", status="False", reason="GroupFailed",
+                message=f"KVP group {line.group} of {name} is started anew: {line.reason}",
+            )  # fmt: skip
+    return Verdict(type="GroupsReady", status="False", reason="Loading",
+                   message="pods are starting and load the model")  # fmt: skip
+
+
+def _kvp(resource: MedhaReplica, made: Decision) -> Verdict:
+    serving = sum(
+        each.ready and (each.report is None or each.report.ready or each.report.draining)
+        for each in _needed(made)
+    )
+    if serving >= resource.spec.replicas:
+        return Verdict(type="KvpReady", status="True", reason="Serving")
+    told = [each.report.message for each in _needed(made) if each.report and each.report.message]
+    return Verdict(
+        type="KvpReady", status="False", reason="Joining",
+        message=told[0] if told else "controllers wait for their first KVP groups and a router",
+    )  # fmt: skip
+
+
+def _updated(made: Decision) -> Verdict:
+    old = [each for each in made.replicas.values() if each.outdated]
+    if not old and len(made.rollout.fresh) >= made.rollout.wanted:
+        return Verdict(type="Updated", status="True", reason="Updated")
+    reason = "RollingUpdate" if old else "Creating"
+    return Verdict(type="Updated", status="False", reason=reason,
+                   message="replicas of the present spec are not all there yet")  # fmt: skip
+
+
+def _growing(resource: MedhaReplica, made: Decision) -> Verdict:
+    if made.stunted:
+        worst = made.stunted[0]
+        return Verdict(type="KvpGrowing", status="False", reason=worst.reason,
+                       message=f"a further KVP group is wanted: {worst.message}")  # fmt: skip
+    if made.growing:
+        which = ", ".join(names.replica_name(resource.name, each) for each in made.growing)
+        return Verdict(type="KvpGrowing", status="True", reason="GroupsWanted",
+                       message=f"{which} gets more KVP groups for long contexts")  # fmt: skip
+    return Verdict(type="KvpGrowing", status="False", reason="AsWanted")
+
+
+def _draining(resource: MedhaReplica, made: Decision) -> Verdict:
+    retiring = made.rollout.retiring
+    if not retiring:
+        return Verdict(type="Draining", status="False", reason="None")
+    told = ", ".join(
+        f"{names.replica_name(resource.name, ordinal)} ({why})"
+        for ordinal, why in sorted(retiring.items())
+    )
+    return Verdict(type="Draining", status="True", reason="Retiring",
+                   message=f"finishes its work and goes: {told}")  # fmt: skip
+
+
+def _exhausted(resource: MedhaReplica, observed: Observed, made: Decision) -> Verdict:
+    for line in made.memory.restarts:
+        if restarts.exhausted(line, observed.now_s) and not _well(made, line.replica):
+            name = names.replica_name(resource.name, line.replica)
+            return Verdict(
+                type="RestartBudgetExhausted", status="True", reason="FailsAgainAndAgain",
+                message=f"KVP group {line.group} of {name} failed more than {restarts.BUDGET} "
+                f"times within {restarts.WINDOW_S / 60:.0f} minutes and waits: {line.reason}; "
+                "see its logs, or change the spec to try at once",
+            )  # fmt: skip
+    return Verdict(type="RestartBudgetExhausted", status="False", reason="WithinBudget")
+
+
+def _unsatisfiable(made: Decision) -> Verdict:
+    for each in (*made.misfits, *made.stunted):
+        return Verdict(type="PlacementUnsatisfiable", status="True", reason=each.reason,
+                       message=each.message)  # fmt: skip
+    return Verdict(type="PlacementUnsatisfiable", status="False", reason="Satisfiable")
+
+
+def _needed(made: Decision) -> list[Replica]:
+    """Replicas that count: all but those that are on their way out."""
+    return [made.replicas[each] for each in sorted((*made.rollout.fresh, *made.rollout.stale))]
+
+
+def _waiting(made: Decision) -> list[PodView]:
+    return [pod for each in _needed(made) for pod in each.present if not pod.ready and pod.why]
+
+
+def _short(pod: PodView) -> str:
+    return (f"{pod.why}: {pod.message}" if pod.message else pod.why)[:300]
