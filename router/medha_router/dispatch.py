@@ -80,7 +80,7 @@ class Dispatch:
         standing.draining = replica.draining
         standing.told(replica.load, now, replica.predictor.correction)
         self._told_s[replica.name] = now
-        if replica.draining:
+        if not replica.open:
             for item in self._queue.placed_on(replica.name):
                 standing.release(item.id, now)
                 self._put(_placed(item, ""))

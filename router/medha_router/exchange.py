@@ -251,9 +251,9 @@ class Exchange:
         """A replica's load. Reports come up to 50 times a second and cost a walk over what is held
         for the replica, so that the latest one is taken over when heads are published."""
         model = self._models[replica.hello.model]
-        first = replica.load is None
+        was_open = replica.open
         self._fleet.report(replica, report, now)
-        if first or replica.draining:
+        if replica.open != was_open or replica.draining:
             model.dispatch.reported(replica, now)
         else:
             self._news.add(replica.peer)

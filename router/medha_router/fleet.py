@@ -45,8 +45,8 @@ class Replica:
 
     @property
     def open(self) -> bool:
-        """May take new work."""
-        return self.load is not None and not self.draining
+        """May take new work: it has told its load, a group of it runs, it does not drain."""
+        return self.load is not None and bool(self.load.total_pages) and not self.draining
 
 
 class Fleet:
