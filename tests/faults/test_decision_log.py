@@ -1,0 +1,24 @@
+"""The decision log of a controller that is killed holds its last decision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from medha_worker.controller.__main__ import new_log
+
+
+def test_each_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    with new_log(path) as log:
+        for count in (1, 2, 3):
+            log.write(b'{"call":"next_batch"}\n')
+            assert path.read_bytes().count(b"\n") == count
+
+
+def test_the_log_of_the_controller_before_stays(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    for life in (b"first\n", b"second\n"):
+        with new_log(path) as log:
+            log.write(life)
+    assert path.read_bytes() == b"second\n"
+    assert path.with_name("decisions.jsonl.before").read_bytes() == b"first\n"
