@@ -128,10 +128,12 @@ def test_the_last_group_lost_holds_requests_until_it_is_back(
 def test_requests_that_no_group_serves_in_time_are_failed_and_may_go_elsewhere(
     make_replica: Make, make_submit: Submit
 ) -> None:
-    replica = make_replica(settings={"growth_timeout_s": 20.0})
+    replica = make_replica()
     replica.submit_at(1.0, make_submit("one", 200, outputs=40))
     replica.loop.at(1.05, 0, lambda: replica.kill_group(0))
-    replica.run(40.0)
+    replica.run(12.0)
+    assert len(replica.controller.sessions) == 1
+    replica.run(20.0)
     failed = replica.clients["one"].failed
     assert failed is not None and failed.code == "replica_lost" and failed.retriable
     assert not len(replica.controller.sessions)

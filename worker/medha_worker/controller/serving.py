@@ -35,6 +35,7 @@ from medha_worker.controller.outbox import Outbox
 from medha_worker.controller.sessions import MAX_LOSSES, Session, Sessions
 
 MAX_PAUSE_S = 60.0
+GROUPLESS_S = 10.0  # a group that is started anew is back sooner, on a machine of its own
 
 log = logging.getLogger("medha.controller")
 
@@ -294,12 +295,13 @@ class Serving:
         return self.scheduler.load(now)
 
     def expire(self, served: bool, now: float) -> None:
-        """No request waits for ever for a group to run (`served`: one does)."""
+        """Without a group (`served`: one runs) what was computed is gone: requests that wait for
+        one longer than it takes to start may as well begin anew on another replica."""
         if served:
             self._groupless_s = None
         elif self._groupless_s is None:
             self._groupless_s = now
-        elif now - self._groupless_s > self._settings.growth_timeout_s:
+        elif now - self._groupless_s > min(GROUPLESS_S, self._settings.growth_timeout_s):
             waited_s = now - self._groupless_s
             self.give_up("replica_lost", f"no KVP group runs here since {waited_s:.0f} s", now)
 
