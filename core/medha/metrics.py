@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 Kind = Literal["counter", "gauge", "histogram"]
-Exporter = Literal["router", "controller", "operator"]
+Exporter = Literal["router", "controller", "pod", "operator"]
 
 UNITS = ("seconds", "bytes", "ratio", "tokens", "pages", "requests", "replicas", "groups")
 MAX_TENANTS = 64
@@ -72,7 +72,7 @@ def _histogram(name: str, help: str, by: str, buckets: tuple[float, ...], *label
 
 
 def _who(by: str) -> tuple[Exporter, ...]:
-    names: dict[str, Exporter] = {"r": "router", "c": "controller", "o": "operator"}
+    names: dict[str, Exporter] = {"r": "router", "c": "controller", "p": "pod", "o": "operator"}
     return tuple(names[letter] for letter in by)
 
 
@@ -149,6 +149,8 @@ MEDHA: tuple[Metric, ...] = (
     _counter("medha_kv_transfer_failures_total", "Moves of KV pages that failed, by reason.", "c",
              "model", "reason"),
     _counter("medha_rank_restarts_total", "Ranks lost and started anew.", "c", "model"),
+    _counter("medha_pod_restarts_total", "Times that a pod started its programs anew.", "p",
+             "program"),
     _counter("medha_messages_rejected_total", "Messages from peers that did not decode.", "rc",
              "peer"),
     _histogram("medha_operator_reconcile_seconds", "Time of one reconciliation.", "o", LATENCY_S),

@@ -176,7 +176,8 @@ def test_launches_name_config_coordinates_and_environment(tmp_path: Path) -> Non
     run_dir = RunDir.make(tmp_path)
     spec = resource(engine={"threadsPerRank": 3}, parallelism={"spp": 2})
     replica = plan_fleet([spec], place()).replicas[0]
-    launch = rank_launch(replica, replica.groups[0][1], run_dir, generation=4)
+    config = run_dir.worker_config(replica.name)
+    launch = rank_launch(replica.config, replica.groups[0][1], config, generation=4)
     assert launch.argv[1:4] == ("-m", "medha_worker.gently", "--config")
     assert launch.argv[4] == str(tmp_path / "tiny-0.json")
     assert launch.argv[5:] == ("--group", "0", "--stage", "1", "--shard", "0")
@@ -185,7 +186,7 @@ def test_launches_name_config_coordinates_and_environment(tmp_path: Path) -> Non
         "MEDHA_TP_SHARD": "0", "MEDHA_GENERATION": "4", "OMP_NUM_THREADS": "3",
     }  # fmt: skip
     assert router_launch(run_dir).argv[2] == "medha_router"
-    assert controller_launch(replica, run_dir).argv[2] == "medha_worker.controller"
+    assert controller_launch(replica.name, config).argv[2] == "medha_worker.controller"
 
 
 def test_a_relative_path_is_taken_from_beside_the_file(tmp_path: Path) -> None:

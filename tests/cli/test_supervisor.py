@@ -77,7 +77,7 @@ class Fleet:
         )
         self.replica = Replica(name="r-0", controller=controller, groups=units)
         router = Unit("router", self._launches("router", ["router"]))
-        self.supervisor = Supervisor(router, (self.replica,), self._start, QUICK)
+        self.supervisor = Supervisor((router,), (self.replica,), self._start, QUICK)
 
     def _launches(self, kind: str, names: list[str]) -> Callable[[int], Iterable[Launch]]:
         def launches(generation: int) -> Iterable[Launch]:
@@ -196,7 +196,7 @@ def test_each_further_restart_waits_twice_as_long(fleet: Fleet) -> None:
         fleet.child("router").kill()
         fleet.gone("router")
         fleet.settle()
-        waits.append(fleet.supervisor.router.not_before_s - fleet.now)
+        waits.append(fleet.supervisor.singles[0].not_before_s - fleet.now)
         fleet.step(5.0)
     assert [round(wait, 1) for wait in waits] == [0.5, 1.0, 2.0]
 

@@ -58,8 +58,15 @@ _TELL_S = 0.2
 class Rank:
     """The process's parts, wired together; `serve` returns the exit status."""
 
-    def __init__(self, config: WorkerConfig, at: Coordinate, sample: Sample) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        at: Coordinate,
+        sample: Sample,
+        ready_file: pathlib.Path | None = None,
+    ) -> None:
         self.at, self._config, self._sample = at, config, sample
+        self._ready_file = ready_file
         self._incarnation = uuid.uuid4().hex
         self._mesh = Mesh(
             at,
@@ -92,6 +99,8 @@ class Rank:
             mover = self._start_mover(engine, transfer)
             runner = engine.runner(self._wired(), self._mesh, self._sample)
             self._link.post(self._ready(engine))
+            if self._ready_file is not None:
+                self._ready_file.touch()
             self._run(runner, mover)
             mover.stop()
         except _LeaveNowError as leave:
@@ -271,12 +280,17 @@ def set_environment(environment: dict[str, str] | os._Environ[str], interface: s
     environment.setdefault("NIXL_LOG_LEVEL", "ERROR")
 
 
-def run(config: WorkerConfig, at: Coordinate, sample: Sample = sampler.sample) -> int:
+def run(
+    config: WorkerConfig,
+    at: Coordinate,
+    sample: Sample = sampler.sample,
+    ready_file: pathlib.Path | None = None,
+) -> int:
     """Be the rank `at` of `config`'s replica; returns the exit status."""
     torch.set_num_threads(config.threads_per_rank)
     set_environment(os.environ, config.interface)
     check_device(config)
-    return Rank(config, at, sample).serve()
+    return Rank(config, at, sample, ready_file).serve()
 
 
 def _arguments(environment: Mapping[str, str]) -> argparse.Namespace:
@@ -290,6 +304,9 @@ def _arguments(environment: Mapping[str, str]) -> argparse.Namespace:
         parser.add_argument(
             f"--{name}", type=int, default=int(environment.get(variable, "0")), help=f"${variable}"
         )
+    parser.add_argument(
+        "--ready-file", type=pathlib.Path, help="made when the rank is loaded and wired"
+    )
     return parser.parse_args()
 
 
@@ -299,7 +316,7 @@ def main() -> None:
     try:
         config = read(WorkerConfig, arguments.config)
         start_logs(f"rank {at}", config.log_level)
-        status = run(config, at)
+        status = run(config, at, ready_file=arguments.ready_file)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         status = 2

@@ -140,7 +140,7 @@ class Tick:
 
 
 class OpsServer:
-    """Serves `/healthz` (is it `alive`), `/readyz` (is it `ready`), `/metrics` and `routes`.
+    """Serves `/livez`, `/healthz` (is it `alive`), `/readyz` (is it `ready`), `/metrics`, `routes`.
 
     Keys of `routes` are a method and a path (`GET /status`); a route runs on a thread of the
     server, so it only reads snapshots or posts to the loop. Port 0 takes any; `port` is the real
@@ -159,6 +159,7 @@ class OpsServer:
     ) -> None:
         every: dict[str, Route] = {
             "GET /healthz": lambda: _verdict(alive()),
+            "GET /livez": lambda: _verdict(alive()),
             "GET /readyz": lambda: _verdict(ready()),
             "GET /metrics": lambda: Reply(metrics.text(), content_type=CONTENT_TYPE_LATEST),
             **(routes or {}),

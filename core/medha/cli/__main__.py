@@ -6,6 +6,7 @@ that they can, in one line that says what. Each command's work is in the module 
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 from typing import Annotated
@@ -56,6 +57,18 @@ def run_up(
         log_level=log_level, quiet=quiet, decision_log=decision_log,
     )  # fmt: skip
     up(options, Console(stderr=True))
+
+
+@app.command("pod")
+def run_pod(
+    config: Annotated[
+        pathlib.Path, typer.Option(help="the replica's WorkerConfig, JSON")
+    ] = pathlib.Path("/etc/medha/worker.json"),
+) -> None:
+    """Be one pod of a replica: which one, the environment says (MEDHA_KVP_GROUP and so on)."""
+    from medha.cli.pod import Options, pod
+
+    pod(Options(config=config, environ=os.environ))
 
 
 @app.command("replay")

@@ -113,8 +113,9 @@ def placement_table(plan: FleetPlan, supervisor: Supervisor) -> Table:
     table = Table(title="What runs where", title_justify="left")
     for column in ("replica", "KVP group", "stage", "shard", "process", "pid", "device"):
         table.add_column(column, justify="right" if column in ("pid", "stage", "shard") else "left")
-    for child in supervisor.router.children:
-        table.add_row("", "", "", "", "router", str(child.pid), "")
+    for unit in supervisor.singles:
+        for child in unit.children:
+            table.add_row("", "", "", "", unit.name, str(child.pid), "")
     for replica, units in zip(plan.replicas, supervisor.replicas, strict=True):
         for child in units.controller.children:
             table.add_row(replica.name, "", "", "", "controller", str(child.pid), "")

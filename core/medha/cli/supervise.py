@@ -77,23 +77,23 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Supervisor:
-    """See the module. `start` makes a Child of a Launch; tests and `medha up` give the same one."""
+    """See the module. `singles` belong to no replica; `start` makes a Child of a Launch."""
 
     def __init__(
         self,
-        router: Unit,
+        singles: tuple[Unit, ...],
         replicas: tuple[Replica, ...],
         start: Callable[[Launch], Child],
         patience: Patience = Patience(),
     ) -> None:
-        self.router, self.replicas = router, replicas
+        self.singles, self.replicas = singles, replicas
         self._start, self._patience = start, patience
         self._log = logging.getLogger("medha.up")
         self._ending = False
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        every = [self.router]
+        every = [*self.singles]
         for replica in self.replicas:
             every += [replica.controller, *replica.groups]
         return tuple(every)
