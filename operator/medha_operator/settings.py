@@ -21,6 +21,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     router: str = ""
     identity: str = "medha-operator"
     namespaces: tuple[str, ...] = ()
+    ops_host: str = "0.0.0.0"
     ops_port: int = 8081
     workers: int = 4
     resync_s: float = 30.0

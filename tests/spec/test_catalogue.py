@@ -39,7 +39,8 @@ PROMISED = re.findall(
 CARDINALITY = {
     "model": 8, "model_name": 8, "class": 8, "length": len(LENGTH_LABELS), "tenant": 65, "at": 2,
     "quantile": 2, "outcome": 6, "reason": 12, "state": 6, "kind": 8, "program": 2, "group": 64, "peer": 3,
-    "namespace": 16, "name": 16, "condition": 12,
+    "namespace": 16, "name": 16, "condition": 12, "verb": 4,
+    "code": 16,
 }  # fmt: skip
 MAX_SERIES = 4000
 

@@ -43,24 +43,22 @@ IPC_PATH_BYTES = 107
 ZAP_DOMAIN = "medha"
 
 BOUNDS: dict[int, int] = {
-    zmq.LINGER: 0,
-    zmq.SNDHWM: QUEUE_MESSAGES,
-    zmq.RCVHWM: QUEUE_MESSAGES,
-    zmq.HEARTBEAT_IVL: 500,
-    zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
-    zmq.HEARTBEAT_TTL: SILENCE_MS,
-    zmq.HANDSHAKE_IVL: 3000,
-    zmq.RECONNECT_IVL: 50,
-    zmq.RECONNECT_IVL_MAX: 500,
-    zmq.BACKLOG: 1024,
-}
+    zmq.LINGER: 0, zmq.SNDHWM: QUEUE_MESSAGES, zmq.RCVHWM: QUEUE_MESSAGES,
+    zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: SILENCE_MS, zmq.HEARTBEAT_TTL: SILENCE_MS,
+    zmq.HANDSHAKE_IVL: 3000, zmq.RECONNECT_IVL: 50, zmq.RECONNECT_IVL_MAX: 500, zmq.BACKLOG: 1024,
+}  # fmt: skip
 
 
 def write_keys(secret: pathlib.Path) -> str:
     """Make a CURVE pair: the secret key goes to a new file (0600), the public one is returned."""
-    public, private = zmq.curve_keypair()
+    public, private = make_keys()
     write_secret(secret, private)
     return public.decode()
+
+
+def make_keys() -> tuple[bytes, bytes]:
+    """A new CURVE pair in Z85: the public key, and the secret one."""
+    return zmq.curve_keypair()
 
 
 class _Link(Generic[S, R]):

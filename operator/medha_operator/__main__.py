@@ -1,0 +1,31 @@
+"""`python -m medha_operator`: the operator process, told everything by its environment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from medha.adapters.logs import start_logs
+from medha.errors import UserError
+from medha_operator.process import Process
+from medha_operator.settings import Settings, from_environment
+
+
+async def serve(settings: Settings) -> None:
+    await Process(settings).serve()
+
+
+def main() -> int:
+    try:
+        settings = from_environment(os.environ)
+        start_logs("operator", settings.log_level)
+        asyncio.run(serve(settings))
+    except UserError as error:
+        print(f"medha_operator: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

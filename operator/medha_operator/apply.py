@@ -1,0 +1,154 @@
+"""The only writer: one action of a plan becomes one call, and what the answer says is learned.
+
+Every write happens under the Lease and within the time that is left of it. Pods are made by POST,
+so that a stale view cannot bring one back, and deleted by UID, so that it cannot take a new one
+away; all else is applied by the server, as one field manager. Steps are taken in the order of the
+plan, and the first that fails ends it: the next look at the cluster says what is left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from medha_operator import projections
+from medha_operator.actions import (
+    Action,
+    ApplyObject,
+    CreatePod,
+    DeleteObject,
+    DeletePod,
+    Drain,
+    LiftGate,
+    LookAgain,
+    Tell,
+)
+from medha_operator.client import KINDS, PODS, REPLICAS, REQUEST_S, Client, ClusterError
+from medha_operator.events import Events
+from medha_operator.lease import Lease
+from medha_operator.names import GANG_GATE
+from medha_operator.observe import Resource, World
+from medha_operator.projections import Key, Pod, Seen
+from medha_operator.reports import Reports
+from medha_operator.watches import Watches
+
+
+class Writer:
+    """Carries out what was planned for one MedhaReplica after another."""
+
+    def __init__(
+        self, client: Client, world: World, watches: Watches, lease: Lease, events: Events,
+        reports: Reports,
+    ) -> None:  # fmt: skip
+        self._client, self._world, self._watches = client, world, watches
+        self._lease, self._events, self._reports = lease, events, reports
+
+    def left_s(self) -> float:
+        """The time that a write may take now; raises NotLeading when there is none."""
+        return min(REQUEST_S, self._lease.left_s())
+
+    async def carry_out(self, resource: Resource, actions: Iterable[Action]) -> None:
+        """All steps in order; raises ClusterError or NotLeading at the first that fails."""
+        steps = [(step, _expected(step)) for step in actions]
+        expected = [pod for _, pod in steps if pod is not None]
+        for pod in expected:
+            self._world.expect(pod)
+        try:
+            for step, _ in steps:
+                await self._step(resource, step)
+        finally:
+            for pod in expected:
+                self._world.unexpect(pod)
+
+    async def write_status(self, resource: Resource, status: Mapping[str, Any]) -> None:
+        """Replace the status, if the resource still is as it was seen."""
+        meta = resource.meta
+        body = {
+            "apiVersion": REPLICAS.api_version,
+            "kind": REPLICAS.kind,
+            "metadata": {
+                "name": meta.name,
+                "namespace": meta.namespace,
+                "uid": meta.uid,
+                "resourceVersion": meta.resource_version,
+            },
+            "status": status,
+        }
+        answer = await self._client.replace(
+            REPLICAS, meta.namespace, meta.name, msgspec.json.encode(body), part="status",
+            timeout_s=self.left_s(),
+        )  # fmt: skip
+        self._world.replicas.learn(self._world.resource(answer))
+
+    async def _step(self, resource: Resource, step: Action) -> None:
+        namespace = resource.meta.namespace
+        match step:
+            case ApplyObject(manifest):
+                await self._apply(namespace, manifest)
+            case CreatePod(manifest):
+                body = msgspec.json.encode(manifest)
+                answer = await self._client.create(PODS, namespace, body, self.left_s())
+                self._watches.pods(namespace).learn(projections.pod(answer))
+            case LiftGate(pod, uid):
+                await self._lift(namespace, pod, uid)
+            case DeletePod(pod, uid, _, grace_s):
+                await self._delete_pod((namespace, pod), uid, grace_s)
+            case DeleteObject(kind, name):
+                await self._delete_object(kind, (namespace, name))
+            case Drain(ordinal, address):
+                self._lease.left_s()
+                await self._reports.drain(resource.meta.key, ordinal, address)
+            case Tell():
+                await self._events.tell(resource.meta, step, self.left_s())
+            case LookAgain():
+                pass
+
+    async def _apply(self, namespace: str, manifest: Mapping[str, Any]) -> None:
+        kind, name = KINDS[manifest["kind"]], manifest["metadata"]["name"]
+        body = msgspec.json.encode(manifest)
+        answer = await self._client.apply(kind, namespace, name, body, self.left_s())
+        store = self._watches.things(kind.kind, namespace)
+        store.learn(projections.thing(kind.kind, answer))
+
+    async def _lift(self, namespace: str, pod: str, uid: str) -> None:
+        gate = {"name": GANG_GATE, "$patch": "delete"}
+        change = {"metadata": {"uid": uid}, "spec": {"schedulingGates": [gate]}}
+        body = msgspec.json.encode(change)
+        answer = await self._client.merge(PODS, namespace, pod, body, self.left_s())
+        self._watches.pods(namespace).learn(projections.pod(answer))
+
+    async def _delete_pod(self, key: Key, uid: str, grace_s: int | None) -> None:
+        store = self._watches.pods(key[0])
+        try:
+            answer = await self._client.delete(
+                PODS, *key, uid=uid, grace_s=grace_s, timeout_s=self.left_s()
+            )
+        except ClusterError as error:
+            if error.status not in (404, 409):
+                raise
+            store.forget_uid(key, uid)  # that one is gone, whoever bears its name now
+            return
+        if projections.bare(answer).deletion_timestamp is not None:
+            store.learn(projections.pod(answer))
+        else:
+            store.forget_uid(key, uid)
+
+    async def _delete_object(self, kind: str, key: Key) -> None:
+        store = self._watches.things(kind, key[0])
+        held = store.get(key)
+        if held is None:
+            return
+        try:
+            await self._client.delete(KINDS[kind], *key, uid=held.uid, timeout_s=self.left_s())
+        except ClusterError as error:
+            if error.status not in (404, 409):
+                raise
+        store.forget_uid(key, held.uid)
+
+
+def _expected(step: Action) -> Seen[Pod] | None:
+    if not isinstance(step, CreatePod):
+        return None
+    return projections.pod(msgspec.json.encode(step.manifest))

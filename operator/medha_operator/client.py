@@ -1,0 +1,330 @@
+"""The one door to the Kubernetes API: every call in its own words, with a time limit and an error.
+
+What is sent and received is JSON as bytes; who calls decodes the fields that it needs and drops the
+rest, which is what keeps the operator small and quick (see docs/adr). Nothing is retried here: who
+reconciles comes back anyway. Lists come in pages, deletes carry the UID of what is meant, and a
+watch yields what has arrived since it was last asked, several events at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+
+from medha.errors import MedhaError
+from medha_operator.names import FIELD_MANAGER
+
+REQUEST_S = 10.0
+LIST_S = 60.0
+CONNECT_S = 5.0
+WATCH_S = 300
+SILENCE_S = 75.0
+"""A watch without any event for so long is dead: the API server sends a bookmark every minute."""
+PAGE = 500
+RELOGIN_S = 60.0
+PARTIAL = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """A kind of object and where its URLs begin."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str = "", name: str = "", part: str = "") -> str:
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        place = f"/namespaces/{namespace}" if namespace and self.namespaced else ""
+        end = "".join(f"/{each}" for each in (name, part) if each)
+        return f"{root}{place}/{self.plural}{end}"
+
+
+REPLICAS = Kind("medha.dev", "v1alpha1", "medhareplicas", "MedhaReplica")
+PODS = Kind("", "v1", "pods", "Pod")
+SERVICES = Kind("", "v1", "services", "Service")
+CONFIG_MAPS = Kind("", "v1", "configmaps", "ConfigMap")
+BUDGETS = Kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
+SECRETS = Kind("", "v1", "secrets", "Secret")
+NODES = Kind("", "v1", "nodes", "Node", namespaced=False)
+EVENTS = Kind("events.k8s.io", "v1", "events", "Event")
+LEASES = Kind("coordination.k8s.io", "v1", "leases", "Lease")
+KINDS = {each.kind: each for each in (SERVICES, CONFIG_MAPS, BUDGETS, SECRETS, PODS)}
+
+
+class ClusterError(MedhaError):
+    """The API server says no (`status`, `reason`), or nothing at all (`status` 0)."""
+
+    def __init__(
+        self, status: int, reason: str, message: str, retry_after_s: float | None = None
+    ) -> None:
+        self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
+        self.message = message
+        super().__init__(f"{message} ({status} {reason})" if status else message)
+
+    @property
+    def refused(self) -> bool:
+        """The object itself is at fault, or not allowed: sending it again changes nothing."""
+        return self.status in (400, 403, 422)
+
+
+class Page(msgspec.Struct):
+    """A page of a list; items are decoded by who asked."""
+
+    class Where(msgspec.Struct, rename="camel"):
+        resource_version: str = "0"
+        continue_: str | None = msgspec.field(default=None, name="continue")
+
+    metadata: Where
+    items: list[msgspec.Raw] | None = None
+
+
+class Change(msgspec.Struct):
+    """One event of a watch."""
+
+    type: str
+    object: msgspec.Raw
+
+
+class _Status(msgspec.Struct):
+    """What the API server answers instead of an object."""
+
+    class Details(msgspec.Struct, rename="camel"):
+        retry_after_seconds: float | None = None
+
+    reason: str = ""
+    message: str = ""
+    code: int = 0
+    details: Details | None = None
+
+
+class Connection(Protocol):
+    """What is needed of a login (kopf's ConnectionInfo)."""
+
+    @property
+    def server(self) -> str: ...
+    def as_http_headers(self) -> dict[str, str]: ...
+    def as_ssl_context(self) -> ssl.SSLContext: ...
+
+
+class Client:
+    """Calls to one API server. Make it inside the event loop that uses it; `close` it there.
+
+    `on_write` is told of every write: its verb, its kind and the status of the answer.
+    """
+
+    def __init__(
+        self,
+        login: Callable[[], Connection],
+        *,
+        connections: int = 16,
+        on_write: Callable[[str, Kind, int], None] = lambda verb, kind, status: None,
+    ) -> None:
+        self._login = login
+        self._on_write = on_write
+        connection = login()
+        self._server = connection.server.rstrip("/")
+        self._headers = self._headers_of(connection)
+        self._logged_in = time.monotonic()
+        connector = aiohttp.TCPConnector(
+            ssl=connection.as_ssl_context(), limit=connections, keepalive_timeout=60.0
+        )
+        self._session = aiohttp.ClientSession(connector=connector)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> bytes:
+        return await self._call("GET", kind.path(namespace, name))
+
+    async def pages(
+        self,
+        kind: Kind,
+        namespace: str = "",
+        *,
+        labels: str = "",
+        fields: str = "",
+        partial: bool = False,
+    ) -> AsyncIterator[Page]:
+        """Everything of a kind as it is now, at one resource version, page after page."""
+        accept = {"Accept": PARTIAL} if partial else {}
+        query = {"limit": str(PAGE), "labelSelector": labels, "fieldSelector": fields}
+        query = {name: value for name, value in query.items() if value}
+        while True:
+            body = await self._call(
+                "GET", kind.path(namespace), query=query, headers=accept, timeout_s=LIST_S
+            )
+            page = _PAGE.decode(body)
+            yield page
+            if not page.metadata.continue_:
+                return
+            query["continue"] = page.metadata.continue_
+
+    async def watch(
+        self,
+        kind: Kind,
+        namespace: str = "",
+        *,
+        since: str,
+        labels: str = "",
+        partial: bool = False,
+    ) -> AsyncIterator[list[Change]]:
+        """Events after `since`, bookmarks too, until the server ends the stream.
+
+        Raises ClusterError when it ends otherwise; status 410 means: list again.
+        """
+        query = {"watch": "1", "allowWatchBookmarks": "true", "resourceVersion": since}
+        query |= {"timeoutSeconds": str(WATCH_S)} | ({"labelSelector": labels} if labels else {})
+        headers = await self._credentials() | ({"Accept": PARTIAL} if partial else {})
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
+        try:
+            async with self._session.get(
+                self._server + kind.path(namespace), params=query, headers=headers, timeout=limit
+            ) as answer:
+                if answer.status != 200:
+                    raise _refusal(answer, await answer.read())
+                rest = b""
+                async for piece in answer.content.iter_any():
+                    *lines, rest = (rest + piece).split(b"\n")
+                    if lines:
+                        yield [_change(line) for line in lines if line]
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _unreachable(error) from None
+
+    async def create(
+        self, kind: Kind, namespace: str, body: bytes, timeout_s: float = REQUEST_S
+    ) -> bytes:
+        """POST: fails with 409 when the name is taken."""
+        return await self._write(
+            "POST", kind, kind.path(namespace), body, "application/json", timeout_s
+        )
+
+    async def apply(
+        self, kind: Kind, namespace: str, name: str, body: bytes, timeout_s: float = REQUEST_S
+    ) -> bytes:
+        """Server-side apply: afterwards the object is as `body` says, made if it was missing."""
+        return await self._write(
+            "PATCH", kind, kind.path(namespace, name), body, "application/apply-patch+yaml",
+            timeout_s, {"fieldManager": FIELD_MANAGER, "force": "true"},
+        )  # fmt: skip
+
+    async def merge(
+        self, kind: Kind, namespace: str, name: str, body: bytes, timeout_s: float = REQUEST_S
+    ) -> bytes:
+        """A strategic merge of what `body` holds; a UID in its metadata is a precondition."""
+        how = "application/strategic-merge-patch+json"
+        return await self._write("PATCH", kind, kind.path(namespace, name), body, how, timeout_s)
+
+    async def replace(
+        self, kind: Kind, namespace: str, name: str, body: bytes, *, part: str = "",
+        timeout_s: float = REQUEST_S,
+    ) -> bytes:  # fmt: skip
+        """PUT: a resource version in its metadata is a precondition. `part`: a subresource."""
+        path = kind.path(namespace, name, part)
+        return await self._write("PUT", kind, path, body, "application/json", timeout_s)
+
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, *, uid: str, grace_s: int | None = None,
+        timeout_s: float = REQUEST_S,
+    ) -> bytes:  # fmt: skip
+        """Delete that very object; one of the same name but another UID stays (409)."""
+        options: dict[str, Any] = {"preconditions": {"uid": uid}}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        body = msgspec.json.encode(options)
+        path = kind.path(namespace, name)
+        return await self._write("DELETE", kind, path, body, "application/json", timeout_s)
+
+    async def _write(
+        self, verb: str, kind: Kind, path: str, body: bytes, content: str, timeout_s: float,
+        query: Mapping[str, str] = {},
+    ) -> bytes:  # fmt: skip
+        status = 200
+        try:
+            return await self._call(
+                verb, path, query=query, body=body, headers={"Content-Type": content},
+                timeout_s=timeout_s,
+            )  # fmt: skip
+        except ClusterError as error:
+            status = error.status
+            raise
+        finally:
+            self._on_write(verb.lower(), kind, status)
+
+    async def _call(
+        self, verb: str, path: str, *, query: Mapping[str, str] = {}, body: bytes | None = None,
+        headers: Mapping[str, str] = {}, timeout_s: float = REQUEST_S,
+    ) -> bytes:  # fmt: skip
+        sent = {**await self._credentials(), **headers}
+        limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        try:
+            async with self._session.request(
+                verb, self._server + path, params=query or None, data=body, headers=sent,
+                timeout=limit,
+            ) as answer:  # fmt: skip
+                found = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _unreachable(error) from None
+        if answer.status >= 300:
+            if answer.status == 401:
+                self._logged_in = 0.0
+            raise _refusal(answer, found)
+        return found
+
+    async def _credentials(self) -> dict[str, str]:
+        """Tokens are files that change: read again every minute, and after a 401."""
+        if time.monotonic() - self._logged_in > RELOGIN_S:
+            self._logged_in = time.monotonic()
+            self._headers = self._headers_of(await asyncio.to_thread(self._login))
+        return self._headers
+
+    @staticmethod
+    def _headers_of(connection: Connection) -> dict[str, str]:
+        plain = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        return plain | connection.as_http_headers() | {"User-Agent": FIELD_MANAGER}
+
+
+_PAGE = msgspec.json.Decoder(Page)
+_CHANGE = msgspec.json.Decoder(Change)
+_STATUS = msgspec.json.Decoder(_Status)
+
+
+def _change(line: bytes) -> Change:
+    try:
+        change = _CHANGE.decode(line)
+    except msgspec.MsgspecError as error:
+        raise ClusterError(500, "Garbled", f"an event that is no event: {error}") from None
+    if change.type == "ERROR":
+        said = _STATUS.decode(change.object)
+        raise ClusterError(said.code or 500, said.reason, said.message)
+    return change
+
+
+def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> ClusterError:
+    try:
+        said = _STATUS.decode(body)
+    except msgspec.MsgspecError:  # a proxy's page, or a path that no one serves
+        said = _Status(message=body[:200].decode(errors="replace").strip())
+    after = answer.headers.get("Retry-After", "")
+    wait_s = float(after) if after.isdigit() else None
+    if wait_s is None and said.details is not None:
+        wait_s = said.details.retry_after_seconds
+    where = f"{answer.method} {answer.url.path}"
+    return ClusterError(
+        answer.status, said.reason or str(answer.reason), said.message or where, wait_s
+    )
+
+
+def _unreachable(error: Exception) -> ClusterError:
+    return ClusterError(0, "Unreachable", f"the API server gives no answer: {error!r}")

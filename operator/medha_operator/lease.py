@@ -1,0 +1,172 @@
+"""Leadership: of several operators one writes, and another takes over within `lease_s`.
+
+A Lease object names the leader, who renews it; whoever sees the same renewal for longer than the
+Lease lasts takes it. Nobody's clock is compared with anybody else's. All times below in parts of
+`lease_s`, so that the whole of it suffices for a takeover:
+
+    0 ──────────── 0.5 ──────────────── 0.8 ──── + 0.1
+    renewed        the leader that      the others may take it; they look every 0.1
+                   could not renew
+                   stops writing
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from medha.errors import MedhaError
+from medha_operator.client import LEASES, Client, ClusterError
+
+log = logging.getLogger("medha.operator.lease")
+
+NAME = "medha-operator"
+LASTS, WRITES, RENEWS, LOOKS = 0.8, 0.5, 0.2, 0.1
+
+
+class NotLeading(MedhaError):
+    """Another operator may be writing by now: nothing more may be written here."""
+
+
+class _Spec(msgspec.Struct, rename="camel", omit_defaults=True):
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    acquire_time: str | None = None
+    renew_time: str | None = None
+    lease_transitions: int = 0
+
+
+class _Meta(msgspec.Struct, rename="camel", omit_defaults=True):
+    name: str
+    namespace: str
+    resource_version: str = ""
+
+
+class _Lease(msgspec.Struct, rename="camel"):
+    metadata: _Meta
+    spec: _Spec
+    api_version: str = LEASES.api_version
+    kind: str = LEASES.kind
+
+
+class Lease:
+    """This process's share in the leadership. `gained` is called each time it begins to lead."""
+
+    def __init__(
+        self,
+        client: Client,
+        namespace: str,
+        identity: str,
+        lease_s: float,
+        gained: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._client, self._namespace, self._identity = client, namespace, identity
+        self._lease_s, self._gained = lease_s, gained
+        self._held: _Lease | None = None
+        self._until = 0.0
+        self._other: tuple[_Lease, float] | None = None
+        self.heard_s = time.monotonic()
+        """When the API server last answered (monotonic clock)."""
+
+    def left_s(self) -> float:
+        """How long this process may go on writing; raises NotLeading when not at all."""
+        left_s = self._until - time.monotonic()
+        if left_s <= 0:
+            raise NotLeading("this operator does not lead (any more): it writes nothing")
+        return left_s
+
+    @property
+    def leading(self) -> bool:
+        return self._until > time.monotonic()
+
+    async def run(self) -> None:
+        """Lead, or wait for it, until cancelled."""
+        while True:
+            led = self.leading
+            try:
+                await self._step()
+                self.heard_s = time.monotonic()
+            except ClusterError as error:
+                if error.status == 409:
+                    self._held = None  # somebody wrote it: look again at once
+                    await asyncio.sleep(0.01)
+                    continue
+                log.warning("lease: %s", error)
+            if self.leading and not led:
+                log.info("leading", extra={"fields": {"identity": self._identity}})
+                self._gained()
+            elif led and not self.leading:
+                log.warning("no longer leading")
+            await asyncio.sleep(self._lease_s * (RENEWS if self._held else LOOKS))
+
+    async def release(self) -> None:
+        """Let another lead at once."""
+        self._until = 0.0
+        if self._held is not None:
+            spec = msgspec.structs.replace(self._held.spec, holder_identity="")
+            held, self._held = self._held, None
+            await self._put(msgspec.structs.replace(held, spec=spec))
+
+    async def _step(self) -> None:
+        if self._held is None:
+            found = await self._look()
+            if found is None or not self._may_take(found):
+                return
+            self._held = found
+        mine = self._held.spec.holder_identity == self._identity
+        now, sent_s = _now(), time.monotonic()
+        spec = _Spec(
+            holder_identity=self._identity,
+            lease_duration_seconds=max(1, round(LASTS * self._lease_s)),
+            acquire_time=self._held.spec.acquire_time if mine else now,
+            renew_time=now,
+            lease_transitions=self._held.spec.lease_transitions + (not mine),
+        )
+        wanted = msgspec.structs.replace(self._held, spec=spec)
+        self._held = None if not mine else self._held
+        self._held = await self._put(wanted)
+        self._until = sent_s + WRITES * self._lease_s
+
+    async def _look(self) -> _Lease | None:
+        """The Lease as it stands; made, held by nobody, when missing."""
+        try:
+            body = await self._client.get(LEASES, self._namespace, NAME)
+        except ClusterError as error:
+            if error.status != 404:
+                raise
+            fresh = _Lease(metadata=_Meta(name=NAME, namespace=self._namespace), spec=_Spec())
+            body = await self._client.create(LEASES, self._namespace, msgspec.json.encode(fresh))
+        return _LEASE.decode(body)
+
+    def _may_take(self, found: _Lease) -> bool:
+        """Ours, nobody's, or not renewed for as long as it lasts since we first saw it so."""
+        if found.spec.holder_identity in (self._identity, "", None):
+            return True
+        now_s = time.monotonic()
+        if self._other is None or self._other[0] != found:
+            self._other = (found, now_s)
+        lasts_s = found.spec.lease_duration_seconds or LASTS * self._lease_s
+        return now_s - self._other[1] >= lasts_s
+
+    async def _put(self, wanted: _Lease) -> _Lease:
+        left_s = max(0.5, self._until - time.monotonic())
+        body = await self._client.replace(
+            LEASES, self._namespace, NAME, msgspec.json.encode(wanted), timeout_s=left_s
+        )
+        return _LEASE.decode(body)
+
+
+_LEASE = msgspec.json.Decoder(_Lease)
+
+
+def _now() -> str:
+    return (
+        datetime.datetime.now(datetime.UTC)
+        .isoformat(timespec="microseconds")
+        .replace("+00:00", "Z")
+    )

@@ -1,0 +1,144 @@
+"""What the replicas' controllers say of themselves: `GET /status` of every leader, now and then.
+
+Also the one request that goes the other way, `POST /drain`. A controller that does not answer is
+asked less and less often; its last report stays, with its time, for others to judge. A report that
+asks for something wakes its resource; mere counts are there when somebody looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+import aiohttp
+import msgspec
+
+from medha.messages import ReplicaStatus
+from medha_operator.client import ClusterError
+from medha_operator.names import CONTROLLER_OPS_PORT
+from medha_operator.observe import World
+from medha_operator.observed import PodView, ReportView
+from medha_operator.projections import Key
+
+log = logging.getLogger("medha.operator.reports")
+
+ANSWER_S, CONNECT_S = 2.0, 1.0
+AT_ONCE = 32
+LONGEST_PAUSE_S = 30.0
+TICK_S = 0.25
+MAX_BYTES = 1 << 20
+
+_REPORT = msgspec.json.Decoder(ReplicaStatus)
+
+
+class _Asked(msgspec.Struct):
+    """A controller: when it is asked next, and how often in a row it did not answer."""
+
+    uid: str
+    due_s: float
+    silent: int = 0
+
+
+class Reports:
+    """Asks every running leader of the world each `every_s` seconds while `wanted` says so."""
+
+    def __init__(
+        self,
+        world: World,
+        every_s: float,
+        wake: Callable[[Key], None],
+        wanted: Callable[[], bool],
+    ) -> None:
+        self._world, self._every_s, self._wake, self._wanted = world, every_s, wake, wanted
+        self._asked: dict[tuple[Key, int], _Asked] = {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=AT_ONCE, keepalive_timeout=10.0),
+            timeout=aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S),
+        )
+        self._room = asyncio.Semaphore(AT_ONCE)
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                if self._wanted():
+                    for key, pod in self._due():
+                        tasks.create_task(self._ask(key, pod))
+                await asyncio.sleep(TICK_S)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def drain(self, key: Key, ordinal: int, address: str) -> None:
+        """Tell a controller to take nothing new; raises ClusterError when it does not hear."""
+        try:
+            async with self._session.post(f"http://{address}/drain") as answer:
+                if answer.status >= 300:
+                    said = f"replica {key[1]}-{ordinal} does not drain"
+                    raise ClusterError(answer.status, str(answer.reason), said)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            said = f"replica {key[1]}-{ordinal} at {address} does not hear: {error!r}"
+            raise ClusterError(0, "Unreachable", said) from None
+        if (asked := self._asked.get((key, ordinal))) is not None:
+            asked.due_s = 0.0
+
+    def _due(self) -> list[tuple[Key, PodView]]:
+        """Leaders that are to be asked now; those that are gone are forgotten."""
+        now_s = time.monotonic()
+        due, living = [], set()
+        for key, pods in self._world.all_pods().items():
+            for pod in pods.values():
+                view = pod.view
+                if view.group or view.stage or not view.ip or view.phase != "Running":
+                    continue
+                place = key, view.ordinal
+                living.add(place)
+                asked = self._asked.get(place)
+                if asked is None or asked.uid != view.uid:
+                    asked = self._asked[place] = _Asked(view.uid, now_s)
+                    self._world.reports.get(key, {}).pop(view.ordinal, None)
+                if asked.due_s <= now_s:
+                    asked.due_s = now_s + LONGEST_PAUSE_S  # until this answer is in
+                    due.append((key, view))
+        for place in self._asked.keys() - living:
+            del self._asked[place]
+            self._world.reports.get(place[0], {}).pop(place[1], None)
+        return due
+
+    async def _ask(self, key: Key, pod: PodView) -> None:
+        status: ReplicaStatus | None = None
+        try:
+            async with (
+                self._room,
+                self._session.get(f"http://{pod.ip}:{CONTROLLER_OPS_PORT}/status") as answer,
+            ):
+                if answer.status == 200 and (answer.content_length or 0) <= MAX_BYTES:
+                    status = _REPORT.decode(await answer.read())
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            log.debug("%s: no report: %r", pod.name, error)
+        asked = self._asked.get((key, pod.ordinal))
+        if asked is None or asked.uid != pod.uid:
+            return
+        asked.silent = 0 if status is not None else asked.silent + 1
+        pause_s = min(LONGEST_PAUSE_S, self._every_s * 2 ** min(asked.silent, 10))
+        asked.due_s = time.monotonic() + pause_s * random.uniform(0.9, 1.1)
+        if status is not None:
+            self._heard(key, pod.ordinal, status)
+
+    def _heard(self, key: Key, ordinal: int, status: ReplicaStatus) -> None:
+        reports = self._world.reports.setdefault(key, {})
+        before = reports.get(ordinal)
+        reports[ordinal] = ReportView(status=status, at_s=time.time())
+        if before is None or _asks(before.status) != _asks(status):
+            self._wake(key)
+
+
+def _asks(status: ReplicaStatus) -> tuple[object, ...]:
+    """What of a report somebody must act on: all but the counts of requests and pages."""
+    idle = status.waiting + status.running == 0
+    groups = tuple((each.group, each.state, each.releasable, each.ranks) for each in status.groups)
+    plain = (status.ready, status.draining, status.generation, status.wanted_groups)
+    return *plain, status.restart_groups, status.message, groups, idle
