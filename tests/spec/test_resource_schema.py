@@ -19,6 +19,7 @@ from msgspec import inspect
 from medha.errors import SpecError
 from medha.spec import API_VERSION, KIND, Spec, parse, rules
 from medha.spec.values import NAME
+from medha_operator.memory import Memory
 
 HERE = Path(__file__).parent
 CRD = HERE.parents[1] / "crds" / "medha.dev_medhareplicas.yaml"
@@ -204,11 +205,24 @@ def test_lists_that_are_merged_by_a_key_require_that_key() -> None:
         ".spec.template.volumes": ["name"],
         ".spec.template.volumeMounts": ["mountPath"],
         ".status.groups": ["replica"],
+        ".status.restarts": ["replica", "group"],
+        ".status.retiring": ["replica"],
         ".status.conditions": ["type"],
     }
     items = {path: field for path, field in flat(SCHEMA, "") if path.endswith("[]")}
-    for path, (key,) in keys.items():
-        assert key in items[f"{path}[]"]["required"]
+    for path, key in keys.items():
+        assert set(key) <= set(items[f"{path}[]"]["required"])
+
+
+def test_the_status_holds_what_the_operator_remembers_there() -> None:
+    """What the CRD does not name, the API server drops."""
+    kept = declared(inspect.type_info(Memory))["properties"]
+    written = SCHEMA["properties"]["status"]["properties"]
+    for name, each in kept.items():
+        items = written[name]["items"]["properties"]
+        assert {key: items[key]["type"] for key in items} == {
+            key: value["type"] for key, value in each["items"]["properties"].items()
+        }
 
 
 def test_scaling_and_the_columns_point_at_fields_that_exist() -> None:
