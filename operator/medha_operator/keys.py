@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from medha.errors import SetupError
+from medha.errors import MedhaError, SetupError
 from medha_operator.client import REPLICAS, SECRETS, Client, ClusterError
 from medha_operator.names import OWNED_BY, WORKER_KEYS
 from medha_operator.projections import Meta
@@ -71,6 +71,14 @@ class Keys:
                 data = {name: wanted[name] for name in FOR_WORKERS}
                 await self._workers(owner.namespace, data, owners, timeout_s)
                 self._known[owner.namespace] = (time.monotonic(), frozenset(owners))
+
+    async def prepare(self, left_s: Callable[[], float]) -> None:
+        """The fleet has its keys: routers wait for theirs, MedhaReplicas or not."""
+        try:
+            async with self._lock:
+                await self._fleet(left_s())
+        except MedhaError as error:
+            log.warning("keys: %s", error)
 
     def forget(self, namespace: str) -> None:
         """A MedhaReplica left: the Secret may go with it."""

@@ -61,10 +61,11 @@ class Process:
             self._client, self.world, self._watches, self._lease,
             Events(self._client, settings.identity), self._reports,
         )  # fmt: skip
-        keys = Keys(self._client, settings.namespace, settings.resync_s, _make_keys)
+        self._keys = Keys(self._client, settings.namespace, settings.resync_s, _make_keys)
         self._reconciler = Reconciler(
-            settings, self.world, self._queue, self._writer, keys, self._metrics, self._health
-        )
+            settings, self.world, self._queue, self._writer, self._keys, self._metrics,
+            self._health,
+        )  # fmt: skip
         self._handlers = Handlers(settings.namespaces, self._from_kopf)
         self._ops = OpsServer(
             settings.ops_host, settings.ops_port, self._metrics,
@@ -116,6 +117,7 @@ class Process:
             await asyncio.sleep(self._settings.resync_s * random.uniform(0.9, 1.0))
             await self._watches.list_again()
             if self._leads():
+                await self._keys.prepare(self._lease.left_s)
                 for seen in self.world.replicas:
                     self._queue.add(seen.key, random.uniform(0.0, self._settings.resync_s / 4))
 
@@ -129,6 +131,7 @@ class Process:
         self._working = True
         for seen in self.world.replicas:
             self._queue.add(seen.key)
+        await self._keys.prepare(self._lease.left_s)
 
     def _leads(self) -> bool:
         return self._working and self._lease.leading
