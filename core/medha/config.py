@@ -84,13 +84,21 @@ class RouterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One router process. `fleet_bind` is where controllers dial, e.g. `tcp://127.0.0.1:7800`."""
+    """One router process. `fleet_bind` is where controllers dial, e.g. `tcp://127.0.0.1:7800`.
+
+    With `learn` it also serves the models that replicas introduce, and forgets one
+    `forget_model_s` after its last replica left. In its first `learn_s` it holds requests for
+    models that it does not know yet.
+    """
 
     host: str = "127.0.0.1"
     port: Port = 8000
     ops_port: Port = 8001
     fleet_bind: str
-    models: tuple[RouterModel, ...]
+    models: tuple[RouterModel, ...] = ()
+    learn: bool = False
+    learn_s: float = 10.0
+    forget_model_s: float = 600.0
     curve: Curve | None = None
     max_body_bytes: Positive = 64 << 20
     max_queue: Positive = 10_000

@@ -54,6 +54,10 @@ class Dispatch:
         """Page names known to be held by some replica."""
         return len(self._index)
 
+    def reclass(self, classes: tuple[SloClass, ...]) -> None:
+        """The model's classes from now on; what waits keeps its own."""
+        self._usage.reclass(classes)
+
     def joined(self, replica: Replica) -> None:
         """A replica may be placed upon: it reported for the first time."""
         hello = replica.hello

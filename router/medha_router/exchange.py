@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
@@ -39,6 +39,7 @@ from medha_router.detokenizer import Vocabulary
 from medha_router.faults import StreamBroken
 from medha_router.files import Fetch, FileStore
 from medha_router.fleet import FILES, Fleet, Replica
+from medha_router.learning import Models
 from medha_router.ledger import Ledger, Send
 from medha_router.metering import Meter
 from medha_router.models import ServedModel, tokenizer_files
@@ -52,7 +53,7 @@ class Exchange:
     """One router's side of every conversation with controllers; `router` names its incarnation."""
 
     def __init__(
-        self, router: str, models: Mapping[str, ServedModel], fleet: Fleet, ledger: Ledger,
+        self, router: str, models: Models, fleet: Fleet, ledger: Ledger,
         files: FileStore, tokens: TokenizerPool, meter: Meter, send: Send,
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
@@ -141,6 +142,7 @@ class Exchange:
             self._send(peer, outcome)
             return
         self._log.info("replica %s joined", hello.replica)
+        self._models.learn(hello, others=len(self._fleet.of(hello.model)) > 1)
         self._send(peer, Welcome(self._router))
         for name in FILES:
             digest = hello.files.get(name)

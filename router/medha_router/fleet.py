@@ -50,9 +50,9 @@ class Replica:
 
 
 class Fleet:
-    """Every replica by its peer; `models` are the names that this router serves."""
+    """Every replica by its peer; `models` are the names that this router serves, None: any."""
 
-    def __init__(self, models: frozenset[str], timeout_s: float) -> None:
+    def __init__(self, models: frozenset[str] | None, timeout_s: float) -> None:
         self._models, self._timeout_s = models, timeout_s
         self._replicas: dict[bytes, Replica] = {}
 
@@ -63,7 +63,7 @@ class Fleet:
                 f"replica {hello.replica} speaks protocol {hello.protocol} and this router "
                 f"{PROTOCOL}: run the same version of both"
             )
-        if hello.model not in self._models:
+        if self._models is not None and hello.model not in self._models:
             return Rejected(
                 f"replica {hello.replica} serves the model {hello.model!r}: this router serves "
                 f"{', '.join(sorted(self._models))}"

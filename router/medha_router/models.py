@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from medha import prefix
 from medha.config import RouterModel
 from medha.errors import Refusal, RequestError
@@ -43,6 +45,13 @@ class ServedModel:
         limits = [self.config.max_context_tokens]
         limits += [each.max_context_tokens for each in self.dispatch.standings]
         return min(limits)
+
+    def adopt(self, config: RouterModel, at_least: int) -> None:
+        """Other classes, and a limit that is no lower than `at_least` on the router's side."""
+        limit = max(config.max_context_tokens, at_least)
+        self.config = msgspec.structs.replace(config, max_context_tokens=limit)
+        self.classes = {each.name: each for each in config.classes}
+        self.dispatch.reclass(config.classes)
 
     def opened(self, is_open: bool) -> None:
         """A replica may take requests now, or none may any more."""

@@ -24,10 +24,10 @@ from medha_router.door import DrainingServer, server_of
 from medha_router.exchange import Exchange
 from medha_router.files import FileStore
 from medha_router.fleet import Fleet
+from medha_router.learning import Models
 from medha_router.ledger import Ledger
 from medha_router.link import Link, Pump, listen
 from medha_router.metering import Meter
-from medha_router.models import ServedModel
 from medha_router.service import Service
 from medha_router.tokenizer import TokenizerPool
 
@@ -45,9 +45,9 @@ class Router:
         clock = time.monotonic  # the loop's own time stands still within a turn
         self.tick = Tick()
         self._meter = Meter(metrics)
-        self._fleet = Fleet(frozenset(model.name for model in config.models),
-                            config.replica_timeout_s)  # fmt: skip
-        self._models = {model.name: ServedModel(model) for model in config.models}
+        names = None if config.learn else frozenset(model.name for model in config.models)
+        self._fleet = Fleet(names, config.replica_timeout_s)
+        self._models = Models(config.models, config.forget_model_s)
         self._ledger = Ledger(self._models, self._fleet, self._meter, link.send, self._changed)
         folder = pathlib.Path(config.run_dir, "tokenizers") if config.run_dir else None
         self._exchange = Exchange(
@@ -95,6 +95,7 @@ class Router:
         if now - self._measured_s >= MEASURE_S:
             self._measured_s = now
             self._measure(now)
+            self._models.forget(frozenset(each.hello.model for each in self._fleet), now)
 
     def _measure(self, now: float) -> None:
         for name, model in self._models.items():

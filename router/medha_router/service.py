@@ -7,6 +7,7 @@ Refusal at once. Everything after that is the ledger's and the exchange's.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
@@ -27,6 +28,7 @@ from medha_router.streams import Output
 from medha_router.tokenizer import TokenizerPool
 
 MAX_STOP_TOKENS = 64
+LEARN_POLL_S = 0.05
 
 T = TypeVar("T")
 
@@ -47,6 +49,7 @@ class Service:
         self._clock, self._wall_s, self._draw_bits = clock, wall_s, draw_bits
         self._log = logging.getLogger("medha.router")
         self._holding = 0
+        self._learns_until_s = clock() + (config.learn_s if config.learn else 0.0)
         self.models = models
         self.draining = False
         self.started = int(wall_s())
@@ -75,14 +78,14 @@ class Service:
         if model is None:
             raise RequestError(
                 f"The model `{name[:80]}` does not exist; this server has "
-                f"{', '.join(sorted(self.models))}",
+                f"{', '.join(sorted(self.models)) or 'none yet'}",
                 status=404, code="model_not_found", param="model",
             )  # fmt: skip
         return model
 
     async def opened(self, name: str) -> ServedModel:
         """The model once a replica serves it; raises RequestError or Refusal."""
-        model = self.model(name)
+        model = await self._known(name)
         await self._open(model)
         return model
 
@@ -108,7 +111,7 @@ class Service:
         Cancelling this while it waits leaves nothing behind.
         """
         arrival_s = self._clock()
-        model = self.model(ask.model)
+        model = await self._known(ask.model)
         slo_class = model.slo_class(slo)
         answer = Answer(
             id=id, ask=ask, slo_class=slo_class, tenant=tenant, arrival_s=arrival_s,
@@ -132,6 +135,12 @@ class Service:
     def cancel(self, answer: Answer) -> None:
         """The client left; nothing happens when the answer is over."""
         self._ledger.cancel(answer, self._clock())
+
+    async def _known(self, name: str) -> ServedModel:
+        """The model of that name. A router that has just started may hear of it in a moment."""
+        while name not in self.models and self._clock() < self._learns_until_s:
+            await self._hold(asyncio.sleep(LEARN_POLL_S))
+        return self.model(name)
 
     async def _open(self, model: ServedModel) -> None:
         if self.draining:

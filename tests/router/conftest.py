@@ -249,8 +249,9 @@ class Running:
         self._tokens = tokens
         self._config = RouterConfig(
             ops_port=0, fleet_bind="tcp://127.0.0.1:0",
-            models=(RouterModel(name=MODEL, max_context_tokens=2048, classes=CLASSES),),
-            **{"port": 0, "replica_timeout_s": 1.0, **settings},
+            **{"port": 0, "replica_timeout_s": 1.0,
+               "models": (RouterModel(name=MODEL, max_context_tokens=2048, classes=CLASSES),),
+               **settings},
         )  # fmt: skip
         self._ready = threading.Event()
         self.doors: Doors

@@ -42,6 +42,10 @@ class Usage:
         self._classes = {each.name: each for each in classes}
         self._spent: dict[tuple[str, str], tuple[float, float]] = {}  # (seconds, as of)
 
+    def reclass(self, classes: Sequence[SloClass]) -> None:
+        """These are the classes from now on; what was spent stays."""
+        self._classes = {each.name: each for each in classes}
+
     def add(self, slo_class: str, tenant: str, work_s: float, now: float) -> None:
         """A request of `work_s` was taken."""
         self._spent[slo_class, tenant] = (self._of(slo_class, tenant, now) + work_s, now)

@@ -1,0 +1,75 @@
+"""The models that this router serves: those of its config, and those that replicas introduce.
+
+A router that learns starts with none and takes the name, context limit and classes of a model from
+the Hello of its replicas. The latest word counts, as a rolling update brings replicas with new
+classes while the old ones still serve; the context limit is the least of those that serve. A model
+that was learned is forgotten some time after its last replica left. `now` is an argument.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+
+from medha.config import RouterModel
+from medha.messages import Hello
+from medha.request import SloClass
+from medha_router.models import ServedModel
+
+
+class Models(Mapping[str, ServedModel]):
+    """Every served model by its name; `forget_s` after its last replica a learned one goes."""
+
+    def __init__(self, configured: Iterable[RouterModel], forget_s: float) -> None:
+        self._models = {model.name: ServedModel(model) for model in configured}
+        self._configured = frozenset(self._models)
+        self._forget_s = forget_s
+        self._left_s: dict[str, float] = {}
+        self._log = logging.getLogger("medha.router")
+
+    def __getitem__(self, name: str) -> ServedModel:
+        return self._models[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def learn(self, hello: Hello, others: bool) -> None:
+        """A replica was taken in; `others`: it is not the only one of its model."""
+        if hello.model in self._configured:
+            return
+        told = introduced(hello)
+        model = self._models.get(hello.model)
+        if model is None:
+            self._models[hello.model] = ServedModel(told)
+            self._log.info("serves %s from now on", hello.model)
+            return
+        if others and told.classes != model.config.classes:
+            self._log.warning(
+                "replica %s changes the classes of %s to %s: the latest word counts",
+                hello.replica, hello.model, ", ".join(each.name for each in told.classes),
+            )  # fmt: skip
+        model.adopt(told, at_least=model.config.max_context_tokens if others else 0)
+
+    def forget(self, served: frozenset[str], now: float) -> None:
+        """Let go of learned models that no replica has served for long; `served` have replicas."""
+        for name in [each for each in self._models if each not in self._configured]:
+            if name in served or len(self._models[name].dispatch):
+                self._left_s.pop(name, None)
+            elif now - self._left_s.setdefault(name, now) > self._forget_s:
+                del self._models[name], self._left_s[name]
+                self._log.info("serves %s no more: no replica came back", name)
+
+
+def introduced(hello: Hello) -> RouterModel:
+    """The model as a replica introduces it."""
+    classes = hello.classes or (SloClass(),)
+    names = [each.name for each in classes]
+    return RouterModel(
+        name=hello.model,
+        max_context_tokens=hello.max_context_tokens,
+        classes=classes,
+        default_class="default" if "default" in names else names[0],
+    )
