@@ -163,28 +163,37 @@ class _Step:
         kvp = self.resource.spec.parallelism.kvp
         created: list[int] = []
         for ordinal in rollout.create:
+            attempts = {each: self._attempt(ordinal, each) for each in range(kvp.min)}
+            if not all(attempts.values()):
+                continue
             placed = self.room.place_base(kvp.min, kvp.max, self._promised())
             if isinstance(placed, Misfit):
                 self.misfits.append(placed)
                 rollout = self._make_room(rollout)
                 break
             created.append(ordinal)
-            self._start(ordinal, dict(enumerate(placed)))
-        return msgspec.structs.replace(rollout, create=tuple(created))
+            self._start(ordinal, dict(enumerate(placed)), attempts)
+        return msgspec.structs.replace(
+            rollout,
+            create=tuple(created),
+            pending=tuple(each for each in rollout.create if each not in created),
+        )
 
     def _make_room(self, rollout: Rollout) -> Rollout:
         victim = rollout.victim(self.replicas)
-        if victim is None:
-            return rollout
-        kvp = self.resource.spec.parallelism.kvp
-        left = [each for each in self.observed.pods if each.ordinal != victim]
-        if isinstance(self._space(left).place_base(kvp.min, kvp.max), Misfit):
+        if victim is None or not self._fits_without(victim):
             return rollout
         return msgspec.structs.replace(
             rollout,
             retiring={**rollout.retiring, victim: UPDATED},
             stale=tuple(each for each in rollout.stale if each != victim),
         )
+
+    def _fits_without(self, ordinal: int) -> bool:
+        """Whether a replica's base would have a place if this replica were not there."""
+        kvp = self.resource.spec.parallelism.kvp
+        left = [each for each in self.observed.pods if each.ordinal != ordinal]
+        return not isinstance(self._space(left).place_base(kvp.min, kvp.max), Misfit)
 
     def _promised(self) -> dict[str, int]:
         """By node of a replica's leader: groups that this replica may still grow by."""
@@ -229,7 +238,7 @@ class _Step:
         for index in range(replica.least):
             group = replica.groups.get(index)
             if group is None:
-                gone[index] = self._attempt(replica, index)
+                gone[index] = self._attempt(replica.ordinal, index)
             else:
                 self._mend(replica, group)
         if gone and all(gone.values()):
@@ -245,7 +254,10 @@ class _Step:
         for index in gone:
             placed = self.room.place_group(beside)
             if isinstance(placed, Misfit):
-                self.misfits.append(placed)
+                if len(gone) == replica.least and self._fits_without(replica.ordinal):
+                    self._delete(replica.present, "its replica moves: there is no room beside it")
+                else:
+                    self.misfits.append(placed)
                 return
             places[index] = placed
             beside += placed
@@ -253,19 +265,19 @@ class _Step:
 
     def _grow(self, replica: Replica) -> None:
         """Groups beyond the base: those that are wanted come, those that are done go."""
+        cooldown_s = seconds(self.resource.spec.scheduling.release_cooldown)
         for index, group in replica.groups.items():
             if index < replica.least:
                 continue
-            if growth.released(replica, group):
-                self._delete(group.present, f"KVP group {index} was released")
-                name = names.replica_name(self.resource.name, replica.ordinal)
-                self.actions.append(
-                    Tell("GroupReleased", f"{name} gives KVP group {index} back: it held nothing")
-                )
-            else:
-                self._mend(replica, group)
-                if group.complete and group.gated:
-                    self._let_go([group])
+            done = growth.released(replica, group, cooldown_s, self.now_s)
+            if done is True:
+                self._release(replica, group)
+                continue
+            if done:
+                self._again_s.append(done)
+            self._mend(replica, group)
+            if group.complete and group.gated:
+                self._let_go([group])
         if not replica.ready:
             return
         wanted = growth.wanted_groups(self.resource, replica, self.memory)
@@ -273,7 +285,7 @@ class _Step:
         if missing or any(not each.ready for each in replica.groups.values()):
             self.growing.append(replica.ordinal)
         for index in missing:
-            if attempt := self._attempt(replica, index):
+            if attempt := self._attempt(replica.ordinal, index):
                 beside = [each.node or each.target for each in replica.present]
                 placed = self.room.place_group(beside)
                 if isinstance(placed, Misfit):
@@ -281,9 +293,16 @@ class _Step:
                     return
                 self._start(replica.ordinal, {index: placed}, {index: attempt}, wanted)
 
-    def _attempt(self, replica: Replica, index: int) -> int:
-        """The attempt that may be started now; 0 while it has to wait."""
-        line = self.memory.restart(replica.ordinal, index)
+    def _release(self, replica: Replica, group: Group) -> None:
+        name = names.replica_name(self.resource.name, replica.ordinal)
+        self._delete(group.present, f"KVP group {group.index} was released")
+        self.actions.append(
+            Tell("GroupReleased", f"{name} gives KVP group {group.index} back: it held nothing")
+        )
+
+    def _attempt(self, ordinal: int, index: int) -> int:
+        """The attempt of a group that may be started now; 0 while it has to wait."""
+        line = self.memory.restart(ordinal, index)
         due_s = restarts.not_before_s(line, self.now_s)
         if due_s > self.now_s:
             self._again_s.append(due_s)
@@ -312,7 +331,8 @@ class _Step:
             beside = [
                 each.node for each in replica.present if not restarts.is_lost(each, self.nodes)
             ]
-            if isinstance(self.room.place_group(beside), Misfit):
+            placed = self.room.place_group(beside)
+            if isinstance(placed, Misfit) and not self._fits_without(replica.ordinal):
                 return  # the node may come back; there is nothing better
         self.faults.append(fault)
         if not restarts.noted(fault, self.memory):

@@ -124,7 +124,7 @@ def not_before_s(line: RestartLine | None, now_s: float) -> float:
     failed = [at_s for at_s in (line.failed_s if line else ()) if now_s - at_s < WINDOW_S]
     if not failed:
         return 0.0
-    backoff = min(FIRST_BACKOFF_S * 2 ** (len(failed) - 1), LONGEST_BACKOFF_S)
+    backoff = min(FIRST_BACKOFF_S * (1 << len(failed) - 1), LONGEST_BACKOFF_S)
     if len(failed) > BUDGET:
         return max(failed[-1] + backoff, failed[-1 - BUDGET] + WINDOW_S)
     return failed[-1] + backoff

@@ -1,6 +1,6 @@
 """Which replicas stay, which retire and how many are made: scaling, updates, nodes that go away.
 
-    fresh      made from the present spec, on nodes that stay
+    fresh      made from the present spec, on nodes that stay; also one that is just being remade
     stale      made from a former spec, or with a pod on a cordoned node
     retiring   takes nothing new, finishes its work, goes; never comes back
 
@@ -26,13 +26,15 @@ DRAINING = "Draining"
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """`retiring`: ordinal -> why; `create`: ordinals to make; `stale`: ordinals to replace."""
+    """`retiring`: ordinal -> why; `create`: ordinals to make now, `pending` those that have to
+    wait; `stale`: ordinals to replace."""
 
     retiring: Mapping[int, str]
     create: tuple[int, ...]
     fresh: tuple[int, ...]
     stale: tuple[int, ...]
     wanted: int
+    pending: tuple[int, ...] = ()
 
     def victim(self, replicas: Mapping[int, Replica]) -> int | None:
         """The outdated replica that goes first where a new one has no room beside it."""
@@ -49,7 +51,7 @@ def roll(
         for ordinal, each in replicas.items()
         if memory.retirement(ordinal) is not None or each.draining
     }
-    live = [each for ordinal, each in replicas.items() if ordinal not in retiring and each.present]
+    live = [each for ordinal, each in replicas.items() if ordinal not in retiring]
     stale = [each for each in live if each.outdated or _cordoned(each, nodes)]
     fresh = [each for each in live if each not in stale]
     while len(fresh) > wanted:

@@ -122,8 +122,9 @@ def _groups_line(replica: Replica, memory: Memory) -> GroupsLine:
 
 
 def _restarts(made: Decision, now_s: float) -> tuple[RestartLine, ...]:
-    """Failures of replicas that are still there, with those of this look."""
-    ordinals = {*made.replicas, *made.rollout.create, *made.rollout.fresh}
+    """Failures of replicas that are to stay, with those of this look."""
+    ordinals = {*made.replicas, *made.rollout.create, *made.rollout.pending}
+    ordinals -= set(made.rollout.retiring)
     lines = {
         (line.replica, line.group): line
         for line in made.memory.restarts

@@ -112,19 +112,17 @@ def _well(made: Decision, ordinal: int) -> bool:
 
 
 def _placed(resource: MedhaReplica, made: Decision) -> Verdict:
+    if sum(each.bound or each.ready for each in _needed(made)) >= resource.spec.replicas:
+        return Verdict(type="Placed", status="True", reason="Placed")
     if made.misfits:
         worst = made.misfits[0]
         return Verdict(type="Placed", status="False", reason=worst.reason, message=worst.message)
-    for replica in _needed(made):
-        for pod in replica.present:
-            if not pod.node and not pod.gated and pod.why == "Unschedulable":
-                return Verdict(type="Placed", status="False", reason="Unschedulable",
-                               message=f"pod {pod.name} finds no node: {pod.message}")  # fmt: skip
-    bound = sum(each.bound or each.ready for each in _needed(made))
-    if bound < resource.spec.replicas:
-        return Verdict(type="Placed", status="False", reason="Placing",
-                       message="pods are on their way to their nodes")  # fmt: skip
-    return Verdict(type="Placed", status="True", reason="Placed")
+    for pod in _waiting(made):
+        if not pod.node and pod.why == "Unschedulable":
+            return Verdict(type="Placed", status="False", reason="Unschedulable",
+                           message=f"pod {pod.name} finds no node: {pod.message}")  # fmt: skip
+    return Verdict(type="Placed", status="False", reason="Placing",
+                   message="pods are on their way to their nodes")  # fmt: skip
 
 
 def _groups(resource: MedhaReplica, made: Decision) -> Verdict:
@@ -171,8 +169,11 @@ def _updated(made: Decision) -> Verdict:
     old = [each for each in made.replicas.values() if each.outdated]
     if not old and len(made.rollout.fresh) >= made.rollout.wanted:
         return Verdict(type="Updated", status="True", reason="Updated")
-    reason = "RollingUpdate" if old else "Creating"
-    return Verdict(type="Updated", status="False", reason=reason,
+    if made.misfits:
+        worst = made.misfits[0]
+        return Verdict(type="Updated", status="False", reason=worst.reason,
+                       message=f"replicas of the present spec: {worst.message}")  # fmt: skip
+    return Verdict(type="Updated", status="False", reason="RollingUpdate" if old else "Creating",
                    message="replicas of the present spec are not all there yet")  # fmt: skip
 
 

@@ -1,0 +1,267 @@
+"""For test suites: builders, and a small cluster that obeys a plan as a real one would.
+
+`Cluster` is a model of the world around the planner, for properties over long histories; what the
+API server itself does is tested on a real one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from medha.messages import GroupStatus, ReplicaStatus
+from medha.spec import MedhaReplica, parse
+from medha_operator import names
+from medha_operator.actions import (
+    Action,
+    ApplyObject,
+    CreatePod,
+    DeleteObject,
+    DeletePod,
+    Drain,
+    LiftGate,
+    LookAgain,
+)
+from medha_operator.manifests import content_hash, key
+from medha_operator.observed import NodeView, Observed, PodView, ReportView
+from medha_operator.placement import want_of
+from medha_operator.plan import Decision, decide
+from medha_operator.settings import Settings
+from medha_operator.status import status
+
+SETTINGS = Settings(namespace="medha", worker_image="worker:1")
+NOW_S = 1_800_000_000.0
+
+
+def resource(name: str = "tiny", generation: int = 1, **spec: Any) -> MedhaReplica:
+    """A small MedhaReplica; `spec` in the words of its YAML."""
+    plain = {
+        "model": {
+            "name": "m",
+            "source": {"pvc": {"claimName": "models"}},
+            "maxContextTokens": 4096,
+        },
+        "device": {"kind": "Cuda"},
+    }
+    metadata = {"name": name, "namespace": "team", "uid": f"uid-{name}", "generation": generation}
+    return parse(
+        {
+            "apiVersion": "medha.dev/v1alpha1",
+            "kind": "MedhaReplica",
+            "metadata": metadata,
+            "spec": {**plain, **spec},
+        }
+    )
+
+
+def node(name: str, gpus: int = 8, **changes: Any) -> NodeView:
+    """A node with devices and plenty of the rest; `labels` by keyword."""
+    labels = {"kubernetes.io/hostname": name, **changes.pop("labels", {})}
+    room = {"nvidia.com/gpu": gpus, "cpu": 64_000, "memory": 1 << 40, "pods": 110}
+    return NodeView(name=name, labels=labels, allocatable=room, **changes)
+
+
+def rack(name: str, nodes: int, gpus: int = 8, **changes: Any) -> tuple[NodeView, ...]:
+    """Nodes `<name>-0`, … of one rack."""
+    labels = {"topology.kubernetes.io/rack": name}
+    return tuple(node(f"{name}-{each}", gpus, labels=labels, **changes) for each in range(nodes))
+
+
+class Cluster:
+    """Nodes, pods and controllers; `look` is one turn of the operator, `turn` one of the rest."""
+
+    def __init__(self, resource: MedhaReplica, nodes: Iterable[NodeView]) -> None:
+        self.resource = resource
+        self.nodes = {each.name: each for each in nodes}
+        self.pods: dict[str, PodView] = {}
+        self.objects: dict[tuple[str, str], str] = {}
+        self.status: dict[str, Any] = {}
+        self.now_s = NOW_S
+        self.wanted: dict[int, int] = {}
+        self.load: dict[int, int] = {}
+        self.draining: set[str] = set()
+        self.left: set[str] = set()
+        """Pods whose ranks were told to leave, by UID; they come back when they are wanted."""
+        self.done: list[Action] = []
+        self._uids = itertools.count(1)
+
+    # --- the operator ---------------------------------------------------------------------------
+
+    def observed(self) -> Observed:
+        return Observed(
+            now_s=self.now_s,
+            pods=tuple(self.pods[name] for name in sorted(self.pods)),
+            objects=dict(self.objects),
+            reports=self.reports(),
+            nodes=tuple(self.nodes.values()),
+            previous=self.status,
+        )
+
+    def look(self) -> Decision:
+        """Plan, carry out, write the status; returns what was decided."""
+        seen = self.observed()
+        decision = decide(self.resource, seen, SETTINGS)
+        for action in decision.actions:
+            self.carry_out(action)
+        self.status = status(
+            self.resource, seen, SETTINGS, generation=self.resource.generation, decision=decision
+        )
+        self.done += decision.actions
+        return decision
+
+    def carry_out(self, action: Action) -> None:
+        match action:
+            case ApplyObject(manifest):
+                self.objects[key(manifest)] = content_hash(manifest)
+            case DeleteObject(kind, name):
+                del self.objects[kind, name]
+            case CreatePod(manifest):
+                self._create(manifest)
+            case LiftGate(pod, uid):
+                assert self.pods[pod].uid == uid
+                self.change(pod, gated=False)
+            case DeletePod(pod, uid, _, grace_s):
+                assert self.pods[pod].uid == uid
+                self._delete(pod, grace_s)
+            case Drain(ordinal, address):
+                leader = self.pods[self._leader(ordinal)]
+                assert address == f"{leader.ip}:{names.CONTROLLER_OPS_PORT}"
+                self.draining.add(leader.uid)
+
+    def _create(self, manifest: Mapping[str, Any]) -> None:
+        metadata, spec = manifest["metadata"], manifest["spec"]
+        name, labels = metadata["name"], metadata["labels"]
+        assert name not in self.pods, f"pod {name} is there already"
+        self.pods[name] = PodView(
+            name=name,
+            uid=f"{name}#{next(self._uids)}",
+            ordinal=int(labels[names.ORDINAL]),
+            group=int(labels[names.GROUP]),
+            stage=int(labels[names.STAGE]),
+            attempt=int(labels[names.ATTEMPT]),
+            spec_hash=labels[names.SPEC_HASH],
+            target=metadata["annotations"][names.TARGET],
+            gated="schedulingGates" in spec,
+            created_s=self.now_s,
+        )
+
+    def _delete(self, pod: str, grace_s: int | None) -> None:
+        if grace_s == 0 or not self.pods[pod].node:
+            del self.pods[pod]
+        else:
+            self.change(pod, deleting=True)
+
+    # --- the rest of the world ------------------------------------------------------------------
+
+    def change(self, pod: str, **fields: Any) -> None:
+        self.pods[pod] = msgspec.structs.replace(self.pods[pod], **fields)
+
+    def change_node(self, name: str, **fields: Any) -> None:
+        self.nodes[name] = msgspec.structs.replace(self.nodes[name], **fields)
+
+    def turn(self, seconds: float = 1.0) -> None:
+        """The scheduler binds, kubelets start and end pods, work gets done, time passes."""
+        self.now_s += seconds
+        for name, pod in list(self.pods.items()):
+            if pod.node:
+                self._tend(name, pod)
+            elif not pod.gated and self._fits(pod.target):
+                self.change(name, node=pod.target)
+        for ordinal in self.load:
+            self.load[ordinal] = max(0, self.load[ordinal] - 1)
+
+    def _tend(self, name: str, pod: PodView) -> None:
+        """What the kubelet of the pod's node does, while there is one."""
+        home = self.nodes.get(pod.node)
+        if home is None or not home.ready:
+            self.change(name, ready=False, ready_since_s=None)
+        elif pod.deleting:
+            del self.pods[name]
+        elif pod.phase == "Pending":
+            self.change(name, phase="Running", ip=f"10.0.0.{len(name)}")
+        elif pod.uid in self.left:
+            if self.wanted.get(pod.ordinal, 1) > pod.group:
+                self.left.remove(pod.uid)
+        elif pod.phase == "Running" and not pod.ready:
+            self.change(name, ready=True, ready_since_s=self.now_s)
+
+    def _fits(self, target: str) -> bool:
+        home = self.nodes.get(target)
+        if home is None or not home.ready or not home.schedulable:
+            return False
+        there = sum(pod.node == target and pod.phase in ("Pending", "Running")
+                    for pod in self.pods.values())  # fmt: skip
+        return all(
+            home.allocatable.get(name, 0) - home.used.get(name, 0) >= need * (there + 1)
+            for name, need in want_of(self.resource).requests.items()
+        )
+
+    def reports(self) -> dict[int, ReportView]:
+        """What controllers of running leader pods on living nodes say."""
+        found = {}
+        for pod in self.pods.values():
+            alive = pod.node in self.nodes and self.nodes[pod.node].ready
+            if pod.group == pod.stage == 0 and pod.phase == "Running" and pod.ip and alive:
+                found[pod.ordinal] = ReportView(status=self._report(pod), at_s=self.now_s)
+        return found
+
+    def _report(self, leader: PodView) -> ReplicaStatus:
+        groups: dict[int, list[PodView]] = {}
+        for pod in self.pods.values():
+            if pod.ordinal == leader.ordinal:
+                groups.setdefault(pod.group, []).append(pod)
+        lines = tuple(
+            GroupStatus(group=index, state=self._state(groups.get(index, [])))
+            for index in range(self.resource.spec.parallelism.kvp.max)
+        )
+        draining = leader.uid in self.draining
+        return ReplicaStatus(
+            replica=names.replica_name(self.resource.name, leader.ordinal),
+            ready=leader.ready and not draining,
+            draining=draining,
+            generation=sum(line.state == "running" for line in lines),
+            wanted_groups=self.wanted.get(leader.ordinal, 1),
+            groups=lines,
+            routers=1,
+            running=self.load.get(leader.ordinal, 0),
+        )
+
+    def _state(self, pods: list[PodView]) -> str:
+        if not pods or all(each.uid in self.left or not each.ip for each in pods):
+            return "absent"
+        return "running" if all(each.ready for each in pods) else "starting"
+
+    def release(self, ordinal: int, group: int) -> None:
+        """The controller lets a group go that holds nothing."""
+        self.wanted[ordinal] = group
+        for pod in self.pods.values():
+            if (pod.ordinal, pod.group) == (ordinal, group):
+                self.left.add(pod.uid)
+                self.change(pod.name, ready=False, ready_since_s=None)
+
+    def _leader(self, ordinal: int) -> str:
+        return f"{self.resource.name}-{ordinal}-g0-s0"
+
+    # --- asked by tests -------------------------------------------------------------------------
+
+    @property
+    def ordinals(self) -> set[int]:
+        return {pod.ordinal for pod in self.pods.values()}
+
+    def settle(self, turns: int = 60) -> None:
+        """Turn by turn until nothing happens any more, however long one waits."""
+        for _ in range(turns):
+            before = (dict(self.pods), dict(self.objects), self.status, dict(self.load))
+            actions = self.look().actions
+            self.turn()
+            waits = [each.at_s for each in actions if isinstance(each, LookAgain)]
+            if before != (self.pods, self.objects, self.status, self.load):
+                continue
+            if not actions:
+                return
+            if waits and len(actions) == 1:
+                self.now_s = max(self.now_s, waits[0])
+        raise AssertionError(f"still busy after {turns} turns: {actions}")
