@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,6 +40,20 @@ CHANGES_PER_ROUND = 4
 ROUNDS_PER_LOOK = 8
 SHARE_WEIGHT = 0.1
 MEMORY_S = 30.0
+
+
+@dataclass(slots=True)
+class Kept:
+    """Who is kept in one group: their places in its rows, and of each the time until it is due,
+    its bare cost, whether it is promised and its margin (a promise counts promises at full cost).
+    """
+
+    places: Places
+    due_in: Floats
+    bare: Floats
+    promised: Mask
+    promises: int
+    left: Floats
 
 
 class Ledger:
@@ -141,11 +156,9 @@ class Ledger:
     def give_way(self, group: int, start: float, error: float) -> None:
         """A promise was given: relegate who fits no more beside it."""
         waiting = self.groups.waiting[group]
-        due_in = waiting.due_s - start - self.drain_s
-        bare = waiting.work_s / self.share[group] + self.overhead_s
-        held, left = self._kept_margins(waiting, due_in, bare)
-        if left.min() < 0.0:
-            self._relegate(waiting, held, due_in[held], bare[held], error)
+        kept = self._kept(group, waiting, start)
+        if kept.left.min() < 0.0:
+            self._relegate(waiting, kept, error)
 
     def rank(self, sequence: Sequence, *, kept: bool, promised: bool) -> None:
         """Move it to another rank, in every group where it waits."""
@@ -168,44 +181,83 @@ class Ledger:
 
     # --- one round --------------------------------------------------------------------------------
 
-    def settle(self, group: int, now: float, error: float) -> View:
-        """Take back what cannot be kept, take in what fits, and show the group to its policy."""
+    def settle(self, group: int, now: float, error: float) -> Kept:
+        """Take back what cannot be kept and take in what fits; who is kept then."""
         waiting = self.groups.waiting[group]
-        due_in = waiting.due_s - now
-        share = self.share[group]
-        work = waiting.work_s if share == 1.0 else waiting.work_s / share
         if not self.promising:
-            none = np.zeros(len(waiting), dtype=np.bool_)
-            return self._view(group, waiting, due_in, work, none, due_in, False)
-        due_in -= self.drain_s
-        bare = work + self.overhead_s
+            return self._kept(group, waiting, now)
         if not self.settings.commit:
-            self._choose(group, waiting, due_in, bare)
+            self._choose(group, waiting, now)
         looks = self._looks(group, waiting)
-        held, left = self._kept_margins(waiting, due_in, bare)
-        if len(held) and left.min() < 0.0 and (looks or not waiting.promised[held].all()):
-            self._relegate(waiting, held, due_in[held], bare[held], error)
-            held, left = self._kept_margins(waiting, due_in, bare)
-        if looks and self.settings.commit and len(held) < len(waiting):
-            self._take_in(group, waiting, due_in, bare)
-            held, left = self._kept_margins(waiting, due_in, bare)
-        allowance = allowances_s(held, left, len(waiting))
-        owed = self.owed_s[group] >= self.longest_s and self._owes(group, waiting, held, left)
-        return self._view(group, waiting, due_in, work, waiting.kept, allowance, owed)
+        kept = self._kept(group, waiting, now)
+        count = len(kept.places)
+        changed = (
+            count and (looks or kept.promises < count) and kept.left.min() < 0.0
+            and self._relegate(waiting, kept, error)
+        )  # fmt: skip
+        if looks and self.settings.commit and (changed or count < len(waiting)):
+            changed = self._take_in(group, waiting, now) or changed
+        return self._kept(group, waiting, now) if changed else kept
 
-    def _kept_margins(
-        self, waiting: Waiting, due_in: Floats, bare: Floats
-    ) -> tuple[Places, Floats]:
-        """Places of the kept ones and the margin of each, without a look at the others."""
-        held = waiting.kept.nonzero()[0]
-        everyone = np.ones(len(held), dtype=np.bool_)
-        promised = waiting.promised[held]
-        return held, self._margins(due_in[held], bare[held], everyone, promised)
+    def view(self, group: int, rows: Places, kept: Kept, now: float) -> View:
+        """Those rows of the group, as its policy sees them."""
+        one, waiting, share = self.settings, self.groups.waiting[group], self.share[group]
+        due_in = waiting.due_s[rows]
+        due_in -= now
+        work = waiting.work_s[rows]
+        if share != 1.0:
+            work /= share
+        allowance, least_s, owed = due_in, np.inf, False
+        if self.promising:
+            due_in -= self.drain_s
+            allowances = allowances_s(kept.places, kept.left, len(waiting))
+            allowance, least_s = allowances[rows], float(allowances[-1:].min(initial=np.inf))
+            owed = self.owed_s[group] >= self.longest_s and self._owes(group, kept)
+        return View(
+            due_in_s=due_in,
+            arrival_s=waiting.arrival_s[rows],
+            work_s=work,
+            norm_s=waiting.norm_s[rows],
+            long=work > self.long_s
+            if one.long_tokens is None
+            else waiting.tokens[rows] > one.long_tokens,
+            kept=waiting.kept[rows],
+            allowance_s=allowance,
+            least_s=least_s,
+            guard_s=self.guard_s,
+            owed=owed,
+            owed_to_short=self._turns[group] % 2 == 0,
+            max_yield=one.max_yield,
+        )
 
-    def _owes(self, group: int, waiting: Waiting, held: Places, left: Floats) -> bool:
+    def _kept(self, group: int, waiting: Waiting, start: float) -> Kept:
+        """The kept ones from `start` on, without a look at the others."""
+        places = waiting.kept.nonzero()[0]
+        due_in, bare = self._terms(group, waiting.due_s[places], waiting.work_s[places], start)
+        promised = waiting.promised[places]
+        promises = int(np.count_nonzero(promised))
+        if not promises or not self.settings.relegated_share:
+            left = due_in - bare.cumsum()
+        else:
+            left = due_in - np.where(promised, bare * self._inflation, bare).cumsum()
+            if promises < len(places):
+                left = np.where(promised, left, due_in - bare.cumsum())
+        return Kept(places, due_in, bare, promised, promises, left)
+
+    def _terms(
+        self, group: int, due_s: Floats, work_s: Floats, start: float
+    ) -> tuple[Floats, Floats]:
+        """(due in, bare cost) of rows, from `start` on; the given arrays are used up."""
+        due_s -= start
+        due_s -= self.drain_s
+        work_s /= self.share[group]
+        work_s += self.overhead_s
+        return due_s, work_s
+
+    def _owes(self, group: int, kept: Kept) -> bool:
         """Whether the relegated, who have a batch coming, get it now: when no promise is too close
         (margins count their share, so they widen as promised work is done), or it is overdue."""
-        least_s = left.min(where=waiting.promised[held], initial=np.inf)
+        least_s = kept.left.min(where=kept.promised, initial=np.inf)
         return bool(least_s >= self.longest_s) or self.owed_s[group] >= 3.0 * self.longest_s
 
     def _looks(self, group: int, waiting: Waiting) -> bool:
@@ -216,17 +268,6 @@ class Ledger:
         look = waiting.freed or not self._rounds[group]
         waiting.freed = False
         return look
-
-    def _margins(self, due_in: Floats, bare: Floats, kept: Mask, promised: Mask) -> Floats:
-        """Margin of each kept one, infinite for others; a promise counts promises at full cost."""
-        held = bare * kept
-        if not self.settings.relegated_share:
-            return np.where(kept, due_in - held.cumsum(), np.inf)
-        full = np.where(promised, held * self._inflation, held)
-        left = due_in - full.cumsum()
-        if (kept & ~promised).any():
-            left = np.where(promised, left, due_in - held.cumsum())
-        return np.where(kept, left, np.inf)
 
     def spend(self, group: int, batch_s: float, owed_s: float, relegated_waits: bool) -> None:
         """Account a batch: the relegated earn their share while they wait, and `owed_s` of the
@@ -245,80 +286,72 @@ class Ledger:
         part = max(0.05, 1.0 - decode_s / batch_s)
         self.share[group] += SHARE_WEIGHT * (part - self.share[group])
 
-    def _view(
-        self, group: int, waiting: Waiting, due_in: Floats, work: Floats, kept: Mask,
-        allowance: Floats, owed: bool,
-    ) -> View:  # fmt: skip
-        one = self.settings
-        if one.long_tokens is None:
-            long = work > self.long_s
-        else:
-            long = waiting.tokens > one.long_tokens
-        return View(
-            due_in_s=due_in,
-            arrival_s=waiting.arrival_s,
-            work_s=work,
-            norm_s=waiting.norm_s,
-            long=long,
-            kept=kept,
-            ready=waiting.ready,
-            allowance_s=allowance,
-            guard_s=self.guard_s,
-            owed=owed,
-            owed_to_short=self._turns[group] % 2 == 0,
-            max_yield=one.max_yield,
-        )
-
-    def _relegate(
-        self, waiting: Waiting, held: Places, due_in: Floats, bare: Floats, error: float
-    ) -> None:
+    def _relegate(self, waiting: Waiting, kept: Kept, error: float) -> bool:
         """Where a margin is overrun the largest unpromised one due no later gives way; a promise
-        only when the promised alone overrun it by more than the hysteresis. Arrays of the `held`.
+        only when the promised alone overrun it by more than the hysteresis. Uses up `kept.left`;
+        whether anybody gave way.
         """
-        kept, promised = np.ones(len(held), dtype=np.bool_), waiting.promised[held]
+        left, bare, free = kept.left, kept.bare, ~kept.promised
+        limit = np.where(free, -self.longest_s, 0.0) if kept.promises else -self.longest_s
         lost: list[int] = []
         for _ in range(CHANGES_PER_ROUND):
-            free = kept & ~promised
             first = int(free.argmax())
             if not free[first]:
                 break
-            margins = self._margins(due_in, bare, kept, promised)
-            over = margins < np.where(free, -self.longest_s, 0.0)
+            over = left < limit
             upto = first + int(over[first:].argmax()) + 1
             if not over[upto - 1]:
                 break
-            lost.append(int(np.where(free[:upto], bare[:upto], -1.0).argmax()))
-            kept[lost[-1]] = False
-        sure = (bare * promised).cumsum() * (1.0 - min(0.9, 2.0 * error))
-        left = np.where(promised, due_in - sure, np.inf)
-        if left.min() < -self.longest_s:
-            gone = broken(left, bare, promised, self.longest_s, CHANGES_PER_ROUND)
-            self.broken += len(gone)
-            lost += gone
-        for sequence in [waiting.sequences[place] for place in held[lost].tolist()]:
+            gone = int(np.where(free[:upto], bare[:upto], -1.0).argmax())
+            lost.append(gone)
+            free[gone], left[gone] = False, np.inf
+            left[gone + 1 :] += bare[gone]
+        if kept.promises:
+            lost += self._broken(kept, error)
+        for sequence in [waiting.sequences[place] for place in kept.places[lost].tolist()]:
             self.rank(sequence, kept=False, promised=False)
+        return bool(lost)
 
-    def _take_in(self, group: int, waiting: Waiting, due_in: Floats, bare: Floats) -> None:
-        """Keep relegated ones that fit now with a batch to spare, the smallest first."""
-        for _ in range(CHANGES_PER_ROUND):
-            kept = waiting.kept
-            margins = self._margins(due_in, bare, kept, waiting.promised)
-            own = due_in - (bare * kept).cumsum()
-            later = np.minimum.accumulate(margins[::-1])[::-1]
-            room = np.minimum(own, later) - self.guard_s
+    def _broken(self, kept: Kept, error: float) -> list[int]:
+        """Promises that must be taken back, by their place among the kept."""
+        promised = kept.promised
+        sure = (kept.bare * promised).cumsum() * (1.0 - min(0.9, 2.0 * error))
+        left = np.where(promised, kept.due_in - sure, np.inf)
+        if left.min() >= -self.longest_s:
+            return []
+        lost = broken(left, kept.bare, promised, self.longest_s, CHANGES_PER_ROUND)
+        self.broken += len(lost)
+        return lost
+
+    def _take_in(self, group: int, waiting: Waiting, now: float) -> bool:
+        """Keep relegated ones that fit now with a batch to spare, the smallest first; whether there
+        was one."""
+        kept, promised = waiting.kept, waiting.promised
+        due_in, bare = self._terms(group, waiting.due_s.copy(), waiting.work_s.copy(), now)
+        held = bare * kept
+        own = due_in - held.cumsum()
+        left = due_in - np.where(promised, held * self._inflation, held).cumsum()
+        margins = np.where(kept, np.where(promised, left, own), np.inf)
+        for count in range(CHANGES_PER_ROUND):
+            room = np.minimum.accumulate(margins[::-1])[::-1]
+            np.minimum(own, room, out=room)
+            room -= self.guard_s
             able = (~kept & (room >= bare)).nonzero()[0]
-            taken = self._first_that_fits(group, waiting, able, due_in, bare)
-            if taken is None:
-                return
-            self.rank(taken, kept=True, promised=False)
+            place = self._first_that_fits(group, waiting, able, due_in, bare)
+            if place is None:
+                return count > 0
+            self.rank(waiting.sequences[place], kept=True, promised=False)
+            own[place:] -= bare[place]
+            margins[place:] -= bare[place]
+            margins[place] = own[place]
+        return True
 
     def _first_that_fits(
         self, group: int, waiting: Waiting, able: Places, due_in: Floats, bare: Floats
-    ) -> Sequence | None:
+    ) -> int | None:
         for place in able[np.argsort(bare[able], kind="stable")].tolist():
-            one: Sequence = waiting.sequences[place]
-            if self._alone_or_fits(one, group, float(due_in[place])):
-                return one
+            if self._alone_or_fits(waiting.sequences[place], group, float(due_in[place])):
+                return int(place)
         return None
 
     def fits_beside(self, sequence: Sequence, groups: Iterable[int], start: float) -> bool:
@@ -341,9 +374,10 @@ class Ledger:
         start = sequence.key[0] - due_in_s - self.drain_s
         return not others or self.fits_beside(sequence, others, start)
 
-    def _choose(self, group: int, waiting: Waiting, due_in: Floats, bare: Floats) -> None:
+    def _choose(self, group: int, waiting: Waiting, now: float) -> None:
         """Without commitment: the largest feasible set, anew; those in it have the hysteresis."""
         before = waiting.kept
+        due_in, bare = self._terms(group, waiting.due_s.copy(), waiting.work_s.copy(), now)
         after = largest_feasible(due_in + np.where(before, self.longest_s, 0.0), bare)
         for place in np.flatnonzero(before != after).tolist():
             sequence = waiting.sequences[place]

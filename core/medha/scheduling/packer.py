@@ -19,8 +19,8 @@ from medha.config import Scheduling
 from medha.predictor import Predictor
 from medha.scheduling.decodes import Decodes
 from medha.scheduling.growth import Groups
-from medha.scheduling.lars import Floats, Mask, Places
-from medha.scheduling.ledger import Ledger
+from medha.scheduling.lars import Floats, Places
+from medha.scheduling.ledger import Kept, Ledger
 from medha.scheduling.plan import Part, Plan
 from medha.scheduling.policies import ABSORBED, OWED, POLICIES, RELEGATED, Order, View
 from medha.scheduling.sequence import Sequence
@@ -64,13 +64,13 @@ class Packer:
         """The batch that `crew` would run, at most `limit_s` long; None when there is nothing."""
         budget_s = self.budget_s(now)
         plan = self._seat(crew, min(budget_s, limit_s))
-        views = {group: self.ledger.settle(group, now, error) for group in crew}
-        plan.waits = {group: bool(view.ready.any()) for group, view in views.items()}
+        kept = {group: self.ledger.settle(group, now, error) for group in crew}
+        plan.waits = {group: self.groups.waiting[group].any_ready for group in crew}
         if any(plan.waits.values()):
-            self._fill(plan, views, now)
+            self._fill(plan, kept, now)
             if not plan.parts:
                 alone = limit_s >= budget_s and not self.decodes.in_groups(crew)
-                self._starve(plan, views, now, at_once=alone)
+                self._starve(plan, kept, now, at_once=alone)
         return plan if plan.parts or plan.cohorts else None
 
     def decode_tpot_s(self) -> float:
@@ -103,13 +103,13 @@ class Packer:
 
     # --- prefills ---------------------------------------------------------------------------------
 
-    def _fill(self, plan: Plan, views: dict[int, View], now: float) -> None:
+    def _fill(self, plan: Plan, kept: dict[int, Kept], now: float) -> None:
         """Visit prefills in policy order until the batch is full."""
         full_s, misses = plan.target_s, 0
         occupied: set[int] = set()
         yielding: list[tuple[Sequence, Part | None, float]] = []
-        for sequence, view, place, yields, tier in self._visits(plan.crew, views, now):
-            long = bool(view.long[place])
+        for sequence, view, at, yields, tier in self._visits(plan.crew, kept, now):
+            long = bool(view.long[at])
             if long and not occupied.isdisjoint(sequence.groups or sequence.plan[:1]):
                 continue
             if not sequence.started and not self.start(sequence):
@@ -134,100 +134,93 @@ class Packer:
                 if yields:
                     yielding.append((sequence, part, full_s))
             if sequence.packed + part.length == sequence.goal:
-                full_s = self._finishing(plan, view, place, long, full_s)
+                full_s = self._finishing(plan, view, at, long, full_s)
             if part.cut and not (yields or len(plan.crew) > 1):
                 break
         for sequence, part, limit_s in yielding:
             self._grow(plan, sequence, part, limit_s)
 
     def _visits(
-        self, crew: tuple[int, ...], views: dict[int, View], now: float
+        self, crew: tuple[int, ...], kept: dict[int, Kept], now: float
     ) -> Iterator[tuple[Sequence, View, int, float, int]]:
-        """(sequence, view, place, yields, tier) over the crew's groups, each sequence once: a
-        shared one when the last of its groups comes to it."""
-        waiting = self.groups.waiting
+        """(sequence, view, its row there, yields, tier) over the crew's groups, each sequence
+        once: a shared one when the last of its groups comes to it."""
         if len(crew) == 1:
-            view, sequences = views[crew[0]], waiting[crew[0]].sequences
-            for tier, place, yields in self._ordered(crew[0], view, now):
-                yield sequences[place], view, place, yields, tier
+            for tier, _, _, sequence, view, at, yields in self._turns(crew[0], kept, now):
+                yield sequence, view, at, yields, tier
             return
         seen: dict[int, int] = {}
-        for tier, _, group, place, yields in heapq.merge(
-            *(self._turns(group, views[group], now) for group in crew)
+        for tier, _, _, sequence, view, at, yields in heapq.merge(
+            *(self._turns(group, kept, now) for group in crew), key=lambda one: one[:3]
         ):
-            sequence = waiting[group].sequences[place]
             seen[sequence.number] = seen.get(sequence.number, 0) + 1
             if seen[sequence.number] == len(set(crew).intersection(sequence.plan)):
-                yield sequence, views[group], place, yields, tier
+                yield sequence, view, at, yields, tier
 
     def _turns(
-        self, group: int, view: View, now: float
-    ) -> Iterator[tuple[int, int, int, int, float]]:
-        """`_ordered`, such that groups take turns within a tier when merged."""
-        for turn, (tier, place, yields) in enumerate(self._ordered(group, view, now)):
-            yield tier, turn, group, place, yields
-
-    def _ordered(self, group: int, view: View, now: float) -> Iterator[tuple[int, int, float]]:
-        """(tier, place, yields) of the rows that may be packed, in the policy's order, lazily."""
-        waiting = self.groups.waiting[group]
+        self, group: int, kept: dict[int, Kept], now: float
+    ) -> Iterator[tuple[int, int, int, Sequence, View, int, float]]:
+        """(tier, turn, group, sequence, view, row, yields) of the rows of one group that may be
+        packed, in the policy's order, lazily; groups take turns within a tier when merged."""
+        waiting, pages = self.groups.waiting[group], self.groups.pool[group]
+        rows = self._startable(group, waiting, now)
+        view = self.ledger.view(group, rows, kept[group], now)
         order: Order = self.policy(view)
-        able = self._startable(group, waiting, view, now)
-        pages = self.groups.pool[group]
-        available = pages.available
+        fits, available, turn = None, pages.available, 0
         for tier in range(OWED if view.owed else ABSORBED, RELEGATED + 1):
-            rows = (able & (order.tiers == tier)).nonzero()[0]
-            count = FEW
-            while len(rows):
-                batch = rows
-                if len(rows) > count:
-                    keys = order.keys[rows]
-                    near = keys <= np.partition(keys, count - 1)[count - 1]
-                    batch = rows[near]
-                for place in self._sorted(batch, order.keys, view, waiting):
-                    if able[place]:
-                        yields = 0.0 if order.yields is None else float(order.yields[place])
-                        yield tier, place, yields
-                    if pages.available < available:
-                        available = pages.available
-                        able &= waiting.need <= available  # others wait at no further cost
-                rows = rows[~near] if len(batch) < len(rows) else rows[:0]
-                rows = rows[able[rows]]
-                count *= 4
+            of_tier = (order.tiers == tier).nonzero()[0]
+            if fits is not None:
+                of_tier = of_tier[fits[of_tier]]
+            for at in self._sorted(of_tier, order.keys, waiting, rows):
+                if fits is None or fits[at]:
+                    yields = 0.0 if order.yields is None else float(order.yields[at])
+                    yield tier, turn, group, waiting.sequences[rows[at]], view, at, yields
+                    turn += 1
+                if pages.available < available:  # spare who would be tried in vain
+                    available = pages.available
+                    fits = waiting.need[rows] <= available
 
-    def _sorted(self, rows: Places, keys: Floats, view: View, waiting: Waiting) -> list[int]:
-        """Rows by key, ties by (arrival, id)."""
-        near = keys[rows]
-        order = near.argsort(kind="stable")
-        placed: list[int] = rows[order].tolist()
-        near = near[order]
-        if (near[1:] == near[:-1]).any():
-            placed.sort(key=lambda row: (keys[row], view.arrival_s[row], waiting.sequences[row].id))
-        return placed
+    def _sorted(self, among: Places, keys: Floats, waiting: Waiting, rows: Places) -> Iterator[int]:
+        """Those of a view's rows by key, ties by (arrival, id); sorted a few at a time."""
+        count = FEW
+        while len(among):
+            some, values = among, keys[among]
+            if len(among) > count:
+                near = values <= np.partition(values, count - 1)[count - 1]
+                some, values, among = among[near], values[near], among[~near]
+            else:
+                among = among[:0]
+            order = values.argsort(kind="stable")
+            placed: list[int] = some[order].tolist()
+            values = values[order]
+            if (values[1:] == values[:-1]).any():
+                sequences = waiting.sequences
+                placed.sort(key=lambda at: (keys[at], *sequences[rows[at]].key[1:]))
+            yield from placed
+            count *= 4
 
-    def _startable(self, group: int, waiting: Waiting, view: View, now: float) -> Mask:
-        """Ready rows that have their pages, or can have them.
+    def _startable(self, group: int, waiting: Waiting, now: float) -> Places:
+        """Places of the ready rows that have their pages, or can have them.
 
         Large ones leave a sixteenth of the pages to small ones. Who has been passed over for long
         is waited for, the oldest first; small ones still pass, or it would be a convoy again.
         """
-        need = waiting.need
         aged = self.aged(waiting, now)
         while aged is not None and self.start(aged):
             aged = self.aged(waiting, now)  # one that does not fit is waited for
+        need = waiting.need
         if self.started >= self.settings.max_running:
-            begun: Mask = view.ready & (need == 0.0)
+            begun: Places = (waiting.ready & (need == 0.0)).nonzero()[0]
             return begun
         pages = self.groups.pool[group]
         available, spare = pages.available, pages.total // 16
-        if need.max(initial=0.0) <= min(available, spare):
-            return view.ready
-        small: Mask = need <= min(spare, available)
-        fits: Mask = small | (need <= available - np.minimum(spare, pages.total - need))
-        passed = waiting.passed(~fits, now)
-        oldest = int(passed.argmin())
-        if now - passed[oldest] > self.patience_s:
-            fits = small | (need <= available - need[oldest])
-        fits &= view.ready
+        small = min(spare, available)
+        over = need > (max(small, available - spare) if available < pages.total else available)
+        if over.any():
+            oldest, since = waiting.pass_over(over, now)
+            if now - since > self.patience_s:
+                over = need > max(small, available - need[oldest])
+        fits: Places = (waiting.ready & ~over).nonzero()[0]
         return fits
 
     def aged(self, waiting: Waiting, now: float) -> Sequence | None:
@@ -246,15 +239,15 @@ class Packer:
             self.groups.refresh(sequence)
         return True
 
-    def _finishing(self, plan: Plan, view: View, place: int, long: bool, full_s: float) -> float:
+    def _finishing(self, plan: Plan, view: View, at: int, long: bool, full_s: float) -> float:
         """How long a batch may become in which a prompt ends: its first token waits for all of it.
 
         Not beyond the deadline of a kept one; with a short one only to a set part of the budget,
         unless some promise is so close that half a batch matters.
         """
-        if view.kept[place]:
-            full_s = min(full_s, float(view.due_in_s[place]))
-        if not long and not (self.ledger.promising and view.allowance_s[-1] < 2.0 * view.guard_s):
+        if view.kept[at]:
+            full_s = min(full_s, float(view.due_in_s[at]))
+        if not long and view.least_s >= 2.0 * view.guard_s:
             full_s = min(full_s, self.settings.finish_fill * plan.target_s)
         return full_s
 
@@ -323,14 +316,14 @@ class Packer:
         self._add(fresh, larger)
         plan.loads, plan.parts = fresh.loads, fresh.parts
 
-    def _starve(self, plan: Plan, views: dict[int, View], now: float, *, at_once: bool) -> None:
+    def _starve(self, plan: Plan, kept: dict[int, Kept], now: float, *, at_once: bool) -> None:
         """The counted escape: after enough rounds without a prefill, one least chunk goes in;
         `at_once` where no decode runs, since no round would ever come to be counted."""
         for group in plan.crew:
             rounds = self.starved.get(group, 0) + 1
             if rounds < self.settings.max_starved_rounds and not at_once:
                 continue
-            for sequence, _, _, _, _ in self._visits((group,), views, now):
+            for sequence, _, _, _, _ in self._visits((group,), kept, now):
                 if sequence.started or self.start(sequence):
                     part = self._where(plan, sequence)
                     if part is not None:

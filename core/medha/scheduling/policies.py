@@ -29,12 +29,12 @@ OWED, ABSORBED, SLACK, DEADLINE, RELEGATED = -1, 0, 1, 2, 3
 
 @dataclass(slots=True)
 class View:
-    """One group's waiting prefills at one moment; arrays of [n] by deadline.
+    """One group's prefills that may be packed at one moment; arrays of [n] by deadline.
 
     `due_in_s` until the first token is due, `work_s` remaining work w(t), `norm_s` what slack is
-    divided by, `allowance_s` what may be done out of deadline order (see `promises`), `guard_s` the
-    part of it that does not count. `owed`: the relegated have their share coming; `owed_to_short`:
-    it is the turn of the short ones.
+    divided by, `allowance_s` what may be done out of deadline order (see `promises`), `least_s` the
+    same for whoever is due last of all, `guard_s` the part of it that does not count. `owed`: the
+    relegated have their share coming; `owed_to_short`: it is the turn of the short ones.
     """
 
     due_in_s: Floats
@@ -43,8 +43,8 @@ class View:
     norm_s: Floats
     long: Mask
     kept: Mask
-    ready: Mask
     allowance_s: Floats
+    least_s: float
     guard_s: float
     owed: bool
     owed_to_short: bool
@@ -75,7 +75,7 @@ def lars(view: View) -> Order:
     if slack.any():
         keys = np.where(slack, relative_slack(view.due_in_s, work, view.norm_s), keys)
     if view.owed and len(work):
-        relegated = view.ready & ~kept
+        relegated = ~kept
         place = int(relegated.argmax())
         if relegated[place]:
             short = relegated & ~view.long

@@ -80,29 +80,39 @@ class Waiting:
 
     def begun(self, sequence: Sequence) -> None:
         """The sequence has its pages now."""
-        self._fields[NEED, self._row(sequence)] = 0.0
+        row = self._row(sequence)
+        self._fields[NEED, row], self._fields[PASSED, row] = 0.0, np.inf
 
     def mark(self, sequence: Sequence) -> None:
         """The sequence's rank or readiness changed."""
         at = self._row(sequence)
         self._flags[:, at] = (sequence.kept, sequence.promised, sequence.ready)
 
-    def passed(self, over: Mask, now: float) -> Floats:
-        """Note that the rows of `over` are passed over; since when each of them is, else inf."""
+    def pass_over(self, over: Mask, now: float) -> tuple[int, float]:
+        """Note that the rows of `over` are passed over; (place, since when) of the oldest."""
         since = self._fields[PASSED, : len(self._keys)]
         self.passing = True
-        since[over & (since == np.inf)] = now
-        return np.where(over, since, np.inf)
+        np.minimum(since, now, out=since, where=over)
+        oldest = int(since.argmin())
+        if not over[oldest]:
+            oldest = int(np.where(over, since, np.inf).argmin())
+        return oldest, float(since[oldest])
 
     def aged(self, before_s: float) -> Sequence | None:
-        """The one passed over longest, since before that moment, which has not started."""
-        n = len(self._keys)
-        passed = self._fields[PASSED, :n]
-        rows = ((passed < before_s) & (self._fields[NEED, :n] > 0.0)).nonzero()[0]
-        return self.sequences[rows[passed[rows].argmin()]] if len(rows) else None
+        """Who has been passed over longest, since before that moment, and has not started."""
+        if not self._keys:
+            return None
+        since = self._fields[PASSED, : len(self._keys)]
+        oldest = int(since.argmin())
+        return self.sequences[oldest] if since[oldest] < before_s else None
 
     def work_of(self, sequence: Sequence) -> float:
         return float(self._fields[WORK, self._row(sequence)])
+
+    @property
+    def any_ready(self) -> bool:
+        ready = self._flags[READY, : len(self._keys)]
+        return bool(ready.any())
 
     @property
     def due_s(self) -> Floats:
