@@ -1,0 +1,136 @@
+{{/* Names, labels and pieces that several templates share. */}}
+
+{{/* `medha` for a release of that name, else <release>-medha; at most 40 characters. */}}
+{{- define "medha.name" -}}
+{{- if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a component's pods are selected by. Takes (list $ "router"). */}}
+{{- define "medha.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: medha-{{ index . 1 }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+{{- end -}}
+
+{{- define "medha.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "medha.selector" . }}
+app.kubernetes.io/component: {{ index . 1 }}
+app.kubernetes.io/part-of: medha
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
+{{- end -}}
+
+{{/* A component's image: its own reference, else the registry's. */}}
+{{- define "medha.image" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- with $root.Values.image -}}
+{{- $made := printf "%s/medha-%s:%s" .registry $component .tag -}}
+{{- (index $root.Values $component).image | default $made -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "medha.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+- name: {{ . }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Pod Security "restricted": no root, no rights, no new ones. */}}
+{{- define "medha.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "medha.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* Where a component's pods go. */}}
+{{- define "medha.scheduling" -}}
+{{- $root := index . 0 -}}
+{{- $of := index $root.Values (index . 1) -}}
+{{- with $of.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $of.tolerations }}
+tolerations: {{- toYaml . | nindent 0 }}
+{{- end }}
+{{- with $of.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+affinity:
+{{- if $of.affinity }}
+{{- toYaml $of.affinity | nindent 2 }}
+{{- else }}
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+    - weight: 100
+      podAffinityTerm:
+        topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels: {{- include "medha.selector" . | nindent 12 }}
+{{- end }}
+{{- end -}}
+
+{{/* Whether monitors are rendered: wanted, and the cluster knows the kind. */}}
+{{- define "medha.monitors" -}}
+{{- $known := .Capabilities.APIVersions.Has "monitoring.coreos.com/v1" -}}
+{{- if and .Values.monitoring.enabled $known }}yes{{ end -}}
+{{- end -}}
+
+{{/* Plain annotations for a Prometheus that discovers pods by them. Takes (list $ "8001"). */}}
+{{- define "medha.scrape" -}}
+{{- $root := index . 0 -}}
+{{- if and $root.Values.monitoring.enabled (not (include "medha.monitors" $root)) -}}
+prometheus.io/scrape: "true"
+prometheus.io/path: /metrics
+prometheus.io/port: {{ index . 1 | quote }}
+{{- end -}}
+{{- end -}}
+
+{{/* router.json: what medha.config.RouterConfig decodes. */}}
+{{- define "medha.config" -}}
+{{- $c := .Values.router.config -}}
+{{- $keys := "/etc/medha/keys" -}}
+{{- dict
+  "host" "0.0.0.0" "port" 8000 "ops_port" 8001
+  "fleet_bind" "tcp://0.0.0.0:7800"
+  "models" list "learn" true
+  "curve" (dict
+    "secret" (print $keys "/router.secret")
+    "allowed" (print $keys "/controller.public"))
+  "max_body_bytes" (int64 $c.maxBodyBytes)
+  "max_queue" (int64 $c.maxQueue)
+  "queue_timeout_s" (float64 $c.queueTimeoutSeconds)
+  "no_replica_timeout_s" (float64 $c.noReplicaTimeoutSeconds)
+  "keepalive_s" (float64 $c.keepaliveSeconds)
+  "default_output_tokens" (int64 $c.defaultOutputTokens)
+  "tokenizer_workers" (int64 $c.tokenizerWorkers)
+  "run_dir" "/tmp"
+  "log_level" .Values.router.logLevel
+  | mustToPrettyJson -}}
+{{- end -}}
+
+{{/* Pods of a component, for policies that may stand in another namespace. */}}
+{{- define "medha.peer" -}}
+{{- $root := index . 0 -}}
+namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: {{ $root.Release.Namespace }}}}
+podSelector:
+  matchLabels: {{- include "medha.selector" . | nindent 4 }}
+{{- end -}}

@@ -1,0 +1,157 @@
+"""Who may talk to whom: the policies allow the flows of docs/kubernetes.md, and no others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/kubernetes.md").read_text()
+Objects = list[dict[str, Any]]
+
+PORTS = (53, 80, 443, 6443, 7800, 7900, 7901, 8000, 8001, 8081, 8090, 8091, 40000)
+
+
+class Actor(NamedTuple):
+    """A pod, or (without a namespace) an address outside the cluster."""
+
+    namespace: str
+    labels: dict[str, str]
+
+
+def component(name: str) -> Actor:
+    labels = {"app.kubernetes.io/name": f"medha-{name}", "app.kubernetes.io/instance": "medha"}
+    return Actor("medha-system", labels)
+
+
+def replica(role: str, namespace: str) -> Actor:
+    return Actor(namespace, {"medha.dev/replica": "tiny", "medha.dev/role": role})
+
+
+ACTORS = {
+    "operator": component("operator"),
+    "router": component("router"),
+    "test": component("test"),
+    "leader": replica("leader", "models"),
+    "worker": replica("worker", "models"),
+    "monitoring": Actor("monitoring", {"app": "prometheus"}),
+    "anybody": Actor("", {}),
+}
+OTHERS = {"monitoring", "anybody"}
+VALUES = {
+    "networkPolicy.workerNamespaces": ["models"],
+    "networkPolicy.monitoring": [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    ],
+}
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    for each in selector.get("matchExpressions", ()):
+        assert each["operator"] == "Exists"
+        if each["key"] not in labels:
+            return False
+    wanted: dict[str, str] = selector.get("matchLabels", {})
+    return wanted.items() <= labels.items()
+
+
+def matches(peer: dict[str, Any], actor: Actor, own: str) -> bool:
+    """Whether a NetworkPolicyPeer of a policy in namespace `own` means this pod."""
+    assert peer.keys() <= {"namespaceSelector", "podSelector"}
+    place = {"kubernetes.io/metadata.name": actor.namespace}
+    inside = (
+        selects(peer["namespaceSelector"], place)
+        if "namespaceSelector" in peer
+        else actor.namespace == own
+    )
+    return actor.namespace != "" and inside and selects(peer.get("podSelector", {}), actor.labels)
+
+
+def lets(policies: Objects, actor: Actor, other: Actor, port: int, way: str) -> bool:
+    """Whether `actor` may send to (Egress) or hear from (Ingress) the other."""
+    peers = "from" if way == "Ingress" else "to"
+    bound = False
+    for policy in policies:
+        own = policy["metadata"].get("namespace", "medha-system")
+        spec = policy["spec"]
+        if actor.namespace != own or not selects(spec["podSelector"], actor.labels):
+            continue
+        bound |= way in spec["policyTypes"]
+        for rule in spec[way.lower()]:
+            at = {each["port"] for each in rule.get("ports", ())}
+            whom = rule.get(peers)
+            known = whom is None or any(matches(peer, other, own) for peer in whom)
+            if known and (not at or port in at):
+                return True
+    return not bound
+
+
+def flows(objects: Objects) -> Iterator[tuple[str, str, int]]:
+    """What the policies let through between actors of which one at least is ours."""
+    policies = [each for each in objects if each["kind"] == "NetworkPolicy"]
+    for (source, sends), (target, hears) in itertools.product(ACTORS.items(), repeat=2):
+        for port in PORTS if {source, target} - OTHERS else ():
+            if lets(policies, sends, hears, port, "Egress") and lets(
+                policies, hears, sends, port, "Ingress"
+            ):
+                yield source, target, port
+
+
+def documented() -> set[tuple[str, str, int]]:
+    """The page's table."""
+    found: set[tuple[str, str, int]] = set()
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and cells[0].split(", ")[0] in ACTORS:
+            ports = PORTS if cells[2] == "all" else [int(port) for port in cells[2].split(", ")]
+            found |= set(itertools.product(named(cells[0]), named(cells[1]), ports))
+    return found
+
+
+def named(cell: str) -> set[str]:
+    """Actors of a cell; anybody is whoever is not ours."""
+    return set(cell.split(", ")) | (OTHERS if "anybody" in cell else set())
+
+
+def test_the_policies_allow_the_documented_flows_and_no_others(
+    render: Callable[..., Objects],
+) -> None:
+    assert set(flows(render(VALUES))) == documented()
+
+
+def test_a_controller_of_another_namespace_reaches_the_router_and_nobody_else(
+    render: Callable[..., Objects],
+) -> None:
+    policies = [each for each in render(VALUES) if each["kind"] == "NetworkPolicy"]
+    stranger = replica("leader", "elsewhere")
+    reached = {
+        (name, port)
+        for name, actor in ACTORS.items()
+        for port in PORTS
+        if actor.namespace not in ("", "monitoring")
+        and lets(policies, actor, stranger, port, "Ingress")
+    }
+    assert reached == {("router", 8000), ("router", 7800)}
+
+
+def test_every_pod_of_ours_is_under_a_policy_both_ways(render: Callable[..., Objects]) -> None:
+    policies = [each for each in render(VALUES) if each["kind"] == "NetworkPolicy"]
+    for name in ("operator", "router", "test", "leader", "worker"):
+        assert not lets(policies, ACTORS[name], ACTORS["anybody"], 40000, "Ingress")
+        assert not lets(policies, ACTORS[name], ACTORS["anybody"], 40000, "Egress")
+
+
+@pytest.mark.parametrize("name", ["clients", "apiServer"])
+def test_a_flow_to_anybody_can_be_narrowed(name: str, render: Callable[..., Objects]) -> None:
+    peer = {"podSelector": {"matchLabels": {"app": "gateway"}}}
+    found = set(flows(render(VALUES | {f"networkPolicy.{name}": [peer]})))
+    flow = ("anybody", "router", 8000) if name == "clients" else ("operator", "anybody", 6443)
+    assert flow in set(flows(render(VALUES))) and flow not in found
+
+
+def test_policies_can_be_left_out(render: Callable[..., Objects]) -> None:
+    kinds = {each["kind"] for each in render({"networkPolicy.enabled": False})}
+    assert "NetworkPolicy" not in kinds

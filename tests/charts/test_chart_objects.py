@@ -1,0 +1,279 @@
+"""What the chart renders: what belongs together agrees, and options change what they say."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from medha.config import RouterConfig
+from medha_operator.keys import FLEET_KEYS, PAIRS
+from medha_operator.lease import NAME as LEASE
+from medha_operator.settings import Settings, from_environment
+
+HOUSE = Path(__file__).resolve().parents[2]
+Objects = list[dict[str, Any]]
+Render = Callable[..., Objects]
+
+PROMETHEUS = ("monitoring.coreos.com/v1",)
+GATEWAY = ("gateway.networking.k8s.io/v1",)
+MONITORS = {"PodMonitor", "ServiceMonitor", "PrometheusRule"}
+
+
+def one(objects: Objects, kind: str, name: str) -> dict[str, Any]:
+    (found,) = [o for o in objects if (o["kind"], o["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def kinds(objects: Objects) -> set[str]:
+    return {each["kind"] for each in objects}
+
+
+def pod_specs(objects: Objects) -> dict[str, dict[str, Any]]:
+    """Each pod's spec, by the name of what makes it."""
+    found = {}
+    for each in objects:
+        if each["kind"] == "Pod":
+            found[each["metadata"]["name"]] = each["spec"]
+        if each["kind"] == "Deployment":
+            found[each["metadata"]["name"]] = each["spec"]["template"]["spec"]
+    return found
+
+
+def template(objects: Objects, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = one(objects, "Deployment", name)["spec"]["template"]
+    return found
+
+
+def router_config(objects: Objects) -> RouterConfig:
+    text = one(objects, "ConfigMap", "medha-router")["data"]["router.json"]
+    return msgspec.json.decode(text, type=RouterConfig)
+
+
+def environment(objects: Objects) -> dict[str, str]:
+    """The operator's, with what the cluster would fill in."""
+    (container,) = template(objects, "medha-operator")["spec"]["containers"]
+    return {
+        each["name"]: each.get(
+            "value", each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+        )
+        for each in container["env"]
+    }
+
+
+def test_both_charts_are_without_fault(
+    run_helm: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    told = run_helm("lint", "medha", "medha-crds", "--strict", "--kube-version=1.36.0")
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "WARNING" not in told.stdout and "ERROR" not in told.stdout
+
+
+def test_the_chart_of_the_kind_holds_the_kind_byte_for_byte() -> None:
+    for crd in (HOUSE / "crds").iterdir():
+        copy = HOUSE / "charts/medha-crds/templates" / crd.name
+        assert copy.read_bytes() == crd.read_bytes()
+    assert len(list((HOUSE / "charts/medha-crds/templates").iterdir())) == 1
+
+
+def test_the_routers_file_is_one_that_the_router_reads(objects: Objects) -> None:
+    config = router_config(objects)
+    assert config.models == () and config.learn
+    assert (config.port, config.ops_port) == (8000, 8001)
+    assert config.fleet_bind.endswith(":7800")
+
+
+def test_the_routers_settings_reach_its_file(render: Render) -> None:
+    config = router_config(
+        render({"router.config.maxQueue": 7, "router.config.keepaliveSeconds": 2.5,
+                "router.config.maxBodyBytes": 1 << 33, "router.logLevel": "debug"})
+    )  # fmt: skip
+    assert (config.max_queue, config.keepalive_s, config.log_level) == (7, 2.5, "debug")
+    assert config.max_body_bytes == 1 << 33
+
+
+def test_a_changed_file_makes_new_router_pods(objects: Objects, render: Render) -> None:
+    changed = render({"router.config.maxQueue": 7})
+    sums = [
+        template(each, "medha-router")["metadata"]["annotations"]["checksum/config"]
+        for each in (objects, changed)
+    ]
+    assert sums[0] != sums[1]
+    assert template(objects, "medha-operator") == template(changed, "medha-operator")
+
+
+def test_the_router_mounts_the_keys_that_its_file_names(objects: Objects) -> None:
+    config, spec = router_config(objects), template(objects, "medha-router")["spec"]
+    (secret,) = [each["secret"] for each in spec["volumes"] if "secret" in each]
+    assert secret["secretName"] == FLEET_KEYS
+    (mount,) = [m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "keys"]
+    assert config.curve is not None
+    files = {f"{mount['mountPath']}/{item['path']}" for item in secret["items"]}
+    assert files == {config.curve.secret, config.curve.allowed}
+    made = {f"{pair}.{half}" for pair in PAIRS for half in ("public", "secret")}
+    assert {item["key"] for item in secret["items"]} <= made
+
+
+def test_the_operator_gets_every_setting_that_it_reads_and_no_other(objects: Objects) -> None:
+    given = environment(objects)
+    fields = {f"MEDHA_{field.name.upper()}" for field in msgspec.structs.fields(Settings)}
+    assert set(given) == fields - {"MEDHA_OPS_HOST"}  # every address of its pod
+    settings = from_environment(given)
+    assert settings.worker_image == "localhost/medha-worker:dev"
+    assert settings.router == "tcp://medha-router-fleet.medha-system.svc:7800"
+    assert settings.namespaces == ()
+
+
+def test_the_operators_values_reach_its_settings(render: Render) -> None:
+    values = {"operator.namespaces": ["a", "b"], "operator.resyncSeconds": 12.5,
+              "worker.image": "r.example/w@sha256:aa", "image.pullPolicy": "Never"}  # fmt: skip
+    settings = from_environment(environment(render(values)))
+    assert settings.namespaces == ("a", "b") and settings.resync_s == 12.5
+    assert (settings.worker_image, settings.pull_policy) == ("r.example/w@sha256:aa", "Never")
+
+
+def test_the_release_owns_what_the_operator_fills_in(objects: Objects) -> None:
+    assert "data" not in one(objects, "Secret", FLEET_KEYS)
+    assert "spec" not in one(objects, "Lease", LEASE)
+
+
+def test_images_come_from_the_registry_unless_a_component_names_its_own(render: Render) -> None:
+    rendered = render({"image": {"registry": "r.example/medha", "tag": "1.2"},
+                       "router.image": "other/router@sha256:bb",
+                       "image.pullSecrets": ["one", "two"]})  # fmt: skip
+    specs = pod_specs(rendered)
+    images = {name: spec["containers"][0]["image"] for name, spec in specs.items()}
+    assert images == {
+        "medha-operator": "r.example/medha/medha-operator:1.2",
+        "medha-router": "other/router@sha256:bb",
+        "medha-test": "other/router@sha256:bb",
+    }
+    for spec in specs.values():
+        assert spec["imagePullSecrets"] == [{"name": "one"}, {"name": "two"}]
+
+
+def test_selectors_choose_their_own_pods_and_no_others(render: Render) -> None:
+    objects = render({"router.podLabels": {"a": "b"}, "operator.podLabels": {"c": "d"}})
+    pods = {
+        name: template(objects, name)["metadata"]["labels"]
+        for name in ("medha-operator", "medha-router")
+    }
+    pods["medha-test"] = one(objects, "Pod", "medha-test")["metadata"]["labels"]
+    for each in objects:
+        selector = each.get("spec", {}).get("selector")
+        if selector is None:
+            continue
+        wanted = selector.get("matchLabels", selector)
+        chosen = {name for name, labels in pods.items() if wanted.items() <= labels.items()}
+        (owner,) = chosen
+        assert each["metadata"]["name"].startswith(owner)
+
+
+def test_every_probe_and_service_names_a_port_that_its_pod_has(objects: Objects) -> None:
+    for name in ("medha-operator", "medha-router"):
+        (container,) = template(objects, name)["spec"]["containers"]
+        ports = {port["name"] for port in container["ports"]}
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert container[probe]["httpGet"]["port"] in ports
+        for each in objects:
+            if each["kind"] == "Service" and each["metadata"]["name"].startswith(name):
+                assert {port["targetPort"] for port in each["spec"]["ports"]} <= ports
+
+
+def test_no_pod_has_more_rights_than_it_needs(objects: Objects) -> None:
+    for name, spec in pod_specs(objects).items():
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["enableServiceLinks"] is False
+        assert spec.get("automountServiceAccountToken", True) is (name == "medha-operator")
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert {"cpu", "memory"} == set(container["resources"]["requests"])
+            assert "memory" in container["resources"]["limits"]
+
+
+def test_monitors_are_rendered_where_the_cluster_knows_them(render: Render) -> None:
+    known, unknown = render(apis=PROMETHEUS), render()
+    assert kinds(known) - kinds(unknown) == MONITORS
+    assert not kinds(unknown) & MONITORS
+    assert not MONITORS & kinds(render({"monitoring.enabled": False}, apis=PROMETHEUS))
+    quiet = render({"monitoring.rules.enabled": False}, apis=PROMETHEUS)
+    assert kinds(quiet) & MONITORS == MONITORS - {"PrometheusRule"}
+
+
+@pytest.mark.parametrize("name, port", [("medha-operator", "8081"), ("medha-router", "8001")])
+def test_pods_carry_scrape_annotations_where_nothing_else_finds_them(
+    name: str, port: str, render: Render
+) -> None:
+    plain = template(render(), name)["metadata"]["annotations"]
+    assert plain["prometheus.io/scrape"] == "true" and plain["prometheus.io/port"] == port
+    for other in (render(apis=PROMETHEUS), render({"monitoring.enabled": False})):
+        assert "prometheus.io/scrape" not in template(other, name)["metadata"]["annotations"]
+
+
+def test_monitors_bear_the_labels_by_which_prometheus_selects_them(render: Render) -> None:
+    rendered = render({"monitoring.labels": {"release": "prometheus"}}, apis=PROMETHEUS)
+    monitors = [each for each in rendered if each["kind"] in MONITORS]
+    assert len(monitors) == 4
+    assert all(each["metadata"]["labels"]["release"] == "prometheus" for each in monitors)
+
+
+def test_a_route_is_rendered_where_it_is_wanted_and_the_cluster_has_gateways(
+    render: Render,
+) -> None:
+    wanted = {"router.httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}],
+                                   "hostnames": ["llm.example.com"]}}  # fmt: skip
+    assert "HTTPRoute" not in kinds(render(wanted)) | kinds(render(apis=GATEWAY))
+    route = one(render(wanted, apis=GATEWAY), "HTTPRoute", "medha-router")["spec"]
+    assert route["parentRefs"] == [{"name": "public"}]
+    assert route["hostnames"] == ["llm.example.com"]
+    assert route["rules"][0]["backendRefs"] == [{"name": "medha-router", "port": 8000}]
+
+
+def test_an_ingress_is_rendered_where_it_is_wanted(render: Render) -> None:
+    assert "Ingress" not in kinds(render())
+    wanted = {"enabled": True, "host": "llm.example.com", "tlsSecret": "cert", "className": "nginx"}
+    spec = one(render({"router.ingress": wanted}), "Ingress", "medha-router")["spec"]
+    assert spec["tls"] == [{"hosts": ["llm.example.com"], "secretName": "cert"}]
+    assert spec["ingressClassName"] == "nginx"
+
+
+def test_a_service_of_another_type_keeps_its_port(render: Render) -> None:
+    values = {"router.service": {"type": "NodePort", "port": 80, "nodePort": 30080}}
+    spec = one(render(values), "Service", "medha-router")["spec"]
+    assert spec["type"] == "NodePort"
+    assert spec["ports"] == [{"name": "http", "port": 80, "targetPort": "http", "nodePort": 30080}]
+
+
+def test_a_drain_takes_one_router_at_a_time_and_never_waits_for_ever(objects: Objects) -> None:
+    budget = one(objects, "PodDisruptionBudget", "medha-router")["spec"]
+    assert budget["maxUnavailable"] == 1 and "minAvailable" not in budget
+
+
+def test_objects_of_another_release_have_other_names(objects: Objects, render: Render) -> None:
+    shared = {("Secret", FLEET_KEYS), ("Lease", LEASE)}  # the operator knows them by name
+    names = [
+        {(each["kind"], each["metadata"]["name"]) for each in rendered} - shared
+        for rendered in (objects, render(release="prod"))
+    ]
+    assert not names[0] & names[1]
+    assert all("prod-medha" in name for _, name in names[1])
+
+
+def test_pods_go_where_the_values_say(render: Render) -> None:
+    values = {"nodeSelector": {"pool": "web"}, "tolerations": [{"key": "web"}],
+              "priorityClassName": "high", "affinity": {"nodeAffinity": {}},
+              "podAnnotations": {"a": "b"}}  # fmt: skip
+    for name in ("operator", "router"):
+        rendered = render({f"{name}.{key}": value for key, value in values.items()})
+        made = template(rendered, f"medha-{name}")
+        given = {key: made["spec"][key] for key in values if key in made["spec"]}
+        assert given == {key: value for key, value in values.items() if key != "podAnnotations"}
+        assert made["metadata"]["annotations"]["a"] == "b"
