@@ -70,6 +70,8 @@ class Handlers:
             registry=self._registry(),
             settings=self._settings(),
             standalone=True,
+            # Without a name of ours kopf asks who runs it, and an image has no such user.
+            identity="medha-operator",  # type: ignore[arg-type]  # its type is private
             clusterwide=not self._namespaces,
             namespaces=list(self._namespaces),
             stop_flag=self._stop,

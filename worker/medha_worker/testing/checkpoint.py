@@ -115,12 +115,14 @@ def _write_weights(folder: pathlib.Path, made: dict[str, torch.Tensor], files: i
     metadata = {"format": "pt"}
     if files == 1:
         save_file(made, folder / SINGLE, metadata)
+        (folder / SINGLE).chmod(0o644)  # whoever serves it is not whoever made it
         return
     names, weight_map = list(made), {}
     for number in range(files):
         file = f"model-{number + 1:05}-of-{files:05}.safetensors"
         part = names[number * len(names) // files : (number + 1) * len(names) // files]
         save_file({name: made[name] for name in part}, folder / file, metadata)
+        (folder / file).chmod(0o644)
         weight_map.update(dict.fromkeys(part, file))
     total = sum(tensor.nbytes for tensor in made.values())
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
