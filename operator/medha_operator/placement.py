@@ -253,7 +253,7 @@ def misfit(want: Want, nodes: Sequence[NodeView], need: int, best: Domain | None
     holds = f"the best{named} has room for {room}" if room else "no node has room for one"
     return Misfit(
         "TooFewFree",
-        f"{need} pods with {_amount(what, count)} each are needed{where} and {holds}"
+        f"{_pods(need, _amount(what, count))} needed{where} and {holds}"
         f"{_lost(chosen, want)}; add nodes, free some or lower spec.parallelism",
     )
 
@@ -287,6 +287,10 @@ def _amount(resource: str, amount: int) -> str:
     if resource == "memory":
         return f"{-(-amount // (1 << 20))}Mi of memory"
     return f"{amount} {resource}"
+
+
+def _pods(count: int, amount: str) -> str:
+    return f"a pod with {amount} is" if count == 1 else f"{count} pods with {amount} each are"
 
 
 def _device(want: Want) -> tuple[str, int]:

@@ -20,6 +20,7 @@ import msgspec
 from medha.spec import MedhaReplica, seconds
 from medha.topology import Coordinate
 from medha_operator import growth, names, restarts
+from medha_operator.acceptance import check
 from medha_operator.actions import (
     Action,
     ApplyObject,
@@ -60,12 +61,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan(resource: MedhaReplica, observed: Observed, settings: Settings) -> list[Action]:
-    """The next steps; none for a world that is as the resource wants it."""
+    """The next steps; none for a world that is as the resource wants it.
+
+    Raises SpecError for a spec that cannot work in a cluster.
+    """
     return list(decide(resource, observed, settings).actions)
 
 
 def decide(resource: MedhaReplica, observed: Observed, settings: Settings) -> Decision:
     """`plan`, with its reasons."""
+    check(resource)
     return _Step(resource, observed, settings).decision()
 
 

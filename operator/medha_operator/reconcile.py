@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from medha.adapters.prometheus import Metrics
-from medha.errors import SetupError
+from medha.errors import UserError
 from medha.spec import MedhaReplica
 from medha_operator.actions import LookAgain
 from medha_operator.apply import Writer
@@ -36,6 +36,7 @@ from medha_operator.status import Status, refused_status, status
 log = logging.getLogger("medha.operator.reconcile")
 
 LONGEST_LOOK_S = 60.0
+STEPS_AT_ONCE, AFTERWARDS_S = 4, 0.15
 STATUS_PAUSE_S, MESSAGE_PAUSE_S = 1.0, 5.0
 REMEMBERED = ("restarts", "retiring")
 PLAIN = ("observedGeneration", "replicas", "readyReplicas", "selector", *REMEMBERED)
@@ -67,7 +68,9 @@ class Reconciler:
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(LONGEST_LOOK_S):
-                await self._look(key)
+                for _ in range(STEPS_AT_ONCE):
+                    if not await self._look(key):
+                        break
             self._queue.succeeded(key)
         except NotLeading:
             return  # whoever leads next looks at everything
@@ -82,22 +85,23 @@ class Reconciler:
         self._health.looked(key)
         self._metrics.observe("medha_operator_reconcile_seconds", time.monotonic() - began_s)
 
-    async def _look(self, key: Key) -> None:
+    async def _look(self, key: Key) -> bool:
+        """Whether it acted, so that another look may find more to do."""
         seen = self._world.replicas.get(key)
         if seen is None or seen.value.deleting:
             self._told_s.pop(key, None)
             self._world.waiting.discard(key)
             self._keys.forget(key[0])
-            return
+            return False
         resource = seen.value
         observed = self._world.observed(resource, time.time())
         if resource.replica is None:
             told = refused_status(observed, resource.refused, generation=resource.generation)
             await self._tell(resource, told)
-            return
+            return False
         try:
-            await self._act(resource, resource.replica, observed)
-        except (ClusterError, SetupError) as error:
+            return await self._act(resource, resource.replica, observed)
+        except (ClusterError, UserError) as error:
             if isinstance(error, ClusterError) and not error.refused:
                 raise
             sentence = error.message if isinstance(error, ClusterError) else str(error)
@@ -105,28 +109,31 @@ class Reconciler:
             await self._tell(resource, told)
             self._queue.retry(key, MESSAGE_PAUSE_S)
             log.warning("%s/%s: %s", *key, error)
+            return False
 
-    async def _act(self, resource: Resource, replica: MedhaReplica, observed: Observed) -> None:
-        """Take the next steps; with none left, tell how things are."""
+    async def _act(self, resource: Resource, replica: MedhaReplica, observed: Observed) -> bool:
+        """Take the next steps; with none left, tell how things are. Whether it took any."""
         decision = decide(replica, observed, self._settings)
         told = status(
             replica, observed, self._settings, generation=resource.generation, decision=decision
         )
         self._note_waiting(resource.meta.key, decision)
         steps = [each for each in decision.actions if not isinstance(each, LookAgain)]
+        for step in decision.actions:
+            if isinstance(step, LookAgain):
+                self._queue.add(resource.meta.key, max(0.1, step.at_s - observed.now_s))
         if not steps:
             await self._tell(resource, told)
-        else:
+            return False
+        with self._writer.expecting(steps):
             if any(told[each] != resource.status.get(each, []) for each in REMEMBERED):
                 await self._write(resource, told)
             others = [each.value.meta for each in self._world.replicas
                       if each.key[0] == resource.meta.namespace]  # fmt: skip
             await self._keys.ensure(resource.meta, others, self._writer.left_s())
             await self._writer.carry_out(resource, steps)
-            self._queue.add(resource.meta.key)
-        for step in decision.actions:
-            if isinstance(step, LookAgain):
-                self._queue.add(resource.meta.key, max(0.1, step.at_s - observed.now_s))
+        self._queue.add(resource.meta.key, AFTERWARDS_S)
+        return True
 
     async def _tell(self, resource: Resource, told: Status) -> None:
         """Write the status if it says something new: at once if it matters, else in a while."""

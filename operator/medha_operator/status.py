@@ -145,5 +145,6 @@ def _retiring(made: Decision, now_s: float) -> tuple[RetiringLine, ...]:
 
 
 def _plain(lines: tuple[msgspec.Struct, ...]) -> list[Any]:
-    """As JSON holds them."""
-    return [msgspec.to_builtins(each) for each in lines]
+    """As the API gives it back."""
+    found: list[Any] = msgspec.json.decode(msgspec.json.encode(lines))
+    return found

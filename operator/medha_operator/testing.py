@@ -106,9 +106,11 @@ class Cluster:
         decision = decide(self.resource, seen, SETTINGS)
         for action in decision.actions:
             self.carry_out(action)
-        self.status = status(
+        told = status(
             self.resource, seen, SETTINGS, generation=self.resource.generation, decision=decision
         )
+        self.status = msgspec.json.decode(msgspec.json.encode(told))
+        assert self.status == told
         self.done += decision.actions
         return decision
 

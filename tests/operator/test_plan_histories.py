@@ -1,0 +1,224 @@
+"""Whatever happens to a cluster: it ends as asked for, and nothing is broken on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from medha_operator.actions import Action, CreatePod, DeletePod, LookAgain
+from medha_operator.plan import Decision
+from medha_operator.restarts import is_lost
+from medha_operator.rollout import SURGE
+from medha_operator.testing import Cluster, rack, resource
+
+RACK = "topology.kubernetes.io/rack"
+
+
+class Histories(RuleBasedStateMachine):
+    """People, machines and time act on a cluster in any order; the operator looks in between."""
+
+    @initialize(
+        tp=st.sampled_from([2, 4, 8]),
+        spp=st.integers(1, 3),
+        least=st.integers(1, 2),
+        more=st.integers(0, 2),
+        packed=st.booleans(),
+    )
+    def begin(self, tp: int, spp: int, least: int, more: int, packed: bool) -> None:
+        self.spec: dict[str, Any] = {
+            "replicas": 1,
+            "parallelism": {"tp": tp, "spp": spp, "kvp": {"min": least, "max": least + more}},
+            "placement": {"packLevel": RACK} if packed else {},
+            "template": {"image": "worker:0"},
+            "drainTimeout": "5m",
+        }
+        self.images = 0
+        self.cluster = Cluster(resource(**self.spec), [*rack("r1", 5), *rack("r2", 4)])
+        self.cluster.settle()
+
+    # --- people ---------------------------------------------------------------------------------
+
+    def change(self, **spec: Any) -> None:
+        self.spec |= spec
+        generation = self.cluster.resource.generation + 1
+        self.cluster.resource = resource(generation=generation, **self.spec)
+
+    @rule(replicas=st.integers(0, 3))
+    def scale(self, replicas: int) -> None:
+        self.change(replicas=replicas)
+
+    @rule()
+    def update_the_image(self) -> None:
+        self.images += 1
+        self.change(template={"image": f"worker:{self.images}"})
+
+    @rule(stages=st.integers(1, 3))
+    def repartition(self, stages: int) -> None:
+        self.change(parallelism={**self.spec["parallelism"], "spp": stages})
+
+    @rule(which=st.integers(0, 50))
+    def delete_a_pod_by_hand(self, which: int) -> None:
+        if names := sorted(self.cluster.pods):
+            name = names[which % len(names)]
+            if self.cluster.pods[name].node:
+                self.cluster.change(name, deleting=True)
+            else:
+                del self.cluster.pods[name]
+
+    @rule(which=st.integers(0, 8), schedulable=st.booleans())
+    def cordon(self, which: int, schedulable: bool) -> None:
+        self.cluster.change_node(sorted(self.cluster.nodes)[which], schedulable=schedulable)
+
+    # --- machines -------------------------------------------------------------------------------
+
+    @rule(which=st.integers(0, 50))
+    def fail_a_pod(self, which: int) -> None:
+        running = [name for name, pod in self.cluster.pods.items() if pod.phase == "Running"]
+        if running:
+            name = sorted(running)[which % len(running)]
+            self.cluster.change(name, phase="Failed", ready=False, ready_since_s=None)
+
+    @rule(which=st.integers(0, 8), ready=st.booleans())
+    def change_power(self, which: int, ready: bool) -> None:
+        self.cluster.change_node(sorted(self.cluster.nodes)[which], ready=ready)
+
+    @rule(which=st.integers(0, 8), used=st.sampled_from([0, 4, 8]))
+    def others_use_devices(self, which: int, used: int) -> None:
+        """Never those that our pods have: the scheduler would not bind such a pod."""
+        name = sorted(self.cluster.nodes)[which]
+        if not any(pod.node == name for pod in self.cluster.pods.values()):
+            self.cluster.change_node(name, used={"nvidia.com/gpu": used})
+
+    @rule(ordinal=st.integers(0, 3), groups=st.integers(1, 4), load=st.integers(0, 20))
+    def requests_come(self, ordinal: int, groups: int, load: int) -> None:
+        self.cluster.wanted[ordinal], self.cluster.load[ordinal] = groups, load
+
+    @rule(ordinal=st.integers(0, 3))
+    def a_group_is_let_go(self, ordinal: int) -> None:
+        least = self.spec["parallelism"]["kvp"]["min"]
+        mine = [pod for pod in self.cluster.pods.values() if pod.ordinal == ordinal]
+        last = max((pod.group for pod in mine), default=0)
+        if last >= least and all(pod.ready for pod in mine if pod.group == last):
+            self.cluster.release(ordinal, last)
+
+    # --- time -----------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([0.2, 1.0, 15.0, 120.0, 900.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.cluster.turn(seconds)
+
+    @precondition(lambda self: hasattr(self, "cluster"))
+    @rule(times=st.integers(1, 4), lost_status=st.booleans())
+    def the_operator_looks(self, times: int, lost_status: bool) -> None:
+        for _ in range(times):
+            before = Before(self.cluster)
+            decision = self.cluster.look()
+            before.check(decision)
+            if lost_status:  # it died before it wrote
+                self.cluster.status = before.status
+
+    @invariant()
+    def nothing_is_overcommitted(self) -> None:
+        if not hasattr(self, "cluster"):
+            return
+        taken: dict[str, int] = {}
+        for pod in self.cluster.pods.values():
+            if pod.node and pod.phase in ("Pending", "Running"):
+                tp = pod.requests.get("nvidia.com/gpu", self.spec["parallelism"]["tp"])
+                taken[pod.node] = taken.get(pod.node, 0) + tp
+        assert all(count <= 8 for count in taken.values()), taken
+
+    def teardown(self) -> None:
+        """Once everybody leaves it alone it is as it was asked to be, and stays so."""
+        if not hasattr(self, "cluster"):
+            return
+        cluster = self.cluster
+        for name in cluster.nodes:
+            cluster.change_node(name, ready=True, schedulable=True, used={})
+        for each in (*rack("r1", 50), *rack("r2", 50)):  # there is room for all that may be asked
+            cluster.nodes.setdefault(each.name, each)
+        cluster.settle(turns=400)
+        wanted = self.spec["replicas"]
+        assert len(cluster.ordinals) == wanted
+        assert cluster.status["readyReplicas"] == wanted
+        assert all(pod.ready for pod in cluster.pods.values())
+        assert len({pod.spec_hash for pod in cluster.pods.values()}) <= 1
+        kvp, spp = self.spec["parallelism"]["kvp"], self.spec["parallelism"]["spp"]
+        for ordinal in cluster.ordinals:
+            pods = [pod for pod in cluster.pods.values() if pod.ordinal == ordinal]
+            groups = {pod.group for pod in pods}
+            asked = min(max(cluster.wanted.get(ordinal, 1), kvp["min"]), kvp["max"])
+            assert len(groups) >= asked
+            assert len(pods) == len(groups) * spp
+            if self.spec["placement"]:
+                assert len({pod.node.partition("-")[0] for pod in pods}) == 1
+        (ready,) = [each for each in cluster.status["conditions"] if each["type"] == "Ready"]
+        assert ready["status"] == "True"
+        assert cluster.look().actions == ()
+
+
+class Before:
+    """What stood before a look, and what that look may do about it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.pods = dict(cluster.pods)
+        self.status = cluster.status
+        self.ordinals = cluster.ordinals
+
+    def check(self, decision: Decision) -> None:
+        actions = [each for each in decision.actions if not isinstance(each, LookAgain)]
+        self.check_surge(decision)
+        for each in actions:
+            if isinstance(each, DeletePod):
+                self.check_deletion(each, decision)
+        self.check_gangs(actions)
+
+    def check_surge(self, decision: Decision) -> None:
+        made = self.cluster.ordinals - self.ordinals
+        most = self.cluster.resource.spec.replicas + SURGE
+        assert not made or len(self.cluster.ordinals) <= most, decision
+
+    def check_deletion(self, deleted: DeletePod, decision: Decision) -> None:
+        """Only what failed, is done, lies on a dead node, serves nobody, or was drained."""
+        pod = self.pods[deleted.pod]
+        replica = decision.replicas[pod.ordinal]
+        group = replica.groups[pod.group]
+        faulty = any((f.ordinal, f.group) == (pod.ordinal, pod.group) for f in decision.faults)
+        lost = is_lost(pod, self.cluster.nodes)
+        released = all(each.uid in self.cluster.left or not each.ip for each in group.present)
+        retired = pod.ordinal in decision.rollout.retiring and (
+            not replica.ready or replica.idle or "retired" in deleted.why
+        )
+        moves = group.gated or not replica.ready
+        assert faulty or lost or released or retired or moves, (deleted, pod)
+        if retired and replica.ready and not replica.idle:
+            line = decision.memory.retirement(pod.ordinal)
+            assert line is not None  # its time to drain has run, and is over
+
+    def check_gangs(self, actions: Sequence[Action]) -> None:
+        """No pod is let go before its whole group stands."""
+        created = {each.manifest["metadata"]["name"] for each in actions
+                   if isinstance(each, CreatePod)}  # fmt: skip
+        for pod in self.cluster.pods.values():
+            if pod.gated or pod.deleting or pod.name in created:
+                continue
+            before = self.pods.get(pod.name)
+            if before is not None and before.gated:
+                family = [
+                    other
+                    for other in self.cluster.pods.values()
+                    if (other.ordinal, other.group) == (pod.ordinal, pod.group)
+                ]
+                assert len(family) == self.cluster.resource.spec.parallelism.spp
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = hypothesis.settings(
+    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)  # fmt: skip
