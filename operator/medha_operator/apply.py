@@ -8,7 +8,8 @@ plan, and the first that fails ends it: the next look at the cluster says what i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ from medha_operator.events import Events
 from medha_operator.lease import Lease
 from medha_operator.names import GANG_GATE
 from medha_operator.observe import Resource, World
-from medha_operator.projections import Key, Pod, Seen
+from medha_operator.projections import Key
 from medha_operator.reports import Reports
 from medha_operator.watches import Watches
 
@@ -49,18 +50,26 @@ class Writer:
         """The time that a write may take now; raises NotLeading when there is none."""
         return min(REQUEST_S, self._lease.left_s())
 
-    async def carry_out(self, resource: Resource, actions: Iterable[Action]) -> None:
-        """All steps in order; raises ClusterError or NotLeading at the first that fails."""
-        steps = [(step, _expected(step)) for step in actions]
-        expected = [pod for _, pod in steps if pod is not None]
-        for pod in expected:
+    @contextlib.contextmanager
+    def expecting(self, actions: Iterable[Action]) -> Iterator[None]:
+        """Within, the pods that are to be made have their room, whoever else plans meanwhile."""
+        pods = [
+            projections.pod(msgspec.json.encode(step.manifest))
+            for step in actions
+            if isinstance(step, CreatePod)
+        ]
+        for pod in pods:
             self._world.expect(pod)
         try:
-            for step, _ in steps:
-                await self._step(resource, step)
+            yield
         finally:
-            for pod in expected:
+            for pod in pods:
                 self._world.unexpect(pod)
+
+    async def carry_out(self, resource: Resource, actions: Iterable[Action]) -> None:
+        """All steps in order; raises ClusterError or NotLeading at the first that fails."""
+        for step in actions:
+            await self._step(resource, step)
 
     async def write_status(self, resource: Resource, status: Mapping[str, Any]) -> None:
         """Replace the status, if the resource still is as it was seen."""
@@ -146,9 +155,3 @@ class Writer:
             if error.status not in (404, 409):
                 raise
         store.forget_uid(key, held.uid)
-
-
-def _expected(step: Action) -> Seen[Pod] | None:
-    if not isinstance(step, CreatePod):
-        return None
-    return projections.pod(msgspec.json.encode(step.manifest))

@@ -35,14 +35,16 @@ FOR_WORKERS = (
 Pair = tuple[bytes, bytes]
 
 
+class _Owner(msgspec.Struct):
+    uid: str
+
+
+class _SecretMeta(msgspec.Struct, rename="camel"):
+    owner_references: list[_Owner] | None = None
+
+
 class _Secret(msgspec.Struct):
-    class Meta(msgspec.Struct, rename="camel"):
-        class Owner(msgspec.Struct):
-            uid: str
-
-        owner_references: list[Owner] | None = None
-
-    metadata: Meta
+    metadata: _SecretMeta
     data: dict[str, str] | None = None
 
 

@@ -252,12 +252,13 @@ def _requests(containers: tuple[bytes, ...]) -> Mapping[str, int]:
     """Requests of all containers of a pod together, and the pod itself."""
     total = {"pods": 1}
     for raw in containers:
-        for name, amount in _quantities(msgspec.json.decode(raw, type=dict[str, str])).items():
+        asked = msgspec.json.decode(raw, type=dict[str, str | int])
+        for name, amount in _quantities(asked).items():
             total[name] = total.get(name, 0) + amount
     return total
 
 
-def _quantities(amounts: Mapping[str, str]) -> dict[str, int]:
+def _quantities(amounts: Mapping[str, str | int] | Mapping[str, str]) -> dict[str, int]:
     found = {}
     for name, amount in amounts.items():
         try:
