@@ -189,6 +189,27 @@ def test_ranks_end_with_their_controller_and_come_back_after_it(fleet: Fleet) ->
     assert fleet.running == BASE
 
 
+def test_a_controller_that_came_back_says_itself_how_many_groups_it_wants(fleet: Fleet) -> None:
+    fleet.step()
+    fleet.now += 1.0
+    fleet.status(wanted=2)
+    fleet.step()
+    assert fleet.running == BASE | {"g1-s0", "g1-s1"}
+    fleet.child("c").kill()
+    fleet.gone("c")
+    fleet.settle()
+    fleet.settle()
+    fleet.status(wanted=2)  # the last word of the dead one, heard late
+    fleet.step(0.5)
+    fleet.status(wanted=2)
+    fleet.step()
+    assert fleet.running == BASE
+    fleet.step(1.0)
+    fleet.status(wanted=2)
+    fleet.step()
+    assert fleet.running == BASE | {"g1-s0", "g1-s1"}
+
+
 def test_each_further_restart_waits_twice_as_long(fleet: Fleet) -> None:
     fleet.step()
     waits = []
@@ -234,6 +255,7 @@ def test_a_wanted_group_joins_and_one_that_leaves_by_itself_is_not_restarted(
     fleet: Fleet,
 ) -> None:
     fleet.step()
+    fleet.now += 1.0
     fleet.codes["rank"] = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); "
         "print('up', flush=True); time.sleep(600)"
@@ -254,6 +276,7 @@ def test_a_wanted_group_joins_and_one_that_leaves_by_itself_is_not_restarted(
 
 def test_more_groups_than_there_is_room_for_are_not_started(fleet: Fleet) -> None:
     fleet.step()
+    fleet.now += 1.0
     fleet.status(wanted=9)
     fleet.step()
     assert len(fleet.running) == len(BASE) + 2
@@ -347,7 +370,7 @@ def test_output_is_handed_over_line_by_line_and_bounded() -> None:
     said = lines.of("talker")
     assert (said[0], said[-1]) == ("one", "t\ufffdwo")
     assert max(len(line) for line in said) <= 8192 and sum("x" in line for line in said) == 3
-    assert child.last_lines == tuple(said)
+    assert child.last_words == tuple(said)
 
 
 def _alive(pid: int) -> bool:

@@ -6,14 +6,10 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import openai
-import psutil
 import pytest
 from rich.console import Console
 
@@ -22,6 +18,7 @@ from medha.cli.preflight import free_ports
 from medha.cli.show import loading_phase
 from medha.messages import GroupStatus, ReplicaStatus
 from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
+from medha_worker.testing.command import MEDHA, Up, until
 
 RESOURCE = """
 apiVersion: medha.dev/v1alpha1
@@ -33,14 +30,7 @@ spec:
   slo: {default: {ttft: {floor: 30s}, tpot: 5s}}
   engine: {kvPages: 64}
 """
-MEDHA = [sys.executable, "-m", "medha.cli"]
-
-
-def until(happens: Callable[[], object], timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not happens():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.05)
+RANK = "tiny-0-g0-s0-t0"
 
 
 def medha(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -60,58 +50,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "tiny.yaml"
 
 
-class Up:
-    """`medha up` as a person starts it, and what it started."""
-
-    def __init__(self, file: Path) -> None:
-        self.port, self.ops_port = free_ports("127.0.0.1", 2)
-        self.run_dir = file.parent / "run"
-        self.log = file.parent / "up.log"
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*MEDHA, "up", "-f", str(file), "--port", str(self.port), "--ops-port",
-                 str(self.ops_port), "--run-dir", str(self.run_dir)],
-                stdout=output, stderr=output,
-            )  # fmt: skip
-
-    @property
-    def said(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def serves(self) -> bool:
-        assert self.process.poll() is None, self.said
-        return "Serving on" in self.said
-
-    def children(self) -> dict[str, psutil.Process]:
-        found = {}
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            line = " ".join(process.cmdline())
-            for kind in ("medha_router ", "medha_worker.controller", "medha_worker.gently"):
-                if kind in line:
-                    found[kind.strip()] = process
-        return found
-
-    def ask(self) -> str:
-        url = f"http://127.0.0.1:{self.port}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-            answer = client.completions.create(
-                model="tiny", prompt="the same words", max_tokens=4, temperature=0
-            )
-        return answer.choices[0].text
-
-    def end(self, number: signal.Signals) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(timeout=30)
-
-
 @pytest.fixture
 def up(file: Path) -> Iterator[Up]:
     made = Up(file)
     try:
         yield made
     finally:
-        made.process.kill()
-        made.process.wait()
+        made.kill()
 
 
 @pytest.mark.timeout(150)
@@ -120,12 +65,12 @@ def test_a_fleet_serves_survives_a_killed_rank_and_ends_without_a_trace(file: Pa
     until(up.serves)
     before = up.ask()
     assert "controller" in up.said and "rank" in up.said  # the table of what runs where
-    rank = up.children()["medha_worker.gently"]
+    rank = up.children()[RANK]
     rank.kill()
     until(lambda: "tiny-0-g0" in up.said and "starts anew" in up.said)
-    until(lambda: up.children().get("medha_worker.gently", rank).pid != rank.pid)
+    until(lambda: up.children().get(RANK, rank).pid != rank.pid)
     assert up.ask() == before
-    everything = psutil.Process(up.process.pid).children(recursive=True)
+    everything = up.everything()
     assert up.end(signal.SIGINT) == 0
     assert [process for process in everything if process.is_running()] == []
     assert {path.suffix for path in up.run_dir.iterdir() if path.is_file()} <= {
@@ -137,16 +82,15 @@ def test_a_fleet_serves_survives_a_killed_rank_and_ends_without_a_trace(file: Pa
 @pytest.mark.timeout(100)
 def test_a_fleet_whose_starter_is_killed_ends_too(file: Path, up: Up) -> None:
     until(lambda: len(up.children()) == 3)
-    everything = psutil.Process(up.process.pid).children(recursive=True)
-    up.process.kill()
-    up.process.wait()
+    everything = up.everything()
+    up.kill()
     until(lambda: not any(process.is_running() for process in everything))
 
 
 @pytest.mark.timeout(100)
 def test_a_signal_while_it_loads_ends_it_as_cleanly(file: Path, up: Up) -> None:
     until(lambda: len(up.children()) == 3)
-    everything = psutil.Process(up.process.pid).children(recursive=True)
+    everything = up.everything()
     assert up.end(signal.SIGTERM) == 0
     assert [process for process in everything if process.is_running()] == []
 

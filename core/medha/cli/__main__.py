@@ -23,10 +23,11 @@ app = typer.Typer(
 
 File = Annotated[pathlib.Path, typer.Option("-f", "--file", help="YAML with MedhaReplicas")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="port of the OpenAI-compatible API")]
-OpsPort = Annotated[int, typer.Option(min=1, max=65535, help="port of the router's probes")]
+OpsPort = Annotated[int, typer.Option(min=0, max=65535, help="port of the router's probes")]
 Policy = Annotated[str | None, typer.Option(help=f"override: {', '.join(POLICIES)}")]
 Seconds = Annotated[float | None, typer.Option(min=0.001)]
 Factor = Annotated[float, typer.Option(min=1e-6)]
+USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # of every wrong command line
 
 
 @app.callback()
@@ -162,10 +163,23 @@ def _policy(name: str | None) -> str | None:
     return spellings[name.lower()]
 
 
+def _usage(error: Exception) -> str:
+    """One line for a wrong command line; the help where nothing was asked."""
+    said = str(getattr(error, "message", error)).strip()
+    context = getattr(error, "ctx", None)
+    if "\n" in said or context is None:
+        return f"{said}\n"
+    told = getattr(error, "format_message", error.__str__)().rstrip(".")
+    return f"medha: {told}; see {context.command_path} --help\n"
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The entry point; never shows a traceback for what a person can mend."""
     try:
-        app(args=arguments, standalone_mode=True)
+        sys.exit(app(args=arguments, standalone_mode=False))
+    except USAGE_ERROR as error:
+        sys.stderr.write(_usage(error))
+        sys.exit(2)
     except UserError as error:
         sys.stderr.write(f"medha: {error}\n")
         sys.exit(2)

@@ -33,6 +33,12 @@ class ConfigJson(msgspec.Struct, frozen=True):
         return self.num_key_value_heads or self.num_attention_heads
 
 
+class Tensor(msgspec.Struct, frozen=True):
+    """Where a tensor lies in its safetensors file, after the header; absent for metadata."""
+
+    data_offsets: tuple[int, int] = (0, 0)
+
+
 def check_checkpoint(replica: MedhaReplica) -> pathlib.Path:
     """The folder of a replica's model, once it is there and the plan fits it.
 
@@ -52,8 +58,11 @@ def check_checkpoint(replica: MedhaReplica) -> pathlib.Path:
     for name in ("tokenizer.json",):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} has no {name}: copy the whole checkpoint there")
-    if not any(folder.glob("*.safetensors")):
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
         raise CheckpointError(f"{folder} has no *.safetensors: only that format is loaded")
+    for file in weights:
+        _check_whole(file)
     parallelism = replica.spec.parallelism
     check_tp(parallelism.tp, config.num_attention_heads, config.kv_heads)
     stage_layers(config.num_hidden_layers, parallelism.spp)
@@ -65,6 +74,29 @@ def check_checkpoint(replica: MedhaReplica) -> pathlib.Path:
             f"use {longest} or less",
         )  # fmt: skip
     return folder
+
+
+def _check_whole(file: pathlib.Path) -> None:
+    """A file of weights begins with the length of its header, and the header gives the file's:
+    what was cut short or is something else shows without reading a weight."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = opened.read(length) if length <= size else b""
+        tensors = msgspec.json.decode(header, type=dict[str, Tensor])
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}): fetch it anew") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise CheckpointError(
+            f"{file} is not a sound safetensors file (its header does not parse): fetch it again"
+        ) from None
+    told = 8 + length + max((each.data_offsets[1] for each in tensors.values()), default=0)
+    if told != size:
+        raise CheckpointError(
+            f"{file} is not a sound safetensors file (it has {size} bytes and must have {told}): "
+            "fetch it again"
+        )
 
 
 def _read_config(folder: pathlib.Path) -> ConfigJson:

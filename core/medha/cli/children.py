@@ -16,6 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -24,6 +25,22 @@ LAST_LINES = 20
 LINE_BYTES = 8192
 
 OnLine = Callable[[str, str], None]
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    """The fields of a process's JSON log line that a person reads."""
+
+    level: str = "info"
+    message: str = ""
+    error: Any = ""
+
+
+def read_line(line: str) -> LogLine:
+    """A line of output as what it says; what is no JSON says itself."""
+    try:
+        return msgspec.json.decode(line.encode(), type=LogLine)
+    except (msgspec.MsgspecError, ValueError):
+        return LogLine(message=line)
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +76,9 @@ class Child:
         return self._process.pid
 
     @property
-    def last_lines(self) -> tuple[str, ...]:
-        return tuple(self._last)
+    def last_words(self) -> tuple[str, ...]:
+        """What its last lines of output said."""
+        return tuple(read_line(line).message for line in self._last)
 
     def poll(self) -> int | None:
         """The exit status (negative: the signal), or None while it runs; reaps it, and its kin."""

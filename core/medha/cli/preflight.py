@@ -13,6 +13,7 @@ import shutil
 import socket
 from collections.abc import Sequence
 
+from medha.adapters.sockets import IPC_PATH_BYTES
 from medha.errors import SetupError, SpecError
 from medha.spec import MedhaReplica
 
@@ -46,6 +47,24 @@ def check_port(host: str, port: int, flag: str) -> None:
         raise SetupError(
             f"port {port} of {host} is {why}: free it or choose one with {flag}"
         ) from None
+
+
+def check_apart(port: int, ops_port: int) -> None:
+    """The API and the probes cannot share a port."""
+    if port and port == ops_port:
+        raise SetupError(
+            f"--ops-port is {ops_port}: must differ from --port; use {port % 65535 + 1}"
+        )
+
+
+def check_socket_path(address: str) -> None:
+    """An ipc:// address must be as short as the kernel asks, wherever its folder lies."""
+    path = address.removeprefix("ipc://").encode()
+    if address.startswith("ipc://") and len(path) > IPC_PATH_BYTES:
+        raise SetupError(
+            f"--run-dir makes a socket of {len(path)} bytes, {address}: at most {IPC_PATH_BYTES} "
+            "are allowed; name a shorter folder"
+        )
 
 
 def free_ports(host: str, count: int) -> tuple[int, ...]:

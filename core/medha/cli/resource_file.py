@@ -23,6 +23,9 @@ def read_resources(path: pathlib.Path) -> tuple[MedhaReplica, ...]:
     except yaml.YAMLError as error:
         raise SpecError("-f", str(path), f"must be YAML ({_first_fault(error)})",
                         "mend that line") from None  # fmt: skip
+    except RecursionError:
+        raise SpecError("-f", str(path), "must be YAML of a few levels, and is of thousands",
+                        "write a MedhaReplica") from None  # fmt: skip
     return tuple(_resolved(replica, path) for replica in parse_all(documents))
 
 

@@ -6,28 +6,20 @@ import pathlib
 import threading
 import zlib
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from medha.cli.children import read_line
 from medha.cli.plan import FleetPlan
 from medha.cli.supervise import Supervisor
 from medha.messages import ReplicaStatus
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
 LEVELS = {"warning": "yellow", "error": "bold red", "debug": "dim"}
-
-
-class LogLine(msgspec.Struct, frozen=True):
-    """The fields of a process's JSON log line that a person reads."""
-
-    level: str = "info"
-    message: str = ""
-    error: Any = ""
 
 
 class LogStream:
@@ -48,7 +40,7 @@ class LogStream:
                 file = self._files[process] = (self._folder / f"{process}.log").open("a")
             file.write(line + "\n")
             file.flush()
-        entry = _read(line)
+        entry = read_line(line)
         if self._quiet and entry.level in ("debug", "info"):
             return
         text = Text()
@@ -126,10 +118,3 @@ def placement_table(plan: FleetPlan, supervisor: Supervisor) -> Table:
                 table.add_row(replica.name, str(at.group), str(at.stage), str(at.shard), "rank",
                               str(child.pid), device)  # fmt: skip
     return table
-
-
-def _read(line: str) -> LogLine:
-    try:
-        return msgspec.json.decode(line.encode(), type=LogLine)
-    except (msgspec.MsgspecError, ValueError):
-        return LogLine(message=line)

@@ -2,9 +2,10 @@
 
 A unit is programs that live and die together: the router, a replica's controller, the ranks of one
 KVP group. When one of a unit's programs ends, the unit ends and starts anew with the next
-generation, later each time; too many restarts in a while and the unit is given up. Ranks follow
-their controller: its end is theirs. How many groups a replica runs follows what its controller
-reports; a group whose ranks leave on their own accord (status 0) was released.
+generation, later each time; too many restarts in a while and the unit is given up. How many groups
+a replica runs follows what its controller reports; a group whose ranks leave on their own accord
+(status 0) was released. Ranks follow their controller: its end is theirs. The next one begins with
+the groups that must always run, since fewer that start at once are sooner there.
 
 `step` and `stop` are called with the time on one thread; they never wait.
 """
@@ -21,6 +22,7 @@ from medha.cli.children import Child, Launch
 from medha.errors import EngineError, SetupError
 from medha.messages import ReplicaStatus
 
+FIRST_WORD_S = 1.0  # no controller imports its libraries and answers sooner
 USAGE_STATUS = 2  # a person must mend something; its last line says what
 
 
@@ -116,6 +118,9 @@ class Supervisor:
 
     def follow(self, replica: Replica, status: ReplicaStatus, now: float) -> None:
         """Run as many groups as the controller wants, and start lost ones anew."""
+        leader = replica.controller
+        if leader.state is not State.RUNNING or now - leader.started_s < FIRST_WORD_S:
+            return  # these are the words of the controller before
         wanted = sum(unit.wanted for unit in replica.groups)
         spare = [unit for unit in replica.groups if not unit.wanted and unit.state is State.IDLE]
         for unit in spare[: max(0, status.wanted_groups - wanted)]:
@@ -125,7 +130,7 @@ class Supervisor:
             unit = replica.groups[index]
             hung = now - unit.started_s > self._patience.hung_s
             if unit.state is State.RUNNING and hung:
-                self._fail(unit, "its controller gave it up", now)
+                self._fail(unit, f"{unit.name} was given up by its controller", now)
 
     def stop(self, now: float, *, at_once: bool = False) -> None:
         """Ask everything to end; what has not by the end of the grace is killed."""
@@ -153,12 +158,15 @@ class Supervisor:
         leader = unit.follows
         if leader is not None and (leader.state is not State.RUNNING or _newer(leader, unit)):
             self._log.info("%s ends with its controller", unit.name)
+            unit.wanted &= unit.vital  # the next controller says whether it wants more
             self._halt(unit, now)
         elif not ended:
             return
         elif any(status == USAGE_STATUS for _, status in ended):
             child = next(child for child, status in ended if status == USAGE_STATUS)
-            raise SetupError(f"{child.name}: {child.last_lines[-1] if child.last_lines else ''}")
+            raise SetupError(
+                f"{child.name}: {' '.join(child.last_words[-1:]) or 'it does not say why'}"
+            )
         elif not unit.vital and all(status == 0 for _, status in ended):
             self._log.info("%s was released", unit.name)
             unit.wanted = False
@@ -174,7 +182,7 @@ class Supervisor:
         if len(unit.failures) > patience.restarts:
             unit.wanted = False
             if unit.vital:
-                lines = [line for child in unit.children for line in child.last_lines[-2:]]
+                lines = [line for child in unit.children for line in child.last_words[-2:]]
                 raise EngineError(
                     f"{unit.name} is given up after {patience.restarts} restarts ({why}): "
                     f"{' | '.join(lines[-4:]) or 'it said nothing'}"

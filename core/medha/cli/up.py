@@ -71,6 +71,7 @@ def check(resources: Sequence[MedhaReplica], options: Options) -> dict[str, str]
     preflight.check_gpus(resources, preflight.gpu_count())
     folders = {each.name: str(check_checkpoint(each)) for each in resources}
     preflight.check_shared_memory()
+    preflight.check_apart(options.port, options.ops_port)
     preflight.check_port(HOST, options.port, "--port")
     preflight.check_port(HOST, options.ops_port, "--ops-port")
     return folders
@@ -97,13 +98,13 @@ def _plan(
     options: Options,
 ) -> FleetPlan:
     count = replicas_of(resources)
-    any_port, fleet_port, *ports = preflight.free_ports(HOST, count + 2)
+    any_port, any_ops_port, fleet_port, *ports = preflight.free_ports(HOST, count + 3)
     router_curve, controller_curve = run_dir.write_keys()
     place = Place(
         run_dir=str(run_dir.path),
         host=HOST,
         port=options.port or any_port,
-        ops_port=options.ops_port,
+        ops_port=options.ops_port or any_ops_port,
         fleet_address=f"tcp://{HOST}:{fleet_port}",
         controller_ports=tuple(ports),
         checkpoints=checkpoints,
@@ -113,7 +114,10 @@ def _plan(
         log_level=options.log_level,
         decision_log=options.decision_log,
     )
-    return plan_fleet(resources, place)
+    plan = plan_fleet(resources, place)
+    for each in plan.replicas:
+        preflight.check_socket_path(each.config.rank_bind)
+    return plan
 
 
 def _run(

@@ -43,10 +43,10 @@ class Watch:
 
     @property
     def ready(self) -> bool:
-        """The router takes requests and every replica serves."""
+        """The router takes requests, and every replica serves and has been taken in by it."""
         told = self._statuses
         return self._router_ready and all(
-            name in told and told[name].ready for name in self._controllers
+            name in told and told[name].ready and told[name].routers for name in self._controllers
         )
 
     def drain(self) -> None:
