@@ -1,0 +1,261 @@
+"""The charts on a real API server: accepted, admitted as restricted, upgraded, and gone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from medha.spec import parse
+from medha.topology import Coordinate
+from medha_operator import pods
+from medha_operator.settings import Settings
+
+HOUSE = Path(__file__).resolve().parents[2]
+Objects = list[dict[str, Any]]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# Kinds of other projects that the chart may render, by group and plural name.
+OTHERS = {
+    ("monitoring.coreos.com", "podmonitors"): "PodMonitor",
+    ("monitoring.coreos.com", "servicemonitors"): "ServiceMonitor",
+    ("monitoring.coreos.com", "prometheusrules"): "PrometheusRule",
+    ("gateway.networking.k8s.io", "httproutes"): "HTTPRoute",
+}
+APIS = ("monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1")
+EVERYTHING = {
+    "router.ingress": {"enabled": True, "host": "llm.example.com", "tlsSecret": "cert"},
+    "router.httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},
+    "operator.replicas": 2,
+    "networkPolicy.clients": [{"namespaceSelector": {}}],
+    "networkPolicy.modelEgress": [{"ports": [{"port": 443}]}],
+    "monitoring.labels": {"release": "prometheus"},
+}
+
+
+def settings(values: dict[str, Any]) -> list[str]:
+    return [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
+
+
+@pytest.fixture(scope="session")
+def run_helm(helm: Path, api_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`helm` as administrator of the API server, in the charts' folder."""
+    home = tmp_path_factory.mktemp("helm")
+    places = {f"HELM_{part}_HOME": str(home / part) for part in ("CACHE", "CONFIG", "DATA")}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(helm), f"--kubeconfig={api_server.kubeconfig}", *words],
+            cwd=HOUSE / "charts", env=places, capture_output=True, text=True, timeout=100,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def rendered(run_helm: Run) -> Callable[..., str]:
+    def render(
+        namespace: str, values: dict[str, Any] | None = None, *, apis: Sequence[str] = ()
+    ) -> str:
+        done = run_helm(
+            "template", "medha", "medha", f"--namespace={namespace}", "--kube-version=1.36.0",
+            *(f"--api-versions={api}" for api in apis), *settings(values or {}),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return render
+
+
+@pytest.fixture(scope="session")
+def other_kinds(run_kubectl: Run) -> None:
+    """The API server knows the kinds of other projects, if not what their fields are."""
+    loose = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    documents = [
+        {
+            "apiVersion": "apiextensions.k8s.io/v1",
+            "kind": "CustomResourceDefinition",
+            "metadata": {
+                "name": f"{plural}.{group}",
+                "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
+            },
+            "spec": {
+                "group": group,
+                "scope": "Namespaced",
+                "names": {"kind": kind, "plural": plural},
+                "versions": [{"name": "v1", "served": True, "storage": True,
+                              "schema": {"openAPIV3Schema": loose}}],
+            },
+        }
+        for (group, plural), kind in OTHERS.items()
+    ]  # fmt: skip
+    text = yaml.safe_dump_all(documents)
+    made = run_kubectl("apply", "-f", "-", text=text)
+    assert made.returncode == 0, made.stderr
+    run_kubectl("wait", "--for=condition=Established", "--timeout=60s", "-f", "-", text=text)
+
+
+def apply_dry(run_kubectl: Run, namespace: str, text: str) -> None:
+    """The API server would take all of it as it stands."""
+    done = run_kubectl(
+        "apply", "--dry-run=server", "--validate=strict", f"--namespace={namespace}", "-f", "-",
+        text=text,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    assert done.stdout.count("(server dry run)") == len([*yaml.safe_load_all(text)])
+
+
+def test_the_api_server_takes_the_chart_without_other_apis(
+    rendered: Callable[..., str], run_kubectl: Run, namespace: str
+) -> None:
+    apply_dry(run_kubectl, namespace, rendered(namespace))
+
+
+@pytest.mark.usefixtures("other_kinds")
+def test_the_api_server_takes_the_chart_with_every_option_and_other_apis(
+    rendered: Callable[..., str], run_kubectl: Run, namespace: str
+) -> None:
+    text = rendered(namespace, EVERYTHING, apis=APIS)
+    kinds = {each["kind"] for each in yaml.safe_load_all(text)}
+    assert set(OTHERS.values()) | {"Ingress", "NetworkPolicy"} <= kinds
+    apply_dry(run_kubectl, namespace, text)
+
+
+def test_the_api_server_takes_the_chart_of_the_kind(run_helm: Run, run_kubectl: Run) -> None:
+    text = run_helm("template", "crds", "medha-crds", "--kube-version=1.36.0").stdout
+    done = run_kubectl("apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f", "-",
+                       text=text)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+# --- Pod Security "restricted" --------------------------------------------------------------------
+
+
+@pytest.fixture
+def restricted(api: httpx.Client, namespace: str) -> str:
+    """A namespace that lets in restricted pods only, and says what is wrong with others."""
+    labels = {"pod-security.kubernetes.io/enforce": "restricted",
+              "pod-security.kubernetes.io/warn": "restricted"}  # fmt: skip
+    done = api.patch(
+        f"/api/v1/namespaces/{namespace}", json={"metadata": {"labels": labels}},
+        headers={"Content-Type": "application/merge-patch+json"},
+    )  # fmt: skip
+    assert done.status_code == 200
+    return namespace
+
+
+def admit(api: httpx.Client, namespace: str, pod: dict[str, Any]) -> httpx.Response:
+    pod["metadata"]["namespace"] = namespace
+    return api.post(f"/api/v1/namespaces/{namespace}/pods?dryRun=All", json=pod)
+
+
+def test_every_pod_of_the_chart_is_restricted(
+    rendered: Callable[..., str], api: httpx.Client, restricted: str
+) -> None:
+    seen = []
+    for each in yaml.safe_load_all(rendered(restricted)):
+        if each["kind"] not in ("Deployment", "Pod"):
+            continue
+        template = each if each["kind"] == "Pod" else each["spec"]["template"]
+        name = each["metadata"]["name"]
+        pod = {"metadata": template["metadata"] | {"name": name}, "spec": template["spec"]}
+        reply = admit(api, restricted, pod)
+        assert reply.status_code == 201, reply.text
+        assert "warning" not in reply.headers
+        seen.append(name)
+    assert seen == ["medha-operator", "medha-router", "medha-test"]
+
+
+SOURCES: dict[str, Any] = {
+    "pvc": {"claimName": "models", "path": "llama"},
+    "image": {"reference": "r.example/model@sha256:" + "a" * 64},
+    "uri": "https://models.example.com/llama",
+}
+DEVICES = {"Cpu": {"kind": "Cpu"}, "Cuda": {"kind": "Cuda"}}
+
+
+def worker_pod(namespace: str, source: dict[str, Any], device: str) -> dict[str, Any]:
+    resource = parse({
+        "apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica",
+        "metadata": {"name": "llama", "namespace": namespace, "uid": "1"},
+        "spec": {"model": {"name": "llama", "source": source, "maxContextTokens": 4096},
+                 "device": DEVICES[device], "parallelism": {"tp": 2}},
+    })  # fmt: skip
+    start = pods.Start(ordinal=0, at=Coordinate(0, 0, 0), node="a", spec_hash="1", gated=True)
+    settings = Settings(namespace="medha-system", worker_image="localhost/medha-worker:dev")
+    return json.loads(json.dumps(pods.pod(resource, start, settings)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_pod_of_the_operator_is_restricted(
+    kind: str, device: str, api: httpx.Client, restricted: str
+) -> None:
+    reply = admit(api, restricted, worker_pod(restricted, {kind: SOURCES[kind]}, device))
+    assert reply.status_code == 201, reply.text
+    assert "warning" not in reply.headers
+
+
+def test_a_pod_that_is_not_restricted_is_turned_away(api: httpx.Client, restricted: str) -> None:
+    pod = worker_pod(restricted, {"hostPath": {"path": "/models"}}, "Cpu")
+    reply = admit(api, restricted, pod)
+    assert reply.status_code == 403
+    assert "hostPath" in reply.json()["message"]
+
+
+# --- a release's life -----------------------------------------------------------------------------
+
+
+def everything(run_kubectl: Run, namespace: str) -> set[str]:
+    """Every object of a namespace, and every cluster-wide one that names it."""
+    kinds = run_kubectl(
+        "api-resources", "--verbs=list", "--namespaced", "-o", "name"
+    ).stdout.split()
+    kinds.remove("events")
+    found = run_kubectl("get", ",".join(kinds), f"--namespace={namespace}", "-o", "name")
+    wide = run_kubectl("get", "clusterroles,clusterrolebindings", "-o", "name").stdout.split()
+    return {*found.stdout.split(), *(each for each in wide if f"/{namespace}-" in each)}
+
+
+@pytest.mark.usefixtures("crd")
+def test_a_release_is_installed_upgraded_and_gone(
+    run_helm: Run, run_kubectl: Run, api: httpx.Client, namespace: str
+) -> None:
+    before = everything(run_kubectl, namespace)
+    place = f"--namespace={namespace}"
+    installed = run_helm("install", "medha", "medha", place)
+    assert installed.returncode == 0, installed.stderr
+    assert "kubectl apply -f examples/kubernetes/tiny.yaml" in installed.stdout
+    assert f"kubectl --namespace {namespace} port-forward service/medha-router" in installed.stdout
+    assert "is missing" not in installed.stdout
+
+    # What the operator does: it fills in the keys and takes the lease.
+    secret = f"/api/v1/namespaces/{namespace}/secrets/medha-keys"
+    merge = {"Content-Type": "application/merge-patch+json"}
+    keys = {"router.secret": "YQ==", "controller.public": "Yg=="}
+    assert api.patch(secret, json={"data": keys}, headers=merge).status_code == 200
+    lease = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/medha-operator"
+    held = api.get(lease).json()
+    held["spec"] = {"holderIdentity": "medha-operator-1", "leaseDurationSeconds": 12}
+    held["metadata"] = {key: held["metadata"][key]
+                        for key in ("name", "namespace", "resourceVersion")}  # fmt: skip
+    assert api.put(lease, json=held).status_code == 200
+
+    upgraded = run_helm("upgrade", "medha", "medha", place, *settings({"router.replicas": 3}))
+    assert upgraded.returncode == 0, upgraded.stderr
+    assert api.get(secret).json()["data"] == keys
+    assert api.get(lease).json()["spec"]["holderIdentity"] == "medha-operator-1"
+    router = f"/apis/apps/v1/namespaces/{namespace}/deployments/medha-router"
+    assert api.get(router).json()["spec"]["replicas"] == 3
+    assert len(everything(run_kubectl, namespace)) > len(before) + 15
+
+    gone = run_helm("uninstall", "medha", place)
+    assert gone.returncode == 0, gone.stderr
+    assert everything(run_kubectl, namespace) == before
