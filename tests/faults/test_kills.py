@@ -1,0 +1,169 @@
+"""A fleet whose processes are killed one after another, at work on a long prompt and short ones.
+
+Whatever is killed: the rest goes on, the dead one comes back and a new request is answered, and
+every request that was under way ends: with the tokens of a day without faults, or with an error
+that says what happened. Only who was connected to a killed router finds the connection broken.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
+from medha_worker.testing.command import Answer, Up, complete, until
+
+RESOURCE = """
+apiVersion: medha.dev/v1alpha1
+kind: MedhaReplica
+metadata: {name: tiny}
+spec:
+  model: {name: tiny, source: {hostPath: {path: model}}, maxContextTokens: 16384}
+  device: {kind: Cpu}
+  parallelism: {tp: 1, spp: 2, kvp: {min: 1, max: 2, tokensPerGroup: 8192}}
+  slo: {default: {ttft: {floor: 2s, multiplier: "10"}, tpot: 5s, whenInfeasible: Relegate}}
+  # Without a cache of prefixes the same prompt is as much work each time.
+  scheduling: {prefixCache: Disabled, batchBudget: {min: 20ms, max: 200ms}, releaseCooldown: 10m}
+  engine: {kvPages: 256}
+"""
+SMALL = TinyModel(
+    layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=352, max_tokens=16384
+)
+LIMIT_S = 120.0
+EVERY_S = 0.4
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(8, 500) for _ in range(count)]
+
+
+LONG, SHORT = tokens(1, 12_000), tokens(2, 64)
+
+
+class Fleet:
+    """A `medha up`, and what it answers when nothing goes wrong: `short` and `long`."""
+
+    def __init__(self, file: Path) -> None:
+        self.shared = set(os.listdir("/dev/shm"))
+        self.up = Up(file)
+        self.pool = ThreadPoolExecutor(64)
+        self.short = self.long = ""
+
+    def wait(self) -> None:
+        """Until it serves, and has told its answers."""
+        until(self.up.serves, LIMIT_S)
+        self.short, self.long = self.asks_short().text, self.asks_long().text
+
+    def asks_long(self) -> Answer:
+        return complete(self.up.url, LONG, 6, LIMIT_S)
+
+    def asks_short(self) -> Answer:
+        return complete(self.up.url, SHORT, 4, LIMIT_S)
+
+    def groups(self) -> list[str]:
+        """The states of the groups; empty while the controller does not answer."""
+        status = self.up.status()
+        return [] if status is None else [group.state for group in status.groups]
+
+    def works(self) -> bool:
+        status = self.up.status()
+        return status is not None and status.running > 0
+
+    def close(self) -> None:
+        self.up.kill()
+        self.pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    write_checkpoint(folder / "model", SMALL)
+    (folder / "tiny.yaml").write_text(RESOURCE)
+    made = Fleet(folder / "tiny.yaml")
+    try:
+        made.wait()
+        yield made
+    finally:
+        made.close()
+
+
+class Traffic:
+    """One long prompt and short ones without end, until `ended`."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.long = fleet.pool.submit(fleet.asks_long)
+        self.shorts: list[Future[Answer]] = []
+
+    def goes_on(self) -> None:
+        self.shorts.append(self._fleet.pool.submit(self._fleet.asks_short))
+        time.sleep(EVERY_S)
+
+    def ended(self) -> tuple[Answer, list[Answer]]:
+        """How every request ended; a TimeoutError for one that hangs."""
+        return self.long.result(LIMIT_S), [short.result(LIMIT_S) for short in self.shorts]
+
+
+VICTIMS = ["tiny-0-g0-s0-t0", "tiny-0-g1-s1-t0", "tiny-0-controller", "router"]
+
+
+@pytest.mark.parametrize("name", VICTIMS)
+def test_what_is_killed_comes_back_and_every_request_ends_properly(fleet: Fleet, name: str) -> None:
+    traffic = Traffic(fleet)
+    needed = 2 if "-g1-" in name else 1
+    while not (fleet.works() and fleet.groups().count("running") >= needed):
+        traffic.goes_on()
+    victim = fleet.up.children()[name]
+    assert not traffic.long.done(), "the long prompt was to be at work"
+    victim.send_signal(signal.SIGKILL)
+
+    def back() -> bool:
+        traffic.goes_on()
+        there = fleet.up.children().get(name)
+        return there is not None and there != victim and fleet.asks_short().whole
+
+    until(back, LIMIT_S)
+    _judge(fleet, traffic, may_break=name == "router")
+
+
+def test_a_rank_that_hangs_is_replaced_and_its_requests_are_answered(fleet: Fleet) -> None:
+    traffic = Traffic(fleet)
+    while not fleet.works():
+        traffic.goes_on()
+    name = "tiny-0-g0-s1-t0"
+    victim = fleet.up.children()[name]
+    victim.suspend()
+
+    def back() -> bool:
+        traffic.goes_on()
+        return fleet.up.children().get(name, victim) != victim and fleet.asks_short().whole
+
+    until(back, LIMIT_S)
+    _judge(fleet, traffic, may_break=False)
+
+
+def test_at_the_end_nothing_is_left(fleet: Fleet) -> None:
+    everything = fleet.up.everything()
+    assert fleet.up.end(signal.SIGINT) == 0
+    assert [process for process in everything if process.is_running()] == []
+    assert set(os.listdir("/dev/shm")) <= fleet.shared
+    assert not [path for path in fleet.up.run_dir.iterdir() if path.is_socket()]
+
+
+def _judge(fleet: Fleet, traffic: Traffic, *, may_break: bool) -> None:
+    long, shorts = traffic.ended()
+    for answer, expected in [(long, fleet.long), *((short, fleet.short) for short in shorts)]:
+        if answer.whole:
+            assert answer.text == expected
+        else:
+            assert answer.refused or (may_break and answer.broken), answer
