@@ -48,6 +48,7 @@ def run_helm(helm: Path, api_server: Any, tmp_path_factory: pytest.TempPathFacto
     """`helm` as administrator of the API server, in the charts' folder."""
     home = tmp_path_factory.mktemp("helm")
     places = {f"HELM_{part}_HOME": str(home / part) for part in ("CACHE", "CONFIG", "DATA")}
+    places["HOME"] = str(home)
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
