@@ -21,6 +21,7 @@ from medha_router.runs import Run
 
 HEADS = 64
 RELEGATED_PLACED = 16
+MOST_SPREAD = 256
 
 
 class Dispatch:
@@ -81,13 +82,30 @@ class Dispatch:
         if replica.name not in self._standings:
             self.joined(replica)
         standing = self._standings[replica.name]
+        opens = replica.open and (standing.draining or not standing.known)
         standing.draining = replica.draining
         standing.told(replica.load, now, replica.predictor.correction)
         self._told_s[replica.name] = now
+        if opens:
+            self._spread(replica.name, now)
         if not replica.open:
             for item in self._queue.placed_on(replica.name):
                 standing.release(item.id, now)
                 self._put(_placed(item, ""))
+
+    def _spread(self, opened: str, now: float) -> None:
+        """What waits for other replicas may go to one that has just opened. Of many, those due
+        last: they would wait longest, and placing each anew takes a moment of the loop."""
+        waiting = [
+            item
+            for name in self._standings
+            if name != opened
+            for item in self._queue.placed_on(name)
+        ]
+        waiting.sort(key=lambda item: (item.due_s, item.id))
+        for item in waiting[-MOST_SPREAD:]:
+            self._standings[item.replica].release(item.id, now)
+            self._put(_placed(item, ""))
 
     def cached(self, name: str, events: KvEvents) -> bool:
         """Prefix-cache changes of a replica; False when a snapshot is needed."""

@@ -50,3 +50,24 @@ def test_a_request_that_no_group_serves_in_time_is_told_to_come_back(
     answer = served.http.post("/v1/completions", json=BODY)
     assert answer.status_code == 503 and answer.headers["retry-after"]
     assert answer.json()["error"]["code"] == "no_replica"
+
+
+def test_what_waits_for_a_busy_replica_moves_to_one_that_joins(
+    running_with: Callable[..., Any],
+) -> None:
+    served = running_with()
+    busy = served.open("r0")
+    busy.granting = False
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(served.http.post, "/v1/completions", json=BODY) for _ in range(6)]
+        end = time.monotonic() + LIMIT_S
+        while len(busy.heads) < 6:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        joined = served.open("r1")
+        while not joined.seen:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        busy.granting = True
+        texts = {answer.result(LIMIT_S).json()["choices"][0]["text"] for answer in answers}
+    assert texts == {"back"}
