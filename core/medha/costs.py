@@ -21,9 +21,10 @@ class Costs:
     """Seconds per unit of work of one rank: a profile applied to a shape and a topology."""
 
     __slots__ = (
-        "all_reduce_row", "all_reduce_s", "batch_s", "byte", "elementwise", "factors", "first",
-        "flop", "half", "head_flop", "head_mem", "heads", "inverse", "kvp_row", "kvp_s", "last",
-        "layer_s", "linear_flop", "linear_mem", "p", "p2p_row", "p2p_s", "sequence_s", "stages",
+        "_heads_s", "all_reduce_row", "all_reduce_s", "batch_s", "byte", "elementwise", "factors",
+        "first", "flop", "half", "head_flop", "head_mem", "heads", "inverse", "kvp_row", "kvp_s",
+        "last", "layer_s", "linear_flop", "linear_mem", "p", "p2p_row", "p2p_s", "sequence_s",
+        "stages",
     )  # fmt: skip
 
     def __init__(self, profile: Profile, shape: ModelShape, topology: Topology) -> None:
@@ -59,6 +60,7 @@ class Costs:
         self.stages = tuple(len(layers) for layers in stage_layers(shape.layers, topology.spp))
         self.first, self.last = self.stages[0], self.stages[-1]
         self.factors = [1.0] * len(REGIMES)
+        self._heads_s: dict[int, float] = {}
 
     def layer(self, rows: int, attention_s: float, kvp_rows: int) -> float:
         """Seconds of one layer."""
@@ -79,8 +81,14 @@ class Costs:
         return math.sqrt(flop * flop + byte * byte)
 
     def head(self, yields: int) -> float:
-        """Seconds of the vocabulary projection of `yields` rows."""
-        return power(self.head_mem + power(yields * self.head_flop, self.p), self.inverse)
+        """Seconds of the vocabulary projection of `yields` rows; the same few are asked again."""
+        seconds = self._heads_s.get(yields)
+        if seconds is None:
+            if len(self._heads_s) > 4096:
+                self._heads_s.clear()
+            seconds = power(self.head_mem + power(yields * self.head_flop, self.p), self.inverse)
+            self._heads_s[yields] = seconds
+        return seconds
 
     def slowest(self, rows: int, layer_s: float, yields: int, entries: int) -> float:
         """Seconds of the slowest stage: the first has most layers, the last has the head."""

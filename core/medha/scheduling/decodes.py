@@ -140,8 +140,8 @@ class Decodes:
 
     def least_credit_s(self, now: float) -> float:
         """Smallest time until a running decode's next token is due; infinite with none."""
-        return float(self._due_s.min()) - now
+        return float(self._due_s[self._due_s.argmin()]) - now
 
     def least_tpot_s(self) -> float:
         """Tightest TPOT target of the running decodes; infinite with none."""
-        return float(self._tpot_s.min())
+        return float(self._tpot_s[self._tpot_s.argmin()])

@@ -172,6 +172,8 @@ class Groups:
                 sequence.reserved = {sequence.plan[0]: need}
                 sequence.started = True
                 return True
+            if need > own.available + max(0, pool.claimable):
+                return False
         found = self.found(sequence, sequence.plan)
         revived: dict[int, int] = {}
         for group, page in found:
@@ -254,7 +256,8 @@ class Groups:
 
     def obtainable(self, sequence: Sequence, group: int) -> int:
         """Pages that the sequence may still take in `group`."""
-        return sequence.reserved.get(group, 0) + max(0, self.pool[group].available)
+        available = self.pool.groups[group].available
+        return sequence.reserved.get(group, 0) + (available if available > 0 else 0)
 
     def next_tail(self, sequence: Sequence) -> tuple[int, int]:
         """(group, tokens) where its next tokens go and how many fit there; tokens 0: no room.
@@ -264,6 +267,11 @@ class Groups:
         """
         size = self.pool.page_tokens
         filled = sequence.packed % size
+        if len(sequence.plan) == 1 and len(sequence.held) <= 1 and not filled:
+            tail = sequence.plan[0]
+            room = self.obtainable(sequence, tail)
+            if room and (not sequence.held or tail in sequence.held):
+                return tail, size * room
         if filled:
             tail = sequence.group_of[-1]
             return tail, size - filled + size * self.obtainable(sequence, tail)

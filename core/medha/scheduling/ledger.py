@@ -46,6 +46,7 @@ MEMORY_S = 30.0
 class Kept:
     """Who is kept in one group: their places in its rows, and of each the time until it is due,
     its bare cost, whether it is promised and its margin (a promise counts promises at full cost).
+    `lost`: of these, who has just given way; their margin is infinite.
     """
 
     places: Places
@@ -54,6 +55,7 @@ class Kept:
     promised: Mask
     promises: int
     left: Floats
+    lost: list[int]
 
 
 class Ledger:
@@ -191,13 +193,13 @@ class Ledger:
         looks = self._looks(group, waiting)
         kept = self._kept(group, waiting, now)
         count = len(kept.places)
-        changed = (
+        anew = (
             count and (looks or kept.promises < count) and kept.left.min() < 0.0
             and self._relegate(waiting, kept, error)
         )  # fmt: skip
-        if looks and self.settings.commit and (changed or count < len(waiting)):
-            changed = self._take_in(group, waiting, now) or changed
-        return self._kept(group, waiting, now) if changed else kept
+        if looks and self.settings.commit and count - len(kept.lost) < len(waiting):
+            anew = self._take_in(group, waiting, now) or anew
+        return self._kept(group, waiting, now) if anew else kept
 
     def view(self, group: int, rows: Places, kept: Kept, now: float) -> View:
         """Those rows of the group, as its policy sees them."""
@@ -211,6 +213,8 @@ class Ledger:
         if self.promising:
             due_in -= self.drain_s
             allowances = allowances_s(kept.places, kept.left, len(waiting))
+            if kept.lost:
+                allowances[kept.places[kept.lost]] = kept.left.min()
             allowance, least_s = allowances[rows], float(allowances[-1:].min(initial=np.inf))
             owed = self.owed_s[group] >= self.longest_s and self._owes(group, kept)
         return View(
@@ -242,7 +246,7 @@ class Ledger:
             left = due_in - np.where(promised, bare * self._inflation, bare).cumsum()
             if promises < len(places):
                 left = np.where(promised, left, due_in - bare.cumsum())
-        return Kept(places, due_in, bare, promised, promises, left)
+        return Kept(places, due_in, bare, promised, promises, left, [])
 
     def _terms(
         self, group: int, due_s: Floats, work_s: Floats, start: float
@@ -288,12 +292,12 @@ class Ledger:
 
     def _relegate(self, waiting: Waiting, kept: Kept, error: float) -> bool:
         """Where a margin is overrun the largest unpromised one due no later gives way; a promise
-        only when the promised alone overrun it by more than the hysteresis. Uses up `kept.left`;
-        whether anybody gave way.
+        only when the promised alone overrun it by more than the hysteresis. Brings `kept` up to
+        date but for such a promise; whether there was one.
         """
         left, bare, free = kept.left, kept.bare, ~kept.promised
         limit = np.where(free, -self.longest_s, 0.0) if kept.promises else -self.longest_s
-        lost: list[int] = []
+        lost = kept.lost
         for _ in range(CHANGES_PER_ROUND):
             first = int(free.argmax())
             if not free[first]:
@@ -302,15 +306,15 @@ class Ledger:
             upto = first + int(over[first:].argmax()) + 1
             if not over[upto - 1]:
                 break
-            gone = int(np.where(free[:upto], bare[:upto], -1.0).argmax())
-            lost.append(gone)
-            free[gone], left[gone] = False, np.inf
-            left[gone + 1 :] += bare[gone]
-        if kept.promises:
-            lost += self._broken(kept, error)
-        for sequence in [waiting.sequences[place] for place in kept.places[lost].tolist()]:
+            largest = int(np.where(free[:upto], bare[:upto], -1.0).argmax())
+            lost.append(largest)
+            free[largest], left[largest] = False, np.inf
+            left[largest + 1 :] += bare[largest]
+        gone = self._broken(kept, error) if kept.promises else []
+        places = kept.places[lost + gone].tolist()
+        for sequence in [waiting.sequences[place] for place in places]:
             self.rank(sequence, kept=False, promised=False)
-        return bool(lost)
+        return bool(gone)
 
     def _broken(self, kept: Kept, error: float) -> list[int]:
         """Promises that must be taken back, by their place among the kept."""

@@ -108,7 +108,7 @@ class Packer:
         full_s, misses = plan.target_s, 0
         occupied: set[int] = set()
         yielding: list[tuple[Sequence, Part | None, float]] = []
-        for sequence, view, at, yields, tier in self._visits(plan.crew, kept, now):
+        for sequence, view, at, yields, tier in self._visits(plan.crew, kept, now, occupied):
             long = bool(view.long[at])
             if long and not occupied.isdisjoint(sequence.groups or sequence.plan[:1]):
                 continue
@@ -141,24 +141,25 @@ class Packer:
             self._grow(plan, sequence, part, limit_s)
 
     def _visits(
-        self, crew: tuple[int, ...], kept: dict[int, Kept], now: float
+        self, crew: tuple[int, ...], kept: dict[int, Kept], now: float, occupied: set[int]
     ) -> Iterator[tuple[Sequence, View, int, float, int]]:
         """(sequence, view, its row there, yields, tier) over the crew's groups, each sequence
-        once: a shared one when the last of its groups comes to it."""
+        once: a shared one when the last of its groups comes to it. `occupied`: groups that
+        have their long one."""
         if len(crew) == 1:
-            for tier, _, _, sequence, view, at, yields in self._turns(crew[0], kept, now):
+            for tier, _, _, sequence, view, at, yields in self._turns(crew[0], kept, now, occupied):
                 yield sequence, view, at, yields, tier
             return
         seen: dict[int, int] = {}
         for tier, _, _, sequence, view, at, yields in heapq.merge(
-            *(self._turns(group, kept, now) for group in crew), key=lambda one: one[:3]
+            *(self._turns(group, kept, now, occupied) for group in crew), key=lambda one: one[:3]
         ):
             seen[sequence.number] = seen.get(sequence.number, 0) + 1
             if seen[sequence.number] == len(set(crew).intersection(sequence.plan)):
                 yield sequence, view, at, yields, tier
 
     def _turns(
-        self, group: int, kept: dict[int, Kept], now: float
+        self, group: int, kept: dict[int, Kept], now: float, occupied: set[int]
     ) -> Iterator[tuple[int, int, int, Sequence, View, int, float]]:
         """(tier, turn, group, sequence, view, row, yields) of the rows of one group that may be
         packed, in the policy's order, lazily; groups take turns within a tier when merged."""
@@ -166,38 +167,40 @@ class Packer:
         rows = self._startable(group, waiting, now)
         view = self.ledger.view(group, rows, kept[group], now)
         order: Order = self.policy(view)
-        fits, available, turn = None, pages.available, 0
+        lonely, turn = not self.groups.shared, 0
+        state, fits = (pages.available, False), np.ones(len(rows), dtype=np.bool_)
         for tier in range(OWED if view.owed else ABSORBED, RELEGATED + 1):
-            of_tier = (order.tiers == tier).nonzero()[0]
-            if fits is not None:
-                of_tier = of_tier[fits[of_tier]]
-            for at in self._sorted(of_tier, order.keys, waiting, rows):
-                if fits is None or fits[at]:
+            rest, count = (order.tiers == tier).nonzero()[0], FEW
+            while len(rest := rest[fits[rest]]):
+                near, rest = self._nearest(rest, order.keys, count, waiting, rows)
+                for at in near:
+                    if not fits[at]:
+                        continue
                     yields = 0.0 if order.yields is None else float(order.yields[at])
                     yield tier, turn, group, waiting.sequences[rows[at]], view, at, yields
                     turn += 1
-                if pages.available < available:  # spare who would be tried in vain
-                    available = pages.available
-                    fits = waiting.need[rows] <= available
+                    if (pages.available, lonely and bool(occupied)) != state:
+                        state = pages.available, lonely and bool(occupied)
+                        fits = waiting.need[rows] <= state[0]  # the rest would be tried in vain
+                        if state[1]:
+                            fits &= ~view.long
+                count *= 4
 
-    def _sorted(self, among: Places, keys: Floats, waiting: Waiting, rows: Places) -> Iterator[int]:
-        """Those of a view's rows by key, ties by (arrival, id); sorted a few at a time."""
-        count = FEW
-        while len(among):
-            some, values = among, keys[among]
-            if len(among) > count:
-                near = values <= np.partition(values, count - 1)[count - 1]
-                some, values, among = among[near], values[near], among[~near]
-            else:
-                among = among[:0]
-            order = values.argsort(kind="stable")
-            placed: list[int] = some[order].tolist()
-            values = values[order]
-            if (values[1:] == values[:-1]).any():
-                sequences = waiting.sequences
-                placed.sort(key=lambda at: (keys[at], *sequences[rows[at]].key[1:]))
-            yield from placed
-            count *= 4
+    def _nearest(
+        self, rest: Places, keys: Floats, count: int, waiting: Waiting, rows: Places
+    ) -> tuple[list[int], Places]:
+        """(some `count` of a view's rows with the smallest keys, ties by (arrival, id); others)."""
+        some, values, others = rest, keys[rest], rest[:0]
+        if len(rest) > count:
+            near = values <= np.partition(values, count - 1)[count - 1]
+            some, values, others = rest[near], values[near], rest[~near]
+        order = values.argsort(kind="stable")
+        placed: list[int] = some[order].tolist()
+        values = values[order]
+        if (values[1:] == values[:-1]).any():
+            sequences = waiting.sequences
+            placed.sort(key=lambda at: (keys[at], *sequences[rows[at]].key[1:]))
+        return placed, others
 
     def _startable(self, group: int, waiting: Waiting, now: float) -> Places:
         """Places of the ready rows that have their pages, or can have them.
@@ -265,7 +268,7 @@ class Packer:
             groups = tuple(sorted({*groups, move.source, move.target}))
         if tail not in groups:
             groups = tuple(sorted((*groups, tail)))
-        if not room or any(group not in plan.loads for group in groups):
+        if not room or not plan.loads.keys() >= set(groups):
             return None
         limit = min(sequence.goal - sequence.packed, room)
         if self.settings.long_prefill_threshold_tokens is not None:
@@ -323,7 +326,7 @@ class Packer:
             rounds = self.starved.get(group, 0) + 1
             if rounds < self.settings.max_starved_rounds and not at_once:
                 continue
-            for sequence, _, _, _, _ in self._visits((group,), kept, now):
+            for sequence, _, _, _, _ in self._visits((group,), kept, now, set()):
                 if sequence.started or self.start(sequence):
                     part = self._where(plan, sequence)
                     if part is not None:
