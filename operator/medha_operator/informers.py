@@ -27,6 +27,7 @@ Raw = bytes | msgspec.Raw
 log = logging.getLogger("medha.operator.informers")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
+SHORT_WATCH_S = 1.0
 
 
 class Store(Generic[T]):
@@ -120,7 +121,10 @@ class Informer(Generic[T]):
                 await self.list()
                 pause_s = FIRST_PAUSE_S
                 while True:
+                    began_s = time.monotonic()
                     await self._watch()
+                    if time.monotonic() - began_s < SHORT_WATCH_S:
+                        await asyncio.sleep(SHORT_WATCH_S)  # the server ends it as it begins
             except ClusterError as error:
                 if error.status != 410:
                     log.warning("%s: %s", self.name, error)

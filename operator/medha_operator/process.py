@@ -154,7 +154,7 @@ class Process:
     def _judge(self) -> None:
         sources = (self._watches.oldest_news_s(), self._lease.heard_s)
         keys = [seen.key for seen in self.world.replicas]
-        self._health.judge(sources, self._leads(), keys)
+        self._health.judge(sources, self._leads(), keys, self._queue.behind_s)
         self._metrics.set("medha_operator_leading", float(self._lease.leading))
         self._metrics.set("medha_operator_queue_depth", float(len(self._queue)))
 

@@ -36,6 +36,12 @@ class WorkQueue(Generic[K]):
     def __len__(self) -> int:
         return len(self._due)
 
+    @property
+    def behind_s(self) -> float:
+        """For how long the first key has been due."""
+        now = self._clock()
+        return max(0.0, now - min(self._due.values(), default=now))
+
     def add(self, key: K, after_s: float = 0.0) -> None:
         """Look at `key` once `after_s` has passed, or sooner if that was said already."""
         due = self._clock() + after_s
