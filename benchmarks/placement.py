@@ -23,7 +23,7 @@ LABELS = ("topology.kubernetes.io/zone", "topology.kubernetes.io/rack", "nvidia.
 def nodes() -> list[NodeView]:
     return [
         node(f"n{each:04}", labels=dict(zip(LABELS, (
-            f"z{each % 2}", f"r{each // 8:03}", f"c{each // 4:03}"), strict=True)))
+            f"z{each // 8 % 2}", f"r{each // 8:03}", f"c{each // 4:03}"), strict=True)))
         for each in range(NODES)
     ]  # fmt: skip
 

@@ -26,6 +26,7 @@ from medha_operator.observed import NodeView, PodView
 from medha_operator.pods import pod_requests
 
 HOSTNAME = "kubernetes.io/hostname"
+_MOST = 1 << 30
 
 
 class Want(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,24 +116,39 @@ class Room:
 
     def __init__(self, want: Want, nodes: Sequence[NodeView], own: Iterable[PodView] = ()) -> None:
         self.want, self._nodes = want, nodes
-        self._own = _held(own, want)
         self._root = Domain("", None)
         self._leaves: dict[str, Domain] = {}
         self._free: dict[str, int] = {}  # pods that fit beside ours, below 0 where they do not
         upper, inner = _levels(want)
         self._depth = len(upper)
-        for node in nodes:
-            if not _usable(node, want):
+        self._build(_held(own, want), (*upper, *inner))
+
+    def _build(self, own: Mapping[str, Mapping[str, int]], levels: tuple[str, ...]) -> None:
+        """The tree of what can be used. A thousand nodes are read for every decision: full ones
+        without a pod of ours are left out, and each part is summed up once."""
+        requests = [(name, need) for name, need in self.want.requests.items() if need > 0]
+        parents: dict[tuple[str, ...], Domain] = {}
+        for node in self._nodes:
+            if not _usable(node, self.want):
                 continue
-            slots = self._slots(node)
-            at = self._root
-            for level in (*upper, *inner):
-                at = at.child(node.labels.get(level, ""))
-            leaf = at.children[node.name] = Domain(node.name, at, node.name)
+            held = own.get(node.name)
+            slots = _slots(node, requests, held)
+            if slots <= 0 and held is None:
+                continue
+            label = node.labels.get
+            path = tuple([label(level, "") for level in levels])
+            parent = parents.get(path)
+            if parent is None:
+                parent = self._root
+                for name in path:
+                    parent = parent.child(name)
+                parents[path] = parent
+            leaf = parent.children[node.name] = Domain(node.name, parent, node.name)
+            leaf.slots = max(slots, 0)
             self._leaves[node.name] = leaf
             self._free[node.name] = slots
-            if slots > 0:
-                leaf.add(slots)
+        for parent in parents.values():
+            parent.add(sum([leaf.slots for leaf in parent.children.values()]))
 
     def place_base(
         self, groups: int, most: int, promised: Mapping[str, int] = {}
@@ -186,14 +202,6 @@ class Room:
     def holds(self, nodes: Iterable[str]) -> bool:
         """Whether each node can be used and has room for all that was planned to it, ours too."""
         return all(self._free.get(name, -1) >= 0 for name in nodes)
-
-    def _slots(self, node: NodeView) -> int:
-        used, own, allocatable = node.used, self._own.get(node.name, {}), node.allocatable
-        return min(
-            (allocatable.get(name, 0) - used.get(name, 0) - own.get(name, 0)) // need
-            for name, need in self.want.requests.items()
-            if need > 0
-        )
 
     def _domains(self) -> list[Domain]:
         """Every domain that a whole replica must stay in."""
@@ -328,10 +336,26 @@ def _usable(node: NodeView, want: Want) -> bool:
     return (
         node.ready
         and node.schedulable
-        and _selected(node, want)
+        and (not want.node_selector or _selected(node, want))
         and (want.pack_level is None or want.pack_level in node.labels)
-        and not _repelled(node, want)
+        and (not node.taints or not _repelled(node, want))
     )
+
+
+def _slots(
+    node: NodeView, requests: Sequence[tuple[str, int]], held: Mapping[str, int] | None
+) -> int:
+    """How many more pods fit; below 0 where more was planned than there is."""
+    allocatable, used = node.allocatable.get, node.used.get
+    slots = _MOST
+    for name, need in requests:
+        left = allocatable(name, 0) - used(name, 0)
+        if held is not None:
+            left -= held.get(name, 0)
+        slots = min(slots, left // need)
+        if slots <= 0 and held is None:
+            break
+    return slots
 
 
 def _selected(node: NodeView, want: Want) -> bool:
