@@ -14,10 +14,10 @@ CODE   := $(wildcard core operator router worker tests examples benchmarks)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench lock clean
+.PHONY: help setup demo demo-cluster images test check format bench lock clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
 setup: $(READY) ## create .venv from the hash-locked requirements, and install medha into it
 
@@ -34,6 +34,12 @@ $(UV):
 
 demo: $(READY) ## start a small fleet on this machine and watch short prompts pass a long one
 	$(PY) examples/demo.py
+
+demo-cluster: $(READY) ## from nothing to a served model on a Kubernetes cluster, and back to nothing
+	$(PY) -m examples.demo_cluster
+
+images: $(READY) ## build the operator's, the router's and the worker's image (DEVICE=cpu: smaller)
+	$(PY) -m examples.images $(if $(DEVICE),--device $(DEVICE))
 
 test: $(READY) ## run every test that needs neither a GPU nor a cluster
 	$(PYTEST)
@@ -62,6 +68,7 @@ lock: | $(UV) ## compile requirements/*.txt again from pyproject.toml
 	$(COMPILE) pyproject.toml --extra worker -o requirements/worker.txt
 	$(COMPILE) pyproject.toml --all-extras --group test --group lint --group build -o requirements/dev.txt
 	echo uv | $(COMPILE) - -o requirements/bootstrap.txt
+	$(COMPILE) --group pyproject.toml:build -o requirements/build.txt
 
 clean: ## remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -10,13 +10,13 @@ import pytest
 
 
 def targets(makefile: str) -> set[str]:
-    return set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
 
 
 def commands(markdown: str) -> list[str]:
     """Targets of the `make` lines inside fenced blocks, in order."""
     blocks = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", markdown, flags=re.M | re.S)
-    return re.findall(r"^(?:\$ )?make ([a-z]+)", "\n".join(blocks), flags=re.MULTILINE)
+    return re.findall(r"^(?:\$ )?make ([a-z-]+)", "\n".join(blocks), flags=re.MULTILINE)
 
 
 def steps(script: str) -> list[str]:
@@ -56,7 +56,7 @@ def test_continuous_integration_runs_the_test_command_and_nothing_else(house: Pa
 
 def test_every_target_is_declared_and_explained(makefile: str) -> None:
     declared = re.findall(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
-    explained = re.findall(r"^([a-z]+):.*?## \S", makefile, flags=re.MULTILINE)
+    explained = re.findall(r"^([a-z-]+):.*?## \S", makefile, flags=re.MULTILINE)
     assert set(" ".join(declared).split()) == targets(makefile) == set(explained)
 
 

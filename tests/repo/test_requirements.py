@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-LOCKS = ("bootstrap", "dev", "operator", "router", "worker")
+LOCKS = ("bootstrap", "build", "dev", "operator", "router", "worker")
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 # An address, an option of pip that names one, or a direct reference to a file.
 PLACE = re.compile(r"://|--(?:extra-)?index-url|--find-links|--trusted-host|\bfile:|\s@\s")

@@ -1,0 +1,102 @@
+# The three images: docker build --target operator|router|worker .   (podman and buildah alike)
+#
+#   tools ──> <image>-packages   what requirements/<image>.txt locks: rebuilt when that file changes
+#         └─> <image>-code       core/ and the image's own folder:   rebuilt when code changes
+#   base  ──> <image>            the two, copied: no pip, no compiler, nothing to write to
+#
+# BASE holds Python 3.11 or later with `venv`, and Debian's libstdc++; nothing else is taken from it.
+# A package index other than pip's own, and the certificate to trust it by, are build secrets:
+#   --secret id=pip_conf,src=/etc/pip.conf  --secret id=pip_cert,src=ca.pem
+# DEVICE=cpu leaves out of the worker's image a third that is only ever loaded beside a GPU: Triton,
+# NIXL for CUDA 12, and libraries that torch opens when a kernel first asks for them. What torch is
+# linked with stays, so that the same wheels, and no others, run on both.
+ARG BASE=python:3.12-slim
+
+FROM ${BASE} AS tools
+ENV PIP_CACHE_DIR=/var/cache/pip PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore PYTHONDONTWRITEBYTECODE=1
+WORKDIR /build
+COPY requirements/build.txt requirements/
+RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=pip_cert \
+    --mount=type=cache,target=/var/cache/pip \
+    if [ -s /run/secrets/pip_cert ]; then export PIP_CERT=/run/secrets/pip_cert; fi; \
+    python3 -m venv /opt/tools \
+    && /opt/tools/bin/pip install --require-hashes --no-deps -r requirements/build.txt \
+    && python3 -m venv --without-pip /opt/medha
+
+FROM tools AS code
+COPY pyproject.toml README.md LICENSE ./
+COPY core core
+
+# What the three have in common: an unprivileged user, and /tmp as the one place to write.
+FROM ${BASE} AS base
+ENV PATH=/opt/medha/bin:/usr/local/bin:/usr/bin:/bin PYTHONPATH=/opt/code HOME=/tmp USER=medha \
+    PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+WORKDIR /tmp
+
+FROM tools AS operator-packages
+COPY requirements/operator.txt requirements/
+RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=pip_cert \
+    --mount=type=cache,target=/var/cache/pip \
+    if [ -s /run/secrets/pip_cert ]; then export PIP_CERT=/run/secrets/pip_cert; fi; \
+    /opt/tools/bin/pip --python /opt/medha/bin/python install --compile \
+        --require-hashes --no-deps -r requirements/operator.txt
+
+FROM code AS operator-code
+COPY operator operator
+RUN /opt/tools/bin/pip install --no-index --no-deps --no-build-isolation --compile --target /code .
+
+FROM base AS operator
+COPY --from=operator-packages /opt/medha /opt/medha
+COPY --from=operator-code /code /opt/code
+USER 65532:65532
+ENTRYPOINT ["python", "-m", "medha_operator"]
+
+FROM tools AS router-packages
+COPY requirements/router.txt requirements/
+RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=pip_cert \
+    --mount=type=cache,target=/var/cache/pip \
+    if [ -s /run/secrets/pip_cert ]; then export PIP_CERT=/run/secrets/pip_cert; fi; \
+    /opt/tools/bin/pip --python /opt/medha/bin/python install --compile \
+        --require-hashes --no-deps -r requirements/router.txt
+
+FROM code AS router-code
+COPY router router
+RUN /opt/tools/bin/pip install --no-index --no-deps --no-build-isolation --compile --target /code .
+
+FROM base AS router
+COPY --from=router-packages /opt/medha /opt/medha
+COPY --from=router-code /code /opt/code
+USER 65532:65532
+ENTRYPOINT ["python", "-m", "medha_router"]
+
+FROM tools AS worker-packages
+ARG DEVICE=cuda
+COPY requirements/worker.txt requirements/
+# An entry of the lock is `name==version` and its indented lines.
+RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=pip_cert \
+    --mount=type=cache,target=/var/cache/pip \
+    if [ -s /run/secrets/pip_cert ]; then export PIP_CERT=/run/secrets/pip_cert; fi; \
+    case "$DEVICE" in cuda) without=none ;; cpu) without="triton|nixl-cu12" ;; \
+        *) echo "DEVICE is $DEVICE: must be cuda or cpu" >&2; exit 2 ;; esac; \
+    awk -v without="^($without)==" '/^[^ ]/ { drop = $0 ~ without } !drop' \
+        requirements/worker.txt > wanted.txt \
+    && /opt/tools/bin/pip --python /opt/medha/bin/python install --compile \
+        --require-hashes --no-deps -r wanted.txt \
+    && cd /opt/medha/lib/python3*/site-packages \
+    && if [ "$DEVICE" = cpu ]; then rm -rf nvidia/cudnn/lib/libcudnn_*.so* nixl_ep_cu* \
+        nvidia/cu13/lib/libcusolverMg.so* nvidia/cu13/lib/libnvrtc*.alt.so* \
+        nvidia/cu13/lib/libnvperf_*.so* nvidia/cu13/lib/lib*.a nvidia/nvshmem/lib/*.bc \
+        nvidia/nvshmem/lib/*.a torch/include torch/lib/libtorch_cuda_linalg.so; fi \
+    && /opt/medha/bin/python -c "import torch, nixl._api"
+
+FROM code AS worker-code
+COPY worker worker
+RUN /opt/tools/bin/pip install --no-index --no-deps --no-build-isolation --compile --target /code .
+
+FROM base AS worker
+COPY --from=worker-packages /opt/medha /opt/medha
+COPY --from=worker-code /code /opt/code
+USER 65532:65532
+ENTRYPOINT ["python", "-m", "medha.cli"]
+CMD ["pod"]

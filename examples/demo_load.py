@@ -1,0 +1,120 @@
+"""Who plays the clients of `make demo-cluster`, and who watches a replica grow meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+
+import httpx
+
+from medha.cli.open_loop import Prompts, Target, ask, connect, prompts_from, vocabulary
+from medha.cli.watch import read_status
+from medha.messages import ReplicaStatus
+from medha.sim.report import Record
+from medha.sim.workload import Arrival
+
+LOOK_S = 0.1
+
+
+async def one(url: str, model: str, prompt_tokens: int, output_tokens: int, id: str) -> Record:
+    """One request now; its record's clock starts with it."""
+    target = Target(url=url, model=model)
+    async with connect(url) as client:
+        prompts = prompts_from(await vocabulary(client, target), seed=sum(id.encode()))
+        arrival = Arrival(
+            id=id, arrival_s=0.0, prompt_tokens=prompt_tokens, output_tokens=output_tokens
+        )
+        return await ask(client, target, arrival, prompts(arrival), time.monotonic())
+
+
+class Growth:
+    """Watches a replica from its controller's own words, while it is entered.
+
+    `used`: the part of group 0 that was in use when a second group was first asked for;
+    `joined_s`: seconds from that until two groups ran; `generation`: the newest one seen.
+    """
+
+    def __init__(self, controller: str, tokens_per_group: int, page_tokens: int) -> None:
+        self._url = controller
+        self._pages = tokens_per_group / page_tokens
+        self.used = float("inf")
+        self.asked_s: float | None = None
+        self.joined_s: float | None = None
+        self.generation = 0
+        self.last: ReplicaStatus | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="growth")
+
+    def __enter__(self) -> Growth:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with httpx.Client(timeout=5.0, trust_env=False) as client:
+            while not self._over.wait(LOOK_S):
+                status = read_status(client, self._url)
+                if status is not None:
+                    self._saw(status, time.monotonic())
+
+    def _saw(self, status: ReplicaStatus, now: float) -> None:
+        self.last = status
+        self.generation = max(self.generation, status.generation)
+        first = status.groups[0]
+        if self.asked_s is None and status.wanted_groups > 1:
+            self.asked_s = now
+            self.used = (first.pages - first.free_pages) / self._pages
+        running = [group for group in status.groups if group.state == "running"]
+        if self.joined_s is None and self.asked_s is not None and len(running) > 1:
+            self.joined_s = now - self.asked_s
+
+
+class Load:
+    """Short requests at a steady rate, open loop, while it is entered; then those that are under
+    way are waited for. `records` grows as they end."""
+
+    def __init__(self, url: str, model: str, rate: float, prompt_tokens: int) -> None:
+        self._url, self._target = url, Target(url=url, model=model)
+        self._rate, self._prompt_tokens = rate, prompt_tokens
+        self.records: list[Record] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def ttft_p99_s(self) -> float:
+        """The 99th percentile of the times to the first token."""
+        times = sorted(each.ttft_s for each in self.records if each.ttft_s is not None)
+        return times[min(len(times) - 1, int(0.99 * len(times)))] if times else float("inf")
+
+    async def _run(self) -> None:
+        async with connect(self._url) as client:
+            prompts = prompts_from(await vocabulary(client, self._target), seed=1)
+            start = time.monotonic()
+            async with asyncio.TaskGroup() as tasks:
+                for number in itertools.count():
+                    due_s = number / self._rate
+                    await asyncio.sleep(max(0.0, start + due_s - time.monotonic()))
+                    if self._over.is_set():
+                        return
+                    tasks.create_task(self._one(client, prompts, number, due_s, start))
+
+    async def _one(
+        self, client: httpx.AsyncClient, prompts: Prompts, number: int, due_s: float, start: float
+    ) -> None:
+        arrival = Arrival(
+            id=f"load-{number}", arrival_s=due_s, prompt_tokens=self._prompt_tokens,
+            output_tokens=16,
+        )  # fmt: skip
+        self.records.append(await ask(client, self._target, arrival, prompts(arrival), start))

@@ -1,0 +1,188 @@
+"""A Kubernetes cluster to try things on: yours, one of kind's, or one of the local cluster tool's.
+
+MEDHA_TEST_KUBECONFIG=1    the cluster of $KUBECONFIG; it must have the images, and the model's
+                           folder on every node ($MEDHA_TEST_MODEL names it)
+kind on PATH               a cluster of its own, removed at the end
+$MEDHA_CLUSTER_TOOL        likewise; without it the tool beside this checkout, where there is one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from examples.images import HOUSE, archive, image
+
+TOOL = HOUSE.parent / "shared" / "kubernetes" / "cluster"
+ARCHIVES = HOUSE / "build" / "images"
+MODEL = HOUSE / "build" / "cluster-model"
+MINUTE_S = 60.0
+
+
+class Failed(Exception):
+    """A command did not do what it should, or what was awaited did not come."""
+
+
+class Testbed:
+    """A cluster and the commands that speak to it. `load` brings an image to its nodes."""
+
+    __test__ = False  # no test of pytest's, whatever the name looks like
+
+    def __init__(
+        self, kind: str, environ: dict[str, str], load: Callable[[str], None], model: pathlib.Path
+    ) -> None:
+        self.kind, self._environ, self.load, self.model = kind, environ, load, model
+
+    def run(self, *command: str, text: str | None = None, timeout_s: float = 2 * MINUTE_S) -> str:
+        """The output of a program that finds the cluster; raises Failed with what it said."""
+        try:
+            done = subprocess.run(
+                command, env=self._environ, input=text, capture_output=True, text=True,
+                timeout=timeout_s,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise Failed(f"{' '.join(command)}: not done after {timeout_s:.0f} s") from None
+        if done.returncode:
+            raise Failed(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()[-2000:]}")
+        return done.stdout
+
+    def kubectl(self, *arguments: str, text: str | None = None, timeout_s: float = 120.0) -> str:
+        return self.run("kubectl", *arguments, text=text, timeout_s=timeout_s)
+
+    def get(self, *what: str) -> dict[str, Any]:
+        """An object, or a list of them under `items`."""
+        found: dict[str, Any] = json.loads(self.kubectl("get", *what, "-o", "json"))
+        return found
+
+    @contextlib.contextmanager
+    def forwarded(self, namespace: str, to: str, port: int) -> Iterator[str]:
+        """The URL of a port of a pod or service, as seen from here."""
+        here = _free_port()
+        with self._door(here, "-n", namespace, "port-forward", to, f"{here}:{port}"):
+            yield f"http://127.0.0.1:{here}"
+
+    @contextlib.contextmanager
+    def proxied(self) -> Iterator[str]:
+        """The URL of the API server, without credentials."""
+        here = _free_port()
+        with self._door(here, "proxy", f"--port={here}"):
+            yield f"http://127.0.0.1:{here}"
+
+    @contextlib.contextmanager
+    def _door(self, here: int, *arguments: str) -> Iterator[None]:
+        """A kubectl that listens on a port of ours, while it is entered."""
+        with subprocess.Popen(
+            ["kubectl", *arguments], env=self._environ, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            try:
+                until(lambda: _listens(here), f"kubectl {' '.join(arguments)}", 30.0)
+                yield
+            finally:
+                process.terminate()
+
+
+def until(true: Callable[[], object], what: str, limit_s: float) -> float:
+    """Wait for it; returns the seconds that it took, raises Failed when it does not come."""
+    began_s = time.monotonic()
+    while not true():
+        if time.monotonic() - began_s > limit_s:
+            raise Failed(f"{what}: not within {limit_s:.0f} s")
+        time.sleep(0.1)
+    return time.monotonic() - began_s
+
+
+@contextlib.contextmanager
+def opened(name: str, nodes: int = 2) -> Iterator[Testbed]:
+    """The cluster that this machine offers; what was made for it is removed at the end."""
+    if os.environ.get("MEDHA_TEST_KUBECONFIG") == "1":
+        yield _given()
+    elif shutil.which("kind"):
+        with _kind(name, nodes) as testbed:
+            yield testbed
+    else:
+        with _tool(name, nodes) as testbed:
+            yield testbed
+
+
+def _given() -> Testbed:
+    model = os.environ.get("MEDHA_TEST_MODEL")
+    if not model:
+        sys.exit("MEDHA_TEST_MODEL is not set: name the model's folder on the cluster's nodes")
+    return Testbed("given", dict(os.environ), lambda target: None, pathlib.Path(model))
+
+
+@contextlib.contextmanager
+def _kind(name: str, nodes: int) -> Iterator[Testbed]:
+    kubeconfig = HOUSE / "build" / f"kind-{name}.kubeconfig"
+    kubeconfig.parent.mkdir(exist_ok=True)
+    environ = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+    MODEL.mkdir(parents=True, exist_ok=True)
+    mount = [{"hostPath": str(MODEL), "containerPath": str(MODEL)}]
+    roles = ["control-plane", *["worker"] * nodes]
+    cluster = {
+        "kind": "Cluster", "apiVersion": "kind.x-k8s.io/v1alpha4",
+        "nodes": [{"role": role, "extraMounts": mount} for role in roles],
+    }  # fmt: skip
+    named = ["--name", name]
+
+    def load(target: str) -> None:
+        subprocess.run(
+            ["kind", "load", "image-archive", str(archive(target, ARCHIVES)), *named], check=True
+        )
+
+    try:
+        subprocess.run(
+            ["kind", "create", "cluster", *named, "--wait", "3m", "--config", "-"],
+            input=json.dumps(cluster), text=True, env=environ, check=True,
+        )  # fmt: skip
+        yield Testbed("kind", environ, load, MODEL)
+    finally:
+        subprocess.run(["kind", "delete", "cluster", *named], env=environ, check=False)
+
+
+@contextlib.contextmanager
+def _tool(name: str, nodes: int) -> Iterator[Testbed]:
+    tool = os.environ.get("MEDHA_CLUSTER_TOOL", str(TOOL))
+    if not pathlib.Path(tool).is_file():
+        sys.exit("no cluster: install kind, or set MEDHA_TEST_KUBECONFIG=1 and KUBECONFIG")
+    named = ["--name", name]
+
+    def call(*arguments: str) -> str:
+        done = subprocess.run([tool, *arguments], capture_output=True, text=True)
+        if done.returncode:
+            raise Failed(f"{tool} {' '.join(arguments)}: {(done.stdout + done.stderr)[-2000:]}")
+        return done.stdout
+
+    def load(target: str) -> None:
+        call("load", *named, "--image", image(target), str(archive(target, ARCHIVES)))
+
+    try:
+        call("up", *named, "--nodes", str(nodes))
+        exports = dict(re.findall(r"^export (\w+)=(\S+)$", call("env", *named), flags=re.M))
+        path = exports["PATH"].replace('"', "").replace("$PATH", os.environ["PATH"])
+        environ = {**os.environ, "KUBECONFIG": exports["KUBECONFIG"], "PATH": path}
+        yield Testbed("local", environ, load, MODEL)
+    finally:
+        call("down", *named)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
