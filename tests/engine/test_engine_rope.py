@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import (
 
 from medha.errors import CheckpointError
 from medha_worker.model.config import read_config
-from medha_worker.model.rope import Rotary, rotate
+from medha_worker.model.rope import Rotary, interleaved, rotate
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500_000.0},
@@ -84,8 +84,29 @@ def test_rotation_is_that_of_transformers() -> None:
     expected, _ = apply_rotary_pos_emb(q.transpose(0, 1)[None], q.transpose(0, 1)[None],
                                        double.cos(), double.sin())  # fmt: skip
     found = q.clone()
-    rotate(found, angle.cos(), angle.sin())
-    assert torch.allclose(found, expected[0].transpose(0, 1), atol=1e-6)
+    _by_pairs(found).copy_(q.view(9, 4, 2, 32).transpose(2, 3))
+    rotate(found, torch.complex(angle.cos(), angle.sin()))
+    turned = _by_pairs(found).transpose(2, 3).reshape(9, 4, 64)
+    assert torch.allclose(turned, expected[0].transpose(0, 1), atol=1e-6)
+
+
+def test_the_two_of_a_pair_come_to_stand_side_by_side_in_every_head() -> None:
+    rows = torch.arange(12.0).view(12, 1).expand(12, 3)
+    assert interleaved(rows, 6)[:, 2].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    assert interleaved(rows[:, 0], 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11]
+
+
+def _by_pairs(x: torch.Tensor) -> torch.Tensor:
+    return x.view(*x.shape[:-1], -1, 2)
+
+
+def test_narrow_types_are_turned_in_float32() -> None:
+    wide = torch.randn(5, 2, 16).bfloat16().float()
+    turns = torch.polar(torch.ones(5, 1, 8), torch.randn(5, 1, 8))
+    narrow = wide.bfloat16()
+    rotate(narrow, turns)
+    rotate(wide, turns)
+    assert torch.equal(narrow, wide.bfloat16())
 
 
 def test_sequences_of_one_batch_keep_their_own_dynamic_base(tmp_path: pathlib.Path) -> None:

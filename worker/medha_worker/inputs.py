@@ -29,17 +29,17 @@ Ids = npt.NDArray[np.int64]
 class StepInputs:
     """One step for one rank.
 
-    `tokens` int64 [rows]; `cos`, `sin` float32 [rows, 1, head_dim / 2]; `attention` the planned
-    spans; `slots` where the written rows' keys and values go; `written` int64 rows that are, None
-    when all are; `shared` the rows whose attention spans groups. `yielding` are the rows to sample
-    here: (batch row, sequence, position of the token to be drawn), `yield_rows` the rows alone.
+    `tokens` int64 [rows]; `turns` complex64 [rows, 1, head_dim / 2] the rows' rotary angles;
+    `attention` the planned spans; `slots` where the written rows' keys and values go; `written`
+    int64 rows that are, None when all are; `shared` the rows whose attention spans groups.
+    `yielding` are the rows to sample here: (batch row, sequence, position of the token to be
+    drawn), `yield_rows` the rows alone.
     """
 
     number: int
     rows: int
     tokens: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    turns: torch.Tensor
     attention: Plan
     slots: Slots
     written: torch.Tensor | None
@@ -95,8 +95,7 @@ class InputBuilder:
             number=step.batch.number,
             rows=starts[-1],
             tokens=torch.from_numpy(tokens),
-            cos=cos,
-            sin=sin,
+            turns=torch.complex(cos, sin),
             attention=self.attention.plan(spans),
             slots=(torch.from_numpy(pages), torch.from_numpy(kept % self.kv.page_tokens)),
             written=None if written is None else torch.from_numpy(written),

@@ -65,13 +65,17 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[tuple[int, Logpr
     which ends the sequence rather than the rank.
     """
     raw = logits
-    if not math.isfinite(logits.sum().item()):
+    best, tokens = raw.max(-1)
+    if not all(map(math.isfinite, best.tolist())):  # a NaN is the maximum of its row
         raw = torch.nan_to_num(logits, nan=float("-inf"), posinf=1e30, neginf=float("-inf"))
+        best, tokens = raw.max(-1)
+    scores = raw
     adjusted = [i for i, draw in enumerate(draws) if _adjusted(draw)]
-    scores = raw.clone() if adjusted else raw
-    for i in adjusted:
-        _adjust(scores[i], draws[i])
-    best, tokens = scores.max(-1)
+    if adjusted:
+        scores = raw.clone()
+        for i in adjusted:
+            _adjust(scores[i], draws[i])
+        best, tokens = scores.max(-1)
     drawn = [i for i, draw in enumerate(draws) if draw.sampling.temperature >= GREEDY_BELOW]
     if drawn:
         index = torch.tensor(drawn)
@@ -168,13 +172,13 @@ def _logprobs(
     raw: torch.Tensor, chosen: Sequence[int], draws: Sequence[Draw]
 ) -> list[Logprob | None]:
     reports: list[Logprob | None] = []
-    for row, token, draw in zip(raw, chosen, draws, strict=True):
+    for row, (token, draw) in enumerate(zip(chosen, draws, strict=True)):
         count = draw.sampling.logprobs
         if count is None:
             reports.append(None)
             continue
-        logprobs = row.log_softmax(-1)
-        best = logprobs.topk(min(count, len(row)))
+        logprobs = raw[row].log_softmax(-1)
+        best = logprobs.topk(min(count, len(logprobs)))
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         reports.append(Logprob(float(logprobs[token]), tuple(top)))
     return reports

@@ -20,6 +20,7 @@ from medha.errors import CheckpointError
 from medha.topology import check_tp, kv_heads_of
 from medha_worker.model.config import LlamaConfig, read_json
 from medha_worker.model.layers import LayerWeights, Linear, paneled
+from medha_worker.model.rope import interleaved
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -180,28 +181,38 @@ class _Loader:
         gate_up = [(mlp + name, c.intermediate, self.mlp_rows) for name in ("gate_proj", "up_proj")]
         return LayerWeights(
             attention_norm=self._vector(prefix + "input_layernorm.weight"),
-            qkv=self._columns(qkv, c.attention_bias),
+            qkv=self._columns(qkv, c.attention_bias, rotated=2),
             out=self._row(attention + "o_proj", q_all, self.q_rows, c.attention_bias),
             mlp_norm=self._vector(prefix + "post_attention_layernorm.weight"),
-            gate_up=self._columns(gate_up, c.mlp_bias),
+            gate_up=self._columns(gate_up, c.mlp_bias, halves=2),
             down=self._row(mlp + "down_proj", c.intermediate, self.mlp_rows, c.mlp_bias),
         )
 
-    def _columns(self, parts: list[tuple[str, int, range]], biased: bool) -> Linear:
-        """Column-parallel projections side by side: output rows `range` of each."""
-        width = sum(len(rows) for _, _, rows in parts)
+    def _columns(
+        self,
+        parts: list[tuple[str, int, range]],
+        biased: bool,
+        *,
+        rotated: int = 0,
+        halves: int = 1,
+    ) -> Linear:
+        """Column-parallel projections side by side: output rows `range` of each; the first
+        `rotated` are interleaved, and no panel holds columns of two of the equal `halves`."""
+        width, D = sum(len(rows) for _, _, rows in parts), self.config.head_dim
         weight = torch.empty(self.config.hidden, width, dtype=self.dtype)
         bias = torch.empty(width, dtype=self.dtype) if biased else None
         at = 0
-        for name, outputs, rows in parts:
+        for number, (name, outputs, rows) in enumerate(parts):
             cut = slice(at, at + len(rows))
             found = self.checkpoint.slice(name + ".weight", (outputs, self.config.hidden))
-            weight[:, cut].copy_(self._count(found[rows.start : rows.stop, :]).t())
+            own = self._count(found[rows.start : rows.stop, :])
+            weight[:, cut].copy_((interleaved(own, D) if number < rotated else own).t())
             if bias is not None:
                 part = self.checkpoint.slice(name + ".bias", (outputs,))
-                bias[cut].copy_(self._count(part[rows.start : rows.stop]))
+                own = self._count(part[rows.start : rows.stop])
+                bias[cut].copy_(interleaved(own, D) if number < rotated else own)
             at += len(rows)
-        return Linear(paneled(weight), bias)
+        return Linear(paneled(weight, halves), bias)
 
     def _row(self, name: str, inputs: int, columns: range, biased: bool) -> Linear:
         """A row-parallel projection: input columns `columns`; its bias counts once, on shard 0."""

@@ -8,8 +8,10 @@ never exist as a whole. Two paths, each a few large operations per layer:
   query heads of a KV head folded into rows), then the chunk itself causally;
 * single rows of all sequences (decodes) attend together: every page is one entry of a batched
   product, and the pages' states are summed per row. So ragged lengths cost no padding, and where
-  the batch's pages lie side by side in the pool, whoever owns them, they are read in place. Pages
-  partly filled stand apart: they alone need a mask, and are read no further than the fullest.
+  the batch's pages lie side by side in the pool, whoever owns them, they are read in place: a
+  stretch that fits the cache is streamed into it first, for products of few rows wait for memory
+  at every page. Pages partly filled stand apart: they alone need a mask, and are read no further
+  than the fullest.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ Ids = npt.NDArray[np.int64]
 RUN_PAGES = 8
 # Pages from which on a run is worth parting: its partial pages are then read less far.
 PARTED_PAGES = 16
-# Pages of single rows gathered at once: few enough to stay in the core's cache until read.
-GATHERED_PAGES = 8
+# Bytes of single rows' pages gathered at once, or streamed at once where they are read in place:
+# few enough to stay in a core's cache until they are used.
+GATHERED_BYTES, STREAMED_BYTES = 2**20, 2**21
 # Tiles of single rows are larger: most of their pages need no workspace.
 SINGLES_TILES = 4
 
@@ -52,6 +55,9 @@ class ReferenceAttention:
     ) -> None:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.page_tokens, self.tile_pages = page_tokens, tile_pages
+        page_bytes = 2 * kv_heads * page_tokens * head_dim * 4
+        self.gathered_pages = max(GATHERED_BYTES // page_bytes, 1)
+        self.streamed_pages = max(STREAMED_BYTES // page_bytes, RUN_PAGES)
         self._workspace = torch.empty(0)
 
     def plan(self, spans: Sequence[Span]) -> Plan:
@@ -103,12 +109,17 @@ class ReferenceAttention:
         """A tile of ascending `pages` with their owners and tokens filled."""
         full = filled == self.page_tokens
         runs = _runs(pages, full)
-        orders = [run for run in runs if len(run) >= RUN_PAGES]
+        orders = [
+            piece
+            for run in runs
+            if len(run) >= RUN_PAGES
+            for piece in np.array_split(run, -(-len(run) // self.streamed_pages))
+        ]
         in_place = len(orders)
         short = np.concatenate([*(run for run in runs if len(run) < RUN_PAGES), _NONE])
         for alike in (short[full[short]], short[~full[short]]):
-            starts = range(0, len(alike), GATHERED_PAGES)
-            orders.extend(alike[at : at + GATHERED_PAGES] for at in starts)
+            starts = range(0, len(alike), self.gathered_pages)
+            orders.extend(alike[at : at + self.gathered_pages] for at in starts)
         blocks = tuple(
             self._plan_block(pages[order], owner[order], filled[order], number < in_place)
             for number, order in enumerate(orders)
@@ -278,6 +289,7 @@ class ReferencePlan:
         K, P = self.kernel, block.owner.numel()
         if block.index is None:
             kv = pool[block.first : block.first + P, :, :, : block.tokens].float()
+            kv.sum()  # reads it in one stream
         else:
             size = pool[0].numel() if block.tokens == K.page_tokens else K.head_dim
             kv = K.gather(pool, block.index, size).view(P, 2, K.kv_heads, block.tokens, -1)

@@ -46,12 +46,13 @@ class Linear:
         return out.view(len(out), len(self.weight), -1).transpose(0, 1)
 
 
-def paneled(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` [in, out] as a Linear keeps it: contiguous, in panels where that pays (float32)."""
+def paneled(weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """`weight` [in, out] as a Linear keeps it: contiguous, in panels where that pays (float32). No
+    panel holds columns of two of the equal `parts`."""
     inputs, outputs = weight.shape
     if weight.dtype == torch.float32 and outputs >= WIDE:
         for width in range(PANEL, outputs // 2 + 1, 16):
-            if outputs % width == 0:
+            if outputs // parts % width == 0:
                 return weight.reshape(inputs, -1, width).transpose(0, 1).contiguous()
     return weight.contiguous()
 
@@ -60,8 +61,9 @@ def paneled(weight: torch.Tensor) -> torch.Tensor:
 class LayerWeights:
     """One layer's share of a shard.
 
-    `qkv` [hidden, (heads + 2·kv_heads)·head_dim]: query, key, value side by side; `out`
-    [heads·head_dim, hidden]; `gate_up` [hidden, 2·intermediate]; `down` [intermediate, hidden].
+    `qkv` [hidden, (heads + 2·kv_heads)·head_dim]: query, key, value side by side, those of query
+    and key with the halves of each head `interleaved`; `out` [heads·head_dim, hidden]; `gate_up`
+    [hidden, 2·intermediate], no panel in both; `down` [intermediate, hidden].
     Counts are the shard's. A row-parallel bias (`out`, `down`) is held by shard 0 alone.
     """
 
@@ -80,7 +82,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
     return torch.mul(x, scale).to(x.dtype).mul_(weight)
 
 
-def gated(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up for `x` [rows, 2·intermediate] holding gate and up side by side."""
-    half = x.shape[-1] // 2
-    return functional.silu(x[:, :half]).mul_(x[:, half:])
+def gated(gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
+    """silu(gate x) · up x [rows, intermediate], gate and up side by side in `gate_up`."""
+    weight, bias = gate_up.weight, gate_up.bias
+    if weight.ndim == 2:
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+    panels, _, width = weight.shape  # the products stay [panels, rows, width] until gated
+    both = torch.bmm(x.expand(panels, -1, -1), weight)
+    if bias is not None:
+        both.add_(bias.view(panels, 1, width))
+    gate, up = both.chunk(2)
+    out = x.new_empty(len(x), len(up) * width)
+    torch.mul(functional.silu(gate), up, out=out.view(len(x), -1, width).transpose(0, 1))
+    return out

@@ -50,12 +50,11 @@ class Llama:
         are written to `kv`.
         """
         hidden = self._embed(x) if self.layers.start == 0 else x
-        cos, sin = inputs.cos.to(hidden.dtype), inputs.sin.to(hidden.dtype)
         for number, layer in zip(self.layers, self.weights.layers, strict=True):
-            attended = self._attend(number, layer, hidden, cos, sin, inputs, kv, column)
+            attended = self._attend(number, layer, hidden, inputs, kv, column)
             self._add(hidden, layer.out, attended)
             normed = rms_norm(hidden, layer.mlp_norm, self.eps)
-            self._add(hidden, layer.down, gated(layer.gate_up(normed)))
+            self._add(hidden, layer.down, gated(layer.gate_up, normed))
         return hidden
 
     @torch.inference_mode()
@@ -85,15 +84,13 @@ class Llama:
         number: int,
         layer: LayerWeights,
         hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
         inputs: StepInputs,
         kv: KvPages,
         column: KvpColumn,
     ) -> torch.Tensor:
         normed = rms_norm(hidden, layer.attention_norm, self.eps)
         qkv = layer.qkv(normed).view(inputs.rows, -1, self.config.head_dim)
-        rotate(qkv[:, : self.heads + self.kv_heads], cos, sin)
+        rotate(qkv[:, : self.heads + self.kv_heads], inputs.turns)
         rows = qkv[:, self.heads :]
         if inputs.written is None:
             kv.write(number, rows, inputs.slots)

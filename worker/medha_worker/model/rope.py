@@ -1,6 +1,8 @@
 """Rotary positions: frequencies of every scaling kind, and the rotation of queries and keys.
 
-Position p turns pair (i, i + d/2) of a head by p·f_i, f_i = θ^(−2i/d), with f scaled by kind:
+Position p turns pair (i, i + d/2) of a head by p·f_i, f_i = θ^(−2i/d). Weights are loaded with the
+two of a pair side by side, as one complex number, so that a turn is one product; scores stay as
+they are, since queries and keys are ordered alike. f is scaled by kind:
 
 * linear: f / s.   * llama3: f / s for long wavelengths, f for short ones, smooth between.
 * yarn (arXiv 2309.00071): f / s below β_slow turns over the trained length, f above β_fast, a ramp
@@ -55,12 +57,21 @@ class Rotary:
         return frequencies(self.rope, self.head_dim, tokens)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate `x` [rows, heads, head_dim] in place by the angles [rows, 1, head_dim / 2]."""
-    low, high = x.chunk(2, dim=-1)
-    turned = torch.mul(low, cos).addcmul_(high, sin, value=-1)
-    high.mul_(cos).addcmul_(low, sin)
-    low.copy_(turned)
+def interleaved(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows [heads · head_dim, …] of a checkpoint with pairs (i, i + head_dim / 2) of each head side
+    by side."""
+    halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def rotate(x: torch.Tensor, turns: torch.Tensor) -> None:
+    """Rotate interleaved `x` [rows, heads, head_dim] in place by `turns`, complex64 [rows, 1,
+    head_dim / 2] cos + i·sin."""
+    pairs = x.view(*x.shape[:-1], -1, 2)
+    if x.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(turns)
+    else:  # there are no complex numbers of narrow types
+        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(turns)))
 
 
 def frequencies(rope: Rope, head_dim: int, tokens: int) -> torch.Tensor:
