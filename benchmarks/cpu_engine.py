@@ -2,6 +2,7 @@
 what batching brings.
 
     python benchmarks/cpu_engine.py
+    python benchmarks/cpu_engine.py --model-size large --contexts 32 2048 --no-prefill
 
 Both run the same checkpoint in float32 and take turns; each row compares the best of its rounds in
 seconds of CPU time, which is wall time on an idle machine, and says what the ratio is by the wall
@@ -30,12 +31,22 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from medha_worker.testing.checkpoint import DEMO, write_checkpoint
+from medha_worker.testing.checkpoint import DEMO, TinyModel, write_checkpoint
 from medha_worker.testing.engine import SoloEngine, Tokens
 from medha_worker.testing.prompts import recalling
 
-# The demo's model: its weights do not drown what paging, chunking and batching cost.
-MODEL = DEMO
+# 4, 8 and 20 million parameters. The demo's model is the one to judge by: its weights do not drown
+# what paging, chunking and batching cost.
+MODELS = {
+    "small": TinyModel(
+        layers=6, hidden=192, heads=6, kv_heads=2, head_dim=32, intermediate=576, vocab=4096,
+    ),
+    "demo": DEMO,
+    "large": TinyModel(
+        layers=10, hidden=384, heads=6, kv_heads=2, head_dim=64, intermediate=1088, vocab=4096,
+        max_tokens=131_072,
+    ),
+}  # fmt: skip
 PROMPT_TOKENS, CHUNK_TOKENS = 8192, 1024
 DECODES, CONTEXTS_TOKENS, STEPS = 16, (128, 512, 1024), 24
 
@@ -84,7 +95,7 @@ def best(rounds: int, *runs: Callable[[], Clock]) -> list[Clock]:
 
 
 def prefill(engine: SoloEngine, model: Any, rounds: int) -> Row:
-    prompt = recalling(PROMPT_TOKENS, MODEL.vocab)
+    prompt = recalling(PROMPT_TOKENS, engine.config.vocab)
 
     def ours() -> Clock:
         begin = Clock.now()
@@ -102,7 +113,7 @@ def prefill(engine: SoloEngine, model: Any, rounds: int) -> Row:
 
 
 def decode(engine: SoloEngine, model: Any, context_tokens: int, rounds: int) -> Row:
-    prompts = [recalling(context_tokens, MODEL.vocab, seed) for seed in range(DECODES)]
+    prompts = [recalling(context_tokens, engine.config.vocab, seed) for seed in range(DECODES)]
 
     def ours() -> Clock:
         stamps: list[Clock] = []
@@ -151,20 +162,34 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    given = arguments()
     torch.set_num_threads(1)
+    longest = max(*given.contexts, 0 if given.no_prefill else PROMPT_TOKENS // DECODES)
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = write_checkpoint(pathlib.Path(folder), MODEL)
-        engine = SoloEngine(checkpoint, pages=DECODES * (max(CONTEXTS_TOKENS) // 64 + 1))
+        checkpoint = given.checkpoint
+        if checkpoint is None:
+            checkpoint = write_checkpoint(pathlib.Path(folder), MODELS[given.model_size])
+        engine = SoloEngine(checkpoint, pages=DECODES * (longest // 64 + 1))
         model = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
-        rows = [decode(engine, model, tokens, rounds) for tokens in CONTEXTS_TOKENS]
-        rows.append(prefill(engine, model, min(rounds, 2)))
+        rows = [decode(engine, model, tokens, given.rounds) for tokens in given.contexts]
+        if not given.no_prefill:
+            rows.append(prefill(engine, model, min(given.rounds, 2)))
     show(rows)
     return 0 if all(row.met for row in rows) else 1
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="the best of so many counts")
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS_TOKENS,
+                        help="tokens of the prompts before decodes")  # fmt: skip
+    parser.add_argument("--model-size", choices=MODELS, default="demo")
+    parser.add_argument("--checkpoint", type=pathlib.Path, help="a folder to read a Llama from"
+                        " instead: config.json and *.safetensors")  # fmt: skip
+    parser.add_argument("--no-prefill", action="store_true", help="decodes only")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
