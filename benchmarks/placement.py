@@ -29,7 +29,7 @@ def nodes() -> list[NodeView]:
 
 
 def from_cold() -> tuple[float, int]:
-    """Seconds to place all replicas one after another, and how many racks they came to lie in."""
+    """Processor seconds to place all replicas one after another, and how many racks they came to lie in."""
     every = {each.name: each for each in nodes()}
     parallelism = {"tp": 4, "spp": 8, "kvp": {"min": 1, "max": 2}}
     wants = [
@@ -38,7 +38,7 @@ def from_cold() -> tuple[float, int]:
         for index in range(REPLICAS)
     ]  # fmt: skip
     racks = set()
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     for want in wants:
         room = Room(want, list(every.values()))
         placed = room.place_base(1, 2)
@@ -50,21 +50,21 @@ def from_cold() -> tuple[float, int]:
                     for each, amount in want.requests.items()}  # fmt: skip
             every[name] = msgspec.structs.replace(before, used=used)
             racks.add(before.labels[LABELS[1]])
-    return time.perf_counter() - began_s, len(racks)
+    return time.process_time() - began_s, len(racks)
 
 
 def one_look(count: int = 200) -> tuple[float, float]:
-    """Seconds of `plan` and of `status` for a converged resource of 8 pods in that cluster."""
+    """Processor seconds of `plan` and of `status` for a converged resource of 8 pods in that cluster."""
     cluster = Cluster(resource(parallelism={"tp": 4, "spp": 8}), nodes())
     cluster.settle()
     seen: Observed = cluster.observed()
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     for _ in range(count):
         assert plan(cluster.resource, seen, SETTINGS) == []
-    planned_s = time.perf_counter()
+    planned_s = time.process_time()
     for _ in range(count):
         status(cluster.resource, seen, SETTINGS, generation=1)
-    return (planned_s - began_s) / count, (time.perf_counter() - planned_s) / count
+    return (planned_s - began_s) / count, (time.process_time() - planned_s) / count
 
 
 def main() -> None:

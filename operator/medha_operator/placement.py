@@ -27,6 +27,7 @@ from medha_operator.pods import pod_requests
 
 HOSTNAME = "kubernetes.io/hostname"
 _MOST = 1 << 30
+_ORDER = {"cpu": 0, "memory": 1, "pods": 2}  # what every node has; devices come before
 
 
 class Want(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +127,9 @@ class Room:
     def _build(self, own: Mapping[str, Mapping[str, int]], levels: tuple[str, ...]) -> None:
         """The tree of what can be used. A thousand nodes are read for every decision: full ones
         without a pod of ours are left out, and each part is summed up once."""
-        requests = [(name, need) for name, need in self.want.requests.items() if need > 0]
+        wanted = self.want.requests.items()
+        # The device first: of a busy node it is what has run out.
+        requests = sorted(((name, need) for name, need in wanted if need > 0), key=_is_plain)
         parents: dict[tuple[str, ...], Domain] = {}
         for node in self._nodes:
             if not _usable(node, self.want):
@@ -303,11 +306,12 @@ def _pods(count: int, amount: str) -> str:
 
 def _device(want: Want) -> tuple[str, int]:
     """The resource that matters most to a person."""
-    plain = ("pods", "memory", "cpu")
-    name = min(want.requests, key=lambda each: (plain.index(each) if each in plain else -1, each))
-    if name == "pods" and "cpu" in want.requests:
-        name = "cpu"
+    name = min(want.requests, key=lambda each: (_ORDER.get(each, -1), each))
     return name, want.requests[name]
+
+
+def _is_plain(request: tuple[str, int]) -> bool:
+    return request[0] in _ORDER
 
 
 def _levels(want: Want) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -352,9 +356,10 @@ def _slots(
         left = allocatable(name, 0) - used(name, 0)
         if held is not None:
             left -= held.get(name, 0)
-        slots = min(slots, left // need)
-        if slots <= 0 and held is None:
-            break
+        if left < slots * need:
+            slots = left // need
+            if slots <= 0 and held is None:
+                break
     return slots
 
 
