@@ -1,0 +1,262 @@
+"""Pods and the objects around them, as the API gets them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from medha.config import WorkerConfig
+from medha.errors import SpecError
+from medha.spec import MedhaReplica
+from medha.topology import Coordinate
+from medha_operator import names
+from medha_operator.acceptance import check
+from medha_operator.manifests import content_hash, objects
+from medha_operator.pods import Start, pod, pod_requests, spec_hash
+from medha_operator.settings import Settings
+from medha_operator.testing import SETTINGS, resource
+
+
+def rendered(
+    of: MedhaReplica, group: int = 0, stage: int = 0, gated: bool = False, **settings: Any
+) -> dict[str, Any]:
+    start = Start(
+        ordinal=0, at=Coordinate(group, stage, 0), node="node-7", spec_hash="abc", attempt=3,
+        gated=gated,
+    )  # fmt: skip
+    return pod(of, start, msgspec.structs.replace(SETTINGS, **settings))
+
+
+def container(of: MedhaReplica, **changes: Any) -> dict[str, Any]:
+    (found,) = rendered(of, **changes)["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def environment(of: MedhaReplica, **changes: Any) -> dict[str, str]:
+    return {each["name"]: each.get("value", "") for each in container(of, **changes)["env"]}
+
+
+def source(**kind: Any) -> MedhaReplica:
+    return resource(model={"name": "m", "source": kind, "maxContextTokens": 64})
+
+
+def volume(of: MedhaReplica, name: str) -> dict[str, Any]:
+    (found,) = [each for each in rendered(of)["spec"]["volumes"] if each["name"] == name]
+    return {key: value for key, value in found.items() if key != "name"}
+
+
+# --- pods -------------------------------------------------------------------------------------
+
+
+def test_a_pod_says_which_part_of_which_replica_it_is() -> None:
+    made = rendered(resource(), group=1, stage=2)
+    assert made["metadata"]["name"] == "tiny-0-g1-s2"
+    labels = made["metadata"]["labels"]
+    assert {name: labels[f"medha.dev/{name}"] for name in
+            ("replica", "ordinal", "kvp-group", "spp-stage", "role", "attempt", "spec-hash")} == {
+        "replica": "tiny", "ordinal": "0", "kvp-group": "1", "spp-stage": "2", "role": "worker",
+        "attempt": "3", "spec-hash": "abc",
+    }  # fmt: skip
+    assert rendered(resource())["metadata"]["labels"]["medha.dev/role"] == "leader"
+    (owner,) = made["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["uid"], owner["controller"]) == ("MedhaReplica", "uid-tiny", True)
+
+
+def test_the_processes_learn_their_place_from_the_environment() -> None:
+    assert environment(resource(parallelism={"tp": 4, "spp": 3}), group=1, stage=2) == {
+        "MEDHA_REPLICA": "tiny-0", "MEDHA_KVP_GROUP": "1", "MEDHA_SPP_STAGE": "2",
+        "MEDHA_TP": "4", "MEDHA_GENERATION": "3",
+        "MEDHA_LEADER_ADDRESS": "tiny-0-g0-s0.tiny-workers.team.svc", "MEDHA_POD_IP": "",
+    }  # fmt: skip
+
+
+def test_a_pod_goes_to_its_planned_node_and_waits_at_the_gate_only_in_a_gang() -> None:
+    made = rendered(resource(), gated=True)
+    (term,) = made["spec"]["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]["nodeSelectorTerms"]
+    assert term == {
+        "matchFields": [{"key": "metadata.name", "operator": "In", "values": ["node-7"]}]
+    }
+    assert made["metadata"]["annotations"]["medha.dev/node"] == "node-7"
+    assert made["spec"]["schedulingGates"] == [{"name": "medha.dev/gang"}]
+    assert "schedulingGates" not in rendered(resource())["spec"]
+
+
+@pytest.mark.parametrize(
+    "of", [resource(), source(uri="https://models/m"), source(image={"reference": "m:1"})]
+)
+def test_every_container_keeps_to_the_restricted_standard(of: MedhaReplica) -> None:
+    spec = rendered(of)["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["automountServiceAccountToken"] is False
+    for each in (*spec["containers"], *spec.get("initContainers", ())):
+        context = each["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert context["readOnlyRootFilesystem"] is True
+    kinds = {kind for each in spec["volumes"] for kind in each if kind != "name"}
+    assert kinds <= {"configMap", "secret", "emptyDir", "persistentVolumeClaim", "image"}
+
+
+def test_a_pod_asks_for_as_many_devices_as_it_has_ranks() -> None:
+    asked = container(resource(parallelism={"tp": 8}))["resources"]
+    assert asked["requests"]["nvidia.com/gpu"] == asked["limits"]["nvidia.com/gpu"] == 8
+    other = resource(device={"kind": "Cuda", "resource": "example.com/gpu"})
+    assert container(other)["resources"]["limits"] == {"example.com/gpu": 1}
+    assert container(resource(device={"kind": "Cpu"}))["resources"]["limits"] == {}
+
+
+def test_the_template_has_the_last_word_on_resources_and_placing_counts_them() -> None:
+    template = {
+        "resources": {"requests": {"cpu": "1500m", "rdma/hca": 1}, "limits": {"memory": "2Gi"}}
+    }
+    of = resource(parallelism={"tp": 2}, template=template)
+    assert pod_requests(of) == {
+        "pods": 1, "cpu": 1500, "memory": 512 << 20, "nvidia.com/gpu": 2, "rdma/hca": 1,
+    }  # fmt: skip
+
+
+def test_the_template_adds_and_overrides() -> None:
+    template = {
+        "image": "own:2", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+        "volumes": [{"name": "scratch", "emptyDir": {}}],
+        "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+        "schedulerName": "other", "priorityClassName": "high", "labels": {"team": "x"},
+        "annotations": {"note": "y"},
+    }  # fmt: skip
+    made = rendered(resource(template=template))
+    (worker,) = made["spec"]["containers"]
+    assert worker["image"] == "own:2"
+    assert worker["env"][-1] == {"name": "NCCL_DEBUG", "value": "INFO"}
+    assert worker["volumeMounts"][-1]["mountPath"] == "/scratch"
+    assert made["spec"]["volumes"][-1]["name"] == "scratch"
+    assert (made["spec"]["schedulerName"], made["spec"]["priorityClassName"]) == ("other", "high")
+    assert made["metadata"]["labels"]["team"] == "x"
+    assert made["metadata"]["annotations"]["note"] == "y"
+
+
+def test_the_model_comes_from_a_volume_of_its_kind() -> None:
+    claim = source(pvc={"claimName": "models", "path": "llama"})
+    assert volume(claim, "model") == {
+        "persistentVolumeClaim": {"claimName": "models", "readOnly": True}
+    }
+    assert volume(source(hostPath={"path": "/srv/m"}), "model") == {
+        "hostPath": {"path": "/srv/m", "type": "Directory"}
+    }
+    image = source(image={"reference": "models/llama:1", "path": "weights"})
+    assert volume(image, "model")["image"]["reference"] == "models/llama:1"
+    fetched = source(uri="https://models.example/llama")
+    assert volume(fetched, "model") == {"emptyDir": {}}
+    (init,) = rendered(fetched)["spec"]["initContainers"]
+    assert init["command"][-3:] == ["fetch", "https://models.example/llama", "/models"]
+
+
+def test_probes_ask_the_pods_own_port() -> None:
+    worker = container(resource())
+    assert worker["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "ops"}
+    assert worker["livenessProbe"]["httpGet"]["path"] == "/livez"
+    assert {"name": "ops", "containerPort": 8090} in worker["ports"]
+
+
+# --- hashes -----------------------------------------------------------------------------------
+
+
+def test_the_spec_hash_follows_what_pods_are_made_from_and_nothing_else() -> None:
+    plain = spec_hash(resource(), SETTINGS)
+    assert spec_hash(resource(replicas=3, generation=9, drainTimeout="9m"), SETTINGS) == plain
+    assert spec_hash(resource(autoscaling={"maxReplicas": 4}), SETTINGS) == plain
+    changes: list[dict[str, Any]] = [
+        {"parallelism": {"tp": 2}}, {"template": {"labels": {"a": "b"}}},
+        {"template": {"image": "x"}}, {"slo": {"default": {"tpot": "31ms"}}},
+        {"placement": {"tolerations": [{"operator": "Exists"}]}},
+        {"parallelism": {"kvp": {"max": 2}}},
+    ]  # fmt: skip
+    hashes = {spec_hash(resource(**each), SETTINGS) for each in changes}
+    assert len(hashes) == len(changes)
+    assert plain not in hashes
+    moved = msgspec.structs.replace(SETTINGS, worker_image="worker:2")
+    assert spec_hash(resource(), moved) != plain
+
+
+def test_an_objects_hash_follows_its_content() -> None:
+    first, second = (objects(of, [0], "abc", SETTINGS)
+                     for of in (resource(), resource(scheduling={"policy": "FCFS"})))  # fmt: skip
+    differing = [a["kind"] for a, b in zip(first, second, strict=True)
+                 if content_hash(a) != content_hash(b)]  # fmt: skip
+    assert differing == ["ConfigMap"]
+    assert first == objects(resource(), [0], "abc", SETTINGS)
+
+
+# --- objects ----------------------------------------------------------------------------------
+
+
+def test_the_objects_of_a_resource_are_few_and_each_is_owned() -> None:
+    made = objects(resource(), [0, 2], "abc", SETTINGS)
+    assert [(each["kind"], each["metadata"]["name"]) for each in made] == [
+        ("Service", "tiny-workers"), ("Service", "tiny-leaders"),
+        ("PodDisruptionBudget", "tiny"), ("ConfigMap", "tiny-0-abc"), ("ConfigMap", "tiny-2-abc"),
+    ]  # fmt: skip
+    for each in made:
+        assert each["metadata"]["ownerReferences"][0]["uid"] == "uid-tiny"
+        assert each["metadata"]["labels"]["medha.dev/replica"] == "tiny"
+
+
+def test_the_file_in_the_config_map_is_what_the_processes_decode() -> None:
+    settings = Settings(namespace="medha", worker_image="w")
+    (config,) = objects(resource(device={"kind": "Cpu"}), [1], "abc", settings)[3:]
+    read = msgspec.json.decode(config["data"]["worker.json"], type=WorkerConfig)
+    assert (read.replica, read.checkpoint, read.device) == ("tiny-1", "/models", "cpu")
+    assert read.routers == ("tcp://medha-router-fleet.medha:7800",)
+    assert read.ops_port == names.CONTROLLER_OPS_PORT
+    assert read.listening_curve() is not None
+
+
+def test_workers_are_named_before_they_are_ready_and_leaders_after() -> None:
+    workers, leaders = objects(resource(), [], "abc", SETTINGS)[:2]
+    assert workers["spec"]["publishNotReadyAddresses"] is True
+    assert leaders["spec"]["publishNotReadyAddresses"] is False
+    assert leaders["spec"]["selector"]["medha.dev/role"] == "leader"
+
+
+# --- what cannot work in a cluster ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "of, sentence",
+    [
+        (source(hostPath={"path": "models/m"}),
+         "spec.model.source.hostPath.path is models/m: must be absolute in a cluster"),
+        (source(pvc={"claimName": "c", "path": "a/../../b"}),
+         "spec.model.source.pvc.path is a/../../b: must stay inside the volume; remove the .."),
+        (source(uri="s3://bucket/m"), "spec.model.source.uri is s3://bucket/m: must be the http"),
+        (resource(template={"labels": {"medha.dev/role": "leader"}}),
+         "spec.template.labels is medha.dev/role: must not begin with medha.dev/"),
+        (resource(template={"env": [{"name": "MEDHA_TP", "value": "9"}]}),
+         "spec.template.env[0].name is MEDHA_TP: must differ from the operator's own"),
+        (resource(template={"env": [{"value": "9"}]}),
+         "spec.template.env[0].name is missing: must be text"),
+        (resource(template={"volumes": [{"name": "model", "emptyDir": {}}]}),
+         "spec.template.volumes[0].name is model: must differ from the operator's own"),
+        (resource(template={"resources": {"requests": {"cpu": "lots"}}}),
+         "spec.template.resources.requests.cpu is lots: must be a quantity; use one such as"),
+        (resource(template={"resources": {"claims": {}}}),
+         "spec.template.resources is claims: must be requests or limits; remove it"),
+        (resource(template={"resources": {"limits": 3}}),
+         "spec.template.resources.limits is 3: must be a mapping of resources to quantities"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_in_a_cluster_is_told_in_one_sentence(
+    of: MedhaReplica, sentence: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        check(of)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_an_ordinary_resource_is_accepted() -> None:
+    check(resource(template={"resources": {"limits": {"memory": "1.5Gi", "cpu": 0.5}}}))
