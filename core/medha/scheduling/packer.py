@@ -19,10 +19,10 @@ from medha.config import Scheduling
 from medha.predictor import Predictor
 from medha.scheduling.decodes import Decodes
 from medha.scheduling.growth import Groups
-from medha.scheduling.lars import Floats, Places
+from medha.scheduling.lars import Places
 from medha.scheduling.ledger import Kept, Ledger
 from medha.scheduling.plan import Part, Plan
-from medha.scheduling.policies import ABSORBED, OWED, POLICIES, RELEGATED, Order, View
+from medha.scheduling.policies import OWED, POLICIES, Order, View
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.waiting import Waiting
 
@@ -167,40 +167,31 @@ class Packer:
         rows = self._startable(group, waiting, now)
         view = self.ledger.view(group, rows, kept[group], now)
         order: Order = self.policy(view)
-        lonely, turn = not self.groups.shared, 0
-        state, fits = (pages.available, False), np.ones(len(rows), dtype=np.bool_)
-        for tier in range(OWED if view.owed else ABSORBED, RELEGATED + 1):
-            rest, count = (order.tiers == tier).nonzero()[0], FEW
-            while len(rest := rest[fits[rest]]):
-                near, rest = self._nearest(rest, order.keys, count, waiting, rows)
-                for at in near:
-                    if not fits[at]:
-                        continue
-                    yields = 0.0 if order.yields is None else float(order.yields[at])
-                    yield tier, turn, group, waiting.sequences[rows[at]], view, at, yields
-                    turn += 1
-                    if (pages.available, lonely and bool(occupied)) != state:
-                        state = pages.available, lonely and bool(occupied)
-                        fits = waiting.need[rows] <= state[0]  # the rest would be tried in vain
-                        if state[1]:
-                            fits &= ~view.long
-                count *= 4
+        ranked = np.lexsort((waiting.turn[rows], order.keys, order.tiers))
+        lonely, state, turn = not self.groups.shared, (pages.available, False), 0
+        while len(ranked):
+            for gone, at in enumerate(ranked[:FEW].tolist(), start=1):
+                yields = 0.0 if order.yields is None else float(order.yields[at])
+                sequence = waiting.sequences[rows[at]]
+                yield int(order.tiers[at]), turn, group, sequence, view, at, yields
+                turn += 1
+                if (pages.available, lonely and bool(occupied)) != state:
+                    state = pages.available, lonely and bool(occupied)
+                    ranked = self._still(ranked[gone:], rows, view, waiting, state)
+                    break
+            else:
+                ranked = ranked[FEW:]
 
-    def _nearest(
-        self, rest: Places, keys: Floats, count: int, waiting: Waiting, rows: Places
-    ) -> tuple[list[int], Places]:
-        """(some `count` of a view's rows with the smallest keys, ties by (arrival, id); others)."""
-        some, values, others = rest, keys[rest], rest[:0]
-        if len(rest) > count:
-            near = values <= np.partition(values, count - 1)[count - 1]
-            some, values, others = rest[near], values[near], rest[~near]
-        order = values.argsort(kind="stable")
-        placed: list[int] = some[order].tolist()
-        values = values[order]
-        if (values[1:] == values[:-1]).any():
-            sequences = waiting.sequences
-            placed.sort(key=lambda at: (keys[at], *sequences[rows[at]].key[1:]))
-        return placed, others
+    def _still(
+        self, ranked: Places, rows: Places, view: View, waiting: Waiting, state: tuple[int, bool]
+    ) -> Places:
+        """Those of the ranked that would not be tried in vain: they find pages, and no long one
+        where there is one already."""
+        fits = waiting.need[rows[ranked]] <= state[0]
+        if state[1]:
+            fits &= ~view.long[ranked]
+        left: Places = ranked[fits]
+        return left
 
     def _startable(self, group: int, waiting: Waiting, now: float) -> Places:
         """Places of the ready rows that have their pages, or can have them.
@@ -218,17 +209,18 @@ class Packer:
         pages = self.groups.pool[group]
         available, spare = pages.available, pages.total // 16
         small = min(spare, available)
-        over = need > (max(small, available - spare) if available < pages.total else available)
-        if over.any():
-            oldest, since = waiting.pass_over(over, now)
-            if now - since > self.patience_s:
-                over = need > max(small, available - need[oldest])
-        fits: Places = (waiting.ready & ~over).nonzero()[0]
+        limit = max(small, available - spare) if available < pages.total else available
+        if now >= waiting.noted_s:
+            waiting.pass_over(need > limit, now)
+            waiting.noted_s = now + self.patience_s / 32.0
+        if aged is not None:
+            limit = max(small, available - self.groups.pages_needed(aged))
+        fits: Places = (waiting.ready & (need <= limit)).nonzero()[0]
         return fits
 
     def aged(self, waiting: Waiting, now: float) -> Sequence | None:
         """Who has been passed over for want of pages longest, and longer than `patience_s`."""
-        return waiting.aged(now - self.patience_s) if waiting.passing else None
+        return waiting.aged(now - self.patience_s)
 
     def start(self, sequence: Sequence) -> bool:
         """Reserve its pages; False when it does not fit now, or too many run."""

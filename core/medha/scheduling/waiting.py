@@ -15,8 +15,8 @@ import numpy as np
 from medha.scheduling.lars import Floats, Mask
 from medha.scheduling.sequence import Sequence
 
-DUE, ARRIVAL, WORK, NORM, TOKENS, NEED, PASSED = range(7)
-FIELDS = 7
+DUE, ARRIVAL, WORK, NORM, TOKENS, NEED, PASSED, TURN = range(8)
+FIELDS = 8
 KEPT, PROMISED, READY = range(3)
 FLAGS = 3
 
@@ -26,17 +26,19 @@ class Waiting:
 
     `work` is seconds that the group will be busy with it, alone; `need` pages that must be had here
     before it may start (0 once it has). `freed`: work was struck off since somebody looked;
-    `passing`: somebody was passed over for want of pages.
+    `turn`: place in the order of (arrival, id), which breaks ties. `noted_s`: when to note again
+    who is passed over for want of pages.
     """
 
-    __slots__ = ("_fields", "_flags", "_keys", "freed", "passing", "sequences")
+    __slots__ = ("_born", "_fields", "_flags", "_keys", "freed", "noted_s", "sequences")
 
     def __init__(self) -> None:
         self._fields = np.zeros((FIELDS, 64))
         self._flags = np.zeros((FLAGS, 64), dtype=np.bool_)
         self._keys: list[tuple[float, float, str]] = []
+        self._born: list[tuple[float, str]] = []
         self.sequences: list[Sequence] = []
-        self.freed = self.passing = False
+        self.freed, self.noted_s = False, 0.0
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -56,9 +58,15 @@ class Waiting:
             self._flags = np.concatenate([self._flags, np.zeros_like(self._flags)], axis=1)
         self._fields[:, at + 1 : n + 1] = self._fields[:, at:n]
         self._flags[:, at + 1 : n + 1] = self._flags[:, at:n]
-        due_s, arrival_s, _ = sequence.key
+        due_s, arrival_s, id_ = sequence.key
+        turn = bisect.bisect_left(self._born, (arrival_s, id_))
+        if turn < n:
+            turns = self._fields[TURN, : n + 1]
+            turns[turns >= turn] += 1.0
+        self._born.insert(turn, (arrival_s, id_))
         self._fields[:, at] = (
             due_s, arrival_s, work_s, sequence.norm_s, sequence.remaining_tokens, need, np.inf,
+            turn,
         )  # fmt: skip
         self._flags[:, at] = (sequence.kept, sequence.promised, sequence.ready)
         self._keys.insert(at, sequence.key)
@@ -67,6 +75,11 @@ class Waiting:
     def remove(self, sequence: Sequence) -> None:
         at, n = self._row(sequence), len(self._keys)
         self.freed = self.freed or self._fields[WORK, at] > 0.0
+        turn = int(self._fields[TURN, at])
+        if turn < n - 1:
+            turns = self._fields[TURN, :n]
+            turns[turns > turn] -= 1.0
+        del self._born[turn]
         self._fields[:, at : n - 1] = self._fields[:, at + 1 : n]
         self._flags[:, at : n - 1] = self._flags[:, at + 1 : n]
         del self._keys[at], self.sequences[at]
@@ -88,15 +101,10 @@ class Waiting:
         at = self._row(sequence)
         self._flags[:, at] = (sequence.kept, sequence.promised, sequence.ready)
 
-    def pass_over(self, over: Mask, now: float) -> tuple[int, float]:
-        """Note that the rows of `over` are passed over; (place, since when) of the oldest."""
+    def pass_over(self, over: Mask, now: float) -> None:
+        """Note that the rows of `over` are passed over, if they were not yet."""
         since = self._fields[PASSED, : len(self._keys)]
-        self.passing = True
         np.minimum(since, now, out=since, where=over)
-        oldest = int(since.argmin())
-        if not over[oldest]:
-            oldest = int(np.where(over, since, np.inf).argmin())
-        return oldest, float(since[oldest])
 
     def aged(self, before_s: float) -> Sequence | None:
         """Who has been passed over longest, since before that moment, and has not started."""
@@ -137,6 +145,10 @@ class Waiting:
     @property
     def need(self) -> Floats:
         return self._fields[NEED, : len(self._keys)]
+
+    @property
+    def turn(self) -> Floats:
+        return self._fields[TURN, : len(self._keys)]
 
     @property
     def kept(self) -> Mask:
