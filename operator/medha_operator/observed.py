@@ -12,6 +12,9 @@ import msgspec
 
 from medha.messages import ReplicaStatus
 
+UNREACHABLE = "node.kubernetes.io/unreachable"
+"""Taint that the cluster puts on a node of which it has not heard for its grace."""
+
 
 class Taint(msgspec.Struct, frozen=True):
     key: str
@@ -30,6 +33,12 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     schedulable: bool = True
     allocatable: Mapping[str, int] = {}
     used: Mapping[str, int] = {}
+
+    @property
+    def silent(self) -> bool:
+        """Nobody hears of it any more: dead, or cut off. One that says itself that it is not ready
+        still tends to its pods."""
+        return not self.ready and any(taint.key == UNREACHABLE for taint in self.taints)
 
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +64,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     created_s: float = 0.0
     ready_since_s: float | None = None
+    unready_since_s: float | None = None
     why: str = ""
     message: str = ""
     requests: Mapping[str, int] = {}

@@ -181,6 +181,9 @@ def pod(raw: bytes | msgspec.Raw) -> Seen[Pod]:
         ready_since_s=(
             unix(ready.last_transition_time) if ready and ready.status == "True" else None
         ),
+        unready_since_s=(
+            unix(ready.last_transition_time) if ready and ready.status != "True" else None
+        ),
         why=why,
         message=message,
     )

@@ -32,6 +32,7 @@ from medha_operator.projections import Key
 from medha_operator.queue import WorkQueue
 from medha_operator.settings import Settings
 from medha_operator.status import Status, refused_status, status
+from medha_operator.story import changes
 
 log = logging.getLogger("medha.operator.reconcile")
 
@@ -155,6 +156,7 @@ class Reconciler:
         for each in told["conditions"]:
             value = float(each["status"] == "True")
             self._metrics.set("medha_replica_condition", value, *key, each["type"])
+        await self._writer.carry_out(resource, changes(key[1], resource.status, told))
 
     def _note_waiting(self, key: Key, decision: Decision) -> None:
         if decision.misfits or decision.stunted:

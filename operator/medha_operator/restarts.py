@@ -21,8 +21,8 @@ BUDGET, WINDOW_S = 5, 600.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
 BIND_S = 60.0
 """A pod that the scheduler may bind but has not for so long is planned again."""
-HUNG_S = 60.0
-"""So long after its start a group that its controller gave up has to be running again."""
+HUNG_S = 120.0
+"""A group that its controller gave up comes back by itself; so long after, it is made anew."""
 GRACE_S = 5
 """What a group that failed may take to end: it holds nothing any more."""
 
@@ -50,10 +50,9 @@ def fault_of(
         lost = next((pod for pod in present if is_lost(pod, nodes)), None)
         if lost is not None:
             why, elsewhere = f"node {lost.node} does not answer", True
-    if not why and replica.report is not None and group.index in replica.report.restart_groups:
-        since = [pod.ready_since_s or pod.created_s for pod in present]
-        if now_s - max(since) > HUNG_S and not group.ready:
-            why = "its controller gave it up and it did not come back"
+    due_s = hung_s(replica, group)
+    if not why and due_s is not None and now_s >= due_s:
+        why = "its controller gave it up and it did not come back"
     if not why:
         return None
     return Fault(
@@ -63,6 +62,14 @@ def fault_of(
         why=why[:300],
         elsewhere=elsewhere,
     )
+
+
+def hung_s(replica: Replica, group: Group) -> float | None:
+    """When a group that its controller gave up counts as failed, if it is not back by then."""
+    if replica.report is None or group.index not in replica.report.restart_groups:
+        return None
+    since_s = [pod.unready_since_s for pod in group.present if pod.unready_since_s is not None]
+    return max(since_s) + HUNG_S if since_s else None
 
 
 def _pod_fault(group: Group, now_s: float) -> str:
@@ -83,11 +90,11 @@ def _pod_fault(group: Group, now_s: float) -> str:
 
 
 def is_lost(pod: PodView, nodes: Mapping[str, NodeView]) -> bool:
-    """Its node is silent or gone. No nodes at all means that they are not known yet."""
+    """Its node is dead or cut off, or gone. No nodes at all: they are not known yet."""
     if not pod.node or not nodes:
         return False
     node = nodes.get(pod.node)
-    return node is None or not node.ready
+    return node is None or node.silent
 
 
 def noted(fault: Fault, memory: Memory) -> bool:

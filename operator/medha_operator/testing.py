@@ -26,7 +26,14 @@ from medha_operator.actions import (
     LookAgain,
 )
 from medha_operator.manifests import content_hash, key
-from medha_operator.observed import NodeView, Observed, PodView, ReportView
+from medha_operator.observed import (
+    UNREACHABLE,
+    NodeView,
+    Observed,
+    PodView,
+    ReportView,
+    Taint,
+)
 from medha_operator.placement import want_of
 from medha_operator.plan import Decision, decide
 from medha_operator.settings import Settings
@@ -83,6 +90,8 @@ class Cluster:
         self.wanted: dict[int, int] = {}
         self.load: dict[int, int] = {}
         self.draining: set[str] = set()
+        self.hung: set[str] = set()
+        """Pods, by UID, whose ranks were given up by their controller and do not come back."""
         self.left: set[str] = set()
         """Pods whose ranks were told to leave, by UID; they come back when they are wanted."""
         self.done: list[Action] = []
@@ -164,6 +173,11 @@ class Cluster:
     def change_node(self, name: str, **fields: Any) -> None:
         self.nodes[name] = msgspec.structs.replace(self.nodes[name], **fields)
 
+    def power(self, name: str, on: bool) -> None:
+        """A node dies, or comes back."""
+        taints = () if on else (Taint(UNREACHABLE, effect="NoExecute"),)
+        self.change_node(name, ready=on, taints=taints)
+
     def turn(self, seconds: float = 1.0) -> None:
         """The scheduler binds, kubelets start and end pods, work gets done, time passes."""
         self.now_s += seconds
@@ -184,6 +198,8 @@ class Cluster:
             del self.pods[name]
         elif pod.phase == "Pending":
             self.change(name, phase="Running", ip=f"10.0.0.{len(name)}")
+        elif pod.uid in self.hung:
+            return
         elif pod.uid in self.left:
             if self.wanted.get(pod.ordinal, 1) > pod.group:
                 self.left.remove(pod.uid)
@@ -229,6 +245,11 @@ class Cluster:
             groups=lines,
             routers=1,
             running=self.load.get(leader.ordinal, 0),
+            restart_groups=tuple(
+                index
+                for index in sorted(groups)
+                if any(each.uid in self.hung for each in groups[index])
+            ),
         )
 
     def _state(self, pods: list[PodView]) -> str:

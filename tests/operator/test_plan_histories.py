@@ -84,7 +84,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 8), ready=st.booleans())
     def change_power(self, which: int, ready: bool) -> None:
-        self.cluster.change_node(sorted(self.cluster.nodes)[which], ready=ready)
+        self.cluster.power(sorted(self.cluster.nodes)[which], ready)
 
     @rule(which=st.integers(0, 8), used=st.sampled_from([0, 4, 8]))
     def others_use_devices(self, which: int, used: int) -> None:
@@ -138,7 +138,8 @@ class Histories(RuleBasedStateMachine):
             return
         cluster = self.cluster
         for name in cluster.nodes:
-            cluster.change_node(name, ready=True, schedulable=True, used={})
+            cluster.power(name, True)
+            cluster.change_node(name, schedulable=True, used={})
         for each in (*rack("r1", 50), *rack("r2", 50)):  # there is room for all that may be asked
             cluster.nodes.setdefault(each.name, each)
         cluster.settle(turns=400)

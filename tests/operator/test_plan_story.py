@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from medha_operator.actions import CreatePod, DeletePod, Drain, LiftGate, LookAgain, Tell
+from medha_operator.story import changes
 from medha_operator.testing import Cluster, node, rack, resource
 
 
@@ -249,7 +250,7 @@ def test_pods_of_a_dead_node_are_removed_by_force_and_made_elsewhere() -> None:
     cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])
     cluster.settle()
     home = cluster.pods["tiny-0-g0-s0"].node
-    cluster.change_node(home, ready=False)
+    cluster.power(home, False)
     cluster.turn()
     cluster.settle()
     (pod,) = cluster.pods.values()
@@ -258,14 +259,35 @@ def test_pods_of_a_dead_node_are_removed_by_force_and_made_elsewhere() -> None:
     assert [each.grace_s for each in forced] == [0]
 
 
+def test_a_node_that_says_itself_that_it_is_not_ready_keeps_its_pods() -> None:
+    cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])
+    cluster.settle()
+    pods = dict(cluster.pods)
+    cluster.change_node(cluster.pods["tiny-0-g0-s0"].node, ready=False)
+    assert cluster.look().actions == ()
+    assert cluster.pods == pods
+
+
+def test_a_group_that_its_controller_gave_up_is_made_anew_when_it_does_not_come_back() -> None:
+    cluster = Cluster(resource(), [node("a")])
+    cluster.settle()
+    cluster.hung.add(cluster.pods["tiny-0-g0-s0"].uid)
+    cluster.change("tiny-0-g0-s0", ready=False, unready_since_s=cluster.now_s)
+    cluster.turn(100)
+    assert [type(each) for each in cluster.look().actions] == [LookAgain]
+    cluster.settle()
+    assert cluster.pods["tiny-0-g0-s0"].attempt == 2
+    assert "did not come back" in cluster.status["restarts"][0]["reason"]
+
+
 def test_pods_of_a_silent_node_wait_for_it_where_there_is_no_other_place() -> None:
     cluster = Cluster(resource(parallelism={"tp": 8}), [node("a")])
     cluster.settle()
     uid = cluster.pods["tiny-0-g0-s0"].uid
-    cluster.change_node("a", ready=False)
+    cluster.power("a", False)
     cluster.turn()
     cluster.settle()
-    cluster.change_node("a", ready=True)
+    cluster.power("a", True)
     cluster.settle()
     assert cluster.pods["tiny-0-g0-s0"].uid == uid
     assert cluster.pods["tiny-0-g0-s0"].ready
@@ -330,7 +352,7 @@ def test_a_replica_moves_as_a_whole_when_its_domain_has_no_room_for_its_base() -
     cluster.wanted[0] = 2
     cluster.settle()
     home = cluster.pods["tiny-0-g0-s0"].node
-    cluster.change_node(home, ready=False)
+    cluster.power(home, False)
     cluster.turn()
     cluster.settle(turns=120)
     assert condition(cluster, "Ready")["status"] == "True"
@@ -359,3 +381,24 @@ def test_pods_say_what_the_resource_says_now() -> None:
     cluster.settle()
     (pod,) = cluster.pods.values()
     assert pod.spec_hash != labels["spec_hash"]
+
+
+def test_what_came_about_is_told_once_it_stands_in_the_status() -> None:
+    cluster = Cluster(resource(parallelism={"kvp": {"max": 2}}), [node("a")])
+    statuses = [cluster.status]
+    for turn in range(16):
+        cluster.wanted[0] = 1 + (turn > 6)
+        cluster.look()
+        cluster.turn()
+        statuses.append(cluster.status)
+    told = [each for a, b in itertools.pairwise(statuses) for each in changes("tiny", a, b)]
+    assert [(each.reason, each.message) for each in told] == [
+        ("Serving", "every replica that is asked for serves"),
+        ("GroupJoined", "tiny-0 runs 2 KVP groups, as generation 2"),
+    ]
+    cluster.power("a", False)
+    cluster.turn()
+    before = cluster.status
+    cluster.look()
+    (gone,) = changes("tiny", before, cluster.status)
+    assert (gone.reason, gone.warning) == ("NotServing", True)
