@@ -13,16 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import httpx
 import msgspec
-import openai
-import psutil
 
 from medha.cli.preflight import free_ports
 from medha.cli.watch import read_status
 from medha.config import WorkerConfig, read
 from medha.messages import ReplicaStatus
+
+if TYPE_CHECKING:  # images hold neither psutil nor openai, so methods that need them import them
+    import psutil
 
 HOST = "127.0.0.1"
 MEDHA = [sys.executable, "-m", "medha.cli"]
@@ -65,10 +67,14 @@ class Up:
 
     def everything(self) -> list[psutil.Process]:
         """All that it started and that runs."""
+        import psutil
+
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def children(self) -> dict[str, psutil.Process]:
         """Its programs by name; what is between start and name is left out."""
+        import psutil
+
         found = {}
         for process in self.everything():
             try:
@@ -81,6 +87,8 @@ class Up:
 
     def ask(self) -> str:
         """A few greedy tokens of the model `tiny`, by the official client."""
+        import openai
+
         with openai.OpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60
         ) as client:
@@ -101,7 +109,7 @@ class Up:
     def end(self, number: signal.Signals) -> int:
         """Its exit status after a signal."""
         self.process.send_signal(number)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=60)
 
     def kill(self) -> None:
         """The end of it, however it is."""
