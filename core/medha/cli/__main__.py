@@ -72,6 +72,17 @@ def run_pod(
     pod(Options(config=config, environ=os.environ))
 
 
+@app.command("fetch")
+def run_fetch(
+    uri: Annotated[str, typer.Argument(help="http or https address of a checkpoint's folder")],
+    folder: Annotated[pathlib.Path, typer.Argument(help="where to put it")],
+) -> None:
+    """Bring a checkpoint from an address into a folder."""
+    from medha.cli.fetch import fetch
+
+    fetch(uri, folder, Console(stderr=True).print)
+
+
 @app.command("replay")
 def run_replay(
     workload: Annotated[

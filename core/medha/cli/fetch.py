@@ -1,0 +1,120 @@
+"""`medha fetch`: a checkpoint from an http(s) address into a folder, file by file.
+
+    <uri>/config.json, tokenizer.json                         must be there
+    <uri>/tokenizer_config.json, generation_config.json, …    if they are
+    <uri>/model.safetensors.index.json and its shards, else model.safetensors
+
+A file appears under its name once it is whole. A transfer that breaks is taken up where it ended,
+later each time; a file that is whole already is not fetched again.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import time
+from collections.abc import Callable
+
+import httpx
+import msgspec
+
+from medha.errors import CheckpointError
+
+NEEDED = ("config.json", "tokenizer.json")
+WELCOME = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+TRIES, FIRST_PAUSE_S = 6, 0.5
+TIMEOUT = httpx.Timeout(30.0)
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def fetch(
+    uri: str,
+    folder: pathlib.Path,
+    say: Callable[[str], None],
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Bring the checkpoint at `uri` into `folder`; raises CheckpointError in one sentence."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with httpx.Client(timeout=TIMEOUT, follow_redirects=True) as client:
+        source = _Source(client, uri.rstrip("/"), folder, say, pause)
+        for name in NEEDED:
+            source.bring(name)
+        for name in WELCOME:
+            source.bring(name, optional=True)
+        for name in _shards(folder / INDEX) if source.bring(INDEX, optional=True) else (WHOLE,):
+            source.bring(name)
+
+
+def _shards(index: pathlib.Path) -> tuple[str, ...]:
+    try:
+        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"{index.name} is no index of weights ({error})") from None
+    for name in names:
+        if not SHARD.fullmatch(name):
+            raise CheckpointError(f"{index.name} names {name!r}: must be a *.safetensors beside it")
+    return tuple(sorted(names))
+
+
+class _Source:
+    """An address that files come from, and the folder that they go to."""
+
+    def __init__(
+        self,
+        client: httpx.Client,
+        uri: str,
+        folder: pathlib.Path,
+        say: Callable[[str], None],
+        pause: Callable[[float], None],
+    ) -> None:
+        self._client, self._uri, self._folder = client, uri, folder
+        self._say, self._pause = say, pause
+
+    def bring(self, name: str, optional: bool = False) -> bool:
+        """Whether the file is in the folder now; one that must be there raises if it is not."""
+        whole, part = self._folder / name, self._folder / f"{name}.part"
+        if whole.exists():
+            return True
+        why = ""
+        for attempt in range(TRIES):
+            try:
+                status = self._transfer(name, part)
+            except (httpx.HTTPError, OSError) as error:
+                why = str(error) or type(error).__name__
+            else:
+                if status < 400:
+                    part.rename(whole)
+                    self._say(f"{name}: {whole.stat().st_size:,} bytes")
+                    return True
+                if optional and status in (403, 404):
+                    return False
+                why = f"HTTP {status}"
+                if status < 500 and status != 429:
+                    break
+            if attempt + 1 < TRIES:
+                self._pause(FIRST_PAUSE_S * 2.0**attempt)
+        raise CheckpointError(
+            f"{self._uri}/{name} cannot be fetched ({why}): correct spec.model.source.uri, or make "
+            "the checkpoint available there"
+        )
+
+    def _transfer(self, name: str, part: pathlib.Path) -> int:
+        """One try, from where the last one ended; the answer's status."""
+        done = part.stat().st_size if part.exists() else 0
+        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={done}-"} if done else {})
+        with self._client.stream("GET", f"{self._uri}/{name}", headers=headers) as answer:
+            if answer.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+                part.unlink()
+                raise httpx.ReadError("what was fetched before does not fit")
+            if answer.status_code >= 400:
+                return answer.status_code
+            goes_on = answer.status_code == httpx.codes.PARTIAL_CONTENT
+            with part.open("ab" if goes_on else "wb") as file:
+                for piece in answer.iter_raw():
+                    file.write(piece)
+        return answer.status_code
