@@ -14,7 +14,7 @@ CODE   := $(wildcard core operator router worker tests examples benchmarks)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-cluster images test check format bench lock clean
+.PHONY: help setup demo demo-cluster images test test-api check format bench lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -43,6 +43,9 @@ images: $(READY) ## build the operator's, the router's and the worker's image (D
 
 test: $(READY) ## run every test that needs neither a GPU nor a cluster
 	$(PYTEST)
+
+test-api: $(READY) ## run the tests that start a real Kubernetes API server, where its programs are
+	$(PYTEST) tests/api
 
 check: $(READY) ## lint, format, types, layers, and the tests that guard the house
 	$(VENV)/bin/ruff check $(CODE)

@@ -12,6 +12,7 @@ import secrets
 import socket
 import ssl
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from tests.api.fleet import Fleet, Operator
+from tests.api.proxy import Proxy
 
 HOUSE = Path(__file__).resolve().parents[2]
 START_S = 60.0
@@ -171,3 +174,44 @@ def namespace(api: httpx.Client) -> str:
     made = api.post("/api/v1/namespaces", json={"metadata": {"name": name}})
     assert made.status_code == 201, made.text
     return name
+
+
+@pytest.fixture
+def fleet(api: httpx.Client, namespace: str, crd: None) -> Iterator[Fleet]:
+    """A namespace with two nodes, whose kubelets the test plays."""
+    made = Fleet(api, namespace)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start_operator(
+    api_server: ApiServer, namespace: str, tmp_path: Path, proxy: Proxy
+) -> Iterator[Callable[..., Operator]]:
+    """Starts operators that serve the test's namespace, and ends those that still run."""
+    started: list[Operator] = []
+
+    def start(name: str = "one", through: Proxy | None = None, **settings: str) -> Operator:
+        kubeconfig = api_server.kubeconfig
+        if through is not None:
+            kubeconfig = tmp_path / "kubeconfig"
+            known = json.loads(api_server.kubeconfig.read_text())
+            known["clusters"][0]["cluster"] = {"server": through.url}
+            kubeconfig.write_text(json.dumps(known))
+        log = tmp_path / f"{name}-{len(started)}.log"
+        started.append(Operator(kubeconfig, namespace, log, name, **settings))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            each.kill()
+        sys.stdout.write(each.log.read_text()[-8000:])  # pytest shows it when the test failed
+
+
+@pytest.fixture
+def proxy(api_server: ApiServer) -> Iterator[Proxy]:
+    """What an operator may be put behind."""
+    made = Proxy(api_server.url, api_server.token, str(api_server.authority))
+    with made.running():
+        yield made

@@ -1,0 +1,268 @@
+"""The operator on a real API server: what people do to a resource, and what it does about it."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+from tests.api.fleet import LEASE_S, Fleet, Operator, until
+
+Start = Callable[..., Operator]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_a_resource_becomes_ready_pods_and_is_left_alone_after_that(
+    fleet: Fleet, start_operator: Start
+) -> None:
+    operator = start_operator()
+    until(operator.leads)
+    fleet.create("llama", replicas=2)
+    fleet.played(lambda: fleet.is_ready("llama"))
+    assert sorted(fleet.pods()) == [
+        "llama-0-g0-s0", "llama-0-g0-s1", "llama-1-g0-s0", "llama-1-g0-s1",
+    ]  # fmt: skip
+    status = fleet.status("llama")
+    assert status["replicas"] == status["readyReplicas"] == 2
+    told = [each["reason"] for each in fleet.list("events", "apis/events.k8s.io/v1")]
+    assert told.count("Placed") == 2
+    before = settled(operator)
+    time.sleep(8.0)  # four resyncs
+    assert operator.writes() == before
+    assert operator.alive()
+    assert operator.end() == 0
+
+
+def test_no_pod_of_a_gang_is_let_go_before_all_of_them_stand(
+    fleet: Fleet, start_operator: Start
+) -> None:
+    made: list[tuple[str, bool]] = []
+    start_operator()
+    fleet.create("gang", parallelism={"spp": 4})
+
+    def all_lifted() -> bool:
+        pods = fleet.pods().values()
+        made.append((str(len(pods)), all(not each["spec"].get("schedulingGates") for each in pods)))
+        some = any(not each["spec"].get("schedulingGates") for each in pods)
+        assert len(pods) == 4 or not some
+        return len(pods) == 4 and made[-1][1]
+
+    until(all_lifted)
+
+
+def test_pods_find_keys_that_fit_each_other(
+    api: httpx.Client, fleet: Fleet, start_operator: Start
+) -> None:
+    start_operator()
+    fleet.create("llama")
+    until(lambda: len(fleet.pods()) == 2)
+    found = secret(api, fleet, "medha-worker-keys")
+    whole = secret(api, fleet, "medha-keys")
+    for pair in ("router", "controller", "rank"):
+        private = whole["data"][f"{pair}.secret"]
+        public = base64.b64decode(whole["data"][f"{pair}.public"]).strip()
+        assert zmq.curve_public(base64.b64decode(private).strip()) == public
+    assert "router.secret" not in found["data"]
+    assert found["data"].items() <= whole["data"].items()
+    assert [each["name"] for each in found["metadata"]["ownerReferences"]] == ["llama"]
+    assert "ownerReferences" not in whole["metadata"]
+
+
+def test_replicas_follow_the_scale_subresource_up_and_down(
+    api: httpx.Client, fleet: Fleet, start_operator: Start
+) -> None:
+    start_operator()
+    fleet.create("llama")
+    fleet.played(lambda: fleet.is_ready("llama"))
+
+    def settle(count: int) -> None:
+        merge = {"Content-Type": "application/merge-patch+json"}
+        change = {"spec": {"replicas": count}}
+        answer = api.patch(fleet.path("llama", "scale"), json=change, headers=merge)
+        assert answer.status_code == 200, answer.text
+        fleet.played(lambda: fleet.is_ready("llama"))
+        fleet.played(lambda: len(fleet.pods()) == 2 * count)
+        until(lambda: scale(api, fleet).get("replicas") == count)
+
+    settle(3)
+    settle(1)
+    assert scale(api, fleet)["selector"] == "medha.dev/replica=llama,medha.dev/role=leader"
+
+
+def test_a_change_is_acted_on_within_a_second(fleet: Fleet, start_operator: Start) -> None:
+    until(start_operator(MEDHA_RESYNC_S="60").leads)
+    waits = []
+    for name in ("a", "b", "c"):
+        began = time.monotonic()
+        fleet.create(name)
+        until(fleet.list_of_pods_of(name))
+        waits.append(time.monotonic() - began)
+    assert min(waits) < 1.0  # a busy machine is slow, not wrong; the resync takes a minute
+    assert max(waits) < 20.0
+
+
+def test_an_update_makes_the_new_replica_before_the_old_one_goes(
+    fleet: Fleet, start_operator: Start
+) -> None:
+    start_operator()
+    fleet.create("llama")
+    fleet.played(lambda: fleet.is_ready("llama"))
+    before = hashes(fleet)
+    fleet.change("llama", {"template": {"image": "localhost/other:1"}})
+    seen: list[int] = []
+
+    def updated() -> bool:
+        fleet.play()
+        pods = fleet.pods().values()
+        ready = [each for each in pods if is_ready(each)]
+        seen.append(len(ready))
+        assert len(ready) >= 2, "the old replica went before the new one was ready"
+        return len(pods) == 2 and not before & hashes(fleet)
+
+    until(updated)
+    assert max(seen) == 4
+    fleet.played(lambda: fleet.is_ready("llama"))
+    images = {each["spec"]["containers"][0]["image"] for each in fleet.pods().values()}
+    assert images == {"localhost/other:1"}
+    configs = [each["metadata"]["name"] for each in fleet.list("configmaps")]
+    until(lambda: len([name for name in configs if name.startswith("llama-")]) >= 1)
+    until(lambda: len(ours(fleet, "configmaps")) == 1)
+
+
+def test_a_pod_that_is_taken_away_comes_back(fleet: Fleet, start_operator: Start) -> None:
+    start_operator()
+    fleet.create("llama")
+    fleet.played(lambda: fleet.is_ready("llama"))
+    before = {name: each["metadata"]["uid"] for name, each in fleet.pods().items()}
+    fleet.remove("llama-0-g0-s1")
+    fleet.played(lambda: "llama-0-g0-s1" in fleet.pods())
+    fleet.played(lambda: fleet.is_ready("llama"))
+    after = {name: each["metadata"]["uid"] for name, each in fleet.pods().items()}
+    assert after.keys() == before.keys()
+    assert after["llama-0-g0-s1"] != before["llama-0-g0-s1"]
+
+
+def test_everything_is_owned_by_the_resource_and_nothing_is_made_for_a_deleted_one(
+    api: httpx.Client, fleet: Fleet, start_operator: Start
+) -> None:
+    operator = start_operator()
+    uid = fleet.create("llama")["metadata"]["uid"]
+    fleet.played(lambda: fleet.is_ready("llama"))
+    kinds = (("pods", "api/v1"), ("services", "api/v1"), ("configmaps", "api/v1"),
+             ("poddisruptionbudgets", "apis/policy/v1"))  # fmt: skip
+    for kind, group in kinds:
+        for each in ours(fleet, kind, group):
+            assert [owner["uid"] for owner in each["metadata"]["ownerReferences"]] == [uid]
+    settled(operator)
+    api.delete(fleet.path("llama")).raise_for_status()
+    until(lambda: api.get(fleet.path("llama")).status_code == 404)
+    for name in list(fleet.pods()):
+        fleet.remove(name)  # the garbage collector's part
+    time.sleep(5.0)  # two resyncs
+    assert fleet.pods() == {}
+
+
+def test_a_spec_that_only_the_operator_can_refuse_leaves_the_running_fleet_alone(
+    fleet: Fleet, start_operator: Start
+) -> None:
+    operator = start_operator()
+    fleet.create("llama")
+    fleet.played(lambda: fleet.is_ready("llama"))
+    before = hashes(fleet)
+    fleet.change("llama", {"template": {"resources": {"requests": {"cpu": "plenty"}}}})
+    until(lambda: fleet.condition("llama").get("status") == "False")
+    assert "plenty" in fleet.condition("llama")["message"]
+    assert hashes(fleet) == before
+    assert operator.alive()
+    fleet.change("llama", {"template": {"resources": {"requests": None}}})
+    fleet.played(lambda: fleet.is_ready("llama"))
+
+
+def test_a_pod_that_the_api_server_refuses_is_told_and_mended_by_a_better_spec(
+    fleet: Fleet, start_operator: Start
+) -> None:
+    operator = start_operator()
+    fleet.create("llama", template={"env": [{"name": "not a name=", "value": "x"}]})
+    until(lambda: fleet.condition("llama").get("status") == "False")
+    until(lambda: "not a name=" in fleet.condition("llama")["message"])
+    assert operator.alive()
+    fleet.change("llama", {"template": {"env": []}})
+    fleet.played(lambda: fleet.is_ready("llama"))
+
+
+def test_a_name_that_somebody_else_took_is_waited_for(
+    api: httpx.Client, fleet: Fleet, start_operator: Start
+) -> None:
+    pods = f"/api/v1/namespaces/{fleet.namespace}/pods"
+    containers = [{"name": "c", "image": "localhost/x:1"}]
+    squatter = {"metadata": {"name": "llama-0-g0-s0"}, "spec": {"containers": containers}}
+    api.post(pods, json=squatter).raise_for_status()
+    operator = start_operator()
+    fleet.create("llama")
+    until(lambda: "AlreadyExists" in operator.log.read_text())
+    assert operator.alive()
+    fleet.remove("llama-0-g0-s0")
+    fleet.played(lambda: fleet.is_ready("llama"))
+
+
+def test_one_of_two_operators_writes_and_the_other_takes_over(
+    fleet: Fleet, start_operator: Start
+) -> None:
+    first = start_operator("first")
+    until(first.leads)
+    second = start_operator("second")
+    until(second.ready)
+    fleet.create("llama")
+    fleet.played(lambda: fleet.is_ready("llama"))
+    assert second.writes() == 0
+    first.kill()
+    fleet.remove("llama-0-g0-s0")
+    began = time.monotonic()
+    until(second.leads)
+    assert time.monotonic() - began < LEASE_S + 20.0
+    fleet.played(lambda: "llama-0-g0-s0" in fleet.pods() and fleet.is_ready("llama"))
+    third = start_operator("third")
+    until(third.ready)
+    assert second.end() == 0  # politely: the lease is let go
+    until(third.leads, within_s=20.0)
+
+
+def settled(operator: Operator) -> float:
+    """Its writes, once there are no more of them."""
+    last = -1.0
+    while (now := operator.writes()) != last:
+        last = now
+        time.sleep(3.0)
+    return last
+
+
+def secret(api: httpx.Client, fleet: Fleet, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = api.get(f"/api/v1/namespaces/{fleet.namespace}/secrets/{name}").json()
+    return found
+
+
+def scale(api: httpx.Client, fleet: Fleet) -> dict[str, Any]:
+    found: dict[str, Any] = api.get(fleet.path("llama", "scale")).json()["status"]
+    return found
+
+
+def hashes(fleet: Fleet) -> set[str]:
+    return {each["metadata"]["labels"]["medha.dev/spec-hash"] for each in fleet.pods().values()}
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    conditions = pod["status"].get("conditions", [])
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+
+def ours(fleet: Fleet, kind: str, group: str = "api/v1") -> list[dict[str, Any]]:
+    return [
+        each
+        for each in fleet.list(kind, group)
+        if "medha.dev/replica" in each["metadata"].get("labels", {})
+    ]
