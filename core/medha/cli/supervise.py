@@ -128,7 +128,8 @@ class Supervisor:
             unit.wanted = True
         for index in status.restart_groups:
             unit = replica.groups[index]
-            hung = now - unit.started_s > self._patience.hung_s
+            # A busy machine may need longer to start it than was thought: ever more patience.
+            hung = now - unit.started_s > self._patience.hung_s * 2 ** len(unit.failures)
             if unit.state is State.RUNNING and hung:
                 self._fail(unit, f"{unit.name} was given up by its controller", now)
 
