@@ -25,9 +25,9 @@ apiVersion: medha.dev/v1alpha1
 kind: MedhaReplica
 metadata: {name: tiny}
 spec:
-  model: {name: tiny, source: {hostPath: {path: model}}, maxContextTokens: 16384}
+  model: {name: tiny, source: {hostPath: {path: model}}, maxContextTokens: 12288}
   device: {kind: Cpu}
-  parallelism: {tp: 1, spp: 2, kvp: {min: 1, max: 2, tokensPerGroup: 8192}}
+  parallelism: {tp: 1, spp: 2, kvp: {min: 1, max: 2, tokensPerGroup: 6144}}
   slo: {default: {ttft: {floor: 2s, multiplier: "10"}, tpot: 5s, whenInfeasible: Relegate}}
   # Without a cache of prefixes the same prompt is as much work each time.
   scheduling: {prefixCache: Disabled, batchBudget: {min: 20ms, max: 200ms}, releaseCooldown: 10m}
@@ -47,7 +47,7 @@ def tokens(seed: int, count: int) -> list[int]:
     return [dice.randrange(8, 500) for _ in range(count)]
 
 
-LONG, SHORT = tokens(1, 12_000), tokens(2, 64)
+LONG, SHORT = tokens(1, 9_000), tokens(2, 64)
 
 
 class Fleet:
@@ -75,9 +75,13 @@ class Fleet:
         status = self.up.status()
         return [] if status is None else [group.state for group in status.groups]
 
-    def works(self) -> bool:
-        status = self.up.status()
-        return status is not None and status.running > 0
+    def has_groups(self, count: int) -> None:
+        """Until so many groups run: long prompts make it want a second one."""
+
+        def run() -> bool:
+            return self.groups().count("running") >= count or self.asks_long() is None
+
+        until(run, LIMIT_S)
 
     def close(self) -> None:
         self.up.kill()
@@ -105,6 +109,12 @@ class Traffic:
         self.long = fleet.pool.submit(fleet.asks_long)
         self.shorts: list[Future[Answer]] = []
 
+    def at_work(self) -> bool:
+        """Whether something runs, which it does soon after the long prompt was sent."""
+        self.goes_on()
+        status = self._fleet.up.status()
+        return status is not None and status.running > 0
+
     def goes_on(self) -> None:
         self.shorts.append(self._fleet.pool.submit(self._fleet.asks_short))
         time.sleep(EVERY_S)
@@ -119,10 +129,9 @@ VICTIMS = ["tiny-0-g0-s0-t0", "tiny-0-g1-s1-t0", "tiny-0-controller", "router"]
 
 @pytest.mark.parametrize("name", VICTIMS)
 def test_what_is_killed_comes_back_and_every_request_ends_properly(fleet: Fleet, name: str) -> None:
+    fleet.has_groups(2 if "-g1-" in name else 1)
     traffic = Traffic(fleet)
-    needed = 2 if "-g1-" in name else 1
-    while not (fleet.works() and fleet.groups().count("running") >= needed):
-        traffic.goes_on()
+    until(traffic.at_work, LIMIT_S)
     victim = fleet.up.children()[name]
     assert not traffic.long.done(), "the long prompt was to be at work"
     victim.send_signal(signal.SIGKILL)
@@ -137,9 +146,9 @@ def test_what_is_killed_comes_back_and_every_request_ends_properly(fleet: Fleet,
 
 
 def test_a_rank_that_hangs_is_replaced_and_its_requests_are_answered(fleet: Fleet) -> None:
+    fleet.has_groups(1)
     traffic = Traffic(fleet)
-    while not fleet.works():
-        traffic.goes_on()
+    until(traffic.at_work, LIMIT_S)
     name = "tiny-0-g0-s1-t0"
     victim = fleet.up.children()[name]
     victim.suspend()
