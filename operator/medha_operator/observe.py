@@ -47,6 +47,7 @@ class World:
         self.waiting: set[Key] = set()
         """Resources that found no place, or not enough of it."""
         self.reports: dict[Key, dict[int, ReportView]] = {}
+        self.reports_since_s = 0.0
         self._pods: dict[Key, dict[str, Pod]] = {}
         self._things: dict[Key, dict[tuple[str, str], str]] = {}
         self._parsed: dict[str, tuple[int, MedhaReplica | None, str]] = {}
@@ -85,6 +86,7 @@ class World:
             pods=tuple(pods[name].view for name in sorted(pods)),
             objects=self._things.get(key, {}),
             reports=self.reports.get(key, {}),
+            reports_since_s=self.reports_since_s,
             nodes=nodes,
             previous=resource.status,
         )

@@ -87,5 +87,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     objects: Mapping[tuple[str, str], str] = {}
     reports: Mapping[int, ReportView] = {}
     nodes: tuple[NodeView, ...] = ()
+    reports_since_s: float = 0.0
+    """Since when controllers are asked: one of which nothing was heard by then may still answer."""
     previous: Mapping[str, object] = {}
     """The status subresource as it stands: conditions, groups with attempts and times."""

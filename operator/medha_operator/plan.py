@@ -179,7 +179,7 @@ def _retire(look: Look, replica: Replica, why: str) -> None:
     until_s = seconds(look.resource.spec.drain_timeout)
     until_s += unix_s(line.since) if line is not None else look.now_s
     leader = replica.leader
-    hopeless = leader is None or (not leader.ready and replica.report is None)
+    hopeless = leader is None or (not leader.ready and (replica.silent or not leader.ip))
     if replica.idle or hopeless or look.now_s >= until_s:
         told = "has no work left" if replica.idle else "serves nobody"
         if not (replica.idle or hopeless):

@@ -128,6 +128,7 @@ class Process:
 
     async def _take_over(self) -> None:
         await self._watches.list_again()
+        self.world.reports_since_s = time.time()
         self._working = True
         for seen in self.world.replicas:
             self._queue.add(seen.key)

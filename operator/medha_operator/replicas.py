@@ -58,7 +58,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """One copy of the model.
 
     `outdated`: a pod of it was made from another spec, which may have had other groups and stages;
-    then its leader's word counts. `report` is None where the controller's last word is too old.
+    then its leader's word counts. `report` is None where the controller's last word is too old;
+    `silent`: it was asked for long enough to know that it does not answer.
     """
 
     ordinal: int
@@ -66,6 +67,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     outdated: bool
     groups: Mapping[int, Group]
     report: ReplicaStatus | None
+    silent: bool
 
     @property
     def pods(self) -> Iterator[PodView]:
@@ -142,6 +144,7 @@ def replicas_of(resource: MedhaReplica, observed: Observed, spec_hash: str) -> d
                 for index in sorted(groups)
             },
             report=_fresh(observed, ordinal),
+            silent=_is_silent(observed, ordinal),
         )
         for ordinal, groups in sorted(sorted_in.items())
     }
@@ -152,3 +155,9 @@ def _fresh(observed: Observed, ordinal: int) -> ReplicaStatus | None:
     if report is None or observed.now_s - report.at_s > FRESH_S:
         return None
     return report.status
+
+
+def _is_silent(observed: Observed, ordinal: int) -> bool:
+    report = observed.reports.get(ordinal)
+    heard_s = report.at_s if report is not None else observed.reports_since_s
+    return observed.now_s - heard_s > FRESH_S

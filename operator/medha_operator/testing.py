@@ -87,6 +87,7 @@ class Cluster:
         self.objects: dict[tuple[str, str], str] = {}
         self.status: dict[str, Any] = {}
         self.now_s = NOW_S
+        self.reports_since_s = 0.0
         self.wanted: dict[int, int] = {}
         self.load: dict[int, int] = {}
         self.draining: set[str] = set()
@@ -105,6 +106,7 @@ class Cluster:
             pods=tuple(self.pods[name] for name in sorted(self.pods)),
             objects=dict(self.objects),
             reports=self.reports(),
+            reports_since_s=self.reports_since_s,
             nodes=tuple(self.nodes.values()),
             previous=self.status,
         )
@@ -222,6 +224,7 @@ class Cluster:
         found = {}
         for pod in self.pods.values():
             alive = pod.node in self.nodes and self.nodes[pod.node].ready
+            alive = alive and self.now_s >= self.reports_since_s + 2.0
             if pod.group == pod.stage == 0 and pod.phase == "Running" and pod.ip and alive:
                 found[pod.ordinal] = ReportView(status=self._report(pod), at_s=self.now_s)
         return found
@@ -269,6 +272,20 @@ class Cluster:
         return f"{self.resource.name}-{ordinal}-g0-s0"
 
     # --- asked by tests -------------------------------------------------------------------------
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Pod -> node."""
+        return {name: pod.node for name, pod in sorted(self.pods.items())}
+
+    def condition(self, type: str) -> dict[str, Any]:
+        found: dict[str, Any]
+        (found,) = [each for each in self.status["conditions"] if each["type"] == type]
+        return found
+
+    def update(self, **spec: Any) -> None:
+        """A person applies this spec."""
+        self.resource = resource(generation=self.resource.generation + 1, **spec)
 
     @property
     def ordinals(self) -> set[int]:

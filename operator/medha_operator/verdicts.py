@@ -37,7 +37,7 @@ def verdicts(resource: MedhaReplica, observed: Observed, made: Decision) -> tupl
     return (
         _ready(resource, gating),
         *gating,
-        _updated(made),
+        _updated(resource, made),
         _growing(resource, made),
         _draining(resource, made),
         _exhausted(resource, observed, made),
@@ -129,26 +129,32 @@ def _groups(resource: MedhaReplica, made: Decision) -> Verdict:
     ready = sum(each.ready for each in _needed(made))
     if ready >= resource.spec.replicas:
         return Verdict(type="GroupsReady", status="True", reason="GroupsReady")
+    reason, message = _trouble(resource, made) or (
+        "Loading",
+        "pods are starting and load the model",
+    )
+    return Verdict(type="GroupsReady", status="False", reason=reason, message=message)
+
+
+def _trouble(resource: MedhaReplica, made: Decision) -> tuple[str, str] | None:
+    """What keeps pods of replicas that are not ready from running: a word, and a sentence."""
     for pod in _waiting(made):
         if pod.why in _IMAGE:
             image = resource.spec.template.image or "the worker's image"
-            return Verdict(
-                type="GroupsReady", status="False", reason="ImagePull",
-                message=f"{image} cannot be pulled ({_short(pod)}); correct spec.template.image, "
-                "or make the image available to the nodes",
-            )  # fmt: skip
+            return "ImagePull", (
+                f"{image} cannot be pulled ({_short(pod)}); correct spec.template.image, or make "
+                "the image available to the nodes"
+            )
         if pod.why in _SETUP:
-            return Verdict(type="GroupsReady", status="False", reason=pod.why,
-                           message=f"pod {pod.name} cannot be started: {pod.message}")  # fmt: skip
+            return pod.why, f"pod {pod.name} cannot be started: {pod.message}"
     for line in made.memory.restarts:
         if not _well(made, line.replica):
             name = names.replica_name(resource.name, line.replica)
-            return Verdict(
-                type="GroupsReady", status="False", reason="GroupFailed",
-                message=f"KVP group {line.group} of {name} is started anew: {line.reason}",
-            )  # fmt: skip
-    return Verdict(type="GroupsReady", status="False", reason="Loading",
-                   message="pods are starting and load the model")  # fmt: skip
+            return (
+                "GroupFailed",
+                f"KVP group {line.group} of {name} is started anew: {line.reason}",
+            )
+    return None
 
 
 def _kvp(resource: MedhaReplica, made: Decision) -> Verdict:
@@ -165,7 +171,7 @@ def _kvp(resource: MedhaReplica, made: Decision) -> Verdict:
     )  # fmt: skip
 
 
-def _updated(made: Decision) -> Verdict:
+def _updated(resource: MedhaReplica, made: Decision) -> Verdict:
     old = [each for each in made.replicas.values() if each.outdated]
     if not old and len(made.rollout.fresh) >= made.rollout.wanted:
         return Verdict(type="Updated", status="True", reason="Updated")
@@ -173,8 +179,12 @@ def _updated(made: Decision) -> Verdict:
         worst = made.misfits[0]
         return Verdict(type="Updated", status="False", reason=worst.reason,
                        message=f"replicas of the present spec: {worst.message}")  # fmt: skip
-    return Verdict(type="Updated", status="False", reason="RollingUpdate" if old else "Creating",
-                   message="replicas of the present spec are not all there yet")  # fmt: skip
+    usual = (
+        "RollingUpdate" if old else "Creating",
+        "replicas of the present spec are not all there yet",
+    )
+    reason, message = _trouble(resource, made) or usual
+    return Verdict(type="Updated", status="False", reason=reason, message=message)
 
 
 def _growing(resource: MedhaReplica, made: Decision) -> Verdict:

@@ -1,0 +1,156 @@
+"""Stories of one MedhaReplica in a small cluster: updated, scaled, drained, replaced."""
+
+from __future__ import annotations
+
+import msgspec
+
+from medha_operator.actions import DeletePod, Drain, Tell
+from medha_operator.testing import Cluster, node, resource
+
+
+def test_an_update_surges_one_replica_and_drains_the_old_one_after_it() -> None:
+    cluster = Cluster(resource(replicas=2, parallelism={"tp": 4}), [node("a"), node("b", 4)])
+    cluster.settle()
+    cluster.load = {0: 5, 1: 0}
+    cluster.update(replicas=2, parallelism={"tp": 4}, template={"image": "worker:2"})
+    told = []
+    for _ in range(40):
+        ready = sum(pod.ready for pod in cluster.pods.values())
+        assert ready >= 2
+        assert len(cluster.ordinals) <= 3
+        told += [
+            (type(each).__name__, each.ordinal)
+            for each in cluster.look().actions
+            if isinstance(each, Drain)
+        ]
+        cluster.turn()
+    assert told == [("Drain", 1), ("Drain", 0)]
+    assert cluster.condition("Updated")["status"] == "True"
+    assert cluster.ordinals == {1, 2} or cluster.ordinals == {0, 2} or len(cluster.ordinals) == 2
+    assert cluster.status["retiring"] == []
+
+
+def test_without_room_beside_it_the_old_replica_goes_first() -> None:
+    cluster = Cluster(resource(parallelism={"tp": 8}), [node("a")])
+    cluster.settle()
+    cluster.load = {0: 3}
+    cluster.update(parallelism={"tp": 8}, template={"image": "worker:2"})
+    cluster.settle()
+    assert cluster.condition("Ready")["status"] == "True"
+    assert cluster.condition("Updated")["status"] == "True"
+
+
+def test_an_update_that_could_never_be_placed_leaves_the_old_replica_serving() -> None:
+    cluster = Cluster(resource(parallelism={"tp": 8}), [node("a")])
+    cluster.settle()
+    cluster.update(parallelism={"tp": 16})
+    cluster.settle()
+    assert [pod.ready for pod in cluster.pods.values()] == [True]
+    assert cluster.condition("Ready")["status"] == "True"
+    assert (
+        "a pod needs 16 nvidia.com/gpu on one node and the largest has 8"
+        in (cluster.condition("PlacementUnsatisfiable")["message"])
+    )
+
+
+def test_an_update_to_other_stages_keeps_the_old_replica_until_the_new_one_serves() -> None:
+    cluster = Cluster(resource(parallelism={"spp": 2}), [node("a")])
+    cluster.settle()
+    cluster.update(parallelism={"spp": 3, "kvp": {"min": 2, "max": 2}})
+    for _ in range(20):
+        cluster.look()
+        cluster.turn()
+        leaders = [pod for pod in cluster.pods.values() if pod.group == pod.stage == 0]
+        assert any(pod.ready for pod in leaders)
+    cluster.settle()
+    assert len(cluster.pods) == 6
+
+
+def test_the_replica_with_the_least_work_goes_when_fewer_are_wanted() -> None:
+    cluster = Cluster(resource(replicas=3), [node("a")])
+    cluster.settle()
+    cluster.load = {0: 50, 1: 10, 2: 30}
+    cluster.update(replicas=1)
+    actions = cluster.look().actions
+    assert [each.ordinal for each in actions if isinstance(each, Drain)] == [1, 2]
+    cluster.settle()
+    assert cluster.ordinals == {0}
+
+
+def test_a_replica_on_a_cordoned_node_is_replaced_before_it_drains() -> None:
+    cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])
+    cluster.settle()
+    cluster.load = {0: 4}
+    home = cluster.pods["tiny-0-g0-s0"].node
+    cluster.change_node(home, schedulable=False)
+    for _ in range(20):
+        assert any(pod.ready for pod in cluster.pods.values())
+        cluster.look()
+        cluster.turn()
+    assert [pod.node for pod in cluster.pods.values()] == [{"a": "b", "b": "a"}[home]]
+    assert cluster.condition("Ready")["status"] == "True"
+
+
+def test_a_cordoned_replica_without_another_place_goes_on_serving() -> None:
+    cluster = Cluster(resource(parallelism={"tp": 8}), [node("a")])
+    cluster.settle()
+    cluster.change_node("a", schedulable=False)
+    cluster.settle()
+    assert [pod.ready for pod in cluster.pods.values()] == [True]
+    assert "1 cordoned" in cluster.condition("PlacementUnsatisfiable")["message"]
+
+
+def test_a_replica_that_does_not_finish_in_time_is_deleted() -> None:
+    cluster = Cluster(resource(drainTimeout="20s"), [node("a")])
+    cluster.settle()
+    cluster.load = {0: 10_000}
+    cluster.update(replicas=0, drainTimeout="20s")
+    start = cluster.now_s
+    while cluster.pods:
+        cluster.look()
+        cluster.turn()
+    assert 20 <= cluster.now_s - start < 30
+    cluster.look()
+    assert cluster.condition("Ready")["reason"] == "NoneAskedFor"
+    (told,) = [e for e in cluster.done if isinstance(e, Tell) and e.reason == "Drained"]
+    assert "requests after spec.drainTimeout" in told.message
+
+
+def test_pods_say_what_the_resource_says_now() -> None:
+    cluster = Cluster(resource(), [node("a")])
+    cluster.settle()
+    labels = msgspec.structs.asdict(cluster.pods["tiny-0-g0-s0"])
+    cluster.update(template={"labels": {"team": "x"}})
+    cluster.settle()
+    (pod,) = cluster.pods.values()
+    assert pod.spec_hash != labels["spec_hash"]
+
+
+def test_an_operator_that_starts_anew_does_not_take_a_draining_replica_for_dead() -> None:
+    cluster = Cluster(resource(), [node("a")])
+    cluster.settle()
+    cluster.load = {0: 30}
+    cluster.update(replicas=0)
+    cluster.look()
+    cluster.change("tiny-0-g0-s0", ready=False)  # a controller that drains is not ready
+    cluster.reports_since_s = cluster.now_s
+    assert [each for each in cluster.look().actions if isinstance(each, DeletePod)] == []
+    cluster.turn(3.0)
+    assert cluster.reports()[0].status.draining
+    assert [each for each in cluster.look().actions if isinstance(each, DeletePod)] == []
+    cluster.settle()
+    assert cluster.pods == {}
+
+
+def test_an_update_that_does_not_start_says_why() -> None:
+    cluster = Cluster(resource(), [node("a")])
+    cluster.settle()
+    cluster.update(template={"image": "worker:none"})
+    for _ in range(3):
+        cluster.look()
+        cluster.turn()
+    cluster.change("tiny-1-g0-s0", ready=False, why="ErrImagePull", message="worker:none: no such")
+    cluster.look()
+    assert cluster.condition("Ready")["status"] == "True"
+    assert cluster.condition("Updated")["reason"] == "ImagePull"
+    assert "worker:none: no such" in cluster.condition("Updated")["message"]
