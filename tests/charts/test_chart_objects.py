@@ -9,8 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from medha.config import RouterConfig
+from medha.spec import parse
+from medha.topology import Coordinate
+from medha_operator import pods
 from medha_operator.keys import FLEET_KEYS, PAIRS
 from medha_operator.lease import NAME as LEASE
 from medha_operator.settings import Settings, from_environment
@@ -277,3 +281,21 @@ def test_pods_go_where_the_values_say(render: Render) -> None:
         given = {key: made["spec"][key] for key in values if key in made["spec"]}
         assert given == {key: value for key, value in values.items() if key != "podAnnotations"}
         assert made["metadata"]["annotations"]["a"] == "b"
+
+
+def test_what_watches_worker_pods_names_ports_and_labels_that_they_have(render: Render) -> None:
+    tiny = yaml.safe_load((HOUSE / "examples/kubernetes/tiny.yaml").read_text())
+    start = pods.Start(ordinal=0, at=Coordinate(0, 0, 0), node="a", spec_hash="1")
+    leader = pods.pod(parse(tiny), start, from_environment(environment(render())))
+    ports = {
+        port["name"]: port["containerPort"] for port in leader["spec"]["containers"][0]["ports"]
+    }
+    rendered = render(apis=PROMETHEUS)
+    monitor = one(rendered, "PodMonitor", "medha-workers")["spec"]
+    assert {each["port"] for each in monitor["podMetricsEndpoints"]} <= set(ports)
+    assert set(monitor["podTargetLabels"]) <= set(leader["metadata"]["labels"])
+    policy = one(rendered, "NetworkPolicy", "medha-workers")["spec"]
+    labels = {each["key"] for each in policy["podSelector"]["matchExpressions"]}
+    assert labels <= set(leader["metadata"]["labels"])
+    opened = {port["port"] for rule in policy["ingress"] for port in rule.get("ports", ())}
+    assert opened == {ports["ops"], ports["controller"]}
