@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from medha.batch import BatchResult, Sampled
 from medha.config import Scheduling
+from medha.scheduling.sequence import Sequence
 from medha.testing import Driven, leftovers, request, scheduler
 
 G0 = frozenset({0})
@@ -122,3 +123,22 @@ def test_no_more_than_max_running_sequences_have_pages() -> None:
     batch = plan.next_batch(0.0, G0)
     assert batch is not None and len(batch.chunks) == 2
     assert plan.load(0.0).waiting == 1
+
+
+def test_prompts_that_find_no_pages_are_not_tried_one_by_one() -> None:
+    # Each of the 200 would fit alone; beside the holder's output there is room for one.
+    plan = scheduler(settings=Scheduling(policy="fcfs", finish_fill=1.0), pages=320)
+    plan.submit(request("holder", 64, within_s=9.0, output_tokens=76_800), 0.0)
+    for n in range(200):
+        plan.submit(request(f"r{n}", 11 * 64, within_s=9.0), 0.0)
+    tried: list[bool] = []
+    start = plan._groups.start
+
+    def counted(sequence: Sequence) -> bool:
+        tried.append(start(sequence))
+        return tried[-1]
+
+    plan._groups.start = counted  # type: ignore[method-assign]
+    assert plan.next_batch(0.0, G0) is not None
+    assert tried.count(True) >= 1
+    assert len(tried) <= 4
