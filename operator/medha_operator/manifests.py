@@ -3,7 +3,7 @@
     Service <mr>-workers              gives every pod a DNS name, ready or not
     Service <mr>-leaders              the ready controllers, for metrics and for people
     ConfigMap <mr>-<ordinal>-<hash>   worker.json of one replica; never changed, only replaced
-    PodDisruptionBudget <mr>          nobody evicts a healthy pod: the operator moves its work first
+    PodDisruptionBudget <mr>          nobody evicts a pod: the operator moves its work first
 
 Each carries the hash of its content, so that what stands as wanted is not written again. Pods are
 in `pods`.
@@ -203,7 +203,8 @@ def _headless(
 
 
 def _disruption_budget(resource: MedhaReplica) -> Manifest:
-    """An eviction of a ready pod is put off; a cordoned node makes the operator move its work."""
+    """Evictions are put off: a cordoned node makes the operator move its work, and a pod that is
+    not ready may be one that finishes its requests."""
     return _hashed(
         {
             "apiVersion": "policy/v1",
@@ -212,7 +213,7 @@ def _disruption_budget(resource: MedhaReplica) -> Manifest:
             "spec": {
                 "minAvailable": _EVERY_POD,
                 "selector": {"matchLabels": {names.RESOURCE: resource.name}},
-                "unhealthyPodEvictionPolicy": "AlwaysAllow",
+                "unhealthyPodEvictionPolicy": "IfHealthyBudget",
             },
         }
     )

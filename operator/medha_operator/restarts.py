@@ -50,6 +50,10 @@ def fault_of(
         lost = next((pod for pod in present if is_lost(pod, nodes)), None)
         if lost is not None:
             why, elsewhere = f"node {lost.node} does not answer", True
+    if not why:
+        stray = next((pod for pod in present if _has_no_home(pod, nodes)), None)
+        if stray is not None:
+            why = f"node {stray.target} went away before pod {stray.name} was bound to it"
     due_s = hung_s(replica, group)
     if not why and due_s is not None and now_s >= due_s:
         why = "its controller gave it up and it did not come back"
@@ -95,6 +99,14 @@ def is_lost(pod: PodView, nodes: Mapping[str, NodeView]) -> bool:
         return False
     node = nodes.get(pod.node)
     return node is None or node.silent
+
+
+def _has_no_home(pod: PodView, nodes: Mapping[str, NodeView]) -> bool:
+    """It may be bound, but the only node that it may go to takes no pods any more."""
+    if pod.node or pod.gated or not nodes:
+        return False
+    node = nodes.get(pod.target)
+    return node is None or node.silent or not node.schedulable
 
 
 def noted(fault: Fault, memory: Memory) -> bool:

@@ -18,6 +18,9 @@ GATING = ("ModelAvailable", "Placed", "GroupsReady", "KvpReady")
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _SETUP = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
+_USUAL = ("Placing", "Loading", "Joining", "NotLoadedYet")
+"""Reasons that go away by themselves."""
+
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     type: str
@@ -46,13 +49,12 @@ def verdicts(resource: MedhaReplica, observed: Observed, made: Decision) -> tupl
 
 
 def _ready(resource: MedhaReplica, gating: tuple[Verdict, ...]) -> Verdict:
-    """The conjunction; of what is missing the worst is told: a no before a not yet."""
-    for status in ("False", "Unknown"):
-        for each in gating:
-            if each.status == status:
-                return Verdict(
-                    type="Ready", status="False", reason=each.reason, message=each.message
-                )
+    """The conjunction; of what is missing the worst is told: what somebody may have to mend before
+    what only takes its time."""
+    missing = [each for each in gating if each.status != "True"]
+    if missing:
+        worst = min(missing, key=lambda each: (each.reason in _USUAL, each.status == "Unknown"))
+        return Verdict(type="Ready", status="False", reason=worst.reason, message=worst.message)
     if resource.spec.replicas == 0:
         return Verdict(type="Ready", status="True", reason="NoneAskedFor",
                        message="spec.replicas is 0: nothing serves; raise it to serve")  # fmt: skip

@@ -267,3 +267,14 @@ def test_what_came_about_is_told_once_it_stands_in_the_status() -> None:
     cluster.look()
     (gone,) = changes("tiny", before, cluster.status)
     assert (gone.reason, gone.warning) == ("NotServing", True)
+
+
+def test_a_pod_whose_node_goes_away_before_it_is_bound_is_planned_again_at_once() -> None:
+    cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])
+    cluster.look()
+    target = cluster.pods["tiny-0-g0-s0"].target
+    del cluster.nodes[target]
+    began_s = cluster.now_s
+    cluster.settle()
+    assert cluster.condition("Ready")["status"] == "True"
+    assert cluster.now_s - began_s < 20
