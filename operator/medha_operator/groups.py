@@ -117,7 +117,8 @@ def _take_down(look: Look, replica: Replica, group: Group, fault: Fault) -> None
         beside = [each.node for each in replica.present if not restarts.is_lost(each, look.nodes)]
         placed = look.room.place_group(beside)
         if isinstance(placed, Misfit) and not look.fits_without(replica.ordinal):
-            return  # the node may come back; there is nothing better
+            look.stranded.append(fault)  # the node may come back; there is nothing better
+            return
     look.faults.append(fault)
     if not restarts.noted(fault, look.memory):
         look.again_s.append(look.now_s)

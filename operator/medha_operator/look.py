@@ -22,7 +22,8 @@ from medha_operator.settings import Settings
 
 class Look:
     """`misfits`: what has no place of replicas and their first groups; `stunted`: of further ones;
-    `growing`: replicas with fewer groups than wanted; `again_s`: when to look again."""
+    `growing`: replicas with fewer groups than wanted; `stranded`: groups that wait for a node that
+    may come back; `again_s`: when to look again."""
 
     def __init__(self, resource: MedhaReplica, observed: Observed, settings: Settings) -> None:
         self.resource, self.observed, self.settings = resource, observed, settings
@@ -33,6 +34,7 @@ class Look:
         self.replicas = replicas_of(resource, observed, self.hash)
         self.actions: list[Action] = []
         self.faults: list[Fault] = []
+        self.stranded: list[Fault] = []
         self.misfits: list[Misfit] = []
         self.stunted: list[Misfit] = []
         self.growing: list[int] = []

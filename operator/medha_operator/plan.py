@@ -50,6 +50,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     rollout: Rollout
     memory: Memory
     faults: tuple[Fault, ...] = ()
+    stranded: tuple[Fault, ...] = ()
+    """Groups on dead nodes that have no other place."""
     misfits: tuple[Misfit, ...] = ()
     """What has no place: replicas and their first groups."""
     stunted: tuple[Misfit, ...] = ()
@@ -91,6 +93,7 @@ def decide(resource: MedhaReplica, observed: Observed, settings: Settings) -> De
         rollout=rollout,
         memory=look.memory,
         faults=tuple(look.faults),
+        stranded=tuple(look.stranded),
         misfits=tuple(look.misfits),
         stunted=tuple(look.stunted),
         growing=tuple(look.growing),

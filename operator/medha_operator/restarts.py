@@ -149,6 +149,11 @@ def not_before_s(line: RestartLine | None, now_s: float) -> float:
     return failed[-1] + backoff
 
 
+def is_recent(line: RestartLine, now_s: float) -> bool:
+    """It failed within the window; older failures explain nothing any more."""
+    return any(now_s - at_s < WINDOW_S for at_s in line.failed_s)
+
+
 def exhausted(line: RestartLine, now_s: float) -> bool:
     """Its budget is spent: it failed more often than a group may within the window."""
     return len([at_s for at_s in line.failed_s if now_s - at_s < WINDOW_S]) > BUDGET

@@ -31,6 +31,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def verdicts(resource: MedhaReplica, observed: Observed, made: Decision) -> tuple[Verdict, ...]:
     """All conditions, `Ready` first."""
+    lately = [each for each in made.memory.restarts if restarts.is_recent(each, observed.now_s)]
+    memory = msgspec.structs.replace(made.memory, restarts=tuple(lately))
+    made = msgspec.structs.replace(made, memory=memory)
     gating = (
         _model(resource, made),
         _placed(resource, made),
@@ -149,6 +152,11 @@ def _trouble(resource: MedhaReplica, made: Decision) -> tuple[str, str] | None:
             )
         if pod.why in _SETUP:
             return pod.why, f"pod {pod.name} cannot be started: {pod.message}"
+    if made.stranded:
+        return "NodeLost", (
+            f"{made.stranded[0].why} and there is no other place for its pods; bring it back or "
+            "add nodes"
+        )
     for line in made.memory.restarts:
         if not _well(made, line.replica):
             name = names.replica_name(resource.name, line.replica)
@@ -196,6 +204,13 @@ def _growing(resource: MedhaReplica, made: Decision) -> Verdict:
                        message=f"a further KVP group is wanted: {worst.message}")  # fmt: skip
     if made.growing:
         which = ", ".join(names.replica_name(resource.name, each) for each in made.growing)
+        for line in made.memory.restarts:
+            if line.replica in made.growing and line.group >= resource.spec.parallelism.kvp.min:
+                return Verdict(
+                    type="KvpGrowing", status="True", reason="GroupFailed",
+                    message=f"{which} gets more KVP groups, but group {line.group} failed: "
+                    f"{line.reason}",
+                )  # fmt: skip
         return Verdict(type="KvpGrowing", status="True", reason="GroupsWanted",
                        message=f"{which} gets more KVP groups for long contexts")  # fmt: skip
     return Verdict(type="KvpGrowing", status="False", reason="AsWanted")

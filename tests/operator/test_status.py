@@ -117,6 +117,35 @@ def test_growth_without_room_is_told_and_does_not_disturb_what_serves() -> None:
     assert found["PlacementUnsatisfiable"]["status"] == "True"
 
 
+def test_an_old_failure_does_not_explain_a_new_trouble() -> None:
+    cluster = failing("/models/config.json is broken")
+    cluster.settle()
+    assert ready(cluster).startswith("True")
+    cluster.now_s += 3600
+    cluster.power("a", False)
+    cluster.turn()
+    cluster.look()
+    assert "config.json" not in ready(cluster)
+    assert ready(cluster) == (
+        "False NodeLost: node a does not answer and there is no other place for its pods; bring it "
+        "back or add nodes"
+    )
+
+
+def test_a_further_group_that_fails_is_told_where_growth_is_told() -> None:
+    cluster = Cluster(resource(parallelism={"kvp": {"max": 2}}), [node("a")])
+    cluster.wanted[0] = 2
+    cluster.settle()
+    cluster.change("tiny-0-g1-s0", phase="Failed", ready=False, why="OOMKilled")
+    for _ in range(3):
+        cluster.look()
+        cluster.turn()
+    assert ready(cluster).startswith("True")
+    assert conditions(cluster)["KvpGrowing"]["message"] == (
+        "tiny-0 gets more KVP groups, but group 1 failed: pod tiny-0-g1-s0 ended (OOMKilled)"
+    )
+
+
 def test_a_replica_that_drains_is_named_with_the_reason() -> None:
     cluster = Cluster(resource(replicas=2), [node("a")])
     cluster.settle()
