@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from medha_operator.actions import Action, CreatePod, DeletePod, LookAgain
-from medha_operator.plan import Decision
+from medha_operator.plan import Decision, plan
 from medha_operator.restarts import is_lost
 from medha_operator.rollout import SURGE
-from medha_operator.testing import Cluster, rack, resource
+from medha_operator.testing import SETTINGS, Cluster, rack, resource
 
 RACK = "topology.kubernetes.io/rack"
 
@@ -110,6 +110,17 @@ class Histories(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.2, 1.0, 15.0, 120.0, 900.0]))
     def time_passes(self, seconds: float) -> None:
         self.cluster.turn(seconds)
+
+    @rule(steps=st.integers(0, 12))
+    def the_operator_dies_while_it_acts(self, steps: int) -> None:
+        """Some of its steps are done, and no status is written."""
+        cluster = self.cluster
+        actions = plan(cluster.resource, cluster.observed(), SETTINGS)
+        assert actions == plan(cluster.resource, cluster.observed(), SETTINGS)
+        before = Before(cluster)
+        for each in actions[:steps]:
+            cluster.carry_out(each)
+        before.check_gangs(actions[:steps])
 
     @precondition(lambda self: hasattr(self, "cluster"))
     @rule(times=st.integers(1, 4), lost_status=st.booleans())
