@@ -9,7 +9,7 @@ plan, and the first that fails ends it: the next look at the cluster says what i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -66,10 +66,13 @@ class Writer:
             for pod in pods:
                 self._world.unexpect(pod)
 
-    async def carry_out(self, resource: Resource, actions: Iterable[Action]) -> None:
-        """All steps in order; raises ClusterError or NotLeading at the first that fails."""
+    async def carry_out(
+        self, resource: Resource, actions: Iterable[Action], progress: Callable[[], None]
+    ) -> None:
+        """All steps in order, `progress` after each; ClusterError or NotLeading end it."""
         for step in actions:
             await self._step(resource, step)
+            progress()
 
     async def write_status(self, resource: Resource, status: Mapping[str, Any]) -> None:
         """Replace the status, if the resource still is as it was seen."""

@@ -33,7 +33,7 @@ def keep_base(look: Look, replica: Replica) -> None:
         _start_anew(look, replica, gone)
     gang = replica.base
     if len(gang) == replica.least and all(each.complete for each in gang):
-        _let_go(look, [each for each in gang if each.gated])
+        _let_go(look, [each for each in gang if each.held])
 
 
 def _start_anew(look: Look, replica: Replica, gone: dict[int, int]) -> None:
@@ -66,7 +66,7 @@ def grow(look: Look, replica: Replica) -> None:
         if done:
             look.again_s.append(done)
         _mend(look, replica, group)
-        if group.complete and group.gated:
+        if group.complete and group.held:
             _let_go(look, [group])
     if not replica.ready:
         return
@@ -131,11 +131,15 @@ def _take_down(look: Look, replica: Replica, group: Group, fault: Fault) -> None
 
 
 def _let_go(look: Look, groups: Sequence[Group]) -> None:
-    """Lift the gates of a whole gang, or give it up: gates cannot be put back."""
+    """Lift the gates of a whole gang, or give it up: gates cannot be put back.
+
+    What was begun (and cut short by a failure) is finished.
+    """
     pods = [each for group in groups for each in group.present]
     if not pods:
         return
-    if look.room.holds(each.target for each in pods):
+    begun = not all(each.gated for each in pods)
+    if begun or look.room.holds(each.target for each in pods):
         look.actions += [LiftGate(each.name, each.uid) for each in pods if each.gated]
     else:
         look.delete(pods, "its place was taken before the whole gang stood")

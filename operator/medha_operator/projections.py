@@ -6,7 +6,6 @@ comes in. Version numbers are the API's resource versions, which order all write
 
 from __future__ import annotations
 
-import datetime
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
@@ -15,6 +14,7 @@ import msgspec
 
 from medha.errors import SpecError
 from medha_operator import names
+from medha_operator.moments import unix_s
 from medha_operator.observed import NodeView, PodView, Taint
 from medha_operator.quantities import integer
 
@@ -177,12 +177,12 @@ def pod(raw: bytes | msgspec.Raw) -> Seen[Pod]:
         gated=any(gate.name == names.GANG_GATE for gate in spec.scheduling_gates or ()),
         deleting=meta.deletion_timestamp is not None,
         restarts=sum(each.restart_count for each in status.container_statuses or ()),
-        created_s=unix(meta.creation_timestamp) or 0.0,
+        created_s=unix_s(meta.creation_timestamp or ""),
         ready_since_s=(
-            unix(ready.last_transition_time) if ready and ready.status == "True" else None
+            unix_s(ready.last_transition_time or "") if ready and ready.status == "True" else None
         ),
         unready_since_s=(
-            unix(ready.last_transition_time) if ready and ready.status != "True" else None
+            unix_s(ready.last_transition_time or "") if ready and ready.status != "True" else None
         ),
         why=why,
         message=message,
@@ -220,11 +220,6 @@ def load(raw: bytes | msgspec.Raw) -> tuple[str, Mapping[str, int]]:
     """Any pod's node ("" while unbound) and what it takes of it."""
     found = _POD.decode(raw)
     return found.spec.node_name, _requests(_asked(found.spec))
-
-
-def unix(time: str | None) -> float | None:
-    """Unix seconds of the API's timestamp."""
-    return datetime.datetime.fromisoformat(time).timestamp() if time else None
 
 
 def _trouble(status: _PodStatus) -> tuple[str, str]:

@@ -132,7 +132,9 @@ class Reconciler:
             others = [each.value.meta for each in self._world.replicas
                       if each.key[0] == resource.meta.namespace]  # fmt: skip
             await self._keys.ensure(resource.meta, others, self._writer.left_s())
-            await self._writer.carry_out(resource, steps)
+            await self._writer.carry_out(
+                resource, steps, lambda: self._queue.succeeded(resource.meta.key)
+            )
         self._queue.add(resource.meta.key, AFTERWARDS_S)
         return True
 
@@ -156,7 +158,7 @@ class Reconciler:
         for each in told["conditions"]:
             value = float(each["status"] == "True")
             self._metrics.set("medha_replica_condition", value, *key, each["type"])
-        await self._writer.carry_out(resource, changes(key[1], resource.status, told))
+        await self._writer.carry_out(resource, changes(key[1], resource.status, told), lambda: None)
 
     def _note_waiting(self, key: Key, decision: Decision) -> None:
         if decision.misfits or decision.stunted:

@@ -41,6 +41,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return len({pod.stage for pod in self.present}) == self.stages
 
     @property
+    def held(self) -> bool:
+        """Some pod of it was not let to the scheduler yet."""
+        return any(pod.gated for pod in self.present)
+
+    @property
     def gated(self) -> bool:
         """No pod of it was let to the scheduler yet."""
         return all(pod.gated for pod in self.present)

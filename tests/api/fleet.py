@@ -169,7 +169,7 @@ class Fleet:
         told = found.get("status", {})
         return (
             told.get("observedGeneration") == found["metadata"]["generation"]
-            and told["readyReplicas"] == found["spec"].get("replicas", 1)
+            and told.get("readyReplicas") == found["spec"].get("replicas", 1)
             and self.condition(name).get("status") == "True"
         )
 

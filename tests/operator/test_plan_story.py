@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 
 from medha_operator.actions import CreatePod, DeletePod, LiftGate, LookAgain, Tell
@@ -26,6 +27,18 @@ def test_a_replica_is_made_gated_let_go_as_a_gang_and_becomes_ready() -> None:
     assert cluster.places == {"tiny-0-g0-s0": "r1-0", "tiny-0-g0-s1": "r1-1"}
     assert cluster.condition("Ready")["status"] == "True"
     assert cluster.status["readyReplicas"] == 1
+
+
+def test_a_gang_of_which_only_a_part_was_let_go_is_let_go_whole() -> None:
+    """The operator ended between the first pod's gate and the second's; the first runs already."""
+    cluster = Cluster(resource(parallelism={"tp": 8, "spp": 2}), rack("r1", 2))
+    cluster.look()
+    first, second = cluster.pods.values()
+    cluster.pods[first.name] = msgspec.structs.replace(
+        first, gated=False, node=first.target, phase="Running", ready=True
+    )
+    found = cluster.look().actions
+    assert [each.pod for each in found if isinstance(each, LiftGate)] == [second.name]
 
 
 def test_a_converged_replica_causes_no_action_and_no_new_status() -> None:

@@ -1,0 +1,228 @@
+"""The operator against an API server that refuses, stalls, forgets and goes away.
+
+A proxy tampers with what passes between the two; all else is the real server's own doing. Whatever
+was done to it, the operator must live on and end with the same pods.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.api.fleet import Fleet, Operator, until
+from tests.api.proxy import Answer, Call, Proxy
+
+Start = Callable[..., Operator]
+
+pytestmark = pytest.mark.timeout(300)
+
+HOUSE = Path(__file__).resolve().parents[2]
+POD_NAMES = ["llama-0-g0-s0", "llama-0-g0-s1"]
+
+
+def own(call: Call) -> bool:
+    """A write of the operator's that is not the lease's."""
+    return call.writes and "/leases" not in call.path
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_every_write_may_fail_the_first_time_done_or_not(
+    fleet: Fleet, start_operator: Start, proxy: Proxy, first: int
+) -> None:
+    faults = itertools.cycle(itertools.product((0, 403, 409, 422, 429, 500), (True, False)))
+    faulty = itertools.islice(faults, 4 * first, None)
+    seen: dict[tuple[str, str], tuple[int, bool]] = {}
+    told: set[tuple[str, str]] = set()
+
+    def once(call: Call, done: bool) -> Answer | None:
+        write = (call.verb, call.path)
+        if not own(call) or write in told:
+            return None
+        status, when = seen[write] if write in seen else seen.setdefault(write, next(faulty))
+        if when != done:
+            return None
+        told.add(write)
+        return Answer(status, "SaidByTheTest")
+
+    proxy.before = lambda call: once(call, False)
+    proxy.after = lambda call: once(call, True)
+    operator = start_operator(through=proxy)
+    fleet.create("llama")
+    fleet.played(lambda: fleet.is_ready("llama"), within_s=200.0)
+    assert sorted(fleet.pods()) == POD_NAMES
+    assert len(told) >= 8
+    assert operator.process.poll() is None
+
+
+def test_a_deleted_pod_that_answers_late_is_not_deleted_twice(
+    fleet: Fleet, start_operator: Start, proxy: Proxy
+) -> None:
+    """The answer to every DELETE is lost: the next one carries the same UID and finds nothing."""
+    deleted: collections.Counter[str] = collections.Counter()
+
+    def lose(call: Call) -> Answer | None:
+        if call.verb == "DELETE" and "/pods/" in call.path:
+            deleted[call.path] += 1
+            return Answer(0)
+        return None
+
+    proxy.after = lose
+    start_operator(through=proxy)
+    fleet.create("llama", replicas=2)
+    fleet.played(lambda: fleet.is_ready("llama"))
+    fleet.change("llama", {"replicas": 1})
+    fleet.played(lambda: fleet.is_ready("llama") and len(fleet.pods()) == 2)
+    assert deleted
+
+
+@pytest.mark.parametrize("code", [410, 500])
+def test_a_watch_that_ends_with_an_error_begins_again(
+    fleet: Fleet, start_operator: Start, proxy: Proxy, code: int
+) -> None:
+    counts = itertools.count(1)
+    error = Answer(code, "Expired").body
+
+    def break_off(call: Call, line: bytes) -> list[bytes]:
+        if next(counts) % 4 == 0:
+            return [b'{"type":"ERROR","object":' + error + b"}"]
+        return [line]
+
+    proxy.events = break_off
+    operator = start_operator(through=proxy)
+    fleet.create("llama")
+    fleet.played(lambda: fleet.is_ready("llama"))
+    fleet.change("llama", {"replicas": 2})
+    fleet.played(lambda: fleet.is_ready("llama"))
+    assert len(fleet.pods()) == 4
+    assert operator.alive()
+
+
+def test_what_no_watch_tells_is_seen_by_the_resync(
+    fleet: Fleet, start_operator: Start, proxy: Proxy
+) -> None:
+    proxy.events = lambda call, line: []
+    operator = start_operator(through=proxy)
+    fleet.create("llama")
+    fleet.played(lambda: fleet.is_ready("llama"))
+    fleet.remove("llama-0-g0-s0")
+    fleet.played(lambda: sorted(fleet.pods()) == POD_NAMES and fleet.is_ready("llama"))
+    assert operator.alive()
+
+
+def test_an_api_server_that_is_away_for_a_while_finds_the_operator_at_work_again(
+    fleet: Fleet, start_operator: Start, proxy: Proxy
+) -> None:
+    operator = start_operator(through=proxy)
+    until(operator.leads)
+    away = threading.Event()
+    proxy.before = lambda call: Answer(503, "Away") if away.is_set() else None
+    away.set()
+    fleet.create("llama")
+    until(lambda: not operator.leads())
+    assert operator.process.poll() is None
+    assert fleet.pods() == {}
+    away.clear()
+    fleet.played(lambda: fleet.is_ready("llama"))
+    assert operator.leads()
+
+
+def test_an_operator_killed_at_any_write_leaves_nothing_that_the_next_one_cannot_mend(
+    fleet: Fleet, start_operator: Start, proxy: Proxy
+) -> None:
+    """Each of its lives ends at the next write of a kind not seen before, done but not told."""
+    current: list[Operator] = []
+    seen: set[str] = set()
+
+    def kill(call: Call) -> Answer | None:
+        kind = f"{call.verb} {re.sub('[0-9a-f]{10,}', '', call.path)}"
+        if not own(call) or kind in seen or not current:
+            return None
+        seen.add(kind)
+        current.pop().process.kill()
+        return Answer(0)
+
+    proxy.after = kill
+    fleet.create("llama")
+    lives = 0
+    while not fleet.is_ready("llama"):
+        if not current and lives < 6:
+            lives += 1
+            current.append(start_operator(through=proxy))
+        elif not current:
+            proxy.after = lambda call: None
+            current.append(start_operator(through=proxy))
+        fleet.play()
+    assert sorted(fleet.pods()) == POD_NAMES
+    posts = [c.path for c in proxy.calls if c.verb == "POST" and c.path.endswith("/pods")]
+    assert len(posts) <= len(POD_NAMES) + lives
+
+
+def test_it_uses_the_verbs_that_its_documentation_lists_and_all_of_them(
+    api: httpx.Client, fleet: Fleet, start_operator: Start, proxy: Proxy
+) -> None:
+    """It acts as an account that may do what docs/operator.md says, and nothing else."""
+    granted = documented_verbs()
+    account = f"operator-of-{fleet.namespace}"
+    grant(api, fleet.namespace, account, granted)
+    proxy._account = account
+    operator = start_operator(through=proxy)
+    fleet.create("llama", replicas=2)
+    fleet.played(lambda: fleet.is_ready("llama"))
+    fleet.change("llama", {"replicas": 1, "template": {"annotations": {"a": "b"}}})
+    fleet.played(lambda: fleet.is_ready("llama") and len(fleet.pods()) == 2)
+    configs = f"/api/v1/namespaces/{fleet.namespace}/configmaps"
+    until(lambda: any(c.verb == "DELETE" and c.path.startswith(configs) for c in proxy.calls))
+    assert "forbidden" not in operator.log.read_text().lower()
+    used = {(c.verb, resource_of(c.path)) for c in proxy.calls if "?" not in c.path}
+    assert {("DELETE", "pods"), ("PUT", "medhareplicas/status"), ("POST", "events")} <= used
+
+
+def documented_verbs() -> list[tuple[str, str, list[str], str]]:
+    """(group, resource, verbs, where) of each row of the table."""
+    rows = re.findall(
+        r"^\| (\S+) \| (`.*?`) \| ([a-z, ]+) \| (all|own|cluster) \|",
+        (HOUSE / "docs/operator.md").read_text(),
+        flags=re.M,
+    )
+    return [
+        ("" if group == "core" else group.strip("`"), resource, verbs.split(", "), where)
+        for group, resources, verbs, where in rows
+        for resource in re.findall(r"`(.*?)`", resources)
+    ]
+
+
+def grant(
+    api: httpx.Client, namespace: str, account: str, rows: list[tuple[str, str, list[str], str]]
+) -> None:
+    """Bind the account to one role per place: its namespace, and the cluster."""
+    root = "/apis/rbac.authorization.k8s.io/v1"
+    for cluster in (False, True):
+        rules = [
+            {"apiGroups": [group], "resources": [resource], "verbs": verbs}
+            for group, resource, verbs, where in rows
+            if (where == "cluster") == cluster
+        ]
+        assert rules
+        kind = "ClusterRole" if cluster else "Role"
+        place = root if cluster else f"{root}/namespaces/{namespace}"
+        metadata = {"metadata": {"name": account}}
+        plural = f"{kind.lower()}s"
+        api.post(f"{place}/{plural}", json=metadata | {"rules": rules}).raise_for_status()
+        to = {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": account}
+        who = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": account}
+        binding = metadata | {"roleRef": to, "subjects": [who]}
+        api.post(f"{place}/{kind.lower()}bindings", json=binding).raise_for_status()
+
+
+def resource_of(path: str) -> str:
+    """`/api/v1/namespaces/ns/pods/name/part` -> `pods/part`."""
+    found = re.fullmatch(
+        r"/(?:api/v1|apis/[^/]+/[^/]+)(?:/namespaces/[^/]+)?/([a-z]+)(?:/[^/]+)?(/[a-z]+)?", path
+    )
+    return (found.group(1) + (found.group(2) or "")) if found else ""
