@@ -16,16 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
-import msgspec
 import openai
-import yaml
 from examples import images
-from examples.demo import MODEL
 from examples.demo_load import Growth, Load, one
-from examples.images import HOUSE
+from examples.installed import NAMESPACE, READY_S, TOKENS_PER_GROUP, Installed
 from examples.testbed import ARCHIVES, Failed, Testbed, opened, until
 from rich.console import Console
 from rich.table import Table
@@ -33,18 +29,14 @@ from rich.table import Table
 from medha.cli.open_loop import faults
 from medha.cli.watch import read_status
 from medha.messages import ReplicaStatus
-from medha_worker.testing.checkpoint import write_checkpoint
 
-NAMESPACE = "medha"
-RESOURCE = HOUSE / "examples" / "kubernetes" / "tiny.yaml"
 LONG_TOKENS, SHORT_TOKENS = 24_576, 64
-TOKENS_PER_GROUP, PAGE_TOKENS = 20_480, 64
 GROWTHS = 3
 FULL = 0.6
 """A second group must be asked for before this part of the first one is used."""
 RATE = 2.0
 """Requests per second while the fleet is changed."""
-READY_S, GROW_S, BACK_S, UPDATE_S, GONE_S = 180.0, 120.0, 120.0, 300.0, 120.0
+BACK_S, UPDATE_S = 120.0, 300.0
 
 
 class Demo:
@@ -52,30 +44,26 @@ class Demo:
 
     def __init__(self, testbed: Testbed, console: Console) -> None:
         self._bed, self._console = testbed, console
-        self._began_s = time.monotonic()
+        self._medha = Installed(testbed)
         self._api = ""
+        self._began_s = time.monotonic()
         self.rows: list[tuple[str, str, str]] = []
-        self.good = True
 
     # --- telling ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[list[str]]:
         """Times a step; what it saw is put into the list. A step that fails ends the run."""
-        self._console.print(f"[{time.monotonic() - self._began_s:5.0f} s] {name} …")
+        self._console.print(f"{time.monotonic() - self._began_s:5.0f} s  {name}", highlight=False)
         began_s, seen = time.monotonic(), list[str]()
         try:
             yield seen
         except Failed as failure:
-            self.good = False
             seen.append(f"FAILED: {failure}")
+            self._console.print(f"        FAILED: {failure}", style="red", highlight=False)
             raise
         finally:
             self.rows.append((name, f"{time.monotonic() - began_s:.1f} s", "; ".join(seen)))
-
-    def _expect(self, true: object, what: str) -> None:
-        if not true:
-            raise Failed(what)
 
     def table(self) -> Table:
         table = Table(title=f"Seen on the cluster ({self._bed.kind})", title_justify="left")
@@ -85,26 +73,11 @@ class Demo:
             table.add_row(*row)
         return table
 
-    def tell_why(self) -> None:
-        """After a failure: what the cluster says of it."""
-        for command in (
-            ["get", "mr,pods", "-A", "-o", "wide"],
-            ["get", "events", "--sort-by=.lastTimestamp"],
-            ["logs", "-n", NAMESPACE, "deployment/medha-operator", "--tail=20"],
-            ["logs", "-l", "medha.dev/replica=tiny", "--tail=20", "--prefix"],
-        ):
-            with contextlib.suppress(Failed):
-                self._console.print(f"$ kubectl {' '.join(command)}\n{self._bed.kubectl(*command)}",
-                                    highlight=False, markup=False, soft_wrap=True)  # fmt: skip
-
     # --- the story --------------------------------------------------------------------------------
 
     def run(self) -> None:
-        loading = self._load()
-        self._install()
-        self._apply()
-        loading.join()
-        self._serve()
+        loading = self._install()
+        self._apply(loading)
         with (
             self._bed.proxied() as self._api,
             self._bed.forwarded(NAMESPACE, "service/medha-router", 8000) as url,
@@ -116,42 +89,22 @@ class Demo:
             self._update(url)
         self._delete()
 
-    def _load(self) -> threading.Thread:
-        """The worker's image takes longest: it comes while the rest is set up."""
-        with self._step("load the operator's and the router's image") as seen:
-            for target in ("operator", "router"):
-                self._bed.load(target)
-            seen.append("on every node")
-        loading = threading.Thread(target=self._bed.load, args=("worker",), name="worker's image")
-        loading.start()
-        return loading
-
-    def _install(self) -> None:
-        with self._step("helm install medha-crds, medha") as seen:
-            for chart in ("medha-crds", "medha"):
-                self._bed.run(
-                    "helm", "install", chart, str(HOUSE / "charts" / chart), "--namespace",
-                    NAMESPACE, "--create-namespace", "--wait", "--timeout", "3m", timeout_s=200.0,
-                )  # fmt: skip
+    def _install(self) -> threading.Thread:
+        with self._step("load images, helm install medha-crds and medha") as seen:
+            loading = self._medha.load()
+            self._medha.install()
             pods = self._bed.get("-n", NAMESPACE, "pods")["items"]
             seen.append(f"{len(pods)} pods are ready")
+        return loading
 
-    def _apply(self) -> None:
-        with self._step("kubectl apply -f examples/kubernetes/tiny.yaml") as seen:
-            if self._bed.kind != "given":
-                write_checkpoint(self._bed.model, MODEL)
-            found = yaml.safe_load(RESOURCE.read_text())
-            found["spec"]["model"]["source"] = {"hostPath": {"path": str(self._bed.model)}}
-            # What is released sooner is seen sooner.
-            found["spec"].setdefault("scheduling", {})["releaseCooldown"] = "5s"
-            seen.append(self._bed.kubectl("apply", "-f", "-", text=yaml.safe_dump(found)).strip())
-
-    def _serve(self) -> None:
-        with self._step("kubectl wait --for=condition=Ready") as seen:
-            self._ready()
-            names = [f"{each['metadata']['name']} on {each['spec']['nodeName']}"
-                     for each in self._pods()]  # fmt: skip
-            seen.append(", ".join(names))
+    def _apply(self, loading: threading.Thread) -> None:
+        with self._step("the worker's image on every node"):
+            loading.join()
+        with self._step("kubectl apply, kubectl wait --for=condition=Ready mr/tiny") as seen:
+            self._medha.apply()
+            self._medha.ready()
+            seen += [f"{each['metadata']['name']} on {each['spec']['nodeName']}"
+                     for each in self._medha.pods()]  # fmt: skip
 
     def _chat(self, url: str) -> None:
         with self._step("a streamed chat through the openai client") as seen:
@@ -161,25 +114,26 @@ class Demo:
                 max_tokens=24, stream=True,
             )  # fmt: skip
             pieces = [part.choices[0].delta.content or "" for part in stream if part.choices]
-            self._expect(any(pieces), "the stream said nothing")
+            expect(any(pieces), "the stream said nothing")
             seen.append(f"{len(pieces)} pieces")
 
     def _grow(self, url: str, number: int) -> None:
         with self._step(f"a prompt of {LONG_TOKENS} tokens, {number} of {GROWTHS}") as seen:
             before = self._status()
-            watch = Growth(self._controller(), TOKENS_PER_GROUP, PAGE_TOKENS)
-            with watch:
+            with Growth(self._controller()) as watch:
                 record = asyncio.run(one(url, "tiny", LONG_TOKENS, 16, f"long-{number}"))
-            self._expect(not record.refused, f"the long prompt ended with {record.refused}")
-            self._expect(watch.joined_s is not None, f"no second group joined: {watch.last}")
-            self._expect(watch.used <= FULL,
-                         f"asked for when {watch.used:.0%} of group 0 was used")  # fmt: skip
-            self._expect(watch.generation > before.generation, "no new generation")
+            expect(not record.refused, f"the long prompt ended with {record.refused}")
+            expect(watch.joined_s is not None, f"no second group joined: {watch.last}")
+            asked, joined = (
+                tokens / TOKENS_PER_GROUP for tokens in (watch.asked_tokens, watch.joined_tokens)
+            )
+            expect(asked <= FULL, f"asked for when group 0 was {asked:.0%} full")
+            expect(watch.generation > before.generation, "no new generation")
             events = self._bed.get("events", "--field-selector", "reason=GroupJoined")["items"]
-            self._expect(len(events), "no Event tells that a group joined")
+            expect(events, "no Event tells that a group joined")
             seen += [
-                f"asked for at {watch.used:.0%} of group 0",
-                f"2 groups after {watch.joined_s:.0f} s",
+                f"2nd group asked for with group 0 {asked:.0%} full",
+                f"runs {watch.joined_s:.0f} s later at {joined:.0%}",
                 f"generation {watch.generation}",
                 f"first token {record.ttft_s or 0.0:.1f} s",
                 f"largest gap {record.worst_gap_s * 1000:.0f} ms",
@@ -190,23 +144,21 @@ class Demo:
     def _scale(self) -> None:
         with self._step("kubectl scale mr tiny --replicas=2") as seen:
             self._bed.kubectl("scale", "mr", "tiny", "--replicas=2")
-            until(lambda: self._mr()["status"].get("readyReplicas") == 2, "two replicas", READY_S)
-            seen.append(self._bed.kubectl("get", "mr").strip().splitlines()[-1])
+            until(lambda: self._medha.ready_replicas() == 2, "two replicas", READY_S)
+            self._medha.ready()
+            seen.append(" ".join(self._bed.kubectl("get", "mr").splitlines()[-1].split()))
 
     def _update(self, url: str) -> None:
         """Another spec, replica by replica, while requests come in at their own times."""
         with self._step("a rolling update under load") as seen:
-            load = Load(url, "tiny", RATE, SHORT_TOKENS)
-            with load:
+            with Load(url, "tiny", RATE, SHORT_TOKENS) as load:
                 until(lambda: len(load.records) >= 3, "the first answers", 60.0)
-                before = {each["metadata"]["uid"] for each in self._pods()}
-                change = {"spec": {"template": {"env": [{"name": "CHANGED", "value": "yes"}]}}}
-                self._bed.kubectl("patch", "mr", "tiny", "--type=merge", "-p", msgspec.json.encode(
-                    change).decode())  # fmt: skip
-                took_s = until(lambda: self._updated(before), "the update", UPDATE_S)
+                before = {each["metadata"]["uid"] for each in self._medha.pods()}
+                self._medha.patch({"template": {"env": [{"name": "CHANGED", "value": "yes"}]}})
+                took_s = until(lambda: self._medha.updated(before, 4), "the update", UPDATE_S)
             failed = faults(load.records)
             cut = [each for each in load.records if each.finished_s is None and not each.refused]
-            self._expect(not failed and not cut, f"{dict(failed)} failed, {len(cut)} truncated")
+            expect(not failed and not cut, f"{dict(failed)} failed, {len(cut)} truncated")
             seen += [
                 f"every pod is another after {took_s:.0f} s",
                 f"{len(load.records)} requests, 0 failed, 0 truncated",
@@ -215,30 +167,10 @@ class Demo:
 
     def _delete(self) -> None:
         with self._step("kubectl delete mr tiny, helm uninstall") as seen:
-            self._bed.kubectl("delete", "mr", "tiny")
-            until(lambda: not self._left("default"), "nothing left of it", GONE_S)
-            for chart in ("medha", "medha-crds"):
-                self._bed.run("helm", "uninstall", chart, "--namespace", NAMESPACE, "--wait")
-            kinds = "pods,services,configmaps,poddisruptionbudgets"
-            seen.append(f"nothing left: {kinds.replace(',', ', ')}")
+            seen.append(f"nothing left of it after {self._medha.delete():.0f} s")
+            self._medha.uninstall()
 
     # --- looking ----------------------------------------------------------------------------------
-
-    def _mr(self) -> dict[str, Any]:
-        return self._bed.get("mr", "tiny")
-
-    def _pods(self) -> list[dict[str, Any]]:
-        pods: list[dict[str, Any]] = self._bed.get("pods", "-l", "medha.dev/replica=tiny")["items"]
-        return pods
-
-    def _ready(self) -> None:
-        try:
-            self._bed.kubectl("wait", "mr/tiny", "--for=condition=Ready", f"--timeout={READY_S}s",
-                              timeout_s=READY_S + 10.0)  # fmt: skip
-        except Failed:
-            told = [f"{each['type']}: {each['message']}" for each in self._mr()["status"][
-                "conditions"] if each["status"] != "True" and each["message"]]  # fmt: skip
-            raise Failed(f"not Ready within {READY_S:.0f} s: {'; '.join(told)}") from None
 
     def _controller(self) -> str:
         """The ops port of the first replica's controller, through the API server."""
@@ -252,49 +184,33 @@ class Demo:
         return found
 
     def _is_small(self) -> bool:
-        return len(self._pods()) == 2 and self._status().wanted_groups == 1
+        return len(self._medha.pods()) == 2 and self._status().wanted_groups == 1
 
-    def _updated(self, before: set[str]) -> bool:
-        found, pods = self._mr(), self._pods()
-        status = found["status"]
-        return (
-            not before & {each["metadata"]["uid"] for each in pods}
-            and status.get("observedGeneration") == found["metadata"]["generation"]
-            and status.get("readyReplicas") == 2
-            and len(pods) == 4
-        )
+    def tell_why(self) -> None:
+        self._console.print(self._medha.tell_why(), highlight=False, markup=False, soft_wrap=True)
 
-    def _left(self, namespace: str) -> list[str]:
-        kinds = "pods,services,configmaps,poddisruptionbudgets,endpointslices"
-        found = self._bed.kubectl(
-            "-n",
-            namespace,
-            "get",
-            kinds,
-            "-l",
-            "app.kubernetes.io/managed-by=medha-operator",
-            "-o",
-            "name",
-        )
-        return found.split()
+
+def expect(true: object, what: str) -> None:
+    if not true:
+        raise Failed(what)
 
 
 def main() -> int:
     console = Console(width=160)
     for target in images.TARGETS:
-        console.print(f"image {target}")
-        images.build(target, "cpu")
+        console.print(f"image {images.build(target, 'cpu')}")
         images.archive(target, ARCHIVES)
-    began_s = time.monotonic()
+    began_s, good = time.monotonic(), True
     with opened("demo") as testbed:
         demo = Demo(testbed, console)
         try:
             demo.run()
         except Failed:
+            good = False
             demo.tell_why()
         console.print(demo.table())
     console.print(f"{time.monotonic() - began_s:.0f} s in all, after the images were built")
-    return 0 if demo.good else 1
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import threading
 import time
 
@@ -16,6 +17,7 @@ from medha.sim.report import Record
 from medha.sim.workload import Arrival
 
 LOOK_S = 0.1
+PREFILLED = re.compile(r'^medha_batch_tokens_sum\{.*kind="prefill".*\} (\S+)$', re.M)
 
 
 async def one(url: str, model: str, prompt_tokens: int, output_tokens: int, id: str) -> Record:
@@ -32,46 +34,57 @@ async def one(url: str, model: str, prompt_tokens: int, output_tokens: int, id: 
 class Growth:
     """Watches a replica from its controller's own words, while it is entered.
 
-    `used`: the part of group 0 that was in use when a second group was first asked for;
-    `joined_s`: seconds from that until two groups ran; `generation`: the newest one seen.
+    `asked_tokens`, `joined_tokens`: what had been prefilled since it was entered when a second
+    group was first asked for, and when two groups ran; `joined_s`: seconds between the two;
+    `generation`: the newest one seen.
     """
 
-    def __init__(self, controller: str, tokens_per_group: int, page_tokens: int) -> None:
+    def __init__(self, controller: str) -> None:
         self._url = controller
-        self._pages = tokens_per_group / page_tokens
-        self.used = float("inf")
         self.asked_s: float | None = None
         self.joined_s: float | None = None
+        self.asked_tokens = self.joined_tokens = 0.0
         self.generation = 0
         self.last: ReplicaStatus | None = None
+        self._began_tokens = 0.0
         self._over = threading.Event()
+        self._client = httpx.Client(timeout=5.0, trust_env=False)
         self._thread = threading.Thread(target=self._run, name="growth")
 
     def __enter__(self) -> Growth:
+        self._began_tokens = self._prefilled()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+        self._client.close()
 
     def _run(self) -> None:
-        with httpx.Client(timeout=5.0, trust_env=False) as client:
-            while not self._over.wait(LOOK_S):
-                status = read_status(client, self._url)
-                if status is not None:
-                    self._saw(status, time.monotonic())
+        while not self._over.wait(LOOK_S):
+            status = read_status(self._client, self._url)
+            if status is not None:
+                self._saw(status, time.monotonic())
 
     def _saw(self, status: ReplicaStatus, now: float) -> None:
         self.last = status
         self.generation = max(self.generation, status.generation)
-        first = status.groups[0]
         if self.asked_s is None and status.wanted_groups > 1:
             self.asked_s = now
-            self.used = (first.pages - first.free_pages) / self._pages
+            self.asked_tokens = self._prefilled() - self._began_tokens
         running = [group for group in status.groups if group.state == "running"]
         if self.joined_s is None and self.asked_s is not None and len(running) > 1:
             self.joined_s = now - self.asked_s
+            self.joined_tokens = self._prefilled() - self._began_tokens
+
+    def _prefilled(self) -> float:
+        """Prompt tokens that the replica has computed since it started."""
+        try:
+            text = self._client.get(f"{self._url}/metrics").text
+        except httpx.HTTPError:
+            return float("nan")
+        return sum(float(value) for value in PREFILLED.findall(text))
 
 
 class Load:

@@ -19,7 +19,8 @@ import sys
 
 HOUSE = pathlib.Path(__file__).resolve().parents[1]
 TARGETS = ("operator", "router", "worker")
-BUILDERS = ("docker", "podman", "buildah")
+BUILDERS = {"docker": ("buildx", "ls"), "buildah": ("info",), "podman": ("info",)}
+"""In this order, and what one answers without an error where it can build."""
 OWN_BASE = "localhost/medha-base:dev"
 PIP_SETTINGS = pathlib.Path("/etc/pip.conf")
 
@@ -31,10 +32,14 @@ def image(target: str) -> str:
 
 def builder() -> str:
     """The program that builds images here."""
-    chosen = os.environ.get("MEDHA_IMAGE_BUILDER") or next(filter(shutil.which, BUILDERS), "")
-    if not chosen:
-        sys.exit(f"no program that builds images: install one of {', '.join(BUILDERS)}")
-    return chosen
+    if chosen := os.environ.get("MEDHA_IMAGE_BUILDER"):
+        return chosen
+    for program, question in BUILDERS.items():
+        if shutil.which(program):
+            asked = subprocess.run([program, *question], capture_output=True)
+            if asked.returncode == 0:
+                return program
+    sys.exit(f"nothing here builds images: {', '.join(BUILDERS)} are missing or not working")
 
 
 def build(target: str, device: str) -> str:
