@@ -9,6 +9,7 @@ $MEDHA_CLUSTER_TOOL        likewise; without it the tool beside this checkout, w
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -34,14 +35,17 @@ class Failed(Exception):
 
 
 class Testbed:
-    """A cluster and the commands that speak to it. `load` brings an image to its nodes."""
+    """A cluster and the commands that speak to it. `load` brings an image to its nodes; `harm`
+    calls the local cluster tool, where that made the cluster: `kill-node N`, `partition N` …"""
 
     __test__ = False  # no test of pytest's, whatever the name looks like
 
     def __init__(
-        self, kind: str, environ: dict[str, str], load: Callable[[str], None], model: pathlib.Path
-    ) -> None:
+        self, kind: str, environ: dict[str, str], load: Callable[[str], None], model: pathlib.Path,
+        harm: Callable[..., str] | None = None,
+    ) -> None:  # fmt: skip
         self.kind, self._environ, self.load, self.model = kind, environ, load, model
+        self.harm = harm
 
     def run(self, *command: str, text: str | None = None, timeout_s: float = 2 * MINUTE_S) -> str:
         """The output of a program that finds the cluster; raises Failed with what it said."""
@@ -172,9 +176,14 @@ def _tool(name: str, nodes: int) -> Iterator[Testbed]:
         exports = dict(re.findall(r"^export (\w+)=(\S+)$", call("env", *named), flags=re.M))
         path = exports["PATH"].replace('"', "").replace("$PATH", os.environ["PATH"])
         environ = {**os.environ, "KUBECONFIG": exports["KUBECONFIG"], "PATH": path}
-        yield Testbed("local", environ, load, MODEL)
+        harm = functools.partial(_harm, call, named)
+        yield Testbed("local", environ, load, MODEL, harm)
     finally:
         call("down", *named)
+
+
+def _harm(call: Callable[..., str], named: list[str], what: str, *arguments: str) -> str:
+    return call(what, *named, *arguments)
 
 
 def _free_port() -> int:

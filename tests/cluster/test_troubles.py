@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from examples.demo_load import Load
@@ -89,3 +90,39 @@ def test_a_node_is_drained_without_a_failed_request(medha: Installed, load: Load
         assert all(each.finished_s is not None for each in load.records)
     finally:
         medha.bed.kubectl("uncordon", node)
+
+
+@pytest.fixture
+def harm(medha: Installed) -> Callable[..., str]:
+    """The local cluster tool, which can take whole nodes away."""
+    if medha.bed.harm is None:
+        pytest.skip("only the local cluster tool can do that to a node")
+    return medha.bed.harm
+
+
+def test_a_dead_node_is_left_and_the_fleet_comes_back_elsewhere(
+    medha: Installed, load: Load, harm: Callable[..., str]
+) -> None:
+    node = victim(medha)
+    number = node.removeprefix("node")
+    harm("kill-node", number)
+    try:
+        until(lambda: not whole(medha), "a replica that is not ready", 120.0)
+        until(lambda: medha.ready_replicas() == 2, "both replicas elsewhere", BACK_S)
+        assert node not in {each["spec"]["nodeName"] for each in medha.pods()}
+        assert set(faults(load.records)) <= PROPER
+    finally:
+        harm("start-node", number)
+
+
+def test_a_node_that_is_cut_off_for_half_a_minute_comes_back(
+    medha: Installed, load: Load, harm: Callable[..., str]
+) -> None:
+    number = victim(medha).removeprefix("node")
+    harm("partition", number)
+    try:
+        time.sleep(30.0)  # the length of the cut is what is tested
+    finally:
+        harm("heal", number)
+    until(lambda: whole(medha), "both replicas", BACK_S)
+    assert set(faults(load.records)) <= PROPER

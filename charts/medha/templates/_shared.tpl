@@ -68,8 +68,12 @@ capabilities: {drop: [ALL]}
 {{- with $of.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
+# A node that fell silent is left at once: while it has the only operator, nobody mends anything.
+tolerations:
+- {key: node.kubernetes.io/not-ready, operator: Exists, effect: NoExecute, tolerationSeconds: 5}
+- {key: node.kubernetes.io/unreachable, operator: Exists, effect: NoExecute, tolerationSeconds: 5}
 {{- with $of.tolerations }}
-tolerations: {{- toYaml . | nindent 0 }}
+{{- toYaml . | nindent 0 }}
 {{- end }}
 {{- with $of.priorityClassName }}
 priorityClassName: {{ . }}
