@@ -134,6 +134,14 @@ def shared_objects(resource: MedhaReplica) -> tuple[Manifest, ...]:
     return (_workers_service(resource), _leaders_service(resource), _disruption_budget(resource))
 
 
+def follows_readiness(resource: MedhaReplica, manifest: Mapping[str, Any]) -> bool:
+    """Whether it is about ready pods alone. Made before there are any, it would only keep the
+    cluster's controllers busy with every step of every pod's start.
+    """
+    leaders = "Service", names.leaders_service(resource.name)
+    return key(manifest) in (leaders, ("PodDisruptionBudget", resource.name))
+
+
 def objects(
     resource: MedhaReplica, ordinals: Iterable[int], spec_hash: str, settings: Settings
 ) -> tuple[Manifest, ...]:

@@ -28,7 +28,7 @@ from medha_operator.actions import (
 )
 from medha_operator.groups import grow, keep_base
 from medha_operator.look import Look
-from medha_operator.manifests import content_hash, key, objects
+from medha_operator.manifests import content_hash, follows_readiness, key, objects
 from medha_operator.memory import Memory
 from medha_operator.moments import unix_s
 from medha_operator.observed import Observed
@@ -105,8 +105,12 @@ def _objects(look: Look, rollout: Rollout) -> list[Action]:
     ordinals = {each for each, replica in look.replicas.items() if not replica.outdated}
     wanted = objects(look.resource, sorted({*ordinals, *rollout.create}), look.hash, look.settings)
     there = look.observed.objects
+    serves = any(replica.ready for replica in look.replicas.values())
     found: list[Action] = [
-        ApplyObject(each) for each in wanted if there.get(key(each)) != content_hash(each)
+        ApplyObject(each)
+        for each in wanted
+        if there.get(key(each)) != content_hash(each)
+        and (serves or key(each) in there or not follows_readiness(look.resource, each))
     ]
     kept = {key(each) for each in wanted}
     kept |= {
