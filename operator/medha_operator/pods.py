@@ -87,8 +87,11 @@ def pod_requests(resource: MedhaReplica) -> dict[str, int]:
 
 
 def _marks(resource: MedhaReplica) -> list[object]:
-    template = resource.spec.template
-    return [template.labels, template.annotations]
+    """What is not in the pod's spec: its marks, and where it may stand."""
+    template, placement = resource.spec.template, resource.spec.placement
+    return [
+        template.labels, template.annotations, placement.node_selector, placement.pack_level,
+    ]  # fmt: skip
 
 
 def _spec(resource: MedhaReplica, start: Start, settings: Settings) -> Manifest:

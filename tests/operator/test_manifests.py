@@ -174,6 +174,8 @@ def test_the_spec_hash_follows_what_pods_are_made_from_and_nothing_else() -> Non
         {"parallelism": {"tp": 2}}, {"template": {"labels": {"a": "b"}}},
         {"template": {"image": "x"}}, {"slo": {"default": {"tpot": "31ms"}}},
         {"placement": {"tolerations": [{"operator": "Exists"}]}},
+        {"placement": {"nodeSelector": {"pool": "b"}}},
+        {"placement": {"packLevel": "topology.kubernetes.io/rack"}},
         {"parallelism": {"kvp": {"max": 2}}},
     ]  # fmt: skip
     hashes = {spec_hash(resource(**each), SETTINGS) for each in changes}
