@@ -68,11 +68,8 @@ def targets(resources: int) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def cluster(nodes: int) -> Iterator[str]:
+def cluster(tool: str, nodes: int) -> Iterator[str]:
     """A cluster of its own with fake nodes; gives its kubeconfig."""
-    tool = os.environ.get("MEDHA_CLUSTER_TOOL", str(TOOL))
-    if not Path(tool).exists():
-        sys.exit(f"no cluster tool at {tool}: set MEDHA_CLUSTER_TOOL, or use --keep")
     name = ["--name", "scale"]
     up = [tool, "up", *name, "--nodes", "1", "--fake-nodes", str(nodes), "--node-grace", "40"]
     try:
@@ -294,9 +291,13 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="use the cluster of $KUBECONFIG")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "operator.log")
     args = parser.parse_args()
-    nodes = -(-args.resources * args.pods // 8)
+    tool = os.environ.get("MEDHA_CLUSTER_TOOL", str(TOOL))
+    if not args.keep and not Path(tool).exists():
+        print(f"not measured: no cluster tool at {tool}; set MEDHA_CLUSTER_TOOL, or use --keep")
+        return 0
+    nodes = min(-(-args.resources * args.pods // 8), 1000)
     place = contextlib.nullcontext(os.environ.get("KUBECONFIG", ""))
-    with place if args.keep else cluster(min(nodes, 1000)) as kubeconfig:
+    with place if args.keep else cluster(tool, nodes) as kubeconfig:
         os.environ["KUBECONFIG"] = kubeconfig
         asyncio.run(_prepared())
         operator = Operator(args.log)
