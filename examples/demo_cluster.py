@@ -135,6 +135,7 @@ class Demo:
                 f"2nd group asked for with group 0 {asked:.0%} full",
                 f"runs {watch.joined_s:.0f} s later at {joined:.0%}",
                 f"generation {watch.generation}",
+                f"{watch.moved_bytes / (1 << 20):.0f} MiB of pages moved",
                 f"first token {record.ttft_s or 0.0:.1f} s",
                 f"largest gap {record.worst_gap_s * 1000:.0f} ms",
             ]

@@ -18,6 +18,7 @@ from medha.sim.workload import Arrival
 
 LOOK_S = 0.1
 PREFILLED = re.compile(r'^medha_batch_tokens_sum\{.*kind="prefill".*\} (\S+)$', re.M)
+MOVED = re.compile(r"^medha_kv_transfer_bytes_total\{.*\} (\S+)$", re.M)
 
 
 async def one(url: str, model: str, prompt_tokens: int, output_tokens: int, id: str) -> Record:
@@ -36,7 +37,7 @@ class Growth:
 
     `asked_tokens`, `joined_tokens`: what had been prefilled since it was entered when a second
     group was first asked for, and when two groups ran; `joined_s`: seconds between the two;
-    `generation`: the newest one seen.
+    `moved_bytes`: of KV pages that went from group to group; `generation`: the newest one seen.
     """
 
     def __init__(self, controller: str) -> None:
@@ -46,19 +47,21 @@ class Growth:
         self.asked_tokens = self.joined_tokens = 0.0
         self.generation = 0
         self.last: ReplicaStatus | None = None
-        self._began_tokens = 0.0
+        self.moved_bytes = 0.0
+        self._began_tokens = self._began_bytes = 0.0
         self._over = threading.Event()
         self._client = httpx.Client(timeout=5.0, trust_env=False)
         self._thread = threading.Thread(target=self._run, name="growth")
 
     def __enter__(self) -> Growth:
-        self._began_tokens = self._prefilled()
+        self._began_tokens, self._began_bytes = self._sum(PREFILLED), self._sum(MOVED)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+        self.moved_bytes = self._sum(MOVED) - self._began_bytes
         self._client.close()
 
     def _run(self) -> None:
@@ -72,19 +75,19 @@ class Growth:
         self.generation = max(self.generation, status.generation)
         if self.asked_s is None and status.wanted_groups > 1:
             self.asked_s = now
-            self.asked_tokens = self._prefilled() - self._began_tokens
+            self.asked_tokens = self._sum(PREFILLED) - self._began_tokens
         running = [group for group in status.groups if group.state == "running"]
         if self.joined_s is None and self.asked_s is not None and len(running) > 1:
             self.joined_s = now - self.asked_s
-            self.joined_tokens = self._prefilled() - self._began_tokens
+            self.joined_tokens = self._sum(PREFILLED) - self._began_tokens
 
-    def _prefilled(self) -> float:
-        """Prompt tokens that the replica has computed since it started."""
+    def _sum(self, samples: re.Pattern[str]) -> float:
+        """Over all samples of the controller's metrics that the pattern finds."""
         try:
             text = self._client.get(f"{self._url}/metrics").text
         except httpx.HTTPError:
             return float("nan")
-        return sum(float(value) for value in PREFILLED.findall(text))
+        return sum(float(value) for value in samples.findall(text))
 
 
 class Load:

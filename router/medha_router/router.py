@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from medha.adapters.prometheus import Metrics, OpsServer, Route, Tick
 from medha.config import RouterConfig
-from medha.errors import SetupError
+from medha.errors import SetupError, SpecError
 from medha_router import ops
 from medha_router.app import make_app
 from medha_router.door import DrainingServer, server_of
@@ -129,7 +129,12 @@ class Doors(msgspec.Struct, frozen=True):
 
 @contextlib.asynccontextmanager
 async def opened(config: RouterConfig, tokens: TokenizerPool) -> AsyncIterator[Doors]:
-    """A router with all its ports open, on the running loop. Raises SetupError."""
+    """A router with all its ports open, on the running loop. Raises SetupError and SpecError."""
+    if not config.models and not config.learn:
+        raise SpecError(
+            "models", "empty", "must name a model where `learn` is false",
+            "name one, or let the router learn models from its replicas",
+        )  # fmt: skip
     with contextlib.ExitStack() as stack:
         public = _bound(config.host, config.port)
         stack.callback(public.close)

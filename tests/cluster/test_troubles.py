@@ -43,6 +43,12 @@ def load(medha: Installed) -> Iterator[Load]:
         yield playing
 
 
+def tell(load: Load, took_s: float) -> None:
+    """Shown by `pytest -rP`."""
+    ended = dict(faults(load.records))
+    print(f"back after {took_s:.0f} s; of {len(load.records)} requests failed: {ended}")  # noqa: T201
+
+
 def victim(medha: Installed) -> str:
     """The node that tests do harm to: one that serves."""
     return str(medha.pods()[0]["spec"]["nodeName"])
@@ -64,7 +70,7 @@ def test_a_killed_rank_starts_anew_inside_its_pod(medha: Installed, load: Load) 
     pod = medha.pods()[0]["metadata"]["name"]
     medha.bed.kubectl("exec", pod, "--", "python", "-c", KILL, "medha_worker.gently")
     until(lambda: not whole(medha), "a replica that is not ready", 60.0)
-    until(lambda: whole(medha), "the replica back", BACK_S)
+    tell(load, until(lambda: whole(medha), "the replica back", BACK_S))
     assert set(faults(load.records)) <= PROPER
 
 
@@ -73,7 +79,7 @@ def test_a_pod_that_is_killed_is_made_again(medha: Installed, load: Load) -> Non
     medha.bed.kubectl("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
     gone = {pod["metadata"]["uid"]}
     until(lambda: not gone & {each["metadata"]["uid"] for each in medha.pods()}, "it gone", 60.0)
-    until(lambda: whole(medha), "the replica back", BACK_S)
+    tell(load, until(lambda: whole(medha), "the replica back", BACK_S))
     assert set(faults(load.records)) <= PROPER
 
 
@@ -84,7 +90,7 @@ def test_a_node_is_drained_without_a_failed_request(medha: Installed, load: Load
             "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=300s",
             timeout_s=320.0,
         )  # fmt: skip
-        until(lambda: whole(medha), "both replicas elsewhere", BACK_S)
+        tell(load, until(lambda: whole(medha), "both replicas elsewhere", BACK_S))
         assert node not in {each["spec"]["nodeName"] for each in medha.pods()}
         assert faults(load.records) == {}
         assert all(each.finished_s is not None for each in load.records)
@@ -108,7 +114,8 @@ def test_a_dead_node_is_left_and_the_fleet_comes_back_elsewhere(
     harm("kill-node", number)
     try:
         until(lambda: not whole(medha), "a replica that is not ready", 120.0)
-        until(lambda: medha.ready_replicas() == 2, "both replicas elsewhere", BACK_S)
+        both = until(lambda: medha.ready_replicas() == 2, "both replicas elsewhere", BACK_S)
+        tell(load, both)
         assert node not in {each["spec"]["nodeName"] for each in medha.pods()}
         assert set(faults(load.records)) <= PROPER
     finally:
@@ -124,5 +131,5 @@ def test_a_node_that_is_cut_off_for_half_a_minute_comes_back(
         time.sleep(30.0)  # the length of the cut is what is tested
     finally:
         harm("heal", number)
-    until(lambda: whole(medha), "both replicas", BACK_S)
+    tell(load, until(lambda: whole(medha), "both replicas", BACK_S))
     assert set(faults(load.records)) <= PROPER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,13 @@ import msgspec
 import openai
 import pytest
 
+from medha.config import RouterConfig, RouterModel
+from medha.errors import SpecError
 from medha.messages import Hello
 from medha.request import Slo, SloClass
 from medha_router.learning import Models
+from medha_router.router import opened
+from medha_router.tokenizer import TokenizerPool
 
 Routers = Callable[..., Any]
 Hellos = Callable[..., Hello]
@@ -91,8 +96,6 @@ def test_a_model_is_forgotten_some_time_after_its_last_replica(
 
 
 def test_what_the_config_names_is_neither_changed_nor_forgotten(make_hello: Hellos) -> None:
-    from medha.config import RouterModel
-
     models = Models((RouterModel(name="tiny", max_context_tokens=100),), forget_s=1.0)
     models.learn(make_hello(), others=False)
     models.learn(make_hello(model="other"), others=False)
@@ -107,3 +110,14 @@ def test_a_model_without_a_default_class_takes_its_first(make_hello: Hellos) -> 
     hello = make_hello()
     models.learn(msgspec.structs.replace(hello, classes=hello.classes[1:]), others=False)
     assert models["tiny"].config.default_class == "eager"
+
+
+def test_a_router_that_could_serve_nothing_does_not_start(tokens: TokenizerPool) -> None:
+    config = RouterConfig(port=0, ops_port=0, fleet_bind="tcp://127.0.0.1:0")
+
+    async def start() -> None:
+        async with opened(config, tokens):
+            raise AssertionError("it started")
+
+    with pytest.raises(SpecError, match="models is empty: must name a model where"):
+        asyncio.run(start())
