@@ -37,7 +37,7 @@ from medha_operator.story import changes
 log = logging.getLogger("medha.operator.reconcile")
 
 LONGEST_LOOK_S = 60.0
-STEPS_AT_ONCE, AFTERWARDS_S = 4, 0.15
+STEPS_AT_ONCE, AFTERWARDS_S, PATIENCE_S = 4, 0.15, 0.25
 STATUS_PAUSE_S, MESSAGE_PAUSE_S = 1.0, 5.0
 REMEMBERED = ("restarts", "retiring")
 PLAIN = ("observedGeneration", "replicas", "readyReplicas", "selector", *REMEMBERED)
@@ -70,8 +70,8 @@ class Reconciler:
         try:
             async with asyncio.timeout(LONGEST_LOOK_S):
                 for _ in range(STEPS_AT_ONCE):
-                    if not await self._look(key):
-                        break
+                    if not await self._look(key) or self._queue.behind_s > PATIENCE_S:
+                        break  # nothing is left to do, or others wait for their turn
             self._queue.succeeded(key)
         except NotLeading:
             return  # whoever leads next looks at everything

@@ -21,7 +21,7 @@ import httpx
 from medha.spec import API_VERSION
 
 T = TypeVar("T")
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 NOW = "2026-01-01T00:00:00Z"
 ROOM = {"cpu": "8", "memory": "64Gi", "pods": "110", "nvidia.com/gpu": "8"}
 LEASE_S = 4.0

@@ -20,7 +20,7 @@ from tests.api.proxy import Answer, Call, Proxy
 
 Start = Callable[..., Operator]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 HOUSE = Path(__file__).resolve().parents[2]
 POD_NAMES = ["llama-0-g0-s0", "llama-0-g0-s1"]
@@ -54,7 +54,7 @@ def test_every_write_may_fail_the_first_time_done_or_not(
     proxy.after = lambda call: once(call, True)
     operator = start_operator(through=proxy)
     fleet.create("llama")
-    fleet.played(lambda: fleet.is_ready("llama"), within_s=200.0)
+    fleet.played(lambda: fleet.is_ready("llama"), within_s=300.0)
     assert sorted(fleet.pods()) == POD_NAMES
     assert len(told) >= 8
     assert operator.process.poll() is None
