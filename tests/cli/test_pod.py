@@ -95,15 +95,19 @@ def test_the_interface_of_an_address_is_found() -> None:
 
 
 def test_a_pod_that_cannot_be_started_says_why_and_ends_with_two(tmp_path: Path) -> None:
-    file = tmp_path / "worker.json"
+    file, last_words = tmp_path / "worker.json", tmp_path / "termination-log"
     file.write_bytes(render(config_of()))
+    last_words.touch()  # as the kubelet does
     done = subprocess.run(
-        [sys.executable, "-m", "medha.cli", "pod", "--config", str(file)],
+        [sys.executable, "-m", "medha.cli", "pod", "--config", str(file),
+         "--last-words", str(last_words)],
         env={**os.environ, **ENVIRONMENT, "MEDHA_SPP_STAGE": ""},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("medha: MEDHA_SPP_STAGE is '': must be an int")
+    sentence = "MEDHA_SPP_STAGE is '': must be an integer from 0 to 1"
+    assert done.stderr.splitlines()[-1].startswith(f"medha: {sentence}")
+    assert last_words.read_text().startswith(sentence)
 
 
 # --- a replica of two pods, and a router ----------------------------------------------------------

@@ -65,11 +65,14 @@ def run_pod(
     config: Annotated[
         pathlib.Path, typer.Option(help="the replica's WorkerConfig, JSON")
     ] = pathlib.Path("/etc/medha/worker.json"),
+    last_words: Annotated[
+        pathlib.Path, typer.Option(help="if it exists: gets the reason why the pod ended")
+    ] = pathlib.Path("/dev/termination-log"),
 ) -> None:
     """Be one pod of a replica: which one, the environment says (MEDHA_KVP_GROUP and so on)."""
     from medha.cli.pod import Options, pod
 
-    pod(Options(config=config, environ=os.environ))
+    pod(Options(config=config, environ=os.environ, last_words=last_words))
 
 
 @app.command("fetch")

@@ -34,9 +34,10 @@ from medha.cli.programs import controller_launch, rank_launch
 from medha.cli.supervise import Patience, State, Supervisor, Unit
 from medha.cli.up import Signals, end
 from medha.config import WorkerConfig, read, render
-from medha.errors import EngineError
+from medha.errors import EngineError, MedhaError
 
 STEP_S = 0.05
+LAST_WORDS = 4000
 NOTICE_S = 3.0
 """All pods of a replica are told to end at about the same time: so long the others wait to hear
 that their leader drains."""
@@ -45,16 +46,27 @@ DRAINED_S = 1.0
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """`config` is the replica's WorkerConfig; `environ` says which pod this is."""
+    """`config` is the replica's WorkerConfig; `environ` says which pod this is; in `last_words`
+    the kubelet looks for why a container ended."""
 
     config: pathlib.Path
     environ: Mapping[str, str]
+    last_words: pathlib.Path
     ops_port: int = OPS_PORT
     patience: Patience = Patience()
 
 
 def pod(options: Options) -> None:
     """Be that pod until SIGTERM. Raises UserError or EngineError when it cannot go on."""
+    try:
+        _pod(options)
+    except MedhaError as error:
+        if options.last_words.exists():
+            options.last_words.write_text(str(error)[:LAST_WORDS])
+        raise
+
+
+def _pod(options: Options) -> None:
     with Signals() as signals:
         shared = read(WorkerConfig, options.config)
         start_logs(f"{shared.replica}-pod", shared.log_level)
