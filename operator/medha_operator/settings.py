@@ -23,7 +23,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     namespaces: tuple[str, ...] = ()
     ops_host: str = "0.0.0.0"
     ops_port: int = 8081
-    workers: int = 4
+    workers: int = 16
     resync_s: float = 30.0
     report_s: float = 2.0
     lease_s: float = 15.0
