@@ -81,20 +81,19 @@ class Costs:
         return math.sqrt(flop * flop + byte * byte)
 
     def head(self, yields: int) -> float:
-        """Seconds of the vocabulary projection of `yields` rows; the same few are asked again."""
-        seconds = self._heads_s.get(yields)
-        if seconds is None:
-            if len(self._heads_s) > 4096:
-                self._heads_s.clear()
-            seconds = power(self.head_mem + power(yields * self.head_flop, self.p), self.inverse)
-            self._heads_s[yields] = seconds
+        """Seconds of the vocabulary projection of `yields` rows; `slowest` asks for the same few
+        again and again."""
+        if len(self._heads_s) > 4096:
+            self._heads_s.clear()
+        seconds = power(self.head_mem + power(yields * self.head_flop, self.p), self.inverse)
+        self._heads_s[yields] = seconds
         return seconds
 
     def slowest(self, rows: int, layer_s: float, yields: int, entries: int) -> float:
         """Seconds of the slowest stage: the first has most layers, the last has the head."""
         ends = self.last * layer_s
         if yields:
-            ends += self.head(yields)
+            ends += self._heads_s.get(yields) or self.head(yields)
         starts = self.first * layer_s + self.p2p_s + rows * self.p2p_row
         return (starts if starts > ends else ends) + self.batch_s + entries * self.sequence_s
 
@@ -185,6 +184,16 @@ class BatchLoad:
         seconds = costs.slowest(rows, layer_s, self.yields + yields, entries)
         regime = (2 if self.decodes else PREFILL) + (kvp_rows > 0)
         return seconds * costs.factors[regime]
+
+    def most(self, keys: int, budget_s: float) -> float:
+        """More tokens of a prompt than this never fit within `budget_s`: what each costs at least,
+        by its own operations and by those with `keys` older ones."""
+        costs = self._costs
+        row_s = costs.linear_flop + costs.elementwise + costs.all_reduce_row
+        factors = costs.factors
+        factor = min(factors[2], factors[3]) if self.decodes else min(factors[4], factors[5])
+        left_s = budget_s / (factor * costs.first) - self.attention_s - self.rows * row_s
+        return left_s / (row_s + keys * costs.flop * costs.heads)
 
     def stage_s(self, stage: int) -> float:
         """Predicted seconds of one stage; the largest of all stages is `seconds`."""

@@ -70,10 +70,15 @@ class Predictor:
         if limit_tokens <= 0:
             return 0
         probe = load.seconds_with
-        above_s = probe(limit_tokens, keys, groups, tail, yields)
-        if above_s <= budget_s:
-            return limit_tokens
-        above = -(-limit_tokens // step_tokens)  # in steps: too many
+        most = max(step_tokens, math.ceil(load.most(keys, budget_s) / step_tokens) * step_tokens)
+        if most >= limit_tokens:
+            above_s = probe(limit_tokens, keys, groups, tail, yields)
+            if above_s <= budget_s:
+                return limit_tokens
+            above = -(-limit_tokens // step_tokens)  # in steps: too many
+        else:
+            above = most // step_tokens + 1
+            above_s = probe(above * step_tokens, keys, groups, tail)
         below = 1
         if below >= above:
             return 0

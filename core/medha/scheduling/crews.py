@@ -36,6 +36,11 @@ class Crews:
         self, eligible: frozenset[int], now: float
     ) -> Iterator[tuple[tuple[int, ...], float]]:
         """(crew, limit in s) to try in turn: shared ones first, then groups alone."""
+        if not self.groups.shared:
+            self._blocked, self._able = [], []
+            for group in sorted(eligible):
+                yield (group,), inf
+            return
         held: set[int] = set()
         limits: dict[int, float] = {}
         shared: list[tuple[int, ...]] = []

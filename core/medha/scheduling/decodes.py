@@ -101,7 +101,7 @@ class Decodes:
         cohort = self.cohorts[groups]
         cohort.away += min(most, len(cohort.chunks))
         if len(cohort.chunks) <= most:
-            chunks = list(cohort.chunks.values())
+            chunks = [*cohort.chunks.values()]
             cohort.chunks = {}
             cohort.keys = dict.fromkeys(groups, 0)
             return chunks

@@ -63,7 +63,8 @@ class Ledger:
 
     `drain_s`: what a chunk still needs behind stage 0, at most. `overhead_s`: cost of a batch that
     holds next to nothing. `owed_s`: time that the relegated have coming, per group. `broken`: how
-    many promises were taken back.
+    many promises were taken back. `guard_s`: slack that does not count, a part of the longest
+    batch; `long_s`: work beyond which a prompt is long.
     """
 
     def __init__(
@@ -79,21 +80,10 @@ class Ledger:
         self._turns: dict[int, int] = {}
         self._arrivals: dict[int, tuple[float, float]] = {}
         self.broken = 0
-
-    @property
-    def guard_s(self) -> float:
-        """Slack that does not count: a part of the longest batch."""
-        return self.settings.margin_guard * self.longest_s
-
-    @property
-    def longest_s(self) -> float:
-        one = self.settings
-        return one.fixed_s if one.budget == "fixed" else one.max_batch_s
-
-    @property
-    def long_s(self) -> float:
-        """Work beyond which a prompt is long."""
-        return 8.0 * self.longest_s
+        self.longest_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
+        self.guard_s = settings.margin_guard * self.longest_s
+        self.long_s = 8.0 * self.longest_s
+        self._inflation = 1.0 / (1.0 - settings.relegated_share)
 
     def join(self, group: int) -> None:
         self._arrivals[group] = 0.0, 0.0
@@ -111,10 +101,6 @@ class Ledger:
     def full_cost_s(self, group: int, work_s: float) -> float:
         """Time that a promise for that much work takes up."""
         return (work_s / self.share[group] + self.overhead_s) * self._inflation
-
-    @property
-    def _inflation(self) -> float:
-        return 1.0 / (1.0 - self.settings.relegated_share)
 
     # --- one request ------------------------------------------------------------------------------
 
@@ -194,7 +180,8 @@ class Ledger:
         kept = self._kept(group, waiting, now)
         count = len(kept.places)
         anew = (
-            count and (looks or kept.promises < count) and kept.left.min() < 0.0
+            count and (looks or kept.promises < count)
+            and kept.left[kept.left.argmin()] < 0.0
             and self._relegate(waiting, kept, error)
         )  # fmt: skip
         if looks and self.settings.commit and count - len(kept.lost) < len(waiting):
@@ -205,23 +192,24 @@ class Ledger:
         """Those rows of the group, as its policy sees them."""
         one, waiting, share = self.settings, self.groups.waiting[group], self.share[group]
         due_in = waiting.due_s[rows]
-        due_in -= now
+        due_in -= now + self.drain_s if self.promising else now
         work = waiting.work_s[rows]
         if share != 1.0:
             work /= share
         allowance, least_s, owed = due_in, np.inf, False
         if self.promising:
-            due_in -= self.drain_s
             allowances = allowances_s(kept.places, kept.left, len(waiting))
             if kept.lost:
                 allowances[kept.places[kept.lost]] = kept.left.min()
-            allowance, least_s = allowances[rows], float(allowances[-1:].min(initial=np.inf))
+            allowance = allowances[rows]
+            least_s = float(allowances[-1]) if len(allowances) else np.inf
             owed = self.owed_s[group] >= self.longest_s and self._owes(group, kept)
         return View(
+            rows=rows,
             due_in_s=due_in,
-            arrival_s=waiting.arrival_s[rows],
+            arrival_s=waiting.arrival_s,
             work_s=work,
-            norm_s=waiting.norm_s[rows],
+            norm_s=waiting.norm_s,
             long=work > self.long_s
             if one.long_tokens is None
             else waiting.tokens[rows] > one.long_tokens,
@@ -252,8 +240,7 @@ class Ledger:
         self, group: int, due_s: Floats, work_s: Floats, start: float
     ) -> tuple[Floats, Floats]:
         """(due in, bare cost) of rows, from `start` on; the given arrays are used up."""
-        due_s -= start
-        due_s -= self.drain_s
+        due_s -= start + self.drain_s
         work_s /= self.share[group]
         work_s += self.overhead_s
         return due_s, work_s
@@ -310,7 +297,8 @@ class Ledger:
             lost.append(largest)
             free[largest], left[largest] = False, np.inf
             left[largest + 1 :] += bare[largest]
-        gone = self._broken(kept, error) if kept.promises else []
+        late = kept.promises and left[left.argmin()] < -self.longest_s
+        gone = self._broken(kept, error) if late else []
         places = kept.places[lost + gone].tolist()
         for sequence in [waiting.sequences[place] for place in places]:
             self.rank(sequence, kept=False, promised=False)

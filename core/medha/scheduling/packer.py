@@ -19,15 +19,18 @@ from medha.config import Scheduling
 from medha.predictor import Predictor
 from medha.scheduling.decodes import Decodes
 from medha.scheduling.growth import Groups
-from medha.scheduling.lars import Places
+from medha.scheduling.lars import Floats, Places
 from medha.scheduling.ledger import Kept, Ledger
 from medha.scheduling.plan import Part, Plan
-from medha.scheduling.policies import OWED, POLICIES, Order, View
+from medha.scheduling.policies import OWED, POLICIES, View
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.waiting import Waiting
 
 FEW = 12
 MISSES = 4
+
+# (tier, turn, group, sequence, view, its row there, yields)
+Visit = tuple[int, int, int, Sequence, View, int, float]
 
 
 class Packer:
@@ -64,9 +67,11 @@ class Packer:
         """The batch that `crew` would run, at most `limit_s` long; None when there is nothing."""
         budget_s = self.budget_s(now)
         plan = self._seat(crew, min(budget_s, limit_s))
-        kept = {group: self.ledger.settle(group, now, error) for group in crew}
-        plan.waits = {group: self.groups.waiting[group].any_ready for group in crew}
-        if any(plan.waits.values()):
+        kept: dict[int, Kept] = {}
+        for group in crew:
+            kept[group] = self.ledger.settle(group, now, error)
+            plan.waits[group] = self.groups.waiting[group].any_ready
+        if True in plan.waits.values():
             self._fill(plan, kept, now)
             if not plan.parts:
                 alone = limit_s >= budget_s and not self.decodes.in_groups(crew)
@@ -90,7 +95,7 @@ class Packer:
         for group in crew:
             plan.loads[group] = self.predictor.load()
         for groups, cohort in self.decodes.cohorts.items():
-            if not cohort.chunks or not set(groups) <= set(crew):
+            if not cohort.chunks or (groups != crew and not set(groups) <= set(crew)):
                 continue
             count = cohort.quota(self.spp)
             keys = self.decodes.keys_of(groups, count)
@@ -108,7 +113,7 @@ class Packer:
         full_s, misses = plan.target_s, 0
         occupied: set[int] = set()
         yielding: list[tuple[Sequence, Part | None, float]] = []
-        for sequence, view, at, yields, tier in self._visits(plan.crew, kept, now, occupied):
+        for tier, _, _, sequence, view, at, yields in self._visits(plan.crew, kept, now, occupied):
             long = bool(view.long[at])
             if long and not occupied.isdisjoint(sequence.groups or sequence.plan[:1]):
                 continue
@@ -142,56 +147,56 @@ class Packer:
 
     def _visits(
         self, crew: tuple[int, ...], kept: dict[int, Kept], now: float, occupied: set[int]
-    ) -> Iterator[tuple[Sequence, View, int, float, int]]:
-        """(sequence, view, its row there, yields, tier) over the crew's groups, each sequence
-        once: a shared one when the last of its groups comes to it. `occupied`: groups that
-        have their long one."""
+    ) -> Iterator[Visit]:
+        """The visits of the crew's groups, each sequence once: a shared one when the last of its
+        groups comes to it. `occupied`: groups that have their long one."""
         if len(crew) == 1:
-            for tier, _, _, sequence, view, at, yields in self._turns(crew[0], kept, now, occupied):
-                yield sequence, view, at, yields, tier
-            return
+            return self._turns(crew[0], kept, now, occupied)
+        return self._merged(crew, kept, now, occupied)
+
+    def _merged(
+        self, crew: tuple[int, ...], kept: dict[int, Kept], now: float, occupied: set[int]
+    ) -> Iterator[Visit]:
         seen: dict[int, int] = {}
-        for tier, _, _, sequence, view, at, yields in heapq.merge(
+        for visit in heapq.merge(
             *(self._turns(group, kept, now, occupied) for group in crew), key=lambda one: one[:3]
         ):
+            sequence = visit[3]
             seen[sequence.number] = seen.get(sequence.number, 0) + 1
             if seen[sequence.number] == len(set(crew).intersection(sequence.plan)):
-                yield sequence, view, at, yields, tier
+                yield visit
 
     def _turns(
         self, group: int, kept: dict[int, Kept], now: float, occupied: set[int]
-    ) -> Iterator[tuple[int, int, int, Sequence, View, int, float]]:
-        """(tier, turn, group, sequence, view, row, yields) of the rows of one group that may be
-        packed, in the policy's order, lazily; groups take turns within a tier when merged."""
+    ) -> Iterator[Visit]:
+        """The rows of one group that may be packed, in the policy's order, lazily; groups take
+        turns within a tier when merged. Who would be tried in vain is passed over: it finds no
+        pages any more, or is long where there is a long one already."""
         waiting, pages = self.groups.waiting[group], self.groups.pool[group]
         rows = self._startable(group, waiting, now)
         view = self.ledger.view(group, rows, kept[group], now)
-        order: Order = self.policy(view)
-        ranked = np.lexsort((waiting.turn[rows], order.keys, order.tiers))
-        lonely, state, turn = not self.groups.shared, (pages.available, False), 0
-        while len(ranked):
-            for gone, at in enumerate(ranked[:FEW].tolist(), start=1):
-                yields = 0.0 if order.yields is None else float(order.yields[at])
-                sequence = waiting.sequences[rows[at]]
-                yield int(order.tiers[at]), turn, group, sequence, view, at, yields
-                turn += 1
-                if (pages.available, lonely and bool(occupied)) != state:
-                    state = pages.available, lonely and bool(occupied)
-                    ranked = self._still(ranked[gone:], rows, view, waiting, state)
-                    break
-            else:
-                ranked = ranked[FEW:]
-
-    def _still(
-        self, ranked: Places, rows: Places, view: View, waiting: Waiting, state: tuple[int, bool]
-    ) -> Places:
-        """Those of the ranked that would not be tried in vain: they find pages, and no long one
-        where there is one already."""
-        fits = waiting.need[rows[ranked]] <= state[0]
-        if state[1]:
-            fits &= ~view.long[ranked]
-        left: Places = ranked[fits]
-        return left
+        order = self.policy(view)
+        need, yields, sequences = waiting.need, order.yields, waiting.sequences
+        lonely, turn = not self.groups.shared, 0
+        available = least = pages.available
+        for tier, left, keys in order.tiers:
+            while len(left):
+                if least < available or (lonely and occupied):
+                    fits = need[rows[left]] <= least
+                    if lonely and occupied:
+                        fits = np.greater(fits, view.long[left])
+                    left, keys = left[fits], keys[fits]
+                ranked, left, keys = _first(left, keys, rows, waiting)
+                for at in ranked:
+                    row = rows[at]
+                    if least < available and need[row] > least:
+                        continue
+                    if lonely and occupied and view.long[at]:
+                        continue
+                    part = 0.0 if yields is None else float(yields[at])
+                    yield tier, turn, group, sequences[row], view, at, part
+                    turn += 1
+                    least = min(least, pages.available)
 
     def _startable(self, group: int, waiting: Waiting, now: float) -> Places:
         """Places of the ready rows that have their pages, or can have them.
@@ -259,8 +264,8 @@ class Packer:
         for move in sequence.switching:
             groups = tuple(sorted({*groups, move.source, move.target}))
         if tail not in groups:
-            groups = tuple(sorted((*groups, tail)))
-        if not room or not plan.loads.keys() >= set(groups):
+            groups = tuple(sorted((*groups, tail))) if groups else (tail,)
+        if not room or (groups != plan.crew and not plan.loads.keys() >= set(groups)):
             return None
         limit = min(sequence.goal - sequence.packed, room)
         if self.settings.long_prefill_threshold_tokens is not None:
@@ -318,7 +323,7 @@ class Packer:
             rounds = self.starved.get(group, 0) + 1
             if rounds < self.settings.max_starved_rounds and not at_once:
                 continue
-            for sequence, _, _, _, _ in self._visits((group,), kept, now, set()):
+            for _, _, _, sequence, _, _, _ in self._visits((group,), kept, now, set()):
                 if sequence.started or self.start(sequence):
                     part = self._where(plan, sequence)
                     if part is not None:
@@ -350,7 +355,7 @@ class Packer:
     def _account(self, plan: Plan, batch_s: float) -> None:
         self.escapes += plan.escaped
         for group in plan.crew:
-            filled = bool(plan.parts) and any(group in part.groups for part in plan.parts)
+            filled = any(group in part.groups for part in plan.parts)
             starves = plan.waits[group] and not filled
             self.starved[group] = self.starved.get(group, 0) + 1 if starves else 0
             if not self.ledger.promising:
@@ -361,7 +366,24 @@ class Packer:
                     tokens += one.length
                     owed += one.length * one.owed
             part = owed / tokens if tokens else 0.0
-            waits = not self.groups.waiting[group].kept.all()
+            kept = self.groups.waiting[group].kept
+            waits = int(np.count_nonzero(kept)) < len(kept)
             self.ledger.spend(group, batch_s, part * batch_s, waits)
             if filled:
                 self.ledger.measure_share(group, plan.target_s, plan.decode_s[group])
+
+
+def _first(
+    left: Places, keys: Floats, rows: Places, waiting: Waiting
+) -> tuple[list[int], Places, Floats]:
+    """(who comes first, in order; the others, and their keys) of a tier; ties by `turn`."""
+    others = left[:0]
+    if len(left) > 4 * FEW:
+        near = keys <= np.partition(keys, FEW - 1)[FEW - 1]
+        far = ~near
+        left, others, keys, later = left[near], left[far], keys[near], keys[far]
+    else:
+        later = keys[:0]
+    if len(left) > 1:
+        left = left[np.lexsort((waiting.turn[rows[left]], keys))]
+    return left.tolist(), others, later

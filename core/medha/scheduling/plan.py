@@ -42,7 +42,7 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Predicted seconds per stage: the slowest group's."""
-        return max(load.seconds() for load in self.loads.values())
+        return max([load.seconds() for load in self.loads.values()])
 
     @property
     def shared(self) -> bool:

@@ -16,13 +16,12 @@ tier and a key for each; the packer visits tiers ascending, in each the smallest
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from medha.scheduling.lars import Floats, Mask, relative_slack, slack_s, yielded
+from medha.scheduling.lars import Floats, Mask, Places, relative_slack, slack_s, yielded
 
 OWED, ABSORBED, SLACK, DEADLINE, RELEGATED = -1, 0, 1, 2, 3
 
@@ -31,12 +30,15 @@ OWED, ABSORBED, SLACK, DEADLINE, RELEGATED = -1, 0, 1, 2, 3
 class View:
     """One group's prefills that may be packed at one moment; arrays of [n] by deadline.
 
-    `due_in_s` until the first token is due, `work_s` remaining work w(t), `norm_s` what slack is
-    divided by, `allowance_s` what may be done out of deadline order (see `promises`), `least_s` the
-    same for whoever is due last of all, `guard_s` the part of it that does not count. `owed`: the
-    relegated have their share coming; `owed_to_short`: it is the turn of the short ones.
+    `rows`: which of the group's they are. `due_in_s` until the first token is due, `work_s`
+    remaining work w(t), `allowance_s` what may be done out of deadline order (see `promises`),
+    `least_s` the same for whoever is due last of all, `guard_s` the part of it that does not count.
+    `owed`: the relegated have their share coming; `owed_to_short`: it is the turn of the short
+    ones. Of all rows of the group, as few policies ask: `arrival_s`, and `norm_s`, by which slack
+    is divided.
     """
 
+    rows: Places
     due_in_s: Floats
     arrival_s: Floats
     work_s: Floats
@@ -51,12 +53,17 @@ class View:
     max_yield: float
 
 
+Tier = tuple[int, Places, Floats]
+
+
 @dataclass(slots=True)
 class Order:
-    """Tier and key of each row; `yields`: part of the budget that a long one leaves to others."""
+    """Tiers ascending, each with its places in the view and a key for each of those; they may come
+    lazily, as a batch rarely gets to the last. `yields`: part of the budget that a long one leaves
+    to others, for each row.
+    """
 
-    tiers: npt.NDArray[np.int8]
-    keys: Floats
+    tiers: Iterable[Tier]
     yields: Floats | None = None
 
 
@@ -65,56 +72,77 @@ Policy = Callable[[View], Order]
 
 def lars(view: View) -> Order:
     """Relative slack with the promise set (the tiers above)."""
-    kept, work = view.kept, view.work_s
+    return Order(_lars(view))
+
+
+def _lars(view: View) -> Iterator[Tier]:
+    kept, work, long = view.kept, view.work_s, view.long
     room = view.allowance_s - view.guard_s
-    slack = view.long & kept & (room >= 0.0)
-    absorbed = (room >= work) & ~view.long
-    tiers = np.int8(RELEGATED) - kept.astype(np.int8) - slack
-    tiers *= ~absorbed
-    keys = np.where(kept & ~absorbed, view.due_in_s, work)
-    if slack.any():
-        keys = np.where(slack, relative_slack(view.due_in_s, work, view.norm_s), keys)
-    if view.owed and len(work):
-        relegated = ~kept
-        place = int(relegated.argmax())
-        if relegated[place]:
-            short = relegated & ~view.long
-            if view.owed_to_short and short.any():
-                tiers[short] = OWED
-            else:
-                tiers[place] = OWED
-    return Order(tiers, keys)
+    absorbed = np.greater(room >= work, long)
+    owed = _owed(view) if view.owed else None
+    if owed is not None:
+        yield OWED, owed, work[owed]
+        absorbed[owed] = False
+    at: Places = absorbed.nonzero()[0]
+    if len(at):
+        yield ABSORBED, at, work[at]
+    urgent = long & kept
+    at = (urgent & (room >= 0.0)).nonzero()[0]
+    others = np.greater(kept, absorbed)
+    if len(at):
+        others[at] = False
+        yield SLACK, at, relative_slack(view.due_in_s[at], work[at], view.norm_s[view.rows[at]])
+    at = others.nonzero()[0]
+    if len(at):
+        yield DEADLINE, at, view.due_in_s[at]
+    relegated = ~(kept | absorbed)
+    if owed is not None:
+        relegated[owed] = False
+    at = relegated.nonzero()[0]
+    if len(at):
+        yield RELEGATED, at, work[at]
+
+
+def _owed(view: View) -> Places | None:
+    """The relegated whose turn it is: the short ones, or else whoever is due first."""
+    relegated = ~view.kept
+    if view.owed_to_short:
+        short: Places = np.greater(relegated, view.long).nonzero()[0]
+        if len(short):
+            return short
+    first: Places = relegated.nonzero()[0][:1]
+    return first if len(first) else None
 
 
 def lars_paper(view: View) -> Order:
     """Relative slack; a long prefill yields part of the budget (Algorithms 1 and 2)."""
-    rho = relative_slack(view.due_in_s, view.work_s, view.norm_s)
-    return Order(_one_tier(view), rho, np.where(view.long, yielded(rho, view.max_yield), 0.0))
+    rho = relative_slack(view.due_in_s, view.work_s, view.norm_s[view.rows])
+    return Order(_one(rho), np.where(view.long, yielded(rho, view.max_yield), 0.0))
 
 
 def lars_paper_no_sharing(view: View) -> Order:
     """Relative slack; a long prefill takes the budget whole."""
-    return Order(_one_tier(view), relative_slack(view.due_in_s, view.work_s, view.norm_s))
+    return Order(_one(relative_slack(view.due_in_s, view.work_s, view.norm_s[view.rows])))
 
 
 def lrs(view: View) -> Order:
     """Least remaining slack."""
-    return Order(_one_tier(view), slack_s(view.due_in_s, view.work_s))
+    return Order(_one(slack_s(view.due_in_s, view.work_s)))
 
 
 def edf(view: View) -> Order:
     """Earliest deadline first."""
-    return Order(_one_tier(view), view.due_in_s)
+    return Order(_one(view.due_in_s))
 
 
 def srpf(view: View) -> Order:
     """Shortest remaining prefill first."""
-    return Order(_one_tier(view), view.work_s)
+    return Order(_one(view.work_s))
 
 
 def fcfs(view: View) -> Order:
     """First come, first served."""
-    return Order(_one_tier(view), view.arrival_s)
+    return Order(_one(view.arrival_s[view.rows]))
 
 
 POLICIES: dict[str, Policy] = {
@@ -128,5 +156,5 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def _one_tier(view: View) -> npt.NDArray[np.int8]:
-    return np.zeros(len(view.work_s), dtype=np.int8)
+def _one(keys: Floats) -> tuple[Tier]:
+    return ((ABSORBED, np.arange(len(keys)), keys),)

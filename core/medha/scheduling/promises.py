@@ -54,7 +54,8 @@ def allowances_s(held: Places, margins: Floats, count: int) -> Floats:
     if not len(held):
         return np.full(count, np.inf)
     least = np.minimum.accumulate(margins)
-    allowances = np.full(count, least[-1])
+    allowances = np.empty(count)
+    allowances.fill(least[-1])
     allowances[held[0]] = np.inf
     allowances[held[1:]] = least[:-1]
     return allowances

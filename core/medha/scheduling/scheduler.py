@@ -177,16 +177,16 @@ class Scheduler:
             self._progress.feed(now)
         if self._groups.shared:
             self._progress.expire(now)
-        eligible = frozenset(
+        eligible = [
             group for group in free_groups if group in self._groups and self._flights.room(group)
-        )
+        ]
         if not eligible:
             return None
         started = self._packer.started
-        plan = self._choose(eligible, now)
+        plan = self._choose(frozenset(eligible), now)
         if plan is None and self._packer.started != started:
             # Who has just started may span groups: now it is known whom it needs.
-            plan = self._choose(eligible, now)
+            plan = self._choose(frozenset(eligible), now)
         return None if plan is None else self._send(plan, now)
 
     def _choose(self, eligible: frozenset[int], now: float) -> Plan | None:
@@ -206,7 +206,7 @@ class Scheduler:
     def _send(self, plan: Plan, now: float) -> Batch:
         number, self._next_number = self._next_number, self._next_number + 1
         predicted_s = plan.seconds
-        regime = max((load.rows, load.regime) for load in plan.loads.values())[1]
+        regime = max([(load.rows, load.regime) for load in plan.loads.values()])[1]
         ended = self._endings.take_ended()
         chunks = self._packer.carry_out(plan, predicted_s)
         sequences = self._endings.sequences

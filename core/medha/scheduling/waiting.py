@@ -26,11 +26,27 @@ class Waiting:
 
     `work` is seconds that the group will be busy with it, alone; `need` pages that must be had here
     before it may start (0 once it has). `freed`: work was struck off since somebody looked;
-    `turn`: place in the order of (arrival, id), which breaks ties. `noted_s`: when to note again
-    who is passed over for want of pages.
+    `turn`: place in the order of (arrival, id), which breaks ties. `since_s`: since when it has
+    been passed over for want of pages; `noted_s`: when to note that again.
     """
 
-    __slots__ = ("_born", "_fields", "_flags", "_keys", "freed", "noted_s", "sequences")
+    __slots__ = (
+        "_born", "_fields", "_flags", "_keys", "arrival_s", "due_s", "freed", "kept", "need",
+        "norm_s", "noted_s", "promised", "ready", "sequences", "since_s", "tokens", "turn",
+        "work_s",
+    )  # fmt: skip
+
+    due_s: Floats
+    arrival_s: Floats
+    work_s: Floats
+    norm_s: Floats
+    tokens: Floats
+    need: Floats
+    since_s: Floats
+    turn: Floats
+    kept: Mask
+    promised: Mask
+    ready: Mask
 
     def __init__(self) -> None:
         self._fields = np.zeros((FIELDS, 64))
@@ -39,6 +55,7 @@ class Waiting:
         self._born: list[tuple[float, str]] = []
         self.sequences: list[Sequence] = []
         self.freed, self.noted_s = False, 0.0
+        self._cut()
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -71,6 +88,7 @@ class Waiting:
         self._flags[:, at] = (sequence.kept, sequence.promised, sequence.ready)
         self._keys.insert(at, sequence.key)
         self.sequences.insert(at, sequence)
+        self._cut()
 
     def remove(self, sequence: Sequence) -> None:
         at, n = self._row(sequence), len(self._keys)
@@ -83,6 +101,7 @@ class Waiting:
         self._fields[:, at : n - 1] = self._fields[:, at + 1 : n]
         self._flags[:, at : n - 1] = self._flags[:, at + 1 : n]
         del self._keys[at], self.sequences[at]
+        self._cut()
 
     def update(self, sequence: Sequence, work_s: float) -> None:
         """The sequence's cursors moved."""
@@ -103,64 +122,30 @@ class Waiting:
 
     def pass_over(self, over: Mask, now: float) -> None:
         """Note that the rows of `over` are passed over, if they were not yet."""
-        since = self._fields[PASSED, : len(self._keys)]
-        np.minimum(since, now, out=since, where=over)
+        np.minimum(self.since_s, now, out=self.since_s, where=over)
 
     def aged(self, before_s: float) -> Sequence | None:
         """Who has been passed over longest, since before that moment, and has not started."""
         if not self._keys:
             return None
-        since = self._fields[PASSED, : len(self._keys)]
-        oldest = int(since.argmin())
-        return self.sequences[oldest] if since[oldest] < before_s else None
+        oldest = self.since_s.argmin()
+        return self.sequences[oldest] if self.since_s[oldest] < before_s else None
 
     def work_of(self, sequence: Sequence) -> float:
         return float(self._fields[WORK, self._row(sequence)])
 
     @property
     def any_ready(self) -> bool:
-        ready = self._flags[READY, : len(self._keys)]
-        return bool(ready.any())
+        return bool(np.count_nonzero(self.ready))
 
-    @property
-    def due_s(self) -> Floats:
-        return self._fields[DUE, : len(self._keys)]
-
-    @property
-    def arrival_s(self) -> Floats:
-        return self._fields[ARRIVAL, : len(self._keys)]
-
-    @property
-    def work_s(self) -> Floats:
-        return self._fields[WORK, : len(self._keys)]
-
-    @property
-    def norm_s(self) -> Floats:
-        return self._fields[NORM, : len(self._keys)]
-
-    @property
-    def tokens(self) -> Floats:
-        return self._fields[TOKENS, : len(self._keys)]
-
-    @property
-    def need(self) -> Floats:
-        return self._fields[NEED, : len(self._keys)]
-
-    @property
-    def turn(self) -> Floats:
-        return self._fields[TURN, : len(self._keys)]
-
-    @property
-    def kept(self) -> Mask:
-        return self._flags[KEPT, : len(self._keys)]
-
-    @property
-    def promised(self) -> Mask:
-        return self._flags[PROMISED, : len(self._keys)]
-
-    @property
-    def ready(self) -> Mask:
-        return self._flags[READY, : len(self._keys)]
+    def _cut(self) -> None:
+        """Slice the rows anew, as their number changed: whoever reads them does it more often."""
+        n = len(self._keys)
+        (
+            self.due_s, self.arrival_s, self.work_s, self.norm_s, self.tokens, self.need,
+            self.since_s, self.turn,
+        ) = self._fields[:, :n]  # fmt: skip
+        self.kept, self.promised, self.ready = self._flags[:, :n]
 
     def _row(self, sequence: Sequence) -> int:
         at = bisect.bisect_left(self._keys, sequence.key)
