@@ -56,10 +56,23 @@ def victim(medha: Installed) -> str:
 
 def router_beside(medha: Installed, node: str) -> str:
     """A router that is not on that node: clients of one that goes are not what is tested."""
+    if not (found := routers_off(medha, node)):  # a drain has brought them all to one node
+        for verb in ("restart", "status"):
+            medha.bed.kubectl("-n", NAMESPACE, "rollout", verb, "deployment/medha-router")
+        until(lambda: routers_off(medha, node), f"a router that is not on {node}", BACK_S)
+        found = routers_off(medha, node)
+    return f"pod/{found[0]}"
+
+
+def routers_off(medha: Installed, node: str) -> list[str]:
+    """Routers that run elsewhere, by name."""
     label = "app.kubernetes.io/component=router"
     routers = medha.bed.get("-n", NAMESPACE, "pods", "-l", label)["items"]
-    found = next(each for each in routers if each["spec"]["nodeName"] != node)
-    return f"pod/{found['metadata']['name']}"
+    return [
+        str(each["metadata"]["name"])
+        for each in routers
+        if each["spec"]["nodeName"] != node and "deletionTimestamp" not in each["metadata"]
+    ]
 
 
 def whole(medha: Installed) -> bool:
