@@ -108,13 +108,23 @@ class Predictor:
         flow shop: Σ t + (spp − 1) · max t), KVP groups joining as the context grows. Also the
         remaining work of a prefill whose stage-0 cursor is at `cached`.
         """
+        return self._prefill_s(tokens, cached)[0]
+
+    def busy_s(self, tokens: int, cached: int = 0) -> float:
+        """Seconds of `prefill_s` that the slowest stage works: Σ t, without the drain."""
+        whole_s, drain_s = self._prefill_s(tokens, cached)
+        return whole_s - drain_s
+
+    def _prefill_s(self, tokens: int, cached: int) -> tuple[float, float]:
+        """(T(n), how much of it the pipeline drains)."""
         if tokens <= cached:
-            return 0.0
+            return 0.0, 0.0
         keys, groups = self._shard(cached)
         load, length = BatchLoad(self._costs), tokens - cached
         load.add_chunk(length, keys, groups, yields=True)
         if length <= self.step_tokens or load.seconds() <= self.budget_s:
-            return sum(load.stage_s(stage) for stage in range(self.topology.spp))
+            whole_s = sum(load.stage_s(stage) for stage in range(self.topology.spp))
+            return whole_s, whole_s - load.seconds() if self.topology.spp > 1 else 0.0
         spent, slowest = self._spent_s(tokens)
         if cached:
             spent -= self._share_s(cached)
@@ -122,7 +132,14 @@ class Predictor:
         costs, rows = self._costs, min(length, self._chunks[1])
         unsent_s = costs.p2p_s + rows * costs.p2p_row  # the last stage hands nothing on
         total = max(spent, slowest) + (self.topology.spp - 1) * slowest - unsent_s
-        return (total + costs.head(1)) * factor
+        drain = (self.topology.spp - 1) * slowest
+        return (total + costs.head(1)) * factor, drain * factor
+
+    def step_s(self, tokens: int) -> float:
+        """Seconds by which a batch grows with one more step of a prompt that holds `tokens`."""
+        keys, groups = self._shard(tokens)
+        probe, step = self._empty.seconds_with, self.step_tokens
+        return probe(2 * step, keys, groups) - probe(step, keys, groups)
 
     def move_s(self, tokens: int) -> float:
         """Seconds to copy the KV of `tokens` from one group to another (all stages at once)."""

@@ -69,10 +69,13 @@ class Groups:
         return works
 
     def _busy_s(self, goal: int, cached: int) -> float:
-        whole_s = self.predictor.prefill_s(goal, cached)
-        if self.spp == 1:
-            return whole_s
-        return whole_s - (self.spp - 1) * min(whole_s / self.spp, self.predictor.budget_s)
+        """With a pipeline a batch waits for the longer one ahead of it: chunks are whole steps, so
+        that batches differ by up to one, and half of one is lost with each."""
+        busy_s = self.predictor.busy_s(goal, cached)
+        budget_s = self.predictor.budget_s
+        if self.spp == 1 or busy_s <= budget_s:
+            return busy_s
+        return busy_s * (1.0 + 0.5 * min(1.0, self.predictor.step_s(goal) / budget_s))
 
     def enlist(self, sequence: Sequence, cached: int = 0) -> None:
         """Let it wait in every group of its plan."""

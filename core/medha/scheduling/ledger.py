@@ -34,6 +34,7 @@ from medha.scheduling.promises import (
     room_s,
 )
 from medha.scheduling.sequence import Sequence
+from medha.scheduling.spans import crews_meet, lower, spares_s
 from medha.scheduling.waiting import Waiting
 
 CHANGES_PER_ROUND = 4
@@ -102,10 +103,15 @@ class Ledger:
         """Time that a promise for that much work takes up."""
         return (work_s / self.share[group] + self.overhead_s) * self._inflation
 
+    def _costs(self, group: int) -> Floats:
+        cost = self.groups.waiting[group].work_s / self.share[group]
+        return (cost + self.overhead_s) * self._inflation
+
     # --- one request ------------------------------------------------------------------------------
 
     def fits(self, sequence: Sequence, works: dict[int, float], starts: dict[int, float]) -> bool:
-        """Whether it may be promised: it fits beside all promises, in each of its groups.
+        """Whether it may be promised: it fits beside all promises, in each of its groups, and the
+        groups that a promise spans are together in time.
 
         `works`: seconds of its work by group; `starts`: when each group's stage 0 is free. A long
         one must leave room for the short ones that will come while it waits and runs.
@@ -121,7 +127,9 @@ class Ledger:
             cost_s = self.full_cost_s(group, work_s) * self._widened(coming)
             if room_s(margins, due_in, place, own) < cost_s:
                 return False
-        return bool(works)
+        by_s = max(starts.values(), default=0.0) + self.drain_s
+        meet = crews_meet(self.groups, self._costs, by_s, self.guard_s, sequence)
+        return meet and bool(works)
 
     def arrived(self, works: dict[int, float], now: float) -> None:
         """A request came: short ones make up the share of time that is kept free for more."""
@@ -161,8 +169,7 @@ class Ledger:
 
     def _promised(self, group: int, start: float, coming: float = 0.0) -> tuple[Floats, Floats]:
         waiting = self.groups.waiting[group]
-        due_in = waiting.due_s - start - self.drain_s
-        cost = (waiting.work_s / self.share[group] + self.overhead_s) * self._inflation
+        due_in, cost = waiting.due_s - start - self.drain_s, self._costs(group)
         if coming:
             cost[waiting.work_s > self.long_s] *= self._widened(coming)
         return due_in, margins_s(due_in, cost, waiting.promised)
@@ -234,6 +241,9 @@ class Ledger:
             left = due_in - np.where(promised, bare * self._inflation, bare).cumsum()
             if promises < len(places):
                 left = np.where(promised, left, due_in - bare.cumsum())
+        if promises and self.groups.shared:
+            spares = spares_s(self.groups, self._costs, start + self.drain_s)
+            lower(left, places, waiting, self.groups.shared, spares)
         return Kept(places, due_in, bare, promised, promises, left, [])
 
     def _terms(

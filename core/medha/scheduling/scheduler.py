@@ -195,7 +195,8 @@ class Scheduler:
         for crew, limit_s in self._crews.candidates(eligible, now):
             if len(crew) == 1:
                 self._groups.steal(crew[0])
-            plan = self._packer.plan(crew, now, limit_s, error)
+            idle_below_s = self._flights.idle_below_s(crew, now)
+            plan = self._packer.plan(crew, now, limit_s, error, idle_below_s)
             if len(crew) > 1:
                 parts = plan.parts if plan is not None else []
                 self._crews.tried(crew, {part.sequence.number for part in parts})
