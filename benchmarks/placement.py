@@ -29,7 +29,7 @@ def nodes() -> list[NodeView]:
 
 
 def from_cold() -> tuple[float, int]:
-    """Processor seconds to place all replicas one after another, and how many racks they came to lie in."""
+    """Processor seconds to place all replicas in turn, and how many racks they came to lie in."""
     every = {each.name: each for each in nodes()}
     parallelism = {"tp": 4, "spp": 8, "kvp": {"min": 1, "max": 2}}
     wants = [
@@ -54,7 +54,7 @@ def from_cold() -> tuple[float, int]:
 
 
 def one_look(count: int = 200) -> tuple[float, float]:
-    """Processor seconds of `plan` and of `status` for a converged resource of 8 pods in that cluster."""
+    """Processor seconds of `plan` and of `status` for a converged resource of 8 pods there."""
     cluster = Cluster(resource(parallelism={"tp": 4, "spp": 8}), nodes())
     cluster.settle()
     seen: Observed = cluster.observed()
