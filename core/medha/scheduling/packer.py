@@ -377,7 +377,8 @@ class Packer:
             part = owed / tokens if tokens else 0.0
             kept = self.groups.waiting[group].kept
             waits = int(np.count_nonzero(kept)) < len(kept)
-            self.ledger.spend(group, batch_s, part * batch_s, waits)
+            # A prompt that spans the crew waits for what each of its groups owes: it is shared out.
+            self.ledger.spend(group, batch_s / len(plan.crew), part * batch_s, waits)
             if filled:
                 self.ledger.measure_share(group, plan.target_s, plan.decode_s[group])
 
