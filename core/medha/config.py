@@ -20,6 +20,11 @@ POLICIES = ("lars", "lars-paper", "lars-paper-no-sharing", "lrs", "edf", "srpf",
 STALL_S = 1.0
 """A process that did not run for so long excuses its peers' silence by as much."""
 
+RANK_PORT, STORE_PORT = 7900, 7901
+"""Ports of a leader pod: where ranks dial their controller, and the rendezvous store."""
+POD_OPS_PORT, CONTROLLER_OPS_PORT = 8090, 8091
+"""Ports for probes and metrics: of every pod, and of the controller in the leader pod."""
+
 Port = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 

@@ -22,7 +22,7 @@ def main() -> int:
         start_logs("operator", settings.log_level)
         asyncio.run(serve(settings))
     except UserError as error:
-        print(f"medha_operator: {error}", file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"medha_operator: {error}\n")
         return 2
     return 0
 

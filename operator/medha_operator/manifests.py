@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from medha.config import Curve, render
+from medha.config import CONTROLLER_OPS_PORT, POD_OPS_PORT, RANK_PORT, STORE_PORT, Curve, render
 from medha.rendering import Site, worker_config
 from medha.spec import API_VERSION, KIND, MedhaReplica
 from medha_operator import names
@@ -93,16 +93,16 @@ def worker_json(resource: MedhaReplica, ordinal: int, settings: Settings) -> str
             secret=f"{KEYS_FOLDER}/controller.secret",
             server_public=f"{KEYS_FOLDER}/router.public",
         ),
-        rank_bind=f"tcp://*:{names.RANK_PORT}",
+        rank_bind=f"tcp://*:{RANK_PORT}",
         rank_curve=Curve(
             secret=f"{KEYS_FOLDER}/rank.secret",
             server_public=f"{KEYS_FOLDER}/controller.public",
             allowed=f"{KEYS_FOLDER}/rank.public",
         ),
-        store_bind=f"0.0.0.0:{names.STORE_PORT}",
+        store_bind=f"0.0.0.0:{STORE_PORT}",
         interface="eth0",
         ops_host="0.0.0.0",
-        ops_port=names.CONTROLLER_OPS_PORT,
+        ops_port=CONTROLLER_OPS_PORT,
         run_dir=RUN_FOLDER,
         log_level=settings.log_level,
     )
@@ -169,7 +169,7 @@ def _workers_service(resource: MedhaReplica) -> Manifest:
         resource,
         names.workers_service(resource.name),
         {names.RESOURCE: resource.name},
-        {"ops": names.POD_OPS_PORT},
+        {"ops": POD_OPS_PORT},
         ready_only=False,
     )
 
@@ -179,7 +179,7 @@ def _leaders_service(resource: MedhaReplica) -> Manifest:
         resource,
         names.leaders_service(resource.name),
         {names.RESOURCE: resource.name, names.ROLE: names.LEADER},
-        {"ops": names.CONTROLLER_OPS_PORT},
+        {"ops": CONTROLLER_OPS_PORT},
         ready_only=True,
     )
 

@@ -26,10 +26,6 @@ GANG_GATE = PREFIX + "gang"
 FIELD_MANAGER = "medha-operator"
 OWNED_BY = {"app.kubernetes.io/managed-by": "medha-operator"}
 LEADER, WORKER = "leader", "worker"
-RANK_PORT, STORE_PORT = 7900, 7901
-"""Ports of a leader pod: where ranks dial their controller, and the rendezvous store."""
-POD_OPS_PORT, CONTROLLER_OPS_PORT = 8090, 8091
-"""Ports for probes and metrics: of every pod, and of the controller in the leader pod."""
 WORKER_KEYS = "medha-worker-keys"
 """Secret with the CURVE keys of controllers and ranks, one in each namespace with pods."""
 

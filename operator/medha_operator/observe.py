@@ -91,9 +91,6 @@ class World:
             previous=resource.status,
         )
 
-    def pods_of(self, key: Key) -> Mapping[str, Pod]:
-        return self._pods.get(key, {})
-
     def all_pods(self) -> Mapping[Key, Mapping[str, Pod]]:
         return self._pods
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
+from medha.config import CONTROLLER_OPS_PORT
 from medha.spec import MedhaReplica, seconds
 from medha_operator import names, restarts
 from medha_operator.acceptance import check
@@ -198,5 +199,5 @@ def _retire(look: Look, replica: Replica, why: str) -> None:
     if leader is not None and not replica.draining and leader.ip:
         if line is None:
             look.tell("Draining", f"{name} takes nothing new and finishes its work ({why})")
-        address = f"{leader.ip}:{names.CONTROLLER_OPS_PORT}"
+        address = f"{leader.ip}:{CONTROLLER_OPS_PORT}"
         look.actions.append(Drain(replica.ordinal, address))

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from medha.config import CONTROLLER_OPS_PORT, POD_OPS_PORT, RANK_PORT, STORE_PORT
 from medha.spec import MedhaReplica
 from medha.topology import Coordinate
 from medha_operator import names
@@ -137,10 +138,10 @@ def _affinity(node: str) -> Manifest:
 
 def _worker(resource: MedhaReplica, start: Start, settings: Settings) -> Manifest:
     template, leader = resource.spec.template, start.at.group == start.at.stage == 0
-    ports = {"ops": names.POD_OPS_PORT}
+    ports = {"ops": POD_OPS_PORT}
     if leader:
-        ports |= {"controller": names.CONTROLLER_OPS_PORT, "ranks": names.RANK_PORT}
-        ports |= {"store": names.STORE_PORT}
+        ports |= {"controller": CONTROLLER_OPS_PORT, "ranks": RANK_PORT}
+        ports |= {"store": STORE_PORT}
     return {
         **_confined(resource, settings),
         "name": "worker",

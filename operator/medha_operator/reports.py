@@ -16,9 +16,9 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
+from medha.config import CONTROLLER_OPS_PORT
 from medha.messages import ReplicaStatus
 from medha_operator.client import ClusterError
-from medha_operator.names import CONTROLLER_OPS_PORT
 from medha_operator.observe import World
 from medha_operator.observed import PodView, ReportView
 from medha_operator.projections import Key

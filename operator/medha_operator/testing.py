@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from medha.config import CONTROLLER_OPS_PORT
 from medha.messages import GroupStatus, ReplicaStatus
 from medha.spec import MedhaReplica, parse
 from medha_operator import names
@@ -141,7 +142,7 @@ class Cluster:
                 self._delete(pod, grace_s)
             case Drain(ordinal, address):
                 leader = self.pods[self._leader(ordinal)]
-                assert address == f"{leader.ip}:{names.CONTROLLER_OPS_PORT}"
+                assert address == f"{leader.ip}:{CONTROLLER_OPS_PORT}"
                 self.draining.add(leader.uid)
 
     def _create(self, manifest: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ def main() -> int:
         start_logs("router", config.log_level)
         uvloop.run(serve(config))
     except UserError as error:
-        print(f"medha_router: {error}", file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"medha_router: {error}\n")
         return 2
     return 0
 

@@ -7,11 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from medha.config import WorkerConfig
+from medha.config import CONTROLLER_OPS_PORT, WorkerConfig
 from medha.errors import SpecError
 from medha.spec import MedhaReplica
 from medha.topology import Coordinate
-from medha_operator import names
 from medha_operator.acceptance import check
 from medha_operator.manifests import content_hash, objects
 from medha_operator.pods import Start, pod, pod_requests, spec_hash
@@ -214,7 +213,7 @@ def test_the_file_in_the_config_map_is_what_the_processes_decode() -> None:
     read = msgspec.json.decode(config["data"]["worker.json"], type=WorkerConfig)
     assert (read.replica, read.checkpoint, read.device) == ("tiny-1", "/models", "cpu")
     assert read.routers == ("tcp://medha-router-fleet.medha:7800",)
-    assert read.ops_port == names.CONTROLLER_OPS_PORT
+    assert read.ops_port == CONTROLLER_OPS_PORT
     assert read.listening_curve() is not None
 
 

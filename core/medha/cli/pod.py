@@ -29,11 +29,11 @@ from medha.adapters.prometheus import Metrics, OpsServer, Tick
 from medha.cli.children import Child, Launch
 from medha.cli.leader import Leader
 from medha.cli.plan import RankPlan
-from medha.cli.pod_place import OPS_PORT, Place, read_place
+from medha.cli.pod_place import Place, read_place
 from medha.cli.programs import controller_launch, rank_launch
 from medha.cli.supervise import Patience, State, Supervisor, Unit
 from medha.cli.up import Signals, end
-from medha.config import WorkerConfig, read, render
+from medha.config import POD_OPS_PORT, WorkerConfig, read, render
 from medha.errors import EngineError, MedhaError
 
 STEP_S = 0.05
@@ -52,7 +52,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     config: pathlib.Path
     environ: Mapping[str, str]
     last_words: pathlib.Path
-    ops_port: int = OPS_PORT
+    ops_port: int = POD_OPS_PORT
     patience: Patience = Patience()
 
 

@@ -21,12 +21,10 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from medha.config import WorkerConfig
+from medha.config import CONTROLLER_OPS_PORT, RANK_PORT, STORE_PORT, WorkerConfig
 from medha.errors import SetupError, SpecError
 from medha.topology import Coordinate
 
-RANK_PORT, STORE_PORT = 7900, 7901
-OPS_PORT, CONTROLLER_OPS_PORT = 8090, 8091
 GRACE_S = 55.0
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 15
