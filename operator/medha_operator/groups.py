@@ -15,7 +15,8 @@ from medha.spec import seconds
 from medha_operator import growth, restarts
 from medha_operator.actions import DeletePod, LiftGate
 from medha_operator.look import Look
-from medha_operator.placement import Misfit, Nodes
+from medha_operator.misfits import Misfit
+from medha_operator.placement import Nodes
 from medha_operator.replicas import Group, Replica
 from medha_operator.restarts import Fault
 
@@ -41,7 +42,7 @@ def _start_anew(look: Look, replica: Replica, gone: dict[int, int]) -> None:
     places: dict[int, Nodes] = {}
     beside = [each.node or each.target for each in replica.present]
     for index in gone:
-        placed = look.room.place_group(beside)
+        placed = look.room.place_group(beside, apart=look.apart(replica.ordinal))
         if isinstance(placed, Misfit):
             if len(gone) == replica.least and look.fits_without(replica.ordinal):
                 look.delete(replica.present, "its replica moves: there is no room beside it")
@@ -77,7 +78,7 @@ def grow(look: Look, replica: Replica) -> None:
     for index in missing:
         if attempt := look.attempt(replica.ordinal, index):
             beside = [each.node or each.target for each in replica.present]
-            placed = look.room.place_group(beside)
+            placed = look.room.place_group(beside, apart=look.apart(replica.ordinal))
             if isinstance(placed, Misfit):
                 look.stunted.append(placed)
                 return
@@ -98,7 +99,8 @@ def _mend(look: Look, replica: Replica, group: Group) -> None:
         _take_down(look, replica, group, fault)
     elif group.present and group.gated and group.missing:
         beside = [each.target for each in replica.present]
-        placed = look.room.place_group(beside, len(group.missing))
+        apart = look.apart(replica.ordinal)
+        placed = look.room.place_group(beside, len(group.missing), apart)
         if isinstance(placed, Misfit):
             look.delete(group.present, "the rest of its group has no place")
             return

@@ -12,18 +12,21 @@ from medha.topology import Coordinate
 from medha_operator import names, restarts
 from medha_operator.actions import Action, CreatePod, DeletePod, Tell
 from medha_operator.memory import recall
+from medha_operator.misfits import Misfit
 from medha_operator.observed import NodeView, Observed, PodView
-from medha_operator.placement import Misfit, Nodes, Room, want_of
+from medha_operator.placement import Nodes, Places, Room
 from medha_operator.pods import Start, pod, spec_hash
 from medha_operator.replicas import Replica, replicas_of
 from medha_operator.restarts import Fault
 from medha_operator.settings import Settings
+from medha_operator.wants import want_of
 
 
 class Look:
     """`misfits`: what has no place of replicas and their first groups; `stunted`: of further ones;
     `growing`: replicas with fewer groups than wanted; `stranded`: groups that wait for a node that
-    may come back; `again_s`: when to look again."""
+    may come back; `places`: by ordinal the nodes of replicas that are to stay; `again_s`: when to
+    look again."""
 
     def __init__(self, resource: MedhaReplica, observed: Observed, settings: Settings) -> None:
         self.resource, self.observed, self.settings = resource, observed, settings
@@ -38,6 +41,7 @@ class Look:
         self.misfits: list[Misfit] = []
         self.stunted: list[Misfit] = []
         self.growing: list[int] = []
+        self.places: dict[int, set[str]] = {}
         self.again_s: list[float] = []
         self._room: Room | None = None
 
@@ -50,6 +54,16 @@ class Look:
 
     def space(self, own: Iterable[PodView]) -> Room:
         return Room(want_of(self.resource), self.observed.nodes, own)
+
+    def stay(self, ordinals: Iterable[int]) -> None:
+        """These replicas are to stay: others had rather not share their nodes."""
+        for ordinal in ordinals:
+            pods = self.replicas[ordinal].present
+            self.places[ordinal] = {each.node or each.target for each in pods}
+
+    def apart(self, ordinal: int) -> Places:
+        """The nodes of each replica that this one had rather keep away from."""
+        return [nodes for each, nodes in self.places.items() if each != ordinal]
 
     def name(self, replica: Replica) -> str:
         """As people know it."""
@@ -86,6 +100,7 @@ class Look:
                          for index, nodes in places.items())  # fmt: skip
         told = f" ({wanted} groups are wanted)" if wanted else ""
         gated = sum(len(nodes) for nodes in places.values()) > 1
+        self.places.setdefault(ordinal, set()).update(*places.values())
         for index, nodes in places.items():
             attempt = attempts.get(index, 1)
             for stage, node in enumerate(nodes):

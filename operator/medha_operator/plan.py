@@ -31,9 +31,9 @@ from medha_operator.groups import grow, keep_base
 from medha_operator.look import Look
 from medha_operator.manifests import content_hash, follows_readiness, key, objects
 from medha_operator.memory import Memory
+from medha_operator.misfits import Misfit
 from medha_operator.moments import unix_s
 from medha_operator.observed import Observed
-from medha_operator.placement import Misfit
 from medha_operator.replicas import Replica
 from medha_operator.restarts import Fault
 from medha_operator.rollout import UPDATED, Rollout, roll
@@ -74,6 +74,7 @@ def decide(resource: MedhaReplica, observed: Observed, settings: Settings) -> De
     check(resource)
     look = Look(resource, observed, settings)
     rollout = roll(resource.spec.replicas, look.replicas, look.memory, look.nodes)
+    look.stay(rollout.fresh)
     _free_names(look)
     kept = [look.replicas[each] for each in sorted((*rollout.fresh, *rollout.stale))]
     for replica in kept:
@@ -143,7 +144,7 @@ def _create(look: Look, rollout: Rollout) -> Rollout:
         attempts = {each: look.attempt(ordinal, each) for each in range(kvp.min)}
         if not all(attempts.values()):
             continue
-        placed = look.room.place_base(kvp.min, kvp.max, _promised(look))
+        placed = look.room.place_base(kvp.min, kvp.max, _promised(look), look.apart(ordinal))
         if isinstance(placed, Misfit):
             look.misfits.append(placed)
             rollout = _make_room(look, rollout)

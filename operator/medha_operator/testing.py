@@ -35,10 +35,10 @@ from medha_operator.observed import (
     ReportView,
     Taint,
 )
-from medha_operator.placement import want_of
 from medha_operator.plan import Decision, decide
 from medha_operator.settings import Settings
 from medha_operator.status import status
+from medha_operator.wants import want_of
 
 SETTINGS = Settings(namespace="medha", worker_image="worker:1")
 NOW_S = 1_800_000_000.0

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from medha_operator.misfits import Misfit
 from medha_operator.observed import NodeView, PodView, Taint
-from medha_operator.placement import Misfit, Room, Want, want_of
+from medha_operator.placement import Room
 from medha_operator.testing import node, rack, resource
+from medha_operator.wants import Want, want_of
 
 ZONE, RACK = "topology.kubernetes.io/zone", "topology.kubernetes.io/rack"
 CLIQUE = "nvidia.com/gpu.clique"
