@@ -9,22 +9,20 @@ from __future__ import annotations
 import math
 from math import pow as power
 
+from medha.corrections import PREFILL, Corrections
 from medha.model import ModelShape
 from medha.profile import Profile
 from medha.topology import Topology, kv_heads_of, stage_layers
-
-REGIMES = ("decode", "decode-shared", "mixed", "mixed-shared", "prefill", "prefill-shared")
-PREFILL = 4
 
 
 class Costs:
     """Seconds per unit of work of one rank: a profile applied to a shape and a topology."""
 
     __slots__ = (
-        "_heads_s", "all_reduce_row", "all_reduce_s", "batch_s", "byte", "elementwise", "factors",
-        "first", "flop", "half", "head_flop", "head_mem", "heads", "inverse", "kvp_row", "kvp_s",
-        "last", "layer_s", "linear_flop", "linear_mem", "p", "p2p_row", "p2p_s", "sequence_s",
-        "stages",
+        "_heads_s", "all_reduce_row", "all_reduce_s", "batch_s", "byte", "corrections",
+        "elementwise", "factors", "first", "flop", "half", "head_flop", "head_mem", "heads",
+        "inverse", "kvp_row", "kvp_s", "last", "layer_s", "linear_flop", "linear_mem", "p",
+        "p2p_row", "p2p_s", "sequence_s", "skews", "stages",
     )  # fmt: skip
 
     def __init__(self, profile: Profile, shape: ModelShape, topology: Topology) -> None:
@@ -59,7 +57,8 @@ class Costs:
         self.sequence_s = profile.sequence_s
         self.stages = tuple(len(layers) for layers in stage_layers(shape.layers, topology.spp))
         self.first, self.last = self.stages[0], self.stages[-1]
-        self.factors = [1.0] * len(REGIMES)
+        self.corrections = Corrections(profile.error)
+        self.factors, self.skews = self.corrections.factors, self.corrections.skews
         self._heads_s: dict[int, float] = {}
 
     def layer(self, rows: int, attention_s: float, kvp_rows: int) -> float:
@@ -159,7 +158,7 @@ class BatchLoad:
 
     @property
     def regime(self) -> int:
-        """Index into REGIMES: which correction applies."""
+        """Index into REGIMES: which corrections apply."""
         kind = 2 * (self.decodes == 0) + (self.chunks > 0 and self.decodes > 0)
         return 2 * kind + (self.kvp_rows > 0)
 
@@ -167,10 +166,17 @@ class BatchLoad:
         """Predicted seconds of the slowest stage; 0 when empty."""
         if not self.rows:
             return 0.0
-        costs = self._costs
-        layer_s = costs.layer(self.rows, self.attention_s, self.kvp_rows)
+        costs, regime = self._costs, self.regime
+        layer_s = costs.layer(self.rows, self.attention_s * costs.skews[regime], self.kvp_rows)
         seconds = costs.slowest(self.rows, layer_s, self.yields, self.decodes + self.chunks)
-        return seconds * costs.factors[self.regime]
+        return seconds * costs.factors[regime]
+
+    @property
+    def attention(self) -> float:
+        """The part of `seconds` that attention takes, in [0, 1]."""
+        costs, regime, seconds = self._costs, self.regime, self.seconds()
+        attention_s = costs.first * self.attention_s * costs.skews[regime] * costs.factors[regime]
+        return min(1.0, attention_s / seconds) if seconds else 0.0
 
     def seconds_with(
         self, length: int, keys: int, groups: int = 1, tail: bool = True, yields: bool = False
@@ -178,11 +184,11 @@ class BatchLoad:
         """`seconds` as if that chunk had been added; grows strictly with `length`."""
         costs = self._costs
         rows, kvp_rows = self.rows + length, self.kvp_rows + length * (groups - 1)
+        regime = (2 if self.decodes else PREFILL) + (kvp_rows > 0)
         attention_s = self.attention_s + costs.attention(length, keys, tail)
-        layer_s = costs.layer(rows, attention_s, kvp_rows)
+        layer_s = costs.layer(rows, attention_s * costs.skews[regime], kvp_rows)
         entries = self.decodes + self.chunks + 1
         seconds = costs.slowest(rows, layer_s, self.yields + yields, entries)
-        regime = (2 if self.decodes else PREFILL) + (kvp_rows > 0)
         return seconds * costs.factors[regime]
 
     def most(self, keys: int, budget_s: float) -> float:
@@ -190,17 +196,18 @@ class BatchLoad:
         by its own operations and by those with `keys` older ones."""
         costs = self._costs
         row_s = costs.linear_flop + costs.elementwise + costs.all_reduce_row
-        factors = costs.factors
-        factor = min(factors[2], factors[3]) if self.decodes else min(factors[4], factors[5])
-        left_s = budget_s / (factor * costs.first) - self.attention_s - self.rows * row_s
-        return left_s / (row_s + keys * costs.flop * costs.heads)
+        factors, skews, at = costs.factors, costs.skews, 2 if self.decodes else PREFILL
+        factor, skew = min(factors[at], factors[at + 1]), min(skews[at], skews[at + 1])
+        left_s = budget_s / (factor * costs.first) - skew * self.attention_s - self.rows * row_s
+        return left_s / (row_s + skew * keys * costs.flop * costs.heads)
 
     def stage_s(self, stage: int) -> float:
         """Predicted seconds of one stage; the largest of all stages is `seconds`."""
         if not self.rows:
             return 0.0
         costs = self._costs
-        seconds = costs.stages[stage] * costs.layer(self.rows, self.attention_s, self.kvp_rows)
+        attention_s = self.attention_s * costs.skews[self.regime]
+        seconds = costs.stages[stage] * costs.layer(self.rows, attention_s, self.kvp_rows)
         if stage == len(costs.stages) - 1:
             if self.yields:
                 seconds += costs.head(self.yields)

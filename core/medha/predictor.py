@@ -8,7 +8,8 @@ rank, with rows summed over the batch and attention summed over its entries:
     t_stage = layers·t_layer [+ head on the last] + batch + entries·sequence + point-to-point
 
 (Medha, section 4.4, with a smooth roofline.) Every term is convex and grows with a chunk's
-length, so the largest chunk is found by interpolation. It measures nothing: `observe` is told.
+length, so the largest chunk is found by interpolation. It measures nothing: `observe` is told, and
+corrects attention and the rest (see `corrections`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ import bisect
 import math
 from collections.abc import Iterable
 
-from medha.costs import PREFILL, REGIMES, BatchLoad, Costs
+from medha.corrections import PREFILL, Corrections, Learned
+from medha.costs import BatchLoad, Costs
 from medha.model import ModelShape
 from medha.profile import Profile
 from medha.topology import Topology
 
 __all__ = ["BatchLoad", "Predictor"]
+
+
+# Uncorrected seconds of all but attention, and of attention.
+Parts = tuple[float, float]
 
 
 class Predictor:
@@ -38,11 +44,14 @@ class Predictor:
         self.profile, self.shape, self.topology = profile, shape, topology
         self.budget_s, self.step_tokens = budget_s, step_tokens
         self._costs = Costs(profile, shape, topology)
-        self._errors = [profile.error] * len(REGIMES)
+        self._corrections = self._costs.corrections
         self.tokens_per_group = topology.tokens_per_group or self._keys_within(budget_s)
         self._empty = BatchLoad(self._costs)
-        # knots[i]: prefix; spent[i]: stage seconds up to it; slowest[i]: slowest chunk up to it
-        self._knots, self._spent, self._slowest, self._chunks = [0], [0.0], [0.0], [1 << 20]
+        # knots[i]: prefix; spent[i]: stage seconds up to it, slowest[i]: slowest chunk up to it,
+        # both uncorrected
+        self._knots, self._chunks = [0], [1 << 20]
+        self._spent: list[Parts] = [(0.0, 0.0)]
+        self._slowest: list[Parts] = [(0.0, 0.0)]
 
     def load(self) -> BatchLoad:
         """An empty batch of one group, to be added to."""
@@ -125,11 +134,14 @@ class Predictor:
         if length <= self.step_tokens or load.seconds() <= self.budget_s:
             whole_s = sum(load.stage_s(stage) for stage in range(self.topology.spp))
             return whole_s, whole_s - load.seconds() if self.topology.spp > 1 else 0.0
-        spent, slowest = self._spent_s(tokens)
+        costs, regime = self._costs, PREFILL + (groups > 1)
+        factor, skew = costs.factors[regime], costs.skews[regime]
+        (rest_s, attention_s), worst = self._spent_on(tokens)
+        spent, slowest = rest_s + skew * attention_s, worst[0] + skew * worst[1]
         if cached:
-            spent -= self._share_s(cached)
-        factor = self._costs.factors[PREFILL + (groups > 1)]
-        costs, rows = self._costs, min(length, self._chunks[1])
+            rest_s, attention_s = self._share(cached)
+            spent -= rest_s + skew * attention_s
+        rows = min(length, self._chunks[1])
         unsent_s = costs.p2p_s + rows * costs.p2p_row  # the last stage hands nothing on
         total = max(spent, slowest) + (self.topology.spp - 1) * slowest - unsent_s
         drain = (self.topology.spp - 1) * slowest
@@ -147,46 +159,29 @@ class Predictor:
         each = kv_bytes / min(self.topology.tp, self.shape.kv_heads)
         return self.profile.transfer_latency_s + each / self.profile.transfer_bytes_per_s
 
-    def observe(self, regime: int, predicted_s: float, measured_s: float) -> None:
-        """Learn from a batch of `regime` (see BatchLoad.regime) that was predicted and measured.
-
-        The factor moves by an exponentially weighted mean of the log ratio; one sample counts for
-        at most a factor of two, so a single pause of the machine moves it by at most 7 %.
-        """
-        if predicted_s <= 0.0 or measured_s <= 0.0:
-            return
-        ratio = math.log(measured_s / predicted_s)
-        factors = self._costs.factors
-        moved = factors[regime] * math.exp(0.1 * min(math.log(2.0), max(-math.log(2.0), ratio)))
-        factors[regime] = min(16.0, max(1.0 / 16.0, moved))
-        self._errors[regime] += 0.05 * (min(1.0, abs(ratio)) - self._errors[regime])
-
-    @property
-    def corrections(self) -> dict[str, float]:
-        """Factor by regime, by which measured batches exceed the profile."""
-        return dict(zip(REGIMES, self._costs.factors, strict=True))
+    def observe(self, load: BatchLoad, predicted_s: float, measured_s: float) -> None:
+        """Learn from a batch that was predicted and measured; `load`: of its fullest group."""
+        self._corrections.observe(load.regime, predicted_s, measured_s, load.attention)
 
     @property
     def correction(self) -> float:
-        """Factor of prefills, the one that admission needs."""
+        """Factor by which prefills exceed the profile, their attention aside."""
         return self._costs.factors[PREFILL]
 
     @property
     def error(self) -> float:
         """Relative error of the batches that hold chunks, exponentially weighted."""
-        return max(self._errors[2], self._errors[PREFILL])
+        errors = self._corrections.errors
+        return max(errors[2], errors[PREFILL])
 
-    def learned(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """(factors, errors) by regime: all that observation changed."""
-        return tuple(self._costs.factors), tuple(self._errors)
+    def learned(self) -> Learned:
+        """All that observation changed."""
+        return self._corrections.learned()
 
-    def restore(self, learned: tuple[tuple[float, ...], tuple[float, ...]]) -> None:
-        """Take over what another predictor of the same profile has learned."""
-        self._costs.factors[:], self._errors[:] = learned[0], learned[1]
-
-    def correct(self, factor: float) -> None:
-        """Take over a factor measured elsewhere (a router learns it from LoadReport)."""
-        self._costs.factors[:] = [factor] * len(REGIMES)
+    def restore(self, learned: Learned) -> None:
+        """Take over what another predictor of the same profile has learned (a router, from
+        LoadReport)."""
+        self._corrections.restore(learned)
 
     def _keys_within(self, budget_s: float) -> int:
         """Context at which one step of a prompt still fits twice into the budget."""
@@ -207,8 +202,9 @@ class Predictor:
 
     def _extend(self, tokens: int) -> None:
         """Lay knots up to `tokens`; each spans one chunk, or many equal ones far from zero."""
-        factor = self._costs.factors
-        kept, factor[:] = factor[:], [1.0] * len(REGIMES)
+        corrections = self._corrections
+        kept = corrections.learned()
+        corrections.restore(Corrections(0.0).learned())
         try:
             while self._knots[-1] < tokens:
                 prefix, last = self._knots[-1], self._chunks[-1]
@@ -219,34 +215,45 @@ class Predictor:
                 chunk = chunk or self.step_tokens
                 many = max(1, prefix // (256 * chunk))
                 keys, groups = self._shard(prefix + (many - 1) * chunk // 2)
-                seconds = self._empty.seconds_with(chunk, keys, groups)
+                parts, (rest_s, attention_s) = self._parts(chunk, keys, groups), self._spent[-1]
                 self._knots.append(prefix + many * chunk)
-                self._spent.append(self._spent[-1] + many * seconds)
-                self._slowest.append(max(self._slowest[-1], seconds))
+                self._spent.append((rest_s + many * parts[0], attention_s + many * parts[1]))
+                self._slowest.append(max(self._slowest[-1], parts, key=sum))
                 self._chunks.append(chunk)
         finally:
-            factor[:] = kept
+            corrections.restore(kept)
 
-    def _spent_s(self, tokens: int) -> tuple[float, float]:
-        """Uncorrected stage seconds of a whole prefill of `tokens`, and its slowest chunk's."""
+    def _parts(self, length: int, keys: int, groups: int) -> Parts:
+        """A chunk alone."""
+        costs = self._costs
+        attention_s = costs.attention(length, keys, tail=True)
+        layer_s = costs.layer(length, attention_s, length * (groups - 1))
+        whole_s = costs.slowest(length, layer_s, 0, 1)
+        return whole_s - costs.first * attention_s, costs.first * attention_s
+
+    def _spent_on(self, tokens: int) -> tuple[Parts, Parts]:
+        """Of a whole prefill of `tokens`: its stage's time, and its slowest chunk's."""
         self._extend(tokens)
         after = bisect.bisect_left(self._knots, tokens)
         if self._knots[after] == tokens:
             return self._spent[after], self._slowest[after]
         before = after - 1
         if self._knots[after] - self._knots[before] > self._chunks[after]:
-            return self._share_s(tokens), self._slowest[after]
+            return self._share(tokens), self._slowest[after]
         keys, groups = self._shard(self._knots[before])
-        raw = self._empty.seconds_with(tokens - self._knots[before], keys, groups)
-        raw /= self._costs.factors[PREFILL + (groups > 1)]
-        return self._spent[before] + raw, max(self._slowest[before], raw)
+        parts, (rest_s, attention_s) = (
+            self._parts(tokens - self._knots[before], keys, groups), self._spent[before],
+        )  # fmt: skip
+        whole = rest_s + parts[0], attention_s + parts[1]
+        return whole, max(self._slowest[before], parts, key=sum)
 
-    def _share_s(self, tokens: int) -> float:
-        """Uncorrected stage seconds up to `tokens`, linear between knots."""
+    def _share(self, tokens: int) -> Parts:
+        """The stage's time up to `tokens`, linear between knots."""
         self._extend(tokens)
         after = bisect.bisect_left(self._knots, tokens)
         if self._knots[after] == tokens:
             return self._spent[after]
         low, high = self._knots[after - 1], self._knots[after]
         part = (tokens - low) / (high - low)
-        return self._spent[after - 1] + part * (self._spent[after] - self._spent[after - 1])
+        (rest_s, attention_s), above = self._spent[after - 1], self._spent[after]
+        return rest_s + part * (above[0] - rest_s), attention_s + part * (above[1] - attention_s)

@@ -84,7 +84,7 @@ class Dispatch:
         standing = self._standings[replica.name]
         opens = replica.open and (standing.draining or not standing.known)
         standing.draining = replica.draining
-        standing.told(replica.load, now, replica.predictor.correction)
+        standing.told(replica.load, now)
         self._told_s[replica.name] = now
         if opens:
             self._spread(replica.name, now)

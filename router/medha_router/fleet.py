@@ -103,7 +103,8 @@ class Fleet:
     def report(self, replica: Replica, report: LoadReport, now: float) -> None:
         replica.load, replica.load_s = report.load, now
         replica.draining = report.draining
-        replica.predictor.correct(report.correction)
+        if report.learned is not None:
+            replica.predictor.restore(report.learned)
 
     def silent(self, now: float) -> list[Replica]:
         """Replicas not heard of for longer than the timeout."""

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.costs import REGIMES, BatchLoad
+from medha.corrections import PREFILL, REGIMES, Learned
+from medha.costs import BatchLoad
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100, CPU_CORE, H100, Profile
@@ -172,13 +173,72 @@ def test_corrections_are_learnt_per_regime_and_a_pause_moves_little() -> None:
     load.add_chunk(512, 0)
     before = load.seconds()
     for _ in range(200):
-        of.observe(load.regime, load.seconds(), 1.3 * before)
+        of.observe(load, load.seconds(), 1.3 * before)
     assert load.seconds() == pytest.approx(1.3 * before, rel=0.01)
-    assert of.corrections["decode"] == 1.0
+    decode = of.load()
+    decode.add_decode(1000)
+    unlearned = predictor().load()
+    unlearned.add_decode(1000)
+    assert decode.seconds() == unlearned.seconds()
     assert of.prefill_s(512) == pytest.approx(1.3 * predictor().prefill_s(512), rel=0.02)
     now = of.correction
-    of.observe(load.regime, 0.1, 10.0)
+    of.observe(load, 0.1, 10.0)
     assert of.correction < 1.08 * now
+
+
+def test_attention_and_the_rest_are_corrected_apart() -> None:
+    of, real = predictor(), predictor()
+    real.restore(machine := _differs(rest=1.9, attention=0.7))
+
+    def batch(by: Predictor, length: int, keys: int) -> BatchLoad:
+        load = by.load()
+        load.add_chunk(length, keys)
+        return load
+
+    sizes = [(64, 0), (2048, 0), (512, 30_000), (128, 200_000), (96, 500_000)]
+    for length, keys in sizes * 30:
+        load = batch(of, length, keys)
+        of.observe(load, load.seconds(), batch(real, length, keys).seconds())
+    for length, keys in [*sizes, (256, 100_000), (32, 900_000)]:
+        seconds = batch(real, length, keys).seconds()
+        assert batch(of, length, keys).seconds() == pytest.approx(seconds, rel=0.05)
+    assert of.prefill_s(300_000) == pytest.approx(real.prefill_s(300_000), rel=0.03)
+    assert of.learned()[0][PREFILL] == pytest.approx(machine[0][PREFILL], rel=0.05)
+
+
+def _differs(rest: float, attention: float) -> Learned:
+    count = len(REGIMES)
+    return (rest,) * count, (attention / rest,) * count, (1.0,) * count, (0.05,) * count
+
+
+def test_what_was_not_measured_yet_follows_its_nearest() -> None:
+    of = predictor(kvp_max=2)
+    alone, shared, mixed = of.load(), of.load(), of.load()
+    alone.add_chunk(512, 1000)
+    shared.add_chunk(512, 1000, groups=2)
+    mixed.add_chunk(512, 1000)
+    mixed.add_decode(100)
+    before = shared.seconds(), mixed.seconds()
+    real_s = 1.5 * alone.seconds()
+    for _ in range(50):
+        of.observe(alone, alone.seconds(), real_s)
+    assert shared.seconds() == pytest.approx(1.5 * before[0], rel=0.02)
+    assert mixed.seconds() == pytest.approx(1.5 * before[1], rel=0.02)
+    of.observe(shared, shared.seconds(), shared.seconds())
+    kept_s = shared.seconds()
+    for _ in range(50):
+        of.observe(alone, alone.seconds(), 2.0 * real_s)
+    assert shared.seconds() == kept_s
+
+
+def test_the_first_batches_of_a_regime_teach_most() -> None:
+    of = predictor()
+    load = of.load()
+    load.add_chunk(512, 0)
+    real_s = 1.7 * load.seconds()
+    for _ in range(6):
+        of.observe(load, load.seconds(), real_s)
+    assert load.seconds() == pytest.approx(real_s, rel=0.1)
 
 
 def test_regimes_are_named_by_what_a_batch_holds() -> None:

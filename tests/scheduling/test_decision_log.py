@@ -9,7 +9,7 @@ import pytest
 
 from medha.config import Scheduling
 from medha.errors import ProtocolError, Refusal
-from medha.scheduling.decisions import Recorded, replay
+from medha.scheduling.decisions import VERSION, Recorded, replay
 from medha.testing import Driven, request, scheduler, topology
 
 
@@ -67,7 +67,7 @@ def test_a_changed_outcome_is_found_and_named() -> None:
 def test_a_log_of_another_version_is_refused() -> None:
     log = recorded()
     with pytest.raises(ProtocolError, match="version 7"):
-        replay([log[0].replace(b'"version":1', b'"version":7')])
+        replay([log[0].replace(f'"version":{VERSION}'.encode(), b'"version":7')])
 
 
 def test_what_is_not_a_log_is_refused() -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from medha import PROTOCOL
+from medha.corrections import REGIMES
 from medha.messages.fields import (
     Blob,
     Count,
@@ -133,15 +134,25 @@ class FilePart(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     data: Annotated[bytes, msgspec.Meta(max_length=4 << 20)]
 
 
+Factors = Annotated[
+    tuple[Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)], ...],
+    msgspec.Meta(min_length=len(REGIMES), max_length=len(REGIMES)),
+]
+Counts = Annotated[
+    tuple[Annotated[float, msgspec.Meta(ge=0.0, le=1e15)], ...],
+    msgspec.Meta(min_length=len(REGIMES), max_length=len(REGIMES)),
+]
+
+
 class LoadReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The replica's load, sent when it changed, and at least every 0.5 s as its heartbeat.
 
-    `correction`: the online factor by which measured batches exceed the profile's prediction.
+    `learned`: how measured batches differ from the profile, see `Corrections.learned`.
     """
 
     load: Load
     draining: bool = False
-    correction: float = 1.0
+    learned: tuple[Factors, Factors, Counts, Counts] | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -19,6 +19,7 @@ import msgspec
 
 from medha.batch import Batch, BatchResult, Move
 from medha.config import Scheduling
+from medha.corrections import Learned
 from medha.errors import MedhaError, ProtocolError
 from medha.messages.fields import Load
 from medha.model import ModelShape
@@ -29,7 +30,7 @@ from medha.scheduling.endings import Failure
 from medha.scheduling.scheduler import Admitted, Completed, Scheduler
 from medha.topology import Topology
 
-VERSION = 1
+VERSION = 2
 
 
 class Heading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,7 +42,7 @@ class Heading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: Profile
     budget_s: float
     step_tokens: int
-    learned: tuple[tuple[float, ...], tuple[float, ...]]
+    learned: Learned
     pages_per_group: int
     page_tokens: int
     max_context_tokens: int

@@ -8,16 +8,19 @@ group that it names was lost; it never completes then.
 from __future__ import annotations
 
 from medha.batch import Batch
+from medha.costs import BatchLoad
 
 
 class Flight:
-    """One batch on its way; `due_out_s`: when its stage 0 should be free, by the prediction;
-    `ends_s`: when each of its stages should end."""
+    """One batch on its way; `heaviest`: the load of its fullest group; `due_out_s`: when its stage
+    0 should be free, by the prediction; `ends_s`: when each of its stages should end."""
 
-    __slots__ = ("batch", "due_out_s", "ends_s", "groups", "left", "predicted_s", "regime")
+    __slots__ = ("batch", "due_out_s", "ends_s", "groups", "heaviest", "left", "predicted_s")
 
-    def __init__(self, batch: Batch, groups: tuple[int, ...], now: float, regime: int) -> None:
-        self.batch, self.groups, self.regime = batch, groups, regime
+    def __init__(
+        self, batch: Batch, groups: tuple[int, ...], now: float, heaviest: BatchLoad
+    ) -> None:
+        self.batch, self.groups, self.heaviest = batch, groups, heaviest
         self.predicted_s = batch.predicted_s
         self.due_out_s = now + batch.predicted_s
         self.ends_s = [self.due_out_s]

@@ -89,14 +89,9 @@ class Standing:
         self._pending_s = 0.0
         self._stale = False
 
-    def told(self, load: Load, now: float, correction: float | None = None) -> None:
-        """Take a Load over; requests accepted before it are counted in it, so they are let go.
-
-        `correction`: the factor that LoadReport carries; None leaves the predictor as it is.
-        """
+    def told(self, load: Load, now: float) -> None:
+        """Take a Load over; requests accepted before it are counted in it, so they are let go."""
         self.load, self._told_at = load, now
-        if correction is not None and correction != self.predictor.correction:
-            self.predictor.correct(correction)
         for name in self._accepted:
             self._held.pop(name, None)
         self._accepted.clear()

@@ -17,6 +17,7 @@ import msgspec
 
 from medha.batch import Batch, BatchResult, Move
 from medha.config import Scheduling
+from medha.costs import BatchLoad
 from medha.errors import ProtocolError, Refusal
 from medha.messages.fields import Load
 from medha.model import ModelShape
@@ -207,7 +208,7 @@ class Scheduler:
     def _send(self, plan: Plan, now: float) -> Batch:
         number, self._next_number = self._next_number, self._next_number + 1
         predicted_s = plan.seconds
-        regime = max([(load.rows, load.regime) for load in plan.loads.values()])[1]
+        heaviest = max(plan.loads.values(), key=_rows)
         ended = self._endings.take_ended()
         chunks = self._packer.carry_out(plan, predicted_s)
         sequences = self._endings.sequences
@@ -228,7 +229,7 @@ class Scheduler:
         )
         batch = Batch(number, self._members.generation, tuple(chunks), switches, ended, predicted_s)
         crew = plan.crew if len(plan.crew) == 1 else batch.groups
-        self._flights.add(Flight(batch, crew, now, regime))
+        self._flights.add(Flight(batch, crew, now, heaviest))
         self._crews.ran(crew)
         for group in crew:
             self._groups.last_used_s[group] = now
@@ -265,7 +266,7 @@ class Scheduler:
         if not flight.left:
             self._leave_stage_0(flight)
         if result.elapsed_s is not None:
-            self.predictor.observe(flight.regime, flight.predicted_s, result.elapsed_s)
+            self.predictor.observe(flight.heaviest, flight.predicted_s, result.elapsed_s)
         sampled = {one.seq: one for one in result.sampled}
         sequences, decodes = self._endings.sequences, self._decodes
         completed: list[Completed] = []
@@ -356,6 +357,10 @@ class Scheduler:
     def moved(self, move_id: int, ok: bool, now: float) -> None:
         """A copy ended: it is switched by a later batch, or its target pages come back."""
         self._rebalance.moved(move_id, ok)
+
+
+def _rows(load: BatchLoad) -> int:
+    return load.rows
 
 
 def _overhead_s(predictor: Predictor) -> float:

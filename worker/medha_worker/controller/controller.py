@@ -207,7 +207,7 @@ class Controller:
             if wanting:
                 for router, grant in self.grants.grant(load.ahead_s, now).items():
                     self._outbox.to_router(router, grant)
-            self.routers.report(load, self.draining, serving.correction, now)
+            self.routers.report(load, self.draining, serving.predictor.learned(), now)
 
     def _duties(self, now: float) -> None:
         """What may wait for a twentieth of a second."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from medha import PROTOCOL
 from medha.config import STALL_S
+from medha.corrections import Learned
 from medha.messages import FetchFile, FilePart, Hello, KvEvents, Load, LoadReport, Rejected, Welcome
 from medha_worker.controller.outbox import Outbox
 
@@ -148,9 +149,9 @@ class Routers:
             link.welcome and now - link.report_s >= REPORT_S for link in self._links.values()
         )
 
-    def report(self, load: Load, draining: bool, correction: float, now: float) -> None:
+    def report(self, load: Load, draining: bool, learned: Learned, now: float) -> None:
         """Tell the load where it changed, or where the last report is half a second old."""
-        report = LoadReport(load, draining, correction)
+        report = LoadReport(load, draining, learned)
         for router, link in self._links.items():
             waited = now - link.report_s
             if not link.welcome or waited < REPORT_S:

@@ -1,0 +1,77 @@
+"""What measured batches teach the predictor: a factor for attention and one for the rest.
+
+    seconds = factor · (rest + skew · attention)      per regime
+
+One factor alone cannot be right for small batches and large ones at once: the first are mostly
+linear layers and what every batch costs, the last mostly attention over what came before, and a
+machine that is slower than its profile in one need not be in the other. What a batch misses by is
+shared between both in proportion to their parts of it, so each learns from the batches that it
+rules. A regime that was not measured yet follows its nearest that was.
+"""
+
+from __future__ import annotations
+
+import math
+
+REGIMES = ("decode", "decode-shared", "mixed", "mixed-shared", "prefill", "prefill-shared")
+PREFILL = 4
+# Whom a regime follows until it is measured itself, in the order in which they are brought along.
+_FOLLOWERS = ((1, 0), (2, PREFILL), (3, 2), (5, PREFILL))
+
+# Factors, skews, batches seen, relative errors: each by regime.
+Row = tuple[float, ...]
+Learned = tuple[Row, Row, Row, Row]
+
+# A batch in so many counts, once a regime is known; the first ones count for more.
+SETTLED = 10
+# One sample counts for at most this ratio, so a pause of the machine moves little.
+MOST_RATIO = 2.0
+LOWEST, HIGHEST = 1.0 / 16.0, 16.0
+
+
+class Corrections:
+    """Factors by regime, changed in place: `Costs` reads the same lists."""
+
+    __slots__ = ("errors", "factors", "seen", "skews")
+
+    def __init__(self, error: float) -> None:
+        count = len(REGIMES)
+        self.factors, self.skews = [1.0] * count, [1.0] * count
+        self.seen, self.errors = [0.0] * count, [error] * count
+
+    def observe(self, regime: int, predicted_s: float, measured_s: float, attention: float) -> None:
+        """A batch took `measured_s`; `attention` is that part of `predicted_s`, in [0, 1].
+
+        The logarithm of the ratio is shared out along its gradient, so a settled regime's
+        prediction moves by at least a tenth of the miss and each factor by at most 7 % of itself.
+        """
+        if predicted_s <= 0.0 or measured_s <= 0.0:
+            return
+        miss = math.log(measured_s / predicted_s)
+        most = math.log(MOST_RATIO)
+        rest = 1.0 - attention
+        step = max(1.0 / SETTLED, 1.0 / (2.0 + self.seen[regime])) * min(most, max(-most, miss))
+        step /= attention * attention + rest * rest
+        self._set(
+            regime,
+            self.factors[regime] * math.exp(step * rest),
+            self.factors[regime] * self.skews[regime] * math.exp(step * attention),
+        )
+        self.seen[regime] += 1.0
+        for follower, leader in _FOLLOWERS:
+            if not self.seen[follower]:
+                self.factors[follower] = self.factors[leader]
+                self.skews[follower] = self.skews[leader]
+        self.errors[regime] += 0.05 * (min(1.0, abs(miss)) - self.errors[regime])
+
+    def learned(self) -> Learned:
+        """All that observation changed."""
+        return tuple(self.factors), tuple(self.skews), tuple(self.seen), tuple(self.errors)
+
+    def restore(self, learned: Learned) -> None:
+        """Take over what others have learned."""
+        self.factors[:], self.skews[:], self.seen[:], self.errors[:] = learned
+
+    def _set(self, regime: int, factor: float, attention_factor: float) -> None:
+        factor, other = (min(HIGHEST, max(LOWEST, one)) for one in (factor, attention_factor))
+        self.factors[regime], self.skews[regime] = factor, other / factor
