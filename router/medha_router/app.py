@@ -50,7 +50,6 @@ def _serve_generations(app: FastAPI, service: Service, bodies: Bodies, keepalive
         def shapes(answer: Answer) -> Shapes:
             return Shapes(
                 chat=chat, id=name, model=ask.model, created=answer.created,
-                vocabulary=answer.vocabulary,
             )  # fmt: skip
 
         return AnswerResponse(
@@ -105,10 +104,7 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: Bodies) -> None:
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = openai.read_body(await bodies.read(request), openai.DetokenizeBody)
-        model = await service.opened(body.model)
-        vocabulary = model.vocabulary
-        if vocabulary is None:
-            raise RequestError(f"model {model.name} has no tokenizer yet", status=503)
+        vocabulary = await service.vocabulary(body.model)
         wrong = [token for token in body.tokens if not 0 <= token < vocabulary.size]
         if wrong:
             raise RequestError(

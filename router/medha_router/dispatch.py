@@ -8,6 +8,8 @@ an argument; it sends nothing.
 
 from __future__ import annotations
 
+import collections
+
 from medha.errors import Refusal
 from medha.messages import Head, KvEvents
 from medha.prefix import HASH_BYTES
@@ -36,7 +38,9 @@ class Dispatch:
         self._usage = Usage(classes)
         self._index = PrefixIndex()
         self._standings: dict[str, Standing] = {}
+        self._editions: dict[str, str] = {}  # of each of them
         self._runs: dict[str, Run] = {}
+        self._waiting: collections.Counter[str] = collections.Counter()  # of them, by edition
         self._names: dict[str, list[bytes]] = {}
         self._cached: dict[str, int] = {}
         self._told_s: dict[str, float] = {}
@@ -55,6 +59,14 @@ class Dispatch:
         """Page names known to be held by some replica."""
         return len(self._index)
 
+    def waits_for(self, edition: str) -> int:
+        """How many runs wait for a replica of this edition."""
+        return self._waiting[edition]
+
+    def held(self) -> list[Run]:
+        """All runs that wait."""
+        return list(self._runs.values())
+
     def reclass(self, classes: tuple[SloClass, ...]) -> None:
         """The model's classes from now on; what waits keeps its own."""
         self._usage.reclass(classes)
@@ -62,6 +74,7 @@ class Dispatch:
     def joined(self, replica: Replica) -> None:
         """A replica may be placed upon: it reported for the first time."""
         hello = replica.hello
+        self._editions[replica.name] = replica.edition
         self._standings[replica.name] = Standing(
             replica.name, replica.predictor, hello.max_context_tokens, hello.min_batch_s,
             hello.max_batch_s,
@@ -70,6 +83,7 @@ class Dispatch:
     def left(self, name: str) -> None:
         """A replica is gone: what was placed there waits for another place."""
         self._standings.pop(name, None)
+        self._editions.pop(name, None)
         self._told_s.pop(name, None)
         self._index.forget(name)
         for item in self._queue.placed_on(name):
@@ -99,7 +113,7 @@ class Dispatch:
         waiting = [
             item
             for name in self._standings
-            if name != opened
+            if name != opened and self._editions[name] == self._editions[opened]
             for item in self._queue.placed_on(name)
         ]
         waiting.sort(key=lambda item: (item.due_s, item.id))
@@ -111,12 +125,12 @@ class Dispatch:
         """Prefix-cache changes of a replica; False when a snapshot is needed."""
         return self._index.apply(name, events)
 
-    def idle_work_s(self, prompt_tokens: int, hashes: bytes) -> float:
+    def idle_work_s(self, prompt_tokens: int, hashes: bytes, edition: str) -> float:
         """W: prefill seconds of the uncached tokens on an idle replica, the best one for them."""
         cached = self._cached_tokens(_names(hashes), prompt_tokens)
         return min(
             standing.predictor.prefill_s(prompt_tokens, cached.get(standing.name, 0))
-            for standing in self._standings.values()
+            for standing in self._able(edition)
         )
 
     def admit(self, run: Run, slo_class: SloClass, now: float) -> Verdict:
@@ -125,9 +139,9 @@ class Dispatch:
         names = _names(run.prompt.hashes)
         cached = self._cached_tokens(names, run.request.prompt_tokens)
         age_s = now - run.request.arrival_s
-        verdict = admit(newcomer, self.standings, cached, slo_class, self._usage, now, age_s)
-        self._names[run.id] = names
-        self._runs[run.id] = run
+        able = self._able(run.edition)
+        verdict = admit(newcomer, able, cached, slo_class, self._usage, now, age_s)
+        self._remember(run, names)
         option = verdict.option
         self._cached[run.id] = option.cached_tokens
         if verdict.promised:
@@ -149,11 +163,10 @@ class Dispatch:
 
     def resume(self, run: Run, now: float) -> None:
         """A run lost its replica: it waits again, first of all, as what was promised."""
-        self._runs[run.id] = run
-        self._names[run.id] = _names(run.prompt.hashes)
+        self._remember(run, _names(run.prompt.hashes))
         tokens = run.prompt.length + len(run.output.tokens)
         work_s = min(
-            (each.predictor.prefill_s(tokens) for each in self._standings.values()),
+            (each.predictor.prefill_s(tokens) for each in self._able(run.edition)),
             default=run.request.work_s,
         )
         self._put(
@@ -217,7 +230,7 @@ class Dispatch:
             run = self._runs[item.id]
             newcomer = _newcomer(run)
             cached = self._cached_tokens(self._names[item.id], newcomer.prompt_tokens)
-            option = place(newcomer, self.standings, cached, now)
+            option = place(newcomer, self._able(run.edition), cached, now)
             if option is None:
                 continue
             self._standings[option.replica].hold(newcomer, option, now, item.promised)
@@ -251,6 +264,11 @@ class Dispatch:
                 retry_after_s=self.retry_after_s(),
             )
 
+    def _able(self, edition: str) -> list[Standing]:
+        """Replicas that can read what was made into tokens for this edition."""
+        editions = self._editions
+        return [each for each in self._standings.values() if editions[each.name] == edition]
+
     def _put(self, item: Queued) -> None:
         """Let a run wait, in place of what it waited as before."""
         self._unmark(item.id)
@@ -265,11 +283,21 @@ class Dispatch:
         for placed in self._placed.values():
             placed.discard(id)
 
+    def _remember(self, run: Run, names: list[bytes]) -> None:
+        self._forget(run.id)
+        self._runs[run.id], self._names[run.id] = run, names
+        self._waiting[run.edition] += 1
+
     def _forget(self, id: str) -> Run | None:
         self._unmark(id)
         self._names.pop(id, None)
         self._cached.pop(id, None)
-        return self._runs.pop(id, None)
+        run = self._runs.pop(id, None)
+        if run is not None:
+            self._waiting[run.edition] -= 1
+            if not self._waiting[run.edition]:
+                del self._waiting[run.edition]
+        return run
 
     def _head(self, item: Queued, now: float) -> Head:
         run = self._runs[item.id]

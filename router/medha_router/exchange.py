@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from medha.config import STALL_S
-from medha.errors import MedhaError, ProtocolError, Refusal
+from medha.errors import CheckpointError, MedhaError, ProtocolError, Refusal
 from medha.messages import (
     Abort,
     Accepted,
@@ -36,13 +36,14 @@ from medha.messages import (
     Welcome,
 )  # fmt: skip
 from medha_router.detokenizer import Vocabulary
+from medha_router.editions import Edition
 from medha_router.faults import StreamBroken
 from medha_router.files import Fetch, FileStore
 from medha_router.fleet import FILES, Fleet, Replica
 from medha_router.learning import Models
 from medha_router.ledger import Ledger, Send
 from medha_router.metering import Meter
-from medha_router.models import ServedModel, tokenizer_files
+from medha_router.models import ServedModel
 from medha_router.tokenizer import TokenizerPool
 
 HEADS_AGAIN_S = 0.25
@@ -64,7 +65,7 @@ class Exchange:
         self._fetches: dict[tuple[bytes, str], Fetch] = {}
         self._published: dict[str, tuple[tuple[str, ...], float]] = {}
         self._snapshot_asked_s: dict[str, float] = {}
-        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._loading: dict[Edition, asyncio.Task[None]] = {}
         self._news: set[bytes] = set()  # replicas whose latest load is not taken over yet
         self._ticked_s = clock()
 
@@ -141,8 +142,12 @@ class Exchange:
             self._log.warning("rejected a controller: %s", outcome.reason)
             self._send(peer, outcome)
             return
-        self._log.info("replica %s joined", hello.replica)
         self._models.learn(hello, others=len(self._fleet.of(hello.model)) > 1)
+        if broken := self._models[hello.model].met(outcome).broken:
+            self._fleet.forget(outcome)
+            self._send(peer, Rejected(broken))
+            return
+        self._log.info("replica %s joined", hello.replica)
         self._send(peer, Welcome(self._router))
         for name in FILES:
             digest = hello.files.get(name)
@@ -189,39 +194,47 @@ class Exchange:
             if (question := fetch.ask(now)) is not None:
                 self._send(replica.peer, question)
         model = self._models[replica.hello.model]
-        if mine or model.name in self._loading:
+        edition = model.met(replica)
+        if mine or edition in self._loading:
             return
-        held = {
-            name: self._files.get(digest) or b"" for name, digest in replica.hello.files.items()
-        }
-        files = tokenizer_files(replica.hello, held)
-        if files.key == model.files_key and model.hello == replica.hello:
+        if edition.vocabulary is not None:
             self._reopen(model)
             return
-        self._tokens.add(files)
-        task = asyncio.get_running_loop().create_task(
-            self._load(model, replica.hello, files.tokenizer, files.key)
-        )
-        self._loading[model.name] = task
-        task.add_done_callback(lambda _: self._loading.pop(model.name, None))
+        task = asyncio.get_running_loop().create_task(self._load(model, edition))
+        self._loading[edition] = task
+        task.add_done_callback(lambda _: self._loading.pop(edition, None))
 
-    async def _load(self, model: ServedModel, hello: Hello, tokenizer: bytes, key: str) -> None:
+    async def _load(self, model: ServedModel, edition: Edition) -> None:
         """Read the vocabulary off the loop, and have a tokenizer process load it too."""
+        held = {
+            name: self._files.get(digest) or b"" for name, digest in edition.hello.files.items()
+        }
+        files = edition.files(held)
         try:
-            if key != model.files_key:
-                vocabulary = await asyncio.to_thread(Vocabulary, tokenizer)
-                await self._tokens.warm(key)
-                model.vocabulary = vocabulary
-            model.files_key, model.hello, model.unservable = key, hello, ""
+            self._tokens.add(files)
+            vocabulary = await asyncio.to_thread(Vocabulary, files.tokenizer)
+            await self._tokens.warm(files.key)
+            edition.vocabulary, model.unservable = vocabulary, ""
         except MedhaError as error:
             model.unservable = "this model's tokenizer does not load"
             self._log.error("the tokenizer of %s does not load: %s", model.name, error)
+            if isinstance(error, CheckpointError):
+                told = f"the tokenizer of {model.name} does not load: {error}"
+                self._refuse(model, edition, told)
         self._reopen(model)
 
+    def _refuse(self, model: ServedModel, edition: Edition, reason: str) -> None:
+        """Nobody can be served by this edition: its replicas must not count as ready, or a rolling
+        update would drain those that can."""
+        edition.broken = reason[:500]
+        for replica in self._fleet.of(model.name):
+            if replica.edition == edition.key:
+                self._send(replica.peer, Rejected(edition.broken))
+                self._lost(replica, reason)
+
     def _reopen(self, model: ServedModel) -> None:
-        """Open a model when its tokenizer is known and a replica may take work."""
-        replicas = self._fleet.of(model.name)
-        model.opened(model.vocabulary is not None and any(each.open for each in replicas))
+        """Open a model when a replica may take work whose tokenizer is known."""
+        model.opened(self._fleet.of(model.name), self._clock())
 
     # --- requests ---------------------------------------------------------------------------------
 

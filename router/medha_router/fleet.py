@@ -1,7 +1,7 @@
 """The replicas that serve, as this router knows them: introductions, load, life and death.
 
-Decides who is taken in (protocol, model, tokenizer and page size must fit), who may take new work,
-and who is lost. `now` is an argument; it sends nothing.
+Decides who is taken in (protocol, model and profile must fit), who may take new work, and who is
+lost. Replicas of one model may be of several editions. `now` is an argument; it sends nothing.
 """
 
 from __future__ import annotations
@@ -39,9 +39,15 @@ class Replica:
         return self.hello.replica
 
     @property
-    def files_key(self) -> tuple[str, ...]:
-        """Which tokenizer it has: the hashes of its files, and its page size."""
-        return (*(self.hello.files.get(name, "") for name in FILES), str(self.hello.page_tokens))
+    def edition(self) -> str:
+        """The same for replicas that may go on with each other's requests: their tokens, pages and
+        layers mean the same."""
+        shape, files = self.hello.shape, self.hello.files
+        numbers = (
+            self.hello.page_tokens, *self.hello.stop_tokens,
+            shape.vocab, shape.layers, shape.hidden, shape.heads, shape.kv_heads,
+        )  # fmt: skip
+        return ":".join((*(files.get(name, "") for name in FILES), *map(str, numbers)))
 
     @property
     def open(self) -> bool:
@@ -77,14 +83,7 @@ class Fleet:
             predictor = Predictor(profile, hello.shape, hello.topology, hello.max_batch_s)
         except (msgspec.MsgspecError, SpecError, ValueError) as error:
             return Rejected(f"replica {hello.replica} sent a profile that does not fit: {error}")
-        replica = Replica(peer, hello, predictor, now)
-        for other in self.of(hello.model):
-            if other.peer != peer and other.files_key != replica.files_key:
-                return Rejected(
-                    f"replica {hello.replica} has another tokenizer or page size than replica "
-                    f"{other.name}, which serves {hello.model!r} too: run one of them at a time"
-                )
-        self._replicas[peer] = replica
+        replica = self._replicas[peer] = Replica(peer, hello, predictor, now)
         return replica
 
     def get(self, peer: bytes) -> Replica | None:

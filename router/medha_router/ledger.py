@@ -116,7 +116,8 @@ class Ledger:
                 continue
             model = self._of(answer)
             waited_s = now - min(run.waiting_since_s for run in waiting)
-            if not model.ready and waited_s > no_replica_timeout_s:
+            served = all(model.serves(run.edition) for run in waiting)
+            if not served and waited_s > no_replica_timeout_s:
                 error = Refusal("no_replica", "the replicas of this model are gone: retry later",
                                 retry_after_s=5.0)  # fmt: skip
             elif waited_s > max(queue_timeout_s, answer.promise_s or 0.0):

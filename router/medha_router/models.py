@@ -1,37 +1,36 @@
-"""A model as this router serves it: its classes and limits, and its tokenizer once fetched.
+"""A model as this router serves it: its classes and limits, and the editions that serve it.
 
-Decides when a model may be asked (`ready`), and what its name, class and context limit mean for a
-request. Fetched files come from controllers, by content hash.
+Decides when a model may be asked (`ready`), by which of its editions, and what its name, class and
+context limit mean for a request.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import msgspec
 
 from medha import prefix
 from medha.config import RouterModel
 from medha.errors import Refusal, RequestError
-from medha.messages import Hello
 from medha.request import SloClass
-from medha_router.detokenizer import Vocabulary
 from medha_router.dispatch import Dispatch
-from medha_router.encoding import Encode, Prompt, TokenizerFiles
-from medha_router.fleet import FILES
+from medha_router.editions import Edition
+from medha_router.encoding import Prompt
+from medha_router.fleet import Replica
 from medha_router.slo import SloAsk
 
 
 class ServedModel:
-    """One model: `dispatch` holds its queue; `vocabulary` and `hello` are there once known."""
+    """One model: `dispatch` holds its queue, `editions` its versions; usually it has one."""
 
     def __init__(self, config: RouterModel) -> None:
         self.config = config
         self.classes = {each.name: each for each in config.classes}
         self.dispatch = Dispatch(config.classes)
-        self.vocabulary: Vocabulary | None = None
-        self.hello: Hello | None = None
-        self.files_key = ""
+        self.editions: dict[str, Edition] = {}
+        self._births = 0
         self.unservable = ""
         self._open = asyncio.Event()
 
@@ -53,12 +52,49 @@ class ServedModel:
         self.classes = {each.name: each for each in config.classes}
         self.dispatch.reclass(config.classes)
 
-    def opened(self, is_open: bool) -> None:
-        """A replica may take requests now, or none may any more."""
-        if is_open:
+    def met(self, replica: Replica) -> Edition:
+        """The edition of a replica that was taken in."""
+        edition = self.editions.get(replica.edition)
+        if edition is None:
+            self._births += 1
+            edition = Edition(replica.edition, replica.hello, self._births)
+            self.editions[edition.key] = edition
+        edition.hello = replica.hello
+        return edition
+
+    def opened(self, replicas: Iterable[Replica], now: float) -> None:
+        """These are its replicas: some may take requests now, or none may any more."""
+        serving: dict[str, list[Replica]] = {}
+        for replica in replicas:
+            serving.setdefault(replica.edition, []).extend([replica] if replica.open else [])
+        for key, edition in list(self.editions.items()):
+            edition.serves(tuple(serving.get(key, ())), now)
+            left = serving and key not in serving and not self.dispatch.waits_for(key)
+            if left and not edition.broken:
+                del self.editions[key]
+        if any(edition.open for edition in self.editions.values()):
             self._open.set()
         else:
             self._open.clear()
+
+    def serves(self, edition: str) -> bool:
+        """A replica of this edition may take requests."""
+        return edition in self.editions and bool(self.editions[edition].open)
+
+    def edition(self) -> Edition:
+        """The edition for a new request: the one with the fewest requests per open replica, of
+        equals the latest. Raises Refusal when none is open."""
+        able = [each for each in self.editions.values() if each.open]
+        if not able:
+            raise Refusal("no_replica", "the replicas of this model are gone: retry later")
+        if len(able) == 1:
+            return able[0]
+        return min(
+            able,
+            key=lambda each: (
+                (self.dispatch.waits_for(each.key) + each.sent) / len(each.open), -each.birth,
+            ),
+        )  # fmt: skip
 
     @property
     def ready(self) -> bool:
@@ -89,22 +125,6 @@ class ServedModel:
             )  # fmt: skip
         return self.classes[name]
 
-    def encode_job(
-        self, *, chat: bool, raw: bytes, tenant: str, texts: bool = False,
-        special: bool = True, generation_prompt: bool = True,
-    ) -> Encode:  # fmt: skip
-        """The tokenizer's job for a prompt of this model."""
-        return Encode(
-            key=self.files_key,
-            chat=chat,
-            raw=raw,
-            page_tokens=self.hello.page_tokens if self.hello else 1,
-            salt=self.salt(tenant),
-            add_special_tokens=special,
-            generation_prompt=generation_prompt,
-            texts=texts,
-        )
-
     def salt(self, tenant: str) -> bytes:
         return prefix.salt_of(self.name, tenant)
 
@@ -125,10 +145,3 @@ class ServedModel:
                 code="context_length_exceeded", param=where,
             )  # fmt: skip
         return wanted if asked is not None else min(limit - length, default)
-
-
-def tokenizer_files(hello: Hello, held: dict[str, bytes]) -> TokenizerFiles:
-    """A model's tokenizer files from what is held by name; `key` is their hashes."""
-    key = ":".join(hello.files.get(name, "") for name in FILES)
-    tokenizer, config, template = (held.get(name, b"") for name in FILES)
-    return TokenizerFiles(key=key, tokenizer=tokenizer, config=config, template=template)

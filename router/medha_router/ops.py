@@ -59,6 +59,7 @@ def queue_page(models: Mapping[str, ServedModel], fleet: Fleet, now: float) -> d
             "replicas": [
                 {
                     "name": replica.name,
+                    "open": replica.open and model.serves(replica.edition),
                     "draining": replica.draining,
                     "running": len(replica.sent),
                     "load": replica.load,

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from medha_router.detokenizer import Vocabulary
 from medha_router.streams import Delta, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
@@ -46,10 +45,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 class Shapes:
     """One response's objects: its id, model and birth time stand in each of them."""
 
-    def __init__(
-        self, *, chat: bool, id: str, model: str, created: int, vocabulary: Vocabulary | None
-    ) -> None:
-        self._chat, self._vocabulary = chat, vocabulary
+    def __init__(self, *, chat: bool, id: str, model: str, created: int) -> None:
+        self._chat = chat
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{id}"
         self._model, self._created = model, created
 
@@ -105,23 +102,24 @@ class Shapes:
         if self._chat:
             return {"content": [self._chat_logprob(entry) for entry in entries], "refusal": None}
         return {
-            "tokens": [self._named(entry.token)["token"] for entry in entries],
+            "tokens": [_named(entry, entry.token)["token"] for entry in entries],
             "token_logprobs": [entry.logprob.chosen for entry in entries],
             "top_logprobs": [
-                {self._named(token)["token"]: value for token, value in entry.logprob.top}
+                {_named(entry, token)["token"]: value for token, value in entry.logprob.top}
                 for entry in entries
             ],
             "text_offset": [entry.offset for entry in entries],
         }
 
     def _chat_logprob(self, entry: TokenLogprob) -> dict[str, Any]:
-        top = [self._named(token) | {"logprob": value} for token, value in entry.logprob.top]
-        chosen = self._named(entry.token) | {"logprob": entry.logprob.chosen}
+        top = [_named(entry, token) | {"logprob": value} for token, value in entry.logprob.top]
+        chosen = _named(entry, entry.token) | {"logprob": entry.logprob.chosen}
         return chosen | {"top_logprobs": top}
 
-    def _named(self, token: int) -> dict[str, Any]:
-        spelt = self._vocabulary.bytes_of(token) if self._vocabulary else b""
-        return {"token": spelt.decode("utf-8", errors="replace"), "bytes": list(spelt)}
+
+def _named(entry: TokenLogprob, token: int) -> dict[str, Any]:
+    spelt = entry.vocabulary.bytes_of(token)
+    return {"token": spelt.decode("utf-8", errors="replace"), "bytes": list(spelt)}
 
 
 def error_event(body: bytes) -> bytes:

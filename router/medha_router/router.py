@@ -28,6 +28,7 @@ from medha_router.learning import Models
 from medha_router.ledger import Ledger
 from medha_router.link import Link, Pump, listen
 from medha_router.metering import Meter
+from medha_router.moving import Mover
 from medha_router.service import Service
 from medha_router.tokenizer import TokenizerPool
 
@@ -59,6 +60,7 @@ class Router:
             config, self._models, self._ledger, tokens, self._meter,
             clock=clock, wall_s=time.time, draw_bits=dice.getrandbits,
         )  # fmt: skip
+        self._mover = Mover(self._models, self.service, self._ledger, clock)
         self._clock, self._measured_s = clock, float("-inf")
         self._pump = Pump(link, self._exchange, clock, self._ticked)
 
@@ -82,6 +84,7 @@ class Router:
 
     async def stop(self) -> None:
         await self._pump.stop()
+        await self._mover.stop()
         await self._exchange.settled()
 
     def _changed(self) -> None:
@@ -90,6 +93,7 @@ class Router:
     def _ticked(self) -> None:
         """Every tick: the loop lives, what waited too long ends; now and then gauges are set."""
         self.tick()
+        self._mover.tick()
         now = self._clock()
         self._ledger.expire(now, self._config.queue_timeout_s, self._config.no_replica_timeout_s)
         if now - self._measured_s >= MEASURE_S:

@@ -16,7 +16,6 @@ import collections
 
 from medha.messages import Sampling, Submit
 from medha.request import Request, SloClass
-from medha_router.detokenizer import Vocabulary
 from medha_router.encoding import Prompt
 from medha_router.openai import Ask
 from medha_router.streams import Delta, Output
@@ -30,9 +29,10 @@ class Run:
 
     def __init__(
         self, *, answer: Answer, index: int, prompt: Prompt, request: Request, sampling: Sampling,
-        output: Output, salt: bytes,
+        output: Output, salt: bytes, edition: str,
     ) -> None:  # fmt: skip
         self.answer, self.index, self.prompt, self.request = answer, index, prompt, request
+        self.edition = edition  # replicas of no other may read its tokens
         self.sampling, self.output, self.salt = sampling, output, salt
         self.peer: bytes | None = None
         self.waiting_since_s = request.arrival_s
@@ -83,7 +83,6 @@ class Answer:
         self.id, self.ask, self.slo_class, self.tenant = id, ask, slo_class, tenant
         self.arrival_s, self.created = arrival_s, created
         self.runs: list[Run] = []
-        self.vocabulary: Vocabulary | None = None
         self.promise_s: float | None = None
         self.predicted_s: float | None = None
         self._deltas: collections.deque[tuple[int, Delta]] = collections.deque()

@@ -17,6 +17,8 @@ import msgspec
 from medha.config import RouterConfig
 from medha.errors import Refusal, RequestError
 from medha.request import Request
+from medha_router.detokenizer import Vocabulary
+from medha_router.editions import Edition
 from medha_router.encoding import Prompt
 from medha_router.ledger import Ledger
 from medha_router.metering import Meter
@@ -83,19 +85,21 @@ class Service:
             )  # fmt: skip
         return model
 
-    async def opened(self, name: str) -> ServedModel:
-        """The model once a replica serves it; raises RequestError or Refusal."""
-        model = await self._known(name)
-        await self._open(model)
-        return model
+    async def vocabulary(self, name: str) -> Vocabulary:
+        """The model's, once a replica serves it; raises RequestError or Refusal."""
+        edition = await self._open(await self._known(name))
+        if edition.vocabulary is None:
+            raise RequestError(f"model {name[:80]} has no tokenizer yet", status=503)
+        return edition.vocabulary
 
     async def encode(
         self, name: str, *, chat: bool, raw: bytes, special: bool, opening: bool
     ) -> tuple[Prompt, ServedModel]:
         """Tokens of one prompt, for `/tokenize`; raises RequestError or Refusal."""
-        model = await self.opened(name)
-        job = model.encode_job(
-            chat=chat, raw=raw, tenant="", special=special, generation_prompt=opening
+        model = await self._known(name)
+        edition = await self._open(model)
+        job = edition.encode_job(
+            chat=chat, raw=raw, salt=model.salt(""), special=special, generation_prompt=opening
         )
         prompts = await self._hold(self._tokens.encode(job))
         if len(prompts) != 1:
@@ -118,11 +122,12 @@ class Service:
             created=int(self._wall_s()),
         )  # fmt: skip
         try:
-            await self._open(model)
-            job = model.encode_job(chat=ask.chat, raw=ask.raw, tenant=tenant, texts=ask.echo)
-            prompts = await self._hold(self._tokens.encode(job))
-            await self._open(model)
-            self._prepare(answer, model, prompts, slo, tenant)
+            edition = await self._open(model)
+            prompts = await self._hold(self.encoded(answer, model, edition))
+            while not edition.open:  # its replicas left meanwhile
+                edition = await self._open(model)
+                prompts = await self._hold(self.encoded(answer, model, edition))
+            self._prepare(answer, model, edition, prompts, slo)
             self._admit(answer, model)
         except Refusal as refusal:
             self._meter.refused(model.name, slo_class.name, refusal.code)
@@ -142,14 +147,25 @@ class Service:
             await self._hold(asyncio.sleep(LEARN_POLL_S))
         return self.model(name)
 
-    async def _open(self, model: ServedModel) -> None:
+    async def _open(self, model: ServedModel) -> Edition:
+        """The edition that a new request is for, once there is one; raises Refusal."""
         if self.draining:
             raise Refusal("draining", "this router is shutting down: retry", retry_after_s=1.0)
-        if model.ready:
-            return
-        if self._holding >= self._config.max_queue:
-            raise Refusal("overloaded", "too many requests wait for a replica: retry later")
-        await self._hold(model.wait_open(self._config.no_replica_timeout_s))
+        while not model.ready:
+            if self._holding >= self._config.max_queue:
+                raise Refusal("overloaded", "too many requests wait for a replica: retry later")
+            await self._hold(model.wait_open(self._config.no_replica_timeout_s))
+        return model.edition()
+
+    async def encoded(
+        self, answer: Answer, model: ServedModel, edition: Edition
+    ) -> tuple[Prompt, ...]:
+        """What a request asks, in the tokens of one edition; raises RequestError."""
+        ask = answer.ask
+        job = edition.encode_job(
+            chat=ask.chat, raw=ask.raw, salt=model.salt(answer.tenant), texts=ask.echo
+        )
+        return await self._tokens.encode(job)
 
     async def _hold(self, waiting: Awaitable[T]) -> T:
         self._holding += 1
@@ -159,43 +175,62 @@ class Service:
             self._holding -= 1
 
     def _prepare(
-        self, answer: Answer, model: ServedModel, prompts: Iterable[Prompt], slo: SloAsk,
-        tenant: str,
+        self, answer: Answer, model: ServedModel, edition: Edition, prompts: Iterable[Prompt],
+        slo: SloAsk,
     ) -> None:  # fmt: skip
         """A run for each output: its limits, its deadline, how it is sampled."""
-        ask, hello, vocabulary = answer.ask, model.hello, model.vocabulary
-        if hello is None or vocabulary is None:
-            raise Refusal("no_replica", "the replicas of this model are gone: retry later")
-        _check_bias(ask, hello.shape.vocab)
-        stop_tokens = ask.sampling.stop_tokens
-        if not ask.ignore_eos:
-            stop_tokens = tuple(dict.fromkeys(hello.stop_tokens + stop_tokens))[:MAX_STOP_TOKENS]
-        answer.vocabulary = vocabulary
+        ask = answer.ask
+        ends = self._ends(ask, edition)
         seed = ask.sampling.seed if ask.seeded else self._draw_bits(63)
-        salt = model.salt(tenant)
+        salt = model.salt(answer.tenant)
         for place, prompt in enumerate(prompts):
-            most = model.output_tokens(
-                prompt, ask.max_output_tokens, self._config.default_output_tokens, ask.chat
-            )
-            request = self._request(answer, model, prompt, most, slo, tenant)
+            most = self._most(ask, model, prompt)
+            request = self._request(answer, model, edition, prompt, most, slo)
             for index in range(place * ask.n, (place + 1) * ask.n):
                 sampling = msgspec.structs.replace(
-                    ask.sampling, seed=(seed + index) & MAX_INT64, stop_tokens=stop_tokens
+                    ask.sampling, seed=(seed + index) & MAX_INT64, stop_tokens=ends
                 )
                 mine = msgspec.structs.replace(request, id=f"{answer.id}.{index}")
-                output = Output(vocabulary, ask.stops, frozenset(stop_tokens))
                 answer.runs.append(
-                    Run(answer=answer, index=index, prompt=prompt, request=mine,
-                        sampling=sampling, output=output, salt=salt)
+                    Run(answer=answer, index=index, prompt=prompt, request=mine, salt=salt,
+                        sampling=sampling, output=_output(ask, edition, ends),
+                        edition=edition.key)
                 )  # fmt: skip
 
+    def retell(self, run: Run, model: ServedModel, edition: Edition, prompt: Prompt) -> None:
+        """The run, which has no token yet, goes over to another edition; raises RequestError."""
+        ask = run.answer.ask
+        ends = self._ends(ask, edition)
+        run.request = msgspec.structs.replace(
+            run.request,
+            prompt_tokens=prompt.length,
+            max_output_tokens=self._most(ask, model, prompt),
+            work_s=model.dispatch.idle_work_s(prompt.length, prompt.hashes, edition.key),
+        )
+        run.sampling = msgspec.structs.replace(run.sampling, stop_tokens=ends)
+        run.output = _output(ask, edition, ends)
+        run.prompt, run.edition = prompt, edition.key
+
+    def _ends(self, ask: Ask, edition: Edition) -> tuple[int, ...]:
+        """Tokens that end an output of it; raises RequestError where the request names others."""
+        _check_bias(ask, edition.hello.shape.vocab)
+        if ask.ignore_eos:
+            return ask.sampling.stop_tokens
+        both = edition.hello.stop_tokens + ask.sampling.stop_tokens
+        return tuple(dict.fromkeys(both))[:MAX_STOP_TOKENS]
+
+    def _most(self, ask: Ask, model: ServedModel, prompt: Prompt) -> int:
+        return model.output_tokens(
+            prompt, ask.max_output_tokens, self._config.default_output_tokens, ask.chat
+        )
+
     def _request(
-        self, answer: Answer, model: ServedModel, prompt: Prompt, most: int, slo: SloAsk,
-        tenant: str,
+        self, answer: Answer, model: ServedModel, edition: Edition, prompt: Prompt, most: int,
+        slo: SloAsk,
     ) -> Request:  # fmt: skip
         """Deadline and targets: the request's own where its headers give them, else its class's."""
         slo_class = answer.slo_class
-        work_s = model.dispatch.idle_work_s(prompt.length, prompt.hashes)
+        work_s = model.dispatch.idle_work_s(prompt.length, prompt.hashes, edition.key)
         return Request(
             id=answer.id,
             arrival_s=answer.arrival_s,
@@ -205,7 +240,7 @@ class Service:
             tpot_s=slo.tpot_s or slo_class.slo.tpot_s,
             work_s=work_s,
             slo_class=slo_class.name,
-            tenant=tenant,
+            tenant=answer.tenant,
             weight=slo_class.weight,
         )
 
@@ -231,6 +266,12 @@ class Service:
             answer.promise_s = max(run.request.ttft_deadline_s for run in answer.runs)
         self._ledger.add(answer)
         self._meter.admitted(answer)
+
+
+def _output(ask: Ask, edition: Edition, ends: tuple[int, ...]) -> Output:
+    if edition.vocabulary is None:
+        raise Refusal("no_replica", "the replicas of this model are gone: retry later")
+    return Output(edition.vocabulary, ask.stops, frozenset(ends))
 
 
 def _check_bias(ask: Ask, vocab: int) -> None:

@@ -19,11 +19,13 @@ from medha_router.stops import StopMatcher
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A shown token: its id, where its text begins (characters of this output), its logprob."""
+    """A shown token: its id, where its text begins (characters of this output), its logprob, and
+    the vocabulary that spells them."""
 
     token: int
     offset: int
     logprob: Logprob
+    vocabulary: Vocabulary
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -45,6 +47,7 @@ class Output:
         self, vocabulary: Vocabulary, stops: Sequence[str] = (),
         stop_tokens: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
+        self._vocabulary = vocabulary
         self._detokenizer = Detokenizer(vocabulary)
         self._matcher = StopMatcher(stops)
         self._stop_tokens = stop_tokens
@@ -63,7 +66,9 @@ class Output:
             if token in self._stop_tokens:
                 continue
             if index < len(logprobs):
-                self._pending.append(TokenLogprob(token, self._seen_chars, logprobs[index]))
+                self._pending.append(
+                    TokenLogprob(token, self._seen_chars, logprobs[index], self._vocabulary)
+                )
             text = self._detokenizer.feed(token)
             self._seen_chars += len(text)
             shown.append(self._matcher.feed(text))

@@ -73,9 +73,12 @@ CLASSES = (
 )
 
 
-def byte_level_tokenizer() -> bytes:
-    """256 bytes, <|pad|>, <|start|> and <|end|>: a token per byte, so characters get split."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+def byte_level_tokenizer(*, turned: bool = False) -> bytes:
+    """256 bytes, <|pad|>, <|start|> and <|end|>: a token per byte, so characters get split.
+
+    `turned`: another one, in which every byte has another token.
+    """
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet(), reverse=turned)
     model = tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,8 +91,9 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def model_files() -> dict[str, bytes]:
-    return {"tokenizer.json": byte_level_tokenizer(), "chat_template.jinja": TEMPLATE}
+def model_files(tokenizer: bytes = b"") -> dict[str, bytes]:
+    made = tokenizer or byte_level_tokenizer()
+    return {"tokenizer.json": made, "chat_template.jinja": TEMPLATE}
 
 
 def introduction(name: str = "r0", **changes: object) -> Hello:
@@ -107,13 +111,19 @@ class Controller(threading.Thread):
     """A replica's controller, as the router meets it.
 
     It grants what it is offered while `granting`, and emits at most `burst` tokens per run and turn
-    while `emitting` is set. `seen` records every Submit; `aborted` every Abort.
+    while `emitting` is set. `seen` records every Submit; `aborted` every Abort. `tokenizer` is
+    what it has in place of the usual one.
     """
 
-    def __init__(self, address: str, name: str = "r0", **changes: object) -> None:
+    def __init__(
+        self, address: str, name: str = "r0", tokenizer: bytes = b"", **changes: object
+    ) -> None:
         super().__init__(daemon=True, name=name)
-        self.by_hash = {digest(data): data for data in model_files().values()}
-        self.hello = introduction(name, **changes)
+        files = model_files(tokenizer)
+        self.tokenizer = files["tokenizer.json"]
+        self.by_hash = {digest(data): data for data in files.values()}
+        hashes = {each: digest(data) for each, data in files.items()}
+        self.hello = introduction(name, **{"files": hashes, **changes})
         self.load = Load(free_pages=(4096,), total_pages=(4096,), page_tokens=16)
         self.granting, self.emitting, self.burst = True, threading.Event(), 3
         self.part_bytes = 1000
@@ -202,8 +212,8 @@ class Controller(threading.Thread):
             return
         self._link.send(Accepted(submit.id, 0, 0.01))
         tokens = from_bytes(submit.tokens).tolist()
-        self._running[submit.id] = (submit, spoken(tokens[: len(tokens) - submit.emitted]),
-                                    submit.emitted)  # fmt: skip
+        words = spoken(tokens[: len(tokens) - submit.emitted], self.tokenizer)
+        self._running[submit.id] = (submit, words, submit.emitted)
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -232,13 +242,11 @@ class Controller(threading.Thread):
             self._link.send(Finished(name, "stop" if ended else "length", prompt, done, 0))
 
 
-def spoken(prompt: list[int]) -> list[int]:
+def spoken(prompt: list[int], tokenizer: bytes) -> list[int]:
     """What the "model" says after a prompt, and the end token."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    order = tokenizers.Tokenizer.from_str(byte_level_tokenizer().decode())
+    order = tokenizers.Tokenizer.from_str(tokenizer.decode())
     text = order.decode(prompt, skip_special_tokens=True)
     words = text.rpartition("say ")[2].removesuffix("\n")
-    assert len(alphabet) == 256
     return [*order.encode(words, add_special_tokens=False).ids, END]
 
 
@@ -347,6 +355,12 @@ def alone(tokens: TokenizerPool) -> Iterator[Running]:
 def byte_level_json() -> bytes:
     """`tokenizer.json` of the byte-level tokenizer."""
     return byte_level_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def turned_json() -> bytes:
+    """`tokenizer.json` of another tokenizer, which makes other tokens of everything."""
+    return byte_level_tokenizer(turned=True)
 
 
 @pytest.fixture

@@ -49,11 +49,22 @@ def test_a_controller_that_does_not_fit_is_told_why(
     assert all(word in answer.reason for word in words)
 
 
-def test_replicas_of_one_model_must_share_a_tokenizer(fleet: Fleet, hello: Hello) -> None:
-    assert isinstance(fleet.greet(b"a", hello, 0.0), Replica)
-    other = msgspec.structs.replace(hello, replica="r1", page_tokens=32)
-    answer = fleet.greet(b"b", other, 0.0)
-    assert isinstance(answer, Rejected) and "r0" in answer.reason and "r1" in answer.reason
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"page_tokens": 32},
+        {"files": {"tokenizer.json": "0" * 32}},
+        {"stop_tokens": (1,)},
+    ],
+)
+def test_replicas_that_read_other_tokens_are_of_another_edition(
+    fleet: Fleet, hello: Hello, change: dict[str, object]
+) -> None:
+    same = msgspec.structs.replace(hello, replica="r1", incarnation="2", max_batch_s=0.2)
+    other = msgspec.structs.replace(hello, replica="r2", **change)
+    found = [fleet.greet(each.replica.encode(), each, 0.0) for each in (hello, same, other)]
+    editions = [each.edition for each in found if isinstance(each, Replica)]
+    assert editions[0] == editions[1] != editions[2]
 
 
 def test_a_replica_is_silent_only_after_its_time(fleet: Fleet, hello: Hello) -> None:
