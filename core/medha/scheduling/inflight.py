@@ -1,8 +1,10 @@
 """Batches in flight: what was handed out and has not come back.
 
-Up to `spp` batches are in flight per KVP group. "Stage 0 is free" and "the batch is done" are
-different events: the first lets the next batch in, the second brings tokens. A batch is void when a
-group that it names was lost; it never completes then.
+Up to `spp` batches are in flight per KVP group. Small ones, of a short prompt or two, pass beside
+them, as many again: counted like the others they would fill the pipeline and leave stage 0 idle.
+"Stage 0 is free" and "the batch is done" are different events: the first lets the next batch in,
+the second brings tokens. A batch is void when a group that it names was lost; it never completes
+then.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ class Flight:
 
 
 class Flights:
-    """All of them, by number."""
+    """All of them, by number; one is small that is predicted to take `small_s` at most."""
 
-    def __init__(self, spp: int) -> None:
-        self.spp = spp
+    def __init__(self, spp: int, small_s: float = 0.0) -> None:
+        self.spp, self.small_s = spp, small_s if spp > 1 else 0.0
         self.by_number: dict[int, Flight] = {}
         self.of_group: dict[int, list[int]] = {}
 
@@ -63,7 +65,18 @@ class Flights:
 
     def room(self, group: int) -> bool:
         """Whether the pipeline of `group` may take another batch."""
-        return len(self.of_group[group]) < self.spp
+        return self._in_the_way(group) is None
+
+    def _in_the_way(self, group: int) -> Flight | None:
+        """The batch that must come out before `group` takes another; None when there is room."""
+        numbers, spp = self.of_group.get(group, ()), self.spp
+        if len(numbers) < spp:
+            return None
+        if len(numbers) >= 2 * spp:
+            return self.by_number[numbers[-2 * spp]]
+        flights = [self.by_number[number] for number in numbers]
+        large = [flight for flight in flights if flight.predicted_s > self.small_s]
+        return large[-spp] if len(large) >= spp else None
 
     def naming(self, group: int) -> list[Flight]:
         """Flights in which `group` takes part, oldest first."""
@@ -78,20 +91,8 @@ class Flights:
             flight = self.by_number[number]
             if not flight.left:
                 latest = max(latest, flight.due_out_s - now)
-        if len(numbers) >= self.spp > 1:
-            latest = max(latest, self.by_number[numbers[-self.spp]].ends_s[-1] - now)
-        return latest
-
-    def idle_below_s(self, groups: tuple[int, ...], now: float) -> float:
-        """How long the next batch of `groups` may be for nothing: were it shorter, and those after
-        it too, the pipeline would be full before its oldest batch is out, and stage 0 idle."""
-        longest = 0.0
-        for group in groups if self.spp > 1 else ():
-            numbers = self.of_group[group]
-            if numbers:
-                left_s = self.by_number[numbers[0]].ends_s[-1] - now
-                longest = max(longest, left_s / (self.spp - len(numbers)))
-        return longest
+        full = self._in_the_way(group) if self.spp > 1 else None
+        return latest if full is None else max(latest, full.ends_s[-1] - now)
 
     def oldest(self, group: int) -> int | None:
         """Number of the oldest batch in flight that names `group`."""

@@ -63,14 +63,10 @@ class Packer:
         least_s = min(credit_s, self.decodes.least_tpot_s()) / self.spp
         return min(max(least_s, one.min_batch_s), one.max_batch_s)
 
-    def plan(
-        self, crew: tuple[int, ...], now: float, limit_s: float, error: float,
-        idle_below_s: float = 0.0,
-    ) -> Plan | None:  # fmt: skip
+    def plan(self, crew: tuple[int, ...], now: float, limit_s: float, error: float) -> Plan | None:
         """The batch that `crew` would run, at most `limit_s` long; None when there is nothing."""
         budget_s = self.budget_s(now)
         plan = self._seat(crew, min(budget_s, limit_s))
-        plan.idle_below_s = idle_below_s
         kept: dict[int, Kept] = {}
         for group in crew:
             kept[group] = self.ledger.settle(group, now, error)
@@ -250,14 +246,12 @@ class Packer:
         """How long a batch may become in which a prompt ends: its first token waits for all of it.
 
         Not beyond the deadline of a kept one; with a short one only to a set part of the budget,
-        unless some promise is so close that half a batch matters, and not so short that stage 0
-        would stand idle behind it.
+        unless some promise is so close that half a batch matters.
         """
         if view.kept[at]:
             full_s = min(full_s, float(view.due_in_s[at]))
         if not long and view.least_s >= 2.0 * view.guard_s:
-            part_s = self.settings.finish_fill * plan.target_s
-            full_s = min(full_s, max(part_s, plan.idle_below_s))
+            full_s = min(full_s, self.settings.finish_fill * plan.target_s)
         return full_s
 
     def _full(self, plan: Plan, limit_s: float) -> bool:

@@ -28,8 +28,7 @@ class Part:
 
 @dataclass(slots=True)
 class Plan:
-    """What a crew would run. `cohorts`: decodes to seat, by where they live; `idle_below_s`: a
-    shorter batch leaves stage 0 idle behind it."""
+    """What a crew would run. `cohorts`: decodes to seat, by where they live."""
 
     crew: tuple[int, ...]
     target_s: float
@@ -39,7 +38,6 @@ class Plan:
     parts: list[Part] = field(default_factory=list)
     waits: dict[int, bool] = field(default_factory=dict)
     escaped: bool = False
-    idle_below_s: float = 0.0
 
     @property
     def seconds(self) -> float:

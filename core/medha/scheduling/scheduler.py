@@ -73,7 +73,7 @@ class Scheduler:
         self.pages_per_group, self.page_tokens = pages_per_group, page_tokens
         self._pool = Pool(pages_per_group, page_tokens, topology.kvp_max)
         self._groups = Groups(self._pool, predictor, topology.spp, settings.output_reserve)
-        self._flights = Flights(topology.spp)
+        self._flights = Flights(topology.spp, settings.finish_fill * settings.max_batch_s)
         self._decodes = Decodes()
         longest_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
         drain_s = (topology.spp - 1) * longest_s
@@ -196,8 +196,7 @@ class Scheduler:
         for crew, limit_s in self._crews.candidates(eligible, now):
             if len(crew) == 1:
                 self._groups.steal(crew[0])
-            idle_below_s = self._flights.idle_below_s(crew, now)
-            plan = self._packer.plan(crew, now, limit_s, error, idle_below_s)
+            plan = self._packer.plan(crew, now, limit_s, error)
             if len(crew) > 1:
                 parts = plan.parts if plan is not None else []
                 self._crews.tried(crew, {part.sequence.number for part in parts})
