@@ -11,7 +11,7 @@ Manifest = Mapping[str, Any]
 
 
 class ApplyObject(msgspec.Struct, frozen=True):
-    """Server-side apply of a Service, ConfigMap, Secret or PodDisruptionBudget."""
+    """Server-side apply of a Service, ConfigMap, Secret, NetworkPolicy or PodDisruptionBudget."""
 
     manifest: Manifest
 
@@ -39,7 +39,7 @@ class DeletePod(msgspec.Struct, frozen=True):
 
 
 class DeleteObject(msgspec.Struct, frozen=True):
-    """An object of ours that nothing needs any more (a former replica's ConfigMap)."""
+    """An object of ours that nothing needs any more (a former replica's ConfigMap or policy)."""
 
     kind: str
     name: str

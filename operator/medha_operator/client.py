@@ -58,11 +58,12 @@ PODS = Kind("", "v1", "pods", "Pod")
 SERVICES = Kind("", "v1", "services", "Service")
 CONFIG_MAPS = Kind("", "v1", "configmaps", "ConfigMap")
 BUDGETS = Kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
+POLICIES = Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 SECRETS = Kind("", "v1", "secrets", "Secret")
 NODES = Kind("", "v1", "nodes", "Node", namespaced=False)
 EVENTS = Kind("events.k8s.io", "v1", "events", "Event")
 LEASES = Kind("coordination.k8s.io", "v1", "leases", "Lease")
-KINDS = {each.kind: each for each in (SERVICES, CONFIG_MAPS, BUDGETS, SECRETS, PODS)}
+KINDS = {each.kind: each for each in (SERVICES, CONFIG_MAPS, BUDGETS, POLICIES, SECRETS, PODS)}
 
 
 class ClusterError(MedhaError):

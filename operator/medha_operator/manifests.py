@@ -3,6 +3,7 @@
     Service <mr>-workers              gives every pod a DNS name, ready or not
     Service <mr>-leaders              the ready controllers, for metrics and for people
     ConfigMap <mr>-<ordinal>-<hash>   worker.json of one replica; never changed, only replaced
+    NetworkPolicy <mr>-<ordinal>      a replica's pods talk to each other, and else as settings say
     PodDisruptionBudget <mr>          nobody evicts a pod: the operator moves its work first
 
 Each carries the hash of its content, so that what stands as wanted is not written again. Pods are
@@ -21,7 +22,7 @@ from medha.config import CONTROLLER_OPS_PORT, POD_OPS_PORT, RANK_PORT, STORE_POR
 from medha.rendering import Site, worker_config
 from medha.spec import API_VERSION, KIND, MedhaReplica
 from medha_operator import names
-from medha_operator.settings import Settings
+from medha_operator.settings import Flows, Settings
 
 Manifest = dict[str, Any]
 
@@ -146,8 +147,44 @@ def objects(
     resource: MedhaReplica, ordinals: Iterable[int], spec_hash: str, settings: Settings
 ) -> tuple[Manifest, ...]:
     """Everything that must stand before the pods of these replicas are made from this spec."""
+    ordinals = tuple(ordinals)
     configs = (config_map(resource, each, spec_hash, settings) for each in ordinals)
-    return (*shared_objects(resource), *configs)
+    return (*shared_objects(resource), *configs, *network_policies(resource, ordinals, settings))
+
+
+def network_policies(
+    resource: MedhaReplica, ordinals: Iterable[int], settings: Settings
+) -> tuple[Manifest, ...]:
+    """One for each of these replicas, where they are wanted.
+
+    Collectives and page transfers choose their ports when they start and are not encrypted: all
+    ports are open, to the pods of the same replica alone.
+    """
+    flows = settings.worker_flows
+    if flows is None:
+        return ()
+    return tuple(_network_policy(resource, each, flows) for each in ordinals)
+
+
+def _network_policy(resource: MedhaReplica, ordinal: int, flows: Flows) -> Manifest:
+    own = {"matchLabels": {names.RESOURCE: resource.name, names.ORDINAL: str(ordinal)}}
+    return _hashed(
+        {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": metadata(
+                resource,
+                names.policy_name(resource.name, ordinal),
+                {names.ORDINAL: str(ordinal)},
+            ),
+            "spec": {
+                "podSelector": own,
+                "policyTypes": ["Ingress", "Egress"],
+                "ingress": [{"from": [{"podSelector": own}]}, *flows.ingress],
+                "egress": [{"to": [{"podSelector": own}]}, *flows.egress],
+            },
+        }
+    )
 
 
 def key(manifest: Mapping[str, Any]) -> tuple[str, str]:

@@ -54,6 +54,11 @@ def leaders_service(resource: str) -> str:
     return f"{resource}-leaders"
 
 
+def policy_name(resource: str, ordinal: int) -> str:
+    """NetworkPolicy of one replica."""
+    return replica_name(resource, ordinal)
+
+
 def config_name(resource: str, ordinal: int, spec_hash: str) -> str:
     """ConfigMap of one replica made from one state of the spec."""
     return f"{resource}-{ordinal}-{spec_hash}"

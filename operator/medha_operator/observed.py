@@ -79,8 +79,8 @@ class ReportView(msgspec.Struct, frozen=True, kw_only=True):
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about one MedhaReplica. `objects` maps (kind, name) of our Services, ConfigMaps,
-    Secrets and PodDisruptionBudgets to the content hash in their annotation; `nodes` is the whole
-    cluster, with the requests of other MedhaReplicas' pods counted in `NodeView.used`."""
+    NetworkPolicies and PodDisruptionBudgets to the content hash in their annotation; `nodes` is the
+    whole cluster, with the requests of other MedhaReplicas' pods counted in `NodeView.used`."""
 
     now_s: float
     pods: tuple[PodView, ...] = ()

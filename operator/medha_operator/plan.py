@@ -1,6 +1,6 @@
 """From what is seen of one MedhaReplica to the next steps: each is possible now and harmless twice.
 
-    objects    Services, budget, one ConfigMap per replica
+    objects    Services, budget, one ConfigMap and NetworkPolicy per replica
     replicas   those to make, those to retire (see `rollout`)
     groups     failed ones are started anew (see `restarts`), wanted ones made, released ones
                removed (see `growth`); a gang's pods are made gated, and let go when all of them
@@ -29,7 +29,13 @@ from medha_operator.actions import (
 )
 from medha_operator.groups import grow, keep_base
 from medha_operator.look import Look
-from medha_operator.manifests import content_hash, follows_readiness, key, objects
+from medha_operator.manifests import (
+    content_hash,
+    follows_readiness,
+    key,
+    network_policies,
+    objects,
+)
 from medha_operator.memory import Memory
 from medha_operator.misfits import Misfit
 from medha_operator.moments import unix_s
@@ -103,9 +109,13 @@ def decide(resource: MedhaReplica, observed: Observed, settings: Settings) -> De
 
 
 def _objects(look: Look, rollout: Rollout) -> list[Action]:
-    """Write what is missing or other than wanted; remove former replicas' configs."""
+    """Write what is missing or other than wanted; remove what former replicas had of their own."""
     ordinals = {each for each, replica in look.replicas.items() if not replica.outdated}
-    wanted = objects(look.resource, sorted({*ordinals, *rollout.create}), look.hash, look.settings)
+    outdated = sorted({*look.replicas} - ordinals)
+    wanted = (
+        *objects(look.resource, sorted({*ordinals, *rollout.create}), look.hash, look.settings),
+        *network_policies(look.resource, outdated, look.settings),
+    )
     there = look.observed.objects
     serves = any(replica.ready for replica in look.replicas.values())
     found: list[Action] = [
@@ -122,7 +132,7 @@ def _objects(look: Look, rollout: Rollout) -> list[Action]:
     found += [
         DeleteObject(kind, name)
         for kind, name in sorted(there)
-        if kind == "ConfigMap" and (kind, name) not in kept
+        if kind in ("ConfigMap", "NetworkPolicy") and (kind, name) not in kept
     ]
     return found
 

@@ -42,7 +42,8 @@ class Pod(msgspec.Struct, frozen=True):
 
 
 class Thing(msgspec.Struct, frozen=True):
-    """A Service, ConfigMap or PodDisruptionBudget of ours: whose it is, and its content's hash."""
+    """A Service, ConfigMap, NetworkPolicy or PodDisruptionBudget of ours: whose it is, and its
+    content's hash."""
 
     resource: Key
     kind: str

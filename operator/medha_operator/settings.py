@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from medha.errors import SpecError
 
 
+class Flows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rules of a NetworkPolicy's spec, as the API takes them."""
+
+    ingress: tuple[dict[str, Any], ...] = ()
+    egress: tuple[dict[str, Any], ...] = ()
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`namespaces` empty: all of them. `router` is the fleet address that controllers dial (empty:
     the chart's Service in our own namespace), `worker_image` what pods run unless
-    `spec.template.image` says otherwise; times in seconds."""
+    `spec.template.image` says otherwise; times in seconds. `worker_flows`: what goes in and out of
+    a replica's pods besides what they say to each other; None: no NetworkPolicy is made."""
 
     namespace: str
     worker_image: str
@@ -28,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     report_s: float = 2.0
     lease_s: float = 15.0
     log_level: str = "info"
+    worker_flows: Flows | None = None
 
     @property
     def fleet_address(self) -> str:
@@ -36,16 +45,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 _LISTS = frozenset({"namespaces"})
+_JSON = frozenset({"worker_flows"})
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings:
-    """`MEDHA_<FIELD>` for each field; lists are separated by commas. Raises SpecError."""
+    """`MEDHA_<FIELD>` for each field; lists are separated by commas, flows are JSON. Raises
+    SpecError."""
     found: dict[str, object] = {}
     for field in msgspec.structs.fields(Settings):
         name = f"MEDHA_{field.name.upper()}"
         text = environ.get(name, "")
         if text:
-            found[field.name] = text.split(",") if field.name in _LISTS else text
+            found[field.name] = _read(field.name, name, text)
         elif field.required:
             raise SpecError(name, "", "must be set", "set it in the operator's Deployment")
     try:
@@ -56,3 +67,12 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
         raise SpecError(
             name, environ.get(name, ""), f"must fit its type ({error})", "mend its value"
         ) from None
+
+
+def _read(field: str, name: str, text: str) -> object:
+    if field in _JSON:
+        try:
+            return msgspec.json.decode(text)
+        except msgspec.DecodeError as error:
+            raise SpecError(name, text[:80], f"must be JSON ({error})", "mend its value") from None
+    return text.split(",") if field in _LISTS else text

@@ -81,8 +81,10 @@ def rack(name: str, nodes: int, gpus: int = 8, **changes: Any) -> tuple[NodeView
 class Cluster:
     """Nodes, pods and controllers; `look` is one turn of the operator, `turn` one of the rest."""
 
-    def __init__(self, resource: MedhaReplica, nodes: Iterable[NodeView]) -> None:
-        self.resource = resource
+    def __init__(
+        self, resource: MedhaReplica, nodes: Iterable[NodeView], settings: Settings = SETTINGS
+    ) -> None:
+        self.resource, self.settings = resource, settings
         self.nodes = {each.name: each for each in nodes}
         self.pods: dict[str, PodView] = {}
         self.objects: dict[tuple[str, str], str] = {}
@@ -115,11 +117,15 @@ class Cluster:
     def look(self) -> Decision:
         """Plan, carry out, write the status; returns what was decided."""
         seen = self.observed()
-        decision = decide(self.resource, seen, SETTINGS)
+        decision = decide(self.resource, seen, self.settings)
         for action in decision.actions:
             self.carry_out(action)
         told = status(
-            self.resource, seen, SETTINGS, generation=self.resource.generation, decision=decision
+            self.resource,
+            seen,
+            self.settings,
+            generation=self.resource.generation,
+            decision=decision,
         )
         self.status = msgspec.json.decode(msgspec.json.encode(told))
         assert self.status == told

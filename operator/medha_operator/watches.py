@@ -16,6 +16,7 @@ from medha_operator.client import (
     CONFIG_MAPS,
     NODES,
     PODS,
+    POLICIES,
     REPLICAS,
     SERVICES,
     Client,
@@ -50,7 +51,7 @@ class Watches:
         for scope in self._scopes:
             self._pods[scope] = world.pod_store()
             self._watch(PODS, scope, self._pods[scope], projections.pod, OURS)
-            for kind in (SERVICES, CONFIG_MAPS, BUDGETS):
+            for kind in (SERVICES, CONFIG_MAPS, BUDGETS, POLICIES):
                 store = self._things[kind.kind, scope] = world.thing_store()
                 project = functools.partial(projections.thing, kind.kind)
                 self._watch(kind, scope, store, project, OURS, partial=True)

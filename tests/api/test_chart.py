@@ -15,7 +15,9 @@ import yaml
 from medha.spec import parse
 from medha.topology import Coordinate
 from medha_operator import pods
-from medha_operator.settings import Settings
+from medha_operator.client import KINDS
+from medha_operator.manifests import objects
+from medha_operator.settings import Settings, from_environment
 
 HOUSE = Path(__file__).resolve().parents[2]
 Objects = list[dict[str, Any]]
@@ -134,6 +136,29 @@ def test_the_api_server_takes_the_chart_of_the_kind(run_helm: Run, run_kubectl: 
     done = run_kubectl("apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f", "-",
                        text=text)  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_the_api_server_takes_what_the_charts_operator_makes_around_a_replica(
+    rendered: Callable[..., str], api: httpx.Client, namespace: str, values: dict[str, Any]
+) -> None:
+    (operator,) = [
+        each for each in yaml.safe_load_all(rendered(namespace, values))
+        if (each["kind"], each["metadata"]["name"]) == ("Deployment", "medha-operator")
+    ]  # fmt: skip
+    environment = {
+        each["name"]: str(each.get("value", namespace))
+        for each in operator["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    tiny = yaml.safe_load((HOUSE / "examples/kubernetes/tiny.yaml").read_text())
+    tiny["metadata"] |= {"namespace": namespace, "uid": "1"}
+    made = objects(parse(tiny), [0, 1], "abc", from_environment(environment))
+    assert [each["kind"] for each in made].count("NetworkPolicy") == 2
+    for each in made:
+        path = KINDS[each["kind"]].path(namespace)
+        reply = api.post(f"{path}?dryRun=All&fieldValidation=Strict", json=each)
+        assert reply.status_code == 201, reply.text
+        assert "warning" not in reply.headers
 
 
 # --- Pod Security "restricted" --------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tests.api.fleet import LEASE_S, Fleet, Operator, until
 Start = Callable[..., Operator]
 
 pytestmark = pytest.mark.timeout(600)
+FLOWS = '{"ingress": [{"ports": [{"port": 8091}]}], "egress": [{"ports": [{"port": 53}]}]}'
 
 
 def test_a_resource_becomes_ready_pods_and_is_left_alone_after_that(
@@ -151,13 +152,16 @@ def test_a_pod_that_is_taken_away_comes_back(fleet: Fleet, start_operator: Start
 def test_everything_is_owned_by_the_resource_and_nothing_is_made_for_a_deleted_one(
     api: httpx.Client, fleet: Fleet, start_operator: Start
 ) -> None:
-    operator = start_operator()
+    operator = start_operator(MEDHA_WORKER_FLOWS=FLOWS)
     uid = fleet.create("llama")["metadata"]["uid"]
     fleet.played(lambda: fleet.is_ready("llama"))
     kinds = (("pods", "api/v1"), ("services", "api/v1"), ("configmaps", "api/v1"),
-             ("poddisruptionbudgets", "apis/policy/v1"))  # fmt: skip
+             ("poddisruptionbudgets", "apis/policy/v1"),
+             ("networkpolicies", "apis/networking.k8s.io/v1"))  # fmt: skip
     for kind, group in kinds:
-        for each in ours(fleet, kind, group):
+        found = ours(fleet, kind, group)
+        assert found
+        for each in found:
             assert [owner["uid"] for owner in each["metadata"]["ownerReferences"]] == [uid]
     settled(operator)
     api.delete(fleet.path("llama")).raise_for_status()
@@ -166,6 +170,24 @@ def test_everything_is_owned_by_the_resource_and_nothing_is_made_for_a_deleted_o
         fleet.remove(name)  # the garbage collector's part
     time.sleep(5.0)  # two resyncs
     assert fleet.pods() == {}
+
+
+def test_each_replica_has_a_policy_while_it_has_pods(fleet: Fleet, start_operator: Start) -> None:
+    def policies() -> dict[str, dict[str, Any]]:
+        found = fleet.list("networkpolicies", "apis/networking.k8s.io/v1")
+        return {each["metadata"]["name"]: each["spec"] for each in found}
+
+    start_operator(MEDHA_WORKER_FLOWS=FLOWS)
+    fleet.create("llama", replicas=2)
+    until(lambda: len(fleet.pods()) == 4)
+    assert set(policies()) == {"llama-0", "llama-1"}  # there before the first pod
+    own = {"matchLabels": {"medha.dev/replica": "llama", "medha.dev/ordinal": "1"}}
+    assert policies()["llama-1"]["ingress"] == [
+        {"from": [{"podSelector": own}]}, {"ports": [{"port": 8091, "protocol": "TCP"}]},
+    ]  # fmt: skip
+    fleet.change("llama", {"replicas": 1})
+    fleet.played(lambda: set(policies()) == {"llama-0"})
+    assert not any(name.startswith("llama-1") for name in fleet.pods())
 
 
 def test_a_spec_that_only_the_operator_can_refuse_leaves_the_running_fleet_alone(

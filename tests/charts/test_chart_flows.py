@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
+
+from medha_operator.manifests import network_policies
+from medha_operator.settings import from_environment
+from medha_operator.testing import resource
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/kubernetes.md").read_text()
 Objects = list[dict[str, Any]]
@@ -27,8 +32,9 @@ def component(name: str) -> Actor:
     return Actor("medha-system", labels)
 
 
-def replica(role: str, namespace: str) -> Actor:
-    return Actor(namespace, {"medha.dev/replica": "tiny", "medha.dev/role": role})
+def replica(role: str, namespace: str, ordinal: int = 0) -> Actor:
+    labels = {"medha.dev/replica": "tiny", "medha.dev/ordinal": str(ordinal)}
+    return Actor(namespace, {**labels, "medha.dev/role": role})
 
 
 ACTORS = {
@@ -42,11 +48,26 @@ ACTORS = {
 }
 OTHERS = {"monitoring", "anybody"}
 VALUES = {
-    "networkPolicy.workerNamespaces": ["models"],
     "networkPolicy.monitoring": [
         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
     ],
 }
+
+
+def policies_of(objects: Objects) -> Objects:
+    """Those of the chart, and those that its operator makes of two replicas."""
+    (operator,) = [
+        each for each in objects
+        if each["kind"] == "Deployment" and each["metadata"]["name"] == "medha-operator"
+    ]  # fmt: skip
+    (container,) = operator["spec"]["template"]["spec"]["containers"]
+    told = {each["name"]: each.get("value", "given") for each in container["env"]}
+    settings = from_environment({name: told[name] for name in told if name != "MEDHA_REPORT_S"})
+    tiny = msgspec.structs.replace(resource("tiny"), namespace="models")
+    return [
+        *(each for each in objects if each["kind"] == "NetworkPolicy"),
+        *network_policies(tiny, (0, 1), settings),
+    ]
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
@@ -91,7 +112,7 @@ def lets(policies: Objects, actor: Actor, other: Actor, port: int, way: str) -> 
 
 def flows(objects: Objects) -> Iterator[tuple[str, str, int]]:
     """What the policies let through between actors of which one at least is ours."""
-    policies = [each for each in objects if each["kind"] == "NetworkPolicy"]
+    policies = policies_of(objects)
     for (source, sends), (target, hears) in itertools.product(ACTORS.items(), repeat=2):
         for port in PORTS if {source, target} - OTHERS else ():
             if lets(policies, sends, hears, port, "Egress") and lets(
@@ -125,7 +146,7 @@ def test_the_policies_allow_the_documented_flows_and_no_others(
 def test_a_controller_of_another_namespace_reaches_the_router_and_nobody_else(
     render: Callable[..., Objects],
 ) -> None:
-    policies = [each for each in render(VALUES) if each["kind"] == "NetworkPolicy"]
+    policies = policies_of(render(VALUES))
     stranger = replica("leader", "elsewhere")
     reached = {
         (name, port)
@@ -137,8 +158,24 @@ def test_a_controller_of_another_namespace_reaches_the_router_and_nobody_else(
     assert reached == {("router", 8000), ("router", 7800)}
 
 
+def test_a_replica_hears_nothing_of_another_one_beside_it(render: Callable[..., Objects]) -> None:
+    policies = policies_of(render(VALUES))
+    for role, other in itertools.product(("leader", "worker"), repeat=2):
+        one, sibling = replica(role, "models"), replica(other, "models", ordinal=1)
+        for port in (7900, 7901, 40000):
+            assert lets(policies, one, replica(other, "models"), port, "Ingress")
+            assert not lets(policies, one, sibling, port, "Ingress")
+            assert not lets(policies, one, sibling, port, "Egress")
+
+
+def test_models_are_fetched_from_where_they_may_be(render: Callable[..., Objects]) -> None:
+    values = VALUES | {"networkPolicy.modelEgress": [{"ports": [{"port": 443}]}]}
+    added = set(flows(render(values))) - set(flows(render(VALUES)))
+    assert added == set(itertools.product(("leader", "worker"), OTHERS, (443,)))
+
+
 def test_every_pod_of_ours_is_under_a_policy_both_ways(render: Callable[..., Objects]) -> None:
-    policies = [each for each in render(VALUES) if each["kind"] == "NetworkPolicy"]
+    policies = policies_of(render(VALUES))
     for name in ("operator", "router", "test", "leader", "worker"):
         assert not lets(policies, ACTORS[name], ACTORS["anybody"], 40000, "Ingress")
         assert not lets(policies, ACTORS[name], ACTORS["anybody"], 40000, "Egress")
@@ -153,5 +190,4 @@ def test_a_flow_to_anybody_can_be_narrowed(name: str, render: Callable[..., Obje
 
 
 def test_policies_can_be_left_out(render: Callable[..., Objects]) -> None:
-    kinds = {each["kind"] for each in render({"networkPolicy.enabled": False})}
-    assert "NetworkPolicy" not in kinds
+    assert policies_of(render({"networkPolicy.enabled": False})) == []

@@ -17,6 +17,7 @@ from medha.topology import Coordinate
 from medha_operator import pods
 from medha_operator.keys import FLEET_KEYS, PAIRS
 from medha_operator.lease import NAME as LEASE
+from medha_operator.manifests import network_policies
 from medha_operator.settings import Settings, from_environment
 
 HOUSE = Path(__file__).resolve().parents[2]
@@ -288,7 +289,8 @@ def test_pods_go_where_the_values_say(render: Render) -> None:
 def test_what_watches_worker_pods_names_ports_and_labels_that_they_have(render: Render) -> None:
     tiny = yaml.safe_load((HOUSE / "examples/kubernetes/tiny.yaml").read_text())
     start = pods.Start(ordinal=0, at=Coordinate(0, 0, 0), node="a", spec_hash="1")
-    leader = pods.pod(parse(tiny), start, from_environment(environment(render())))
+    settings = from_environment(environment(render()))
+    leader = pods.pod(parse(tiny), start, settings)
     ports = {
         port["name"]: port["containerPort"] for port in leader["spec"]["containers"][0]["ports"]
     }
@@ -296,8 +298,8 @@ def test_what_watches_worker_pods_names_ports_and_labels_that_they_have(render: 
     monitor = one(rendered, "PodMonitor", "medha-workers")["spec"]
     assert {each["port"] for each in monitor["podMetricsEndpoints"]} <= set(ports)
     assert set(monitor["podTargetLabels"]) <= set(leader["metadata"]["labels"])
-    policy = one(rendered, "NetworkPolicy", "medha-workers")["spec"]
-    labels = {each["key"] for each in policy["podSelector"]["matchExpressions"]}
-    assert labels <= set(leader["metadata"]["labels"])
-    opened = {port["port"] for rule in policy["ingress"] for port in rule.get("ports", ())}
+    (policy,) = network_policies(parse(tiny), [0], settings)
+    labels = policy["spec"]["podSelector"]["matchLabels"]
+    assert labels.items() <= leader["metadata"]["labels"].items()
+    opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", ())}
     assert opened == {ports["ops"], ports["controller"]}

@@ -14,8 +14,8 @@ from medha.topology import Coordinate
 from medha_operator.acceptance import check
 from medha_operator.manifests import content_hash, objects
 from medha_operator.pods import Start, pod, pod_requests, spec_hash
-from medha_operator.settings import Settings
-from medha_operator.testing import SETTINGS, resource
+from medha_operator.settings import Flows, Settings, from_environment
+from medha_operator.testing import SETTINGS, Cluster, node, resource
 
 
 def rendered(
@@ -205,6 +205,52 @@ def test_the_objects_of_a_resource_are_few_and_each_is_owned() -> None:
     for each in made:
         assert each["metadata"]["ownerReferences"][0]["uid"] == "uid-tiny"
         assert each["metadata"]["labels"]["medha.dev/replica"] == "tiny"
+
+
+def test_each_replica_gets_a_policy_of_its_own_where_flows_are_told() -> None:
+    flows = Flows(ingress=({"ports": [{"port": 8091}]},), egress=({"ports": [{"port": 53}]},))
+    settings = msgspec.structs.replace(SETTINGS, worker_flows=flows)
+    first, second = objects(resource(), [0, 2], "abc", settings)[-2:]
+    assert (first["kind"], first["metadata"]["name"]) == ("NetworkPolicy", "tiny-0")
+    own = {"matchLabels": {"medha.dev/replica": "tiny", "medha.dev/ordinal": "2"}}
+    assert second["spec"] == {
+        "podSelector": own,
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [{"from": [{"podSelector": own}]}, {"ports": [{"port": 8091}]}],
+        "egress": [{"to": [{"podSelector": own}]}, {"ports": [{"port": 53}]}],
+    }
+    assert second["metadata"]["ownerReferences"][0]["uid"] == "uid-tiny"
+
+
+def test_policies_come_before_their_pods_and_go_after_them() -> None:
+    flows = Flows(egress=({"ports": [{"port": 53}]},))
+    settings = msgspec.structs.replace(SETTINGS, worker_flows=flows)
+    cluster = Cluster(resource(replicas=2, parallelism={"tp": 2}), [node("a")], settings)
+    actions = [type(each).__name__ for each in cluster.look().actions]
+    assert actions.index("CreatePod") > max(
+        at for at, name in enumerate(actions) if name == "ApplyObject"
+    )
+    cluster.settle()
+    cluster.update(replicas=1, parallelism={"tp": 2})
+    for _ in range(100):
+        policies = {name for kind, name in cluster.objects if kind == "NetworkPolicy"}
+        assert policies >= {f"tiny-{each}" for each in cluster.ordinals}
+        cluster.look()
+        cluster.turn()
+    assert policies == {"tiny-0"} and cluster.ordinals == {0}
+    cluster.settings = SETTINGS  # somebody turned policies off
+    cluster.settle()
+    assert not any(kind == "NetworkPolicy" for kind, _ in cluster.objects)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("[", "MEDHA_WORKER_FLOWS"), ('{"ingres": []}', "ingres"), ('{"egress": 1}', "egress")],
+)
+def test_flows_that_do_not_fit_are_refused_by_name(text: str, told: str) -> None:
+    environment = {"MEDHA_NAMESPACE": "a", "MEDHA_WORKER_IMAGE": "w", "MEDHA_WORKER_FLOWS": text}
+    with pytest.raises(SpecError, match=told):
+        from_environment(environment)
 
 
 def test_the_file_in_the_config_map_is_what_the_processes_decode() -> None:

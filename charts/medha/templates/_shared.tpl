@@ -138,3 +138,34 @@ namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: {{ $root.Release.
 podSelector:
   matchLabels: {{- include "medha.selector" . | nindent 4 }}
 {{- end -}}
+
+{{/* Who may scrape metrics, as NetworkPolicyPeers. */}}
+{{- define "medha.monitoring" -}}
+{{- .Values.networkPolicy.monitoring | default (list (dict "namespaceSelector" dict)) | toJson -}}
+{{- end -}}
+
+{{/* The ports on which names are resolved. */}}
+{{- define "medha.dns" -}}
+{{- list (dict "protocol" "UDP" "port" 53) (dict "protocol" "TCP" "port" 53) | toJson -}}
+{{- end -}}
+
+{{/* What goes in and out of a replica's pods besides what they say to each other: the operator makes a
+     NetworkPolicy of it for each replica. Empty: none. */}}
+{{- define "medha.workerFlows" -}}
+{{- with .Values.networkPolicy -}}
+{{- if .enabled -}}
+{{- $operator := include "medha.peer" (list $ "operator") | fromYaml -}}
+{{- $router := include "medha.peer" (list $ "router") | fromYaml -}}
+{{- $monitoring := include "medha.monitoring" $ | fromJsonArray -}}
+{{- $metrics := list (dict "port" 8090) (dict "port" 8091) -}}
+{{- dict
+  "ingress" (list
+    (dict "from" (list $operator) "ports" (list (dict "port" 8091)))
+    (dict "from" $monitoring "ports" $metrics))
+  "egress" (concat (list
+    (dict "ports" (include "medha.dns" $ | fromJsonArray))
+    (dict "to" (list $router) "ports" (list (dict "port" 7800)))) .modelEgress)
+  | toJson -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
