@@ -27,6 +27,8 @@ from medha.topology import Topology
 __all__ = ["BatchLoad", "Predictor"]
 
 
+REMEMBERED = 4096  # lengths of prompts
+
 # Uncorrected seconds of all but attention, and of attention.
 Parts = tuple[float, float]
 
@@ -52,6 +54,8 @@ class Predictor:
         self._knots, self._chunks = [0], [1 << 20]
         self._spent: list[Parts] = [(0.0, 0.0)]
         self._slowest: list[Parts] = [(0.0, 0.0)]
+        self._whole: dict[int, tuple[Parts, Parts]] = {}
+        self._head_s = self._costs.head(1)
 
     def load(self) -> BatchLoad:
         """An empty batch of one group, to be added to."""
@@ -128,15 +132,16 @@ class Predictor:
         """(T(n), how much of it the pipeline drains)."""
         if tokens <= cached:
             return 0.0, 0.0
-        keys, groups = self._shard(cached)
-        load, length = BatchLoad(self._costs), tokens - cached
-        load.add_chunk(length, keys, groups, yields=True)
-        if length <= self.step_tokens or load.seconds() <= self.budget_s:
-            whole_s = sum(load.stage_s(stage) for stage in range(self.topology.spp))
-            return whole_s, whole_s - load.seconds() if self.topology.spp > 1 else 0.0
+        (keys, groups), length = self._shard(cached), tokens - cached
+        if length <= max(self.step_tokens, self._empty.most(keys, self.budget_s)):  # one chunk?
+            load = BatchLoad(self._costs)
+            load.add_chunk(length, keys, groups, yields=True)
+            if length <= self.step_tokens or load.seconds() <= self.budget_s:
+                whole_s = sum(load.stage_s(stage) for stage in range(self.topology.spp))
+                return whole_s, whole_s - load.seconds() if self.topology.spp > 1 else 0.0
         costs, regime = self._costs, PREFILL + (groups > 1)
         factor, skew = costs.factors[regime], costs.skews[regime]
-        (rest_s, attention_s), worst = self._spent_on(tokens)
+        (rest_s, attention_s), worst = self._whole.get(tokens) or self._spent_on(tokens)
         spent, slowest = rest_s + skew * attention_s, worst[0] + skew * worst[1]
         if cached:
             rest_s, attention_s = self._share(cached)
@@ -145,7 +150,7 @@ class Predictor:
         unsent_s = costs.p2p_s + rows * costs.p2p_row  # the last stage hands nothing on
         total = max(spent, slowest) + (self.topology.spp - 1) * slowest - unsent_s
         drain = (self.topology.spp - 1) * slowest
-        return (total + costs.head(1)) * factor, drain * factor
+        return (total + self._head_s) * factor, drain * factor
 
     def step_s(self, tokens: int) -> float:
         """Seconds by which a batch grows with one more step of a prompt that holds `tokens`."""
@@ -232,24 +237,30 @@ class Predictor:
         return whole_s - costs.first * attention_s, costs.first * attention_s
 
     def _spent_on(self, tokens: int) -> tuple[Parts, Parts]:
-        """Of a whole prefill of `tokens`: its stage's time, and its slowest chunk's."""
+        """Of a whole prefill of `tokens`: its stage's time, and its slowest chunk's; kept, as the
+        remaining work of a waiting prompt is asked for again with every chunk."""
         self._extend(tokens)
         after = bisect.bisect_left(self._knots, tokens)
-        if self._knots[after] == tokens:
-            return self._spent[after], self._slowest[after]
         before = after - 1
-        if self._knots[after] - self._knots[before] > self._chunks[after]:
-            return self._share(tokens), self._slowest[after]
-        keys, groups = self._shard(self._knots[before])
-        parts, (rest_s, attention_s) = (
-            self._parts(tokens - self._knots[before], keys, groups), self._spent[before],
-        )  # fmt: skip
-        whole = rest_s + parts[0], attention_s + parts[1]
-        return whole, max(self._slowest[before], parts, key=sum)
+        if self._knots[after] == tokens:
+            spent = self._spent[after], self._slowest[after]
+        elif self._knots[after] - self._knots[before] > self._chunks[after]:
+            spent = self._share(tokens), self._slowest[after]
+        else:
+            keys, groups = self._shard(self._knots[before])
+            parts = self._parts(tokens - self._knots[before], keys, groups)
+            rest_s, attention_s = self._spent[before]
+            whole = rest_s + parts[0], attention_s + parts[1]
+            spent = whole, max(self._slowest[before], parts, key=sum)
+        if len(self._whole) >= REMEMBERED:
+            self._whole.clear()
+        self._whole[tokens] = spent
+        return spent
 
     def _share(self, tokens: int) -> Parts:
         """The stage's time up to `tokens`, linear between knots."""
-        self._extend(tokens)
+        if self._knots[-1] < tokens:
+            self._extend(tokens)
         after = bisect.bisect_left(self._knots, tokens)
         if self._knots[after] == tokens:
             return self._spent[after]

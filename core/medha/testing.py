@@ -196,7 +196,7 @@ def leftovers(plan: Scheduler) -> dict[str, object]:
         "pending seconds": sum(groups.pending_s(group) for group in groups.generation),
         "sequences": sorted(plan._endings.sequences),
         "batches in flight": sorted(plan._flights.by_number),
-        "running": plan._packer.started,
+        "running": plan._starts.running,
         "decodes": len(plan._decodes),
         "decodes ready or away": sum(
             len(one.chunks) + one.away + sum(one.keys.values())

@@ -14,8 +14,8 @@ import msgspec
 
 from medha.scheduling.decodes import Decodes
 from medha.scheduling.growth import Groups
-from medha.scheduling.packer import Packer
 from medha.scheduling.sequence import Sequence
+from medha.scheduling.starts import Starts
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,8 +30,8 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Endings:
     """`ended`: sequences whose pages came back, not yet told to the ranks."""
 
-    def __init__(self, groups: Groups, decodes: Decodes, packer: Packer) -> None:
-        self.groups, self.decodes, self.packer = groups, decodes, packer
+    def __init__(self, groups: Groups, decodes: Decodes, starts: Starts) -> None:
+        self.groups, self.decodes, self.starts = groups, decodes, starts
         self.sequences: dict[int, Sequence] = {}
         self.by_id: dict[str, Sequence] = {}
         self.ended: list[int] = []
@@ -79,7 +79,7 @@ class Endings:
         began = sequence.started
         self.groups.release(sequence)
         if began:
-            self.packer.started -= 1
+            self.starts.running -= 1
             self.ended.append(sequence.number)
         if sequence.over:
             del self.sequences[sequence.number]

@@ -58,6 +58,17 @@ class Kept:
     left: Floats
     lost: list[int]
 
+    @property
+    def least_s(self) -> float:
+        """Smallest margin of all; infinite with nobody kept."""
+        return float(self.left[self.left.argmin()]) if len(self.left) else np.inf
+
+    @property
+    def least_promised_s(self) -> float:
+        """Smallest margin of a promise; infinite with none."""
+        left = self.left[self.promised]
+        return float(left[left.argmin()]) if len(left) else np.inf
+
 
 class Ledger:
     """Promises over the waiting prefills of every group.
@@ -188,7 +199,7 @@ class Ledger:
         count = len(kept.places)
         anew = (
             count and (looks or kept.promises < count)
-            and kept.left[kept.left.argmin()] < 0.0
+            and kept.least_s < 0.0
             and self._relegate(waiting, kept, error)
         )  # fmt: skip
         if looks and self.settings.commit and count - len(kept.lost) < len(waiting):
@@ -207,7 +218,7 @@ class Ledger:
         if self.promising:
             allowances = allowances_s(kept.places, kept.left, len(waiting))
             if kept.lost:
-                allowances[kept.places[kept.lost]] = kept.left.min()
+                allowances[kept.places[kept.lost]] = kept.least_s
             allowance = allowances[rows]
             least_s = float(allowances[-1]) if len(allowances) else np.inf
             owed = self.owed_s[group] >= self.longest_s and self._owes(group, kept)
@@ -233,14 +244,14 @@ class Ledger:
         """The kept ones from `start` on, without a look at the others."""
         places = waiting.kept.nonzero()[0]
         due_in, bare = self._terms(group, waiting.due_s[places], waiting.work_s[places], start)
-        promised = waiting.promised[places]
-        promises = int(np.count_nonzero(promised))
-        if not promises or not self.settings.relegated_share:
+        promised, promises = waiting.promised[places], waiting.promises
+        if promises < len(places) or not self.settings.relegated_share:
             left = due_in - bare.cumsum()
         else:
-            left = due_in - np.where(promised, bare * self._inflation, bare).cumsum()
-            if promises < len(places):
-                left = np.where(promised, left, due_in - bare.cumsum())
+            left = np.empty(len(places))
+        if promises and self.settings.relegated_share:
+            full = np.where(promised, bare * self._inflation, bare)
+            np.copyto(left, due_in - full.cumsum(), where=promised)
         if promises and self.groups.shared:
             spares = spares_s(self.groups, self._costs, start + self.drain_s)
             lower(left, places, waiting, self.groups.shared, spares)
@@ -258,8 +269,8 @@ class Ledger:
     def _owes(self, group: int, kept: Kept) -> bool:
         """Whether the relegated, who have a batch coming, get it now: when no promise is too close
         (margins count their share, so they widen as promised work is done), or it is overdue."""
-        least_s = kept.left.min(where=kept.promised, initial=np.inf)
-        return bool(least_s >= self.longest_s) or self.owed_s[group] >= 3.0 * self.longest_s
+        overdue = self.owed_s[group] >= 3.0 * self.longest_s
+        return overdue or kept.least_promised_s >= self.longest_s
 
     def _looks(self, group: int, waiting: Waiting) -> bool:
         """Whether it is time to see who fits and who cannot be kept: room grows when work is
@@ -292,6 +303,8 @@ class Ledger:
         only when the promised alone overrun it by more than the hysteresis. Brings `kept` up to
         date but for such a promise; whether there was one.
         """
+        if kept.least_s >= -self.longest_s and kept.least_promised_s >= 0.0:
+            return False
         left, bare, free = kept.left, kept.bare, ~kept.promised
         limit = np.where(free, -self.longest_s, 0.0) if kept.promises else -self.longest_s
         lost = kept.lost
@@ -307,7 +320,7 @@ class Ledger:
             lost.append(largest)
             free[largest], left[largest] = False, np.inf
             left[largest + 1 :] += bare[largest]
-        late = kept.promises and left[left.argmin()] < -self.longest_s
+        late = kept.promises and kept.least_s < -self.longest_s
         gone = self._broken(kept, error) if late else []
         places = kept.places[lost + gone].tolist()
         for sequence in [waiting.sequences[place] for place in places]:

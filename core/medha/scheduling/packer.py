@@ -9,9 +9,6 @@ owns no pages and gives no promises.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
-
 import numpy as np
 
 from medha.batch import Chunk
@@ -19,18 +16,14 @@ from medha.config import Scheduling
 from medha.predictor import Predictor
 from medha.scheduling.decodes import Decodes
 from medha.scheduling.growth import Groups
-from medha.scheduling.lars import Floats, Places
 from medha.scheduling.ledger import Kept, Ledger
 from medha.scheduling.plan import Part, Plan
 from medha.scheduling.policies import OWED, POLICIES, View
 from medha.scheduling.sequence import Sequence
-from medha.scheduling.waiting import Waiting
+from medha.scheduling.starts import Starts
+from medha.scheduling.turns import Turns
 
-FEW = 12
 MISSES = 4
-
-# (tier, turn, group, sequence, view, its row there, yields)
-Visit = tuple[int, int, int, Sequence, View, int, float]
 
 
 class Packer:
@@ -38,15 +31,14 @@ class Packer:
 
     def __init__(
         self, settings: Scheduling, spp: int, predictor: Predictor, groups: Groups,
-        decodes: Decodes, ledger: Ledger,
+        decodes: Decodes, ledger: Ledger, starts: Starts,
     ) -> None:  # fmt: skip
         self.settings, self.spp, self.predictor = settings, spp, predictor
         self.groups, self.decodes, self.ledger = groups, decodes, ledger
-        self.policy = POLICIES[settings.policy]
+        self.starts = starts
+        self.turns = Turns(groups, ledger, starts, POLICIES[settings.policy])
         self.starved: dict[int, int] = {}
         self.escapes = 0
-        self.patience_s = settings.growth_timeout_s / 8.0
-        self.started = 0
 
     def budget_s(self, now: float) -> float:
         """t_target, seconds per stage.
@@ -70,7 +62,7 @@ class Packer:
         kept: dict[int, Kept] = {}
         for group in crew:
             kept[group] = self.ledger.settle(group, now, error)
-            plan.waits[group] = self.groups.waiting[group].any_ready
+            plan.waits[group] = self.groups.waiting[group].able > 0
         if True in plan.waits.values():
             self._fill(plan, kept, now)
             if not plan.parts:
@@ -113,11 +105,12 @@ class Packer:
         full_s, misses = plan.target_s, 0
         occupied: set[int] = set()
         yielding: list[tuple[Sequence, Part | None, float]] = []
-        for tier, _, _, sequence, view, at, yields in self._visits(plan.crew, kept, now, occupied):
+        visits = self.turns.visits(plan.crew, kept, now, occupied)
+        for tier, _, _, sequence, view, at, yields in visits:
             long = bool(view.long[at])
             if long and not occupied.isdisjoint(sequence.groups or sequence.plan[:1]):
                 continue
-            if not sequence.started and not self.start(sequence):
+            if not sequence.started and not self.starts.start(sequence):
                 continue
             limit_s = full_s if not yields else min(full_s, plan.target_s * (1.0 - yields))
             part = self._where(plan, sequence)
@@ -147,100 +140,6 @@ class Packer:
                     full_s = min(full_s, plan.seconds)
         for sequence, part, limit_s in yielding:
             self._grow(plan, sequence, part, limit_s)
-
-    def _visits(
-        self, crew: tuple[int, ...], kept: dict[int, Kept], now: float, occupied: set[int]
-    ) -> Iterator[Visit]:
-        """The visits of the crew's groups, each sequence once: a shared one when the last of its
-        groups comes to it. `occupied`: groups that have their long one."""
-        if len(crew) == 1:
-            return self._turns(crew[0], kept, now, occupied)
-        return self._merged(crew, kept, now, occupied)
-
-    def _merged(
-        self, crew: tuple[int, ...], kept: dict[int, Kept], now: float, occupied: set[int]
-    ) -> Iterator[Visit]:
-        seen: dict[int, int] = {}
-        for visit in heapq.merge(
-            *(self._turns(group, kept, now, occupied) for group in crew), key=lambda one: one[:3]
-        ):
-            sequence = visit[3]
-            seen[sequence.number] = seen.get(sequence.number, 0) + 1
-            if seen[sequence.number] == len(set(crew).intersection(sequence.plan)):
-                yield visit
-
-    def _turns(
-        self, group: int, kept: dict[int, Kept], now: float, occupied: set[int]
-    ) -> Iterator[Visit]:
-        """The rows of one group that may be packed, in the policy's order, lazily; groups take
-        turns within a tier when merged. Who would be tried in vain is passed over: it finds no
-        pages any more, or is long where there is a long one already."""
-        waiting, pages = self.groups.waiting[group], self.groups.pool[group]
-        rows = self._startable(group, waiting, now)
-        view = self.ledger.view(group, rows, kept[group], now)
-        order = self.policy(view)
-        need, yields, sequences = waiting.need, order.yields, waiting.sequences
-        lonely, turn = not self.groups.shared, 0
-        available = least = pages.available
-        for tier, left, keys in order.tiers:
-            while len(left):
-                if least < available or (lonely and occupied):
-                    fits = need[rows[left]] <= least
-                    if lonely and occupied:
-                        fits = np.greater(fits, view.long[left])
-                    left, keys = left[fits], keys[fits]
-                ranked, left, keys = _first(left, keys, rows, waiting)
-                for at in ranked:
-                    row = rows[at]
-                    if least < available and need[row] > least:
-                        continue
-                    if lonely and occupied and view.long[at]:
-                        continue
-                    part = 0.0 if yields is None else float(yields[at])
-                    yield tier, turn, group, sequences[row], view, at, part
-                    turn += 1
-                    least = min(least, pages.available)
-
-    def _startable(self, group: int, waiting: Waiting, now: float) -> Places:
-        """Places of the ready rows that have their pages, or can have them.
-
-        Large ones leave a sixteenth of the pages to small ones. Who has been passed over for long
-        is waited for, the oldest first; small ones still pass, or it would be a convoy again.
-        """
-        aged = self.aged(waiting, now)
-        while aged is not None and self.start(aged):
-            aged = self.aged(waiting, now)  # one that does not fit is waited for
-        need = waiting.need
-        if self.started >= self.settings.max_running:
-            begun: Places = (waiting.ready & (need == 0.0)).nonzero()[0]
-            return begun
-        pages = self.groups.pool[group]
-        available, spare = pages.available, pages.total // 16
-        small = min(spare, available)
-        limit = max(small, available - spare) if available < pages.total else available
-        if now >= waiting.noted_s:
-            waiting.pass_over(need > limit, now)
-            waiting.noted_s = now + self.patience_s / 32.0
-        if aged is not None:
-            limit = max(small, available - self.groups.pages_needed(aged))
-        fits: Places = (waiting.ready & (need <= limit)).nonzero()[0]
-        return fits
-
-    def aged(self, waiting: Waiting, now: float) -> Sequence | None:
-        """Who has been passed over for want of pages longest, and longer than `patience_s`."""
-        return waiting.aged(now - self.patience_s)
-
-    def start(self, sequence: Sequence) -> bool:
-        """Reserve its pages; False when it does not fit now, or too many run."""
-        if self.started >= self.settings.max_running or not self.groups.start(sequence):
-            return False
-        self.started += 1
-        for group in sequence.plan:
-            if group in self.groups:
-                self.groups.waiting[group].begun(sequence)
-        if sequence.packed:
-            self.groups.refresh(sequence)
-        return True
 
     def _finishing(self, plan: Plan, view: View, at: int, long: bool, full_s: float) -> float:
         """How long a batch may become in which a prompt ends: its first token waits for all of it.
@@ -326,8 +225,8 @@ class Packer:
             rounds = self.starved.get(group, 0) + 1
             if rounds < self.settings.max_starved_rounds and not at_once:
                 continue
-            for _, _, _, sequence, _, _, _ in self._visits((group,), kept, now, set()):
-                if sequence.started or self.start(sequence):
+            for _, _, _, sequence, _, _, _ in self.turns.visits((group,), kept, now, set()):
+                if sequence.started or self.starts.start(sequence):
                     part = self._where(plan, sequence)
                     if part is not None:
                         part.length = min(part.length, self.settings.chunk_step_tokens)
@@ -375,19 +274,3 @@ class Packer:
             self.ledger.spend(group, batch_s / len(plan.crew), part * batch_s, waits)
             if filled:
                 self.ledger.measure_share(group, plan.target_s, plan.decode_s[group])
-
-
-def _first(
-    left: Places, keys: Floats, rows: Places, waiting: Waiting
-) -> tuple[list[int], Places, Floats]:
-    """(who comes first, in order; the others, and their keys) of a tier; ties by `turn`."""
-    others = left[:0]
-    if len(left) > 4 * FEW:
-        near = keys <= np.partition(keys, FEW - 1)[FEW - 1]
-        far = ~near
-        left, others, keys, later = left[near], left[far], keys[near], keys[far]
-    else:
-        later = keys[:0]
-    if len(left) > 1:
-        left = left[np.lexsort((waiting.turn[rows[left]], keys))]
-    return left.tolist(), others, later

@@ -51,13 +51,11 @@ def allowances_s(held: Places, margins: Floats, count: int) -> Floats:
     kept ones due before it (infinite for the first); for another: the smallest of all, as it would
     delay every one of them.
     """
-    if not len(held):
-        return np.full(count, np.inf)
-    least = np.minimum.accumulate(margins)
-    allowances = np.empty(count)
+    least, allowances = np.empty(len(held) + 1), np.empty(count)
+    least[0] = np.inf
+    np.minimum.accumulate(margins, out=least[1:])
     allowances.fill(least[-1])
-    allowances[held[0]] = np.inf
-    allowances[held[1:]] = least[:-1]
+    allowances[held] = least[:-1]
     return allowances
 
 

@@ -38,6 +38,7 @@ from medha.scheduling.progress import Progress
 from medha.scheduling.rebalance import Rebalance
 from medha.scheduling.report import report
 from medha.scheduling.sequence import Sequence
+from medha.scheduling.starts import Starts
 from medha.topology import Topology
 
 
@@ -78,10 +79,12 @@ class Scheduler:
         longest_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
         drain_s = (topology.spp - 1) * longest_s
         self._ledger = Ledger(settings, self._groups, drain_s, _overhead_s(predictor))
+        self._starts = Starts(settings, self._groups)
         self._packer = Packer(
-            settings, topology.spp, predictor, self._groups, self._decodes, self._ledger
-        )
-        self._endings = Endings(self._groups, self._decodes, self._packer)
+            settings, topology.spp, predictor, self._groups, self._decodes, self._ledger,
+            self._starts,
+        )  # fmt: skip
+        self._endings = Endings(self._groups, self._decodes, self._starts)
         self._crews = Crews(
             self._groups, self._flights, settings.min_batch_s, settings.max_starved_rounds
         )
@@ -141,7 +144,7 @@ class Scheduler:
         if not self._ledger.promising or not sequence.plan:
             return sequence.promised
         if sequence.promised:
-            self._packer.start(sequence)
+            self._starts.start(sequence)
             return True
         works = self._groups.works(sequence, cached)
         self._ledger.arrived(works, now)
@@ -149,9 +152,9 @@ class Scheduler:
         asked = (
             sequence.request.promised is None
             and self._ledger.gives
-            and all(self._packer.aged(self._groups.waiting[one], now) is None for one in works)
+            and all(self._starts.aged(self._groups.waiting[one], now) is None for one in works)
         )
-        if asked and self._ledger.fits(sequence, works, starts) and self._packer.start(sequence):
+        if asked and self._ledger.fits(sequence, works, starts) and self._starts.start(sequence):
             self._ledger.rank(sequence, kept=True, promised=True)
             for group in works:
                 self._ledger.give_way(group, starts[group], self.predictor.error)
@@ -183,9 +186,9 @@ class Scheduler:
         ]
         if not eligible:
             return None
-        started = self._packer.started
+        started = self._starts.running
         plan = self._choose(frozenset(eligible), now)
-        if plan is None and self._packer.started != started:
+        if plan is None and self._starts.running != started:
             # Who has just started may span groups: now it is known whom it needs.
             plan = self._choose(frozenset(eligible), now)
         return None if plan is None else self._send(plan, now)

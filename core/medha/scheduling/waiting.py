@@ -27,13 +27,14 @@ class Waiting:
     `work` is seconds that the group will be busy with it, alone; `need` pages that must be had here
     before it may start (0 once it has). `freed`: work was struck off since somebody looked;
     `turn`: place in the order of (arrival, id), which breaks ties. `since_s`: since when it has
-    been passed over for want of pages; `noted_s`: when to note that again.
+    been passed over for want of pages; `noted_s`: when to note that again. `promises` and `able`
+    count the promised and the ready rows.
     """
 
     __slots__ = (
-        "_born", "_fields", "_flags", "_keys", "arrival_s", "due_s", "freed", "kept", "need",
-        "norm_s", "noted_s", "promised", "ready", "sequences", "since_s", "tokens", "turn",
-        "work_s",
+        "_born", "_fields", "_flags", "_keys", "_oldest_s", "able", "arrival_s", "due_s", "freed",
+        "kept", "need", "norm_s", "noted_s", "promised", "promises", "ready", "sequences",
+        "since_s", "tokens", "turn", "work_s",
     )  # fmt: skip
 
     due_s: Floats
@@ -55,6 +56,8 @@ class Waiting:
         self._born: list[tuple[float, str]] = []
         self.sequences: list[Sequence] = []
         self.freed, self.noted_s = False, 0.0
+        self.promises = self.able = 0
+        self._oldest_s = np.inf  # nobody has been passed over for longer
         self._cut()
 
     def __len__(self) -> int:
@@ -85,7 +88,8 @@ class Waiting:
             due_s, arrival_s, work_s, sequence.norm_s, sequence.remaining_tokens, need, np.inf,
             turn,
         )  # fmt: skip
-        self._flags[:, at] = (sequence.kept, sequence.promised, sequence.ready)
+        self._flags[:, at] = False
+        self._flag(at, sequence.kept, sequence.promised, sequence.ready)
         self._keys.insert(at, sequence.key)
         self.sequences.insert(at, sequence)
         self._cut()
@@ -93,6 +97,7 @@ class Waiting:
     def remove(self, sequence: Sequence) -> None:
         at, n = self._row(sequence), len(self._keys)
         self.freed = self.freed or self._fields[WORK, at] > 0.0
+        self._flag(at, kept=False, promised=False, ready=False)
         turn = int(self._fields[TURN, at])
         if turn < n - 1:
             turns = self._fields[TURN, :n]
@@ -108,7 +113,9 @@ class Waiting:
         fields, at = self._fields, self._row(sequence)
         fields[WORK, at] = work_s
         fields[TOKENS, at] = sequence.goal - sequence.packed
-        self._flags[READY, at] = sequence.left == sequence.packed
+        ready = sequence.left == sequence.packed
+        self.able += ready - bool(self.ready[at])
+        self.ready[at] = ready
 
     def begun(self, sequence: Sequence) -> None:
         """The sequence has its pages now."""
@@ -117,26 +124,29 @@ class Waiting:
 
     def mark(self, sequence: Sequence) -> None:
         """The sequence's rank or readiness changed."""
-        at = self._row(sequence)
-        self._flags[:, at] = (sequence.kept, sequence.promised, sequence.ready)
+        self._flag(self._row(sequence), sequence.kept, sequence.promised, sequence.ready)
 
     def pass_over(self, over: Mask, now: float) -> None:
         """Note that the rows of `over` are passed over, if they were not yet."""
         np.minimum(self.since_s, now, out=self.since_s, where=over)
+        self._oldest_s = min(self._oldest_s, now)
 
     def aged(self, before_s: float) -> Sequence | None:
         """Who has been passed over longest, since before that moment, and has not started."""
-        if not self._keys:
+        if self._oldest_s >= before_s or not self._keys:
             return None
         oldest = self.since_s.argmin()
-        return self.sequences[oldest] if self.since_s[oldest] < before_s else None
+        self._oldest_s = float(self.since_s[oldest])
+        return self.sequences[oldest] if self._oldest_s < before_s else None
 
     def work_of(self, sequence: Sequence) -> float:
         return float(self._fields[WORK, self._row(sequence)])
 
-    @property
-    def any_ready(self) -> bool:
-        return bool(np.count_nonzero(self.ready))
+    def _flag(self, at: int, kept: bool, promised: bool, ready: bool) -> None:
+        flags = self._flags
+        self.promises += promised - bool(flags[PROMISED, at])
+        self.able += ready - bool(flags[READY, at])
+        flags[KEPT, at], flags[PROMISED, at], flags[READY, at] = kept, promised, ready
 
     def _cut(self) -> None:
         """Slice the rows anew, as their number changed: whoever reads them does it more often."""

@@ -1,0 +1,66 @@
+"""Which prompts may begin: whoever can have the pages of a whole prompt, at most so many at once.
+
+A prompt that finds no pages is passed over, not waited for; one that was passed over for longer
+than `patience_s` is waited for, as smaller ones would shut it out for ever. Takes pages by
+reservation; it orders nothing.
+"""
+
+from __future__ import annotations
+
+from medha.config import Scheduling
+from medha.scheduling.growth import Groups
+from medha.scheduling.lars import Places
+from medha.scheduling.sequence import Sequence
+from medha.scheduling.waiting import Waiting
+
+NOTES = 32
+
+
+class Starts:
+    """Begins prompts. `running`: how many have begun and hold pages."""
+
+    def __init__(self, settings: Scheduling, groups: Groups) -> None:
+        self.groups, self.most = groups, settings.max_running
+        self.patience_s = settings.growth_timeout_s / 8.0
+        self.running = 0
+
+    def start(self, sequence: Sequence) -> bool:
+        """Reserve its pages; False when it does not fit now, or too many run."""
+        if self.running >= self.most or not self.groups.start(sequence):
+            return False
+        self.running += 1
+        for group in sequence.plan:
+            if group in self.groups:
+                self.groups.waiting[group].begun(sequence)
+        if sequence.packed:
+            self.groups.refresh(sequence)
+        return True
+
+    def aged(self, waiting: Waiting, now: float) -> Sequence | None:
+        """Who has been passed over for want of pages longest, and longer than `patience_s`."""
+        return waiting.aged(now - self.patience_s)
+
+    def able(self, group: int, waiting: Waiting, now: float) -> Places:
+        """Places of the group's ready rows that have their pages, or can have them.
+
+        Large ones leave a sixteenth of the pages to small ones. Who has been passed over for long
+        is waited for, the oldest first; small ones still pass, or it would be a convoy again.
+        """
+        aged = self.aged(waiting, now)
+        while aged is not None and self.start(aged):
+            aged = self.aged(waiting, now)  # one that does not fit is waited for
+        need = waiting.need
+        if self.running >= self.most:
+            begun: Places = (waiting.ready & (need == 0.0)).nonzero()[0]
+            return begun
+        pages = self.groups.pool[group]
+        available, spare = pages.available, pages.total // 16
+        small = min(spare, available)
+        limit = max(small, available - spare) if available < pages.total else available
+        if now >= waiting.noted_s:
+            waiting.pass_over(need > limit, now)
+            waiting.noted_s = now + self.patience_s / NOTES
+        if aged is not None:
+            limit = max(small, available - self.groups.pages_needed(aged))
+        fits: Places = (waiting.ready & (need <= limit)).nonzero()[0]
+        return fits
