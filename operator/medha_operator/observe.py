@@ -15,7 +15,7 @@ import msgspec
 from medha.errors import SpecError
 from medha.spec import MedhaReplica, parse
 from medha_operator.informers import Store
-from medha_operator.observed import NodeView, Observed, ReportView
+from medha_operator.observed import NodeView, Observed, PodView, ReportView
 from medha_operator.projections import Key, Meta, Pod, Seen, Thing
 from medha_operator.usage import Load, Usage
 
@@ -48,6 +48,8 @@ class World:
         """Resources that found no place, or not enough of it."""
         self.reports: dict[Key, dict[int, ReportView]] = {}
         self.reports_since_s = 0.0
+        self.complaints: dict[str, str] = {}
+        """By the UID of a pod that does not start: which volume cannot be mounted, and why."""
         self._pods: dict[Key, dict[str, Pod]] = {}
         self._things: dict[Key, dict[tuple[str, str], str]] = {}
         self._parsed: dict[str, tuple[int, MedhaReplica | None, str]] = {}
@@ -83,13 +85,20 @@ class World:
         nodes = self.usage.nodes(key, [(key[0], name) for name in pods])
         return Observed(
             now_s=now_s,
-            pods=tuple(pods[name].view for name in sorted(pods)),
+            pods=tuple(self._told(pods[name].view) for name in sorted(pods)),
             objects=self._things.get(key, {}),
             reports=self.reports.get(key, {}),
             reports_since_s=self.reports_since_s,
             nodes=nodes,
             previous=resource.status,
         )
+
+    def _told(self, pod: PodView) -> PodView:
+        """With what its kubelet complains of, as long as it has not started."""
+        note = self.complaints.get(pod.uid)
+        if note is None or pod.why or pod.phase != "Pending":
+            return pod
+        return msgspec.structs.replace(pod, why="FailedMount", message=note)
 
     def all_pods(self) -> Mapping[Key, Mapping[str, Pod]]:
         return self._pods

@@ -21,6 +21,7 @@ from typing import Any
 from medha.adapters.prometheus import Metrics, OpsServer
 from medha_operator.apply import Writer
 from medha_operator.client import Client, ClusterError, Kind
+from medha_operator.complaints import Complaints
 from medha_operator.events import Events
 from medha_operator.handlers import Handlers
 from medha_operator.health import Health
@@ -56,6 +57,10 @@ class Process:
         self._reports = Reports(
             self.world, settings.report_s, lambda key: self._wake(key, 0.0), self._leads
         )
+        self._complaints = Complaints(
+            self._client, self.world, settings.namespaces, lambda key: self._wake(key, 0.0),
+            self._leads,
+        )  # fmt: skip
         self._health = Health(settings.resync_s)
         self._writer = Writer(
             self._client, self.world, self._watches, self._lease,
@@ -80,7 +85,8 @@ class Process:
         log.info("started", extra={"fields": {"ops_port": self._ops.port}})
         parts = [
             self._health.run(self._judge), self._watches.run(), self._lead(), self._resync(),
-            self._reports.run(), *(self._reconciler.run() for _ in range(self._settings.workers)),
+            self._reports.run(), self._complaints.run(),
+            *(self._reconciler.run() for _ in range(self._settings.workers)),
         ]  # fmt: skip
         tasks = [asyncio.create_task(part) for part in parts]
         stopped = asyncio.create_task(self._stopped.wait())

@@ -92,6 +92,7 @@ class _State(msgspec.Struct):
 
 
 class _ContainerStatus(msgspec.Struct, rename="camel"):
+    name: str = ""
     restart_count: int = 0
     state: _State | None = None
 
@@ -225,12 +226,14 @@ def load(raw: bytes | msgspec.Raw) -> tuple[str, Mapping[str, int]]:
 
 def _trouble(status: _PodStatus) -> tuple[str, str]:
     """What keeps the pod from running: of its containers, of the scheduler, of the pod itself."""
-    for container in (*(status.init_container_statuses or ()), *(status.container_statuses or ())):
+    first = status.init_container_statuses or ()
+    for container in (*first, *(status.container_statuses or ())):
         state = container.state
+        whose = f"{container.name}: " if container in first else ""
         for why in (state.waiting, state.terminated) if state else ():
             usual = ("PodInitializing", "ContainerCreating", "Completed")
             if why is not None and why.reason and why.reason not in usual:
-                return why.reason, why.message or ""
+                return why.reason, whose + (why.message or "")
     scheduled = _condition(status.conditions, "PodScheduled")
     if scheduled is not None and scheduled.status == "False":
         reason = scheduled.reason or ""

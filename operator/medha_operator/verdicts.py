@@ -16,6 +16,7 @@ from medha_operator.replicas import Replica
 
 GATING = ("ModelAvailable", "Placed", "GroupsReady", "KvpReady")
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+_FETCH = "fetch-model: "
 _SETUP = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 _USUAL = ("Placing", "Loading", "Joining", "NotLoadedYet")
@@ -92,24 +93,55 @@ def _model_trouble(resource: MedhaReplica, made: Decision) -> str:
         told = f"{pod.why} {pod.message}"
         if source.pvc is not None and "persistentvolumeclaim" in told.lower():
             return (
-                f"volume claim {source.pvc.claim_name} of spec.model.source cannot be used "
-                f"({pod.message}); create it in this namespace or correct claimName"
+                f"volume claim {source.pvc.claim_name} of spec.model.source cannot be used by pod "
+                f"{pod.name} ({pod.message}); create it in this namespace or correct claimName"
             )
         if source.image is not None and source.image.reference in told:
             return (
-                f"model image {source.image.reference} cannot be pulled ({_short(pod)}); correct "
+                f"model image {source.image.reference} cannot be pulled for pod {pod.name} "
+                f"({_short(pod)}); correct "
                 "spec.model.source.image.reference or its pull secret"
             )
-        if "fetch-model" in told:
-            return f"the model cannot be fetched ({_short(pod)}); correct spec.model.source.uri"
-        if "FailedMount" in told and "model" in told:
+        if pod.why == "FailedMount" and 'volume "model"' in pod.message:
+            what, remedy = _source(resource)
             return (
-                f"the model's volume cannot be mounted ({_short(pod)}); correct spec.model.source"
+                f"{what} cannot be mounted into pod {pod.name} on node {pod.node} "
+                f"({pod.message[:300]}); {remedy}"
             )
     for line in made.memory.restarts:
-        if MODELS_FOLDER in line.reason and not _well(made, line.replica):
-            return f"the model does not load: {line.reason}"
+        if _well(made, line.replica):
+            continue
+        what, remedy = _source(resource)
+        if _FETCH in line.reason:
+            return f"{what} cannot be fetched: {line.reason}; {remedy}"
+        if MODELS_FOLDER in line.reason:
+            return (
+                f"the model does not load: {line.reason}; {MODELS_FOLDER} is {what} there: {remedy}"
+            )
     return ""
+
+
+def _source(resource: MedhaReplica) -> tuple[str, str]:
+    """Where the checkpoint comes from in a person's words, and what to do when it is not there."""
+    source = resource.spec.model.source
+    if source.host_path is not None:
+        return (
+            f"the directory {source.host_path.path}",
+            "put the whole checkpoint there on every node, or correct "
+            "spec.model.source.hostPath.path",
+        )
+    if source.pvc is not None:
+        return (
+            f"volume claim {source.pvc.claim_name}",
+            "put the whole checkpoint into its volume, or correct spec.model.source.pvc",
+        )
+    if source.image is not None:
+        return f"image {source.image.reference}", "correct spec.model.source.image"
+    return (
+        str(source.uri),
+        "correct spec.model.source.uri, or let workers reach it (the chart's "
+        "networkPolicy.modelEgress)",
+    )
 
 
 def _well(made: Decision, ordinal: int) -> bool:
@@ -147,11 +179,16 @@ def _trouble(resource: MedhaReplica, made: Decision) -> tuple[str, str] | None:
         if pod.why in _IMAGE:
             image = resource.spec.template.image or "the worker's image"
             return "ImagePull", (
-                f"{image} cannot be pulled ({_short(pod)}); correct spec.template.image, or make "
-                "the image available to the nodes"
+                f"{image} cannot be pulled for pod {pod.name} ({_short(pod)}); correct "
+                "spec.template.image, or make the image available to the nodes"
             )
         if pod.why in _SETUP:
             return pod.why, f"pod {pod.name} cannot be started: {pod.message}"
+        if pod.why == "FailedMount":
+            return pod.why, (
+                f"a volume of pod {pod.name} cannot be mounted on node {pod.node} "
+                f"({pod.message[:300]}); make what it names, or correct spec.template.volumes"
+            )
     if made.stranded:
         return "NodeLost", (
             f"{made.stranded[0].why} and there is no other place for its pods; bring it back or "

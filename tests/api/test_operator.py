@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import zmq
-from tests.api.fleet import LEASE_S, Fleet, Operator, until
+from tests.api.fleet import LEASE_S, NOW, Fleet, Operator, until
 
 Start = Callable[..., Operator]
 
@@ -204,6 +204,35 @@ def test_a_spec_that_only_the_operator_can_refuse_leaves_the_running_fleet_alone
     assert operator.alive()
     fleet.change("llama", {"template": {"resources": {"requests": None}}})
     fleet.played(lambda: fleet.is_ready("llama"))
+
+
+def test_a_model_that_is_not_on_the_node_is_told_from_what_the_kubelet_says(
+    api: httpx.Client, fleet: Fleet, start_operator: Start
+) -> None:
+    operator = start_operator()
+    fleet.create("llama", parallelism={"spp": 1})
+    pod = until(lambda: fleet.pods().get("llama-0-g0-s0"))
+    fleet.play()  # bound, and no further
+    told = 'MountVolume.SetUp failed for volume "model" : hostPath type check failed: /models is '
+    about = {"kind": "Pod", "namespace": fleet.namespace, "name": pod["metadata"]["name"]}
+    event = {
+        "metadata": {"name": "llama-0-g0-s0.1"}, "type": "Warning", "reason": "FailedMount",
+        "involvedObject": about | {"uid": pod["metadata"]["uid"]}, "count": 7,
+        "message": told + "not a directory", "source": {"component": "kubelet"},
+        "firstTimestamp": NOW, "lastTimestamp": NOW,
+    }  # fmt: skip
+    made = api.post(f"/api/v1/namespaces/{fleet.namespace}/events", json=event)
+    assert made.status_code == 201, made.text
+    until(lambda: fleet.condition("llama")["reason"] == "ModelMissing")
+    message = fleet.condition("llama")["message"]
+    assert message.startswith(
+        "the directory /models cannot be mounted into pod llama-0-g0-s0 on node"
+    )
+    assert message.endswith(
+        "put the whole checkpoint there on every node, or correct spec.model.source.hostPath.path"
+    )
+    fleet.played(lambda: fleet.is_ready("llama"))  # somebody put it there
+    assert operator.alive()
 
 
 def test_a_pod_that_the_api_server_refuses_is_told_and_mended_by_a_better_spec(

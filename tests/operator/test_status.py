@@ -9,6 +9,8 @@ import pytest
 from medha_operator.status import refused_status
 from medha_operator.testing import SETTINGS, Cluster, node, resource
 
+ON_NODES = {"name": "m", "source": {"hostPath": {"path": "/srv/none"}}, "maxContextTokens": 64}
+FETCHED = {"name": "m", "source": {"uri": "https://x/y"}, "maxContextTokens": 64}
 GATING = ("ModelAvailable", "Placed", "GroupsReady", "KvpReady")
 
 
@@ -64,18 +66,43 @@ def test_a_resource_that_serves_says_so_in_every_condition() -> None:
     "cluster, sentence",
     [
         (stuck("ImagePullBackOff", "Back-off pulling image own:9", template={"image": "own:9"}),
-         "False ImagePull: own:9 cannot be pulled (ImagePullBackOff: Back-off pulling image own:9)"
-         "; correct spec.template.image, or make the image available to the nodes"),
+         "False ImagePull: own:9 cannot be pulled for pod tiny-0-g0-s0 (ImagePullBackOff: Back-off "
+         "pulling image own:9); correct spec.template.image, or make the image available to the "
+         "nodes"),
         (stuck("Unschedulable", 'persistentvolumeclaim "models" not found'),
-         "False ModelMissing: volume claim models of spec.model.source cannot be used "
-         '(persistentvolumeclaim "models" not found); create it in this namespace or correct '
-         "claimName"),
+         "False ModelMissing: volume claim models of spec.model.source cannot be used by pod "
+         'tiny-0-g0-s0 (persistentvolumeclaim "models" not found); create it in this namespace or '
+         "correct claimName"),
         (stuck("CreateContainerConfigError", 'secret "x" not found'),
          'False CreateContainerConfigError: pod tiny-0-g0-s0 cannot be started: secret "x" not '
          "found"),
         (failing("/models/config.json cannot be read (No such file or directory)"),
          "False ModelMissing: the model does not load: pod tiny-0-g0-s0 ended (Error: "
-         "/models/config.json cannot be read (No such file or directory))"),
+         "/models/config.json cannot be read (No such file or directory)); /models is volume claim "
+         "models there: put the whole checkpoint into its volume, or correct "
+         "spec.model.source.pvc"),
+        (stuck("FailedMount", 'MountVolume.SetUp failed for volume "model" : hostPath type check '
+               "failed: /srv/none is not a directory", model=ON_NODES),
+         "False ModelMissing: the directory /srv/none cannot be mounted into pod tiny-0-g0-s0 on "
+         'node a (MountVolume.SetUp failed for volume "model" : hostPath type check failed: '
+         "/srv/none is not a directory); put the whole checkpoint there on every node, or correct "
+         "spec.model.source.hostPath.path"),
+        (failing("/models holds no config.json", model=ON_NODES),
+         "False ModelMissing: the model does not load: pod tiny-0-g0-s0 ended (Error: /models "
+         "holds no config.json); /models is the directory /srv/none there: put the whole "
+         "checkpoint there on every node, or correct spec.model.source.hostPath.path"),
+        (failing("fetch-model: https://x/y/config.json answers 404", model=FETCHED),
+         "False ModelMissing: https://x/y cannot be fetched: pod tiny-0-g0-s0 ended (Error: "
+         "fetch-model: https://x/y/config.json answers 404); correct spec.model.source.uri, or let "
+         "workers reach it (the chart's networkPolicy.modelEgress)"),
+        (stuck("ErrImagePull", "fetch-model: no such image own:9", model=FETCHED),
+         "False ImagePull: the worker's image cannot be pulled for pod tiny-0-g0-s0 (ErrImagePull: "
+         "fetch-model: no such image own:9); correct spec.template.image, or make the image "
+         "available to the nodes"),
+        (stuck("FailedMount", 'MountVolume.SetUp failed for volume "x" : secret "x" not found'),
+         "False FailedMount: a volume of pod tiny-0-g0-s0 cannot be mounted on node a "
+         '(MountVolume.SetUp failed for volume "x" : secret "x" not found); make what it names, or '
+         "correct spec.template.volumes"),
         (failing("Segmentation fault"),
          "False GroupFailed: KVP group 0 of tiny-0 is started anew: pod tiny-0-g0-s0 ended (Error: "
          "Segmentation fault)"),
@@ -103,6 +130,27 @@ def test_a_resource_without_a_place_names_what_is_missing() -> None:
     )
     assert conditions(cluster)["PlacementUnsatisfiable"]["status"] == "True"
     assert cluster.pods == {}
+
+
+@pytest.mark.parametrize(
+    "spec, sentence",
+    [
+        ({"parallelism": {"tp": 16}},
+         "False NoNodeIsLargeEnough: a pod needs 16 nvidia.com/gpu on one node and the largest has "
+         "8 nvidia.com/gpu; lower spec.parallelism.tp or add a larger node"),
+        ({"placement": {"nodeSelector": {"pool": "h100"}}},
+         "False NoNodeHasLabel: no node has the label pool=h100 of spec.placement.nodeSelector; "
+         "label nodes so or correct the selector"),
+        ({"placement": {"packLevel": "topology.kubernetes.io/rack"}},
+         "False NoNodeHasLabel: no node has the label topology.kubernetes.io/rack of "
+         "spec.placement.packLevel; label the nodes or leave packLevel out"),
+    ],
+)  # fmt: skip
+def test_what_no_node_has_is_told_in_ready(spec: dict[str, Any], sentence: str) -> None:
+    cluster = Cluster(resource(**spec), [node("a")])
+    cluster.look()
+    assert ready(cluster) == sentence
+    assert cluster.condition("Placed")["status"] == "False"
 
 
 def test_growth_without_room_is_told_and_does_not_disturb_what_serves() -> None:
