@@ -5,12 +5,14 @@
 #   base  ──> <image>            the two, copied: no pip, no compiler, nothing to write to
 #
 # BASE holds Python 3.11 or later with `venv`, and Debian's libstdc++; nothing else is taken from it.
+# BUILDER holds the same Python in the same place, and a C compiler: it compiles the worker's kernel.
 # A package index other than pip's own, and the certificate to trust it by, are build secrets:
 #   --secret id=pip_conf,src=/etc/pip.conf  --secret id=pip_cert,src=ca.pem
 # DEVICE=cpu leaves out of the worker's image a third that is only ever loaded beside a GPU: Triton,
 # NIXL for CUDA 12, and libraries that torch opens when a kernel first asks for them. What torch is
 # linked with stays, so that the same wheels, and no others, run on both.
 ARG BASE=python:3.12-slim
+ARG BUILDER=python:3.12
 
 FROM ${BASE} AS tools
 ENV PIP_CACHE_DIR=/var/cache/pip PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -25,7 +27,7 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
     && python3 -m venv --without-pip /opt/medha
 
 FROM tools AS code
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY core core
 
 # What the three have in common: an unprivileged user, and /tmp as the one place to write.
@@ -90,7 +92,10 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
         nvidia/nvshmem/lib/*.a torch/include torch/lib/libtorch_cuda_linalg.so; fi \
     && /opt/medha/bin/python -c "import torch, nixl._api"
 
-FROM code AS worker-code
+FROM ${BUILDER} AS worker-code
+WORKDIR /build
+COPY --from=code /opt/tools /opt/tools
+COPY --from=code /build /build
 COPY worker worker
 RUN /opt/tools/bin/pip install --no-index --no-deps --no-build-isolation --compile --target /code .
 

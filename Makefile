@@ -7,8 +7,10 @@ UV     := $(VENV)/bin/uv
 
 # Ready once the virtual environment holds exactly what requirements/dev.txt locks.
 READY  := $(VENV)/.ready
-# Folders of code that exist in this checkout (images carry only some of them).
-CODE   := $(wildcard core operator router worker tests examples benchmarks)
+# Code that exists in this checkout (images carry only some of it).
+CODE   := $(wildcard core operator router worker tests examples benchmarks hatch_build.py)
+# Installing compiles it; where it is missing or older than its sources, that happens again.
+KERNEL := worker/medha_worker/attention/singles.kernel.so
 
 # Tests run one worker per core of a small machine; torch gets one thread in each.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
@@ -21,10 +23,14 @@ help: ## list the targets
 
 setup: $(READY) ## create .venv from the hash-locked requirements, and install medha into it
 
-$(READY): requirements/bootstrap.txt requirements/dev.txt pyproject.toml | $(UV)
+$(READY): requirements/bootstrap.txt requirements/dev.txt pyproject.toml hatch_build.py \
+        $(wildcard $(dir $(KERNEL))*.[ch]) $(KERNEL) | $(UV)
 	$(UV) pip sync --quiet --python $(PY) --require-hashes requirements/dev.txt requirements/bootstrap.txt
-	$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation --editable .
+	$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation \
+	    --reinstall-package medha --editable .
 	@touch $@
+
+$(KERNEL):
 
 $(UV):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,4 +1,4 @@
-"""The reference kernel and the merge against plain softmax attention."""
+"""The CPU backend, the reference kernel and the merge against plain softmax attention."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha_worker.attention.interface import LogBase, Partial, Span
+from medha_worker.attention.cpu import CpuAttention, cpu_attention
+from medha_worker.attention.interface import Attention, LogBase, Partial, Span
 from medha_worker.attention.merge import empty, merge
 from medha_worker.attention.reference import ReferenceAttention
 
-KV_HEADS, GROUP, D, T = 2, 3, 8, 4
+KV_HEADS, GROUP, D, T = 2, 3, 16, 4
 HEADS = KV_HEADS * GROUP
 PAGES = 64
 
@@ -61,8 +62,11 @@ def plain(q: torch.Tensor, kv: torch.Tensor, visible: list[int]) -> Partial:
     return Partial(out, lse)
 
 
-def run(works: list[Work], seed: int = 0, tile_pages: int = 256) -> tuple[Partial, Partial]:
-    """(found, expected) over all rows."""
+def run(
+    works: list[Work], seed: int = 0, kernel: Attention | None = None
+) -> tuple[Partial, Partial]:
+    """(found by the CPU backend or by `kernel`, expected) over all rows."""
+    kernel = kernel or cpu_attention(HEADS, KV_HEADS, D, T, torch.float32)
     spans, contents, pool = lay(works, seed)
     rows = sum(work.length for work in works)
     q, k, v = torch.randn(
@@ -78,7 +82,6 @@ def run(works: list[Work], seed: int = 0, tile_pages: int = 256) -> tuple[Partia
         else:
             visible = [work.held] * work.length
         expected.append(plain(q[cut], own, visible))
-    kernel = ReferenceAttention(HEADS, KV_HEADS, D, T, tile_pages)
     found = kernel.plan(spans).run(q, k, v, pool)
     return found, Partial(
         torch.cat([p.out for p in expected]), torch.cat([p.lse for p in expected])
@@ -104,25 +107,15 @@ work = st.builds(
 def test_any_mix_of_spans_agrees_with_plain_attention(
     works: list[Work], seed: int, tile_pages: int
 ) -> None:
-    assert same(*run(works, seed, tile_pages))
+    assert same(*run(works, seed))
+    assert same(*run(works, seed, ReferenceAttention(HEADS, KV_HEADS, D, T, tile_pages)))
 
 
-def test_neighbouring_pages_of_several_sequences_are_read_in_place() -> None:
-    kernel = ReferenceAttention(HEADS, KV_HEADS, D, T)
-    ids = np.arange(PAGES, dtype=np.int64)
-    spans = [Span(0, 1, 6 * T - 1, ids[0:12:2], True), Span(1, 1, 5 * T - 1, ids[1:11:2], True)]
-    (block,) = kernel.plan(spans).singles.tiles[0].blocks  # type: ignore[attr-defined]
-    assert (block.first, block.index, len(block.owner)) == (0, None, 11)
-
-
-def test_partial_pages_are_read_as_far_as_the_fullest_goes() -> None:
-    kernel = ReferenceAttention(HEADS, KV_HEADS, D, T)
-    ids = np.arange(PAGES, dtype=np.int64)
-    spans = [Span(0, 1, T, ids[:2], True), Span(1, 1, T + 1, ids[7:9], True)]
-    full, partial = kernel.plan(spans).singles.tiles[0].blocks  # type: ignore[attr-defined]
-    assert (full.tokens, full.mask, full.index.tolist()) == (T, None, [0, 7])
-    assert partial.tokens == 2
-    assert torch.isneginf(partial.mask[:, 0, 0]).tolist() == [[False, True], [False, False]]
+def test_what_the_compiled_kernel_does_not_serve_is_computed_by_torch() -> None:
+    odd = cpu_attention(HEADS, KV_HEADS, D + 8, T, torch.float32)
+    half = cpu_attention(HEADS, KV_HEADS, D, T, torch.float16)
+    assert isinstance(odd, ReferenceAttention) and isinstance(half, ReferenceAttention)
+    assert isinstance(cpu_attention(HEADS, KV_HEADS, D, T, torch.bfloat16), CpuAttention)
 
 
 def test_an_empty_shard_contributes_nothing() -> None:
@@ -187,9 +180,17 @@ def test_narrow_pools_are_read_in_float32(dtype: torch.dtype) -> None:
     works = [Work(9, 1, True), Work(6, 5, True)]
     spans, _, pool = lay(works, 0)
     q, k, v = torch.randn(3, 6, HEADS, D).to(dtype)
-    kernel = ReferenceAttention(HEADS, KV_HEADS, D, T)
     k, v = k[:, :KV_HEADS], v[:, :KV_HEADS]
-    narrow = kernel.plan(spans).run(q, k, v, pool.to(dtype))
-    wide = kernel.plan(spans).run(q.float(), k.float(), v.float(), pool.to(dtype).float())
+    pool = pool.to(dtype)
+    narrow = cpu_attention(HEADS, KV_HEADS, D, T, dtype).plan(spans).run(q, k, v, pool)
+    wide = (
+        (
+            cpu_attention(HEADS, KV_HEADS, D, T, torch.float32)
+            if dtype == torch.bfloat16
+            else ReferenceAttention(HEADS, KV_HEADS, D, T)
+        )
+        .plan(spans)
+        .run(q.float(), k.float(), v.float(), pool.float())
+    )
     assert narrow.out.dtype == torch.float32
     assert torch.equal(narrow.out, wide.out) and torch.equal(narrow.lse, wide.lse)

@@ -30,4 +30,5 @@ def packages(house: Path) -> list[Path]:
 @pytest.fixture(scope="session")
 def code(house: Path) -> list[Path]:
     """Every Python file of the project, tests included."""
-    return sorted(path for folder in FOLDERS for path in (house / folder).rglob("*.py"))
+    found = sorted(path for folder in FOLDERS for path in (house / folder).rglob("*.py"))
+    return [house / "hatch_build.py", *found]

@@ -55,6 +55,7 @@ def test_every_import_stays_within_its_layer(house: Path, packages: list[Path]) 
         ("worker/medha_worker/stray.py", "import nixl", "FlashInfer and NIXL"),
         ("worker/medha_worker/kv/pages.py", "import flashinfer", "FlashInfer and NIXL"),
         ("router/medha_router/stray.py", "import zmq", "ZeroMQ and prometheus-client"),
+        ("worker/medha_worker/inputs.py", "import ctypes", "Foreign functions are called"),
     ],
 )
 def test_an_import_out_of_its_layer_fails_the_build(

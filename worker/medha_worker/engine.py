@@ -15,7 +15,7 @@ from medha.config import WorkerConfig
 from medha.errors import SetupError, SpecError
 from medha.topology import Coordinate, kv_heads_of, stage_layers
 from medha_worker import weights
-from medha_worker.attention.reference import ReferenceAttention
+from medha_worker.attention.cpu import cpu_attention
 from medha_worker.inputs import InputBuilder
 from medha_worker.kv.epochs import PageEpochs
 from medha_worker.kv.fetches import Copies
@@ -67,8 +67,12 @@ class Engine:
             tp = GlooTensorParallel(wiring.tp)
         inputs = InputBuilder(
             Sequences(at.group),
-            ReferenceAttention(
-                shape.heads // tp.size, self.kv.kv_heads, shape.head_dim, config.page_tokens
+            cpu_attention(
+                shape.heads // tp.size,
+                self.kv.kv_heads,
+                shape.head_dim,
+                config.page_tokens,
+                self.kv.memory.dtype,
             ),
             Rotary(shape.rope, shape.head_dim),
             self.kv,

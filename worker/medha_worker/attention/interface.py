@@ -51,6 +51,12 @@ class Partial:
         return Partial(self.out, self.lse * math.log(self.base.value), LogBase.E)
 
 
+def unfilled(q: torch.Tensor) -> Partial:
+    """Room for the states of queries `q` [rows, heads, head_dim]."""
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    return Partial(out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
+
+
 class Span(msgspec.Struct, frozen=True):
     """The rows of one chunk, and the own group's pages of its sequence.
 

@@ -16,8 +16,8 @@ from medha.batch import Batch, Chunk
 from medha.messages.fields import Logprob, Sampling
 from medha.messages.ranks import SequenceStart, Step
 from medha_worker import sampler, weights
+from medha_worker.attention.cpu import cpu_attention
 from medha_worker.attention.interface import Attention
-from medha_worker.attention.reference import ReferenceAttention
 from medha_worker.inputs import InputBuilder, StepInputs
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.config import read_config
@@ -58,8 +58,8 @@ class SoloEngine:
         self.config = config
         self.model = Llama(config, layers, tp, loaded)
         self.kv = KvPages(layers, pages, config.kv_heads, page_tokens, config.head_dim, dtype)
-        self.attention = attention or ReferenceAttention(
-            config.heads, config.kv_heads, config.head_dim, page_tokens
+        self.attention = attention or cpu_attention(
+            config.heads, config.kv_heads, config.head_dim, page_tokens, dtype
         )
         self.inputs = InputBuilder(
             Sequences(0),

@@ -1,0 +1,201 @@
+"""Single rows (decodes) by the compiled kernel of singles.c, behind its one door.
+
+Every pointer that crosses is of an array that was checked here: page ids lie in the pool and every
+row has the pages of its tokens, so that no input makes the kernel read elsewhere. The library is
+built with the project, stands beside this file and knows nothing of Python or torch. It releases
+the interpreter's lock while it computes, so parts of a large plan run in threads, as many as torch
+has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import pathlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from medha.errors import EngineError, SetupError
+from medha_worker.attention.interface import Partial, Span
+
+# Two dots, so that no one takes it for a module of Python's.
+LIBRARY = pathlib.Path(__file__).with_name("singles.kernel.so")
+# What the kernel computes with: scalars of the pool, heads of `LANES` scalars, query heads per KV
+# head (GROUP of singles.c).
+DTYPES, LANES, GROUP = (torch.float32, torch.bfloat16), 16, 64
+# Tokens times KV heads from which on a second thread is worth waking.
+THREADED = 8192
+
+_NONE = np.empty(0, dtype=np.int64)
+
+Ids = npt.NDArray[np.int64]
+Kernel = Callable[..., None]
+
+
+class _Plan(ctypes.Structure):
+    """`struct plan` of singles.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("row", "tokens", "first", "pages")),
+        *((name, ctypes.c_int64)
+          for name in ("heads", "kv_heads", "head_dim", "page_tokens", "narrow")),
+    )  # fmt: skip
+
+
+@functools.cache
+def load(library: pathlib.Path = LIBRARY) -> Kernel:
+    """The kernel; raises SetupError when it was not built or not for this machine."""
+    try:
+        kernel = ctypes.CDLL(str(library)).medha_singles
+    except (OSError, AttributeError) as error:
+        raise SetupError(
+            f"{library} is the compiled attention kernel and cannot be loaded ({error}); run `make"
+            " setup`, or install medha again where there is a C compiler"
+        ) from None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    kernel.argtypes = [
+        pointer, number, number, pointer, number, pointer, pointer, pointer, number,
+    ]  # fmt: skip
+    kernel.restype = None
+    return kernel
+
+
+class NativeKernel:
+    """The kernel for pages of one geometry, where it `serves` that.
+
+    `lanes` limits the width of the registers that are used, in float32 scalars.
+    """
+
+    def __init__(
+        self, heads: int, kv_heads: int, head_dim: int, page_tokens: int, dtype: torch.dtype,
+        lanes: int = LANES,
+    ) -> None:  # fmt: skip
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.page_tokens, self.dtype, self.lanes = page_tokens, dtype, lanes
+        self.call = load()
+        self._threads: ThreadPoolExecutor | None = None
+
+    @staticmethod
+    def serves(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+        """Whether the kernel computes with these; if not, plain torch does."""
+        grouped = heads % kv_heads == 0 and heads // kv_heads <= GROUP
+        return grouped and head_dim % LANES == 0 and dtype in DTYPES
+
+    def plan(self, spans: Sequence[Span]) -> NativePlan:
+        """Raises EngineError for a span that is not a single row with the pages of its tokens."""
+        tokens = [span.held + span.tail for span in spans]
+        pages = []
+        for span, count in zip(spans, tokens, strict=True):
+            needed = -(-count // self.page_tokens)
+            if span.length != 1 or span.start < 0 or not 0 <= needed <= len(span.pages):
+                raise EngineError(
+                    f"a span of {span.length} rows from row {span.start} sees {count} tokens on"
+                    f" {len(span.pages)} pages of {self.page_tokens}: expected one row, with the"
+                    " pages of its tokens; plan longer chunks apart"
+                )
+            pages.append(span.pages[:needed])
+        return NativePlan(self, [span.start for span in spans], tokens, pages)
+
+    @property
+    def threads(self) -> ThreadPoolExecutor:
+        """The threads beside the caller's own, idle until a plan is worth sharing."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(torch.get_num_threads(), "attention")
+        return self._threads
+
+
+class NativePlan:
+    """One step's single rows, ready to run in every layer."""
+
+    def __init__(
+        self, kernel: NativeKernel, starts: list[int], tokens: list[int], pages: list[Ids]
+    ) -> None:
+        self.kernel = kernel
+        self._rows_needed = max(starts, default=-1) + 1
+        self._bare = [row for row, count in zip(starts, tokens, strict=True) if not count]
+        seeing = [i for i, count in enumerate(tokens) if count]
+        counts = np.array([len(pages[i]) for i in seeing], dtype=np.int64)
+        # What the plan points to must live as long as it does.
+        self._tokens = np.array([tokens[i] for i in seeing], dtype=np.int64)
+        self._arrays = (
+            np.array([starts[i] for i in seeing], dtype=np.int64),
+            self._tokens,
+            np.cumsum(counts) - counts,
+            np.concatenate([_NONE, *(pages[i] for i in seeing)]),
+        )
+        ids = self._arrays[3]
+        self._lowest, self._highest = int(ids.min(initial=0)), int(ids.max(initial=-1))
+        self._plan = _Plan(
+            *(array.ctypes.data for array in self._arrays), kernel.heads, kernel.kv_heads,
+            kernel.head_dim, kernel.page_tokens, kernel.dtype == torch.bfloat16,
+        )  # fmt: skip
+        self.parts = self._split(torch.get_num_threads())
+
+    def fill(self, q: torch.Tensor, pool: torch.Tensor, into: Partial) -> None:
+        """Store the rows' states in `into`; see `interface.Plan`. Other rows are left alone.
+
+        Raises EngineError when a tensor is not what was planned for.
+        """
+        q = q.float()
+        if q.stride(-1) != 1 or q.stride(1) != q.shape[-1]:
+            q = q.contiguous()
+        self._check(q, pool, into)
+        for row in self._bare:
+            into.out[row].zero_()
+            into.lse[row].fill_(float("-inf"))
+        q_at, stride, pool_at = q.data_ptr(), q.stride(0), pool.data_ptr()
+        out_at, lse_at, plan = into.out.data_ptr(), into.lse.data_ptr(), ctypes.byref(self._plan)
+
+        def part(first: int, end: int) -> None:
+            self.kernel.call(
+                plan, first, end, q_at, stride, pool_at, out_at, lse_at, self.kernel.lanes
+            )
+
+        others = [self.kernel.threads.submit(part, *border) for border in self.parts[1:]]
+        for border in self.parts[:1]:
+            part(*border)
+        for other in others:
+            other.result()
+
+    def _split(self, threads: int) -> list[tuple[int, int]]:
+        """Pairs of row and KV head, in parts of about equal work."""
+        ends = np.cumsum(np.repeat(self._tokens, self.kernel.kv_heads))
+        if not len(ends):
+            return []
+        parts = max(min(threads, int(ends[-1]) // THREADED), 1)
+        shares = ends[-1] * np.arange(1, parts) // parts
+        borders = [0, *np.searchsorted(ends, shares).tolist(), len(ends)]
+        return [(a, b) for a, b in itertools.pairwise(borders) if a < b]
+
+    def _check(self, q: torch.Tensor, pool: torch.Tensor, into: Partial) -> None:
+        K = self.kernel
+        page = (2, K.kv_heads, K.page_tokens, K.head_dim)
+        rows = len(into.out)
+        if not (
+            pool.shape[1:] == page
+            and pool.dtype == K.dtype
+            and pool.is_contiguous()
+            and 0 <= self._lowest <= self._highest + 1 <= len(pool)
+        ):
+            raise EngineError(
+                f"a pool {list(pool.shape)} of {pool.dtype} for pages {self._lowest} …"
+                f" {self._highest}: must hold them as {list(page)} of {K.dtype}, contiguous"
+            )
+        if not (
+            rows == len(q) >= self._rows_needed
+            and q.shape == into.out.shape == (rows, K.heads, K.head_dim)
+            and into.lse.shape == (rows, K.heads)
+            and into.out.dtype == into.lse.dtype == torch.float32
+            and into.out.is_contiguous()
+            and into.lse.is_contiguous()
+        ):
+            raise EngineError(
+                f"queries {list(q.shape)} with states {list(into.out.shape)},"
+                f" {list(into.lse.shape)}: must be {self._rows_needed} rows or more of {K.heads}"
+                f" heads of {K.head_dim}, states contiguous in float32"
+            )
