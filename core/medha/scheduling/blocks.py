@@ -12,6 +12,7 @@ Ids only; the tensors belong to the ranks. Every page of a group is in exactly o
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 
@@ -28,8 +29,8 @@ class GroupPages:
     def __init__(self, total: int) -> None:
         self.total = total
         self.reserved = 0
-        self._free = list(range(total - 1, -1, -1))
-        self._refs = [0] * total
+        self._free = array("i", range(total - 1, -1, -1))
+        self._refs = array("i", bytes(4 * total))
         self._cached: dict[int, None] = {}
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -66,7 +67,7 @@ class GroupPages:
         free = self._free
         if count > len(free):
             return [self.take() for _ in range(count)]
-        pages = free[-1 : -count - 1 : -1]
+        pages = free[-1 : -count - 1 : -1].tolist()
         del free[len(free) - count :]
         for page in pages:
             self._refs[page] = 1

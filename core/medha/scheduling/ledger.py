@@ -96,6 +96,7 @@ class Ledger:
         self.guard_s = settings.margin_guard * self.longest_s
         self.long_s = 8.0 * self.longest_s
         self._inflation = 1.0 / (1.0 - settings.relegated_share)
+        self._weights = np.array([1.0, self._inflation])  # of a bare cost: unpromised, promised
 
     def join(self, group: int) -> None:
         self._arrivals[group] = 0.0, 0.0
@@ -214,6 +215,10 @@ class Ledger:
         work = waiting.work_s[rows]
         if share != 1.0:
             work /= share
+        if one.long_tokens is None:
+            long = work > self.long_s
+        else:
+            long = waiting.tokens[rows] > one.long_tokens
         allowance, least_s, owed = due_in, np.inf, False
         if self.promising:
             allowances = allowances_s(kept.places, kept.left, len(waiting))
@@ -223,22 +228,9 @@ class Ledger:
             least_s = float(allowances[-1]) if len(allowances) else np.inf
             owed = self.owed_s[group] >= self.longest_s and self._owes(group, kept)
         return View(
-            rows=rows,
-            due_in_s=due_in,
-            arrival_s=waiting.arrival_s,
-            work_s=work,
-            norm_s=waiting.norm_s,
-            long=work > self.long_s
-            if one.long_tokens is None
-            else waiting.tokens[rows] > one.long_tokens,
-            kept=waiting.kept[rows],
-            allowance_s=allowance,
-            least_s=least_s,
-            guard_s=self.guard_s,
-            owed=owed,
-            owed_to_short=self._turns[group] % 2 == 0,
-            max_yield=one.max_yield,
-        )
+            rows, waiting, due_in, work, long, waiting.kept[rows], allowance, least_s,
+            self.guard_s, owed, self._turns[group] % 2 == 0, one.max_yield,
+        )  # fmt: skip
 
     def _kept(self, group: int, waiting: Waiting, start: float) -> Kept:
         """The kept ones from `start` on, without a look at the others."""
@@ -250,7 +242,7 @@ class Ledger:
         else:
             left = np.empty(len(places))
         if promises and self.settings.relegated_share:
-            full = np.where(promised, bare * self._inflation, bare)
+            full = bare * self._weights[promised.view(np.int8)]
             np.copyto(left, due_in - full.cumsum(), where=promised)
         if promises and self.groups.shared:
             spares = spares_s(self.groups, self._costs, start + self.drain_s)

@@ -9,8 +9,6 @@ owns no pages and gives no promises.
 
 from __future__ import annotations
 
-import numpy as np
-
 from medha.batch import Chunk
 from medha.config import Scheduling
 from medha.predictor import Predictor
@@ -257,20 +255,19 @@ class Packer:
     def _account(self, plan: Plan, batch_s: float) -> None:
         self.escapes += plan.escaped
         for group in plan.crew:
-            filled = any(group in part.groups for part in plan.parts)
-            starves = plan.waits[group] and not filled
-            self.starved[group] = self.starved.get(group, 0) + 1 if starves else 0
-            if not self.ledger.promising:
-                continue
             tokens = owed = 0
             for one in plan.parts:
                 if group in one.groups:
                     tokens += one.length
                     owed += one.length * one.owed
+            starves = plan.waits[group] and not tokens
+            self.starved[group] = self.starved.get(group, 0) + 1 if starves else 0
+            if not self.ledger.promising:
+                continue
             part = owed / tokens if tokens else 0.0
-            kept = self.groups.waiting[group].kept
-            waits = int(np.count_nonzero(kept)) < len(kept)
+            waiting = self.groups.waiting[group]
+            waits = waiting.keeps < len(waiting)
             # A prompt that spans the crew waits for what each of its groups owes: it is shared out.
             self.ledger.spend(group, batch_s / len(plan.crew), part * batch_s, waits)
-            if filled:
+            if tokens:
                 self.ledger.measure_share(group, plan.target_s, plan.decode_s[group])

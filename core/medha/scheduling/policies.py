@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from medha.scheduling.lars import Floats, Mask, Places, relative_slack, slack_s, yielded
+from medha.scheduling.waiting import Waiting
 
 OWED, ABSORBED, SLACK, DEADLINE, RELEGATED = -1, 0, 1, 2, 3
 
@@ -34,15 +35,13 @@ class View:
     remaining work w(t), `allowance_s` what may be done out of deadline order (see `promises`),
     `least_s` the same for whoever is due last of all, `guard_s` the part of it that does not count.
     `owed`: the relegated have their share coming; `owed_to_short`: it is the turn of the short
-    ones. Of all rows of the group, as few policies ask: `arrival_s`, and `norm_s`, by which slack
-    is divided.
+    ones. `waiting` has what few policies ask for, of all rows of the group.
     """
 
     rows: Places
+    waiting: Waiting
     due_in_s: Floats
-    arrival_s: Floats
     work_s: Floats
-    norm_s: Floats
     long: Mask
     kept: Mask
     allowance_s: Floats
@@ -91,7 +90,11 @@ def _lars(view: View) -> Iterator[Tier]:
     others = np.greater(kept, absorbed)
     if len(at):
         others[at] = False
-        yield SLACK, at, relative_slack(view.due_in_s[at], work[at], view.norm_s[view.rows[at]])
+        yield (
+            SLACK,
+            at,
+            relative_slack(view.due_in_s[at], work[at], view.waiting.norm_s[view.rows[at]]),
+        )
     at = others.nonzero()[0]
     if len(at):
         yield DEADLINE, at, view.due_in_s[at]
@@ -116,13 +119,13 @@ def _owed(view: View) -> Places | None:
 
 def lars_paper(view: View) -> Order:
     """Relative slack; a long prefill yields part of the budget (Algorithms 1 and 2)."""
-    rho = relative_slack(view.due_in_s, view.work_s, view.norm_s[view.rows])
+    rho = relative_slack(view.due_in_s, view.work_s, view.waiting.norm_s[view.rows])
     return Order(_one(rho), np.where(view.long, yielded(rho, view.max_yield), 0.0))
 
 
 def lars_paper_no_sharing(view: View) -> Order:
     """Relative slack; a long prefill takes the budget whole."""
-    return Order(_one(relative_slack(view.due_in_s, view.work_s, view.norm_s[view.rows])))
+    return Order(_one(relative_slack(view.due_in_s, view.work_s, view.waiting.norm_s[view.rows])))
 
 
 def lrs(view: View) -> Order:
@@ -142,7 +145,7 @@ def srpf(view: View) -> Order:
 
 def fcfs(view: View) -> Order:
     """First come, first served."""
-    return Order(_one(view.arrival_s[view.rows]))
+    return Order(_one(view.waiting.arrival_s[view.rows]))
 
 
 POLICIES: dict[str, Policy] = {

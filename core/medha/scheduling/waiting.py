@@ -27,13 +27,13 @@ class Waiting:
     `work` is seconds that the group will be busy with it, alone; `need` pages that must be had here
     before it may start (0 once it has). `freed`: work was struck off since somebody looked;
     `turn`: place in the order of (arrival, id), which breaks ties. `since_s`: since when it has
-    been passed over for want of pages; `noted_s`: when to note that again. `promises` and `able`
-    count the promised and the ready rows.
+    been passed over for want of pages; `noted_s`: when to note that again. `keeps`, `promises` and
+    `able` count the rows that are kept, promised and ready.
     """
 
     __slots__ = (
         "_born", "_fields", "_flags", "_keys", "_oldest_s", "able", "arrival_s", "due_s", "freed",
-        "kept", "need", "norm_s", "noted_s", "promised", "promises", "ready", "sequences",
+        "keeps", "kept", "need", "norm_s", "noted_s", "promised", "promises", "ready", "sequences",
         "since_s", "tokens", "turn", "work_s",
     )  # fmt: skip
 
@@ -56,7 +56,7 @@ class Waiting:
         self._born: list[tuple[float, str]] = []
         self.sequences: list[Sequence] = []
         self.freed, self.noted_s = False, 0.0
-        self.promises = self.able = 0
+        self.keeps = self.promises = self.able = 0
         self._oldest_s = np.inf  # nobody has been passed over for longer
         self._cut()
 
@@ -144,6 +144,7 @@ class Waiting:
 
     def _flag(self, at: int, kept: bool, promised: bool, ready: bool) -> None:
         flags = self._flags
+        self.keeps += kept - bool(flags[KEPT, at])
         self.promises += promised - bool(flags[PROMISED, at])
         self.able += ready - bool(flags[READY, at])
         flags[KEPT, at], flags[PROMISED, at], flags[READY, at] = kept, promised, ready
