@@ -3,9 +3,10 @@
     make images                                          all three, as localhost/medha-*:dev
     python -m examples.images --device cpu worker        one of them
 
-The base image is $MEDHA_BASE_IMAGE, else the Dockerfile's own; buildah without a registry gets one
-that tests/cluster/base_image.sh makes. The package index is pip's own: its settings and the
-certificate that it trusts are handed on as build secrets, and stay out of the images.
+The base image is $MEDHA_BASE_IMAGE, and what compiles the worker's kernel $MEDHA_BUILDER_IMAGE, the
+same with a C compiler; else they are the Dockerfile's own, and buildah, which may lack a registry,
+gets some that tests/cluster/base_image.sh makes. The package index is pip's own: its settings and
+the certificate that it trusts are handed on as build secrets, and stay out of the images.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ HOUSE = pathlib.Path(__file__).resolve().parents[1]
 TARGETS = ("operator", "router", "worker")
 BUILDERS = {"docker": ("buildx", "ls"), "buildah": ("info",), "podman": ("info",)}
 """In this order, and what one answers without an error where it can build."""
-OWN_BASE = "localhost/medha-base:dev"
+BASES = {"BASE": (), "BUILDER": ("gcc", "libc6-dev")}
+"""What images start from, by the Dockerfile's name, and what Debian's Python lacks to be it."""
 PIP_SETTINGS = pathlib.Path("/etc/pip.conf")
 
 
@@ -46,8 +48,11 @@ def build(target: str, device: str) -> str:
     """Build one image, from what earlier builds left where nothing changed; returns its name."""
     program = builder()
     verb = ["bud", "--isolation", "chroot", "--layers"] if program == "buildah" else ["build"]
-    base = os.environ.get("MEDHA_BASE_IMAGE") or (own_base() if program == "buildah" else "")
-    arguments = {"DEVICE": device} | ({"BASE": base} if base else {})
+    needed = BASES if target == "worker" else ("BASE",)
+    found = {name: os.environ.get(f"MEDHA_{name}_IMAGE") for name in needed}
+    if program == "buildah":
+        found = {name: given or own_base(name) for name, given in found.items()}
+    arguments = {"DEVICE": device} | {name: given for name, given in found.items() if given}
     given = [f"--build-arg={name}={value}" for name, value in arguments.items()]
     command = [program, *verb, *given, *secrets(), "--target", target, "-t", image(target), "."]
     environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
@@ -57,12 +62,13 @@ def build(target: str, device: str) -> str:
     return image(target)
 
 
-def own_base() -> str:
-    """A base that is made here, if it is not there yet."""
-    if subprocess.run(["buildah", "inspect", OWN_BASE], capture_output=True).returncode:
+def own_base(name: str) -> str:
+    """One of BASES that is made here, if it is not there yet."""
+    made = image(name.lower())
+    if subprocess.run(["buildah", "inspect", made], capture_output=True).returncode:
         script = HOUSE / "tests" / "cluster" / "base_image.sh"
-        subprocess.run([str(script), OWN_BASE], check=True)
-    return OWN_BASE
+        subprocess.run([str(script), made, *BASES[name]], check=True)
+    return made
 
 
 def secrets() -> list[str]:
