@@ -1,16 +1,19 @@
 """Batches in flight: what was handed out and has not come back.
 
-Up to `spp` batches are in flight per KVP group. Small ones, of a short prompt or two, pass beside
-them, as many again: counted like the others they would fill the pipeline and leave stage 0 idle.
-"Stage 0 is free" and "the batch is done" are different events: the first lets the next batch in,
-the second brings tokens. A batch is void when a group that it names was lost; it never completes
-then.
+Up to `spp` batches are in flight per KVP group, counted by their time: as many as take less than
+`spp` of the longest of them. (A short prompt's batch that counted like a full one would fill the
+pipeline and leave stage 0 idle behind it.) "Stage 0 is free" and "the batch is done" are different
+events: the first lets the next batch in, the second brings tokens. A batch is void when a group
+that it names was lost; it never completes then.
 """
 
 from __future__ import annotations
 
 from medha.batch import Batch
 from medha.costs import BatchLoad
+
+# However short: a batch more costs every stage its messages.
+MOST_PER_STAGE = 2
 
 
 class Flight:
@@ -30,10 +33,10 @@ class Flight:
 
 
 class Flights:
-    """All of them, by number; one is small that is predicted to take `small_s` at most."""
+    """All of them, by number."""
 
-    def __init__(self, spp: int, small_s: float = 0.0) -> None:
-        self.spp, self.small_s = spp, small_s if spp > 1 else 0.0
+    def __init__(self, spp: int) -> None:
+        self.spp = spp
         self.by_number: dict[int, Flight] = {}
         self.of_group: dict[int, list[int]] = {}
 
@@ -69,14 +72,17 @@ class Flights:
 
     def _in_the_way(self, group: int) -> Flight | None:
         """The batch that must come out before `group` takes another; None when there is room."""
-        numbers, spp = self.of_group.get(group, ()), self.spp
+        numbers, spp = self.of_group[group], self.spp
         if len(numbers) < spp:
             return None
-        if len(numbers) >= 2 * spp:
-            return self.by_number[numbers[-2 * spp]]
+        if spp == 1:
+            return self.by_number[numbers[-1]]
         flights = [self.by_number[number] for number in numbers]
-        large = [flight for flight in flights if flight.predicted_s > self.small_s]
-        return large[-spp] if len(large) >= spp else None
+        lengths_s = [flight.predicted_s for flight in flights]
+        out = max(0, len(flights) - MOST_PER_STAGE * spp + 1)
+        while len(flights) - out >= spp and sum(lengths_s[out:]) >= spp * max(lengths_s[out:]):
+            out += 1
+        return flights[out - 1] if out else None
 
     def naming(self, group: int) -> list[Flight]:
         """Flights in which `group` takes part, oldest first."""

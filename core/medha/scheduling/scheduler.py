@@ -74,7 +74,7 @@ class Scheduler:
         self.pages_per_group, self.page_tokens = pages_per_group, page_tokens
         self._pool = Pool(pages_per_group, page_tokens, topology.kvp_max)
         self._groups = Groups(self._pool, predictor, topology.spp, settings.output_reserve)
-        self._flights = Flights(topology.spp, settings.finish_fill * settings.max_batch_s)
+        self._flights = Flights(topology.spp)
         self._decodes = Decodes()
         longest_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
         drain_s = (topology.spp - 1) * longest_s
