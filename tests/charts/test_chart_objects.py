@@ -286,6 +286,21 @@ def test_pods_go_where_the_values_say(render: Render) -> None:
         assert made["metadata"]["annotations"]["a"] == "b"
 
 
+@pytest.mark.parametrize("name", ["operator", "router"])
+def test_copies_had_rather_stand_on_other_nodes_and_in_other_zones(
+    name: str, objects: Objects
+) -> None:
+    made = template(objects, f"medha-{name}")
+    terms = made["spec"]["affinity"]["podAntiAffinity"][
+        "preferredDuringSchedulingIgnoredDuringExecution"
+    ]
+    for each in terms:
+        selector = each["podAffinityTerm"]["labelSelector"]["matchLabels"]
+        assert selector.items() <= made["metadata"]["labels"].items()
+    weights = {each["podAffinityTerm"]["topologyKey"]: each["weight"] for each in terms}
+    assert weights == {"kubernetes.io/hostname": 100, "topology.kubernetes.io/zone": 50}
+
+
 def test_what_watches_worker_pods_names_ports_and_labels_that_they_have(render: Render) -> None:
     tiny = yaml.safe_load((HOUSE / "examples/kubernetes/tiny.yaml").read_text())
     start = pods.Start(ordinal=0, at=Coordinate(0, 0, 0), node="a", spec_hash="1")

@@ -82,13 +82,17 @@ affinity:
 {{- if $of.affinity }}
 {{- toYaml $of.affinity | nindent 2 }}
 {{- else }}
+  # Another node first, then another zone where nodes have one.
   podAntiAffinity:
     preferredDuringSchedulingIgnoredDuringExecution:
-    - weight: 100
+    {{- $selector := include "medha.selector" . }}
+    {{- range $key, $weight := dict "kubernetes.io/hostname" 100 "topology.kubernetes.io/zone" 50 }}
+    - weight: {{ $weight }}
       podAffinityTerm:
-        topologyKey: kubernetes.io/hostname
+        topologyKey: {{ $key }}
         labelSelector:
-          matchLabels: {{- include "medha.selector" . | nindent 12 }}
+          matchLabels: {{- $selector | nindent 12 }}
+    {{- end }}
 {{- end }}
 {{- end -}}
 
