@@ -20,7 +20,7 @@ NAMESPACE = "medha"
 RESOURCE = HOUSE / "examples" / "kubernetes" / "tiny.yaml"
 TOKENS_PER_GROUP = 20_480
 READY_S = 180.0
-OURS = "pods,services,configmaps,poddisruptionbudgets,endpointslices"
+OURS = "pods,services,configmaps,poddisruptionbudgets,networkpolicies,endpointslices"
 
 
 class Installed:
