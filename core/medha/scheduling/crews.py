@@ -7,7 +7,8 @@ waits for the others may run an independent batch meanwhile, if that batch ends 
     g1  |------- busy ----------------------|== shared ==|
 
 Who waited longest comes first, and only it holds groups back: busy groups always finish, hence no
-circle of waiting. After `max_starved_rounds` independent batches a group waits idle.
+circle of waiting. After `max_starved_rounds` independent batches a group waits idle; until then it
+does not for a relegated prompt that had the groups together last time and was not taken.
 """
 
 from __future__ import annotations
@@ -56,9 +57,11 @@ class Crews:
             away = [group for group in wants if group not in eligible]
             gap_s = max((self.flights.free_in_s(group, now) for group in away), default=0.0)
             for group in wants:
-                if gap_s >= self.min_batch_s and sequence.passed < self.max_starved_rounds:
+                if sequence.passed >= self.max_starved_rounds:
+                    held.add(group)
+                elif gap_s >= self.min_batch_s:
                     limits[group] = min(limits.get(group, inf), gap_s)
-                else:
+                elif sequence.kept or not sequence.refused:
                     held.add(group)
         while shared:
             crew = set(shared.pop(0))
@@ -77,7 +80,7 @@ class Crews:
         is more urgent, so that no group needs to be held back for it."""
         for sequence, wants in self._able:
             if set(crew).issuperset(wants) and sequence.number not in taken:
-                sequence.passed, sequence.waiting_since_s = 0, None
+                sequence.passed, sequence.waiting_since_s, sequence.refused = 0, None, True
 
     def ran(self, crew: tuple[int, ...]) -> None:
         """A batch of this crew was packed: those that it made wait count it."""

@@ -219,6 +219,7 @@ class Scheduler:
             self._groups.refresh(part.sequence)
             if len(part.groups) > 1:
                 part.sequence.passed, part.sequence.waiting_since_s = 0, None
+                part.sequence.refused = False
         for groups, _ in plan.cohorts:
             if len(groups) > 1:
                 for chunk in chunks:

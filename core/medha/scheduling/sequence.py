@@ -22,15 +22,16 @@ class Sequence:
     `plan`: groups in the order in which they become active.
     `kept`: it is in the promise set, `promised`: by a promise. `reserved`: pages per group that it
     will still take; `claim`: on groups that do not run yet. `fresh`: pages that its newest chunk
-    took. `moving`: copies of its pages under way or not yet switched.
+    took. `moving`: copies of its pages under way or not yet switched. `refused`: its groups were
+    together, and it was not taken.
     """
 
     __slots__ = (
         "claim", "decode_due_s", "decoding", "done", "emitted", "ended", "first_token_s",
         "fresh", "goal", "group_of", "groups", "hashes", "held", "in_flight", "kept", "key", "left",
         "moving", "next_chunk", "norm_s", "number", "over", "packed", "page_of", "passed",
-        "paused_since_s", "plan", "promised", "request", "reserved",
-        "slot", "started", "switching", "taken_back", "total_work_s", "waiting_since_s",
+        "paused_since_s", "plan", "promised", "refused", "request", "reserved", "slot",
+        "started", "switching", "taken_back", "total_work_s", "waiting_since_s",
     )  # fmt: skip
 
     def __init__(self, number: int, request: Request, hashes: Items[bytes] = ()) -> None:
@@ -61,7 +62,7 @@ class Sequence:
         self.next_chunk: Chunk | None = None
         self.slot = -1
         self.decode_due_s = 0.0
-        self.passed = 0
+        self.passed, self.refused = 0, False
         self.waiting_since_s: float | None = None
         self.paused_since_s: float | None = None
         self.switching: list[Move] = []
