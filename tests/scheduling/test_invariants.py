@@ -160,6 +160,17 @@ def test_relegated_long_ones_get_their_share_under_overload() -> None:
     assert driven.first_s["long"] < 45.0
 
 
+def test_the_largest_share_for_the_relegated_makes_no_promise_that_cannot_be_kept() -> None:
+    # Short prompts alone offer 130 % load, and the resource allows a share of 40 percent.
+    plan = scheduler(settings=Scheduling(max_batch_s=0.05, relegated_share=0.4))
+    driven = Driven(plan)
+    driven.submit(request(f"s{n}", 500, n / 26.0, within_s=0.5) for n in range(600))
+    driven.submit(request(f"l{n}", 15_000, 15.0 + 0.1 * n, within_s=4.0) for n in range(4))
+    driven.run()
+    promised = [name for name, one in driven.admitted.items() if one.promised]
+    assert [name for name in promised if not driven.in_time(name)] == []
+
+
 def test_short_ones_do_not_starve_beside_long_ones() -> None:
     plan = scheduler(settings=Scheduling(max_batch_s=0.05))
     driven = Driven(plan)

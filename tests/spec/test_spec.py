@@ -204,6 +204,8 @@ def test_a_class_takes_from_the_default_what_it_leaves_out() -> None:
 
 SENTENCES = [
     (TP, 0, "spec.parallelism.tp is 0: must be a whole number from 1 to 64; use 1"),
+    ("spec.scheduling.relegatedPercent", 50,
+     "spec.scheduling.relegatedPercent is 50: must be a whole number from 0 to 40; use 40"),
     (TP, "8", "spec.parallelism.tp is 8: must be a whole number from 1 to 64; use 8"),
     ("spec.parallelism.tpp", 8,
      "spec.parallelism.tpp is not a field: spec.parallelism has kvp, spp, tp; did you mean tp?"),

@@ -182,7 +182,11 @@ class BatchBudget(Part, frozen=True):
 
 
 class Scheduling(Part, frozen=True):
-    """`promises` Commit: one once given is kept; Revise: later requests may displace it."""
+    """`promises` Commit: one once given is kept; Revise: later requests may displace it.
+
+    `relegatedPercent`: up to half of the time is kept free for short ones to come; promises need
+    something beside both.
+    """
 
     policy: Literal["LARS", "LARSPaper", "LARSPaperNoSharing", "LRS", "EDF", "SRPF", "FCFS"] = (
         "LARS"
@@ -190,7 +194,7 @@ class Scheduling(Part, frozen=True):
     normaliser: Literal["Work", "Deadline"] = "Work"
     batch_budget: BatchBudget = BatchBudget()
     max_yield_percent: Percent = 40
-    relegated_percent: Percent = 10
+    relegated_percent: Annotated[int, msgspec.Meta(ge=0, le=40)] = 10
     promises: Literal["Commit", "Revise"] = "Commit"
     long_prefill_threshold_tokens: Tokens | None = None
     long_tokens: Tokens | None = None
