@@ -116,6 +116,22 @@ def test_a_checkpoint_without_one_of_its_files(
     assert sentence in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json is not whole (Object missing required field `mod"),
+        ("tokenizer.json", '{"model": {"vocab"', "tokenizer.json is not whole (Input data was tru"),
+        ("tokenizer_config.json", "[", "tokenizer_config.json is not whole"),
+    ],
+)
+def test_a_tokenizer_that_is_not_whole(
+    folder: Path, refusal: Refusal, name: str, text: str, sentence: str
+) -> None:
+    (folder / "model" / name).write_text(text)
+    line = refusal(folder)
+    assert sentence in line and "fetch it again" in line
+
+
 def cut(data: bytes) -> bytes:
     return data[: len(data) // 2]
 

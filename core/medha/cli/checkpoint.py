@@ -33,6 +33,12 @@ class ConfigJson(msgspec.Struct, frozen=True):
         return self.num_key_value_heads or self.num_attention_heads
 
 
+class TokenizerJson(msgspec.Struct, frozen=True):
+    """tokenizer.json, as far as it shows that the file is one, and whole."""
+
+    model: dict[str, msgspec.Raw]
+
+
 class Tensor(msgspec.Struct, frozen=True):
     """Where a tensor lies in its safetensors file, after the header; absent for metadata."""
 
@@ -55,9 +61,7 @@ def check_checkpoint(replica: MedhaReplica) -> pathlib.Path:
         raise SpecError("spec.model.source.hostPath.path", source.path, "must be a folder",
                         "put the checkpoint there or correct the path")  # fmt: skip
     config = _read_config(folder)
-    for name in ("tokenizer.json",):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder} has no {name}: copy the whole checkpoint there")
+    _check_tokenizer(folder)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise CheckpointError(f"{folder} has no *.safetensors: only that format is loaded")
@@ -74,6 +78,25 @@ def check_checkpoint(replica: MedhaReplica) -> pathlib.Path:
             f"use {longest} or less",
         )  # fmt: skip
     return folder
+
+
+def _check_tokenizer(folder: pathlib.Path) -> None:
+    """The router would wait for ever for a replica whose tokenizer it cannot load."""
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{folder} has no tokenizer.json: copy the whole checkpoint there")
+    shapes = {"tokenizer.json": TokenizerJson, "tokenizer_config.json": dict[str, msgspec.Raw]}
+    for name, shape in shapes.items():
+        file = folder / name
+        if not file.exists():
+            continue
+        try:
+            msgspec.json.decode(file.read_bytes(), type=shape)
+        except OSError as error:
+            raise CheckpointError(
+                f"{file} cannot be read ({error.strerror}): fetch it anew"
+            ) from None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} is not whole ({error}): fetch it again") from None
 
 
 def _check_whole(file: pathlib.Path) -> None:
