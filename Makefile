@@ -16,7 +16,7 @@ KERNEL := worker/medha_worker/attention/singles.kernel.so
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-cluster images test test-api check format bench lock clean
+.PHONY: help setup demo demo-cluster images test test-api test-cluster check format bench lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -52,6 +52,9 @@ test: $(READY) ## run every test that needs neither a GPU nor a cluster
 
 test-api: $(READY) ## run the tests that start a real Kubernetes API server, where its programs are
 	$(PYTEST) tests/api
+
+test-cluster: $(READY) ## run the tests on a whole cluster, where one can be made (SHORT=1: the first of them)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -rsP tests/cluster$(if $(SHORT),/test_first_answers.py)
 
 check: $(READY) ## lint, format, types, layers, and the tests that guard the house
 	$(VENV)/bin/ruff check $(CODE)

@@ -32,8 +32,8 @@ def image(target: str) -> str:
     return f"localhost/medha-{target}:dev"
 
 
-def builder() -> str:
-    """The program that builds images here."""
+def able_builder() -> str | None:
+    """The program that builds images here; None without one that works."""
     if chosen := os.environ.get("MEDHA_IMAGE_BUILDER"):
         return chosen
     for program, question in BUILDERS.items():
@@ -41,7 +41,15 @@ def builder() -> str:
             asked = subprocess.run([program, *question], capture_output=True)
             if asked.returncode == 0:
                 return program
-    sys.exit(f"nothing here builds images: {', '.join(BUILDERS)} are missing or not working")
+    return None
+
+
+def builder() -> str:
+    """The program that builds images here; ends this one when there is none."""
+    found = able_builder()
+    if found is None:
+        sys.exit(f"nothing here builds images: {', '.join(BUILDERS)} are missing or not working")
+    return found
 
 
 def build(target: str, device: str) -> str:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from examples.images import HOUSE, archive, image
+from examples.images import HOUSE, able_builder, archive, image
 
 TOOL = HOUSE.parent / "shared" / "kubernetes" / "cluster"
 ARCHIVES = HOUSE / "build" / "images"
@@ -104,6 +104,20 @@ def until(true: Callable[[], object], what: str, limit_s: float) -> float:
             raise Failed(f"{what}: not within {limit_s:.0f} s")
         time.sleep(0.1)
     return time.monotonic() - began_s
+
+
+def missing() -> str:
+    """What this machine lacks to have a cluster and images for it; empty when nothing."""
+    if os.environ.get("MEDHA_TEST_KUBECONFIG") == "1":
+        return ""
+    if able_builder() is None:
+        return "nothing here builds images: install docker, podman or buildah"
+    if shutil.which("kind"):
+        return ""
+    tool = pathlib.Path(os.environ.get("MEDHA_CLUSTER_TOOL", TOOL))
+    if not tool.is_file():
+        return "no cluster here: install kind, or set MEDHA_TEST_KUBECONFIG=1 and KUBECONFIG"
+    return "" if os.geteuid() == 0 else f"{tool} needs root"
 
 
 @contextlib.contextmanager

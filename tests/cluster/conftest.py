@@ -1,7 +1,7 @@
 """A real cluster with Medha installed and the small model served, for the tests of this folder.
 
-Slow by nature (minutes), so they run when they are named: `pytest tests/cluster`. Which cluster it
-is says examples/testbed.py.
+Slow by nature (minutes), so they run when they are named: `make test-cluster`. Which cluster it is
+says examples/testbed.py; without one they are skipped.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples import images
 from examples.installed import Installed
-from examples.testbed import ARCHIVES, opened
+from examples.testbed import ARCHIVES, missing, opened
 
 
 @pytest.fixture(scope="session")
 def medha() -> Iterator[Installed]:
     """Two replicas of the small model on two nodes, ready."""
+    if lacking := missing():
+        pytest.skip(lacking)
     for target in images.TARGETS:
         images.build(target, "cpu")
         images.archive(target, ARCHIVES)

@@ -1,0 +1,54 @@
+"""What must hold before anything else: the charts install, a resource is served and scales.
+
+The short pass of continuous integration; what harm does is tested beside it.
+"""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from examples.installed import NAMESPACE, Installed
+from examples.testbed import until
+
+pytestmark = pytest.mark.timeout(900)
+
+LIMIT_S = 300.0
+
+
+def test_a_question_is_answered_through_the_router(medha: Installed) -> None:
+    with (
+        medha.bed.forwarded(NAMESPACE, "service/medha-router", 8000) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Who is first in the queue?"}],
+            max_tokens=8,
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 8
+        stream = client.completions.create(
+            model="tiny", prompt="one two three", max_tokens=8, stream=True, temperature=0
+        )
+        assert "".join(part.choices[0].text for part in stream if part.choices)
+
+
+def test_replicas_lie_on_different_nodes(medha: Installed) -> None:
+    nodes: dict[str, set[str]] = {}
+    for pod in medha.pods():
+        replica = pod["metadata"]["labels"]["medha.dev/ordinal"]
+        nodes.setdefault(replica, set()).add(pod["spec"]["nodeName"])
+    assert len(nodes) == 2
+    assert set.intersection(*nodes.values()) == set()
+
+
+def test_a_replica_goes_and_comes_as_the_resource_says(medha: Installed) -> None:
+    for count in (1, 2):
+        medha.bed.kubectl("scale", "mr/tiny", f"--replicas={count}")
+        until(
+            lambda count=count: (  # type: ignore[misc]
+                medha.ready_replicas() == count and len(medha.pods()) == 2 * count
+            ),
+            f"{count} replicas", LIMIT_S,
+        )  # fmt: skip
