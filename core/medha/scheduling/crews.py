@@ -8,7 +8,8 @@ waits for the others may run an independent batch meanwhile, if that batch ends 
 
 Who waited longest comes first, and only it holds groups back: busy groups always finish, hence no
 circle of waiting. After `max_starved_rounds` independent batches a group waits idle; until then it
-does not for a relegated prompt that had the groups together last time and was not taken.
+does not for a relegated prompt that had the groups together last time and was not taken, and never
+for a relegated one where that costs a promise.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from math import inf
 
 from medha.scheduling.growth import Groups
 from medha.scheduling.inflight import Flights
+from medha.scheduling.ledger import Ledger
 from medha.scheduling.sequence import Sequence
 
 
@@ -25,9 +27,10 @@ class Crews:
     """Chooses crews. `columns`: whether shared chunks can run at all at this moment."""
 
     def __init__(
-        self, groups: Groups, flights: Flights, min_batch_s: float, max_starved_rounds: int
-    ) -> None:
-        self.groups, self.flights = groups, flights
+        self, groups: Groups, flights: Flights, ledger: Ledger, min_batch_s: float,
+        max_starved_rounds: int,
+    ) -> None:  # fmt: skip
+        self.groups, self.flights, self.ledger = groups, flights, ledger
         self.min_batch_s, self.max_starved_rounds = min_batch_s, max_starved_rounds
         self.columns = True
         self._blocked: list[tuple[Sequence, tuple[int, ...]]] = []
@@ -57,11 +60,12 @@ class Crews:
             away = [group for group in wants if group not in eligible]
             gap_s = max((self.flights.free_in_s(group, now) for group in away), default=0.0)
             for group in wants:
-                if sequence.passed >= self.max_starved_rounds:
-                    held.add(group)
-                elif gap_s >= self.min_batch_s:
+                starved = sequence.passed >= self.max_starved_rounds
+                if gap_s >= self.min_batch_s and not starved:
                     limits[group] = min(limits.get(group, inf), gap_s)
-                elif sequence.kept or not sequence.refused:
+                elif sequence.kept or (
+                    (starved or not sequence.refused) and self.ledger.affords(group, gap_s, now)
+                ):
                     held.add(group)
         while shared:
             crew = set(shared.pop(0))

@@ -207,6 +207,12 @@ class Ledger:
             anew = self._take_in(group, waiting, now) or anew
         return self._kept(group, waiting, now) if anew else kept
 
+    def affords(self, group: int, idle_s: float, now: float) -> bool:
+        """Whether no promise is broken when the group stands idle for that long, and then does what
+        it owes the relegated."""
+        least_s = self._kept(group, self.groups.waiting[group], now).least_promised_s
+        return not self.promising or least_s >= idle_s + max(0.0, self.owed_s[group])
+
     def view(self, group: int, rows: Places, kept: Kept, now: float) -> View:
         """Those rows of the group, as its policy sees them."""
         one, waiting, share = self.settings, self.groups.waiting[group], self.share[group]

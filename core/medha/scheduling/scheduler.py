@@ -86,8 +86,9 @@ class Scheduler:
         )  # fmt: skip
         self._endings = Endings(self._groups, self._decodes, self._starts)
         self._crews = Crews(
-            self._groups, self._flights, settings.min_batch_s, settings.max_starved_rounds
-        )
+            self._groups, self._flights, self._ledger, settings.min_batch_s,
+            settings.max_starved_rounds,
+        )  # fmt: skip
         self._rebalance = Rebalance(self._groups, self._flights, self._endings, predictor)
         self._progress = Progress(
             self._groups, self._decodes, self._endings, settings, max_context_tokens

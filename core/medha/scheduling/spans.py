@@ -41,7 +41,8 @@ def crews_meet(
 def spares_s(
     groups: Groups, costs: Costs, by_s: float, newcomer: Sequence | None = None
 ) -> dict[int, float]:
-    """Margin of each promise that spans groups, by number, were the newcomer promised too.
+    """Margin of each promise that spans groups, by number, were the newcomer promised too: its own,
+    and that of those that are laid out behind it.
 
     `costs`: time that each row of a group takes up; `by_s`: now, and what is lost behind stage 0.
     """
@@ -60,7 +61,12 @@ def spares_s(
             laid[group] = laid[group].copy()
             laid[group][waiting.place(newcomer.key)] = True
     ends = _ends_s(groups, spanning, taken, laid)
-    return {one.number: one.key[0] - by_s - ends[one.number] for one in spanning}
+    spares = {one.number: one.key[0] - by_s - ends[one.number] for one in spanning}
+    for place, one in reversed([*enumerate(spanning)]):
+        for before in spanning[:place]:  # whatever delays it delays who comes after it
+            if not set(before.plan).isdisjoint(one.plan):
+                spares[before.number] = min(spares[before.number], spares[one.number])
+    return spares
 
 
 def lower(
