@@ -123,6 +123,8 @@ def test_sequences_of_one_batch_keep_their_own_dynamic_base(tmp_path: pathlib.Pa
     [
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"vocab_size": 0}, "vocab_size"),

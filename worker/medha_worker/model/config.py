@@ -17,6 +17,11 @@ from medha.errors import CheckpointError
 from medha.model import ModelShape
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_NEEDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +154,11 @@ def _rope(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
         )
     if given.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1.0):
         raise CheckpointError(f"{path}: partial_rotary_factor must be 1; use a Llama checkpoint")
+    for key in ROPE_NEEDS.get(kind, ()):
+        if given.get(key) is None:
+            raise CheckpointError(
+                f"{path}: rope type {kind} lacks {key}: must be given; fetch config.json again"
+            )
     # Dynamic NTK counts from max_position_embeddings; the others may name their own length.
     outside = raw.get("original_max_position_embeddings")
     original = outside or given.get("original_max_position_embeddings") or max_tokens
