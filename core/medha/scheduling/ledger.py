@@ -266,9 +266,14 @@ class Ledger:
 
     def _owes(self, group: int, kept: Kept) -> bool:
         """Whether the relegated, who have a batch coming, get it now: when no promise is too close
-        (margins count their share, so they widen as promised work is done), or it is overdue."""
-        overdue = self.owed_s[group] >= 3.0 * self.longest_s
-        return overdue or kept.least_promised_s >= self.longest_s
+        (margins count their share, so they widen as promised work is done), or it is overdue and
+        the promises can spare a batch of the share that they count."""
+        if kept.least_promised_s >= self.longest_s:
+            return True
+        if self.owed_s[group] < 3.0 * self.longest_s:
+            return False
+        left = kept.due_in - (kept.bare * kept.promised).cumsum()
+        return bool(left.min(where=kept.promised, initial=np.inf) >= self.longest_s)
 
     def _looks(self, group: int, waiting: Waiting) -> bool:
         """Whether it is time to see who fits and who cannot be kept: room grows when work is
