@@ -26,13 +26,7 @@ from medha.config import Scheduling
 from medha.scheduling.growth import Groups
 from medha.scheduling.lars import Floats, Mask, Places
 from medha.scheduling.policies import View
-from medha.scheduling.promises import (
-    allowances_s,
-    broken,
-    largest_feasible,
-    margins_s,
-    room_s,
-)
+from medha.scheduling.promises import allowances_s, broken, largest_feasible, margins_s, room_s
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.spans import crews_meet, lower, spares_s
 from medha.scheduling.waiting import Waiting
@@ -104,8 +98,8 @@ class Ledger:
         self._turns[group] = 0
 
     def leave(self, group: int) -> None:
-        del self._arrivals[group]
-        del self.share[group], self.owed_s[group], self._rounds[group], self._turns[group]
+        for of in (self._arrivals, self.share, self.owed_s, self._rounds, self._turns):
+            del of[group]
 
     def factor(self, group: int) -> float:
         """Seconds that pass per second of prefill work in `group`."""
@@ -208,8 +202,7 @@ class Ledger:
         return self._kept(group, waiting, now) if anew else kept
 
     def affords(self, group: int, idle_s: float, now: float) -> bool:
-        """Whether no promise is broken when the group stands idle for that long, and then does what
-        it owes the relegated."""
+        """Whether no promise breaks if the group idles so long, then does what it owes."""
         least_s = self._kept(group, self.groups.waiting[group], now).least_promised_s
         return not self.promising or least_s >= idle_s + max(0.0, self.owed_s[group])
 
@@ -268,10 +261,8 @@ class Ledger:
         """Whether the relegated, who have a batch coming, get it now: when no promise is too close
         (margins count their share, so they widen as promised work is done), or it is overdue and
         the promises can spare a batch of the share that they count."""
-        if kept.least_promised_s >= self.longest_s:
-            return True
-        if self.owed_s[group] < 3.0 * self.longest_s:
-            return False
+        if kept.least_promised_s >= self.longest_s or self.owed_s[group] < 3.0 * self.longest_s:
+            return kept.least_promised_s >= self.longest_s
         left = kept.due_in - (kept.bare * kept.promised).cumsum()
         return bool(left.min(where=kept.promised, initial=np.inf) >= self.longest_s)
 
