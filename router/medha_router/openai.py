@@ -12,6 +12,7 @@ default. `null` means the default everywhere.
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
+MAX_SHOWN_CHARS = 60
 CHAT_LOGPROBS = 20
 COMPLETION_LOGPROBS = 5
 DEFAULT_COMPLETION_TOKENS = 16
@@ -30,6 +32,7 @@ MAX_INT64 = (1 << 63) - 1
 
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] | None
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 OutputTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] | None
 BiasKey = Annotated[str, msgspec.Meta(max_length=12)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
@@ -61,7 +64,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] | None = None
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=32)] | None = None
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=32)] | None = None
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
@@ -140,14 +143,37 @@ def read_body(data: bytes | bytearray, kind: type[B]) -> B:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `")
-        parts = (path.rstrip("`").removeprefix("$").removeprefix("."), _missing_field(message))
-        param = ".".join(part for part in parts if part) or None
-        shown = f"{param}: {message}" if param else message
+        path = path.rstrip("`").removeprefix("$")
+        missing = _missing_field(message)
+        param = ".".join(part for part in (path.removeprefix("."), missing) if part) or None
+        if missing:
+            shown = f"{param} is missing: must be given; add it"
+        else:
+            what = f"{param or 'the body'}{_shown_at(data, path)}"
+            shown = f"{what}: {message[:1].lower()}{message[1:]}; correct it"
+            shown += " or leave it out" if param else ""
         raise RequestError(shown, code="invalid_value", param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(
             f"the body is not valid JSON ({error}); send a JSON object", code="invalid_json"
         ) from None
+
+
+def _shown_at(data: bytes | bytearray, path: str) -> str:
+    """` is 5`, shortened, for the value at msgspec's path; empty where that names no one value."""
+    try:
+        value: Any = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # further on it is no JSON
+        return ""
+    for name, index in re.findall(r"\.([^.\[]+)|\[([^\]]+)\]", path):
+        if name:
+            value = value[name]
+        elif index.isdigit():
+            value = value[int(index)]
+        else:  # msgspec does not say which key it was
+            return ""
+    text = repr(value)
+    return f" is {text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + '…'}"
 
 
 def read_chat(data: bytes | bytearray) -> Ask:

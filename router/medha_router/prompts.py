@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from medha.errors import RequestError
-from medha_router.openai import MAX_PROMPTS, read_body
+from medha_router.openai import MAX_PROMPTS, TokenId, read_body
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -112,8 +112,11 @@ def read_prompts(raw: bytes) -> list[str | list[int]]:
 def _ids(entry: object, where: str) -> list[int]:
     """Token ids; their range is checked against the vocabulary where it is known."""
     try:
-        return msgspec.convert(entry, list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]])
+        return msgspec.convert(entry, list[TokenId])
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         at = where + path.rstrip("`")
-        raise RequestError(f"{at}: {message}", code="invalid_value", param=at) from None
+        raise RequestError(
+            f"{at}: {message[:1].lower()}{message[1:]}; give the ids of tokens",
+            code="invalid_value", param=at,
+        ) from None  # fmt: skip

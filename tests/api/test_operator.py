@@ -211,7 +211,8 @@ def test_a_model_that_is_not_on_the_node_is_told_from_what_the_kubelet_says(
 ) -> None:
     operator = start_operator()
     fleet.create("llama", parallelism={"spp": 1})
-    pod = until(lambda: fleet.pods().get("llama-0-g0-s0"))
+    until(lambda: "llama-0-g0-s0" in fleet.pods())
+    pod = fleet.pods()["llama-0-g0-s0"]
     fleet.play()  # bound, and no further
     told = 'MountVolume.SetUp failed for volume "model" : hostPath type check failed: /models is '
     about = {"kind": "Pod", "namespace": fleet.namespace, "name": pod["metadata"]["name"]}

@@ -275,7 +275,7 @@ class Running:
         self.ops = httpx.Client(base_url=f"http://127.0.0.1:{self.doors.ops_port}", timeout=10)
 
     def join(
-        self, name: str = "r0", before: Callable[[Controller], object] = repr, **changes: object
+        self, name: str = "r0", before: Callable[[Controller], object] = repr, **changes: Any
     ) -> Controller:
         """A controller that dials, prepared by `before` its first word."""
         controller = Controller(self.doors.fleet_address, name, **changes)

@@ -55,6 +55,28 @@ def test_a_field_out_of_bounds_is_named(served: Any, field: str, value: Any) -> 
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("max_tokens", -1, "max_tokens is -1: expected `int` >= 1; correct it or leave it out"),
+        ("stop", ["a", 7], "stop[1] is 7: expected `str`, got `int`; correct it or leave it out"),
+        ("stop_token_ids", [-5],
+         "stop_token_ids[0] is -5: expected `int` >= 0; correct it or leave it out"),
+        ("user", "u" * 2000, "user is '" + "u" * 59 + "…"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_shown_with_what_was_expected(
+    served: Any, field: str, value: Any, said: str
+) -> None:
+    error = wrong(served.http.post("/v1/chat/completions", json={**CHAT, field: value}), 400)
+    assert error["message"].startswith(said)
+
+
+def test_a_field_that_is_missing_is_asked_for(served: Any) -> None:
+    error = wrong(served.http.post("/v1/chat/completions", json={"model": "tiny"}), 400)
+    assert error["message"] == "messages is missing: must be given; add it"
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [("best_of", 3), ("suffix", "x"), ("logprobs", 6), ("prompt", []), ("prompt", [[]]),
      ("prompt", ""), ("prompt", [1, "a"]), ("prompt", [-1]), ("prompt", [300]), ("prompt", 5),

@@ -46,7 +46,7 @@ class KvPages:
             gib = math.prod(shape) * dtype.itemsize / 2**30
             raise SetupError(
                 f"a KV pool of {pages} pages needs {gib:.1f} GiB, which {device} does not have"
-                f" ({str(error).splitlines()[0]}); set kv_pages or kv_bytes lower"
+                f" ({str(error).splitlines()[0]}); set spec.engine.kvPages or kvMemory lower"
             ) from None
         self._pools = self.memory.unbind(0)
         # The same memory as [pages, page_tokens, 2 · kv_heads, head_dim]: what a token's rows fill.

@@ -94,7 +94,7 @@ def read_config(folder: pathlib.Path) -> LlamaConfig:
         head_dim=_count(path, raw, "head_dim", hidden // heads),
         intermediate=_count(path, raw, "intermediate_size"),
         vocab=_count(path, raw, "vocab_size"),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        norm_eps=_epsilon(path, raw),
         rope=_rope(path, raw, max_tokens),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=bool(raw.get("attention_bias", False)),
@@ -141,6 +141,16 @@ def _count(path: pathlib.Path, raw: dict[str, Any], key: str, default: int | Non
             f"{path}: {key} is {value!r}: must be a positive whole number; fix it"
         )
     return value
+
+
+def _epsilon(path: pathlib.Path, raw: dict[str, Any]) -> float:
+    value = raw.get("rms_norm_eps", 1e-6)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < 1.0:
+        raise CheckpointError(
+            f"{path}: rms_norm_eps is {value!r}: must be a number between 0 and 1, such as 1e-05;"
+            " fetch the file again"
+        )
+    return float(value)
 
 
 def _rope(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
