@@ -88,7 +88,7 @@ def test_replicas_follow_the_scale_subresource_up_and_down(
         assert answer.status_code == 200, answer.text
         fleet.played(lambda: fleet.is_ready("llama"))
         fleet.played(lambda: len(fleet.pods()) == 2 * count)
-        until(lambda: scale(api, fleet).get("replicas") == count)
+        fleet.played(lambda: scale(api, fleet).get("replicas") == count)
 
     settle(3)
     settle(1)
