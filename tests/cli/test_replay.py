@@ -48,7 +48,7 @@ class _Answers(http.server.BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
-        self.send_header("x-medha-promise-ttft-ms", "250")
+        self.send_header("x-medha-promise-ttft-ms", "25000")
         self.end_headers()
         for chunk in self._chunks(length, body["max_tokens"]):
             self.wfile.write(chunk)
@@ -108,7 +108,7 @@ def lengths(path: Path, *pairs: tuple[int, int]) -> Path:
 
 
 def options(server: Server, workload: Path, **more: Any) -> Options:
-    target = more.pop("target", Target(url=server.url, model="m"))
+    target = more.pop("target", Target(url=server.url, model="m", tpot_s=5.0))
     return Options(target=target, workload=workload, **{"rate": 200.0, **more})
 
 
@@ -128,7 +128,7 @@ def test_every_request_of_a_trace_is_answered_and_reported(server: Server, tmp_p
     records = replay(options(server, trace(tmp_path / "t.jsonl", *rows), json=out), console)
     assert [record.prompt_tokens for record in records] == [20, 21, 22, 23, 24]
     assert all(r.output_tokens == 3 and r.cached_tokens == 2 and r.good for r in records)
-    assert {record.ttft_deadline_s for record in records} == {0.25}
+    assert {record.ttft_deadline_s for record in records} == {25.0}
     written = json.loads(out.read_bytes())
     assert written["report"]["total"]["requests"] == 5 and written["faults"] == {}
     assert len(written["records"]) == 5
