@@ -5,7 +5,8 @@
 #   base  ──> <image>            the two, copied: no pip, no compiler, nothing to write to
 #
 # BASE holds Python 3.11 or later with `venv`, and Debian's libstdc++; nothing else is taken from it.
-# BUILDER holds the same Python in the same place, and a C compiler: it compiles the worker's kernel.
+# BUILDER holds the same Python in the same place, and a C compiler: it compiles what the worker's
+# image has of C, the scheduler's part in core/ included; the other two schedule nothing.
 # A package index other than pip's own, and the certificate to trust it by, are build secrets:
 #   --secret id=pip_conf,src=/etc/pip.conf  --secret id=pip_cert,src=ca.pem
 # DEVICE=cpu leaves out of the worker's image a third that is only ever loaded beside a GPU: Triton,

@@ -9,8 +9,8 @@ UV     := $(VENV)/bin/uv
 READY  := $(VENV)/.ready
 # Code that exists in this checkout (images carry only some of it).
 CODE   := $(wildcard core operator router worker tests examples benchmarks hatch_build.py)
-# Installing compiles it; where it is missing or older than its sources, that happens again.
-KERNEL := worker/medha_worker/attention/singles.kernel.so
+# Installing compiles them; where one is missing or older than its sources, that happens again.
+KERNELS := worker/medha_worker/attention/singles.kernel.so core/medha/scheduling/lars.kernel.so
 
 # Tests run one worker per core of a small machine; torch gets one thread in each.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
@@ -24,13 +24,13 @@ help: ## list the targets
 setup: $(READY) ## create .venv from the hash-locked requirements, and install medha into it
 
 $(READY): requirements/bootstrap.txt requirements/dev.txt pyproject.toml hatch_build.py \
-        $(wildcard $(dir $(KERNEL))*.[ch]) $(KERNEL) | $(UV)
+        $(wildcard $(addsuffix *.[ch],$(dir $(KERNELS)))) $(KERNELS) | $(UV)
 	$(UV) pip sync --quiet --python $(PY) --require-hashes requirements/dev.txt requirements/bootstrap.txt
 	$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation \
 	    --reinstall-package medha --editable .
 	@touch $@
 
-$(KERNEL):
+$(KERNELS):
 
 $(UV):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from medha.scheduling.lars import relative_slack, yielded
 from medha.scheduling.promises import (
-    allowances_s,
     broken,
     earliest_due_s,
     largest_feasible,
@@ -92,7 +91,7 @@ def test_what_is_broken_leaves_a_feasible_set(jobs: list[tuple[int, int]]) -> No
     assert len(rest) == int(largest_feasible(due_in, works).sum())
 
 
-def test_margins_and_allowances_by_hand() -> None:
+def test_margins_by_hand() -> None:
     #   due      2     5     6      9          the third is relegated
     #   work     1     1     2      4
     #   margin   1     3     -      3          2−1, 5−2, 9−6
@@ -100,8 +99,6 @@ def test_margins_and_allowances_by_hand() -> None:
     kept = np.array([True, True, False, True])
     margins = margins_s(due, work, kept)
     assert margins.tolist() == [1.0, 3.0, np.inf, 3.0]
-    # The first is always allowed; a kept one may use the margins before it, another the least.
-    assert allowances_s(np.flatnonzero(kept), margins[kept], 4).tolist() == [np.inf, 1.0, 1.0, 1.0]
 
 
 def test_an_overrun_within_the_tolerance_breaks_nothing() -> None:

@@ -18,50 +18,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from medha.config import Scheduling
+from medha.scheduling import native
 from medha.scheduling.growth import Groups
-from medha.scheduling.lars import Floats, Mask, Places
+from medha.scheduling.lars import Floats, Places
 from medha.scheduling.policies import View
-from medha.scheduling.promises import allowances_s, broken, largest_feasible, margins_s, room_s
+from medha.scheduling.promises import broken, largest_feasible, margins_s, room_s
 from medha.scheduling.sequence import Sequence
-from medha.scheduling.spans import crews_meet, lower, spares_s
+from medha.scheduling.spans import crews_meet, spares_s
 from medha.scheduling.waiting import Waiting
 
 CHANGES_PER_ROUND = 4
 ROUNDS_PER_LOOK = 8
 SHARE_WEIGHT = 0.1
 MEMORY_S = 30.0
-
-
-@dataclass(slots=True)
-class Kept:
-    """Who is kept in one group: their places in its rows, and of each the time until it is due,
-    its bare cost, whether it is promised and its margin (a promise counts promises at full cost).
-    `lost`: of these, who has just given way; their margin is infinite.
-    """
-
-    places: Places
-    due_in: Floats
-    bare: Floats
-    promised: Mask
-    promises: int
-    left: Floats
-    lost: list[int]
-
-    @property
-    def least_s(self) -> float:
-        """Smallest margin of all; infinite with nobody kept."""
-        return float(self.left[self.left.argmin()]) if len(self.left) else np.inf
-
-    @property
-    def least_promised_s(self) -> float:
-        """Smallest margin of a promise; infinite with none."""
-        left = self.left[self.promised]
-        return float(left[left.argmin()]) if len(left) else np.inf
 
 
 class Ledger:
@@ -90,16 +63,20 @@ class Ledger:
         self.guard_s = settings.margin_guard * self.longest_s
         self.long_s = 8.0 * self.longest_s
         self._inflation = 1.0 / (1.0 - settings.relegated_share)
-        self._weights = np.array([1.0, self._inflation])  # of a bare cost: unpromised, promised
+        self._kernel = native.load() if self.promising else None
+        self._rows: dict[int, native.Rows] = {}
 
     def join(self, group: int) -> None:
         self._arrivals[group] = 0.0, 0.0
         self.share[group], self.owed_s[group], self._rounds[group] = 1.0, 0.0, 0
         self._turns[group] = 0
+        if self._kernel is not None:
+            self._rows[group] = native.Rows(self.groups.waiting[group], self._kernel)
 
     def leave(self, group: int) -> None:
         for of in (self._arrivals, self.share, self.owed_s, self._rounds, self._turns):
             del of[group]
+        self._rows.pop(group, None)
 
     def factor(self, group: int) -> float:
         """Seconds that pass per second of prefill work in `group`."""
@@ -157,10 +134,9 @@ class Ledger:
 
     def give_way(self, group: int, start: float, error: float) -> None:
         """A promise was given: relegate who fits no more beside it."""
-        waiting = self.groups.waiting[group]
-        kept = self._kept(group, waiting, start)
-        if kept.left.min() < 0.0:
-            self._relegate(waiting, kept, error)
+        rows = self._margins(group, start)
+        if rows.least_s < 0.0:
+            self._relegate(group, rows, start, error)
 
     def rank(self, sequence: Sequence, *, kept: bool, promised: bool) -> None:
         """Move it to another rank, in every group where it waits."""
@@ -182,71 +158,70 @@ class Ledger:
 
     # --- one round --------------------------------------------------------------------------------
 
-    def settle(self, group: int, now: float, error: float) -> Kept:
-        """Take back what cannot be kept and take in what fits; who is kept then."""
-        waiting = self.groups.waiting[group]
+    def settle(self, group: int, now: float, error: float) -> None:
+        """Take back what cannot be kept and take in what fits; margins are of who is kept then."""
         if not self.promising:
-            return self._kept(group, waiting, now)
+            return
+        waiting = self.groups.waiting[group]
         if not self.settings.commit:
             self._choose(group, waiting, now)
         looks = self._looks(group, waiting)
-        kept = self._kept(group, waiting, now)
-        count = len(kept.places)
-        anew = (
-            count and (looks or kept.promises < count)
-            and kept.least_s < 0.0
-            and self._relegate(waiting, kept, error)
-        )  # fmt: skip
-        if looks and self.settings.commit and count - len(kept.lost) < len(waiting):
+        rows = self._margins(group, now)
+        count, lost, gone = waiting.keeps, 0, 0
+        if (looks or waiting.promises < count) and rows.least_s < 0.0:
+            lost, gone = self._relegate(group, rows, now, error)
+        anew = gone > 0
+        if looks and self.settings.commit and count - lost < len(waiting):
             anew = self._take_in(group, waiting, now) or anew
-        return self._kept(group, waiting, now) if anew else kept
+        if anew:
+            self._margins(group, now)
 
     def affords(self, group: int, idle_s: float, now: float) -> bool:
         """Whether no promise breaks if the group idles so long, then does what it owes."""
-        least_s = self._kept(group, self.groups.waiting[group], now).least_promised_s
-        return not self.promising or least_s >= idle_s + max(0.0, self.owed_s[group])
+        if not self.promising:
+            return True
+        least_s = self._margins(group, now).least_promised_s
+        return least_s >= idle_s + max(0.0, self.owed_s[group])
 
-    def view(self, group: int, rows: Places, kept: Kept, now: float) -> View:
-        """Those rows of the group, as its policy sees them."""
+    def view(self, group: int, reach: float, now: float) -> View:
+        """Who of the group may be packed, having or needing at most so many pages, as policies see
+        them."""
         one, waiting, share = self.settings, self.groups.waiting[group], self.share[group]
-        due_in = waiting.due_s[rows]
-        due_in -= now + self.drain_s if self.promising else now
-        work = waiting.work_s[rows]
-        if share != 1.0:
-            work /= share
+        rows: Places = (waiting.ready & (waiting.need <= reach)).nonzero()[0]
+        work = waiting.work_s[rows] / share
         if one.long_tokens is None:
             long = work > self.long_s
         else:
             long = waiting.tokens[rows] > one.long_tokens
-        allowance, least_s, owed = due_in, np.inf, False
-        if self.promising:
-            allowances = allowances_s(kept.places, kept.left, len(waiting))
-            if kept.lost:
-                allowances[kept.places[kept.lost]] = kept.least_s
-            allowance = allowances[rows]
-            least_s = float(allowances[-1]) if len(allowances) else np.inf
-            owed = self.owed_s[group] >= self.longest_s and self._owes(group, kept)
-        return View(
-            rows, waiting, due_in, work, long, waiting.kept[rows], allowance, least_s,
-            self.guard_s, owed, self._turns[group] % 2 == 0, one.max_yield,
-        )  # fmt: skip
+        return View(rows, waiting, waiting.due_s[rows] - now, work, long, one.max_yield)
 
-    def _kept(self, group: int, waiting: Waiting, start: float) -> Kept:
-        """The kept ones from `start` on, without a look at the others."""
-        places = waiting.kept.nonzero()[0]
-        due_in, bare = self._terms(group, waiting.due_s[places], waiting.work_s[places], start)
-        promised, promises = waiting.promised[places], waiting.promises
-        if promises < len(places) or not self.settings.relegated_share:
-            left = due_in - bare.cumsum()
-        else:
-            left = np.empty(len(places))
-        if promises and self.settings.relegated_share:
-            full = bare * self._weights[promised.view(np.int8)]
-            np.copyto(left, due_in - full.cumsum(), where=promised)
-        if promises and self.groups.shared:
-            spares = spares_s(self.groups, self._costs, start + self.drain_s)
-            lower(left, places, waiting, self.groups.shared, spares)
-        return Kept(places, due_in, bare, promised, promises, left, [])
+    def order(self, group: int, reach: float, now: float) -> native.Rows:
+        """The same by `lars`, in order; `settle` comes before."""
+        rows, long_tokens = self._rows[group], self.settings.long_tokens
+        owed = native.NOTHING
+        if self.owed_s[group] >= self.longest_s and self._owes(group, rows):
+            owed = native.FIRST_DUE if self._turns[group] % 2 else native.SHORT_ONES
+        rows.order(
+            reach, now + self.drain_s, self.share[group],
+            self.long_s if long_tokens is None else long_tokens, long_tokens is not None,
+            self.guard_s, owed,
+        )  # fmt: skip
+        return rows
+
+    def is_roomy(self, group: int) -> bool:
+        """Whether no promise in the group is so close that half a batch matters."""
+        return not self.promising or self._rows[group].last_s >= 2.0 * self.guard_s
+
+    def _margins(self, group: int, start: float) -> native.Rows:
+        """The margins of who is kept in the group, from `start` on."""
+        rows, waiting, shared = self._rows[group], self.groups.waiting[group], self.groups.shared
+        start += self.drain_s
+        rows.margins(start, self.share[group], self.overhead_s, self._inflation)
+        if shared and waiting.promises:
+            for number, spare_s in spares_s(self.groups, self._costs, start).items():
+                if shared[number] in waiting:
+                    rows.lower(waiting.place(shared[number].key), spare_s)
+        return rows
 
     def _terms(
         self, group: int, due_s: Floats, work_s: Floats, start: float
@@ -257,14 +232,14 @@ class Ledger:
         work_s += self.overhead_s
         return due_s, work_s
 
-    def _owes(self, group: int, kept: Kept) -> bool:
+    def _owes(self, group: int, rows: native.Rows) -> bool:
         """Whether the relegated, who have a batch coming, get it now: when no promise is too close
         (margins count their share, so they widen as promised work is done), or it is overdue and
         the promises can spare a batch of the share that they count."""
-        if kept.least_promised_s >= self.longest_s or self.owed_s[group] < 3.0 * self.longest_s:
-            return kept.least_promised_s >= self.longest_s
-        left = kept.due_in - (kept.bare * kept.promised).cumsum()
-        return bool(left.min(where=kept.promised, initial=np.inf) >= self.longest_s)
+        if rows.least_promised_s >= self.longest_s:
+            return True
+        overdue = self.owed_s[group] >= 3.0 * self.longest_s
+        return overdue and rows.least_bare_s >= self.longest_s
 
     def _looks(self, group: int, waiting: Waiting) -> bool:
         """Whether it is time to see who fits and who cannot be kept: room grows when work is
@@ -292,43 +267,30 @@ class Ledger:
         part = max(0.05, 1.0 - decode_s / batch_s)
         self.share[group] += SHARE_WEIGHT * (part - self.share[group])
 
-    def _relegate(self, waiting: Waiting, kept: Kept, error: float) -> bool:
+    def _relegate(
+        self, group: int, rows: native.Rows, start: float, error: float
+    ) -> tuple[int, int]:
         """Where a margin is overrun the largest unpromised one due no later gives way; a promise
-        only when the promised alone overrun it by more than the hysteresis. Brings `kept` up to
-        date but for such a promise; whether there was one.
+        only when the promised alone overrun it by more than the hysteresis. Brings the margins up
+        to date but for such a promise; how many gave way, and how many promises.
         """
-        if kept.least_s >= -self.longest_s and kept.least_promised_s >= 0.0:
-            return False
-        left, bare, free = kept.left, kept.bare, ~kept.promised
-        limit = np.where(free, -self.longest_s, 0.0) if kept.promises else -self.longest_s
-        lost = kept.lost
-        for _ in range(CHANGES_PER_ROUND):
-            first = int(free.argmax())
-            if not free[first]:
-                break
-            over = left < limit
-            upto = first + int(over[first:].argmax()) + 1
-            if not over[upto - 1]:
-                break
-            largest = int(np.where(free[:upto], bare[:upto], -1.0).argmax())
-            lost.append(largest)
-            free[largest], left[largest] = False, np.inf
-            left[largest + 1 :] += bare[largest]
-        late = kept.promises and kept.least_s < -self.longest_s
-        gone = self._broken(kept, error) if late else []
-        places = kept.places[lost + gone].tolist()
-        for sequence in [waiting.sequences[place] for place in places]:
+        waiting = self.groups.waiting[group]
+        lost = rows.relegate(self.longest_s, CHANGES_PER_ROUND)
+        late = waiting.promises and rows.least_s < -self.longest_s
+        gone = self._broken(group, waiting, start, error) if late else []
+        for sequence in [waiting.sequences[place] for place in lost + gone]:
             self.rank(sequence, kept=False, promised=False)
-        return bool(gone)
+        return len(lost), len(gone)
 
-    def _broken(self, kept: Kept, error: float) -> list[int]:
-        """Promises that must be taken back, by their place among the kept."""
-        promised = kept.promised
-        sure = (kept.bare * promised).cumsum() * (1.0 - min(0.9, 2.0 * error))
-        left = np.where(promised, kept.due_in - sure, np.inf)
+    def _broken(self, group: int, waiting: Waiting, start: float, error: float) -> list[int]:
+        """Places of promises that must be taken back."""
+        promised = waiting.promised
+        due_in, bare = self._terms(group, waiting.due_s.copy(), waiting.work_s.copy(), start)
+        sure = (bare * promised).cumsum() * (1.0 - min(0.9, 2.0 * error))
+        left = np.where(promised, due_in - sure, np.inf)
         if left.min() >= -self.longest_s:
             return []
-        lost = broken(left, kept.bare, promised, self.longest_s, CHANGES_PER_ROUND)
+        lost = broken(left, bare, promised, self.longest_s, CHANGES_PER_ROUND)
         self.broken += len(lost)
         return lost
 

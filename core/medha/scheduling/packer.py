@@ -14,9 +14,9 @@ from medha.config import Scheduling
 from medha.predictor import Predictor
 from medha.scheduling.decodes import Decodes
 from medha.scheduling.growth import Groups
-from medha.scheduling.ledger import Kept, Ledger
+from medha.scheduling.ledger import Ledger
 from medha.scheduling.plan import Part, Plan
-from medha.scheduling.policies import OWED, POLICIES, View
+from medha.scheduling.policies import OWED, POLICIES
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.starts import Starts
 from medha.scheduling.turns import Turns
@@ -34,7 +34,7 @@ class Packer:
         self.settings, self.spp, self.predictor = settings, spp, predictor
         self.groups, self.decodes, self.ledger = groups, decodes, ledger
         self.starts = starts
-        self.turns = Turns(groups, ledger, starts, POLICIES[settings.policy])
+        self.turns = Turns(groups, ledger, starts, POLICIES.get(settings.policy))
         self.starved: dict[int, int] = {}
         self.escapes = 0
 
@@ -57,15 +57,14 @@ class Packer:
         """The batch that `crew` would run, at most `limit_s` long; None when there is nothing."""
         budget_s = self.budget_s(now)
         plan = self._seat(crew, min(budget_s, limit_s))
-        kept: dict[int, Kept] = {}
         for group in crew:
-            kept[group] = self.ledger.settle(group, now, error)
+            self.ledger.settle(group, now, error)
             plan.waits[group] = self.groups.waiting[group].able > 0
         if True in plan.waits.values():
-            self._fill(plan, kept, now)
+            self._fill(plan, now)
             if not plan.parts:
                 alone = limit_s >= budget_s and not self.decodes.in_groups(crew)
-                self._starve(plan, kept, now, at_once=alone)
+                self._starve(plan, now, at_once=alone)
         return plan if plan.parts or plan.cohorts else None
 
     def decode_tpot_s(self) -> float:
@@ -98,14 +97,13 @@ class Packer:
 
     # --- prefills ---------------------------------------------------------------------------------
 
-    def _fill(self, plan: Plan, kept: dict[int, Kept], now: float) -> None:
+    def _fill(self, plan: Plan, now: float) -> None:
         """Visit prefills in policy order until the batch is full."""
         full_s, misses = plan.target_s, 0
         occupied: set[int] = set()
         yielding: list[tuple[Sequence, Part | None, float]] = []
-        visits = self.turns.visits(plan.crew, kept, now, occupied)
-        for tier, _, _, sequence, view, at, yields in visits:
-            long = bool(view.long[at])
+        visits = self.turns.visits(plan.crew, now, occupied)
+        for tier, _, group, sequence, long, yields in visits:
             if long and not occupied.isdisjoint(sequence.groups or sequence.plan[:1]):
                 continue
             if not sequence.started and not self.starts.start(sequence):
@@ -130,7 +128,7 @@ class Packer:
                 if yields:
                     yielding.append((sequence, part, full_s))
             if sequence.packed + part.length == sequence.goal:
-                full_s = self._finishing(plan, view, at, long, full_s)
+                full_s = min(full_s, self._finishing_s(plan, group, sequence, long, now))
             if part.cut and not yields:
                 if len(plan.crew) == 1:
                     break
@@ -139,17 +137,20 @@ class Packer:
         for sequence, part, limit_s in yielding:
             self._grow(plan, sequence, part, limit_s)
 
-    def _finishing(self, plan: Plan, view: View, at: int, long: bool, full_s: float) -> float:
+    def _finishing_s(
+        self, plan: Plan, group: int, sequence: Sequence, long: bool, now: float
+    ) -> float:
         """How long a batch may become in which a prompt ends: its first token waits for all of it.
 
         Not beyond the deadline of a kept one; with a short one only to a set part of the budget,
         unless some promise is so close that half a batch matters.
         """
-        if view.kept[at]:
-            full_s = min(full_s, float(view.due_in_s[at]))
-        if not long and view.least_s >= 2.0 * view.guard_s:
-            full_s = min(full_s, self.settings.finish_fill * plan.target_s)
-        return full_s
+        most_s = plan.target_s
+        if sequence.kept:
+            most_s = sequence.key[0] - (now + self.ledger.drain_s)
+        if not long and self.ledger.is_roomy(group):
+            most_s = min(most_s, self.settings.finish_fill * plan.target_s)
+        return most_s
 
     def _full(self, plan: Plan, limit_s: float) -> bool:
         """Not even one step of an empty prompt fits any more."""
@@ -216,14 +217,14 @@ class Packer:
         self._add(fresh, larger)
         plan.loads, plan.parts = fresh.loads, fresh.parts
 
-    def _starve(self, plan: Plan, kept: dict[int, Kept], now: float, *, at_once: bool) -> None:
+    def _starve(self, plan: Plan, now: float, *, at_once: bool) -> None:
         """The counted escape: after enough rounds without a prefill, one least chunk goes in;
         `at_once` where no decode runs, since no round would ever come to be counted."""
         for group in plan.crew:
             rounds = self.starved.get(group, 0) + 1
             if rounds < self.settings.max_starved_rounds and not at_once:
                 continue
-            for _, _, _, sequence, _, _, _ in self.turns.visits((group,), kept, now, set()):
+            for _, _, _, sequence, _, _ in self.turns.visits((group,), now, set()):
                 if sequence.started or self.starts.start(sequence):
                     part = self._where(plan, sequence)
                     if part is not None:

@@ -14,7 +14,7 @@ import heapq
 
 import numpy as np
 
-from medha.scheduling.lars import Floats, Mask, Places
+from medha.scheduling.lars import Floats, Mask
 
 
 def largest_feasible(due_in_s: Floats, work_s: Floats) -> Mask:
@@ -42,21 +42,6 @@ def margins_s(due_in_s: Floats, work_s: Floats, kept: Mask) -> Floats:
     """Margin of each kept request, infinite for the others; arrays of [n] by deadline."""
     left = due_in_s - np.cumsum(np.where(kept, work_s, 0.0))
     return np.where(kept, left, np.inf)
-
-
-def allowances_s(held: Places, margins: Floats, count: int) -> Floats:
-    """Work that each of `count` requests may do out of deadline order without breaking a promise.
-
-    `held`: places of the kept ones, `margins` of each. For a kept one: the smallest margin of the
-    kept ones due before it (infinite for the first); for another: the smallest of all, as it would
-    delay every one of them.
-    """
-    least, allowances = np.empty(len(held) + 1), np.empty(count)
-    least[0] = np.inf
-    np.minimum.accumulate(margins, out=least[1:])
-    allowances.fill(least[-1])
-    allowances[held] = least[:-1]
-    return allowances
 
 
 def room_s(margins: Floats, due_in_s: Floats, place: int, due_s: float) -> float:

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from medha.scheduling.growth import Groups
-from medha.scheduling.lars import Floats, Mask, Places
+from medha.scheduling.lars import Floats, Mask
 from medha.scheduling.sequence import Sequence
-from medha.scheduling.waiting import Waiting
 
 Costs = Callable[[int], Floats]
 
@@ -67,17 +66,6 @@ def spares_s(
             if not set(before.plan).isdisjoint(one.plan):
                 spares[before.number] = min(spares[before.number], spares[one.number])
     return spares
-
-
-def lower(
-    left: Floats, places: Places, waiting: Waiting, shared: Mapping[int, Sequence],
-    spare_s: Mapping[int, float],
-) -> None:  # fmt: skip
-    """Promises that span groups have no more margin in a group than their crews leave them."""
-    for number, least_s in spare_s.items():
-        if shared[number] in waiting:
-            at = int(places.searchsorted(waiting.place(shared[number].key)))
-            left[at] = min(float(left[at]), least_s)
 
 
 def _ends_s(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from medha.config import Scheduling
 from medha.scheduling.growth import Groups
-from medha.scheduling.lars import Places
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.waiting import Waiting
 
@@ -40,8 +39,8 @@ class Starts:
         """Who has been passed over for want of pages longest, and longer than `patience_s`."""
         return waiting.aged(now - self.patience_s)
 
-    def able(self, group: int, waiting: Waiting, now: float) -> Places:
-        """Places of the group's ready rows that have their pages, or can have them.
+    def reach(self, group: int, waiting: Waiting, now: float) -> float:
+        """Pages that a row of the group may still need to be tried now; 0: it has them already.
 
         Large ones leave a sixteenth of the pages to small ones. Who has been passed over for long
         is waited for, the oldest first; small ones still pass, or it would be a convoy again.
@@ -49,18 +48,15 @@ class Starts:
         aged = self.aged(waiting, now)
         while aged is not None and self.start(aged):
             aged = self.aged(waiting, now)  # one that does not fit is waited for
-        need = waiting.need
         if self.running >= self.most:
-            begun: Places = (waiting.ready & (need == 0.0)).nonzero()[0]
-            return begun
+            return 0.0
         pages = self.groups.pool[group]
         available, spare = pages.available, pages.total // 16
         small = min(spare, available)
         limit = max(small, available - spare) if available < pages.total else available
         if now >= waiting.noted_s:
-            waiting.pass_over(need > limit, now)
+            waiting.pass_over(waiting.need > limit, now)
             waiting.noted_s = now + self.patience_s / NOTES
         if aged is not None:
             limit = max(small, available - self.groups.pages_needed(aged))
-        fits: Places = (waiting.ready & (need <= limit)).nonzero()[0]
-        return fits
+        return limit

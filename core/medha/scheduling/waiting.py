@@ -28,11 +28,12 @@ class Waiting:
     before it may start (0 once it has). `freed`: work was struck off since somebody looked;
     `turn`: place in the order of (arrival, id), which breaks ties. `since_s`: since when it has
     been passed over for want of pages; `noted_s`: when to note that again. `keeps`, `promises` and
-    `able` count the rows that are kept, promised and ready.
+    `able` count the rows that are kept, promised and ready. All columns are parts of `fields` and
+    `flags`, in the order above, which native.py hands on; those are wider than there are rows.
     """
 
     __slots__ = (
-        "_born", "_fields", "_flags", "_keys", "_oldest_s", "able", "arrival_s", "due_s", "freed",
+        "_born", "_keys", "_oldest_s", "able", "arrival_s", "due_s", "fields", "flags", "freed",
         "keeps", "kept", "need", "norm_s", "noted_s", "promised", "promises", "ready", "sequences",
         "since_s", "tokens", "turn", "work_s",
     )  # fmt: skip
@@ -50,8 +51,8 @@ class Waiting:
     ready: Mask
 
     def __init__(self) -> None:
-        self._fields = np.zeros((FIELDS, 64))
-        self._flags = np.zeros((FLAGS, 64), dtype=np.bool_)
+        self.fields = np.zeros((FIELDS, 64))
+        self.flags = np.zeros((FLAGS, 64), dtype=np.bool_)
         self._keys: list[tuple[float, float, str]] = []
         self._born: list[tuple[float, str]] = []
         self.sequences: list[Sequence] = []
@@ -73,22 +74,22 @@ class Waiting:
 
     def add(self, sequence: Sequence, work_s: float, need: int) -> None:
         at, n = self.place(sequence.key), len(self._keys)
-        if n == self._fields.shape[1]:
-            self._fields = np.concatenate([self._fields, np.zeros_like(self._fields)], axis=1)
-            self._flags = np.concatenate([self._flags, np.zeros_like(self._flags)], axis=1)
-        self._fields[:, at + 1 : n + 1] = self._fields[:, at:n]
-        self._flags[:, at + 1 : n + 1] = self._flags[:, at:n]
+        if n == self.fields.shape[1]:
+            self.fields = np.concatenate([self.fields, np.zeros_like(self.fields)], axis=1)
+            self.flags = np.concatenate([self.flags, np.zeros_like(self.flags)], axis=1)
+        self.fields[:, at + 1 : n + 1] = self.fields[:, at:n]
+        self.flags[:, at + 1 : n + 1] = self.flags[:, at:n]
         due_s, arrival_s, id_ = sequence.key
         turn = bisect.bisect_left(self._born, (arrival_s, id_))
         if turn < n:
-            turns = self._fields[TURN, : n + 1]
+            turns = self.fields[TURN, : n + 1]
             turns[turns >= turn] += 1.0
         self._born.insert(turn, (arrival_s, id_))
-        self._fields[:, at] = (
+        self.fields[:, at] = (
             due_s, arrival_s, work_s, sequence.norm_s, sequence.remaining_tokens, need, np.inf,
             turn,
         )  # fmt: skip
-        self._flags[:, at] = False
+        self.flags[:, at] = False
         self._flag(at, sequence.kept, sequence.promised, sequence.ready)
         self._keys.insert(at, sequence.key)
         self.sequences.insert(at, sequence)
@@ -96,21 +97,21 @@ class Waiting:
 
     def remove(self, sequence: Sequence) -> None:
         at, n = self._row(sequence), len(self._keys)
-        self.freed = self.freed or self._fields[WORK, at] > 0.0
+        self.freed = self.freed or self.fields[WORK, at] > 0.0
         self._flag(at, kept=False, promised=False, ready=False)
-        turn = int(self._fields[TURN, at])
+        turn = int(self.fields[TURN, at])
         if turn < n - 1:
-            turns = self._fields[TURN, :n]
+            turns = self.fields[TURN, :n]
             turns[turns > turn] -= 1.0
         del self._born[turn]
-        self._fields[:, at : n - 1] = self._fields[:, at + 1 : n]
-        self._flags[:, at : n - 1] = self._flags[:, at + 1 : n]
+        self.fields[:, at : n - 1] = self.fields[:, at + 1 : n]
+        self.flags[:, at : n - 1] = self.flags[:, at + 1 : n]
         del self._keys[at], self.sequences[at]
         self._cut()
 
     def update(self, sequence: Sequence, work_s: float) -> None:
         """The sequence's cursors moved."""
-        fields, at = self._fields, self._row(sequence)
+        fields, at = self.fields, self._row(sequence)
         fields[WORK, at] = work_s
         fields[TOKENS, at] = sequence.goal - sequence.packed
         ready = sequence.left == sequence.packed
@@ -120,7 +121,7 @@ class Waiting:
     def begun(self, sequence: Sequence) -> None:
         """The sequence has its pages now."""
         row = self._row(sequence)
-        self._fields[NEED, row], self._fields[PASSED, row] = 0.0, np.inf
+        self.fields[NEED, row], self.fields[PASSED, row] = 0.0, np.inf
 
     def mark(self, sequence: Sequence) -> None:
         """The sequence's rank or readiness changed."""
@@ -140,10 +141,10 @@ class Waiting:
         return self.sequences[oldest] if self._oldest_s < before_s else None
 
     def work_of(self, sequence: Sequence) -> float:
-        return float(self._fields[WORK, self._row(sequence)])
+        return float(self.fields[WORK, self._row(sequence)])
 
     def _flag(self, at: int, kept: bool, promised: bool, ready: bool) -> None:
-        flags = self._flags
+        flags = self.flags
         self.keeps += kept - bool(flags[KEPT, at])
         self.promises += promised - bool(flags[PROMISED, at])
         self.able += ready - bool(flags[READY, at])
@@ -155,8 +156,8 @@ class Waiting:
         (
             self.due_s, self.arrival_s, self.work_s, self.norm_s, self.tokens, self.need,
             self.since_s, self.turn,
-        ) = self._fields[:, :n]  # fmt: skip
-        self.kept, self.promised, self.ready = self._flags[:, :n]
+        ) = self.fields[:, :n]  # fmt: skip
+        self.kept, self.promised, self.ready = self.flags[:, :n]
 
     def _row(self, sequence: Sequence) -> int:
         at = bisect.bisect_left(self._keys, sequence.key)

@@ -1,0 +1,151 @@
+"""The compiled arithmetic of a decision with the policy `lars` (lars.c), behind its one door.
+
+What crosses are the arrays of one group's rows: those of `Waiting`, and two of the same width for
+what is computed. The library is built with the project, stands beside this file and knows nothing
+of Python. It is opened only where something is scheduled by `lars`. Its calls last microseconds, so
+they keep the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+
+import numpy as np
+
+from medha.errors import SetupError
+from medha.scheduling.waiting import Waiting
+
+# Two dots, so that no one takes it for a module of Python's.
+LIBRARY = pathlib.Path(__file__).with_name("lars.kernel.so")
+# Columns of lars.c: how many of scratch and of marks, and which holds margins.
+SCRATCH, MARKS, LEFT = 3, 3, 1
+# Rows handed out at a time: most batches hold one prompt or two.
+FEW = 8
+# What the relegated have coming, as `medha_order` takes it.
+NOTHING, FIRST_DUE, SHORT_ONES = range(3)
+
+# (place, tier, whether long)
+Next = tuple[int, int, int]
+
+
+class _Rows(ctypes.Structure):
+    """`struct rows` of lars.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("fields", "flags", "scratch", "marks")),
+        *((name, ctypes.c_int64) for name in ("capacity", "count")),
+        *((name, ctypes.c_double) for name in ("least", "least_promised", "least_bare", "last")),
+    )
+
+
+@functools.cache
+def load(library: pathlib.Path = LIBRARY) -> ctypes.PyDLL:
+    """The library; raises SetupError when it was not built or not for this machine."""
+    pointer, number, count = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
+    try:
+        kernel = ctypes.PyDLL(str(library))
+        margins, relegate = kernel.medha_margins, kernel.medha_relegate
+        order, few = kernel.medha_order, kernel.medha_few
+    except (OSError, AttributeError) as error:
+        raise SetupError(
+            f"{library} is the compiled part of the scheduler's policy lars and cannot be loaded"
+            f" ({error}); run `make setup`, or install medha with its worker where there is a C"
+            " compiler"
+        ) from None
+    margins.argtypes = [pointer, number, number, number, number]
+    relegate.argtypes = [pointer, number, count, pointer]
+    order.argtypes = [
+        pointer, number, number, number, number, ctypes.c_int, number, ctypes.c_int,
+    ]  # fmt: skip
+    few.argtypes = [pointer, number, ctypes.c_int, count, pointer]
+    margins.restype = order.restype = None
+    relegate.restype = few.restype = count
+    return kernel
+
+
+class Rows:
+    """One group's rows in one decision: `margins` first, then `relegate`, `order`, and `few` again
+    and again. They are those that waited at `margins`."""
+
+    yields = None  # nobody leaves a part of the budget to others
+
+    def __init__(self, waiting: Waiting, kernel: ctypes.PyDLL) -> None:
+        self._waiting, self._kernel = waiting, kernel
+        self._few = np.empty((3, FEW), dtype=np.int64)
+        self._few_at = self._few.ctypes.data
+        self._allot()
+
+    @property
+    def least_s(self) -> float:
+        """Smallest margin of who is kept; infinite with nobody."""
+        least: float = self._rows.least
+        return least
+
+    @property
+    def least_promised_s(self) -> float:
+        """Smallest margin of a promise; infinite with none."""
+        least: float = self._rows.least_promised
+        return least
+
+    @property
+    def least_bare_s(self) -> float:
+        """The same if promises were all that is kept, at bare costs."""
+        least: float = self._rows.least_bare
+        return least
+
+    @property
+    def last_s(self) -> float:
+        """What whoever is due last may do out of order, once the rows are in order."""
+        last: float = self._rows.last
+        return last
+
+    def margins(self, start: float, share: float, overhead_s: float, inflation: float) -> None:
+        """The margins of who is kept, from `start` on, which has the drain in it."""
+        if self._fields is not self._waiting.fields:
+            self._allot()
+        self._rows.count = len(self._waiting)
+        self._kernel.medha_margins(self._at, start, share, overhead_s, inflation)
+
+    def margin_s(self, place: int) -> float:
+        """Margin of a row that is kept."""
+        return float(self._scratch[LEFT, place])
+
+    def lower(self, place: int, most_s: float) -> None:
+        """The promise at `place` has no more margin than that."""
+        self._scratch[LEFT, place] = least_s = min(self.margin_s(place), most_s)
+        self._rows.least = min(self._rows.least, least_s)
+        self._rows.least_promised = min(self._rows.least_promised, least_s)
+
+    def relegate(self, tolerance_s: float, most: int) -> list[int]:
+        """Places of those without a promise that give way, in that order."""
+        lost = np.empty(most, dtype=np.int64)
+        count = self._kernel.medha_relegate(self._at, tolerance_s, most, lost.ctypes.data)
+        places: list[int] = lost[:count].tolist()
+        return places
+
+    def order(
+        self, pages: float, start: float, share: float, long_above: float, by_tokens: bool,
+        guard_s: float, owed: int,
+    ) -> None:  # fmt: skip
+        """Put who is ready and needs at most so many pages in order; `owed` is one of the above."""
+        self._kernel.medha_order(
+            self._at, pages, start, share, long_above, by_tokens, guard_s, owed
+        )
+
+    def few(self, pages: float, only_short: bool) -> list[Next]:
+        """Those that come next; empty when nobody does."""
+        count = self._kernel.medha_few(self._at, pages, only_short, FEW, self._few_at)
+        places, tiers, long = self._few[:, :count].tolist()
+        return list(zip(places, tiers, long, strict=True))
+
+    def _allot(self) -> None:
+        """Point at the arrays as they are now; they are larger when more wait than ever."""
+        self._fields, self._flags = self._waiting.fields, self._waiting.flags
+        capacity = self._fields.shape[1]
+        self._scratch = np.zeros((SCRATCH, capacity))
+        self._marks = np.zeros((MARKS, capacity), dtype=np.int8)
+        arrays = self._fields, self._flags, self._scratch, self._marks
+        self._rows = _Rows(*(array.ctypes.data for array in arrays), capacity, 0)
+        self._at = ctypes.addressof(self._rows)
