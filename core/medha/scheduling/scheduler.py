@@ -32,6 +32,7 @@ from medha.scheduling.inflight import Flight, Flights
 from medha.scheduling.lars import normaliser_s
 from medha.scheduling.ledger import Ledger
 from medha.scheduling.members import Members
+from medha.scheduling.outlook import Outlook
 from medha.scheduling.packer import Packer
 from medha.scheduling.plan import Plan
 from medha.scheduling.progress import Progress
@@ -84,7 +85,8 @@ class Scheduler:
             settings, topology.spp, predictor, self._groups, self._decodes, self._ledger,
             self._starts,
         )  # fmt: skip
-        self._endings = Endings(self._groups, self._decodes, self._starts)
+        self._outlook = Outlook(settings, topology.spp, predictor, self._groups, self._ledger)
+        self._endings = Endings(self._groups, self._decodes, self._starts, self._outlook)
         self._crews = Crews(
             self._groups, self._flights, self._ledger, settings.min_batch_s,
             settings.max_starved_rounds,
@@ -120,7 +122,10 @@ class Scheduler:
         )
         sequence.kept = sequence.promised = self._ledger.gives and bool(request.promised)
         self._groups.enlist(sequence, cached)
+        self._outlook.add(sequence)
         promised = self._promise(sequence, now, cached)
+        if not promised:
+            self._outlook.judge(sequence, now)
         return Admitted(sequence.number, cached, promised, self._expect_s(sequence, now))
 
     def abort(self, id: str, now: float) -> None:
@@ -155,7 +160,8 @@ class Scheduler:
             and self._ledger.gives
             and all(self._starts.aged(self._groups.waiting[one], now) is None for one in works)
         )
-        if asked and self._ledger.fits(sequence, works, starts) and self._starts.start(sequence):
+        fits = asked and self._outlook.fits(sequence, works, starts, now)
+        if fits and self._starts.start(sequence):
             self._ledger.rank(sequence, kept=True, promised=True)
             for group in works:
                 self._ledger.give_way(group, starts[group], self.predictor.error)
@@ -187,6 +193,8 @@ class Scheduler:
         ]
         if not eligible:
             return None
+        if self._outlook.changed and self._outlook.barred:
+            self._outlook.admit(now)
         started = self._starts.running
         plan = self._choose(frozenset(eligible), now)
         if plan is None and self._starts.running != started:
@@ -199,11 +207,13 @@ class Scheduler:
         error = self.predictor.error
         for crew, limit_s in self._crews.candidates(eligible, now):
             if len(crew) == 1:
-                self._groups.steal(crew[0])
+                stolen = self._groups.steal(crew[0])
+                if stolen is not None:
+                    self._outlook.moved(stolen)
             plan = self._packer.plan(crew, now, limit_s, error)
             if len(crew) > 1:
                 parts = plan.parts if plan is not None else []
-                self._crews.tried(crew, {part.sequence.number for part in parts})
+                self._crews.tried(crew, {part.sequence.number for part in parts}, now)
             if plan is not None and (len(crew) == 1 or plan.shared):
                 return plan
         return None
@@ -258,6 +268,7 @@ class Scheduler:
                     self._groups.mark(sequence)
                 else:
                     self._groups.strike(sequence)
+                    self._outlook.changed = True
 
     def complete(self, number: int, result: BatchResult, now: float) -> tuple[Completed, ...]:
         """The batch is done on every participant; returns the sequences that ended with it.
