@@ -148,7 +148,11 @@ class Outlook:
         return min(max(least_s, one.min_batch_s), one.max_batch_s)
 
     def _rate(self, load: BatchLoad, keys: int, budget_s: float) -> float:
-        """Tokens per second of a prompt that has `keys` already."""
-        step = self.settings.chunk_step_tokens
+        """Tokens per second of a prompt that has `keys` already. With a pipeline a batch waits for
+        a longer one ahead of it: they differ by up to one step, and half of one is lost."""
+        step, probe = self.settings.chunk_step_tokens, load.seconds_with
         chunk = self.predictor.largest_chunk(load, keys, 1 << 20, budget_s, step)
-        return chunk / load.seconds_with(chunk, keys) if chunk else 0.0
+        if not chunk:
+            return 0.0
+        step_s = probe(chunk + step, keys) - probe(chunk, keys) if self.spp > 1 else 0.0
+        return chunk / (probe(chunk, keys) + 0.5 * step_s)
