@@ -16,15 +16,14 @@ from medha.scheduling.sequence import Sequence
 class Cohort:
     """Prepared decodes of sequences that live in the same KVP groups, oldest first.
 
-    `keys`: per group, KV tokens that their attention reads, their own included; `slots`: of each
-    its place among credits; `away`: how many are in flight.
+    `keys`: per group, KV tokens that their attention reads, their own included; `away`: how many
+    are in flight.
     """
 
-    __slots__ = ("away", "chunks", "keys", "slots")
+    __slots__ = ("away", "chunks", "keys")
 
     def __init__(self, groups: tuple[int, ...]) -> None:
         self.chunks: dict[int, Chunk] = {}
-        self.slots: dict[int, int] = {}
         self.keys = dict.fromkeys(groups, 0)
         self.away = 0
 
@@ -70,7 +69,6 @@ class Decodes:
         if cohort is None:
             cohort = self.cohorts[chunk.groups] = Cohort(chunk.groups)
         cohort.chunks[sequence.number] = chunk
-        cohort.slots[sequence.number] = sequence.slot
         held, keys = sequence.held, cohort.keys
         for group in chunk.groups:
             keys[group] += held.get(group, 0)
@@ -85,7 +83,6 @@ class Decodes:
         cohort = self.cohorts[chunk.groups]
         if cohort.chunks.pop(sequence.number, None) is None:
             return False
-        del cohort.slots[sequence.number]
         for group in chunk.groups:
             cohort.keys[group] -= sequence.held.get(group, 0)
         return True
@@ -100,24 +97,18 @@ class Decodes:
             sequence.decoding = False
 
     def seat(self, groups: tuple[int, ...], most: int) -> list[Chunk]:
-        """Hand out at most `most` prepared decodes of the cohort, the longest ready first.
-
-        No later batch delays the token of one in flight: what its credit is for is the next.
-        """
+        """Hand out at most `most` prepared decodes of the cohort, the longest ready first."""
         cohort = self.cohorts[groups]
         cohort.away += min(most, len(cohort.chunks))
-        slots = [*cohort.slots.values()][:most]
-        self._due_s[slots] += self._tpot_s[slots]
         if len(cohort.chunks) <= most:
             chunks = [*cohort.chunks.values()]
-            cohort.chunks, cohort.slots = {}, {}
+            cohort.chunks = {}
             cohort.keys = dict.fromkeys(groups, 0)
             return chunks
         numbers = list(cohort.chunks)[:most]
         chunks = []
         for number in numbers:
             chunk = cohort.chunks.pop(number)
-            del cohort.slots[number]
             held = self.running[number].held
             for group in groups:
                 cohort.keys[group] -= held.get(group, 0)

@@ -14,7 +14,6 @@ import msgspec
 
 from medha.scheduling.decodes import Decodes
 from medha.scheduling.growth import Groups
-from medha.scheduling.outlook import Outlook
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.starts import Starts
 
@@ -31,9 +30,8 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Endings:
     """`ended`: sequences whose pages came back, not yet told to the ranks."""
 
-    def __init__(self, groups: Groups, decodes: Decodes, starts: Starts, outlook: Outlook) -> None:
+    def __init__(self, groups: Groups, decodes: Decodes, starts: Starts) -> None:
         self.groups, self.decodes, self.starts = groups, decodes, starts
-        self.outlook = outlook
         self.sequences: dict[int, Sequence] = {}
         self.by_id: dict[str, Sequence] = {}
         self.ended: list[int] = []
@@ -89,7 +87,6 @@ class Endings:
         sequence.reset()
         sequence.taken_back = False
         self.groups.enlist(sequence, self.house(sequence))
-        self.outlook.add(sequence)
 
     def house(self, sequence: Sequence) -> int:
         """Choose its groups; returns how much of it they have cached. Without a group it waits."""
@@ -108,4 +105,3 @@ class Endings:
         if self.decodes.withdraw(sequence):
             sequence.in_flight -= 1
         self.decodes.end(sequence)
-        self.outlook.remove(sequence)

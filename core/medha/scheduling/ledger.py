@@ -28,12 +28,12 @@ from medha.scheduling.lars import Floats, Places
 from medha.scheduling.policies import View
 from medha.scheduling.promises import broken, largest_feasible, margins_s, room_s
 from medha.scheduling.sequence import Sequence
-from medha.scheduling.shares import Shares
 from medha.scheduling.spans import crews_meet, spares_s
 from medha.scheduling.waiting import Waiting
 
 CHANGES_PER_ROUND = 4
 ROUNDS_PER_LOOK = 8
+SHARE_WEIGHT = 0.1
 MEMORY_S = 30.0
 
 
@@ -53,8 +53,7 @@ class Ledger:
         self.drain_s, self.overhead_s = drain_s, overhead_s
         self.promising = settings.policy == "lars"
         self.gives = self.promising and settings.commit
-        self.shares = Shares()
-        self.share = self.shares.of
+        self.share: dict[int, float] = {}
         self.owed_s: dict[int, float] = {}
         self._rounds: dict[int, int] = {}
         self._turns: dict[int, int] = {}
@@ -69,14 +68,13 @@ class Ledger:
 
     def join(self, group: int) -> None:
         self._arrivals[group] = 0.0, 0.0
-        self.shares.join(group)
-        self.owed_s[group], self._rounds[group], self._turns[group] = 0.0, 0, 0
+        self.share[group], self.owed_s[group], self._rounds[group] = 1.0, 0.0, 0
+        self._turns[group] = 0
         if self._kernel is not None:
             self._rows[group] = native.Rows(self.groups.waiting[group], self._kernel)
 
     def leave(self, group: int) -> None:
-        self.shares.leave(group)
-        for of in (self._arrivals, self.owed_s, self._rounds, self._turns):
+        for of in (self._arrivals, self.share, self.owed_s, self._rounds, self._turns):
             del of[group]
         self._rows.pop(group, None)
 
@@ -185,10 +183,6 @@ class Ledger:
         least_s = self._margins(group, now).least_promised_s
         return least_s >= idle_s + max(0.0, self.owed_s[group])
 
-    def bears(self, group: int, now: float) -> bool:
-        """Whether no promise of the group is short of time."""
-        return self._margins(group, now).least_promised_s >= 0.0
-
     def view(self, group: int, reach: float, now: float) -> View:
         """Who of the group may be packed, having or needing at most so many pages, as policies see
         them."""
@@ -264,6 +258,14 @@ class Ledger:
         if relegated_waits:
             owed += self.settings.relegated_share * batch_s
         self.owed_s[group] = min(max(owed, -self.longest_s), 3.0 * self.longest_s)
+
+    def measure_share(self, group: int, batch_s: float, decode_s: float) -> None:
+        """Learn which part of a batch's time prefills get."""
+        if decode_s <= 0.0 or batch_s <= 0.0:
+            self.share[group] = 1.0
+            return
+        part = max(0.05, 1.0 - decode_s / batch_s)
+        self.share[group] += SHARE_WEIGHT * (part - self.share[group])
 
     def _relegate(
         self, group: int, rows: native.Rows, start: float, error: float

@@ -41,18 +41,14 @@ class Members:
         for sequence in self.groups.claim_in(group, claiming):
             if not sequence.decoding and sequence.packed < sequence.goal:
                 self.groups.enlist(sequence)
-            self.endings.outlook.moved(sequence)
         for sequence in list(self.endings.sequences.values()):
             idle = not (sequence.started or sequence.over or sequence.taken_back)
             if idle and 0 < len(sequence.plan) < self.groups.groups_needed(sequence):
                 self.groups.strike(sequence)  # it was planned when fewer groups ran
                 self.groups.enlist(sequence, self.endings.house(sequence))
-                self.endings.outlook.moved(sequence)
-        self.endings.outlook.foresee()
         homeless, self.endings.homeless = self.endings.homeless, {}
         for sequence in homeless.values():
             self.groups.enlist(sequence, self.endings.house(sequence))
-            self.endings.outlook.moved(sequence)
 
     def regenerated(self, generation: int) -> None:
         """Columns of a newer generation stand; shared chunks use them from now on."""

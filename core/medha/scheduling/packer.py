@@ -271,4 +271,4 @@ class Packer:
             # A prompt that spans the crew waits for what each of its groups owes: it is shared out.
             self.ledger.spend(group, batch_s / len(plan.crew), part * batch_s, waits)
             if tokens:
-                self.ledger.shares.measure(group, plan.target_s, plan.decode_s[group])
+                self.ledger.measure_share(group, plan.target_s, plan.decode_s[group])

@@ -32,7 +32,6 @@ from medha.scheduling.inflight import Flight, Flights
 from medha.scheduling.lars import normaliser_s
 from medha.scheduling.ledger import Ledger
 from medha.scheduling.members import Members
-from medha.scheduling.outlook import Outlook
 from medha.scheduling.packer import Packer
 from medha.scheduling.plan import Plan
 from medha.scheduling.progress import Progress
@@ -85,8 +84,7 @@ class Scheduler:
             settings, topology.spp, predictor, self._groups, self._decodes, self._ledger,
             self._starts,
         )  # fmt: skip
-        self._outlook = Outlook(settings, topology.spp, predictor, self._groups, self._ledger)
-        self._endings = Endings(self._groups, self._decodes, self._starts, self._outlook)
+        self._endings = Endings(self._groups, self._decodes, self._starts)
         self._crews = Crews(
             self._groups, self._flights, self._ledger, settings.min_batch_s,
             settings.max_starved_rounds,
@@ -122,10 +120,7 @@ class Scheduler:
         )
         sequence.kept = sequence.promised = self._ledger.gives and bool(request.promised)
         self._groups.enlist(sequence, cached)
-        self._outlook.add(sequence)
         promised = self._promise(sequence, now, cached)
-        if not promised:
-            self._outlook.judge(sequence, now)
         return Admitted(sequence.number, cached, promised, self._expect_s(sequence, now))
 
     def abort(self, id: str, now: float) -> None:
@@ -160,8 +155,7 @@ class Scheduler:
             and self._ledger.gives
             and all(self._starts.aged(self._groups.waiting[one], now) is None for one in works)
         )
-        fits = asked and self._outlook.fits(sequence, works, starts, now)
-        if fits and self._starts.start(sequence):
+        if asked and self._ledger.fits(sequence, works, starts) and self._starts.start(sequence):
             self._ledger.rank(sequence, kept=True, promised=True)
             for group in works:
                 self._ledger.give_way(group, starts[group], self.predictor.error)
@@ -193,8 +187,6 @@ class Scheduler:
         ]
         if not eligible:
             return None
-        if self._outlook.changed and self._outlook.barred:
-            self._outlook.admit(now)
         started = self._starts.running
         plan = self._choose(frozenset(eligible), now)
         if plan is None and self._starts.running != started:
@@ -207,13 +199,11 @@ class Scheduler:
         error = self.predictor.error
         for crew, limit_s in self._crews.candidates(eligible, now):
             if len(crew) == 1:
-                stolen = self._groups.steal(crew[0])
-                if stolen is not None:
-                    self._outlook.moved(stolen)
+                self._groups.steal(crew[0])
             plan = self._packer.plan(crew, now, limit_s, error)
             if len(crew) > 1:
                 parts = plan.parts if plan is not None else []
-                self._crews.tried(crew, {part.sequence.number for part in parts}, now)
+                self._crews.tried(crew, {part.sequence.number for part in parts})
             if plan is not None and (len(crew) == 1 or plan.shared):
                 return plan
         return None
@@ -268,7 +258,6 @@ class Scheduler:
                     self._groups.mark(sequence)
                 else:
                     self._groups.strike(sequence)
-                    self._outlook.changed = True
 
     def complete(self, number: int, result: BatchResult, now: float) -> tuple[Completed, ...]:
         """The batch is done on every participant; returns the sequences that ended with it.

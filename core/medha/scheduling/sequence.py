@@ -20,15 +20,14 @@ class Sequence:
     """State of one accepted request, from submit until its pages have come back.
 
     `plan`: groups in the order in which they become active.
-    `kept`: it is in the promise set, `promised`: by a promise. `barred`: it may not begin yet, for
-    the decodes that it would bring. `reserved`: pages per group that it
+    `kept`: it is in the promise set, `promised`: by a promise. `reserved`: pages per group that it
     will still take; `claim`: on groups that do not run yet. `fresh`: pages that its newest chunk
     took. `moving`: copies of its pages under way or not yet switched. `refused`: its groups were
     together, and it was not taken.
     """
 
     __slots__ = (
-        "barred", "claim", "decode_due_s", "decoding", "done", "emitted", "ended", "first_token_s",
+        "claim", "decode_due_s", "decoding", "done", "emitted", "ended", "first_token_s",
         "fresh", "goal", "group_of", "groups", "hashes", "held", "in_flight", "kept", "key", "left",
         "moving", "next_chunk", "norm_s", "number", "over", "packed", "page_of", "passed",
         "paused_since_s", "plan", "promised", "refused", "request", "reserved", "slot",
@@ -47,7 +46,6 @@ class Sequence:
         self.in_flight = self.moving = 0
         self.first_token_s: float | None = None
         self.claim = 0
-        self.barred = False
         self.reserved: dict[int, int] = {}
         self.reset()
 
@@ -81,7 +79,7 @@ class Sequence:
     @property
     def ready(self) -> bool:
         """The next chunk of the prompt may be packed: the one before left stage 0."""
-        return self.left == self.packed and not (self.over or self.taken_back or self.barred)
+        return self.left == self.packed and not (self.over or self.taken_back)
 
     @property
     def last_token(self) -> int:

@@ -114,7 +114,7 @@ class Waiting:
         fields, at = self.fields, self._row(sequence)
         fields[WORK, at] = work_s
         fields[TOKENS, at] = sequence.goal - sequence.packed
-        ready = sequence.left == sequence.packed and not sequence.barred
+        ready = sequence.left == sequence.packed
         self.able += ready - bool(self.ready[at])
         self.ready[at] = ready
 
