@@ -26,7 +26,7 @@ Learned = tuple[Row, Row, Row, Row]
 SETTLED = 10
 # One sample counts for at most this ratio, so a pause of the machine moves little.
 MOST_RATIO = 2.0
-LOWEST, HIGHEST = 1.0 / 16.0, 16.0
+LOWEST, HIGHEST = 1.0 / 1024.0, 1024.0
 
 
 class Corrections:

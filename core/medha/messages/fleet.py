@@ -135,7 +135,7 @@ class FilePart(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 Factors = Annotated[
-    tuple[Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)], ...],
+    tuple[Annotated[float, msgspec.Meta(ge=1e-7, le=1e7)], ...],
     msgspec.Meta(min_length=len(REGIMES), max_length=len(REGIMES)),
 ]
 Counts = Annotated[

@@ -79,7 +79,6 @@ class Startup:
             max_context_tokens=config.max_context_tokens,
             vocab=self._identity.shape.vocab,
             budget_s=WARMUP_S,
-            now=now,
         )
 
     def lost(self, group: int) -> None:

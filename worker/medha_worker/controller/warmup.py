@@ -3,12 +3,14 @@
 Runs prefills of several lengths and prefixes and decodes of several batch sizes through one group,
 first one batch at a time (the first of each kind also warms libraries up and is measured again),
 then `spp` at a time, as serving does. Ends with its plan or its time budget, whichever is first;
-what it measured becomes a profile. It touches pages of a pool that holds nothing yet, and knows no
+that counts from the end of the very first batch, which pages code in and is not measured. What it
+measured becomes a profile. It touches pages of a pool that holds nothing yet, and knows no
 scheduler.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -29,7 +31,8 @@ ROUNDS = 3
 class Warmup:
     """The plan of dummy batches for one group; batches are numbered from 1.
 
-    `spp`: batches in flight at most; `pages`: of the group's pool; `budget_s` from `begun_s`.
+    `spp`: batches in flight at most; `pages`: of the group's pool; `budget_s` from the end of the
+    first batch on.
     """
 
     def __init__(
@@ -42,11 +45,11 @@ class Warmup:
         max_context_tokens: int,
         vocab: int,
         budget_s: float,
-        now: float,
     ) -> None:
         self.group, self._spp, self._page_tokens = group, spp, page_tokens
         self._pages, self._context, self._vocab = pages, max_context_tokens, vocab
-        self._ends_s = now + budget_s
+        self._budget_s, self._ends_s = budget_s, math.inf
+        self._cold = True
         self._free_page = 0
         self._seqs = 0
         self._live: list[int] = []
@@ -70,6 +73,8 @@ class Warmup:
 
     def next(self, now: float) -> Batch | None:
         """The next batch to run, if one may enter stage 0 now."""
+        if not self._cold:
+            self._ends_s = min(self._ends_s, now + self._budget_s)
         if now >= self._ends_s and self.samples:
             self._next = None
         room = 1 if self._alone else self._spp
@@ -90,7 +95,9 @@ class Warmup:
         chunks = self._in_flight.pop(number)
         self._blocked -= {chunk.seq for chunk in chunks}
         entries = tuple((chunk.length, chunk.start, chunk.decode) for chunk in chunks)
-        self.samples.append(Sample(entries, elapsed_s))
+        if not self._cold or self._next is None:
+            self.samples.append(Sample(entries, elapsed_s))
+        self._cold = False
 
     def rows(self, seq: int, start: int, length: int) -> bytes:
         positions = np.arange(start, start + length, dtype=np.int64)
