@@ -355,7 +355,7 @@ class Controller:
                 self.serving.scheduler.group_joined(group, formation.generation, now)
             self.serving.scheduler.regenerated(formation.generation, now)
         else:
-            self._startup.begin(now)
+            self._startup.begin()
         self._reshape(now)
 
     def _release(self, group: int, generation: int, now: float) -> bool:

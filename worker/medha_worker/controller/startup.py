@@ -66,7 +66,7 @@ class Startup:
         most = min((self._membership.pages(g) for g in self._membership.running), default=0)
         return min(self._config.kv_pages or most, most)
 
-    def begin(self, now: float) -> None:
+    def begin(self) -> None:
         """The base groups run: start to measure, unless that is under way or done."""
         if self.profile is not None or self._warmup is not None:
             return
