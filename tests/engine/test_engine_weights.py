@@ -179,6 +179,36 @@ def test_a_bad_file_is_named_in_one_line(
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("said", [False, None])
+def test_a_head_that_is_missing_is_not_taken_from_the_embedding_unasked(
+    said: bool | None, checkpoint: Folder, tmp_path: pathlib.Path
+) -> None:
+    folder = shutil.copytree(checkpoint(TinyModel(tied=True)), tmp_path / "headless")
+    say_tied(folder, said)
+    with pytest.raises(CheckpointError, match=r"has no tensor lm_head\.weight: needed") as caught:
+        load(Checkpoint(folder), read_config(folder), range(6), 0, 1, torch.float32)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    assert "fetch the weights again" in str(caught.value)
+
+
+def test_a_head_in_the_file_of_a_model_that_ties_it_is_left_alone(
+    tiny: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "both")
+    say_tied(folder, True)
+    loaded = load(Checkpoint(folder), read_config(folder), range(6), 0, 1, torch.float32)
+    assert loaded.head is not None and loaded.embedding is not None
+    assert torch.equal(loaded.head.weight.t(), loaded.embedding)
+
+
+def say_tied(folder: pathlib.Path, said: bool | None) -> None:
+    """Change what config.json says of the head; None: it says nothing."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["tie_word_embeddings"]
+    path.write_text(json.dumps(config if said is None else config | {"tie_word_embeddings": said}))
+
+
 @pytest.mark.parametrize(
     ("index", "named"),
     [

@@ -24,6 +24,7 @@ from medha_worker.model.rope import interleaved
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+HEAD = "lm_head.weight"
 
 Progress = Callable[[int, int], None]
 
@@ -155,12 +156,18 @@ class _Loader:
     def load(self) -> Weights:
         config = self.config
         first, last = self.layers.start == 0, self.layers.stop == config.layers
-        tied = config.tied_embeddings or "lm_head.weight" not in self.checkpoint
+        tied = config.tied_embeddings
+        if not tied and HEAD not in self.checkpoint:
+            raise CheckpointError(
+                f"{self.checkpoint.folder} has no tensor {HEAD}: needed where config.json does not"
+                ' say "tie_word_embeddings": true; say so if the model ties them, or fetch the'
+                " weights again"
+            )
         embedding = self._vocab("model.embed_tokens.weight") if first or (last and tied) else None
         head = None
         if last:
             # A tied head is a view: [hidden, rows] seen through the embedding's memory.
-            table = embedding if tied else self._vocab("lm_head.weight")
+            table = embedding if tied else self._vocab(HEAD)
             assert table is not None
             head = Linear(table.t() if tied else paneled(table.t()))
         return Weights(
