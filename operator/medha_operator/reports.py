@@ -141,4 +141,5 @@ def _asks(status: ReplicaStatus) -> tuple[object, ...]:
     idle = status.waiting + status.running == 0
     groups = tuple((each.group, each.state, each.releasable, each.ranks) for each in status.groups)
     plain = (status.ready, status.draining, status.generation, status.wanted_groups)
-    return *plain, status.restart_groups, status.message, groups, idle
+    said = (status.message, status.refused)
+    return *plain, status.restart_groups, said, groups, idle

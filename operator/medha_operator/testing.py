@@ -98,6 +98,8 @@ class Cluster:
         """Pods, by UID, whose ranks were given up by their controller and do not come back."""
         self.left: set[str] = set()
         """Pods whose ranks were told to leave, by UID; they come back when they are wanted."""
+        self.refused = ""
+        """Why the router does not take replicas in."""
         self.done: list[Action] = []
         self._uids = itertools.count(1)
 
@@ -201,6 +203,7 @@ class Cluster:
     def _tend(self, name: str, pod: PodView) -> None:
         """What the kubelet of the pod's node does, while there is one."""
         home = self.nodes.get(pod.node)
+        leads = pod.group == pod.stage == 0
         if home is None or not home.ready:
             self.change(name, ready=False, ready_since_s=None)
         elif pod.deleting:
@@ -212,7 +215,7 @@ class Cluster:
         elif pod.uid in self.left:
             if self.wanted.get(pod.ordinal, 1) > pod.group:
                 self.left.remove(pod.uid)
-        elif pod.phase == "Running" and not pod.ready:
+        elif pod.phase == "Running" and not pod.ready and not (self.refused and leads):
             self.change(name, ready=True, ready_since_s=self.now_s)
 
     def _fits(self, target: str) -> bool:
@@ -253,7 +256,8 @@ class Cluster:
             generation=sum(line.state == "running" for line in lines),
             wanted_groups=self.wanted.get(leader.ordinal, 1),
             groups=lines,
-            routers=1,
+            routers=0 if self.refused else 1,
+            refused=self.refused,
             running=self.load.get(leader.ordinal, 0),
             restart_groups=tuple(
                 index

@@ -194,6 +194,10 @@ def _trouble(resource: MedhaReplica, made: Decision) -> tuple[str, str] | None:
             f"{made.stranded[0].why} and there is no other place for its pods; bring it back or "
             "add nodes"
         )
+    for each in _needed(made):
+        if not each.ready and each.report is not None and each.report.refused:
+            name = names.replica_name(resource.name, each.ordinal)
+            return "RouterRefuses", f"no router takes in {name}: {each.report.refused}"
     for line in made.memory.restarts:
         if not _well(made, line.replica):
             name = names.replica_name(resource.name, line.replica)

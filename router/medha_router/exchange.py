@@ -4,7 +4,7 @@ Takes controllers in, fetches their tokenizer files, publishes the heads of each
 submits what is granted, and turns their tokens into an answer's deltas. Sends through `send`; who
 owns the link feeds `receive` and calls `tick`.
 
-    Hello -> files -> vocabulary -> LoadReport -> open        Heads -> Grant -> Submit -> Tokens …
+    Hello -> files -> vocabulary -> Welcome -> LoadReport -> open    Heads -> Grant -> Submit -> …
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Exchange:
             return
         replica = self._fleet.get(peer)
         if replica is None:
-            self._send(peer, Rejected("say Hello first: this router does not know you"))
+            told = "say Hello first: this router does not know you"
+            self._send(peer, Rejected(told, stranger=True))
             return
         replica.heard_s = now
         match message:
@@ -131,7 +132,7 @@ class Exchange:
             self._lost(known, "it introduced itself anew")
         elif known is not None and known.hello == hello:
             known.heard_s = now
-            self._send(peer, Welcome(self._router))
+            self._advance(known, now)
             return
         namesakes = [each for each in self._fleet.of(hello.model) if each.name == hello.replica]
         for old in namesakes:
@@ -148,7 +149,6 @@ class Exchange:
             self._send(peer, Rejected(broken))
             return
         self._log.info("replica %s joined", hello.replica)
-        self._send(peer, Welcome(self._router))
         for name in FILES:
             digest = hello.files.get(name)
             if digest and self._files.get(digest) is None:
@@ -188,7 +188,8 @@ class Exchange:
         self._advance(replica, now)
 
     def _advance(self, replica: Replica, now: float) -> None:
-        """Ask for what is missing of a replica's files; load the tokenizer when all are here."""
+        """Ask for what is missing of a replica's files; load the tokenizer when all are here. It is
+        welcome once it is loaded: whoever waits for that may end what served until then."""
         mine = [fetch for (peer, _), fetch in self._fetches.items() if peer == replica.peer]
         for fetch in mine:
             if (question := fetch.ask(now)) is not None:
@@ -198,6 +199,7 @@ class Exchange:
         if mine or edition in self._loading:
             return
         if edition.vocabulary is not None:
+            self._send(replica.peer, Welcome(self._router))
             self._reopen(model)
             return
         task = asyncio.get_running_loop().create_task(self._load(model, edition))
@@ -215,6 +217,8 @@ class Exchange:
             vocabulary = await asyncio.to_thread(Vocabulary, files.tokenizer)
             await self._tokens.warm(files.key)
             edition.vocabulary, model.unservable = vocabulary, ""
+            for replica in self._of(model, edition):
+                self._send(replica.peer, Welcome(self._router))
         except MedhaError as error:
             model.unservable = "this model's tokenizer does not load"
             self._log.error("the tokenizer of %s does not load: %s", model.name, error)
@@ -227,10 +231,12 @@ class Exchange:
         """Nobody can be served by this edition: its replicas must not count as ready, or a rolling
         update would drain those that can."""
         edition.broken = reason[:500]
-        for replica in self._fleet.of(model.name):
-            if replica.edition == edition.key:
-                self._send(replica.peer, Rejected(edition.broken))
-                self._lost(replica, reason)
+        for replica in self._of(model, edition):
+            self._send(replica.peer, Rejected(edition.broken))
+            self._lost(replica, reason)
+
+    def _of(self, model: ServedModel, edition: Edition) -> list[Replica]:
+        return [each for each in self._fleet.of(model.name) if each.edition == edition.key]
 
     def _reopen(self, model: ServedModel) -> None:
         """Open a model when a replica may take work whose tokenizer is known."""

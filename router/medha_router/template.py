@@ -18,6 +18,7 @@ import msgspec
 
 from medha.errors import CheckpointError, RequestError
 
+TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -29,14 +30,17 @@ class ChatTemplate:
     """
 
     def __init__(self, source: bytes, config: bytes) -> None:
+        settings = _settings(config)
+        file = TEMPLATE_FILE if source else f"chat_template in {CONFIG_FILE}"
         try:
-            settings: dict[str, Any] = msgspec.json.decode(config) if config else {}
             text = source.decode() if source else _configured(settings)
             self._template = _environment().from_string(text) if text else None
-        except (msgspec.MsgspecError, UnicodeDecodeError, jinja2.TemplateError) as error:
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{file} is not UTF-8 ({error}); fetch it again") from None
+        except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError) as error:
             raise CheckpointError(
-                f"the model's chat template does not load ({error}); mend chat_template.jinja or "
-                "tokenizer_config.json"
+                f"{file} is no Jinja template ({_complaint(error)}); mend the template, or fetch "
+                "the file again"
             ) from None
         self._special = {name: _token_text(settings.get(name)) for name in SPECIAL}
         self._special = {name: text for name, text in self._special.items() if text is not None}
@@ -81,6 +85,22 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _settings(config: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(config, type=dict[str, Any]) if config else {}
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(
+            f"{CONFIG_FILE} does not load ({error}); fetch the file again"
+        ) from None
+
+
+def _complaint(error: Exception) -> str:
+    """What a parser says, in one line: jinja2's, or Python's of what jinja2 made of it."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f"line {error.lineno}: {' '.join((error.message or '').split())[:200]}"
+    return "it is nested too deeply"
 
 
 def _configured(settings: dict[str, Any]) -> str:

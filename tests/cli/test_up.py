@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -93,6 +94,27 @@ def test_a_signal_while_it_loads_ends_it_as_cleanly(file: Path, up: Up) -> None:
     everything = up.everything()
     assert up.end(signal.SIGTERM) == 0
     assert [process for process in everything if process.is_running()] == []
+
+
+@pytest.mark.timeout(150)
+def test_a_template_that_does_not_parse_ends_it_with_one_line_and_status_two(
+    file: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(file.parent / "model", tmp_path / "model")
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text("{% for message in messages %}\n{{ message.content }\n{% endfor %}")
+    (tmp_path / "tiny.yaml").write_text(RESOURCE)
+    up = Up(tmp_path / "tiny.yaml", "--quiet")
+    try:
+        assert up.process.wait(timeout=120) == 2
+        last = up.said.splitlines()[-1]
+        assert last.startswith(
+            f"medha: replica tiny-0 with the checkpoint {template.parent} is not"
+        )
+        assert "the tokenizer of tiny does not load: chat_template.jinja is no Jinja " in last
+        assert "line 2: unexpected '}'" in last and last.endswith("or fetch the file again")
+    finally:
+        up.kill()
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,27 @@ def test_a_router_that_rejects_us_is_logged_once_and_asked_again(
         replica.run(5.0)
     assert caplog.text.count("this router serves other models") == 1
     assert len(replica.hellos) >= 4
+    assert replica.controller.status(5.0).refused == "this router serves other models"
+    replica.rejected.clear()
+    replica.run(10.0)
+    assert replica.controller.status(10.0).refused == ""
+
+
+def test_a_router_that_does_not_know_us_yet_refuses_nothing(make_replica: Make) -> None:
+    replica = make_replica()
+    replica.silent_routers.add("a")
+    replica.tell_at(1.0, m.Rejected("say Hello first", stranger=True))
+    replica.run(2.0)
+    assert replica.controller.status(2.0).refused == ""
+
+
+def test_files_are_given_to_a_router_before_it_takes_us_in(make_replica: Make) -> None:
+    replica = make_replica(files={"tokenizer.json": b"{}"}, hashes={"tokenizer.json": "h"})
+    replica.silent_routers.add("a")
+    replica.tell_at(1.0, m.FetchFile("h"))
+    replica.run(2.0)
+    assert replica.parts == [m.FilePart("h", 0, 2, b"{}")]
+    assert replica.controller.routers.welcome == ()
 
 
 def test_the_most_urgent_head_over_all_routers_is_granted_first(make_replica: Make) -> None:
@@ -168,6 +189,10 @@ def test_a_router_that_comes_late_gets_a_snapshot_of_the_prefix_cache(
     replica.run(5.0)
     late = [event for router, event in replica.news if router == "b"]
     assert late == [m.KvEvents(1, names, snapshot=True)]
+    replica.tell_at(6.0, m.Welcome("b-1"), "b")  # it missed news and asks again
+    replica.run(7.0)
+    again = [event for router, event in replica.news if router == "b"][len(late) :]
+    assert again == late
 
 
 def test_files_are_served_in_parts_by_their_hash(make_replica: Make) -> None:

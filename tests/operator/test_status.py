@@ -33,6 +33,17 @@ def stuck(why: str, message: str, **spec: Any) -> Cluster:
     return cluster
 
 
+def refused(why: str) -> Cluster:
+    """A resource whose replica is loaded, and that no router takes in."""
+    cluster = Cluster(resource(), [node("a")])
+    cluster.refused = why
+    for _ in range(6):
+        cluster.look()
+        cluster.turn()
+    cluster.look()
+    return cluster
+
+
 def failing(message: str, **spec: Any) -> Cluster:
     """A resource whose only pod ended with a message."""
     cluster = Cluster(resource(**spec), [node("a")])
@@ -103,6 +114,9 @@ def test_a_resource_that_serves_says_so_in_every_condition() -> None:
          "False FailedMount: a volume of pod tiny-0-g0-s0 cannot be mounted on node a "
          '(MountVolume.SetUp failed for volume "x" : secret "x" not found); make what it names, or '
          "correct spec.template.volumes"),
+        (refused("the tokenizer of m does not load: chat_template.jinja is no Jinja template"),
+         "False RouterRefuses: no router takes in tiny-0: the tokenizer of m does not load: "
+         "chat_template.jinja is no Jinja template"),
         (failing("Segmentation fault"),
          "False GroupFailed: KVP group 0 of tiny-0 is started anew: pod tiny-0-g0-s0 ended (Error: "
          "Segmentation fault)"),

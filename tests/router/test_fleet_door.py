@@ -14,7 +14,15 @@ from medha import PROTOCOL
 from medha.adapters.sockets import Dialer, write_keys
 from medha.config import Curve
 from medha.errors import ProtocolError
-from medha.messages import Codec, FilePart, Hello, Rejected, ReplicaMessage, RouterMessage, Welcome
+from medha.messages import (
+    Codec,
+    FetchFile,
+    FilePart,
+    Hello,
+    Rejected,
+    ReplicaMessage,
+    RouterMessage,
+)
 from medha.request import Slo, SloClass
 from medha_router.files import Fetch, FileStore, digest_of
 from medha_router.fleet import Fleet, Replica
@@ -188,7 +196,7 @@ def test_only_listed_keys_get_through_curve(
     with contextlib.closing(dialer):
         dialer.send(running.hello())
         answer = dialer.receive(3.0 if listed else 0.5)
-    assert isinstance(answer, Welcome) if listed else answer is None
+    assert isinstance(answer, FetchFile) if listed else answer is None
 
 
 def test_the_routers_classes_hold_not_the_replicas(alone: Any) -> None:

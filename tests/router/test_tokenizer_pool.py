@@ -135,6 +135,44 @@ def test_the_template_in_the_config_counts_when_there_is_no_file() -> None:
     assert ChatTemplate(b"", config.encode()).render(MESSAGES, generation_prompt=False) == "D"
 
 
+@pytest.mark.parametrize(
+    ("source", "config", "sentence"),
+    [
+        (b"{{ a }", b"", "chat_template.jinja is no Jinja template (line 1: unexpected '}')"),
+        (
+            b"a\n{% if b %}",
+            b"",
+            "chat_template.jinja is no Jinja template (line 2: Unexpected end ",
+        ),
+        (
+            b"{{ a | nosuch }}",
+            b"",
+            "chat_template.jinja is no Jinja template (line 1: No filter nam",
+        ),
+        (
+            b"{{" + b"(" * 5_000,
+            b"",
+            "chat_template.jinja is no Jinja template (it is nested too de",
+        ),
+        (b"\xff", b"", "chat_template.jinja is not UTF-8"),
+        (
+            b"",
+            b'{"chat_template": "{% for %}"}',
+            "chat_template in tokenizer_config.json is no Jin",
+        ),
+        (b"", b"{", "tokenizer_config.json does not load"),
+    ],
+)
+def test_a_template_that_does_not_load_is_named_in_one_line(
+    source: bytes, config: bytes, sentence: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ChatTemplate(source, config)
+    told = str(caught.value)
+    assert told.startswith(sentence)
+    assert "\n" not in told and told.endswith("again")
+
+
 def test_a_refusing_template_is_the_clients_error() -> None:
     template = ChatTemplate(b"{{ raise_exception('roles must alternate') }}", b"")
     with pytest.raises(RequestError, match="roles must alternate"):
@@ -153,11 +191,6 @@ def test_a_model_without_a_template_says_which_route_to_use() -> None:
 def test_a_template_cannot_reach_out_of_its_sandbox(attack: str) -> None:
     with pytest.raises(RequestError, match="refuses"):
         ChatTemplate(attack.encode(), b"").render(MESSAGES, generation_prompt=True)
-
-
-def test_a_template_that_does_not_parse_is_a_checkpoint_error() -> None:
-    with pytest.raises(CheckpointError, match="does not load"):
-        ChatTemplate(b"{% if %}", b"")
 
 
 def test_token_bytes_are_little_endian_int32(pool: TokenizerPool) -> None:

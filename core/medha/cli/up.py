@@ -11,7 +11,7 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 import msgspec
@@ -27,6 +27,8 @@ from medha.cli.run_dir import RunDir
 from medha.cli.show import Loading, LogStream, placement_table
 from medha.cli.supervise import Patience, Supervisor
 from medha.cli.watch import Watch
+from medha.errors import SetupError
+from medha.messages import ReplicaStatus
 from medha.spec import MedhaReplica
 
 STEP_S = 0.05
@@ -152,8 +154,20 @@ def _load(
             if signals.count:
                 return False
             _turn(supervisor, watch)
-            bars.update(watch.statuses)
+            statuses = watch.statuses
+            check_taken_in(plan, statuses)
+            bars.update(statuses)
     return True
+
+
+def check_taken_in(plan: FleetPlan, statuses: Mapping[str, ReplicaStatus]) -> None:
+    """A router that finds fault with a replica will find it again: a person must mend it."""
+    for each in plan.replicas:
+        if each.name in statuses and (why := statuses[each.name].refused):
+            raise SetupError(
+                f"replica {each.name} with the checkpoint {each.config.checkpoint} is not taken in "
+                f"by its router: {why}"
+            )
 
 
 def _serve(supervisor: Supervisor, watch: Watch, signals: Signals) -> None:

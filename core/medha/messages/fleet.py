@@ -25,16 +25,19 @@ from medha.topology import Topology
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The router takes the controller in; `router` names this router's incarnation."""
+    """The router takes the controller in and can make tokens for it; `router` names this router's
+    incarnation. Said again it asks for a snapshot of the prefix cache."""
 
     router: Name
     protocol: int = PROTOCOL
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The router refuses the controller; `reason` holds both versions or what else is wrong."""
+    """The router refuses the controller; `reason` holds both versions or what else is wrong.
+    `stranger`: nothing is wrong, a Hello is all that is missing."""
 
     reason: Text
+    stranger: bool = False
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

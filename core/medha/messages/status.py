@@ -21,6 +21,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """GET /status on a controller's ops port: what an operator or `medha up` acts on.
 
     `wanted_groups` is an absolute target; `restart_groups` must be started anew (a rank was lost).
+    `refused`: why a router that heard our Hello does not take us in; empty: none refuses.
     """
 
     replica: str
@@ -34,3 +35,4 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     running: int = 0
     restart_groups: tuple[int, ...] = ()
     message: str = ""
+    refused: str = ""

@@ -115,7 +115,7 @@ class Controller:
                 self._rank_failed(at, message, now)
 
     def on_router(self, router: str, message: m.RouterMessage, now: float) -> None:
-        """A router speaks; before its Welcome nothing else of it counts."""
+        """A router speaks; before its Welcome it can ask for files, and nothing else counts."""
         match message:
             case m.Welcome():
                 self._welcome(router, message, now)
@@ -123,6 +123,9 @@ class Controller:
             case m.Rejected():
                 if self.routers.rejected(router, message):
                     self._router_lost(router, "does not know us", now)
+                return
+            case m.FetchFile():
+                self.routers.fetch(router, message)
                 return
         serving = self.serving
         if serving is None or not self.routers.heard(router, now):
@@ -138,8 +141,6 @@ class Controller:
                 serving.submit(router, message, now)
             case m.Abort():
                 serving.abort(router, message.id, now)
-            case m.FetchFile():
-                self.routers.fetch(router, message)
 
     def set_routers(self, routers: tuple[str, ...], now: float) -> None:
         """Names were resolved anew: dial what appeared, let go of what vanished."""

@@ -61,6 +61,11 @@ class Routers:
         """Routers that took us in."""
         return tuple(router for router, link in self._links.items() if link.welcome)
 
+    @property
+    def refused(self) -> str:
+        """Why a router does not take us in; empty: none refuses."""
+        return next((link.refused for link in self._links.values() if link.refused), "")
+
     def configure(self, routers: tuple[str, ...]) -> tuple[str, ...]:
         """The routers that there are now; returns those that are no more."""
         gone = tuple(router for router in self._links if router not in routers)
@@ -85,12 +90,14 @@ class Routers:
         return link.welcome
 
     def welcomed(self, router: str, message: Welcome, now: float) -> bool:
-        """Taken in; True when the router is another process than the one we knew."""
+        """Taken in, or asked for a snapshot of the cache; True when the router is another process
+        than the one we knew."""
         link = self._links[router]
         renewed = link.welcome and link.incarnation != message.router
         if not link.welcome or renewed:
-            link.events, link.reported, link.wait_s = 0, None, 0.0
-            self._snapshot(link)
+            link.reported, link.wait_s = None, 0.0
+        link.events = 0
+        self._snapshot(link)
         link.incarnation, link.heard_s, link.refused = message.router, now, ""
         return renewed
 
@@ -101,7 +108,7 @@ class Routers:
         if link.welcome:
             link.incarnation, link.hello_s = "", None
             return True
-        if link.refused != message.reason:
+        if not message.stranger and link.refused != message.reason:
             link.refused = message.reason
             log.error(
                 "router %s refuses this replica (protocol %d): %s", router, PROTOCOL, message.reason

@@ -42,6 +42,7 @@ def replica_status(controller: Controller, now: float) -> ReplicaStatus:
         waiting=waiting,
         running=running,
         restart_groups=membership.restart,
+        refused=controller.routers.refused,
         message="; ".join(f"group {g}: {why}" for g, why in sorted(membership.why.items())),
     )
 
