@@ -67,7 +67,7 @@ class Population:
         self.plan.submit(
             Request(
                 id=f"r{self.count}", arrival_s=self.now, prompt_tokens=tokens, tpot_s=0.1,
-                max_output_tokens=1_000_000, ttft_deadline_s=within_s, work_s=work_s,
+                max_output_tokens=4_096, ttft_deadline_s=within_s, work_s=work_s,
             ),
             self.now,
         )  # fmt: skip

@@ -198,6 +198,7 @@ def leftovers(plan: Scheduler) -> dict[str, object]:
         "batches in flight": sorted(plan._flights.by_number),
         "running": plan._starts.running,
         "decodes": len(plan._decodes),
+        "decodes foreseen": plan._outlook.counted(),
         "decodes ready or away": sum(
             len(one.chunks) + one.away + sum(one.keys.values())
             for one in plan._decodes.cohorts.values()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from medha.batch import Batch
@@ -117,6 +118,45 @@ def test_with_exact_predictions_no_given_promise_is_broken(
     driven.run()
     promised = [name for name, one in driven.admitted.items() if one.promised]
     assert [name for name in promised if not driven.in_time(name)] == []
+
+
+@pytest.mark.parametrize("kvp", [1, 2, 3])
+@pytest.mark.parametrize("spp", [1, 2, 3])
+@given(seed=st.integers(0, 1 << 32), outputs=st.sampled_from([(1, 5, 12), (1, 50, 200)]))
+@example(seed=4, outputs=(1, 5, 12))
+@example(seed=7, outputs=(12,))
+@example(seed=1002, outputs=(1, 5, 12))
+@example(seed=9, outputs=(1, 50, 200))
+@example(seed=7, outputs=(1, 50, 200))
+@settings(max_examples=5)
+def test_no_given_promise_is_broken_by_the_decodes_that_others_bring(
+    kvp: int, spp: int, seed: int, outputs: tuple[int, ...]
+) -> None:
+    plan = scheduler(
+        topology(spp=spp, kvp=kvp, tokens_per_group=20_000 if kvp > 1 else None),
+        Scheduling(max_batch_s=0.05), batch_s=0.003, key_s=1e-9,
+    )  # fmt: skip
+    driven = Driven(plan)
+    driven.submit(answered(random.Random(seed), spp, outputs))
+    driven.run()
+    promised = [name for name, one in driven.admitted.items() if one.promised]
+    assert [name for name in promised if not driven.in_time(name)] == []
+    assert set(driven.finished) == set(driven.requests)
+    assert leftovers(plan) == {}
+
+
+def answered(draw: random.Random, spp: int, outputs: tuple[int, ...]) -> list[Request]:
+    """Thirty requests, seven a second and one in five of them long, with so many output tokens."""
+    at, made = 0.0, []
+    for number in range(30):
+        at += draw.expovariate(1 / 0.15)
+        tokens = draw.randint(1, 1500) if draw.random() > 0.2 else draw.randint(2000, 60_000)
+        output, extra = draw.choice(outputs), draw.choice([0.2, 0.5, 1.0, 4.0])
+        within_s = 1.5e-4 * tokens + extra + 1.5 * 0.003 * spp
+        made.append(
+            request(f"r{number}", tokens, at, within_s=within_s, output_tokens=output, tpot_s=0.05)
+        )
+    return made
 
 
 def test_a_short_prompt_behind_a_long_batch_leaves_no_stage_idle() -> None:

@@ -9,7 +9,7 @@ waits for the others may run an independent batch meanwhile, if that batch ends 
 Who waited longest comes first, and only it holds groups back: busy groups always finish, hence no
 circle of waiting. After `max_starved_rounds` independent batches a group waits idle; until then it
 does not for a relegated prompt that had the groups together last time and was not taken, and never
-for a relegated one where that costs a promise.
+for a relegated one where that costs a promise; nor for any that had them together just now.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Crews:
         self.columns = True
         self._blocked: list[tuple[Sequence, tuple[int, ...]]] = []
         self._able: list[tuple[Sequence, tuple[int, ...]]] = []
+        self._gave_way: dict[int, float] = {}  # when it had its groups together and was not taken
 
     def candidates(
         self, eligible: frozenset[int], now: float
@@ -42,6 +43,7 @@ class Crews:
         """(crew, limit in s) to try in turn: shared ones first, then groups alone."""
         if not self.groups.shared:
             self._blocked, self._able = [], []
+            self._gave_way.clear()
             for group in sorted(eligible):
                 yield (group,), inf
             return
@@ -63,6 +65,8 @@ class Crews:
                 starved = sequence.passed >= self.max_starved_rounds
                 if gap_s >= self.min_batch_s and not starved:
                     limits[group] = min(limits.get(group, inf), gap_s)
+                elif now - self._gave_way.get(sequence.number, -inf) < 0.1 * self.min_batch_s:
+                    continue
                 elif sequence.kept or (
                     (starved or not sequence.refused) and self.ledger.affords(group, gap_s, now)
                 ):
@@ -79,12 +83,13 @@ class Crews:
         for group in sorted(eligible - held):
             yield (group,), limits.get(group, inf)
 
-    def tried(self, crew: tuple[int, ...], taken: set[int]) -> None:
+    def tried(self, crew: tuple[int, ...], taken: set[int], now: float) -> None:
         """A crew was planned for: whoever could have run in it and was not taken gave way to what
         is more urgent, so that no group needs to be held back for it."""
         for sequence, wants in self._able:
             if set(crew).issuperset(wants) and sequence.number not in taken:
                 sequence.passed, sequence.waiting_since_s, sequence.refused = 0, None, True
+                self._gave_way[sequence.number] = now
 
     def ran(self, crew: tuple[int, ...]) -> None:
         """A batch of this crew was packed: those that it made wait count it."""

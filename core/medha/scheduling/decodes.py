@@ -17,12 +17,13 @@ class Cohort:
     """Prepared decodes of sequences that live in the same KVP groups, oldest first.
 
     `keys`: per group, KV tokens that their attention reads, their own included; `away`: how many
-    are in flight.
+    are in flight; `mark`: what tells its slots from those of others.
     """
 
-    __slots__ = ("away", "chunks", "keys")
+    __slots__ = ("away", "chunks", "keys", "mark")
 
-    def __init__(self, groups: tuple[int, ...]) -> None:
+    def __init__(self, groups: tuple[int, ...], mark: int) -> None:
+        self.mark = mark
         self.chunks: dict[int, Chunk] = {}
         self.keys = dict.fromkeys(groups, 0)
         self.away = 0
@@ -42,6 +43,7 @@ class Decodes:
         self.running: dict[int, Sequence] = {}
         self._due_s = np.full(64, np.inf)
         self._tpot_s = np.full(64, np.inf)
+        self._ready = np.zeros(64, dtype=np.int32)  # mark of the cohort where a decode is prepared
         self._slots = list(range(63, -1, -1))
 
     def __len__(self) -> int:
@@ -53,6 +55,7 @@ class Decodes:
             size = len(self._due_s)
             self._due_s = np.concatenate([self._due_s, np.full(size, np.inf)])
             self._tpot_s = np.concatenate([self._tpot_s, np.full(size, np.inf)])
+            self._ready = np.concatenate([self._ready, np.zeros_like(self._ready)])
             self._slots = list(range(2 * size - 1, size - 1, -1))
         sequence.slot = self._slots.pop()
         self._tpot_s[sequence.slot] = sequence.request.tpot_s
@@ -67,8 +70,10 @@ class Decodes:
         """Its next decode is ready to be seated."""
         cohort = self.cohorts.get(chunk.groups)
         if cohort is None:
-            cohort = self.cohorts[chunk.groups] = Cohort(chunk.groups)
+            mark = len(self.cohorts) + 1
+            cohort = self.cohorts[chunk.groups] = Cohort(chunk.groups, mark)
         cohort.chunks[sequence.number] = chunk
+        self._ready[sequence.slot] = cohort.mark
         held, keys = sequence.held, cohort.keys
         for group in chunk.groups:
             keys[group] += held.get(group, 0)
@@ -83,6 +88,7 @@ class Decodes:
         cohort = self.cohorts[chunk.groups]
         if cohort.chunks.pop(sequence.number, None) is None:
             return False
+        self._ready[sequence.slot] = 0
         for group in chunk.groups:
             cohort.keys[group] -= sequence.held.get(group, 0)
         return True
@@ -97,10 +103,16 @@ class Decodes:
             sequence.decoding = False
 
     def seat(self, groups: tuple[int, ...], most: int) -> list[Chunk]:
-        """Hand out at most `most` prepared decodes of the cohort, the longest ready first."""
+        """Hand out at most `most` prepared decodes of the cohort, the longest ready first.
+
+        No later batch delays the token of one in flight: what its credit is for is the next.
+        """
         cohort = self.cohorts[groups]
         cohort.away += min(most, len(cohort.chunks))
         if len(cohort.chunks) <= most:
+            slots = self._ready == cohort.mark
+            self._due_s[slots] += self._tpot_s[slots]
+            self._ready[slots] = 0
             chunks = [*cohort.chunks.values()]
             cohort.chunks = {}
             cohort.keys = dict.fromkeys(groups, 0)
@@ -109,6 +121,9 @@ class Decodes:
         chunks = []
         for number in numbers:
             chunk = cohort.chunks.pop(number)
+            slot = self.running[number].slot
+            self._due_s[slot] += self._tpot_s[slot]
+            self._ready[slot] = 0
             held = self.running[number].held
             for group in groups:
                 cohort.keys[group] -= held.get(group, 0)

@@ -105,3 +105,4 @@ class Endings:
         if self.decodes.withdraw(sequence):
             sequence.in_flight -= 1
         self.decodes.end(sequence)
+        self.starts.outlook.ended(sequence)

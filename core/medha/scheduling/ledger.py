@@ -17,7 +17,7 @@ the predictor's error. Without `commit` there are no promises: the largest feasi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -28,12 +28,12 @@ from medha.scheduling.lars import Floats, Places
 from medha.scheduling.policies import View
 from medha.scheduling.promises import broken, largest_feasible, margins_s, room_s
 from medha.scheduling.sequence import Sequence
+from medha.scheduling.shares import Shares
 from medha.scheduling.spans import crews_meet, spares_s
 from medha.scheduling.waiting import Waiting
 
 CHANGES_PER_ROUND = 4
 ROUNDS_PER_LOOK = 8
-SHARE_WEIGHT = 0.1
 MEMORY_S = 30.0
 
 
@@ -53,7 +53,8 @@ class Ledger:
         self.drain_s, self.overhead_s = drain_s, overhead_s
         self.promising = settings.policy == "lars"
         self.gives = self.promising and settings.commit
-        self.share: dict[int, float] = {}
+        self.shares = Shares()
+        self.share = self.shares.of
         self.owed_s: dict[int, float] = {}
         self._rounds: dict[int, int] = {}
         self._turns: dict[int, int] = {}
@@ -68,13 +69,14 @@ class Ledger:
 
     def join(self, group: int) -> None:
         self._arrivals[group] = 0.0, 0.0
-        self.share[group], self.owed_s[group], self._rounds[group] = 1.0, 0.0, 0
-        self._turns[group] = 0
+        self.shares.join(group)
+        self.owed_s[group], self._rounds[group], self._turns[group] = 0.0, 0, 0
         if self._kernel is not None:
             self._rows[group] = native.Rows(self.groups.waiting[group], self._kernel)
 
     def leave(self, group: int) -> None:
-        for of in (self._arrivals, self.share, self.owed_s, self._rounds, self._turns):
+        self.shares.leave(group)
+        for of in (self._arrivals, self.owed_s, self._rounds, self._turns):
             del of[group]
         self._rows.pop(group, None)
 
@@ -82,36 +84,44 @@ class Ledger:
         """Seconds that pass per second of prefill work in `group`."""
         return 1.0 / self.share[group]
 
-    def full_cost_s(self, group: int, work_s: float) -> float:
+    def full_cost_s(self, work_s: float, share: float) -> float:
         """Time that a promise for that much work takes up."""
-        return (work_s / self.share[group] + self.overhead_s) * self._inflation
+        return (work_s / share + self.overhead_s) * self._inflation
 
-    def _costs(self, group: int) -> Floats:
-        cost = self.groups.waiting[group].work_s / self.share[group]
+    def _costs(self, group: int, share: float) -> Floats:
+        cost = self.groups.waiting[group].work_s / share
         return (cost + self.overhead_s) * self._inflation
 
     # --- one request ------------------------------------------------------------------------------
 
-    def fits(self, sequence: Sequence, works: dict[int, float], starts: dict[int, float]) -> bool:
+    def fits(
+        self, sequence: Sequence, works: dict[int, float], starts: dict[int, float],
+        shares: Mapping[int, float],
+    ) -> bool:  # fmt: skip
         """Whether it may be promised: it fits beside all promises, in each of its groups, and the
         groups that a promise spans are together in time.
 
-        `works`: seconds of its work by group; `starts`: when each group's stage 0 is free. A long
-        one must leave room for the short ones that will come while it waits and runs.
+        `works`: seconds of its work by group; `starts`: when each group's stage 0 is free;
+        `shares`: of time that prefills will get. A long one must leave room for the short ones that
+        will come while it waits and runs.
         """
         for group, work_s in works.items():
             if group not in self.groups:
                 return False
             start = starts[group]
             coming = self._coming(group, start) if work_s > self.long_s else 0.0
-            due_in, margins = self._promised(group, start, coming)
+            due_in, margins = self._promised(group, start, shares[group], coming)
             place = self.groups.waiting[group].place(sequence.key)
             own = sequence.key[0] - start - self.drain_s
-            cost_s = self.full_cost_s(group, work_s) * self._widened(coming)
+            cost_s = self.full_cost_s(work_s, shares[group]) * self._widened(coming)
             if room_s(margins, due_in, place, own) < cost_s:
                 return False
         by_s = max(starts.values(), default=0.0) + self.drain_s
-        meet = crews_meet(self.groups, self._costs, by_s, self.guard_s, sequence)
+
+        def costs(group: int) -> Floats:
+            return self._costs(group, shares[group])
+
+        meet = crews_meet(self.groups, costs, by_s, self.guard_s, sequence)
         return meet and bool(works)
 
     def arrived(self, works: dict[int, float], now: float) -> None:
@@ -143,15 +153,17 @@ class Ledger:
         sequence.kept, sequence.promised = kept, promised
         self.groups.mark(sequence)
 
-    def margins(self, group: int, start: float) -> tuple[Floats, Floats]:
+    def margins(self, group: int, start: float, share: float) -> tuple[Floats, Floats]:
         """(due in, margin) of the promises of a group from `start` on, by deadline; for Load."""
-        due_in, margins = self._promised(group, start)
+        due_in, margins = self._promised(group, start, share)
         promised = self.groups.waiting[group].promised
         return due_in[promised], margins[promised]
 
-    def _promised(self, group: int, start: float, coming: float = 0.0) -> tuple[Floats, Floats]:
+    def _promised(
+        self, group: int, start: float, share: float, coming: float = 0.0
+    ) -> tuple[Floats, Floats]:
         waiting = self.groups.waiting[group]
-        due_in, cost = waiting.due_s - start - self.drain_s, self._costs(group)
+        due_in, cost = waiting.due_s - start - self.drain_s, self._costs(group, share)
         if coming:
             cost[waiting.work_s > self.long_s] *= self._widened(coming)
         return due_in, margins_s(due_in, cost, waiting.promised)
@@ -182,6 +194,18 @@ class Ledger:
             return True
         least_s = self._margins(group, now).least_promised_s
         return least_s >= idle_s + max(0.0, self.owed_s[group])
+
+    def bears(self, group: int, now: float) -> bool:
+        """Whether no promise of the group is short of time, if all others give way."""
+        waiting = self.groups.waiting[group]
+        _, margins = self._promised(group, now, self.share[group])
+        if margins.min(initial=0.0) < 0.0:
+            return False
+        spares = self._spares_s(now + self.drain_s) if self.groups.shared else {}
+        return all(
+            spare_s >= 0.0 or self.groups.shared[number] not in waiting
+            for number, spare_s in spares.items()
+        )
 
     def view(self, group: int, reach: float, now: float) -> View:
         """Who of the group may be packed, having or needing at most so many pages, as policies see
@@ -218,10 +242,13 @@ class Ledger:
         start += self.drain_s
         rows.margins(start, self.share[group], self.overhead_s, self._inflation)
         if shared and waiting.promises:
-            for number, spare_s in spares_s(self.groups, self._costs, start).items():
+            for number, spare_s in self._spares_s(start).items():
                 if shared[number] in waiting:
                     rows.lower(waiting.place(shared[number].key), spare_s)
         return rows
+
+    def _spares_s(self, start: float) -> dict[int, float]:
+        return spares_s(self.groups, lambda group: self._costs(group, self.share[group]), start)
 
     def _terms(
         self, group: int, due_s: Floats, work_s: Floats, start: float
@@ -258,14 +285,6 @@ class Ledger:
         if relegated_waits:
             owed += self.settings.relegated_share * batch_s
         self.owed_s[group] = min(max(owed, -self.longest_s), 3.0 * self.longest_s)
-
-    def measure_share(self, group: int, batch_s: float, decode_s: float) -> None:
-        """Learn which part of a batch's time prefills get."""
-        if decode_s <= 0.0 or batch_s <= 0.0:
-            self.share[group] = 1.0
-            return
-        part = max(0.05, 1.0 - decode_s / batch_s)
-        self.share[group] += SHARE_WEIGHT * (part - self.share[group])
 
     def _relegate(
         self, group: int, rows: native.Rows, start: float, error: float

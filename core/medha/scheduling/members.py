@@ -41,6 +41,7 @@ class Members:
         for sequence in self.groups.claim_in(group, claiming):
             if not sequence.decoding and sequence.packed < sequence.goal:
                 self.groups.enlist(sequence)
+            self.endings.starts.outlook.moved(sequence)
         for sequence in list(self.endings.sequences.values()):
             idle = not (sequence.started or sequence.over or sequence.taken_back)
             if idle and 0 < len(sequence.plan) < self.groups.groups_needed(sequence):

@@ -106,7 +106,7 @@ class Packer:
         for tier, _, group, sequence, long, yields in visits:
             if long and not occupied.isdisjoint(sequence.groups or sequence.plan[:1]):
                 continue
-            if not sequence.started and not self.starts.start(sequence):
+            if not sequence.started and not self.starts.start(sequence, now):
                 continue
             limit_s = full_s if not yields else min(full_s, plan.target_s * (1.0 - yields))
             part = self._where(plan, sequence)
@@ -225,7 +225,7 @@ class Packer:
             if rounds < self.settings.max_starved_rounds and not at_once:
                 continue
             for _, _, _, sequence, _, _ in self.turns.visits((group,), now, set()):
-                if sequence.started or self.starts.start(sequence):
+                if sequence.started or self.starts.start(sequence, now):
                     part = self._where(plan, sequence)
                     if part is not None:
                         part.length = min(part.length, self.settings.chunk_step_tokens)
@@ -271,4 +271,4 @@ class Packer:
             # A prompt that spans the crew waits for what each of its groups owes: it is shared out.
             self.ledger.spend(group, batch_s / len(plan.crew), part * batch_s, waits)
             if tokens:
-                self.ledger.measure_share(group, plan.target_s, plan.decode_s[group])
+                self.ledger.shares.measure(group, plan.target_s, plan.decode_s[group])

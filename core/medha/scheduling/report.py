@@ -12,6 +12,7 @@ from medha.scheduling.decodes import Decodes
 from medha.scheduling.growth import Groups
 from medha.scheduling.inflight import Flights
 from medha.scheduling.ledger import Ledger
+from medha.scheduling.outlook import Outlook
 from medha.scheduling.packer import Packer
 
 BANDS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 1e9)
@@ -20,7 +21,7 @@ MARGINS = 256
 
 def report(
     groups: Groups, ledger: Ledger, flights: Flights, decodes: Decodes, packer: Packer,
-    wanted_groups: int, now: float,
+    outlook: Outlook, wanted_groups: int, now: float,
 ) -> Load:  # fmt: skip
     """The state of all groups, in a few numbers and two short lists."""
     running = sorted(groups.generation)
@@ -29,11 +30,12 @@ def report(
     waiting, prefilling = _counts(groups)
     pending = {group: groups.pending_s(group) for group in running}
     best = min(running, key=lambda one: (pending[one], one), default=None)
-    share = 1.0
+    share = given = 1.0
     if best is not None:
-        share = 1.0 / (ledger.full_cost_s(best, 1.0) - ledger.full_cost_s(best, 0.0))
+        given = outlook.given()[best]
+        share = 1.0 / (ledger.full_cost_s(1.0, given) - ledger.full_cost_s(0.0, given))
     return Load(
-        margins=() if best is None else _margins(ledger, flights, best, now),
+        margins=() if best is None else _margins(ledger, flights, best, given, now),
         pending_bands=_bands(groups, running, now),
         pending_s=sum(pending.values()),
         relegated_s=sum(_relegated_s(groups, ledger, group) for group in running),
@@ -63,11 +65,11 @@ def _counts(groups: Groups) -> tuple[int, int]:
 
 
 def _margins(
-    ledger: Ledger, flights: Flights, group: int, now: float
+    ledger: Ledger, flights: Flights, group: int, share: float, now: float
 ) -> tuple[tuple[float, float], ...]:
     """(due in, margin) from now, thinned to the tightest where there are too many."""
     lead = flights.free_in_s(group, now)
-    due_in, margins = ledger.margins(group, now + lead)
+    due_in, margins = ledger.margins(group, now + lead, share)
     if len(margins) > MARGINS:
         keep = np.sort(np.argpartition(margins, MARGINS)[:MARGINS])
         due_in, margins = due_in[keep], margins[keep]

@@ -32,6 +32,7 @@ from medha.scheduling.inflight import Flight, Flights
 from medha.scheduling.lars import normaliser_s
 from medha.scheduling.ledger import Ledger
 from medha.scheduling.members import Members
+from medha.scheduling.outlook import Outlook
 from medha.scheduling.packer import Packer
 from medha.scheduling.plan import Plan
 from medha.scheduling.progress import Progress
@@ -79,7 +80,8 @@ class Scheduler:
         longest_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
         drain_s = (topology.spp - 1) * longest_s
         self._ledger = Ledger(settings, self._groups, drain_s, _overhead_s(predictor))
-        self._starts = Starts(settings, self._groups)
+        self._outlook = Outlook(settings, topology.spp, predictor, self._groups, self._ledger)
+        self._starts = Starts(settings, self._groups, self._outlook)
         self._packer = Packer(
             settings, topology.spp, predictor, self._groups, self._decodes, self._ledger,
             self._starts,
@@ -145,7 +147,7 @@ class Scheduler:
         if not self._ledger.promising or not sequence.plan:
             return sequence.promised
         if sequence.promised:
-            self._starts.start(sequence)
+            self._starts.start(sequence, now)
             return True
         works = self._groups.works(sequence, cached)
         self._ledger.arrived(works, now)
@@ -155,7 +157,10 @@ class Scheduler:
             and self._ledger.gives
             and all(self._starts.aged(self._groups.waiting[one], now) is None for one in works)
         )
-        if asked and self._ledger.fits(sequence, works, starts) and self._starts.start(sequence):
+        fits = asked and self._ledger.fits(sequence, works, starts, self._outlook.given(sequence))
+        sequence.promised = fits
+        sequence.promised = fits and self._starts.start(sequence, now)
+        if sequence.promised:
             self._ledger.rank(sequence, kept=True, promised=True)
             for group in works:
                 self._ledger.give_way(group, starts[group], self.predictor.error)
@@ -189,9 +194,12 @@ class Scheduler:
             return None
         started = self._starts.running
         plan = self._choose(frozenset(eligible), now)
-        if plan is None and self._starts.running != started:
-            # Who has just started may span groups: now it is known whom it needs.
-            plan = self._choose(frozenset(eligible), now)
+        if plan is None:
+            again = self._starts.running != started  # it is known now which groups that one needs
+            if self._outlook.closed and not self._flights.by_number:
+                self._outlook.look(now)  # else no batch would end after which somebody looks
+                again = True
+            plan = self._choose(frozenset(eligible), now) if again else None
         return None if plan is None else self._send(plan, now)
 
     def _choose(self, eligible: frozenset[int], now: float) -> Plan | None:
@@ -203,7 +211,7 @@ class Scheduler:
             plan = self._packer.plan(crew, now, limit_s, error)
             if len(crew) > 1:
                 parts = plan.parts if plan is not None else []
-                self._crews.tried(crew, {part.sequence.number for part in parts})
+                self._crews.tried(crew, {part.sequence.number for part in parts}, now)
             if plan is not None and (len(crew) == 1 or plan.shared):
                 return plan
         return None
@@ -258,6 +266,7 @@ class Scheduler:
                     self._groups.mark(sequence)
                 else:
                     self._groups.strike(sequence)
+                    self._outlook.changed = True
 
     def complete(self, number: int, result: BatchResult, now: float) -> tuple[Completed, ...]:
         """The batch is done on every participant; returns the sequences that ended with it.
@@ -299,6 +308,8 @@ class Scheduler:
                     )
                 )  # fmt: skip
         self._rebalance.landed()
+        if self._outlook.active and self._outlook.changed:
+            self._outlook.look(now)
         return tuple(completed)
 
     # --- what others ask --------------------------------------------------------------------------
@@ -312,7 +323,7 @@ class Scheduler:
         """What the router places and admits by."""
         return report(
             self._groups, self._ledger, self._flights, self._decodes, self._packer,
-            self.wanted_groups(now), now,
+            self._outlook, self.wanted_groups(now), now,
         )  # fmt: skip
 
     def take_kv_events(

@@ -86,10 +86,10 @@ class Turns:
     def _turns(self, group: int, now: float, occupied: set[int]) -> Iterator[Visit]:
         """One group's rows that may be packed, in its policy's order; groups take turns within a
         tier when merged."""
-        waiting, pages = self.groups.waiting[group], self.groups.pool[group]
+        waiting = self.groups.waiting[group]
         ranked = self._ranked(group, self.starts.reach(group, waiting, now), now)
         need, yields, sequences = waiting.need, ranked.yields, waiting.sequences
-        lonely, turn, least = not self.groups.shared, 0, pages.available
+        lonely, turn, least = not self.groups.shared, 0, self.starts.most_pages(group)
         while few := ranked.few(least, lonely and bool(occupied)):
             for row, tier, long in few:
                 if need[row] > least or (long and lonely and occupied):
@@ -97,7 +97,7 @@ class Turns:
                 part = 0.0 if yields is None else float(yields[row])
                 yield tier, turn, group, sequences[row], bool(long), part
                 turn += 1
-                least = min(least, pages.available)
+                least = min(least, self.starts.most_pages(group))
 
     def _ranked(self, group: int, reach: float, now: float) -> Ranked | Rows:
         if self.policy is None:
