@@ -24,13 +24,14 @@ def crowd(count: int, output_tokens: int, within_s: float) -> list[Request]:
 
 @pytest.mark.parametrize("output_tokens, promised", [(1, 60), (200, 48)])
 def test_a_promise_counts_the_decodes_that_it_brings(output_tokens: int, promised: int) -> None:
-    driven = Driven(scheduler(settings=SETTINGS, batch_s=0.003))
+    plan = scheduler(settings=SETTINGS, batch_s=0.003)
+    driven = Driven(plan)
     driven.submit(crowd(60, output_tokens, within_s=4.0))
     driven.run()
     given = [name for name, one in driven.admitted.items() if one.promised]
     assert len(given) == promised
     assert [name for name in given if not driven.in_time(name)] == []
-    assert leftovers(driven.plan) == {}
+    assert leftovers(plan) == {}
 
 
 def test_without_decodes_the_whole_time_is_promised() -> None:
