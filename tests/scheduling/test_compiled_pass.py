@@ -170,6 +170,46 @@ def test_the_largest_before_the_first_overrun_gives_way(
     assert made.least_s == min(left.values(), default=math.inf)
 
 
+def plain_fitting(rows: list[Row], start: float, guard_s: float) -> list[int]:
+    """Places of who is not kept and fits, by definition: none that is kept overruns for it, and it
+    is in time itself, both with the guard to spare; the smallest first."""
+    margins = plain_margins(rows, start, 1.0)
+    found = []
+    for place, row in enumerate(rows):
+        if not row.rank:
+            as_kept = [*rows[:place], row._replace(rank=1)]
+            own = plain_margins(as_kept, start, 1.0)[place]
+            cost = row.work_s + OVERHEAD_S
+            later = [margins[one] for one in margins if one > place]
+            if min([own + cost, *later]) - guard_s >= cost:
+                found.append(place)
+    return sorted(found, key=lambda place: (rows[place].work_s, place))
+
+
+@given(ROWS, EIGHTHS, EIGHTHS, st.integers(0, 3))
+def test_who_fits_beside_the_kept_comes_by_size(
+    rows: list[Row], start: float, guard_s: float, rounds: int
+) -> None:
+    waiting, rows = housed(rows)
+    made = compiled(waiting)
+    made.margins(start, 1.0, OVERHEAD_S, INFLATION)
+    kept, made_least_s = plain_margins(rows, start, 1.0), made.least_s
+    made.open(start, 1.0, OVERHEAD_S, INFLATION)
+    for _ in range(rounds + 1):
+        found = [made.fitting(guard_s)]
+        while found[-1] >= 0:
+            found.append(made.fitting(guard_s, found[-1]))
+        assert found[:-1] == plain_fitting(rows, start, guard_s)
+        if found[0] < 0:
+            break
+        rows[found[0]] = rows[found[0]]._replace(rank=1)
+        waiting.kept[found[0]] = True
+        made.keep(found[0])
+    # Whoever was asked about has changed nothing yet.
+    assert {place: made.margin_s(place) for place in kept} == kept
+    assert made.least_s == made_least_s
+
+
 @given(
     ROWS, st.integers(0, 4), EIGHTHS, st.sampled_from([1.0, 0.5]), EIGHTHS, EIGHTHS,
     st.sampled_from([native.NOTHING, native.FIRST_DUE, native.SHORT_ONES]), st.booleans(),

@@ -2,6 +2,8 @@
  *
  *     medha_margins    margins of who is kept                                       \  once per
  *     medha_relegate   who gives way where margins are overrun                      |  decision
+ *     medha_open       what a newcomer would find beside who is kept                |
+ *     medha_fitting    who fits beside them, one after the other                    |
  *     medha_order      tier and key of every row that may be packed                 /
  *     medha_few        the next rows in that order, as many as a batch is likely to hold
  *
@@ -15,40 +17,51 @@
 
 enum { DUE, ARRIVAL, WORK, NORM, TOKENS, NEED, PASSED, TURN }; /* fields: see waiting.py */
 enum { KEPT, PROMISED, READY };                                /* flags: see waiting.py */
-enum { BARE, LEFT, KEY };                                      /* scratch, in seconds */
-enum { HELD, TIER, LONG };                                     /* marks */
+enum { BARE, LEFT, KEY, OWN, OTHERS };                         /* scratch, in seconds */
+enum { RANK, TIER, LONG };                                     /* marks */
 enum { OWED = -1, ABSORBED, SLACK, DEADLINE, RELEGATED, NONE };
 
-/* `struct _Rows` of native.py. `least`: smallest margin of all, `least_promised` of a promise,
- * `least_bare` of a promise if promises were all, at bare cost; `last`: what may be done out of
- * order by whoever is due last. All are infinite with nobody. */
+/* `struct _Rows` of native.py. `held`: the rows that are kept, so many of them; `able`: those that
+ * were put in order and not handed out yet, so many are `left`. `least`: smallest margin of all,
+ * `least_promised` of a promise, `least_bare` of a promise if promises were all, at bare cost;
+ * `last`: what may be done out of order by whoever is due last. All are infinite with nobody. */
 struct rows {
     const double *fields;
     const uint8_t *flags;
     double *scratch;
     int8_t *marks;
-    int64_t capacity, count;
+    int32_t *held, *able;
+    int64_t capacity, count, kept, left;
     double least, least_promised, least_bare, last;
 };
+
+/* Which rows count comes as it falls, and a branch on that is mispredicted again and again: rows
+ * are listed without one, and what does not count is compared as infinite. These are by RANK. */
+static const double APART[] = {INFINITY, 0.0, 0.0}, MERELY[] = {INFINITY, INFINITY, 0.0};
+
+static double smaller(double a, double b)
+{
+    return a < b ? a : b;
+}
 
 static void find_least(struct rows *rows)
 {
     const double *left = rows->scratch + LEFT * rows->capacity;
-    const int8_t *held = rows->marks + HELD * rows->capacity;
+    const int8_t *rank = rows->marks + RANK * rows->capacity;
     double least = INFINITY, promised = INFINITY;
-    for (int64_t i = 0; i < rows->count; i++) {
-        if (held[i] && left[i] < least)
-            least = left[i];
-        if (held[i] == 2 && left[i] < promised)
-            promised = left[i];
+    for (int64_t at = 0; at < rows->kept; at++) {
+        const int64_t i = rows->held[at];
+        least = smaller(left[i] + APART[rank[i]], least);
+        promised = smaller(left[i] + MERELY[rank[i]], promised);
     }
     rows->least = least;
     rows->least_promised = promised;
 }
 
-/* HELD becomes 2 for a promise, 1 for who else is kept, 0 for the rest; BARE what each of the held
- * costs, LEFT its margin: the time until it is due less the costs of the held due no later. Costs
- * of a promise count in full for promises (`inflation`), bare for who is merely kept. */
+/* RANK becomes 2 for a promise, 1 for who else is kept, 0 for the rest; those of the kept, which
+ * are then `held`, have in BARE what they cost, and in LEFT their margin: the time until they are
+ * due less the costs of the held due no later. Costs of a promise count in full for promises
+ * (`inflation`), bare for who is merely kept. */
 void medha_margins(struct rows *rows, double start, double share, double overhead,
                    double inflation)
 {
@@ -56,22 +69,28 @@ void medha_margins(struct rows *rows, double start, double share, double overhea
     const double *due = rows->fields + DUE * size, *work = rows->fields + WORK * size;
     const uint8_t *kept = rows->flags + KEPT * size, *promised = rows->flags + PROMISED * size;
     double *bare = rows->scratch + BARE * size, *left = rows->scratch + LEFT * size;
-    int8_t *held = rows->marks + HELD * size;
-    double sum = 0.0, full = 0.0, sure = 0.0;
-    rows->least_bare = INFINITY;
+    int8_t *rank = rows->marks + RANK * size;
+    double sum = 0.0, full = 0.0, sure = 0.0, least_bare = INFINITY;
+    int64_t count = 0;
     for (int64_t i = 0; i < rows->count; i++) {
-        held[i] = (int8_t)(kept[i] ? 1 + promised[i] : 0);
-        if (!held[i])
-            continue;
-        const double cost = work[i] / share + overhead;
-        bare[i] = cost;
-        sum += cost;
-        full += held[i] == 2 ? cost * inflation : cost;
-        left[i] = due[i] - start - (held[i] == 2 ? full : sum);
-        sure += held[i] == 2 ? cost : 0.0;
-        if (held[i] == 2 && due[i] - start - sure < rows->least_bare)
-            rows->least_bare = due[i] - start - sure;
+        rank[i] = (int8_t)(kept[i] + (kept[i] & promised[i]));
+        rows->held[count] = (int32_t)i;
+        count += kept[i];
     }
+    for (int64_t at = 0; at < count; at++) {
+        const int64_t i = rows->held[at];
+        const double cost = work[i] / share + overhead, due_in = due[i] - start;
+        const double also[] = {cost, cost * inflation}, more[] = {0.0, cost};
+        sum += cost;
+        full += also[promised[i]];
+        sure += more[promised[i]];
+        const double taken[] = {sum, full};
+        bare[i] = cost;
+        left[i] = due_in - taken[promised[i]];
+        least_bare = smaller(due_in - sure + MERELY[rank[i]], least_bare);
+    }
+    rows->least_bare = least_bare;
+    rows->kept = count;
     find_least(rows);
 }
 
@@ -82,28 +101,92 @@ int64_t medha_relegate(struct rows *rows, double tolerance, int64_t most, int64_
 {
     const double *bare = rows->scratch + BARE * rows->capacity;
     double *left = rows->scratch + LEFT * rows->capacity;
-    int8_t *held = rows->marks + HELD * rows->capacity;
-    int64_t count = 0;
+    int8_t *rank = rows->marks + RANK * rows->capacity;
+    const int32_t *held = rows->held;
+    const double overrun[] = {-INFINITY, -tolerance, 0.0};
+    int64_t count = 0, first = 0, upto = 0;
     for (; count < most; count++) {
-        int64_t largest = -1, i = 0;
-        for (; i < rows->count; i++) {
-            if (held[i] == 1 && (largest < 0 || bare[i] > bare[largest]))
-                largest = i;
-            if (largest >= 0 && held[i] && left[i] < (held[i] == 2 ? 0.0 : -tolerance))
-                break;
-        }
-        if (i == rows->count)
+        while (first < rows->kept && rank[held[first]] != 1)
+            first++;
+        if (upto < first) /* before it there was no overrun, and margins have only widened */
+            upto = first;
+        while (upto < rows->kept && left[held[upto]] >= overrun[rank[held[upto]]])
+            upto++;
+        if (upto >= rows->kept)
             break;
-        held[largest] = 0;
-        for (i = largest + 1; i < rows->count; i++)
-            left[i] += held[i] ? bare[largest] : 0.0;
-        lost[count] = largest;
+        int64_t largest = first;
+        for (int64_t at = first + 1; at <= upto; at++)
+            if (bare[held[at]] > bare[held[largest]] && rank[held[at]] == 1)
+                largest = at;
+        lost[count] = held[largest];
+        rank[held[largest]] = 0;
+        for (int64_t at = largest + 1; at < rows->kept; at++)
+            left[held[at]] += bare[lost[count]];
     }
-    find_least(rows);
+    if (count)
+        find_least(rows);
     return count;
 }
 
-/* TIER and KEY of every row that is ready and needs at most `pages`, NONE for the others. The tiers
+/* Makes ready for `medha_fitting`: BARE and OWN of every row, what it costs and the time until it is
+ * due less the bare costs of the kept due no later; OTHERS the margin of the kept, as LEFT before
+ * anyone gave way. `medha_margins` comes before: LEFT is let be. */
+void medha_open(struct rows *rows, double start, double share, double overhead, double inflation)
+{
+    const int64_t size = rows->capacity;
+    const double *due = rows->fields + DUE * size, *work = rows->fields + WORK * size;
+    const uint8_t *kept = rows->flags + KEPT * size, *promised = rows->flags + PROMISED * size;
+    double *bare = rows->scratch + BARE * size, *own = rows->scratch + OWN * size;
+    double *others = rows->scratch + OTHERS * size, sum = 0.0, full = 0.0;
+    for (int64_t i = 0; i < rows->count; i++)
+        bare[i] = work[i] / share + overhead;
+    for (int64_t i = 0; i < rows->count; i++) {
+        const double costs[] = {0.0, bare[i]};
+        const double widened[] = {costs[kept[i]], costs[kept[i]] * inflation};
+        sum += costs[kept[i]];
+        full += widened[promised[i]];
+        own[i] = due[i] - start - sum;
+        const double margins[] = {own[i], due[i] - start - full};
+        others[i] = margins[promised[i]] + APART[kept[i]];
+    }
+}
+
+/* The smallest, of equal ones the first, of who is not kept and would fit with `guard` to spare;
+ * of those beyond `after` in that order if that is not -1. Returns its row, or -1. */
+int64_t medha_fitting(const struct rows *rows, double guard, int64_t after)
+{
+    const uint8_t *kept = rows->flags + KEPT * rows->capacity;
+    const double *bare = rows->scratch + BARE * rows->capacity;
+    const double *own = rows->scratch + OWN * rows->capacity;
+    const double *others = rows->scratch + OTHERS * rows->capacity;
+    double later = INFINITY;
+    int64_t best = -1;
+    for (int64_t i = rows->count - 1; i >= 0; i--) {
+        later = smaller(others[i], later);
+        if (smaller(own[i], later) - guard < bare[i] || kept[i])
+            continue;
+        if (best >= 0 && bare[i] > bare[best])
+            continue;
+        if (after < 0 || bare[i] > bare[after] || (bare[i] == bare[after] && i > after))
+            best = i;
+    }
+    return best;
+}
+
+/* The row is kept from now on: it leaves that much less to itself and to whoever is due later. */
+void medha_keep(struct rows *rows, int64_t row)
+{
+    double *own = rows->scratch + OWN * rows->capacity;
+    double *others = rows->scratch + OTHERS * rows->capacity;
+    const double cost = rows->scratch[BARE * rows->capacity + row];
+    for (int64_t i = row; i < rows->count; i++) {
+        own[i] -= cost;
+        others[i] -= cost;
+    }
+    others[row] = own[row];
+}
+
+/* TIER and KEY of every row that is ready and needs at most `pages`: those are `able`. The tiers
  * are described in policies.py. A kept one may do, out of order, what the margins of those due
  * before it bear (anyone else: those of all), and of that `guard` does not count.
  * `long_above`: work, or with `by_tokens` tokens, beyond which a prompt is long. `owed`: 0, or the
@@ -116,19 +199,25 @@ void medha_order(struct rows *rows, double pages, double start, double share, do
     const double *norm = rows->fields + NORM * size, *tokens = rows->fields + TOKENS * size;
     const double *need = rows->fields + NEED * size, *left = rows->scratch + LEFT * size;
     const uint8_t *kept = rows->flags + KEPT * size, *ready = rows->flags + READY * size;
-    double *key = rows->scratch + KEY * size, before = INFINITY, allowance = INFINITY;
-    int8_t *held = rows->marks + HELD * size, *tier = rows->marks + TIER * size;
+    double *key = rows->scratch + KEY * size, before = INFINITY;
+    const int8_t *rank = rows->marks + RANK * size;
+    int8_t *tier = rows->marks + TIER * size;
     int8_t *is_long = rows->marks + LONG * size;
-    int64_t first = -1, shorts = 0;
+    int32_t *able = rows->able;
+    int64_t found = 0, first = -1, shorts = 0;
+    rows->last = INFINITY;
     for (int64_t i = 0; i < count; i++) {
-        allowance = held[i] ? before : rows->least;
-        if (held[i] && left[i] < before)
-            before = left[i];
-        tier[i] = NONE;
-        if (!ready[i] || need[i] > pages)
-            continue;
+        key[i] = before; /* as yet: what those due before it bear */
+        before = smaller(left[i] + APART[rank[i]], before);
+        able[found] = (int32_t)i;
+        found += ready[i] & (need[i] <= pages);
+    }
+    if (count)
+        rows->last = rank[count - 1] ? key[count - 1] : rows->least;
+    for (int64_t at = 0; at < found; at++) {
+        const int64_t i = able[at];
         const double work = all_work[i] / share, due_in = due[i] - start;
-        const double room = allowance - guard;
+        const double room = (rank[i] ? key[i] : rows->least) - guard;
         is_long[i] = (by_tokens ? tokens[i] : work) > long_above;
         if (!kept[i] && first < 0)
             first = i;
@@ -142,10 +231,12 @@ void medha_order(struct rows *rows, double pages, double start, double share, do
         else
             tier[i] = RELEGATED, key[i] = work;
     }
-    rows->last = allowance;
-    for (int64_t i = 0; owed && i < count; i++)
-        if (tier[i] != NONE && !kept[i] && (owed == 2 && shorts ? !is_long[i] : i == first))
+    for (int64_t at = 0; owed && at < found; at++) {
+        const int64_t i = able[at];
+        if (!kept[i] && (owed == 2 && shorts ? !is_long[i] : i == first))
             tier[i] = OWED, key[i] = all_work[i] / share;
+    }
+    rows->left = found;
 }
 
 /* Whether row `a` is visited before row `b`: ties by (arrival, id), of which TURN is the rank. */
@@ -167,9 +258,10 @@ int64_t medha_few(struct rows *rows, double pages, int only_short, int64_t most,
     const double *need = rows->fields + NEED * rows->capacity;
     int8_t *tier = rows->marks + TIER * rows->capacity;
     const int8_t *is_long = rows->marks + LONG * rows->capacity;
-    int64_t found = 0;
-    for (int64_t i = 0; i < rows->count; i++) {
-        if (tier[i] == NONE || need[i] > pages || (only_short && is_long[i]))
+    int64_t found = 0, stay = 0;
+    for (int64_t one = 0; one < rows->left; one++) {
+        const int64_t i = rows->able[one];
+        if (need[i] > pages || (only_short && is_long[i]))
             continue;
         if (found == most && !precedes(rows, i, few[most - 1]))
             continue;
@@ -183,5 +275,10 @@ int64_t medha_few(struct rows *rows, double pages, int only_short, int64_t most,
         few[2 * most + at] = is_long[few[at]];
         tier[few[at]] = NONE;
     }
+    for (int64_t one = 0; one < rows->left; one++) {
+        rows->able[stay] = rows->able[one];
+        stay += tier[rows->able[one]] != NONE;
+    }
+    rows->left = stay;
     return found;
 }

@@ -316,33 +316,19 @@ class Ledger:
     def _take_in(self, group: int, waiting: Waiting, now: float) -> bool:
         """Keep relegated ones that fit now with a batch to spare, the smallest first; whether there
         was one."""
-        kept, promised = waiting.kept, waiting.promised
-        due_in, bare = self._terms(group, waiting.due_s.copy(), waiting.work_s.copy(), now)
-        held = bare * kept
-        own = due_in - held.cumsum()
-        left = due_in - np.where(promised, held * self._inflation, held).cumsum()
-        margins = np.where(kept, np.where(promised, left, own), np.inf)
+        rows, start = self._rows[group], now + self.drain_s
+        rows.open(start, self.share[group], self.overhead_s, self._inflation)
         for count in range(CHANGES_PER_ROUND):
-            room = np.minimum.accumulate(margins[::-1])[::-1]
-            np.minimum(own, room, out=room)
-            room -= self.guard_s
-            able = (~kept & (room >= bare)).nonzero()[0]
-            place = self._first_that_fits(group, waiting, able, due_in, bare)
-            if place is None:
+            place = rows.fitting(self.guard_s)
+            while place >= 0 and not self._alone_or_fits(
+                waiting.sequences[place], group, float(waiting.due_s[place]) - start
+            ):
+                place = rows.fitting(self.guard_s, place)
+            if place < 0:
                 return count > 0
             self.rank(waiting.sequences[place], kept=True, promised=False)
-            own[place:] -= bare[place]
-            margins[place:] -= bare[place]
-            margins[place] = own[place]
+            rows.keep(place)
         return True
-
-    def _first_that_fits(
-        self, group: int, waiting: Waiting, able: Places, due_in: Floats, bare: Floats
-    ) -> int | None:
-        for place in able[np.argsort(bare[able], kind="stable")].tolist():
-            if self._alone_or_fits(waiting.sequences[place], group, float(due_in[place])):
-                return int(place)
-        return None
 
     def fits_beside(self, sequence: Sequence, groups: Iterable[int], start: float) -> bool:
         """Whether it fits beside what is kept in those of its groups, from `start` on."""

@@ -20,7 +20,7 @@ from medha.scheduling.waiting import Waiting
 # Two dots, so that no one takes it for a module of Python's.
 LIBRARY = pathlib.Path(__file__).with_name("lars.kernel.so")
 # Columns of lars.c: how many of scratch and of marks, and which holds margins.
-SCRATCH, MARKS, LEFT = 3, 3, 1
+SCRATCH, MARKS, LEFT = 5, 3, 1
 # Rows handed out at a time: most batches hold one prompt or two.
 FEW = 8
 # What the relegated have coming, as `medha_order` takes it.
@@ -35,7 +35,8 @@ class _Rows(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("fields", "flags", "scratch", "marks")),
-        *((name, ctypes.c_int64) for name in ("capacity", "count")),
+        *((name, ctypes.c_void_p) for name in ("held", "able")),
+        *((name, ctypes.c_int64) for name in ("capacity", "count", "kept", "left")),
         *((name, ctypes.c_double) for name in ("least", "least_promised", "least_bare", "last")),
     )
 
@@ -48,6 +49,7 @@ def load(library: pathlib.Path = LIBRARY) -> ctypes.PyDLL:
         kernel = ctypes.PyDLL(str(library))
         margins, relegate = kernel.medha_margins, kernel.medha_relegate
         order, few = kernel.medha_order, kernel.medha_few
+        open_, fitting, keep = kernel.medha_open, kernel.medha_fitting, kernel.medha_keep
     except (OSError, AttributeError) as error:
         raise SetupError(
             f"{library} is the compiled part of the scheduler's policy lars and cannot be loaded"
@@ -60,21 +62,22 @@ def load(library: pathlib.Path = LIBRARY) -> ctypes.PyDLL:
         pointer, number, number, number, number, ctypes.c_int, number, ctypes.c_int,
     ]  # fmt: skip
     few.argtypes = [pointer, number, ctypes.c_int, count, pointer]
-    margins.restype = order.restype = None
-    relegate.restype = few.restype = count
+    open_.argtypes, fitting.argtypes = margins.argtypes, [pointer, number, count]
+    keep.argtypes = [pointer, count]
+    margins.restype = order.restype = open_.restype = keep.restype = None
+    relegate.restype = few.restype = fitting.restype = count
     return kernel
 
 
 class Rows:
-    """One group's rows in one decision: `margins` first, then `relegate`, `order`, and `few` again
-    and again. They are those that waited at `margins`."""
+    """One group's rows in one decision: `margins` first, then `relegate`, `open` and `fitting`,
+    `order`, and `few` again and again. They are those that waited at `margins`."""
 
     yields = None  # nobody leaves a part of the budget to others
 
     def __init__(self, waiting: Waiting, kernel: ctypes.PyDLL) -> None:
         self._waiting, self._kernel = waiting, kernel
-        self._few = np.empty((3, FEW), dtype=np.int64)
-        self._few_at = self._few.ctypes.data
+        self._few = (ctypes.c_int64 * (3 * FEW))()
         self._allot()
 
     @property
@@ -120,10 +123,22 @@ class Rows:
 
     def relegate(self, tolerance_s: float, most: int) -> list[int]:
         """Places of those without a promise that give way, in that order."""
-        lost = np.empty(most, dtype=np.int64)
-        count = self._kernel.medha_relegate(self._at, tolerance_s, most, lost.ctypes.data)
-        places: list[int] = lost[:count].tolist()
-        return places
+        lost = (ctypes.c_int64 * most)()
+        return lost[: self._kernel.medha_relegate(self._at, tolerance_s, most, lost)]
+
+    def open(self, start: float, share: float, overhead_s: float, inflation: float) -> None:
+        """Make ready to ask who would fit; `margins` comes before, and stays."""
+        self._kernel.medha_open(self._at, start, share, overhead_s, inflation)
+
+    def fitting(self, guard_s: float, after: int = -1) -> int:
+        """Place of the smallest that is not kept and would fit with so much to spare, next to
+        `after` in size; -1 when there is none."""
+        place: int = self._kernel.medha_fitting(self._at, guard_s, after)
+        return place
+
+    def keep(self, place: int) -> None:
+        """The one at `place` is kept from now on: others find less room."""
+        self._kernel.medha_keep(self._at, place)
 
     def order(
         self, pages: float, start: float, share: float, long_above: float, by_tokens: bool,
@@ -136,9 +151,9 @@ class Rows:
 
     def few(self, pages: float, only_short: bool) -> list[Next]:
         """Those that come next; empty when nobody does."""
-        count = self._kernel.medha_few(self._at, pages, only_short, FEW, self._few_at)
-        places, tiers, long = self._few[:, :count].tolist()
-        return list(zip(places, tiers, long, strict=True))
+        few = self._few
+        count = self._kernel.medha_few(self._at, pages, only_short, FEW, few)
+        return [(few[at], few[FEW + at], few[2 * FEW + at]) for at in range(count)]
 
     def _allot(self) -> None:
         """Point at the arrays as they are now; they are larger when more wait than ever."""
@@ -146,6 +161,7 @@ class Rows:
         capacity = self._fields.shape[1]
         self._scratch = np.zeros((SCRATCH, capacity))
         self._marks = np.zeros((MARKS, capacity), dtype=np.int8)
-        arrays = self._fields, self._flags, self._scratch, self._marks
-        self._rows = _Rows(*(array.ctypes.data for array in arrays), capacity, 0)
+        self._lists = np.zeros((2, capacity + 1), dtype=np.int32)  # they are noted, then counted
+        arrays = self._fields, self._flags, self._scratch, self._marks, *self._lists
+        self._rows = _Rows(*(array.ctypes.data for array in arrays), capacity)
         self._at = ctypes.addressof(self._rows)

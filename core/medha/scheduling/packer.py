@@ -237,9 +237,8 @@ class Packer:
 
     def carry_out(self, plan: Plan, batch_s: float) -> list[Chunk]:
         """Take the plan's pages and decodes; its chunks, decodes first. It lasts `batch_s`."""
-        chunks: list[Chunk] = []
-        for groups, count in plan.cohorts:
-            chunks.extend(self.decodes.seat(groups, count))
+        seated = [self.decodes.seat(groups, count) for groups, count in plan.cohorts]
+        chunks = seated[0] if len(seated) == 1 else [chunk for one in seated for chunk in one]
         for part in plan.parts:
             sequence = part.sequence
             start = sequence.packed

@@ -23,14 +23,14 @@ class Sequence:
     `kept`: it is in the promise set, `promised`: by a promise. `reserved`: pages per group that it
     will still take; `claim`: on groups that do not run yet. `fresh`: pages that its newest chunk
     took. `moving`: copies of its pages under way or not yet switched. `refused`: its groups were
-    together, and it was not taken.
+    together, and it was not taken. `row`: where it stood lately among the rows of a group.
     """
 
     __slots__ = (
         "claim", "decode_due_s", "decoding", "done", "emitted", "ended", "first_token_s",
         "fresh", "goal", "group_of", "groups", "hashes", "held", "in_flight", "kept", "key", "left",
         "moving", "next_chunk", "norm_s", "number", "over", "packed", "page_of", "passed",
-        "paused_since_s", "plan", "promised", "refused", "request", "reserved", "slot",
+        "paused_since_s", "plan", "promised", "refused", "request", "reserved", "row", "slot",
         "started", "switching", "taken_back", "total_work_s", "waiting_since_s",
     )  # fmt: skip
 
@@ -45,7 +45,7 @@ class Sequence:
         self.over = self.ended = self.taken_back = False
         self.in_flight = self.moving = 0
         self.first_token_s: float | None = None
-        self.claim = 0
+        self.claim = self.row = 0
         self.reserved: dict[int, int] = {}
         self.reset()
 

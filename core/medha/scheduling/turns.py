@@ -95,7 +95,9 @@ class Turns:
                 if need[row] > least or (long and lonely and occupied):
                     continue
                 part = 0.0 if yields is None else float(yields[row])
-                yield tier, turn, group, sequences[row], bool(long), part
+                sequence = sequences[row]
+                sequence.row = row
+                yield tier, turn, group, sequence, bool(long), part
                 turn += 1
                 least = min(least, self.starts.most_pages(group))
 

@@ -160,7 +160,10 @@ class Waiting:
         self.kept, self.promised, self.ready = self.flags[:, :n]
 
     def _row(self, sequence: Sequence) -> int:
-        at = bisect.bisect_left(self._keys, sequence.key)
+        at = sequence.row
+        if at < len(self.sequences) and self.sequences[at] is sequence:
+            return at
+        at = sequence.row = bisect.bisect_left(self._keys, sequence.key)
         if at == len(self._keys) or self.sequences[at] is not sequence:
             raise KeyError(sequence.id)
         return at
