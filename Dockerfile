@@ -9,9 +9,10 @@
 # image has of C, the scheduler's part in core/ included; the other two schedule nothing.
 # A package index other than pip's own, and the certificate to trust it by, are build secrets:
 #   --secret id=pip_conf,src=/etc/pip.conf  --secret id=pip_cert,src=ca.pem
-# DEVICE=cpu leaves out of the worker's image a third that is only ever loaded beside a GPU: Triton,
-# NIXL for CUDA 12, and libraries that torch opens when a kernel first asks for them. What torch is
-# linked with stays, so that the same wheels, and no others, run on both.
+# DEVICE=cpu leaves out of the worker's image two thirds that are only ever used beside a GPU: Triton,
+# NIXL for CUDA 12, and CUDA's libraries. Where torch is linked with one, an empty one of its name takes
+# its place: nothing of it is called, and Python is told to look for a library's functions only when
+# they are (lazy.pth). So the same wheels, and no others, run on both.
 ARG BASE=python:3.12-slim
 ARG BUILDER=python:3.12
 
@@ -73,9 +74,13 @@ COPY --from=router-code /code /opt/code
 USER 65532:65532
 ENTRYPOINT ["python", "-m", "medha_router"]
 
+FROM ${BUILDER} AS nothing
+RUN echo | gcc -x c -shared -nostdlib -o /nothing.so -
+
 FROM tools AS worker-packages
 ARG DEVICE=cuda
 COPY requirements/worker.txt requirements/
+COPY --from=nothing /nothing.so ./
 # An entry of the lock is `name==version` and its indented lines.
 RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=pip_cert \
     --mount=type=cache,target=/var/cache/pip \
@@ -88,9 +93,16 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
         --require-hashes --no-deps -r wanted.txt \
     && cd /opt/medha/lib/python3*/site-packages \
     && if [ "$DEVICE" = cpu ]; then rm -rf nvidia/cudnn/lib/libcudnn_*.so* nixl_ep_cu* \
-        nvidia/cu13/lib/libcusolverMg.so* nvidia/cu13/lib/libnvrtc*.alt.so* \
-        nvidia/cu13/lib/libnvperf_*.so* nvidia/cu13/lib/lib*.a nvidia/nvshmem/lib/*.bc \
-        nvidia/nvshmem/lib/*.a torch/include torch/lib/libtorch_cuda_linalg.so; fi \
+        nvidia/cu13/lib/libcusolver*.so* nvidia/cu13/lib/libnvrtc*.so* \
+        nvidia/cu13/lib/libnvJitLink.so* nvidia/cu13/lib/libnvperf_*.so* nvidia/cu13/lib/lib*.a \
+        nvidia/nvshmem/lib/*.bc nvidia/nvshmem/lib/*.a torch/include torch/bin/ptxas \
+        torch/lib/libtorch_cuda_linalg.so \
+        && for linked in nvidia/cu13/lib/libcublas.so.* nvidia/cu13/lib/libcublasLt.so.* \
+            nvidia/cu13/lib/libcufft.so.* nvidia/cu13/lib/libcurand.so.* \
+            nvidia/cu13/lib/libcusparse.so.* nvidia/cusparselt/lib/libcusparseLt.so.* \
+            nvidia/nccl/lib/libnccl.so.*; \
+        do [ -f "$linked" ] && cp /build/nothing.so "$linked" || exit 1; done \
+        && echo "import os, sys; sys.setdlopenflags(os.RTLD_LAZY)" > lazy.pth; fi \
     && /opt/medha/bin/python -c "import torch, nixl._api"
 
 FROM ${BUILDER} AS worker-code

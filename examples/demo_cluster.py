@@ -30,7 +30,7 @@ from medha.cli.open_loop import faults
 from medha.cli.watch import read_status
 from medha.messages import ReplicaStatus
 
-LONG_TOKENS, SHORT_TOKENS = 24_576, 64
+LONG_TOKENS, SHORT_TOKENS = 18_432, 64
 GROWTHS = 3
 FULL = 0.6
 """A second group must be asked for before this part of the first one is used."""

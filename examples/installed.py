@@ -18,7 +18,7 @@ from medha_worker.testing.checkpoint import write_checkpoint
 
 NAMESPACE = "medha"
 RESOURCE = HOUSE / "examples" / "kubernetes" / "tiny.yaml"
-TOKENS_PER_GROUP = 20_480
+TOKENS_PER_GROUP = 16_384
 READY_S = 180.0
 OURS = "pods,services,configmaps,poddisruptionbudgets,networkpolicies,endpointslices"
 
