@@ -94,9 +94,11 @@ class Load:
     """Short requests at a steady rate, open loop, while it is entered; then those that are under
     way are waited for. `records` grows as they end."""
 
-    def __init__(self, url: str, model: str, rate: float, prompt_tokens: int) -> None:
+    def __init__(
+        self, url: str, model: str, rate: float, prompt_tokens: int, output_tokens: int = 16
+    ) -> None:
         self._url, self._target = url, Target(url=url, model=model)
-        self._rate, self._prompt_tokens = rate, prompt_tokens
+        self._rate, self._prompt_tokens, self._output_tokens = rate, prompt_tokens, output_tokens
         self.records: list[Record] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
@@ -106,6 +108,10 @@ class Load:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Send no more, and wait for what is under way."""
         self._over.set()
         self._thread.join()
 
@@ -131,6 +137,6 @@ class Load:
     ) -> None:
         arrival = Arrival(
             id=f"load-{number}", arrival_s=due_s, prompt_tokens=self._prompt_tokens,
-            output_tokens=16,
+            output_tokens=self._output_tokens,
         )  # fmt: skip
         self.records.append(await ask(client, self._target, arrival, prompts(arrival), start))

@@ -15,6 +15,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -36,7 +37,8 @@ class Failed(Exception):
 
 class Testbed:
     """A cluster and the commands that speak to it. `load` brings an image to its nodes; `harm`
-    calls the local cluster tool, where that made the cluster: `kill-node N`, `partition N` …"""
+    calls the local cluster tool, where that made the cluster: `kill-node N`, `partition N` …,
+    and `kill-api-server`, which the tool starts again."""
 
     __test__ = False  # no test of pytest's, whatever the name looks like
 
@@ -197,7 +199,22 @@ def _tool(name: str, nodes: int) -> Iterator[Testbed]:
 
 
 def _harm(call: Callable[..., str], named: list[str], what: str, *arguments: str) -> str:
+    if what == "kill-api-server":
+        return _kill_api_server(pathlib.Path(call("kubeconfig", *named).strip()))
     return call(what, *named, *arguments)
+
+
+def _kill_api_server(kubeconfig: pathlib.Path) -> str:
+    """SIGKILL; returns the process's number. Each cluster's has an address of its own."""
+    found = re.search(r"https://([\d.]+):", kubeconfig.read_text())
+    address = f"--advertise-address={found[1] if found else '?'}".encode()
+    for entry in pathlib.Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # one that has just ended
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdecimal() else []
+            if words and words[0].endswith(b"kube-apiserver") and address in words:
+                os.kill(int(entry.name), signal.SIGKILL)
+                return entry.name
+    raise Failed(f"no API server of {kubeconfig} runs here")
 
 
 def _free_port() -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from examples.demo_load import Load
 from examples.installed import NAMESPACE, Installed
-from examples.testbed import until
+from examples.testbed import Failed, until
+from rich.console import Console
+from rich.table import Table
 
 from medha.cli.open_loop import faults
 
@@ -26,87 +30,140 @@ for entry in pathlib.Path("/proc").iterdir():
             os.kill(int(entry.name), signal.SIGKILL)
 """
 BACK_S = 240.0
+CUT_S = 30.0
 PROPER = {"no_replica", "overloaded", "draining", "deadline_infeasible", "poison_request"}
 """What a request may end with whose replica could not be saved; never a cut stream."""
 
 
+@pytest.fixture(scope="module")
+def told() -> Iterator[Table]:
+    """Shown by `pytest -rP`, below the last test."""
+    table = Table("harm", "whole again after", "requests", "failed", "TTFT p99", "largest gap")
+    yield table
+    Console(width=140).print(table)
+
+
+class Trouble:
+    """Two replicas on two nodes and requests that come in at their own times, while harm is done
+    to `node`; the clients' router is on another."""
+
+    def __init__(self, medha: Installed, load: Load, node: str, told: Table) -> None:
+        self.medha, self.load, self.node = medha, load, node
+        self._told, self._began_s = told, time.monotonic()
+
+    @property
+    def number(self) -> str:
+        """Of the node, as the cluster tool counts."""
+        return self.node.removeprefix("node")
+
+    def back(self, harm: str, true: Callable[[], object] | None = None) -> dict[str, int]:
+        """Wait until all is whole again, and until all requests have ended; tells it, and returns
+        how many ended with which fault."""
+        until(true or (lambda: whole(self.medha)), f"{harm}: both replicas", BACK_S)
+        took_s = time.monotonic() - self._began_s
+        self.load.end()
+        records = self.load.records
+        failed = dict(faults(records))
+        cut = [each.id for each in records if each.finished_s is None and not each.refused]
+        assert cut == [], "answers that ended without a word"
+        gap_s = max(each.worst_gap_s for each in records)
+        self._told.add_row(
+            harm, f"{took_s:.0f} s", str(len(records)), str(failed or 0),
+            f"{self.load.ttft_p99_s():.1f} s", f"{gap_s:.1f} s",
+        )  # fmt: skip
+        return failed
+
+
 @pytest.fixture
-def load(medha: Installed) -> Iterator[Load]:
-    """Requests come in at their own times while a test does harm."""
-    medha.ready()
-    until(lambda: whole(medha), "both replicas", BACK_S)
-    with (
-        medha.bed.forwarded(NAMESPACE, router_beside(medha, victim(medha)), 8000) as url,
-        Load(url, "tiny", rate=1.0, prompt_tokens=64) as playing,
-    ):
-        until(lambda: len(playing.records) >= 3, "the first answers", 60.0)
-        yield playing
-
-
-def tell(load: Load, took_s: float) -> None:
-    """Shown by `pytest -rP`."""
-    ended = dict(faults(load.records))
-    print(f"back after {took_s:.0f} s; of {len(load.records)} requests failed: {ended}")  # noqa: T201
-
-
-def victim(medha: Installed) -> str:
-    """The node that tests do harm to: one that serves."""
-    return str(medha.pods()[0]["spec"]["nodeName"])
-
-
-def router_beside(medha: Installed, node: str) -> str:
-    """A router that is not on that node: clients of one that goes are not what is tested."""
-    if not (found := routers_off(medha, node)):  # a drain has brought them all to one node
-        for verb in ("restart", "status"):
-            medha.bed.kubectl("-n", NAMESPACE, "rollout", verb, "deployment/medha-router")
-        until(lambda: routers_off(medha, node), f"a router that is not on {node}", BACK_S)
-        found = routers_off(medha, node)
-    return f"pod/{found[0]}"
-
-
-def routers_off(medha: Installed, node: str) -> list[str]:
-    """Routers that run elsewhere, by name."""
-    label = "app.kubernetes.io/component=router"
-    routers = medha.bed.get("-n", NAMESPACE, "pods", "-l", label)["items"]
-    return [
-        str(each["metadata"]["name"])
-        for each in routers
-        if each["spec"]["nodeName"] != node and "deletionTimestamp" not in each["metadata"]
-    ]
+def trouble(medha: Installed, told: Table) -> Iterator[Trouble]:
+    set_apart(medha)
+    node = str(medha.pods()[0]["spec"]["nodeName"])
+    router = router_off(medha, node)
+    # Not through the API server, where a cluster's pods can be reached from here.
+    reached = (
+        contextlib.nullcontext(f"http://{router['status']['podIP']}:8000")
+        if medha.bed.harm
+        else medha.bed.forwarded(NAMESPACE, f"pod/{router['metadata']['name']}", 8000)
+    )
+    # Each answer takes a second or more, so that harm always meets some under way.
+    with reached as url, Load(url, "tiny", 1.0, prompt_tokens=64, output_tokens=128) as load:
+        until(lambda: len(load.records) >= 3, "the first answers", 60.0)
+        yield Trouble(medha, load, node, told)
 
 
 def whole(medha: Installed) -> bool:
     return medha.ready_replicas() == 2 and len(medha.pods()) == 4
 
 
-def test_a_killed_rank_starts_anew_inside_its_pod(medha: Installed, load: Load) -> None:
+def nodes(medha: Installed) -> dict[str, set[str]]:
+    """Where each replica's pods are."""
+    found: dict[str, set[str]] = {}
+    for pod in medha.pods():
+        ordinal = pod["metadata"]["labels"]["medha.dev/ordinal"]
+        found.setdefault(ordinal, set()).add(pod["spec"].get("nodeName", ""))
+    return found
+
+
+def apart(medha: Installed) -> bool:
+    return whole(medha) and not set.intersection(*nodes(medha).values())
+
+
+def set_apart(medha: Installed) -> None:
+    """What runs is not moved: where harm has left both replicas on one node, place one anew."""
+    until(lambda: whole(medha), "both replicas", BACK_S)
+    if not apart(medha):
+        label = f"medha.dev/replica=tiny,medha.dev/ordinal={max(nodes(medha))}"
+        medha.bed.kubectl("delete", "pods", "-l", label, "--wait")
+        until(lambda: apart(medha), "replicas on different nodes", BACK_S)
+
+
+def router_off(medha: Installed, node: str) -> dict[str, dict[str, str]]:
+    """A router elsewhere: clients of one that goes are not what is tested."""
+    if not routers_off(medha, node):  # a drain has brought them all to one node
+        for verb in ("restart", "status"):
+            medha.bed.kubectl("-n", NAMESPACE, "rollout", verb, "deployment/medha-router")
+        until(lambda: routers_off(medha, node), f"a router that is not on {node}", BACK_S)
+    return routers_off(medha, node)[0]
+
+
+def routers_off(medha: Installed, node: str) -> list[dict[str, dict[str, str]]]:
+    """Routers that serve elsewhere."""
+    label = "app.kubernetes.io/component=router"
+    return [
+        each
+        for each in medha.bed.get("-n", NAMESPACE, "pods", "-l", label)["items"]
+        if each["spec"].get("nodeName", node) != node
+        and "deletionTimestamp" not in each["metadata"]
+        and all(one["ready"] for one in each["status"].get("containerStatuses", [{"ready": False}]))
+    ]
+
+
+def test_a_killed_rank_starts_anew_inside_its_pod(trouble: Trouble) -> None:
+    medha = trouble.medha
     pod = medha.pods()[0]["metadata"]["name"]
     medha.bed.kubectl("exec", pod, "--", "python", "-c", KILL, "medha_worker.gently")
     until(lambda: not whole(medha), "a replica that is not ready", 60.0)
-    tell(load, until(lambda: whole(medha), "the replica back", BACK_S))
-    assert set(faults(load.records)) <= PROPER
+    assert set(trouble.back("SIGKILL of the ranks of a pod")) <= PROPER
 
 
-def test_a_pod_that_is_killed_is_made_again(medha: Installed, load: Load) -> None:
+def test_a_pod_that_is_killed_is_made_again(trouble: Trouble) -> None:
+    medha = trouble.medha
     pod = next(each for each in medha.pods() if each["metadata"]["name"].endswith("-s1"))
     medha.bed.kubectl("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
     gone = {pod["metadata"]["uid"]}
     until(lambda: not gone & {each["metadata"]["uid"] for each in medha.pods()}, "it gone", 60.0)
-    tell(load, until(lambda: whole(medha), "the replica back", BACK_S))
-    assert set(faults(load.records)) <= PROPER
+    assert set(trouble.back("a pod deleted by force")) <= PROPER
 
 
-def test_a_node_is_drained_without_a_failed_request(medha: Installed, load: Load) -> None:
-    node = victim(medha)
+def test_a_node_is_drained_without_a_failed_request(trouble: Trouble) -> None:
+    medha, node = trouble.medha, trouble.node
     try:
         medha.bed.kubectl(
             "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=300s",
             timeout_s=320.0,
         )  # fmt: skip
-        tell(load, until(lambda: whole(medha), "both replicas elsewhere", BACK_S))
+        assert trouble.back("kubectl drain of a node") == {}
         assert node not in {each["spec"]["nodeName"] for each in medha.pods()}
-        assert faults(load.records) == {}
-        assert all(each.finished_s is not None for each in load.records)
     finally:
         medha.bed.kubectl("uncordon", node)
 
@@ -115,34 +172,54 @@ def test_a_node_is_drained_without_a_failed_request(medha: Installed, load: Load
 def harm(medha: Installed) -> Callable[..., str]:
     """The local cluster tool, which can take whole nodes away."""
     if medha.bed.harm is None:
-        pytest.skip("only the local cluster tool can do that to a node")
+        pytest.skip("only the local cluster tool can do that to a cluster")
     return medha.bed.harm
 
 
 def test_a_dead_node_is_left_and_the_fleet_comes_back_elsewhere(
-    medha: Installed, load: Load, harm: Callable[..., str]
+    trouble: Trouble, harm: Callable[..., str]
 ) -> None:
-    node = victim(medha)
-    number = node.removeprefix("node")
-    harm("kill-node", number)
+    medha = trouble.medha
+    harm("kill-node", trouble.number)
     try:
         until(lambda: not whole(medha), "a replica that is not ready", 120.0)
-        both = until(lambda: medha.ready_replicas() == 2, "both replicas elsewhere", BACK_S)
-        tell(load, both)
-        assert node not in {each["spec"]["nodeName"] for each in medha.pods()}
-        assert set(faults(load.records)) <= PROPER
+        failed = trouble.back("the power of a node", lambda: medha.ready_replicas() == 2)
+        assert trouble.node not in {
+            each["spec"]["nodeName"]
+            for each in medha.pods()
+            if "deletionTimestamp" not in each["metadata"]
+        }
+        assert set(failed) <= PROPER
     finally:
-        harm("start-node", number)
+        harm("start-node", trouble.number)
 
 
 def test_a_node_that_is_cut_off_for_half_a_minute_comes_back(
-    medha: Installed, load: Load, harm: Callable[..., str]
+    trouble: Trouble, harm: Callable[..., str]
 ) -> None:
-    number = victim(medha).removeprefix("node")
-    harm("partition", number)
+    harm("partition", trouble.number)
     try:
-        time.sleep(30.0)  # the length of the cut is what is tested
+        time.sleep(CUT_S)  # the length of the cut is what is tested
     finally:
-        harm("heal", number)
-    tell(load, until(lambda: whole(medha), "both replicas", BACK_S))
-    assert set(faults(load.records)) <= PROPER
+        harm("heal", trouble.number)
+    assert set(trouble.back(f"the cable of a node, for {CUT_S:.0f} s")) <= PROPER
+
+
+def test_requests_do_not_notice_that_the_api_server_is_away(
+    trouble: Trouble, harm: Callable[..., str]
+) -> None:
+    """It is killed and started again; the operator leads on, or leads again."""
+    before = datetime.datetime.now(datetime.UTC)
+    harm("kill-api-server")
+    failed = trouble.back("SIGKILL of the API server", lambda: leads_since(trouble.medha, before))
+    assert failed == {}
+    until(lambda: whole(trouble.medha), "both replicas", BACK_S)
+
+
+def leads_since(medha: Installed, moment: datetime.datetime) -> bool:
+    """An operator has renewed its lease after that."""
+    try:
+        lease = medha.bed.get("-n", NAMESPACE, "lease", "medha-operator")
+    except Failed:
+        return False
+    return datetime.datetime.fromisoformat(lease["spec"]["renewTime"]) > moment
