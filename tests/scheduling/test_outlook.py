@@ -8,6 +8,7 @@ import pytest
 
 from medha.config import Scheduling
 from medha.request import Request
+from medha.scheduling.sequence import Sequence
 from medha.testing import Driven, leftovers, request, scheduler, topology
 
 # A batch costs 3 ms, a prompt token 0.1 ms, and so does a decode.
@@ -106,3 +107,29 @@ def test_a_promise_given_elsewhere_begins_although_others_may_not() -> None:
     assert not plan._endings.by_id["second"].started
     plan._outlook.closed[0] = 1
     assert plan._starts.most_pages(0) == plan._pool[0].available
+
+
+def test_decodes_that_outgrow_their_pages_take_none_from_a_promised_prefill() -> None:
+    # Of 28 pages the decodes have one each, of which they fill 60 tokens, and the long one has 19.
+    plan = scheduler(
+        settings=Scheduling(max_batch_s=0.05, output_reserve=0.01), batch_s=0.003, pages=28,
+        token_s=1e-3,
+    )  # fmt: skip
+    driven = Driven(plan)
+    driven.submit(
+        request(f"d{n}", 60, within_s=2.0, output_tokens=90, tpot_s=0.05) for n in range(7)
+    )
+    driven.submit([request("long", 1200, 0.1, within_s=4.0, output_tokens=2, tpot_s=0.05)])
+    lost: list[str] = []
+    plain = plan._endings.take_back
+
+    def take_back(sequence: Sequence, now: float) -> None:
+        lost.extend([sequence.id] if not sequence.decoding else [])
+        plain(sequence, now)
+
+    plan._endings.take_back = take_back  # type: ignore[method-assign]
+    driven.run()
+    assert plan._progress.pressure.preempted > 0
+    assert lost == []
+    assert driven.admitted["long"].promised and driven.in_time("long")
+    assert set(driven.finished) == set(driven.requests)

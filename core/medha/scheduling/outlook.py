@@ -220,10 +220,11 @@ class Outlook:
         ]  # fmt: skip
         if not self._of:
             return dict(lately)
-        least = self._shares(self._all)
+        longest = 0 if newcomer is None else newcomer.remaining_tokens
+        least = self._shares(self._all, longest)
         if newcomer is not None and newcomer in extra and not newcomer.promised:
             self._promised.add(self._of[newcomer.number].keys, 1)
-        alone = self._shares(self._promised)
+        alone = self._shares(self._promised, longest)
         if newcomer is not None and newcomer in extra and not newcomer.promised:
             self._promised.add(self._of[newcomer.number].keys, -1)
         for one in extra:
@@ -231,21 +232,22 @@ class Outlook:
         kept = 1.0 - self.settings.relegated_share
         return {group: min(least[group], kept * alone[group], lately[group]) for group in least}
 
-    def _shares(self, seats: Seats) -> Shares:
+    def _shares(self, seats: Seats, deepest: int = 0) -> Shares:
         shares = dict.fromkeys(self.groups.generation, 1.0)
         if self._tpots:
             budget_s = self.budget_s(min(self._tpots))
-            shares = {group: self._share(seats, group, budget_s) for group in shares}
+            shares = {group: self._share(seats, group, budget_s, deepest) for group in shares}
         if self.groups.shared:
             shares = dict.fromkeys(shares, min(shares.values(), default=1.0))
         return shares
 
-    def _share(self, seats: Seats, group: int, budget_s: float) -> float:
+    def _share(self, seats: Seats, group: int, budget_s: float, deepest: int) -> float:
+        """For promises, and for one more that is so long."""
         waiting, beside, count = self.groups.waiting[group], self.predictor.load(), seats.count
         if count[group]:
             some = -(-count[group] // self.spp)
             beside.add_decodes(some, seats.keys[group] * some // count[group])
-        deepest = int(waiting.tokens.max()) if len(waiting) else 0
+        deepest = max(deepest, int((waiting.tokens * waiting.promised).max(initial=0.0)))
         deepest = min(deepest, self.groups.tokens_per_group)
         alone = self._rate(self.predictor.load(), deepest, self.ledger.longest_s)
         if not alone:

@@ -2,8 +2,9 @@
 
 Prefills reserved their pages, decodes only a share of theirs; a decode that grows beyond it may
 find none. Then the started prefill with the largest relative slack that has pages where they are
-needed is taken back; with no prefill to take from, the decode with the most credit. A sequence that
-has the replica to itself and still finds no page fails, with both numbers.
+needed is taken back, unless it holds a promise; with no prefill to take from, the decode with the
+most credit. A sequence that has the replica to itself and still finds no page fails, with both
+numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ class Pressure:
         ]
         if any(one.over or one.taken_back for one in holders):
             return
-        victim = self._prefill(holders, now) or self._decode(holders)
+        prefills = [
+            one for one in holders
+            if not (one.decoding or one.promised) and one.packed < one.goal
+        ]  # fmt: skip
+        victim = self._prefill(prefills, now) or self._decode(holders)
         if victim is None or (victim is hungry and len(holders) == 1):
             pool = self.groups.pool
             total = len(pool.groups) * pool.pages_per_group * pool.page_tokens
@@ -43,8 +48,7 @@ class Pressure:
         self.preempted += 1
         self.endings.take_back(victim, now)
 
-    def _prefill(self, holders: list[Sequence], now: float) -> Sequence | None:
-        prefills = [one for one in holders if not one.decoding and one.packed < one.goal]
+    def _prefill(self, prefills: list[Sequence], now: float) -> Sequence | None:
         return max(prefills, key=lambda one: (self._rho(one, now), one.number), default=None)
 
     def _decode(self, holders: list[Sequence]) -> Sequence | None:
