@@ -36,6 +36,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     number of tokens per batch, `batch_tokens`, as in Sarathi and vLLM, with no time limit).
     `long_prefill_threshold_tokens`: at most so many tokens of one prompt per batch (vLLM's remedy).
     `long_tokens` None: a prompt is long when its remaining work exceeds 8 budgets.
+    `max_bucket_loss`: of each length bucket at most this part is dropped from the promise set.
     `tbt_guard`, `margin_guard`: parts of a budget kept back from credit and from margins.
     """
 
@@ -50,6 +51,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     long_tokens: int | None = None
     max_yield: float = 0.4
     relegated_share: float = 0.1
+    max_bucket_loss: float = 1.0
     commit: bool = True
     max_starved_rounds: int = 16
     dispatch_budgets: float = 2.0

@@ -9,6 +9,7 @@ are buckets, requests never label). Aliases repeat values under the `vllm:` name
 
 from __future__ import annotations
 
+import bisect
 from typing import Literal
 
 import msgspec
@@ -116,6 +117,10 @@ MEDHA: tuple[Metric, ...] = (
              "reason"),
     _counter("medha_requests_relegated_total", "Requests accepted or kept without a promise.",
              "rc", "model", "class"),
+    _counter("medha_scheduler_decided_total", "Requests that a scheduler took, by prompt length.",
+             "c", "model", "length"),
+    _counter("medha_scheduler_displaced_total", "Requests dropped from the promise set for others, "
+             "once each, by prompt length.", "c", "model", "length"),
     _counter("medha_promises_total", "Promised TTFT deadlines: given, kept, broken.", "r", "model",
              "class", "outcome"),
     _histogram("medha_promise_margin_seconds", "Deadline minus first token of promised requests.",
@@ -187,10 +192,14 @@ def exported_by(exporter: Exporter) -> tuple[Metric, ...]:
     return tuple(metric for metric in CATALOGUE if exporter in metric.exporters)
 
 
+def length_bucket(prompt_tokens: int) -> int:
+    """The bucket of a prompt's length, from 0."""
+    return bisect.bisect_left(LENGTH_EDGES, prompt_tokens)
+
+
 def length_label(prompt_tokens: int) -> str:
-    """The bucket of a prompt's length: at most so many tokens."""
-    below = sum(edge < prompt_tokens for edge in LENGTH_EDGES)
-    return LENGTH_LABELS[below]
+    """The name of that bucket: at most so many tokens."""
+    return LENGTH_LABELS[length_bucket(prompt_tokens)]
 
 
 class Cap:

@@ -91,6 +91,7 @@ def scheduling_of(spec: resource.Scheduling) -> Scheduling:
         long_tokens=spec.long_tokens,
         max_yield=spec.max_yield_percent / 100,
         relegated_share=spec.relegated_percent / 100,
+        max_bucket_loss=spec.max_bucket_loss_percent / 100,
         commit=spec.promises == "Commit",
         growth_timeout_s=seconds(spec.growth_timeout),
         max_running=spec.max_running,

@@ -44,7 +44,7 @@ def make_replica() -> Callable[..., VirtualReplica]:
     def make(
         *, pages: int = 1000, key_s: float = 0.0, batch_s: float = 1e-3, **fields: Any
     ) -> VirtualReplica:
-        own = {"beats", "wrap", "slowness", "loop", "files", "hashes", "measure"}
+        own = {"beats", "wrap", "slowness", "loop", "files", "hashes", "measure", "meters"}
         extra = {name: fields.pop(name) for name in own & fields.keys()}
         shape = msgspec.structs.replace(testing.shape(), vocab=VOCAB)
         profile = testing.profile(key_s=key_s, batch_s=batch_s)

@@ -11,6 +11,7 @@ import pytest
 from medha import messages as m
 from medha.prefix import chain
 from medha.topology import Topology
+from medha_worker.controller.meters import NoMeters
 from medha_worker.testing.virtual_ranks import expected_tokens
 from medha_worker.testing.virtual_replica import VirtualReplica
 
@@ -20,6 +21,17 @@ Judge = Callable[[VirtualReplica, m.Submit], None]
 Idle = Callable[[VirtualReplica], None]
 
 VOCAB = 50_000
+
+
+class Counted(NoMeters):
+    """Keeps what is counted, by name and labels."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, dict[tuple[str, ...], float]] = {}
+
+    def add(self, name: str, amount: float, *labels: str) -> None:
+        of = self.totals.setdefault(name, {})
+        of[labels] = of.get(labels, 0.0) + amount
 
 
 def test_a_prompt_is_answered_token_by_token(
@@ -192,3 +204,20 @@ def test_a_lost_step_is_sent_again_and_no_token_changes(
     for submit in many:
         judge(replica, submit)
     idle(replica)
+
+
+def test_what_each_length_loses_to_others_is_counted(
+    make_replica: Make, make_submit: Submit
+) -> None:
+    meters = Counted()
+    settings = {"commit": False, "max_batch_s": 0.05}
+    replica = make_replica(meters=meters, settings=settings, pages=4000)
+    long = make_submit("long", 4000, outputs=1, ttft_deadline_s=0.5)
+    replica.submit_at(1.0, long)
+    for number in range(8):  # 0.1 s each, and the long one's slack is 0.1 s
+        short = make_submit(f"s{number}", 1000, outputs=1, ttft_deadline_s=0.35 + 0.1 * number)
+        replica.submit_at(1.01, short)
+    replica.run(10.0)
+    decided = meters.totals["medha_scheduler_decided_total"]
+    assert decided == {("1k",): 8.0, ("8k",): 1.0}
+    assert meters.totals["medha_scheduler_displaced_total"] == {("8k",): 1.0}

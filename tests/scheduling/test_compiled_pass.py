@@ -11,6 +11,7 @@ import random
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -144,17 +145,19 @@ def test_margins_are_what_the_kept_leave_each_other(
     assert made.least_bare_s == min(alone, default=math.inf)
 
 
-@given(ROWS, EIGHTHS, EIGHTHS, st.integers(0, 5))
+@given(ROWS, EIGHTHS, EIGHTHS, st.integers(0, 5), st.none() | st.integers(0, 1 << 32))
 def test_the_largest_before_the_first_overrun_gives_way(
-    rows: list[Row], start: float, tolerance_s: float, most: int
+    rows: list[Row], start: float, tolerance_s: float, most: int, sparing: int | None
 ) -> None:
     waiting, rows = housed(rows)
     made = compiled(waiting)
     made.margins(start, 1.0, OVERHEAD_S, INFLATION)
-    lost = made.relegate(tolerance_s, most)
+    dice = random.Random(sparing)
+    spared = np.array([sparing is not None and dice.random() < 0.5 for _ in rows], dtype=np.bool_)
+    lost = made.relegate(tolerance_s, most, None if sparing is None else spared)
     expected: list[int] = []
     while len(expected) < most:
-        free = [place for place, row in enumerate(rows) if row.rank == 1]
+        free = [place for place, row in enumerate(rows) if row.rank == 1 and not spared[place]]
         over = [
             place for place, margin in plain_margins(rows, start, 1.0).items()
             if margin < (0.0 if rows[place].rank == 2 else -tolerance_s)

@@ -54,7 +54,7 @@ def test_lengths_and_classes_are_told_apart() -> None:
                record("d", slo_class="gold")]  # fmt: skip
     report = summarise(records, 10.0)
     assert [(part.name, part.requests) for part in report.by_length] == [
-        ("0 – 1K", 2), ("1K – 8K", 1), ("128K – 512K", 1),
+        ("0 – 1K", 2), ("1K – 8K", 1), ("128K – 384K", 1),
     ]  # fmt: skip
     assert [(part.name, part.requests) for part in report.by_class] == [("default", 3), ("gold", 1)]
 

@@ -42,7 +42,7 @@ spec:
     - {name: interactive, weight: 4, reservedPercent: 30, ttft: {floor: 300ms, multiplier: "1.5"}, tpot: 20ms}
     - {name: batch, weight: 1, ttft: {floor: 60s, multiplier: "5"}, tpot: 100ms, whenInfeasible: Relegate}
   scheduling: {policy: LARS, batchBudget: {mode: Slack, min: 10ms, max: 100ms, fixed: 50ms, tokens: 2048}, maxYieldPercent: 40,
-    normaliser: Work, relegatedPercent: 10, promises: Commit, longPrefillThresholdTokens: 512, longTokens: 8192, maxRunning: 256,
+    normaliser: Work, relegatedPercent: 10, maxBucketLossPercent: 40, promises: Commit, longPrefillThresholdTokens: 512, longTokens: 8192, maxRunning: 256,
     prefixCache: Enabled, rebalance: Enabled, growthTimeout: 2m, releaseCooldown: 30s}
   engine: {pageTokens: 64, kvMemory: 1Gi, kvPages: 1000, threadsPerRank: 1, arithmetic: Fast, checkedTransfers: Enabled}
   placement:

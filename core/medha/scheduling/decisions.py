@@ -7,7 +7,7 @@
 `Recorded` has the scheduler's surface and writes; `replay` runs the same calls against a fresh
 scheduler and stops at the first line that comes out differently, byte for byte. Same inputs, same
 batches: a fleet's decision can be looked at on a laptop. Calls that decide nothing (`layout`,
-`load`, `wanted_groups`, `releasable`) are passed on unwritten.
+`load`, `displaced`, `wanted_groups`, `releasable`) are passed on unwritten.
 """
 
 from __future__ import annotations
@@ -118,6 +118,9 @@ class Recorded:
 
     def load(self, now: float) -> Load:
         return self.scheduler.load(now)
+
+    def displaced(self) -> tuple[int, ...]:
+        return self.scheduler.displaced()
 
     def wanted_groups(self, now: float) -> int:
         return self.scheduler.wanted_groups(now)

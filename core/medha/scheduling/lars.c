@@ -37,7 +37,8 @@ struct rows {
 
 /* Which rows count comes as it falls, and a branch on that is mispredicted again and again: rows
  * are listed without one, and what does not count is compared as infinite. These are by RANK. */
-static const double APART[] = {INFINITY, 0.0, 0.0}, MERELY[] = {INFINITY, INFINITY, 0.0};
+static const double APART[] = {INFINITY, 0.0, 0.0, 0.0};
+static const double MERELY[] = {INFINITY, INFINITY, 0.0, INFINITY};
 
 static double smaller(double a, double b)
 {
@@ -96,14 +97,15 @@ void medha_margins(struct rows *rows, double start, double share, double overhea
 
 /* Where a margin is overrun, of who is kept without a promise and due no later the largest gives
  * way: by more than `tolerance` for those themselves, at all for a promise. At most `most` do, the
- * earliest overrun first; their rows go to `lost`. Returns how many. */
+ * earliest overrun first; their rows go to `lost`. Those of RANK 3 are kept, and do not. Returns how
+ * many. */
 int64_t medha_relegate(struct rows *rows, double tolerance, int64_t most, int64_t *lost)
 {
     const double *bare = rows->scratch + BARE * rows->capacity;
     double *left = rows->scratch + LEFT * rows->capacity;
     int8_t *rank = rows->marks + RANK * rows->capacity;
     const int32_t *held = rows->held;
-    const double overrun[] = {-INFINITY, -tolerance, 0.0};
+    const double overrun[] = {-INFINITY, -tolerance, 0.0, -tolerance};
     int64_t count = 0, first = 0, upto = 0;
     for (; count < most; count++) {
         while (first < rows->kept && rank[held[first]] != 1)

@@ -16,17 +16,19 @@ the predictor's error. Without `commit` there are no promises: the largest feasi
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from medha.config import Scheduling
 from medha.scheduling import native
 from medha.scheduling.growth import Groups
-from medha.scheduling.lars import Floats, Places
+from medha.scheduling.lars import Floats, Mask, Places
+from medha.scheduling.losses import Losses
 from medha.scheduling.policies import View
-from medha.scheduling.promises import broken, largest_feasible, margins_s, room_s
+from medha.scheduling.promises import broken, margins_s, room_s
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.shares import Shares
 from medha.scheduling.spans import crews_meet, spares_s
@@ -42,8 +44,8 @@ class Ledger:
 
     `drain_s`: what a chunk still needs behind stage 0, at most. `overhead_s`: cost of a batch that
     holds next to nothing. `owed_s`: time that the relegated have coming, per group. `broken`: how
-    many promises were taken back. `guard_s`: slack that does not count, a part of the longest
-    batch; `long_s`: work beyond which a prompt is long.
+    many promises were taken back; `losses`: who was dropped. `guard_s`: slack that does not count,
+    a part of the longest batch; `long_s`: work beyond which a prompt is long.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Ledger:
         self._rounds: dict[int, int] = {}
         self._turns: dict[int, int] = {}
         self._arrivals: dict[int, tuple[float, float]] = {}
-        self.broken = 0
+        self.broken, self.losses = 0, Losses(settings.max_bucket_loss)
         self.longest_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
         self.guard_s = settings.margin_guard * self.longest_s
         self.long_s = 8.0 * self.longest_s
@@ -294,22 +296,40 @@ class Ledger:
         to date but for such a promise; how many gave way, and how many promises.
         """
         waiting = self.groups.waiting[group]
-        lost = rows.relegate(self.longest_s, CHANGES_PER_ROUND)
-        late = waiting.promises and rows.least_s < -self.longest_s
-        gone = self._broken(group, waiting, start, error) if late else []
-        for sequence in [waiting.sequences[place] for place in lost + gone]:
-            self.rank(sequence, kept=False, promised=False)
-        return len(lost), len(gone)
 
-    def _broken(self, group: int, waiting: Waiting, start: float, error: float) -> list[int]:
-        """Places of promises that must be taken back."""
-        promised = waiting.promised
-        due_in, bare = self._terms(group, waiting.due_s.copy(), waiting.work_s.copy(), start)
+        def terms() -> tuple[Floats, Floats]:
+            return self._terms(group, waiting.due_s.copy(), waiting.work_s.copy(), start)
+
+        drop = functools.partial(
+            self.losses.drop, waiting, terms, start, CHANGES_PER_ROUND, self._lower
+        )
+        lost = drop(functools.partial(self._overrunning, rows))
+        if not waiting.promises or rows.least_s >= -self.longest_s:
+            return lost, 0
+        return lost, drop(functools.partial(self._broken, waiting.promised, terms, error))
+
+    def _lower(self, sequence: Sequence) -> None:
+        self.rank(sequence, kept=False, promised=False)
+
+    def _overrunning(self, rows: native.Rows, most: int, spared: Mask | None) -> list[int]:
+        """Places of those without a promise that must give way, at most so many; a spared one does
+        to a promise, if nobody else can."""
+        lost = rows.relegate(self.longest_s, most, spared)
+        if spared is not None and self.gives and not lost and rows.least_promised_s < 0.0:
+            lost = rows.relegate(math.inf, most)
+        return lost
+
+    def _broken(
+        self, promised: Mask, terms: Callable[[], tuple[Floats, Floats]], error: float,
+        most: int, spared: Mask | None,
+    ) -> list[int]:  # fmt: skip
+        """Places of promises that must be taken back, at most so many."""
+        due_in, bare = terms()
         sure = (bare * promised).cumsum() * (1.0 - min(0.9, 2.0 * error))
         left = np.where(promised, due_in - sure, np.inf)
         if left.min() >= -self.longest_s:
             return []
-        lost = broken(left, bare, promised, self.longest_s, CHANGES_PER_ROUND)
+        lost = broken(left, bare, promised, self.longest_s, most, spared)
         self.broken += len(lost)
         return lost
 
@@ -351,12 +371,17 @@ class Ledger:
         return not others or self.fits_beside(sequence, others, start)
 
     def _choose(self, group: int, waiting: Waiting, now: float) -> None:
-        """Without commitment: the largest feasible set, anew; those in it have the hysteresis."""
-        before = waiting.kept
+        """Without commitment: the largest feasible set, anew; those in it have the hysteresis. Who
+        is spared bears what a promise bears, and stays like one."""
+        before, losses = waiting.kept, self.losses
         due_in, bare = self._terms(group, waiting.due_s.copy(), waiting.work_s.copy(), now)
-        after = largest_feasible(due_in + np.where(before, self.longest_s, 0.0), bare)
-        for place in np.flatnonzero(before != after).tolist():
+        spared = losses.spared(waiting, due_in, bare, now) if losses.capped else ~before & before
+        hysteresis = np.where(before & ~spared, self.longest_s, 0.0)
+        cost = np.where(spared, bare * self._inflation, bare)
+        after = losses.largest(waiting, due_in + hysteresis, cost, now)
+        firm = after & spared
+        for place in np.flatnonzero((before != after) | (waiting.promised != firm)).tolist():
             sequence = waiting.sequences[place]
             keep = bool(after[place])
             if not keep or self._alone_or_fits(sequence, group, float(due_in[place])):
-                self.rank(sequence, kept=keep, promised=False)
+                self.rank(sequence, kept=keep, promised=bool(firm[place]))

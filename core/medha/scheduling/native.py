@@ -15,12 +15,15 @@ import pathlib
 import numpy as np
 
 from medha.errors import SetupError
+from medha.scheduling.lars import Mask
 from medha.scheduling.waiting import Waiting
 
 # Two dots, so that no one takes it for a module of Python's.
 LIBRARY = pathlib.Path(__file__).with_name("lars.kernel.so")
 # Columns of lars.c: how many of scratch and of marks, and which holds margins.
 SCRATCH, MARKS, LEFT = 5, 3, 1
+# Which of marks is the rank, and what it is for those without a promise that are kept.
+RANK, KEPT, SPARED = 0, 1, 3
 # Rows handed out at a time: most batches hold one prompt or two.
 FEW = 8
 # What the relegated have coming, as `medha_order` takes it.
@@ -121,10 +124,16 @@ class Rows:
         self._rows.least = min(self._rows.least, least_s)
         self._rows.least_promised = min(self._rows.least_promised, least_s)
 
-    def relegate(self, tolerance_s: float, most: int) -> list[int]:
-        """Places of those without a promise that give way, in that order."""
+    def relegate(self, tolerance_s: float, most: int, spared: Mask | None = None) -> list[int]:
+        """Places of those without a promise, and not spared, that give way, in that order."""
         lost = (ctypes.c_int64 * most)()
-        return lost[: self._kernel.medha_relegate(self._at, tolerance_s, most, lost)]
+        if spared is None:
+            return lost[: self._kernel.medha_relegate(self._at, tolerance_s, most, lost)]
+        ranks = self._marks[RANK, : len(spared)]
+        ranks[spared & (ranks == KEPT)] = SPARED
+        places = lost[: self._kernel.medha_relegate(self._at, tolerance_s, most, lost)]
+        ranks[ranks == SPARED] = KEPT
+        return places
 
     def open(self, start: float, share: float, overhead_s: float, inflation: float) -> None:
         """Make ready to ask who would fit; `margins` comes before, and stays."""

@@ -14,14 +14,19 @@ import heapq
 
 import numpy as np
 
-from medha.scheduling.lars import Floats, Mask
+from medha.scheduling.lars import Floats, Mask, Places
 
 
-def largest_feasible(due_in_s: Floats, work_s: Floats) -> Mask:
+def largest_feasible(
+    due_in_s: Floats, work_s: Floats, bucket: Places | None = None, left: list[float] | None = None
+) -> Mask:
     """The largest set that can be done in time (Moore–Hodgson, O(n log n)).
 
     Arrays of [n] in ascending order of `due_in_s`; walks by deadline, adds up work, and where the
     sum overruns drops the largest so far (of equal ones the latest). Returns which are kept.
+
+    With `bucket` of each and how many of each bucket are `left` to drop (counted down here), those
+    of others are dropped instead, the largest first; what nobody is left for stays overrun.
     """
     kept = np.ones(len(due_in_s), dtype=np.bool_)
     if not len(due_in_s) or bool((np.cumsum(work_s) <= due_in_s).all()):
@@ -31,10 +36,16 @@ def largest_feasible(due_in_s: Floats, work_s: Floats) -> Mask:
     for place, (due, work) in enumerate(zip(due_in_s.tolist(), work_s.tolist(), strict=True)):
         heapq.heappush(heap, (-work, -place))
         total += work
-        if total > due:
+        while total > due and heap:
             dropped, at = heapq.heappop(heap)
+            if bucket is not None and left is not None:
+                if left[bucket[-at]] < 1.0:
+                    continue
+                left[bucket[-at]] -= 1.0
             kept[-at] = False
             total += dropped
+            if -dropped >= work:
+                break  # no worse than before this one
     return kept
 
 
@@ -60,24 +71,28 @@ def room_s(margins: Floats, due_in_s: Floats, place: int, due_s: float) -> float
 
 
 def broken(
-    margins: Floats, work_s: Floats, kept: Mask, tolerance_s: float, most: int | None = None
-) -> list[int]:
+    margins: Floats, work_s: Floats, kept: Mask, tolerance_s: float, most: int | None = None,
+    spared: Mask | None = None,
+) -> list[int]:  # fmt: skip
     """Kept requests that must lose their promise, one Moore–Hodgson step per overrun.
 
     Where the earliest overrun beyond `tolerance_s` stands, the largest kept one due no later is
     dropped; again until no overrun is left, or `most` are dropped. Returns places, in the order in
-    which they are dropped.
+    which they are dropped. Overruns with none but `spared` ones before them stay.
     """
     lost: list[int] = []
     left, held = margins, kept
     while True:
         over = np.flatnonzero(left < -tolerance_s)
+        able = held if spared is None else held & ~spared
+        if spared is not None:
+            over = over[able.cumsum()[over] > 0]
         if not len(over) or len(lost) == most:
             return lost
         if not lost:
             left, held = left.copy(), kept.copy()
         upto = int(over[0]) + 1
-        victim = int(np.argmax(np.where(held[:upto], work_s[:upto], -1.0)))
+        victim = int(np.argmax(np.where(able[:upto], work_s[:upto], -1.0)))
         lost.append(victim)
         held[victim] = False
         left[victim] = np.inf

@@ -122,6 +122,7 @@ class Scheduler:
         )
         sequence.kept = sequence.promised = self._ledger.gives and bool(request.promised)
         self._groups.enlist(sequence, cached)
+        self._ledger.losses.decide(sequence, now)
         promised = self._promise(sequence, now, cached)
         return Admitted(sequence.number, cached, promised, self._expect_s(sequence, now))
 
@@ -325,6 +326,10 @@ class Scheduler:
             self._groups, self._ledger, self._flights, self._decodes, self._packer,
             self._outlook, self.wanted_groups(now), now,
         )  # fmt: skip
+
+    def displaced(self) -> tuple[int, ...]:
+        """How many requests of each length bucket were ever dropped from the promise set."""
+        return tuple(self._ledger.losses.displaced)
 
     def take_kv_events(
         self,

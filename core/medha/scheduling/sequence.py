@@ -22,16 +22,17 @@ class Sequence:
     `plan`: groups in the order in which they become active.
     `kept`: it is in the promise set, `promised`: by a promise. `reserved`: pages per group that it
     will still take; `claim`: on groups that do not run yet. `fresh`: pages that its newest chunk
-    took. `moving`: copies of its pages under way or not yet switched. `refused`: its groups were
-    together, and it was not taken. `row`: where it stood lately among the rows of a group.
+    took. `displaced`: it lost its place in the promise set to others. `moving`: copies of its pages
+    under way or not yet switched. `refused`: its groups were together, and it was not taken. `row`:
+    where it stood lately among the rows of a group.
     """
 
     __slots__ = (
-        "claim", "decode_due_s", "decoding", "done", "emitted", "ended", "first_token_s",
-        "fresh", "goal", "group_of", "groups", "hashes", "held", "in_flight", "kept", "key", "left",
-        "moving", "next_chunk", "norm_s", "number", "over", "packed", "page_of", "passed",
-        "paused_since_s", "plan", "promised", "refused", "request", "reserved", "row", "slot",
-        "started", "switching", "taken_back", "total_work_s", "waiting_since_s",
+        "claim", "decode_due_s", "decoding", "displaced", "done", "emitted", "ended",
+        "first_token_s", "fresh", "goal", "group_of", "groups", "hashes", "held", "in_flight",
+        "kept", "key", "left", "moving", "next_chunk", "norm_s", "number", "over", "packed",
+        "page_of", "passed", "paused_since_s", "plan", "promised", "refused", "request", "reserved",
+        "row", "slot", "started", "switching", "taken_back", "total_work_s", "waiting_since_s",
     )  # fmt: skip
 
     def __init__(self, number: int, request: Request, hashes: Items[bytes] = ()) -> None:
@@ -42,7 +43,7 @@ class Sequence:
         self.plan: tuple[int, ...] = ()
         self.kept = self.promised = False
         self.total_work_s = self.norm_s = 0.0
-        self.over = self.ended = self.taken_back = False
+        self.over = self.ended = self.taken_back = self.displaced = False
         self.in_flight = self.moving = 0
         self.first_token_s: float | None = None
         self.claim = self.row = 0

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-BUCKETS = (1024, 8192, 32_768, 131_072, 524_288)  # upper bounds in prompt tokens, then the rest
+from medha.metrics import LENGTH_EDGES
+
+BUCKETS = LENGTH_EDGES  # upper bounds in prompt tokens, then the rest
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

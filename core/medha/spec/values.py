@@ -185,7 +185,7 @@ class Scheduling(Part, frozen=True):
     """`promises` Commit: one once given is kept; Revise: later requests may displace it.
 
     `relegatedPercent`: up to half of the time is kept free for short ones to come; promises need
-    something beside both.
+    something beside both. `maxBucketLossPercent` 100: whoever is largest gives way.
     """
 
     policy: Literal["LARS", "LARSPaper", "LARSPaperNoSharing", "LRS", "EDF", "SRPF", "FCFS"] = (
@@ -195,6 +195,7 @@ class Scheduling(Part, frozen=True):
     batch_budget: BatchBudget = BatchBudget()
     max_yield_percent: Percent = 40
     relegated_percent: Annotated[int, msgspec.Meta(ge=0, le=40)] = 10
+    max_bucket_loss_percent: Percent = 100
     promises: Literal["Commit", "Revise"] = "Commit"
     long_prefill_threshold_tokens: Tokens | None = None
     long_tokens: Tokens | None = None

@@ -25,6 +25,7 @@ from medha.messages import (
     Submit,
     Tokens,
 )
+from medha.metrics import LENGTH_LABELS, length_label
 from medha.predictor import Predictor
 from medha.topology import Coordinate
 from medha_worker.controller.decider import Decider
@@ -65,6 +66,7 @@ class Serving:
         self._page_tokens, self._max_context_tokens = page_tokens, max_context_tokens
         self._groupless_s: float | None = None
         self._failures, self._plan_after_s = 0, float("-inf")  # of moves: pause after a failed one
+        self._displaced = scheduler.displaced()
         self._vocab, self._settings, self._clock = vocab, settings, clock
 
     # --- requests -----------------------------------------------------------------------------
@@ -93,6 +95,8 @@ class Serving:
             return
         session.cached_tokens = admitted.cached_tokens
         self._sessions.add(session, admitted.seq)
+        length = length_label(session.prompt_tokens)
+        self._meters.add("medha_scheduler_decided_total", 1.0, length)
         self._meters.add("medha_prefix_cache_queries_total", session.submitted_tokens)
         self._meters.add("medha_prefix_cache_hits_total", admitted.cached_tokens)
         if not admitted.promised:
@@ -231,6 +235,14 @@ class Serving:
             cached_tokens=session.cached_tokens,
         )
         self._outbox.to_router(session.router, finished)
+
+    def count_displaced(self) -> None:
+        """Count whom the scheduler dropped from the promise set since the last time."""
+        now, before = self.scheduler.displaced(), self._displaced
+        self._displaced = now
+        for label, count, known in zip(LENGTH_LABELS, now, before, strict=True):
+            if count > known:
+                self._meters.add("medha_scheduler_displaced_total", float(count - known), label)
 
     def take_failed(self) -> None:
         """Tell routers of requests that the scheduler gave up."""

@@ -55,6 +55,7 @@ def gauges(controller: Controller, meters: Meters, now: float) -> None:
     meters.set("medha_kvp_generation", controller.generations.current)
     if serving is None:
         return
+    serving.count_displaced()
     load = serving.load(now)
     meters.set("medha_queue_requests", load.waiting)
     meters.set("medha_queue_work_seconds", load.pending_s)

@@ -21,7 +21,7 @@ from medha.sim.pipeline import PipelineClock
 from medha.topology import Coordinate
 from medha_worker.controller.controller import Controller
 from medha_worker.controller.decider import Decider
-from medha_worker.controller.meters import NoMeters
+from medha_worker.controller.meters import Meters, NoMeters
 from medha_worker.controller.outbox import Redial, ToRanks, ToRouter
 from medha_worker.controller.startup import Identity
 from medha_worker.testing.virtual_ranks import Client, FakeGroup, Flying, hellos, ready, sample
@@ -53,6 +53,7 @@ class VirtualReplica:
         files: dict[str, bytes] | None = None,
         hashes: dict[str, str] | None = None,
         measure: bool = False,
+        meters: Meters | None = None,
     ) -> None:
         self.config, self.shape, self.pages, self.beats = config, shape, pages, beats
         self.loop = loop or Loop()
@@ -90,7 +91,7 @@ class VirtualReplica:
             make_scheduler=self._make_scheduler,
             store="store:1",
             profile=None if measure else profile,
-            meters=NoMeters(),
+            meters=meters or NoMeters(),
             clock=lambda: 0.0,
         )
         for group in range(config.topology.kvp_min):
