@@ -56,7 +56,7 @@ def start(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[Callable
                 scheduling=Scheduling(**settings),
                 rank_bind="",
                 decision_log=str(tmp_path / "decisions"),
-                rank_timeout_s=12.0,  # importing torch on a busy machine silences a rank for seconds
+                rank_timeout_s=12.0,  # importing torch on busy cores silences a rank
                 collective_timeout_s=15.0,
             )
             fleet = Fleet(tmp_path, config)
