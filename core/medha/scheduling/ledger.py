@@ -252,14 +252,12 @@ class Ledger:
     def _spares_s(self, start: float) -> dict[int, float]:
         return spares_s(self.groups, lambda group: self._costs(group, self.share[group]), start)
 
-    def _terms(
-        self, group: int, due_s: Floats, work_s: Floats, start: float
-    ) -> tuple[Floats, Floats]:
-        """(due in, bare cost) of rows, from `start` on; the given arrays are used up."""
-        due_s -= start + self.drain_s
-        work_s /= self.share[group]
-        work_s += self.overhead_s
-        return due_s, work_s
+    def _terms(self, group: int, start: float, share: float) -> tuple[Floats, Floats]:
+        """(due in, bare cost) of the group's rows, from `start` on."""
+        waiting = self.groups.waiting[group]
+        cost = waiting.work_s / share
+        cost += self.overhead_s
+        return waiting.due_s - (start + self.drain_s), cost
 
     def _owes(self, group: int, rows: native.Rows) -> bool:
         """Whether the relegated, who have a batch coming, get it now: when no promise is too close
@@ -298,7 +296,10 @@ class Ledger:
         waiting = self.groups.waiting[group]
 
         def terms() -> tuple[Floats, Floats]:
-            return self._terms(group, waiting.due_s.copy(), waiting.work_s.copy(), start)
+            return self._terms(group, start, self.share[group])
+
+        def lately() -> tuple[Floats, Floats]:  # what is foreseen may yet not come
+            return self._terms(group, start, self.shares.measured[group])
 
         drop = functools.partial(
             self.losses.drop, waiting, terms, start, CHANGES_PER_ROUND, self._lower
@@ -306,7 +307,7 @@ class Ledger:
         lost = drop(functools.partial(self._overrunning, rows))
         if not waiting.promises or rows.least_s >= -self.longest_s:
             return lost, 0
-        return lost, drop(functools.partial(self._broken, waiting.promised, terms, error))
+        return lost, drop(functools.partial(self._broken, waiting.promised, lately, error))
 
     def _lower(self, sequence: Sequence) -> None:
         self.rank(sequence, kept=False, promised=False)
@@ -374,7 +375,7 @@ class Ledger:
         """Without commitment: the largest feasible set, anew; those in it have the hysteresis. Who
         is spared bears what a promise bears, and stays like one."""
         before, losses = waiting.kept, self.losses
-        due_in, bare = self._terms(group, waiting.due_s.copy(), waiting.work_s.copy(), now)
+        due_in, bare = self._terms(group, now, self.share[group])
         spared = losses.spared(waiting, due_in, bare, now) if losses.capped else ~before & before
         hysteresis = np.where(before & ~spared, self.longest_s, 0.0)
         cost = np.where(spared, bare * self._inflation, bare)

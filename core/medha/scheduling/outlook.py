@@ -17,7 +17,6 @@ Decides who may begin for the sake of decodes; it gives no promises and packs no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from medha.config import Scheduling
@@ -126,8 +125,7 @@ class Outlook:
         """Whether it may begin: it is promised, or the promises given can bear its decodes. They
         are counted from now on."""
         plan = [group for group in sequence.plan if group in self.groups]
-        bound = any(self.groups.waiting[one].promises for one in plan)
-        if sequence.promised or not bound:
+        if sequence.promised or not self._bound():
             if self._count_in(sequence):
                 self.changed = True
                 if sequence.promised:
@@ -140,16 +138,15 @@ class Outlook:
             return True
         if len(plan) == 1 and self._spend(plan[0], self._of[sequence.number]):
             return True
-        unable = self._unable(plan, now)
+        borne = self._borne(now)
         self.changed = True
-        if unable:
+        if not borne:
             self._count_out(sequence)
             self.foresee()
-            self.closed.update(dict.fromkeys(unable, pages))
             self._next = self._next or sequence
-            return False
-        self.closed.update(dict.fromkeys(plan, 1))  # whoever comes after it waits for a look
-        return True
+        # Whoever comes after it waits for a look, and for ever is nobody larger tried in between.
+        self.closed.update(dict.fromkeys(plan, 1 if borne else pages))
+        return borne
 
     def retract(self, sequence: Sequence) -> None:
         """It did not begin after all."""
@@ -166,26 +163,33 @@ class Outlook:
         if self._next is not None and self._next.started:
             self._next = None
         if self._next is not None and self._count_in(self._next):
-            plan = [group for group in self._next.plan if group in self.groups]
-            pages = self.groups.pages_needed(self._next)
-            self.closed.update(dict.fromkeys(self._unable(plan, now), pages))
+            if not self._borne(now):
+                pages = self.groups.pages_needed(self._next)
+                self.closed.update(dict.fromkeys(self._next.plan, pages))
             self._count_out(self._next)
-        for group, like in self._like.items():
-            if group in self.groups and self.groups.waiting[group].promises:
+        for group, like in self._like.items() if self._bound() else ():
+            if group in self.groups:
                 self._offer(group, like, now)
         self.foresee()
 
-    def _unable(self, groups: Iterable[int], now: float) -> list[int]:
-        """Which of them cannot bear what is counted."""
+    def _bound(self) -> bool:
+        """Whether there are promises to be kept. Groups share the budget, so any group's count."""
+        return any(waiting.promises for waiting in self.groups.waiting.values())
+
+    def _borne(self, now: float) -> bool:
+        """Whether all promises can bear what is counted."""
         self.foresee()
-        return [group for group in groups if not self.ledger.bears(group, now)]
+        return all(
+            self.ledger.bears(group, now)
+            for group, waiting in self.groups.waiting.items() if waiting.promises
+        )  # fmt: skip
 
     def _offer(self, group: int, like: Decode, now: float) -> None:
         """Keep some seats free for decodes no larger than `like`, as many as can be borne."""
         for count in FEW:
             self._free[group] = like, count
             self._tally(like, count)
-            if not self._unable([group], now):
+            if self._borne(now):
                 return
             self._withdraw(group)
 
