@@ -191,15 +191,22 @@ class BatchLoad:
         seconds = costs.slowest(rows, layer_s, self.yields + yields, entries)
         return seconds * costs.factors[regime]
 
-    def most(self, keys: int, budget_s: float) -> float:
-        """More tokens of a prompt than this never fit within `budget_s`: what each costs at least,
-        by its own operations and by those with `keys` older ones."""
+    def most(self, keys: int, budget_s: float, tail: bool = True) -> tuple[float, float]:
+        """(tokens, seconds): more tokens of a prompt than this never fit within `budget_s`, by the
+        operations that they take at least; and what one more costs there."""
         costs = self._costs
         row_s = costs.linear_flop + costs.elementwise + costs.all_reduce_row
         factors, skews, at = costs.factors, costs.skews, 2 if self.decodes else PREFILL
         factor, skew = min(factors[at], factors[at + 1]), min(skews[at], skews[at + 1])
+        # Attention's operations: flop · (heads + half / length) · length · (keys + length / 2)
+        flop, keys_seen = skew * costs.flop, keys + 0.5 * tail
         left_s = budget_s / (factor * costs.first) - skew * self.attention_s - self.rows * row_s
-        return left_s / (row_s + skew * keys * costs.flop * costs.heads)
+        left_s -= flop * costs.half * keys_seen
+        if left_s <= 0.0:
+            left_s = 0.0
+        each_s = row_s + flop * (keys_seen * costs.heads + 0.5 * tail * costs.half)
+        last_s = math.sqrt(each_s * each_s + 2.0 * tail * flop * costs.heads * left_s)
+        return 2.0 * left_s / (each_s + last_s), factor * costs.first * last_s
 
     def stage_s(self, stage: int) -> float:
         """Predicted seconds of one stage; the largest of all stages is `seconds`."""

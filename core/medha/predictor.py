@@ -28,6 +28,8 @@ __all__ = ["BatchLoad", "Predictor"]
 
 
 REMEMBERED = 4096  # lengths of prompts
+# Of a limit of so few steps all is tried at once; after so many guesses the rest is halved.
+SHORT_STEPS, GUESSES = 128, 8
 
 # Uncorrected seconds of all but attention, and of attention.
 Parts = tuple[float, float]
@@ -83,35 +85,31 @@ class Predictor:
         if limit_tokens <= 0:
             return 0
         probe = load.seconds_with
-        most = max(step_tokens, math.ceil(load.most(keys, budget_s) / step_tokens) * step_tokens)
-        if most >= limit_tokens:
+        above, above_s = -(-limit_tokens // step_tokens), 0.0  # in steps: too many, if not all
+        if above <= SHORT_STEPS:
             above_s = probe(limit_tokens, keys, groups, tail, yields)
             if above_s <= budget_s:
                 return limit_tokens
-            above = -(-limit_tokens // step_tokens)  # in steps: too many
-        else:
-            above = most // step_tokens + 1
-            above_s = probe(above * step_tokens, keys, groups, tail)
-        below = 1
-        if below >= above:
-            return 0
-        below_s = probe(step_tokens, keys, groups, tail)
-        if below_s > budget_s:
-            return 0
-        halve = False
+        most, row_s = load.most(keys, budget_s, tail)
+        bound = math.ceil(max(1.0, most / step_tokens)) + 1
+        if bound < above or (bound == above and not above_s):
+            above, above_s = bound, probe(bound * step_tokens, keys, groups, tail)
+        elif not above_s:
+            above_s = probe(limit_tokens, keys, groups, tail, yields)
+            if above_s <= budget_s:
+                return limit_tokens
+        below, at, at_s, guesses = 0, above, above_s, 0
         while above - below > 1:  # seconds(below) <= budget < seconds(above)
-            if halve:
-                middle = (below + above) // 2
+            guess = at - (at_s - budget_s) / (row_s * step_tokens)
+            if guesses >= GUESSES:
+                guess = (below + above) // 2
+            at = min(max(int(guess), below + 1), above - 1)
+            at_s = probe(at * step_tokens, keys, groups, tail)
+            guesses += 1
+            if at_s <= budget_s:
+                below = at
             else:
-                part = (budget_s - below_s) / (above_s - below_s)
-                middle = below + max(1, min(above - below - 1, int(part * (above - below))))
-            seconds = probe(middle * step_tokens, keys, groups, tail)
-            if seconds <= budget_s:
-                halve = not halve and middle - below < (above - below) // 4
-                below, below_s = middle, seconds
-            else:
-                halve = False
-                above, above_s = middle, seconds
+                above = at
         return below * step_tokens
 
     def prefill_s(self, tokens: int, cached: int = 0) -> float:
@@ -133,7 +131,7 @@ class Predictor:
         if tokens <= cached:
             return 0.0, 0.0
         (keys, groups), length = self._shard(cached), tokens - cached
-        if length <= max(self.step_tokens, self._empty.most(keys, self.budget_s)):  # one chunk?
+        if length <= max(self.step_tokens, self._empty.most(keys, self.budget_s)[0]):  # one chunk?
             load = BatchLoad(self._costs)
             load.add_chunk(length, keys, groups, yields=True)
             if length <= self.step_tokens or load.seconds() <= self.budget_s:
