@@ -20,13 +20,14 @@ from collections import Counter
 from typing import NamedTuple
 
 from medha.config import Scheduling
-from medha.predictor import BatchLoad, Predictor
+from medha.predictor import Predictor
 from medha.scheduling.growth import Groups
 from medha.scheduling.ledger import Ledger
 from medha.scheduling.sequence import Sequence
 
 LEAST_SHARE = 0.02
 FEW = 8, 2
+REMEMBERED = 4096
 
 Shares = dict[int, float]
 
@@ -71,6 +72,8 @@ class Outlook:
         self._like: dict[int, Decode] = {}
         self._all, self._promised = Seats(), Seats()
         self._tpots: Counter[float] = Counter()
+        self._learned = predictor.learned()
+        self._rates: dict[tuple[int, int, int, float], float] = {}
 
     # --- whose decodes there will be --------------------------------------------------------------
 
@@ -247,16 +250,15 @@ class Outlook:
 
     def _share(self, seats: Seats, group: int, budget_s: float, deepest: int) -> float:
         """For promises, and for one more that is so long."""
-        waiting, beside, count = self.groups.waiting[group], self.predictor.load(), seats.count
-        if count[group]:
-            some = -(-count[group] // self.spp)
-            beside.add_decodes(some, seats.keys[group] * some // count[group])
+        waiting, count = self.groups.waiting[group], seats.count[group]
+        some = -(-count // self.spp)
+        read = seats.keys[group] * some // count if count else 0
         deepest = max(deepest, int((waiting.tokens * waiting.promised).max(initial=0.0)))
         deepest = min(deepest, self.groups.tokens_per_group)
-        alone = self._rate(self.predictor.load(), deepest, self.ledger.longest_s)
+        alone = self._rate(0, 0, deepest, self.ledger.longest_s)
         if not alone:
             return LEAST_SHARE
-        return max(LEAST_SHARE, min(1.0, self._rate(beside, deepest, budget_s) / alone))
+        return max(LEAST_SHARE, min(1.0, self._rate(some, read, deepest, budget_s) / alone))
 
     def budget_s(self, tpot_s: float) -> float:
         """The time budget beside decodes of that TPOT, at its least: with a pipeline twice as many
@@ -268,12 +270,25 @@ class Outlook:
         least_s = tpot_s * (1.0 - one.tbt_guard) / batches
         return min(max(least_s, one.min_batch_s), one.max_batch_s)
 
-    def _rate(self, load: BatchLoad, keys: int, budget_s: float) -> float:
-        """Tokens per second of a prompt that has `keys` already. With a pipeline a batch waits for
-        a longer one ahead of it: they differ by up to one step, and half of one is lost."""
-        step, probe = self.settings.chunk_step_tokens, load.seconds_with
+    def _rate(self, decodes: int, read: int, keys: int, budget_s: float) -> float:
+        """Tokens per second of a prompt that has `keys` already, beside decodes that read so many.
+        With a pipeline a batch waits for a longer one ahead of it: they differ by up to one step,
+        and half of one is lost. Kept as long as nothing is learned: most are asked for again, as
+        who may not begin is counted out again."""
+        learned, asked = self.predictor.learned(), (decodes, read, keys, budget_s)
+        if learned != self._learned or len(self._rates) >= REMEMBERED:
+            self._learned = learned
+            self._rates.clear()
+        known = self._rates.get(asked)
+        if known is not None:
+            return known
+        load, step = self.predictor.load(), self.settings.chunk_step_tokens
+        if decodes:
+            load.add_decodes(decodes, read)
+        rate, probe = 0.0, load.seconds_with
         chunk = self.predictor.largest_chunk(load, keys, 1 << 20, budget_s, step)
-        if not chunk:
-            return 0.0
-        step_s = probe(chunk + step, keys) - probe(chunk, keys) if self.spp > 1 else 0.0
-        return chunk / (probe(chunk, keys) + 0.5 * step_s)
+        if chunk:
+            step_s = probe(chunk + step, keys) - probe(chunk, keys) if self.spp > 1 else 0.0
+            rate = chunk / (probe(chunk, keys) + 0.5 * step_s)
+        self._rates[asked] = rate
+        return rate
