@@ -143,6 +143,14 @@ def test_margins_are_what_the_kept_leave_each_other(
             done_s += row.work_s / share + OVERHEAD_S
             alone.append(row.due_s - done_s)
     assert made.least_bare_s == min(alone, default=math.inf)
+    full, done_s = [], 0.0
+    for row in rows:
+        if row.rank == 2:
+            done_s += (row.work_s / share + OVERHEAD_S) * INFLATION
+            full.append(row.due_s - start - 0.5 - done_s)
+    fresh = compiled(waiting)  # it asks for nothing to have come before
+    least_s = fresh.alone_s(start, 0.5, share, OVERHEAD_S, INFLATION)
+    assert least_s == min(full, default=math.inf)
 
 
 @given(ROWS, EIGHTHS, EIGHTHS, st.integers(0, 5), st.none() | st.integers(0, 1 << 32))

@@ -5,6 +5,7 @@
  *     medha_open       what a newcomer would find beside who is kept                |
  *     medha_fitting    who fits beside them, one after the other                    |
  *     medha_order      tier and key of every row that may be packed                 /
+ *     medha_alone      whether promises alone can be kept, where that is in question
  *     medha_few        the next rows in that order, as many as a batch is likely to hold
  *
  * Rows stand in order of deadline, in the arrays of waiting.py. No object, no allocation, no state
@@ -93,6 +94,24 @@ void medha_margins(struct rows *rows, double start, double share, double overhea
     rows->least_bare = least_bare;
     rows->kept = count;
     find_least(rows);
+}
+
+/* Smallest margin of a promise, were promises all that is kept, each at its full cost; infinite with
+ * none. `by`: now; `drain`: what is lost behind stage 0. Touches nothing. */
+double medha_alone(const struct rows *rows, double by, double drain, double share, double overhead,
+                   double inflation)
+{
+    const int64_t size = rows->capacity;
+    const double *due = rows->fields + DUE * size, *work = rows->fields + WORK * size;
+    const uint8_t *promised = rows->flags + PROMISED * size;
+    double sum = 0.0, least = INFINITY;
+    for (int64_t i = 0; i < rows->count; i++) {
+        if (!promised[i])
+            continue;
+        sum += (work[i] / share + overhead) * inflation;
+        least = smaller(due[i] - by - drain - sum, least);
+    }
+    return least;
 }
 
 /* Where a margin is overrun, of who is kept without a promise and due no later the largest gives

@@ -200,8 +200,10 @@ class Ledger:
     def bears(self, group: int, now: float) -> bool:
         """Whether no promise of the group is short of time, if all others give way."""
         waiting = self.groups.waiting[group]
-        _, margins = self._promised(group, now, self.share[group])
-        if margins.min(initial=0.0) < 0.0:
+        least_s = self._rows[group].alone_s(
+            now, self.drain_s, self.share[group], self.overhead_s, self._inflation
+        )
+        if least_s < 0.0:
             return False
         spares = self._spares_s(now + self.drain_s) if self.groups.shared else {}
         return all(

@@ -52,6 +52,7 @@ def load(library: pathlib.Path = LIBRARY) -> ctypes.PyDLL:
         kernel = ctypes.PyDLL(str(library))
         margins, relegate = kernel.medha_margins, kernel.medha_relegate
         order, few = kernel.medha_order, kernel.medha_few
+        alone = kernel.medha_alone
         open_, fitting, keep = kernel.medha_open, kernel.medha_fitting, kernel.medha_keep
     except (OSError, AttributeError) as error:
         raise SetupError(
@@ -67,6 +68,7 @@ def load(library: pathlib.Path = LIBRARY) -> ctypes.PyDLL:
     few.argtypes = [pointer, number, ctypes.c_int, count, pointer]
     open_.argtypes, fitting.argtypes = margins.argtypes, [pointer, number, count]
     keep.argtypes = [pointer, count]
+    alone.argtypes, alone.restype = [pointer, *[number] * 5], number
     margins.restype = order.restype = open_.restype = keep.restype = None
     relegate.restype = few.restype = fitting.restype = count
     return kernel
@@ -109,10 +111,19 @@ class Rows:
 
     def margins(self, start: float, share: float, overhead_s: float, inflation: float) -> None:
         """The margins of who is kept, from `start` on, which has the drain in it."""
-        if self._fields is not self._waiting.fields:
-            self._allot()
-        self._rows.count = len(self._waiting)
+        self._follow()
         self._kernel.medha_margins(self._at, start, share, overhead_s, inflation)
+
+    def alone_s(
+        self, by_s: float, drain_s: float, share: float, overhead_s: float, inflation: float
+    ) -> float:
+        """Smallest margin of a promise beside the others alone, at full costs; infinite with none.
+        `margins` need not come before, and stays."""
+        self._follow()
+        least_s: float = self._kernel.medha_alone(
+            self._at, by_s, drain_s, share, overhead_s, inflation
+        )
+        return least_s
 
     def margin_s(self, place: int) -> float:
         """Margin of a row that is kept."""
@@ -163,6 +174,12 @@ class Rows:
         few = self._few
         count = self._kernel.medha_few(self._at, pages, only_short, FEW, few)
         return [(few[at], few[FEW + at], few[2 * FEW + at]) for at in range(count)]
+
+    def _follow(self) -> None:
+        """Take note of the rows that there are now."""
+        if self._fields is not self._waiting.fields:
+            self._allot()
+        self._rows.count = len(self._waiting)
 
     def _allot(self) -> None:
         """Point at the arrays as they are now; they are larger when more wait than ever."""
