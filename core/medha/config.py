@@ -95,7 +95,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     With `learn` it also serves the models that replicas introduce, and forgets one
     `forget_model_s` after its last replica left. In its first `learn_s` it holds requests for
-    models that it does not know yet.
+    models that it does not know yet. `api_keys` is a file of API keys, a line each, as
+    `medha_router.keys` reads it; without one the public port is open to everybody.
     """
 
     host: str = "127.0.0.1"
@@ -107,6 +108,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     learn_s: float = 10.0
     forget_model_s: float = 600.0
     curve: Curve | None = None
+    api_keys: str = ""
     max_body_bytes: Positive = 64 << 20
     max_queue: Positive = 10_000
     queue_timeout_s: float = 120.0

@@ -17,12 +17,11 @@ from starlette.types import Receive, Scope, Send
 
 from medha.errors import MedhaError
 from medha_router import faults
+from medha_router.faults import REQUEST_ID
 from medha_router.openai import Ask
 from medha_router.replies import DONE, KEEPALIVE, Shapes, Timing, Usage, error_event
 from medha_router.runs import Answer
 from medha_router.streams import Delta, TokenLogprob
-
-REQUEST_ID = "x-medha-request-id"
 
 
 class AnswerResponse(Response):

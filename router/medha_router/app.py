@@ -7,7 +7,6 @@ service. Nothing is decided here.
 from __future__ import annotations
 
 import logging
-import secrets
 from typing import Any
 
 import msgspec
@@ -18,9 +17,10 @@ from starlette.requests import ClientDisconnect
 from medha.errors import MedhaError, RequestError
 from medha.messages import from_bytes
 from medha_router import faults, openai
-from medha_router.answers import REQUEST_ID, AnswerResponse
+from medha_router.answers import AnswerResponse
 from medha_router.bodies import Bodies
 from medha_router.detokenizer import text_of
+from medha_router.keys import ApiKeys, Gate
 from medha_router.replies import Shapes, model_shape
 from medha_router.runs import Answer
 from medha_router.service import Service
@@ -29,14 +29,18 @@ from medha_router.slo import read_slo
 GONE = 499  # the client closed its request; nobody reads this
 
 
-def make_app(service: Service, *, max_body_bytes: int, keepalive_s: float) -> FastAPI:
-    """The application of the public port."""
+def make_app(
+    service: Service, *, max_body_bytes: int, keepalive_s: float, keys: ApiKeys | None = None
+) -> FastAPI:
+    """The application of the public port; without `keys` it is open to everybody."""
     app = FastAPI(title="Medha", docs_url=None, redoc_url=None, openapi_url=None)
     bodies = Bodies(max_body_bytes)
     _serve_generations(app, service, bodies, keepalive_s)
     _serve_models(app, service)
     _serve_tokens(app, service, bodies)
     _serve_faults(app)
+    if keys is not None:
+        app.add_middleware(Gate, keys=keys)
     return app
 
 
@@ -46,6 +50,7 @@ def _serve_generations(app: FastAPI, service: Service, bodies: Bodies, keepalive
         ask = openai.read_chat(body) if chat else openai.read_completion(body)
         slo = read_slo(request.headers)
         name = service.new_id()
+        tenant = getattr(request.state, "tenant", "")
 
         def shapes(answer: Answer) -> Shapes:
             return Shapes(
@@ -53,7 +58,12 @@ def _serve_generations(app: FastAPI, service: Service, bodies: Bodies, keepalive
             )  # fmt: skip
 
         return AnswerResponse(
-            name, ask, lambda: service.begin(name, ask, slo), service.cancel, shapes, keepalive_s
+            name,
+            ask,
+            lambda: service.begin(name, ask, slo, tenant),
+            service.cancel,
+            shapes,
+            keepalive_s,
         )
 
     @app.post("/v1/chat/completions")
@@ -117,7 +127,7 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: Bodies) -> None:
 def _serve_faults(app: FastAPI) -> None:
     @app.exception_handler(MedhaError)
     async def known(request: Request, error: Exception) -> Response:
-        return _fault(faults.fault_of(error))
+        return faults.response(faults.fault_of(error))
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: Exception) -> Response:
@@ -137,17 +147,12 @@ def _serve_faults(app: FastAPI) -> None:
             )  # fmt: skip
         else:
             fault = faults.plain(status, "the request cannot be served", headers=headers)
-        return _fault(fault)
+        return faults.response(fault)
 
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> Response:
         logging.getLogger("medha.router").error("a route failed", exc_info=error)
-        return _fault(faults.fault_of(error))
-
-
-def _fault(fault: faults.Fault) -> Response:
-    headers = {REQUEST_ID: secrets.token_hex(12), **fault.headers}
-    return Response(fault.body(), fault.status, headers, "application/json")
+        return faults.response(faults.fault_of(error))
 
 
 def _json(value: object) -> Response:

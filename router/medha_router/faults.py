@@ -7,8 +7,10 @@ gets into a message: an unexpected exception becomes a plain 500.
 from __future__ import annotations
 
 import math
+import secrets
 
 import msgspec
+from starlette.responses import Response
 
 from medha.errors import CheckpointError, EngineError, Refusal, RequestError
 
@@ -21,6 +23,7 @@ REFUSAL_STATUS = {
     "draining": 503,
 }
 RETRY_AFTER_S = (1, 30)
+REQUEST_ID = "x-medha-request-id"
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
@@ -73,6 +76,12 @@ def plain(
 ) -> Fault:  # fmt: skip
     """A fault with the type that OpenAI gives to its status."""
     return Fault(status, ErrorObject(message, _type(status, code), param, code), headers or {})
+
+
+def response(fault: Fault) -> Response:
+    """The fault as a whole answer."""
+    headers = {REQUEST_ID: secrets.token_hex(12), **fault.headers}
+    return Response(fault.body(), fault.status, headers, "application/json")
 
 
 def _refused(refusal: Refusal) -> Fault:

@@ -24,6 +24,7 @@ from medha_router.door import DrainingServer, server_of
 from medha_router.exchange import Exchange
 from medha_router.files import FileStore
 from medha_router.fleet import Fleet
+from medha_router.keys import ApiKeys
 from medha_router.learning import Models
 from medha_router.ledger import Ledger
 from medha_router.link import Link, Pump, listen
@@ -60,6 +61,7 @@ class Router:
             config, self._models, self._ledger, tokens, self._meter,
             clock=clock, wall_s=time.time, draw_bits=dice.getrandbits,
         )  # fmt: skip
+        self._keys = ApiKeys(pathlib.Path(config.api_keys)) if config.api_keys else None
         self._mover = Mover(self._models, self.service, self._ledger, clock)
         self._clock, self._measured_s = clock, float("-inf")
         self._pump = Pump(link, self._exchange, clock, self._ticked)
@@ -70,6 +72,7 @@ class Router:
             self.service,
             max_body_bytes=self._config.max_body_bytes,
             keepalive_s=self._config.keepalive_s,
+            keys=self._keys,
         )
 
     def routes(self, drain: Callable[[], None]) -> dict[str, Route]:
@@ -98,6 +101,8 @@ class Router:
         self._ledger.expire(now, self._config.queue_timeout_s, self._config.no_replica_timeout_s)
         if now - self._measured_s >= MEASURE_S:
             self._measured_s = now
+            if self._keys is not None:
+                self._keys.refresh()
             self._measure(now)
             self._models.forget(frozenset(each.hello.model for each in self._fleet), now)
 

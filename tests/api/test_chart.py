@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 from collections.abc import Callable, Sequence
@@ -281,6 +282,19 @@ def test_a_release_is_installed_upgraded_and_gone(
     router = f"/apis/apps/v1/namespaces/{namespace}/deployments/medha-router"
     assert api.get(router).json()["spec"]["replicas"] == 3
     assert len(everything(run_kubectl, namespace)) > len(before) + 15
+
+    # Keys of the API are made once, and what somebody adds to them stays.
+    wanted = settings({"router.apiKeys.enabled": True})
+    upgraded = run_helm("upgrade", "medha", "medha", place, *wanted)
+    assert upgraded.returncode == 0, upgraded.stderr
+    assert "get secret medha-router-api-keys -o jsonpath='{.data.key}'" in upgraded.stdout
+    assert 'curl -H "Authorization: Bearer $KEY" localhost' in upgraded.stdout
+    secret = f"/api/v1/namespaces/{namespace}/secrets/medha-router-api-keys"
+    made = api.get(secret).json()["data"]
+    more = {**made, "keys": base64.b64encode(b"# mine").decode()}
+    assert api.patch(secret, json={"data": more}, headers=merge).status_code == 200
+    assert run_helm("upgrade", "medha", "medha", place, *wanted).returncode == 0
+    assert api.get(secret).json()["data"] == more
 
     gone = run_helm("uninstall", "medha", place)
     assert gone.returncode == 0, gone.stderr

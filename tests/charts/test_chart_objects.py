@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from medha_operator.keys import FLEET_KEYS, PAIRS
 from medha_operator.lease import NAME as LEASE
 from medha_operator.manifests import network_policies
 from medha_operator.settings import Settings, from_environment
+from medha_router.keys import ApiKeys
 
 HOUSE = Path(__file__).resolve().parents[2]
 Objects = list[dict[str, Any]]
@@ -121,6 +123,43 @@ def test_the_router_mounts_the_keys_that_its_file_names(objects: Objects) -> Non
     assert files == {config.curve.secret, config.curve.allowed}
     made = {f"{pair}.{half}" for pair in PAIRS for half in ("public", "secret")}
     assert {item["key"] for item in secret["items"]} <= made
+
+
+def test_the_api_is_open_unless_keys_are_wanted(objects: Objects) -> None:
+    assert router_config(objects).api_keys == ""
+    assert not [each for each in objects if each["metadata"]["name"].endswith("api-keys")]
+
+
+def test_a_release_with_api_keys_makes_one_and_its_routers_see_the_hash_alone(
+    render: Render, tmp_path: Path
+) -> None:
+    objects = render({"router.apiKeys.enabled": True})
+    made = one(objects, "Secret", "medha-router-api-keys")["data"]
+    key, keys = (base64.b64decode(made[entry]) for entry in ("key", "keys"))
+    assert len(key) > 40 and key.startswith(b"sk-") and key not in keys
+    assert key_file(objects) == ("medha-router-api-keys", router_config(objects).api_keys)
+    (tmp_path / "keys").write_bytes(keys)
+    assert ApiKeys(tmp_path / "keys").tenant(key) == "default"
+    again = one(render({"router.apiKeys.enabled": True}), "Secret", "medha-router-api-keys")
+    assert again["data"]["key"] != made["key"]
+
+
+def test_routers_take_api_keys_of_a_secret_that_is_there(render: Render) -> None:
+    objects = render({"router.apiKeys": {"enabled": True, "existingSecret": "mine"}})
+    assert {each["metadata"]["name"] for each in objects if each["kind"] == "Secret"} == {
+        FLEET_KEYS
+    }
+    assert key_file(objects) == ("mine", router_config(objects).api_keys)
+
+
+def key_file(objects: Objects) -> tuple[str, str]:
+    """The Secret with the API keys, and the path of the one file that routers have of it."""
+    spec = template(objects, "medha-router")["spec"]
+    (volume,) = [each["secret"] for each in spec["volumes"] if each["name"] == "api-keys"]
+    (mount,) = [m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "api-keys"]
+    (item,) = volume["items"]
+    assert item["key"] == "keys" and mount["readOnly"]
+    return volume["secretName"], f"{mount['mountPath']}/{item['path']}"
 
 
 def test_the_operator_gets_every_setting_that_it_reads_and_no_other(objects: Objects) -> None:

@@ -112,6 +112,11 @@ prometheus.io/port: {{ index . 1 | quote }}
 {{- end -}}
 {{- end -}}
 
+{{/* The Secret with the API keys. */}}
+{{- define "medha.apiKeys" -}}
+{{- .Values.router.apiKeys.existingSecret | default (printf "%s-router-api-keys" (include "medha.name" .)) -}}
+{{- end -}}
+
 {{/* router.json: what medha.config.RouterConfig decodes. */}}
 {{- define "medha.config" -}}
 {{- $c := .Values.router.config -}}
@@ -123,6 +128,7 @@ prometheus.io/port: {{ index . 1 | quote }}
   "curve" (dict
     "secret" (print $keys "/router.secret")
     "allowed" (print $keys "/controller.public"))
+  "api_keys" (ternary "/etc/medha/api-keys/keys" "" .Values.router.apiKeys.enabled)
   "max_body_bytes" (int64 $c.maxBodyBytes)
   "max_queue" (int64 $c.maxQueue)
   "queue_timeout_s" (float64 $c.queueTimeoutSeconds)

@@ -1,0 +1,150 @@
+"""API keys: nobody gets in without one, a key is a tenant, and keys come and go while it serves."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from medha.errors import SetupError
+from medha_router.keys import ApiKeys
+
+Routers = Callable[..., Any]
+Eventually = Callable[..., None]
+PATIENT_S = 30.0
+ROUTES = [
+    ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("GET", "/nowhere"), ("DELETE", "/v1/models"), ("GET", "/metrics"), ("POST", "/drain"),
+]  # fmt: skip
+
+
+def line(name: str, key: str) -> str:
+    return f"{name}:{hashlib.sha256(key.encode()).hexdigest()}\n"
+
+
+@pytest.fixture
+def file(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "keys"
+    path.write_text("# who may ask\n\n" + line("alice", "a-key") + line("bob", "b-key"))
+    return path
+
+
+def ask(running: Any, key: str) -> Any:
+    client = openai.OpenAI(
+        base_url=f"{running.doors.url}/v1", api_key=key, max_retries=0, timeout=PATIENT_S
+    )
+    with client:
+        return client.completions.create(model="tiny", prompt="say hello", max_tokens=20)
+
+
+def replace(path: pathlib.Path, text: str) -> None:
+    """As a Secret is replaced under a mount: by another file of that name."""
+    fresh = path.with_name("fresh")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+@pytest.mark.parametrize(
+    "headers, code",
+    [
+        ({}, "missing_api_key"),
+        ({"authorization": "Bearer"}, "missing_api_key"),
+        ({"authorization": "Basic a-key"}, "missing_api_key"),
+        ({"authorization": "Bearer wrong"}, "invalid_api_key"),
+        ({"authorization": "Bearer a-key2"}, "invalid_api_key"),
+    ],
+)
+def test_no_route_is_open_without_a_key(
+    running_with: Routers, file: pathlib.Path, headers: dict[str, str], code: str
+) -> None:
+    running = running_with(api_keys=str(file))
+    for method, path in ROUTES:
+        answer = running.http.request(method, path, headers=headers)
+        assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+        error = answer.json()["error"]
+        assert error["code"] == code and error["type"] == "authentication_error"
+        assert error["param"] is None and "whoever runs this server" in error["message"]
+        assert answer.headers["x-medha-request-id"]
+    for path in ("/healthz", "/readyz", "/metrics", "/debug/queue"):
+        assert running.ops.get(path).status_code == 200
+
+
+def test_a_key_is_a_tenant_and_another_key_is_not_let_in(
+    running_with: Routers, file: pathlib.Path
+) -> None:
+    running = running_with(api_keys=str(file))
+    controller = running.join("r0")
+    assert ask(running, "a-key").choices[0].text == "hello"
+    with pytest.raises(openai.AuthenticationError, match="not known here"):
+        ask(running, "c-key")
+    assert [each.tenant for each in controller.seen] == ["alice"]
+
+
+def test_tenants_do_not_share_cached_pages(running_with: Routers, file: pathlib.Path) -> None:
+    running = running_with(api_keys=str(file))
+    controller = running.join("r0")
+    for key in ("a-key", "b-key"):
+        assert ask(running, key).choices[0].text == "hello"
+    assert [each.tenant for each in controller.seen] == ["alice", "bob"]
+    assert controller.seen[0].salt != controller.seen[1].salt
+
+
+def test_a_key_is_replaced_by_overlap_and_revoked_while_it_serves(
+    running_with: Routers, file: pathlib.Path, eventually: Eventually
+) -> None:
+    running = running_with(api_keys=str(file))
+    running.join("r0")
+
+    def lets_in(key: str) -> bool:
+        headers = {"authorization": f"Bearer {key}"}
+        return bool(running.http.get("/v1/models", headers=headers).status_code == 200)
+
+    assert lets_in("a-key") and not lets_in("a-new")
+    replace(file, line("alice", "a-key") + line("alice", "a-new"))
+    eventually(lambda: lets_in("a-new"), PATIENT_S)
+    assert lets_in("a-key")
+    replace(file, line("alice", "a-new") + "oops\n")
+    replace(file, line("alice", "a-new"))
+    eventually(lambda: not lets_in("a-key"), PATIENT_S)
+    assert lets_in("a-new")
+    replace(file, "# nobody\n")
+    eventually(lambda: not lets_in("a-new"), PATIENT_S)
+
+
+def test_a_file_that_does_not_parse_changes_nothing(
+    file: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ApiKeys(file)
+    for text in ("alice:a-key\n", None):
+        if text is None:
+            file.unlink()
+        else:
+            replace(file, text)
+        keys.refresh()
+        assert keys.tenant(b"a-key") == "alice" and keys.tenant(b"") is None
+    assert caplog.text.count("API keys stay as they were") == 2
+    replace(file, line("bob", "a-key"))
+    keys.refresh()
+    assert keys.tenant(b"a-key") == "bob"
+
+
+@pytest.mark.parametrize(
+    "text", ["alice:plain-secret\n", "plain-secret\n", f"a b:{'0' * 64}\n", f"a:{'0' * 63}g\n"]
+)
+def test_a_wrong_line_is_named_by_its_number_and_never_shown(file: pathlib.Path, text: str) -> None:
+    file.write_text(line("bob", "b") + text)
+    with pytest.raises(SetupError) as caught:
+        ApiKeys(file)
+    said = str(caught.value)
+    assert said.startswith(f"line 2 of {file} is not an API key: must be NAME:SHA256")
+    assert "sha256sum" in said and "plain-secret" not in said and "\n" not in said
+
+
+def test_a_file_that_is_not_there_is_told_with_the_remedy(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SetupError, match=r"cannot be read \(No such file .*a line per key"):
+        ApiKeys(tmp_path / "none")
