@@ -198,9 +198,12 @@ def expect(true: object, what: str) -> None:
 
 def main() -> int:
     console = Console(width=160)
-    for target in images.TARGETS:
-        console.print(f"image {images.build(target, 'cpu')}")
-        images.archive(target, ARCHIVES)
+    try:
+        for target in images.TARGETS:
+            console.print(f"image {images.build(target, 'cpu')}")
+            images.archive(target, ARCHIVES)
+    except images.Unreachable as error:
+        sys.exit(str(error))
     began_s, good = time.monotonic(), True
     with opened("demo") as testbed:
         demo = Demo(testbed, console)

@@ -25,6 +25,16 @@ BUILDERS = {"docker": ("buildx", "ls"), "buildah": ("info",), "podman": ("info",
 BASES = {"BASE": (), "BUILDER": ("gcc", "libc6-dev")}
 """What images start from, by the Dockerfile's name, and what Debian's Python lacks to be it."""
 PIP_SETTINGS = pathlib.Path("/etc/pip.conf")
+BASE_SCRIPT = HOUSE / "tests" / "cluster" / "base_image.sh"
+OUT_OF_REACH = (
+    "No matching distribution found", "NewConnectionError", "name resolution", "Read timed out",
+    "Connection reset by peer", "No space left on device",
+)  # fmt: skip
+"""Words of a build that failed for what this machine lacks, whatever is built."""
+
+
+class Unreachable(Exception):
+    """An image needs something that this machine cannot get; the sentence says what."""
 
 
 def image(target: str) -> str:
@@ -44,20 +54,39 @@ def able_builder() -> str | None:
     return None
 
 
+def missing() -> str:
+    """What this machine lacks to build the images; empty when nothing is known to."""
+    program = able_builder()
+    if program is None:
+        return f"nothing here builds images: install one of {', '.join(BUILDERS)}"
+    if program != "buildah" or shutil.which("debootstrap"):
+        return ""
+    lacking = [name for name in BASES if not given_base(name) and not _built(image(name.lower()))]
+    return f"debootstrap is missing, for {' and '.join(lacking)} of the images" if lacking else ""
+
+
 def builder() -> str:
-    """The program that builds images here; ends this one when there is none."""
-    found = able_builder()
-    if found is None:
-        sys.exit(f"nothing here builds images: {', '.join(BUILDERS)} are missing or not working")
-    return found
+    """The program that builds images here; raises Unreachable when there is none."""
+    if lacking := missing():
+        raise Unreachable(lacking)
+    return str(able_builder())
+
+
+def given_base(name: str) -> str | None:
+    """What a person wants one of BASES to be."""
+    return os.environ.get(f"MEDHA_{name}_IMAGE")
 
 
 def build(target: str, device: str) -> str:
-    """Build one image, from what earlier builds left where nothing changed; returns its name."""
+    """Build one image, from what earlier builds left where nothing changed; returns its name.
+
+    Raises Unreachable for what this machine cannot get; ends the program with what a build that
+    fails for another reason said last.
+    """
     program = builder()
     verb = ["bud", "--isolation", "chroot", "--layers"] if program == "buildah" else ["build"]
     needed = BASES if target == "worker" else ("BASE",)
-    found = {name: os.environ.get(f"MEDHA_{name}_IMAGE") for name in needed}
+    found = {name: given_base(name) for name in needed}
     if program == "buildah":
         found = {name: given or own_base(name) for name, given in found.items()}
     arguments = {"DEVICE": device} | {name: given for name, given in found.items() if given}
@@ -66,17 +95,28 @@ def build(target: str, device: str) -> str:
     environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
     done = subprocess.run(command, cwd=HOUSE, env=environment, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{image(target)} is not built:\n{(done.stdout + done.stderr)[-4000:]}")
+        said = done.stdout + done.stderr
+        if found_words := [words for words in OUT_OF_REACH if words in said]:
+            raise Unreachable(f"{image(target)} is not built: {found_words[0]}")
+        sys.exit(f"{image(target)} is not built:\n{said[-4000:]}")
     return image(target)
 
 
 def own_base(name: str) -> str:
     """One of BASES that is made here, if it is not there yet."""
     made = image(name.lower())
-    if subprocess.run(["buildah", "inspect", made], capture_output=True).returncode:
-        script = HOUSE / "tests" / "cluster" / "base_image.sh"
-        subprocess.run([str(script), made, *BASES[name]], check=True)
+    if not _built(made):
+        done = subprocess.run(
+            [str(BASE_SCRIPT), made, *BASES[name]], capture_output=True, text=True
+        )
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip()
+            raise Unreachable(f"{made}, the base of the images, is not made: {said[-2000:]}")
     return made
+
+
+def _built(name: str) -> bool:
+    return subprocess.run(["buildah", "inspect", name], capture_output=True).returncode == 0
 
 
 def secrets() -> list[str]:
@@ -114,8 +154,11 @@ def main() -> None:
     parser.add_argument("targets", nargs="*", default=list(TARGETS), help=", ".join(TARGETS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args()
-    for target in arguments.targets:
-        print(f"built {build(target, arguments.device)}", flush=True)
+    try:
+        for target in arguments.targets:
+            print(f"built {build(target, arguments.device)}", flush=True)
+    except Unreachable as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

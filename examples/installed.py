@@ -19,7 +19,7 @@ from medha_worker.testing.checkpoint import write_checkpoint
 NAMESPACE = "medha"
 RESOURCE = HOUSE / "examples" / "kubernetes" / "tiny.yaml"
 TOKENS_PER_GROUP = 16_384
-READY_S = 180.0
+READY_S = 300.0
 OURS = "pods,services,configmaps,poddisruptionbudgets,networkpolicies,endpointslices"
 
 
@@ -41,7 +41,7 @@ class Installed:
         for chart in ("medha-crds", "medha"):
             self.bed.run(
                 "helm", "install", chart, str(HOUSE / "charts" / chart), "--namespace", NAMESPACE,
-                "--create-namespace", "--wait", "--timeout", "3m", timeout_s=200.0,
+                "--create-namespace", "--wait", "--timeout", "5m", timeout_s=320.0,
             )  # fmt: skip
 
     def uninstall(self) -> None:

@@ -23,7 +23,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from examples.images import HOUSE, able_builder, archive, image
+from examples.images import HOUSE, archive, image
+from examples.images import missing as missing_for_images
 
 TOOL = HOUSE.parent / "shared" / "kubernetes" / "cluster"
 ARCHIVES = HOUSE / "build" / "images"
@@ -33,6 +34,10 @@ MINUTE_S = 60.0
 
 class Failed(Exception):
     """A command did not do what it should, or what was awaited did not come."""
+
+
+class NoCluster(Failed):
+    """A cluster that this machine should have does not start."""
 
 
 class Testbed:
@@ -112,8 +117,8 @@ def missing() -> str:
     """What this machine lacks to have a cluster and images for it; empty when nothing."""
     if os.environ.get("MEDHA_TEST_KUBECONFIG") == "1":
         return ""
-    if able_builder() is None:
-        return "nothing here builds images: install docker, podman or buildah"
+    if lacking := missing_for_images():
+        return lacking
     if shutil.which("kind"):
         return ""
     tool = pathlib.Path(os.environ.get("MEDHA_CLUSTER_TOOL", TOOL))
@@ -162,10 +167,12 @@ def _kind(name: str, nodes: int) -> Iterator[Testbed]:
         )
 
     try:
-        subprocess.run(
+        made = subprocess.run(
             ["kind", "create", "cluster", *named, "--wait", "3m", "--config", "-"],
-            input=json.dumps(cluster), text=True, env=environ, check=True,
+            input=json.dumps(cluster), text=True, env=environ,
         )  # fmt: skip
+        if made.returncode:
+            raise NoCluster(f"kind starts no cluster here: it ended with {made.returncode}")
         yield Testbed("kind", environ, load, MODEL)
     finally:
         subprocess.run(["kind", "delete", "cluster", *named], env=environ, check=False)
@@ -189,6 +196,11 @@ def _tool(name: str, nodes: int) -> Iterator[Testbed]:
 
     try:
         call("up", *named, "--nodes", str(nodes))
+    except Failed as failure:
+        with contextlib.suppress(Failed):
+            call("down", *named)
+        raise NoCluster(f"no cluster starts here: {failure}") from None
+    try:
         exports = dict(re.findall(r"^export (\w+)=(\S+)$", call("env", *named), flags=re.M))
         path = exports["PATH"].replace('"', "").replace("$PATH", os.environ["PATH"])
         environ = {**os.environ, "KUBECONFIG": exports["KUBECONFIG"], "PATH": path}

@@ -1,11 +1,13 @@
 """A real cluster with Medha installed and the small model served, for the tests of this folder.
 
 Slow by nature (minutes), so they run when they are named: `make test-cluster`. Which cluster it is
-says examples/testbed.py; without one they are skipped.
+says examples/testbed.py. They are skipped, with the reason, where the machine has none, cannot
+start it, or cannot get what the images are made from.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples import images
 from examples.installed import Installed
-from examples.testbed import ARCHIVES, missing, opened
+from examples.testbed import ARCHIVES, NoCluster, missing, opened
 
 
 @pytest.fixture(scope="session")
@@ -24,10 +26,14 @@ def medha() -> Iterator[Installed]:
     """Two replicas of the small model on two nodes, ready."""
     if lacking := missing():
         pytest.skip(lacking)
-    for target in images.TARGETS:
-        images.build(target, "cpu")
-        images.archive(target, ARCHIVES)
-    with opened("tests", nodes=2) as bed:
+    with contextlib.ExitStack() as stack:
+        try:
+            for target in images.TARGETS:
+                images.build(target, "cpu")
+                images.archive(target, ARCHIVES)
+            bed = stack.enter_context(opened("tests", nodes=2))
+        except (images.Unreachable, NoCluster) as lacking_after_all:
+            pytest.skip(str(lacking_after_all))
         installed = Installed(bed)
         loading = installed.load()
         installed.install()

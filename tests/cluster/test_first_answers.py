@@ -10,7 +10,7 @@ import pytest
 from examples.installed import NAMESPACE, Installed
 from examples.testbed import until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)  # the images may have to be built
 
 LIMIT_S = 300.0
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from medha.cli.open_loop import faults
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)  # the images may have to be built
 
 KILL = """
 import os, pathlib, signal, sys
