@@ -279,7 +279,18 @@ class Exchange:
         else:
             self._news.add(replica.peer)
         self._reopen(model)
+        if replica.empty and replica.sent and model.serves(replica.edition):
+            self._take_back(replica, now)
         self._ledger.changed()
+
+    def _take_back(self, replica: Replica, now: float) -> None:
+        """Its groups are lost while another replica could serve: that one begins sooner than this
+        one has ranks again. Where there is no other its runs wait there."""
+        runs = self._ledger.sent_to(replica)
+        self._log.warning("replica %s has no group: %d go elsewhere", replica.name, len(runs))
+        for run in runs:
+            self._send(replica.peer, Abort(run.id))
+            self._ledger.again(run, now, died=True)
 
     def _granted(self, replica: Replica, grant: Grant, now: float) -> None:
         """A replica has room for these: submit those that still wait for it."""

@@ -54,6 +54,11 @@ class Replica:
         """May take new work: it has told its load, a group of it runs, it does not drain."""
         return self.load is not None and bool(self.load.total_pages) and not self.draining
 
+    @property
+    def empty(self) -> bool:
+        """No group of it runs any more, or none yet: nothing that it computed is left."""
+        return self.load is not None and not self.load.total_pages
+
 
 class Fleet:
     """Every replica by its peer; `models` are the names that this router serves, None: any."""

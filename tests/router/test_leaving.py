@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from medha.messages import Failed, Tokens
+from medha.messages import Failed, Load, Tokens
 from medha.prefix import salt_of
 
 BODY = {"model": "tiny", "prompt": "say " + "a" * 60, "max_tokens": 80}
@@ -139,6 +139,24 @@ def test_a_replica_that_dies_mid_stream_is_replaced_without_the_client_noticing(
     assert after.sampling == before.sampling and after.id == before.id
     assert after.max_output_tokens == before.max_output_tokens
     assert 'medha_requests_moved_total{model="tiny"} 1.0' in alone.ops.get("/metrics").text
+
+
+def test_a_replica_without_groups_gives_its_requests_to_another(
+    alone: Any, eventually: Any
+) -> None:
+    first = alone.open("r0")
+    first.burst = 7
+    reader = Reader(alone, prompt="say " + "a" * 60)
+    eventually(lambda: len(reader.text) > 10)
+    first.emitting.clear()
+    first.load = Load(free_pages=(), total_pages=(), page_tokens=16)
+    eventually(lambda: not alone.ops.get("/debug/queue").json()["tiny"]["open"])
+    assert first.aborted == []  # there is no other yet: it may have a group again
+    second = alone.open("r1")
+    reader.join(20)
+    assert reader.error is None and reader.text == "a" * 60
+    assert first.aborted == [first.seen[0].id]
+    assert second.seen[0].emitted > 10
 
 
 def test_a_request_that_saw_two_replicas_die_is_not_tried_again(
