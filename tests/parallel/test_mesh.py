@@ -20,6 +20,7 @@ from medha_worker.parallel.mesh import Mesh, dial_store, serve_store
 from medha_worker.parallel.tensor import GlooTensorParallel
 
 T = TypeVar("T")
+IN_TIME_S = 20.0  # before the 30 s after which a member gives up by itself
 
 
 def together(*calls: Callable[[], T]) -> list[T]:
@@ -184,7 +185,7 @@ def test_dissolving_frees_whoever_is_blocked(address: str) -> None:
     threading.Timer(0.2, lambda: meshes[0].dissolve(11)).start()
     with pytest.raises(PeerLost, match="aborted"):
         blocked.wait()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < IN_TIME_S
     with pytest.raises(PeerLost, match="closed"):
         column.send(torch.ones(1), 1)
 
@@ -196,7 +197,7 @@ def test_a_member_that_leaves_is_seen_by_those_who_wait_for_it(address: str) -> 
     began = time.monotonic()
     with pytest.raises(PeerLost, match="member 1 is lost"):
         blocked.wait()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < IN_TIME_S
 
 
 def test_a_stale_generation_can_neither_be_joined_nor_written_to(address: str) -> None:
@@ -224,7 +225,7 @@ def test_a_lonely_join_gives_up_and_the_old_generation_serves_on(address: str) -
     formed(meshes, form(address, 41, (0, 1)))
     began = time.monotonic()
     error = formed({0: meshes[0]}, form(address, 42, (0, 1, 2), timeout_s=0.5))[0]
-    assert "did not form" in error and time.monotonic() - began < 5.0
+    assert "did not form" in error and time.monotonic() - began < IN_TIME_S
     assert all_say([meshes[0], meshes[1]], 41) == [[0.0, 1.0]] * 2
 
 

@@ -23,11 +23,13 @@ from medha.topology import Coordinate, Topology
 from medha_worker.order import StepOrder
 from medha_worker.parallel.communicator import PeerLost
 from medha_worker.runner import kind_of
+from medha_worker.testing.command import until
 from medha_worker.testing.driver import Driver
 from medha_worker.testing.prompts import recalling
 from medha_worker.testing.rig import Rig
 
 VOCAB, PAGE_TOKENS, PAGES = 512, 16, 700
+PATIENT_S = 30.0
 
 Oracle = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
 MakeRig = Callable[..., Rig]
@@ -41,9 +43,9 @@ def gone(pid: int) -> bool:
     return False
 
 
-def ended(rig: Rig, at: Coordinate, within_s: float) -> bool:
+def ended(rig: Rig, at: Coordinate) -> bool:
     """The process ends while the rig goes on beating."""
-    end = time.monotonic() + within_s
+    end = time.monotonic() + PATIENT_S
     while time.monotonic() < end:
         rig.pump(0.02)
         if gone(rig.pids[at]):
@@ -66,17 +68,14 @@ def test_sigterm_ends_a_rank(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.start([0])
     rig.kill(Coordinate(0, 0, 0), signal.SIGTERM)
-    assert ended(rig, Coordinate(0, 0, 0), 10.0)
+    assert ended(rig, Coordinate(0, 0, 0))
 
 
 def test_a_rank_whose_controller_falls_silent_ends(make_rig: MakeRig) -> None:
     rig = make_rig(rank_timeout_s=1.0)
     rig.start([0])
     pid = rig.pids[Coordinate(0, 0, 0)]
-    end = time.monotonic() + 5.0
-    while not gone(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert gone(pid)
+    until(lambda: gone(pid), PATIENT_S)
 
 
 def test_a_missing_step_is_asked_for_and_nothing_is_run_twice(
@@ -125,15 +124,15 @@ def test_the_order_of_steps_is_kept_through_gaps() -> None:
 
 
 def test_a_peer_of_the_own_group_lost_ends_the_others(make_rig: MakeRig) -> None:
-    rig = make_rig(1, 2, 1, collective_timeout_s=20.0)
+    rig = make_rig(1, 2, 1, collective_timeout_s=60.0)
     driver = driven(rig, 1)
     driver.start(1, recalling(40, VOCAB), groups=(0,))
     driver.prefill(1, (20,))
     rig.kill(Coordinate(0, 0, 0))
-    assert ended(rig, Coordinate(0, 0, 0), 2.0)
+    assert ended(rig, Coordinate(0, 0, 0))
     run = driver.running[1]
     driver.send((1, len(run.tokens) - run.done))
-    assert ended(rig, Coordinate(0, 1, 0), 4.0)
+    assert ended(rig, Coordinate(0, 1, 0))
     (where, failure), *_ = rig.failed
     assert where == Coordinate(0, 1, 0) and failure.kind == "group"
 
@@ -198,7 +197,7 @@ def test_a_lost_group_costs_the_shared_chunks_alone(
 ) -> None:
     """Batches that mix a shared and a private sequence run on; the shared one brings no token, and
     the next generation serves without the lost group."""
-    rig = make_rig(tp, spp, 3, collective_timeout_s=20.0)
+    rig = make_rig(tp, spp, 3, collective_timeout_s=60.0)
     driver = driven(rig, 3)
     driver.start(1, recalling(50, VOCAB, seed=1), groups=(0, 1, 2))
     driver.start(2, recalling(50, VOCAB, seed=2), groups=(0,))
@@ -206,17 +205,17 @@ def test_a_lost_group_costs_the_shared_chunks_alone(
     driver.prefill(1, (50,))
     driver.prefill(2, (50,))
     rig.kill(Coordinate(2, spp - 1, 0))
-    assert ended(rig, Coordinate(2, spp - 1, 0), 2.0)
-    began = time.monotonic()
+    assert ended(rig, Coordinate(2, spp - 1, 0))
+    ends_s = time.monotonic() + PATIENT_S
     batch = driver.send((1, 1), (2, 1))
     survivors = {at for group in (0, 1) for at in rig.topology.group_ranks(group)}
     done = {at for at in survivors if at.shard == 0}
     broken = {at for at in survivors if at.stage == spp - 1}  # the lost rank's column
     while not (rig.stages[batch.number].keys() >= done and broken <= {a for a, _ in rig.failed}):
         rig.pump(0.02)
-        if spp > 1 and time.monotonic() - began > 0.3:
+        if spp > 1 and rig.failed:
             rig.dissolve(1, (0, 1))  # what the controller does when a group is lost
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() < ends_s
     assert set(rig.tokens[batch.number]) == {2}, "the private sequence alone has a token"
     failures = {failure.kind for at, failure in rig.failed if at.group < 2}
     assert failures == {"column"}
@@ -249,11 +248,11 @@ def test_killing_either_end_of_moves_leaves_no_move_open(
     rig.until(lambda: len(rig.copied) > 5, "copies")
     rig.kill(victim)
     began = time.monotonic()
-    assert ended(rig, victim, 2.0)
+    assert ended(rig, victim)
     rig.forget(victim.group)
     if end == "source":
         rig.until(lambda: rig.ordered <= rig.copied.keys(), "answers")
-        assert time.monotonic() - began < 5.0, "no hang, far below the lease"
+        assert time.monotonic() - began < 20.0, "no hang, below the lease"
         free_again(driver, rig, Coordinate(1, 0, 0))
     else:
         for move in moves:
@@ -289,14 +288,17 @@ def test_a_stopped_rank_beats_no_more_and_a_busy_one_does(make_rig: MakeRig) -> 
     batch = driver.send((1, 3000))
     began = time.monotonic()
     rig.until(lambda: rig.done(batch), "the batch")
-    assert sum(rig.beats.values()) >= int((time.monotonic() - began) / 0.5) - 1
+    assert sum(rig.beats.values()) >= int((time.monotonic() - began) / 2.0)
     rig.kill(Coordinate(0, 0, 0), signal.SIGSTOP)
-    time.sleep(0.1)
-    rig.pump(0.0)
-    rig.beats.clear()
-    time.sleep(0.7)
-    rig.pump(0.0)
-    assert not rig.beats
+
+    def silent() -> bool:
+        rig.beats.clear()
+        end = time.monotonic() + 1.0  # two beats
+        while time.monotonic() < end:
+            rig.pump(0.05)
+        return not rig.beats
+
+    rig.until(silent, "silence")
     rig.kill(Coordinate(0, 0, 0), signal.SIGCONT)
 
 

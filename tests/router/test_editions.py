@@ -40,6 +40,13 @@ def serves(running: Any, name: str) -> bool:
     return name in [each["name"] for each in page["replicas"] if each["open"]]
 
 
+def joined(running: Any, eventually: Eventually, **changes: Any) -> Any:
+    """A second replica `r1` of another edition, once it serves."""
+    new = running.join("r1", **changes)
+    eventually(lambda: serves(running, "r1"), PATIENT_S)
+    return new
+
+
 @pytest.mark.parametrize("change", ["tokenizer", "page_tokens"])
 def test_both_editions_serve_each_with_tokens_of_its_own(
     running_with: Routers, eventually: Eventually, turned_json: bytes, change: str
@@ -47,8 +54,7 @@ def test_both_editions_serve_each_with_tokens_of_its_own(
     running = running_with(models=(), learn=True)
     old = running.open("r0")
     changes = {"tokenizer": turned_json} if change == "tokenizer" else {"page_tokens": 32}
-    new = running.join("r1", **changes)
-    eventually(lambda: serves(running, "r1"), PATIENT_S)
+    new = joined(running, eventually, **changes)
     assert new.rejected == [] and old.rejected == []
     new.emitting.clear()
     clients, found = asked_by_others(running, ["first"])  # of two that are idle, the latest
@@ -74,8 +80,7 @@ def test_what_waits_for_the_last_of_the_old_edition_goes_on_in_the_new_one(
     clients, found = asked_by_others(running, ["one", "two", "three"])
     page = running.ops.get
     eventually(lambda: page("/debug/queue").json()["tiny"]["waiting"] == 3, PATIENT_S)
-    new = running.join("r1", tokenizer=turned_json)
-    eventually(lambda: serves(running, "r1"), PATIENT_S)
+    new = joined(running, eventually, tokenizer=turned_json)
     old.draining = True
     for client in clients:
         client.join(PATIENT_S)
@@ -93,8 +98,7 @@ def test_what_has_begun_is_finished_where_it_began(
     old.emitting.clear()
     clients, found = asked_by_others(running, ["a longer story"])
     eventually(lambda: old.running != (), PATIENT_S)
-    new = running.join("r1", tokenizer=turned_json)
-    eventually(lambda: serves(running, "r1"), PATIENT_S)
+    new = joined(running, eventually, tokenizer=turned_json)
     old.draining = True
     eventually(lambda: not serves(running, "r0"), PATIENT_S)
     old.emitting.set()
@@ -115,8 +119,7 @@ def test_no_answer_goes_on_in_another_tokenizer(
     pieces = iter(stream)
     assert next(pieces).choices[0].text == "a"
     old.emitting.clear()
-    new = running.join("r1", tokenizer=turned_json)
-    eventually(lambda: serves(running, "r1"), PATIENT_S)
+    new = joined(running, eventually, tokenizer=turned_json)
     old.die()
     with pytest.raises(openai.APIError, match="the replicas of this model are gone"):
         list(pieces)
@@ -144,8 +147,7 @@ def test_log_probabilities_are_spelt_by_the_edition_that_made_them(
 ) -> None:
     running = running_with(models=(), learn=True)
     old = running.open("r0")
-    running.join("r1", tokenizer=turned_json)
-    eventually(lambda: serves(running, "r1"), PATIENT_S)
+    joined(running, eventually, tokenizer=turned_json)
     old.draining = True
     eventually(lambda: not serves(running, "r0"), PATIENT_S)
     answer = running.client.completions.create(
