@@ -93,7 +93,7 @@ class Outlook:
             self._count_in(sequence)
         self.changed = True
 
-    def _count_in(self, sequence: Sequence) -> bool:
+    def _count_in(self, sequence: Sequence, promised: bool = False) -> bool:
         """False where it ends with its first token, or is counted already."""
         output = sequence.request.max_output_tokens - sequence.emitted
         if not self.active or output < 2 or sequence.number in self._of:
@@ -104,7 +104,9 @@ class Outlook:
             group: max(0, tokens - turn * size if turn == last else min(size, tokens - turn * size))
             for turn, group in enumerate(sequence.plan)
         }
-        entry = self._of[sequence.number] = Decode(sequence.promised, sequence.request.tpot_s, keys)
+        entry = self._of[sequence.number] = Decode(
+            promised or sequence.promised, sequence.request.tpot_s, keys
+        )
         self._tally(entry, 1)
         return True
 
@@ -147,7 +149,7 @@ class Outlook:
             self._count_out(sequence)
             self.foresee()
             self._next = self._next or sequence
-        # Whoever comes after it waits for a look, and for ever is nobody larger tried in between.
+        # Until somebody looks, nobody is tried after it; after a refusal, whoever is smaller.
         self.closed.update(dict.fromkeys(plan, 1 if borne else pages))
         return borne
 
@@ -223,17 +225,12 @@ class Outlook:
         lately = self.ledger.shares.measured
         extra = [
             one for one in (newcomer, self._next)
-            if one is not None and one.plan and self._count_in(one)
+            if one is not None and one.plan and self._count_in(one, promised=one is newcomer)
         ]  # fmt: skip
         if not self._of:
             return dict(lately)
         longest = 0 if newcomer is None else newcomer.remaining_tokens
-        least = self._shares(self._all, longest)
-        if newcomer is not None and newcomer in extra and not newcomer.promised:
-            self._promised.add(self._of[newcomer.number].keys, 1)
-        alone = self._shares(self._promised, longest)
-        if newcomer is not None and newcomer in extra and not newcomer.promised:
-            self._promised.add(self._of[newcomer.number].keys, -1)
+        least, alone = self._shares(self._all, longest), self._shares(self._promised, longest)
         for one in extra:
             self._count_out(one)
         kept = 1.0 - self.settings.relegated_share
