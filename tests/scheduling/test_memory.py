@@ -78,6 +78,20 @@ def test_a_sequence_that_outgrows_the_whole_replica_fails_with_both_numbers() ->
     assert leftovers(plan) == {}
 
 
+def test_a_prompt_that_leaves_no_room_for_its_reserve_is_served_and_bars_nobody() -> None:
+    # 20 pages hold the prompt, not the share of its output that would be reserved.
+    plan = scheduler(settings=Scheduling(growth_timeout_s=8.0), pages=20)
+    driven = Driven(plan)
+    driven.submit([request("full", 1250, within_s=9.0, output_tokens=1000)])
+    driven.submit(request(f"s{n}", 512, 0.3 * n, within_s=9.0, output_tokens=20) for n in range(20))
+    driven.run()
+    # It gets its pages, and fails where no replica of this size could go on.
+    assert "full" in driven.first_s
+    assert [one.code for one in plan.take_failed()] == ["kv_exhausted"]
+    assert set(driven.finished) == set(driven.requests) - {"full"}
+    assert leftovers(plan) == {}
+
+
 def test_a_second_prompt_finds_the_first_ones_pages() -> None:
     plan = scheduler(pages=100)
     names = [bytes([n] * 16) for n in range(10)]

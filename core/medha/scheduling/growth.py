@@ -112,9 +112,11 @@ class Groups:
     # --- where a sequence lives -------------------------------------------------------------------
 
     def pages_needed(self, sequence: Sequence) -> int:
-        """Pages of the whole prompt and of a share of its output."""
-        output = sequence.request.max_output_tokens - sequence.emitted
-        return self.pool.pages_for(sequence.goal + int(self.output_reserve * max(0, output)))
+        """Pages of the whole prompt and of a share of its output, but no more than there can be:
+        what is waited for must come."""
+        pool, output = self.pool, sequence.request.max_output_tokens - sequence.emitted
+        pages = pool.pages_for(sequence.goal + int(self.output_reserve * max(0, output)))
+        return min(pages, pool.groups_max * pool.pages_per_group)
 
     def groups_needed(self, sequence: Sequence) -> int:
         """Groups that the sequence wants in the end, by tokens and by pages."""
