@@ -84,3 +84,28 @@ def test_the_same_id_may_come_again_after_it_left() -> None:
     plan.complete(batch.number, BatchResult(), 0.06)
     second = plan.next_batch(0.06, frozenset({0}))
     assert second is not None and [chunk.seq for chunk in second.chunks] == [again.seq]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_who_has_left_takes_no_part_in_a_group_that_joins(lost: bool) -> None:
+    # It claims pages of groups to come, and its batch is still on its way when one comes.
+    plan = scheduler(topology(spp=2, kvp=2, kvp_max=3, tokens_per_group=640), pages=10)
+    plan.submit(request("long", 1800, within_s=30.0), 0.0)
+    batch = plan.next_batch(0.0, frozenset({0, 1}))
+    assert batch is not None and batch.groups == (0,)
+    plan.stage_done(batch.number, 0, 0.05)
+    if lost:
+        plan.group_lost(1, 2, 0.06)
+    else:
+        plan.abort("long", 0.06)
+    plan.group_joined(2, 3, 0.07)
+    for waiting in plan._groups.waiting.values():
+        assert len(waiting) == 0
+    assert plan.next_batch(0.08, frozenset({0, 1, 2})) is None
+    plan.complete(batch.number, BatchResult(()), 0.1)
+    if lost:
+        rows = [group for group, one in plan._groups.waiting.items() if len(one)]
+        assert rows == sorted(plan._endings.by_id["long"].plan)
+        plan.abort("long", 0.2)
+    assert plan.take_failed() == ()
+    assert leftovers(plan) == {}

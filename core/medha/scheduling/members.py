@@ -37,7 +37,9 @@ class Members:
         self.flights.of_group[group] = []
         self.ledger.join(group)
         self.regenerated(generation)
-        claiming = sorted(self.groups.shared.values(), key=lambda one: one.number)
+        shared = self.groups.shared.values()
+        live = (one for one in shared if not (one.over or one.taken_back))
+        claiming = sorted(live, key=lambda one: one.number)
         for sequence in self.groups.claim_in(group, claiming):
             if not sequence.decoding and sequence.packed < sequence.goal:
                 self.groups.enlist(sequence)
