@@ -66,6 +66,27 @@ def test_a_prompt_without_a_promise_begins_once_its_decodes_can_be_borne() -> No
     assert leftovers(plan) == {}
 
 
+@pytest.mark.parametrize("leave", [True, False])
+def test_a_prompt_waits_for_no_promise_that_is_gone(leave: bool) -> None:
+    # While another answers for long, and ends nothing: the promise itself brings no decodes.
+    plan = scheduler(settings=SETTINGS, batch_s=0.003)
+    driven = Driven(plan)
+    talk = request("talk", 60, within_s=5.0, output_tokens=2000, tpot_s=0.05)
+    kept = request("kept", 40_000, 0.1, within_s=5.2, promised=True)
+    late = request("late", 300, 0.2, within_s=0.01, output_tokens=200, tpot_s=0.011, promised=False)
+    driven.submit([talk, kept, late])
+    driven.run(until_s=1.0)
+    assert plan._outlook.closed and "late" not in driven.first_s
+    if leave:
+        plan.abort("kept", driven.now)
+    else:
+        plan._ledger.rank(plan._endings.by_id["kept"], kept=False, promised=False)
+    driven.run(until_s=1.5)
+    assert driven.first_s["late"] < 1.2
+    driven.run()
+    assert leftovers(plan) == {}
+
+
 @pytest.mark.parametrize("output_tokens", [20, 100])
 def test_prompts_without_a_promise_are_not_shut_out_by_decodes(output_tokens: int) -> None:
     # Short prompts alone offer 130 % load and decode; the long one has no chance to be in time.

@@ -85,7 +85,8 @@ class Outlook:
         """It decodes no more, or begins anew."""
         if sequence is self._next:
             self._next = None
-        self.changed = self._count_out(sequence) or self.changed
+        self._count_out(sequence)
+        self.changed = True  # a promise without decodes is a promise less, too
 
     def moved(self, sequence: Sequence) -> None:
         """Its groups changed."""
@@ -156,6 +157,10 @@ class Outlook:
     def retract(self, sequence: Sequence) -> None:
         """It did not begin after all."""
         self.changed = self._count_out(sequence) or self.changed
+
+    def outdated(self) -> bool:
+        """Whether somebody should look: promises may also be taken back."""
+        return self.active and (self.changed or bool(self.closed and not self._bound()))
 
     def look(self, now: float) -> None:
         """Something ended or was struck off: foresee the shares anew, and see who may begin now, so

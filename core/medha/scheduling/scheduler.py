@@ -309,7 +309,7 @@ class Scheduler:
                     )
                 )  # fmt: skip
         self._rebalance.landed()
-        if self._outlook.active and self._outlook.changed:
+        if self._outlook.outdated():
             self._outlook.look(now)
         return tuple(completed)
 
