@@ -130,6 +130,22 @@ def test_a_promise_given_elsewhere_begins_although_others_may_not() -> None:
     assert plan._starts.most_pages(0) == plan._pool[0].available
 
 
+def test_a_promise_without_pages_does_not_wait_for_who_waits_for_it() -> None:
+    # "big" was passed over for long, and its decodes would cost "owed" its promise; once "talk" has
+    # gone there are pages for either.
+    settings = Scheduling(max_batch_s=0.05, growth_timeout_s=4.0)
+    plan = scheduler(settings=settings, batch_s=0.003, pages=100)
+    driven = Driven(plan)
+    talk = request("talk", 1200, within_s=5.0, output_tokens=300, tpot_s=0.05)
+    big = request("big", 5700, 0.1, within_s=0.1, output_tokens=200, tpot_s=0.011, promised=False)
+    owed = request("owed", 5700, 0.2, within_s=1.7, promised=True)
+    driven.submit([talk, big, owed])
+    driven.run()
+    assert driven.in_time("owed") and driven.first_s["owed"] < driven.first_s["big"]
+    assert set(driven.finished) == set(driven.requests)
+    assert leftovers(plan) == {}
+
+
 def test_decodes_that_outgrow_their_pages_take_none_from_a_promised_prefill() -> None:
     # Of 28 pages the decodes have one each, of which they fill 60 tokens, and the long one has 19.
     plan = scheduler(

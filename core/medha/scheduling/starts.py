@@ -48,7 +48,8 @@ class Starts:
         """Pages that a row of the group may still need to be tried now; 0: it has them already.
 
         Large ones leave a sixteenth of the pages to small ones. Who has been passed over for long
-        is waited for, the oldest first; small ones still pass, or it would be a convoy again.
+        is waited for, the oldest first; small ones still pass, or it would be a convoy again. So do
+        promises, for which it may be waiting itself.
         """
         aged = self.aged(waiting, now)
         while aged is not None and self.start(aged, now):
@@ -62,7 +63,7 @@ class Starts:
         if now >= waiting.noted_s:
             waiting.pass_over(waiting.need > limit, now)
             waiting.noted_s = now + self.patience_s / NOTES
-        if aged is not None:
+        if aged is not None and (aged.promised or not self._owing(group)):
             limit = max(small, available - self.groups.pages_needed(aged))
         return min(limit, self.most_pages(group))
 
