@@ -98,7 +98,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = key.strip() if scheme.lower() == "bearer" else ""
+        given = key.strip(" \t") if scheme.lower() == "bearer" else ""
         tenant = self._keys.tenant(given.encode("latin-1"))  # the bytes that came
         if tenant is None or not given:
             await faults.response(_missing() if not given else _wrong())(scope, receive, send)

@@ -94,6 +94,15 @@ def test_tenants_do_not_share_cached_pages(running_with: Routers, file: pathlib.
     assert controller.seen[0].salt != controller.seen[1].salt
 
 
+def test_a_key_counts_to_its_last_byte(running_with: Routers, file: pathlib.Path) -> None:
+    key = "clé à"  # in UTF-8 it ends with what is a space in Latin-1
+    replace(file, line("alice", key))
+    running = running_with(api_keys=str(file))
+    running.join("r0")
+    headers = {b"authorization": f"Bearer {key}".encode()}
+    assert running.http.get("/v1/models", headers=headers).status_code == 200
+
+
 def test_a_key_is_replaced_by_overlap_and_revoked_while_it_serves(
     running_with: Routers, file: pathlib.Path, eventually: Eventually
 ) -> None:
