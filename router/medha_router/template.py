@@ -100,15 +100,16 @@ def _complaint(error: Exception) -> str:
     """What a parser says, in one line: jinja2's, or Python's of what jinja2 made of it."""
     if isinstance(error, jinja2.TemplateSyntaxError):
         return f"line {error.lineno}: {' '.join((error.message or '').split())[:200]}"
-    return "it is nested too deeply"
+    return error.msg if isinstance(error, SyntaxError) else "it is nested too deeply"
 
 
 def _configured(settings: dict[str, Any]) -> str:
     """The template in tokenizer_config.json: a string, or a list of which `default` counts."""
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        chosen = [entry.get("template") for entry in entries if entry.get("name") == "default"]
+        template = chosen[-1] if chosen else None
     return template if isinstance(template, str) else ""
 
 

@@ -130,7 +130,7 @@ def test_a_template_has_what_hugging_face_templates_expect() -> None:
 
 
 def test_the_template_in_the_config_counts_when_there_is_no_file() -> None:
-    config = json.dumps({"chat_template": [{"name": "default", "template": "D"},
+    config = json.dumps({"chat_template": [7, {"name": "default", "template": "D"},
                                            {"name": "tool_use", "template": "T"}]})  # fmt: skip
     assert ChatTemplate(b"", config.encode()).render(MESSAGES, generation_prompt=False) == "D"
 
@@ -154,6 +154,7 @@ def test_the_template_in_the_config_counts_when_there_is_no_file() -> None:
             b"",
             "chat_template.jinja is no Jinja template (it is nested too de",
         ),
+        (b"{% break %}", b"", "chat_template.jinja is no Jinja template ('break' outside loop)"),
         (b"\xff", b"", "chat_template.jinja is not UTF-8"),
         (
             b"",
