@@ -292,3 +292,18 @@ def test_a_failed_copy_changes_nothing() -> None:
     plan.abort("long", driven.now)
     driven.run()
     assert leftovers(plan) == {}
+
+
+def test_pages_that_are_only_reserved_in_a_lost_group_go_with_it() -> None:
+    plan = scheduler(topology(kvp=2, tokens_per_group=2000), pages=100)
+    plan.submit(request("long", 3000, within_s=9.0), 0.0)
+    sequence = plan._endings.by_id["long"]
+    gone = sequence.plan[1]
+    sequence.plan = sequence.plan[:1]  # what is reserved beyond the plan: a claim moved there
+    assert sequence.reserved[gone] > 0
+    plan.group_lost(gone, 2, 0.0)
+    assert gone not in sequence.reserved
+    plan.group_joined(gone, 3, 0.0)
+    driven = Driven(plan)
+    driven.run()
+    assert plan.next_batch(0.0, frozenset({0, 1})) is not None

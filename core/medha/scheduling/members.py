@@ -75,7 +75,7 @@ class Members:
                     self.decodes.back(chunk.groups)
                 hit[chunk.seq] = sequence
         for sequence in self.endings.sequences.values():
-            if group in sequence.held or group in sequence.plan:
+            if group in sequence.held or group in sequence.plan or group in sequence.reserved:
                 hit[sequence.number] = sequence
         live = [one for one in hit.values() if not one.over and not one.taken_back]
         for sequence in live:

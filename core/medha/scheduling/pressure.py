@@ -2,9 +2,9 @@
 
 Prefills reserved their pages, decodes only a share of theirs; a decode that grows beyond it may
 find none. Then the started prefill with the largest relative slack that has pages where they are
-needed is taken back, unless it holds a promise; with no prefill to take from, the decode with the
-most credit. A sequence that has the replica to itself and still finds no page fails, with both
-numbers.
+needed is taken back, unless it holds a promise and gets on; with no prefill to take from, the
+decode with the most credit. A sequence that has the replica to itself and still finds no page
+fails, with both numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Pressure:
             return
         prefills = [
             one for one in holders
-            if not (one.decoding or one.promised) and one.packed < one.goal
+            if not one.decoding and one.packed < one.goal
+            and (not one.promised or self._stuck(one))
         ]  # fmt: skip
         victim = self._prefill(prefills, now) or self._decode(holders)
         if victim is None or (victim is hungry and len(holders) == 1):
@@ -47,6 +48,10 @@ class Pressure:
             return
         self.preempted += 1
         self.endings.take_back(victim, now)
+
+    def _stuck(self, sequence: Sequence) -> bool:
+        """Whether it waits for another group, so that its pages serve nobody now."""
+        return sequence.ready and not self.groups.next_tail(sequence)[1]
 
     def _prefill(self, prefills: list[Sequence], now: float) -> Sequence | None:
         return max(prefills, key=lambda one: (self._rho(one, now), one.number), default=None)
