@@ -304,6 +304,4 @@ def test_pages_that_are_only_reserved_in_a_lost_group_go_with_it() -> None:
     plan.group_lost(gone, 2, 0.0)
     assert gone not in sequence.reserved
     plan.group_joined(gone, 3, 0.0)
-    driven = Driven(plan)
-    driven.run()
     assert plan.next_batch(0.0, frozenset({0, 1})) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -107,13 +108,17 @@ def test_everything_counted_is_counted_out_when_requests_leave(kvp: int) -> None
     draw = random.Random(3)
     plan = scheduler(topology(kvp=kvp, tokens_per_group=20_000), SETTINGS, batch_s=0.003, pages=900)
     driven = Driven(plan)
+
+    def leave(name: str) -> None:
+        plan.abort(name, driven.now)
+
     for number in range(80):
         at, name = 0.05 * number, f"r{number}"
         tokens = draw.choice([300, 900, 30_000])
         driven.submit([request(name, tokens, at, within_s=1.0, output_tokens=50, tpot_s=0.05)])
         if draw.random() < 0.4:
             gone_s = at + draw.uniform(0.0, 2.0)
-            driven.at(gone_s, lambda name=name: plan.abort(name, driven.now))  # type: ignore[misc]
+            driven.at(gone_s, functools.partial(leave, name))
     driven.run()
     assert leftovers(plan) == {}
 

@@ -169,7 +169,6 @@ class Outlook:
         self.closed.clear()
         for group in list(self._free):
             self._withdraw(group)
-        self.foresee()
         if self._next is not None and self._next.started:
             self._next = None
         if self._next is not None and self._count_in(self._next):
