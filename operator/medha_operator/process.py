@@ -163,6 +163,8 @@ class Process:
         keys = [seen.key for seen in self.world.replicas]
         self._health.judge(sources, self._leads(), keys, self._queue.behind_s)
         self._metrics.set("medha_operator_leading", float(self._lease.leading))
+        if not self._lease.leading:
+            self._metrics.drop("medha_replica_condition")  # whoever leads knows
         self._metrics.set("medha_operator_queue_depth", float(len(self._queue)))
 
     def _count(self, verb: str, kind: Kind, status: int) -> None:

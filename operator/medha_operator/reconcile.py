@@ -40,6 +40,7 @@ LONGEST_LOOK_S = 60.0
 STEPS_AT_ONCE, AFTERWARDS_S, PATIENCE_S = 4, 0.15, 0.25
 STATUS_PAUSE_S, MESSAGE_PAUSE_S = 1.0, 5.0
 REMEMBERED = ("restarts", "retiring")
+UNANSWERED, UNEXPECTED = "unanswered", "unexpected"
 PLAIN = ("observedGeneration", "replicas", "readyReplicas", "selector", *REMEMBERED)
 
 
@@ -54,6 +55,8 @@ class Reconciler:
         self._writer, self._keys = writer, keys
         self._metrics, self._health = metrics, health
         self._told_s: dict[Key, float] = {}
+        for kind in (UNANSWERED, UNEXPECTED):  # shown before they count, so that a rise is one
+            metrics.add("medha_operator_errors_total", 0, kind)
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -76,11 +79,12 @@ class Reconciler:
         except NotLeading:
             return  # whoever leads next looks at everything
         except ClusterError as error:
-            self._metrics.add("medha_operator_errors_total", 1, error.reason or str(error.status))
+            kind = error.reason or (str(error.status) if error.status else UNANSWERED)
+            self._metrics.add("medha_operator_errors_total", 1, kind)
             pause_s = self._queue.retry(key, error.retry_after_s or 0.0)
             log.warning("%s/%s: %s; again in %.1f s", *key, error, pause_s)
-        except Exception as error:
-            self._metrics.add("medha_operator_errors_total", 1, type(error).__name__)
+        except Exception:
+            self._metrics.add("medha_operator_errors_total", 1, UNEXPECTED)
             self._queue.retry(key)
             log.exception("%s/%s: unexpected", *key)
         self._health.looked(key)
@@ -91,6 +95,7 @@ class Reconciler:
         seen = self._world.replicas.get(key)
         if seen is None or seen.value.deleting:
             self._told_s.pop(key, None)
+            self._metrics.drop("medha_replica_condition", *key)
             self._world.waiting.discard(key)
             self._keys.forget(key[0])
             return False
@@ -141,6 +146,9 @@ class Reconciler:
     async def _tell(self, resource: Resource, told: Status) -> None:
         """Write the status if it says something new: at once if it matters, else in a while."""
         key = resource.meta.key
+        for each in told["conditions"]:
+            value = float(each["status"] == "True")
+            self._metrics.set("medha_replica_condition", value, *key, each["type"])
         if told == resource.status:
             return
         matters = _essence(told) != _essence(resource.status)
@@ -155,9 +163,6 @@ class Reconciler:
         key = resource.meta.key
         self._told_s[key] = time.monotonic()
         await self._writer.write_status(resource, told)
-        for each in told["conditions"]:
-            value = float(each["status"] == "True")
-            self._metrics.set("medha_replica_condition", value, *key, each["type"])
         await self._writer.carry_out(resource, changes(key[1], resource.status, told), lambda: None)
 
     def _note_waiting(self, key: Key, decision: Decision) -> None:

@@ -41,6 +41,7 @@ class Meter:
         """A refusal is a miss wherever attainment is reported."""
         length = metrics.length_label(prompt_tokens)
         self._to.add("medha_slo_missed_total", 1, model, slo_class, length)
+        self._to.add("medha_slo_attained_total", 0, model, slo_class, length)
         self._to.add("medha_requests_total", 1, model, slo_class, length, "refused")
 
     def admitted(self, answer: Answer) -> None:
@@ -49,6 +50,7 @@ class Meter:
         for run in answer.runs:
             labels = _of_class(run)
             self._to.observe("medha_arrival_slack_ratio", _slack(run, 0.0), *labels)
+            self._begin(run)
             if run.request.promised:
                 self._to.add("medha_promises_total", 1, *labels, "given")
             else:
@@ -114,6 +116,7 @@ class Meter:
         to.set("medha_queue_requests", len(waiting), model)
         to.set("medha_queue_work_seconds", sum(item.work_s for item in waiting), model)
         to.set("medha_running_requests", running, model)
+        to.add("medha_requests_moved_total", 0, model)
         slacks = sorted(slack_ratio(item, now) for item in waiting)
         for quantile in QUANTILES:
             value = slacks[int(quantile * len(slacks))] if slacks else 0.0
@@ -129,6 +132,15 @@ class Meter:
     def rejected(self, count: int) -> None:
         """Messages of controllers that did not decode."""
         self._to.add("medha_messages_rejected_total", count, "controller")
+
+    def _begin(self, run: Run) -> None:
+        """Show how it may end before it does: a counter that appears with its first event shows no
+        rise, and a share of two counters needs both."""
+        for name in ("medha_slo_attained_total", "medha_slo_missed_total"):
+            self._to.add(name, 0, *_of_run(run))
+        for outcome in ("given", "kept", "broken"):
+            self._to.add("medha_promises_total", 0, *_of_class(run), outcome)
+        self._to.add("medha_requests_relegated_total", 0, *_of_class(run))
 
     def _first_token(self, run: Run, ttft_s: float, slack_ratio: float | None) -> None:
         labels, request = _of_class(run), run.request

@@ -180,6 +180,18 @@ def test_two_processes_metrics_share_nothing() -> None:
     assert 'medha_queue_requests{model="m"}' not in samples(two)
 
 
+def test_a_gauge_of_what_is_gone_is_shown_no_more() -> None:
+    metrics = Metrics("operator")
+    for name, condition in (("a", "Ready"), ("a", "Placed"), ("b", "Ready")):
+        metrics.set("medha_replica_condition", 1, "default", name, condition)
+    metrics.drop("medha_replica_condition", "default", "a")
+    metrics.drop("medha_replica_condition", "default", "never-seen")
+    shown = [each for each in samples(metrics) if each.startswith("medha_replica_condition")]
+    assert shown == ['medha_replica_condition{condition="Ready",name="b",namespace="default"}']
+    metrics.drop("medha_replica_condition")
+    assert not any(each.startswith("medha_replica_condition") for each in samples(metrics))
+
+
 def test_a_metric_that_is_not_exported_here_is_a_mistake() -> None:
     with pytest.raises(KeyError):
         Metrics("router").add("medha_kv_transfer_bytes_total", 1, "m")

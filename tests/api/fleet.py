@@ -84,6 +84,11 @@ class Operator:
         )
         return sum(float(count) for labels, count in lines if 'kind="leases"' not in labels)
 
+    def shown(self, name: str) -> dict[str, float]:
+        """A metric's values by their labels, as they are written."""
+        found = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", self._ask("/metrics").text, flags=re.M)
+        return {labels: float(value) for labels, value in found}
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(20)

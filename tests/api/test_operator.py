@@ -285,6 +285,23 @@ def test_one_of_two_operators_writes_and_the_other_takes_over(
     until(third.leads, within_s=20.0)
 
 
+def test_conditions_are_shown_by_the_one_that_leads_for_what_is_there(
+    fleet: Fleet, start_operator: Start
+) -> None:
+    first = start_operator("first")
+    fleet.create("llama")
+    fleet.played(lambda: fleet.is_ready("llama"))
+    ready = f'condition="Ready",name="llama",namespace="{fleet.namespace}"'
+    until(lambda: first.shown("medha_replica_condition").get(ready) == 1.0)
+    second = start_operator("second")
+    until(second.ready)
+    assert second.shown("medha_replica_condition") == {}
+    assert first.end() == 0
+    until(lambda: second.shown("medha_replica_condition").get(ready) == 1.0)  # nothing has changed
+    fleet.api.delete(fleet.path("llama"))
+    fleet.played(lambda: second.shown("medha_replica_condition") == {})
+
+
 def settled(operator: Operator) -> float:
     """Its writes, once there are no more of them."""
     last = -1.0

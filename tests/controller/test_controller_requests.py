@@ -31,7 +31,8 @@ class Counted(NoMeters):
 
     def add(self, name: str, amount: float, *labels: str) -> None:
         of = self.totals.setdefault(name, {})
-        of[labels] = of.get(labels, 0.0) + amount
+        if amount:
+            of[labels] = of.get(labels, 0.0) + amount
 
 
 def test_a_prompt_is_answered_token_by_token(

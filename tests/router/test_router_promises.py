@@ -213,7 +213,26 @@ def test_metrics_tell_promises_refusals_and_latencies(served: Any) -> None:
     assert f"medha_slo_attained_total{labels}" in text
     assert 'medha_promises_total{class="default",model="tiny",outcome="kept"}' in text
     assert 'reason="deadline_infeasible"' in text
-    assert 'medha_slo_missed_total{class="eager",length="1k",model="tiny"}' in text
+    assert 'medha_slo_missed_total{class="eager",length="1k",model="tiny"} 1.0' in text
+
+
+def test_how_a_request_may_end_is_shown_before_it_does(alone: Any, eventually: Any) -> None:
+    controller = alone.open()
+    controller.emitting.clear()
+    running = Background(alone)
+    eventually(lambda: controller.running)
+    text = alone.ops.get("/metrics").text
+    for verdict in ("attained", "missed"):
+        labels = '{class="default",length="1k",model="tiny"}'
+        assert f"medha_slo_{verdict}_total{labels} 0.0" in text
+    for outcome, count in (("given", 1.0), ("kept", 0.0), ("broken", 0.0)):
+        labels = f'{{class="default",model="tiny",outcome="{outcome}"}}'
+        assert f"medha_promises_total{labels} {count}" in text
+    eventually(
+        lambda: 'medha_requests_moved_total{model="tiny"} 0.0' in alone.ops.get("/metrics").text
+    )
+    controller.emitting.set()
+    running.join(5)
 
 
 def test_the_probe_answers_from_the_ops_port(served: Any) -> None:

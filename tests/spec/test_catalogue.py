@@ -40,6 +40,7 @@ CARDINALITY = {
     "model": 8, "model_name": 8, "class": 8, "length": len(LENGTH_LABELS), "tenant": 65, "at": 2,
     "quantile": 2, "outcome": 6, "reason": 12, "state": 6, "kind": 8, "group": 64, "peer": 3,
     "namespace": 16, "name": 16, "condition": 12, "verb": 4, "code": 16, "program": 2,
+    "slack": 8,
 }  # fmt: skip
 MAX_SERIES = 4000
 

@@ -76,6 +76,16 @@ class Metrics:
         gauge = self._gauges[name]
         (gauge.labels(*labels) if labels else gauge).set(value)
 
+    def drop(self, name: str, *labels: str) -> None:
+        """Show no value of a labelled gauge any more under labels that begin with these: what it
+        tells of is gone, or no longer ours to tell."""
+        gauge = self._gauges[name]
+        known = [tuple(each.labels.values()) for family in gauge.collect()
+                 for each in family.samples]  # fmt: skip
+        for values in known:
+            if values[: len(labels)] == labels:
+                gauge.remove(*values)
+
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Put a value into a histogram."""
         histogram = self._histograms[name]

@@ -135,6 +135,8 @@ class Pod:
         )
         self._metrics, self._tick = Metrics("pod"), Tick()
         self._begun = dict.fromkeys(self._units, 0)
+        for unit in self._units:
+            self._metrics.add("medha_pod_restarts_total", 0, self._kind(unit))
         self._ready = False
         self._ops = OpsServer(
             place.address, options.ops_port, self._metrics, alive=self._tick.alive,
@@ -161,14 +163,16 @@ class Pod:
         for unit in self._units:
             if unit.generation > self._begun[unit]:
                 if self._begun[unit]:
-                    program = "ranks" if unit is self._ranks else "controller"
-                    self._metrics.add("medha_pod_restarts_total", 1, program)
+                    self._metrics.add("medha_pod_restarts_total", 1, self._kind(unit))
                 self._begun[unit] = unit.generation
             if unit.state is State.GIVEN_UP:
                 raise EngineError(f"{unit.name} is given up: see what its programs said last")
         self._ready = self._is_ready()
         self._tick()
         time.sleep(STEP_S)
+
+    def _kind(self, unit: Unit) -> str:
+        return "ranks" if unit is self._ranks else "controller"
 
     def _is_ready(self) -> bool:
         if self._ranks.state is not State.RUNNING or not self._programs.loaded:

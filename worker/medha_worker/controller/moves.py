@@ -23,6 +23,8 @@ from medha.topology import Coordinate, Topology
 from medha_worker.controller.outbox import Outbox
 
 LEASE_S = 30.0
+REASONS = ("offer", "fetch", "changed", "lease", "lost")
+"""Why a move fails: not offered, not read, its pages reused meanwhile, too slow, a group gone."""
 
 
 class _Phase(Enum):
@@ -36,7 +38,7 @@ class _Phase(Enum):
 class Outcome(msgspec.Struct, frozen=True):
     """A move is decided: `ok` copies stand on every target rank, otherwise `error` says why not.
 
-    `reason` is the error's kind: `offer`, `fetch`, `changed`, `lease` or `lost`.
+    `reason` is the error's kind, one of REASONS.
     """
 
     move: Move

@@ -31,12 +31,25 @@ from medha.topology import Coordinate
 from medha_worker.controller.decider import Decider
 from medha_worker.controller.flights import Flight, Flights
 from medha_worker.controller.meters import Meters
-from medha_worker.controller.moves import Moves, Outcome
+from medha_worker.controller.moves import REASONS, Moves, Outcome
 from medha_worker.controller.outbox import Outbox
 from medha_worker.controller.sessions import MAX_LOSSES, Session, Sessions
 
 MAX_PAUSE_S = 60.0
 GROUPLESS_S = 10.0  # a group that is started anew is back sooner, on a machine of its own
+
+# Shown before they count anything: a counter that appears with its first event shows no rise, and
+# no alert would see it.
+FROM_ZERO: tuple[tuple[str, ...], ...] = (
+    ("medha_kv_transfer_bytes_total",),
+    *(("medha_kv_transfer_failures_total", reason) for reason in REASONS),
+    ("medha_preemptions_total", "group lost"),
+    ("medha_prefix_cache_hits_total",),
+    ("medha_prefix_cache_queries_total",),
+    ("medha_rank_restarts_total",),
+    *(("medha_scheduler_decided_total", length) for length in LENGTH_LABELS),
+    *(("medha_scheduler_displaced_total", length) for length in LENGTH_LABELS),
+)
 
 log = logging.getLogger("medha.controller")
 
@@ -68,6 +81,11 @@ class Serving:
         self._failures, self._plan_after_s = 0, float("-inf")  # of moves: pause after a failed one
         self._displaced = scheduler.displaced()
         self._vocab, self._settings, self._clock = vocab, settings, clock
+        self._longest_s = {"fixed": settings.fixed_s, "slack": settings.max_batch_s}.get(
+            settings.budget
+        )
+        for name, *labels in FROM_ZERO:
+            meters.add(name, 0.0, *labels)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -159,6 +177,9 @@ class Serving:
         decodes = sum(chunk.decode for chunk in batch.chunks)
         self._meters.observe("medha_batch_tokens", decodes, "decode")
         self._meters.observe("medha_batch_tokens", batch.tokens - decodes, "prefill")
+        if self._longest_s and batch.predicted_s > 0.0:
+            ratio = batch.predicted_s / self._longest_s
+            self._meters.observe("medha_batch_budget_ratio", ratio)
         for chunk in batch.chunks:
             if not chunk.decode:
                 self._meters.observe("medha_chunk_tokens", chunk.length)
