@@ -32,6 +32,11 @@ import httpx
 import msgspec
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.afterwards import afterwards
+
+from medha.cli.children import bound
 from medha.spec import API_VERSION
 from medha_operator.client import PODS, REPLICAS, Client, Kind
 from medha_operator.login import login
@@ -72,12 +77,10 @@ def cluster(tool: str, nodes: int) -> Iterator[str]:
     """A cluster of its own with fake nodes; gives its kubeconfig."""
     name = ["--name", "scale"]
     up = [tool, "up", *name, "--nodes", "1", "--fake-nodes", str(nodes), "--node-grace", "40"]
-    try:
-        subprocess.run(up, check=True)
+    with afterwards(tool, "down", *name):
+        subprocess.run(bound(*up), check=True)
         shown = subprocess.run([tool, "env", *name], check=True, capture_output=True, text=True)
         yield re.findall(r"KUBECONFIG=(\S+)", shown.stdout)[0].strip("'\"")
-    finally:
-        subprocess.run([tool, "down", *name], check=False)
 
 
 class Operator:
@@ -94,7 +97,9 @@ class Operator:
         }
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, *os.environ.get("PROFILE", "").split(), "-m", "medha_operator"],
+                bound(
+                    sys.executable, *os.environ.get("PROFILE", "").split(), "-m", "medha_operator"
+                ),
                 env=environment,
                 stdout=file,
                 stderr=file,

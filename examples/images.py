@@ -12,11 +12,14 @@ the certificate that it trusts are handed on as build secrets, and stay out of t
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+
+from medha.cli.children import bound
 
 HOUSE = pathlib.Path(__file__).resolve().parents[1]
 TARGETS = ("operator", "router", "worker")
@@ -31,6 +34,10 @@ OUT_OF_REACH = (
     "Connection reset by peer", "No space left on device",
 )  # fmt: skip
 """Words of a build that failed for what this machine lacks, whatever is built."""
+
+
+ALONE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""A builder that is killed leaves its mounts and what it runs behind, except in a namespace."""
 
 
 class Unreachable(Exception):
@@ -93,7 +100,9 @@ def build(target: str, device: str) -> str:
     given = [f"--build-arg={name}={value}" for name, value in arguments.items()]
     command = [program, *verb, *given, *secrets(), "--target", target, "-t", image(target), "."]
     environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
-    done = subprocess.run(command, cwd=HOUSE, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        alone(*command), cwd=HOUSE, env=environment, capture_output=True, text=True
+    )
     if done.returncode:
         said = done.stdout + done.stderr
         if found_words := [words for words in OUT_OF_REACH if words in said]:
@@ -107,12 +116,24 @@ def own_base(name: str) -> str:
     made = image(name.lower())
     if not _built(made):
         done = subprocess.run(
-            [str(BASE_SCRIPT), made, *BASES[name]], capture_output=True, text=True
+            alone(str(BASE_SCRIPT), made, *BASES[name]), capture_output=True, text=True
         )
         if done.returncode:
             said = (done.stderr or done.stdout).strip()
             raise Unreachable(f"{made}, the base of the images, is not made: {said[-2000:]}")
     return made
+
+
+def alone(*command: str) -> list[str]:
+    """The same command, which ends with us, and with it all that it started and mounted."""
+    return bound(*ALONE, *command) if _can_be_alone() else bound(*command)
+
+
+@functools.cache
+def _can_be_alone() -> bool:
+    """Whether this machine has such namespaces, and lets us make them."""
+    found = shutil.which(ALONE[0]) is not None and os.geteuid() == 0
+    return found and subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0
 
 
 def _built(name: str) -> bool:
@@ -137,13 +158,13 @@ def archive(target: str, folder: pathlib.Path) -> pathlib.Path:
         return path
     path.unlink(missing_ok=True)
     if program == "docker":
-        subprocess.run([program, "save", "-o", str(path), name], check=True)
+        subprocess.run(bound(program, "save", "-o", str(path), name), check=True)
     else:
         # Compressed, since every node keeps the file beside what it unpacks. Without a name in it:
         # whoever loads it says the name.
         subprocess.run(
-            [program, "push", "-q", "--compression-format", "zstd", "--compression-level", "1",
-             name, f"oci-archive:{path}"], check=True, capture_output=True,
+            bound(program, "push", "-q", "--compression-format", "zstd", "--compression-level", "1",
+                  name, f"oci-archive:{path}"), check=True, capture_output=True,
         )  # fmt: skip
     mark.write_text(shown.stdout)
     return path

@@ -23,8 +23,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from examples.afterwards import afterwards
 from examples.images import HOUSE, archive, image
 from examples.images import missing as missing_for_images
+
+from medha.cli.children import bound
 
 TOOL = HOUSE.parent / "shared" / "kubernetes" / "cluster"
 ARCHIVES = HOUSE / "build" / "images"
@@ -58,7 +61,7 @@ class Testbed:
         """The output of a program that finds the cluster; raises Failed with what it said."""
         try:
             done = subprocess.run(
-                command, env=self._environ, input=text, capture_output=True, text=True,
+                bound(*command), env=self._environ, input=text, capture_output=True, text=True,
                 timeout=timeout_s,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -93,7 +96,7 @@ class Testbed:
     def _door(self, here: int, *arguments: str) -> Iterator[None]:
         """A kubectl that listens on a port of ours, while it is entered."""
         with subprocess.Popen(
-            ["kubectl", *arguments], env=self._environ, stdout=subprocess.DEVNULL,
+            bound("kubectl", *arguments), env=self._environ, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as process:  # fmt: skip
             try:
@@ -129,7 +132,8 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def opened(name: str, nodes: int = 2) -> Iterator[Testbed]:
-    """The cluster that this machine offers; what was made for it is removed at the end."""
+    """The cluster that this machine offers; what was made for it is removed at the end, also when
+    this process is killed."""
     if os.environ.get("MEDHA_TEST_KUBECONFIG") == "1":
         yield _given()
     elif shutil.which("kind"):
@@ -162,20 +166,17 @@ def _kind(name: str, nodes: int) -> Iterator[Testbed]:
     named = ["--name", name]
 
     def load(target: str) -> None:
-        subprocess.run(
-            ["kind", "load", "image-archive", str(archive(target, ARCHIVES)), *named], check=True
-        )
+        path = str(archive(target, ARCHIVES))
+        subprocess.run(bound("kind", "load", "image-archive", path, *named), check=True)
 
-    try:
+    with afterwards("kind", "delete", "cluster", *named, "--kubeconfig", str(kubeconfig)):
         made = subprocess.run(
-            ["kind", "create", "cluster", *named, "--wait", "3m", "--config", "-"],
+            bound("kind", "create", "cluster", *named, "--wait", "3m", "--config", "-"),
             input=json.dumps(cluster), text=True, env=environ,
         )  # fmt: skip
         if made.returncode:
             raise NoCluster(f"kind starts no cluster here: it ended with {made.returncode}")
         yield Testbed("kind", environ, load, MODEL)
-    finally:
-        subprocess.run(["kind", "delete", "cluster", *named], env=environ, check=False)
 
 
 @contextlib.contextmanager
@@ -186,7 +187,7 @@ def _tool(name: str, nodes: int) -> Iterator[Testbed]:
     named = ["--name", name]
 
     def call(*arguments: str) -> str:
-        done = subprocess.run([tool, *arguments], capture_output=True, text=True)
+        done = subprocess.run(bound(tool, *arguments), capture_output=True, text=True)
         if done.returncode:
             raise Failed(f"{tool} {' '.join(arguments)}: {(done.stdout + done.stderr)[-2000:]}")
         return done.stdout
@@ -194,20 +195,16 @@ def _tool(name: str, nodes: int) -> Iterator[Testbed]:
     def load(target: str) -> None:
         call("load", *named, "--image", image(target), str(archive(target, ARCHIVES)))
 
-    try:
-        call("up", *named, "--nodes", str(nodes))
-    except Failed as failure:
-        with contextlib.suppress(Failed):
-            call("down", *named)
-        raise NoCluster(f"no cluster starts here: {failure}") from None
-    try:
+    with afterwards(tool, "down", *named):
+        try:
+            call("up", *named, "--nodes", str(nodes))
+        except Failed as failure:
+            raise NoCluster(f"no cluster starts here: {failure}") from None
         exports = dict(re.findall(r"^export (\w+)=(\S+)$", call("env", *named), flags=re.M))
         path = exports["PATH"].replace('"', "").replace("$PATH", os.environ["PATH"])
         environ = {**os.environ, "KUBECONFIG": exports["KUBECONFIG"], "PATH": path}
         harm = functools.partial(_harm, call, named)
         yield Testbed("local", environ, load, MODEL, harm)
-    finally:
-        call("down", *named)
 
 
 def _harm(call: Callable[..., str], named: list[str], what: str, *arguments: str) -> str:

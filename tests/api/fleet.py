@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from medha.cli.children import bound
 from medha.spec import API_VERSION
 
 T = TypeVar("T")
@@ -60,8 +61,9 @@ class Operator:
         }
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "medha_operator"], env=environment, stdout=file, stderr=file
-            )
+                bound(sys.executable, "-m", "medha_operator"),
+                env=environment, stdout=file, stderr=file,
+            )  # fmt: skip
 
     @property
     def port(self) -> int:

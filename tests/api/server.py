@@ -16,7 +16,9 @@ from pathlib import Path
 import httpx
 import msgspec
 
-START_S = 60.0
+from medha.cli.children import bound
+
+START_S = 120.0
 
 
 class ApiServer(msgspec.Struct, frozen=True):
@@ -105,7 +107,7 @@ class Server:
         while len(self._running) < len(self._commands):
             with self._log(len(self._running)).open("ab") as log:
                 command = self._commands[len(self._running)]
-                self._running.append(subprocess.Popen(command, stdout=log, stderr=log))
+                self._running.append(subprocess.Popen(bound(*command), stdout=log, stderr=log))
         end = time.monotonic() + START_S
         while not ready(self.where):
             if time.monotonic() > end or any(each.poll() is not None for each in self._running):

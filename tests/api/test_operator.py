@@ -105,7 +105,7 @@ def test_a_change_is_acted_on_at_once_and_not_with_the_resync(
         fleet.create(name)
         until(fleet.list_of_pods_of(name))
         waits.append(time.monotonic() - began)
-    assert min(waits) < 5.0  # 0.2 s where nothing else runs; the next resync is a minute away
+    assert min(waits) < 20.0  # 0.2 s where nothing else runs; the next resync is a minute away
 
 
 def test_an_update_makes_the_new_replica_before_the_old_one_goes(
@@ -277,12 +277,12 @@ def test_one_of_two_operators_writes_and_the_other_takes_over(
     fleet.remove("llama-0-g0-s0")
     began = time.monotonic()
     until(second.leads)
-    assert time.monotonic() - began < LEASE_S + 20.0
+    assert time.monotonic() - began < LEASE_S + 60.0
     fleet.played(lambda: "llama-0-g0-s0" in fleet.pods() and fleet.is_ready("llama"))
     third = start_operator("third")
     until(third.ready)
     assert second.end() == 0  # politely: the lease is let go
-    until(third.leads, within_s=20.0)
+    until(third.leads)
 
 
 def test_conditions_are_shown_by_the_one_that_leads_for_what_is_there(

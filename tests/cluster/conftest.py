@@ -8,6 +8,7 @@ start it, or cannot get what the images are made from.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples import images
 from examples.installed import Installed
 from examples.testbed import ARCHIVES, NoCluster, missing, opened
+
+
+def pytest_configure() -> None:
+    """Asked to end, clean up like at Ctrl-C. Whoever is not asked: see examples/afterwards.py."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -89,7 +89,7 @@ def test_two_stages_stream_what_transformers_generates(
     fleet.until_over()
     assert refused.failed is not None and refused.failed.code == "draining"
     fleet.controller.terminate()
-    assert fleet.controller.wait(10) == 0
+    assert fleet.controller.wait(LIMIT_S) == 0
     lines = (tmp_path / "decisions").read_bytes().splitlines()
     assert replay(lines) == len(lines) - 1 > 30
 

@@ -27,6 +27,12 @@ LINE_BYTES = 8192
 OnLine = Callable[[str, str], None]
 
 
+def bound(*command: str) -> list[str]:
+    """The same command, killed by the kernel when this process dies. Start it on the main thread,
+    or wait for it on the thread that starts it."""
+    return [sys.executable, "-I", "-S", str(BOUND), str(os.getpid()), *command]
+
+
 class LogLine(msgspec.Struct, frozen=True):
     """The fields of a process's JSON log line that a person reads."""
 
@@ -59,7 +65,7 @@ class Child:
         self._status: int | None = None
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(BOUND), str(os.getpid()), *launch.argv],
+            bound(*launch.argv),
             env={**os.environ, **launch.env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
