@@ -1,6 +1,7 @@
-"""One version of a model: what replicas of the same tokenizer, page size and shape have in common.
+"""One version of a model: what replicas of the same weights, tokenizer and pages have in common.
 
-A rolling update may bring replicas that make other tokens of a prompt, or cut it into other pages.
+A rolling update may bring replicas that make other tokens of a prompt, cut it into other pages, or
+go on with it in another way.
 Both kinds serve while it goes on. A request belongs to one edition and is placed on its replicas
 alone; only while it has no token yet may it go over to another (see `moving`).
 """

@@ -40,14 +40,15 @@ class Replica:
 
     @property
     def edition(self) -> str:
-        """The same for replicas that may go on with each other's requests: their tokens, pages and
-        layers mean the same."""
+        """The same for replicas that may go on with each other's requests: their weights are the
+        same, and their tokens, pages and layers mean the same."""
         shape, files = self.hello.shape, self.hello.files
         numbers = (
             self.hello.page_tokens, *self.hello.stop_tokens,
             shape.vocab, shape.layers, shape.hidden, shape.heads, shape.kv_heads,
         )  # fmt: skip
-        return ":".join((*(files.get(name, "") for name in FILES), *map(str, numbers)))
+        texts = (self.hello.checkpoint, *(files.get(name, "") for name in FILES))
+        return ":".join((*texts, *map(str, numbers)))
 
     @property
     def open(self) -> bool:

@@ -47,14 +47,14 @@ def joined(running: Any, eventually: Eventually, **changes: Any) -> Any:
     return new
 
 
-@pytest.mark.parametrize("change", ["tokenizer", "page_tokens"])
+@pytest.mark.parametrize("change", ["tokenizer", "page_tokens", "checkpoint"])
 def test_both_editions_serve_each_with_tokens_of_its_own(
     running_with: Routers, eventually: Eventually, turned_json: bytes, change: str
 ) -> None:
     running = running_with(models=(), learn=True)
     old = running.open("r0")
-    changes = {"tokenizer": turned_json} if change == "tokenizer" else {"page_tokens": 32}
-    new = joined(running, eventually, **changes)
+    values = {"tokenizer": turned_json, "page_tokens": 32, "checkpoint": "of other weights"}
+    new = joined(running, eventually, **{change: values[change]})
     assert new.rejected == [] and old.rejected == []
     new.emitting.clear()
     clients, found = asked_by_others(running, ["first"])  # of two that are idle, the latest

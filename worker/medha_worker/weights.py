@@ -18,12 +18,11 @@ from safetensors import SafetensorError, safe_open
 
 from medha.errors import CheckpointError
 from medha.topology import check_tp, kv_heads_of
-from medha_worker.model.config import LlamaConfig, read_json
+from medha_worker.model.config import LlamaConfig
+from medha_worker.model.files import SINGLE, file_of_each
 from medha_worker.model.layers import LayerWeights, Linear, paneled
 from medha_worker.model.rope import interleaved
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 HEAD = "lm_head.weight"
 
 Progress = Callable[[int, int], None]
@@ -49,16 +48,8 @@ class Checkpoint:
         self._file_of = self._read_index()
 
     def _read_index(self) -> dict[str, str]:
-        index = self.folder / INDEX
-        if index.exists():
-            files = read_json(index).get("weight_map")
-            if not isinstance(files, dict) or not files:
-                raise CheckpointError(f"{index} has no weight_map; fetch the file again")
-            for file in files.values():
-                if not isinstance(file, str) or pathlib.PurePath(file).name != file:
-                    raise CheckpointError(f"{index}: {file!r} is not a file name; fetch it again")
-            return files
-        return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+        indexed = file_of_each(self.folder)
+        return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE) if indexed is None else indexed
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:

@@ -107,7 +107,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_
     """A controller introduces its replica. `files`: name -> content hash (blake2b-128 hex).
 
     `files` holds `tokenizer.json` and, where the checkpoint has them, `tokenizer_config.json`,
-    `chat_template.jinja`, `generation_config.json`. `profile`: the predictor's profile, its JSON.
+    `chat_template.jinja`, `generation_config.json`. `checkpoint`: the same for replicas of the same
+    weights, however it is made; empty where it is not told. `profile`: the predictor's, its JSON.
     `draining`: serves what it has and takes nothing new.
     """
 
@@ -121,6 +122,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_
     classes: Annotated[tuple[SloClass, ...], msgspec.Meta(max_length=64)]
     profile: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
     files: Annotated[dict[str, str], msgspec.Meta(max_length=16)]
+    checkpoint: Name = ""
     stop_tokens: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
     max_batch_s: float = 0.1
     min_batch_s: float = 0.01

@@ -42,6 +42,7 @@ from medha_worker.controller.names import Names, literal
 from medha_worker.controller.outbox import Outgoing, Redial, ToRanks, ToRouter
 from medha_worker.controller.startup import Identity, MakeScheduler
 from medha_worker.model.config import read_config
+from medha_worker.model.files import digest_of
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -75,6 +76,7 @@ def identity_of(config: WorkerConfig) -> Identity:
         hashes={
             name: hashlib.blake2b(data, digest_size=16).hexdigest() for name, data in files.items()
         },
+        checkpoint=digest_of(folder),
         stop_tokens=model.stop_tokens,
     )
 

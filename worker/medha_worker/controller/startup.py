@@ -35,12 +35,14 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Who this replica is: what Hello says beside the config.
 
     `files`: name -> bytes of tokenizer and generation files; `hashes`: name -> blake2b-128 hex.
+    `checkpoint`: which weights these are, see `medha_worker.model.files`.
     """
 
     incarnation: str
     shape: ModelShape
     files: dict[str, bytes]
     hashes: dict[str, str]
+    checkpoint: str = ""
     stop_tokens: tuple[int, ...] = ()
 
 
@@ -124,6 +126,7 @@ class Startup:
             classes=config.classes,
             profile=encode(profile),
             files=identity.hashes,
+            checkpoint=identity.checkpoint,
             stop_tokens=identity.stop_tokens,
             max_batch_s=settings.max_batch_s,
             min_batch_s=settings.min_batch_s,

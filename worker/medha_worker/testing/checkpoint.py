@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import save_file
 
 from medha_worker.model.config import read_config
+from medha_worker.model.files import INDEX, SINGLE
 from medha_worker.model.rope import frequencies
 from medha_worker.testing import circuits, tokenizer
-from medha_worker.weights import INDEX, SINGLE
 
 
 class TinyModel(msgspec.Struct, frozen=True, kw_only=True):
