@@ -8,15 +8,20 @@ UV     := $(VENV)/bin/uv
 # Ready once the virtual environment holds exactly what requirements/dev.txt locks.
 READY  := $(VENV)/.ready
 # Code that exists in this checkout (images carry only some of it).
-CODE   := $(wildcard core operator router worker tests examples benchmarks hatch_build.py)
+CODE   := $(wildcard core operator router worker tests examples benchmarks dashboards \
+              hatch_build.py)
 # Installing compiles them; where one is missing or older than its sources, that happens again.
 KERNELS := worker/medha_worker/attention/singles.kernel.so core/medha/scheduling/lars.kernel.so
+
+# What `make prometheus` unpacks.
+PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/medha-prometheus
 
 # Tests run one worker per core of a small machine; torch gets one thread in each.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-cluster images test test-api test-cluster check format bench lock clean
+.PHONY: dashboards prometheus
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -55,6 +60,13 @@ test-api: $(READY) ## run the tests that start a real Kubernetes API server, whe
 
 test-cluster: $(READY) ## run the tests on a whole cluster, where one can be made (SHORT=1: the first of them)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rsP tests/cluster$(if $(SHORT),/test_first_answers.py)
+
+prometheus: ## unpack Debian's prometheus and promtool into the cache, where tests find them
+	mkdir -p $(PROMETHEUS)
+	cd $(PROMETHEUS) && apt-get download prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
+
+dashboards: $(READY) ## write dashboards/*.json and the chart's copies from the catalogue of metrics
+	$(PY) -m dashboards
 
 check: $(READY) ## lint, format, types, layers, and the tests that guard the house
 	$(VENV)/bin/ruff check $(CODE)

@@ -46,6 +46,30 @@ def program(name: str) -> Path:
     )
 
 
+def of_prometheus(name: str) -> Path:
+    """`prometheus` or `promtool`: of PATH, or of the folder where `make prometheus` unpacks them;
+    skips the test where they are neither."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    unpacked = cache / "medha-prometheus" / "usr" / "bin" / name
+    if unpacked.is_file():
+        return unpacked
+    if found := shutil.which(name):
+        return Path(found)
+    pytest.skip(
+        f"{name} is not here: put it on PATH, or run `make prometheus`, which takes Debian's"
+    )
+
+
+@pytest.fixture(scope="session")
+def prometheus() -> Path:
+    return of_prometheus("prometheus")
+
+
+@pytest.fixture(scope="session")
+def promtool() -> Path:
+    return of_prometheus("promtool")
+
+
 @pytest.fixture(scope="session")
 def helm() -> Path:
     return program("helm")

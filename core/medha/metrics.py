@@ -168,6 +168,7 @@ MEDHA: tuple[Metric, ...] = (
              "kind", "verb", "code"),
     _gauge("medha_operator_leading", "Whether this operator is the one that writes: 1 or 0.", "o"),
     _gauge("medha_operator_queue_depth", "MedhaReplicas that wait to be looked at.", "o"),
+    _gauge("medha_operator_behind_seconds", "For how long the first of them has been due.", "o"),
     _gauge("medha_replica_condition", "A MedhaReplica's condition: 1 true, 0 false.", "o",
            "namespace", "name", "condition"),
     _gauge("medha_desired_replicas", "Replicas that the autoscaler wants.", "o", "namespace",

@@ -71,13 +71,28 @@ def pod(resource: MedhaReplica, start: Start, settings: Settings) -> Manifest:
         names.ATTEMPT: str(start.attempt),
         names.SPEC_HASH: start.spec_hash,
     }
-    annotations = {**resource.spec.template.annotations, names.TARGET: start.node}
+    annotations = {
+        **(_scraped(leader) if settings.scrape else {}),
+        **resource.spec.template.annotations,
+        names.TARGET: start.node,
+    }
     name = names.pod_name(resource.name, start.ordinal, at)
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": metadata(resource, name, labels, annotations),
         "spec": _spec(resource, start, settings),
+    }
+
+
+def _scraped(leader: bool) -> dict[str, str]:
+    """For a Prometheus that goes by annotations, which have room for one port: the controller's
+    where there is one, as it tells the most. No part of the spec's hash: nothing starts anew."""
+    port = CONTROLLER_OPS_PORT if leader else POD_OPS_PORT
+    return {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/path": "/metrics",
+        "prometheus.io/port": str(port),
     }
 
 

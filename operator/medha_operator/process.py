@@ -166,6 +166,7 @@ class Process:
         if not self._lease.leading:
             self._metrics.drop("medha_replica_condition")  # whoever leads knows
         self._metrics.set("medha_operator_queue_depth", float(len(self._queue)))
+        self._metrics.set("medha_operator_behind_seconds", self._queue.behind_s)
 
     def _count(self, verb: str, kind: Kind, status: int) -> None:
         self._metrics.add("medha_operator_writes_total", 1, kind.plural, verb, str(status))

@@ -21,7 +21,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """`namespaces` empty: all of them. `router` is the fleet address that controllers dial (empty:
     the chart's Service in our own namespace), `worker_image` what pods run unless
     `spec.template.image` says otherwise; times in seconds. `worker_flows`: what goes in and out of
-    a replica's pods besides what they say to each other; None: no NetworkPolicy is made."""
+    a replica's pods besides what they say to each other; None: no NetworkPolicy is made. `scrape`:
+    pods carry the annotations by which a Prometheus without its operator finds them."""
 
     namespace: str
     worker_image: str
@@ -37,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lease_s: float = 15.0
     log_level: str = "info"
     worker_flows: Flows | None = None
+    scrape: bool = False
 
     @property
     def fleet_address(self) -> str:

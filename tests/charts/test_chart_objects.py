@@ -10,34 +10,17 @@ from typing import Any
 
 import msgspec
 import pytest
-import yaml
+from tests.charts.rendered import Objects, Render, environment, kinds, one, template
 
 from medha.config import RouterConfig
-from medha.spec import parse
-from medha.topology import Coordinate
-from medha_operator import pods
 from medha_operator.keys import FLEET_KEYS, PAIRS
 from medha_operator.lease import NAME as LEASE
-from medha_operator.manifests import network_policies
 from medha_operator.settings import Settings, from_environment
 from medha_router.keys import ApiKeys
 
 HOUSE = Path(__file__).resolve().parents[2]
-Objects = list[dict[str, Any]]
-Render = Callable[..., Objects]
 
-PROMETHEUS = ("monitoring.coreos.com/v1",)
 GATEWAY = ("gateway.networking.k8s.io/v1",)
-MONITORS = {"PodMonitor", "ServiceMonitor", "PrometheusRule"}
-
-
-def one(objects: Objects, kind: str, name: str) -> dict[str, Any]:
-    (found,) = [o for o in objects if (o["kind"], o["metadata"]["name"]) == (kind, name)]
-    return found
-
-
-def kinds(objects: Objects) -> set[str]:
-    return {each["kind"] for each in objects}
 
 
 def pod_specs(objects: Objects) -> dict[str, dict[str, Any]]:
@@ -51,25 +34,9 @@ def pod_specs(objects: Objects) -> dict[str, dict[str, Any]]:
     return found
 
 
-def template(objects: Objects, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = one(objects, "Deployment", name)["spec"]["template"]
-    return found
-
-
 def router_config(objects: Objects) -> RouterConfig:
     text = one(objects, "ConfigMap", "medha-router")["data"]["router.json"]
     return msgspec.json.decode(text, type=RouterConfig)
-
-
-def environment(objects: Objects) -> dict[str, str]:
-    """The operator's, with what the cluster would fill in."""
-    (container,) = template(objects, "medha-operator")["spec"]["containers"]
-    return {
-        each["name"]: each.get(
-            "value", each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-        )
-        for each in container["env"]
-    }
 
 
 def test_both_charts_are_without_fault(
@@ -243,32 +210,6 @@ def test_no_pod_has_more_rights_than_it_needs(objects: Objects) -> None:
             assert "memory" in container["resources"]["limits"]
 
 
-def test_monitors_are_rendered_where_the_cluster_knows_them(render: Render) -> None:
-    known, unknown = render(apis=PROMETHEUS), render()
-    assert kinds(known) - kinds(unknown) == MONITORS
-    assert not kinds(unknown) & MONITORS
-    assert not MONITORS & kinds(render({"monitoring.enabled": False}, apis=PROMETHEUS))
-    quiet = render({"monitoring.rules.enabled": False}, apis=PROMETHEUS)
-    assert kinds(quiet) & MONITORS == MONITORS - {"PrometheusRule"}
-
-
-@pytest.mark.parametrize("name, port", [("medha-operator", "8081"), ("medha-router", "8001")])
-def test_pods_carry_scrape_annotations_where_nothing_else_finds_them(
-    name: str, port: str, render: Render
-) -> None:
-    plain = template(render(), name)["metadata"]["annotations"]
-    assert plain["prometheus.io/scrape"] == "true" and plain["prometheus.io/port"] == port
-    for other in (render(apis=PROMETHEUS), render({"monitoring.enabled": False})):
-        assert "prometheus.io/scrape" not in template(other, name)["metadata"]["annotations"]
-
-
-def test_monitors_bear_the_labels_by_which_prometheus_selects_them(render: Render) -> None:
-    rendered = render({"monitoring.labels": {"release": "prometheus"}}, apis=PROMETHEUS)
-    monitors = [each for each in rendered if each["kind"] in MONITORS]
-    assert len(monitors) == 4
-    assert all(each["metadata"]["labels"]["release"] == "prometheus" for each in monitors)
-
-
 def test_a_route_is_rendered_where_it_is_wanted_and_the_cluster_has_gateways(
     render: Render,
 ) -> None:
@@ -338,22 +279,3 @@ def test_copies_had_rather_stand_on_other_nodes_and_in_other_zones(
         assert selector.items() <= made["metadata"]["labels"].items()
     weights = {each["podAffinityTerm"]["topologyKey"]: each["weight"] for each in terms}
     assert weights == {"kubernetes.io/hostname": 100, "topology.kubernetes.io/zone": 50}
-
-
-def test_what_watches_worker_pods_names_ports_and_labels_that_they_have(render: Render) -> None:
-    tiny = yaml.safe_load((HOUSE / "examples/kubernetes/tiny.yaml").read_text())
-    start = pods.Start(ordinal=0, at=Coordinate(0, 0, 0), node="a", spec_hash="1")
-    settings = from_environment(environment(render()))
-    leader = pods.pod(parse(tiny), start, settings)
-    ports = {
-        port["name"]: port["containerPort"] for port in leader["spec"]["containers"][0]["ports"]
-    }
-    rendered = render(apis=PROMETHEUS)
-    monitor = one(rendered, "PodMonitor", "medha-workers")["spec"]
-    assert {each["port"] for each in monitor["podMetricsEndpoints"]} <= set(ports)
-    assert set(monitor["podTargetLabels"]) <= set(leader["metadata"]["labels"])
-    (policy,) = network_policies(parse(tiny), [0], settings)
-    labels = policy["spec"]["podSelector"]["matchLabels"]
-    assert labels.items() <= leader["metadata"]["labels"].items()
-    opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", ())}
-    assert opened == {ports["ops"], ports["controller"]}

@@ -139,6 +139,16 @@ def test_the_template_adds_and_overrides() -> None:
     assert made["metadata"]["annotations"]["note"] == "y"
 
 
+def test_pods_carry_scrape_annotations_only_where_told_and_nothing_starts_anew_for_them() -> None:
+    for group, port in ((0, "8091"), (1, "8090")):  # the controller's; the pod's own
+        told = rendered(resource(), group=group, scrape=True)["metadata"]["annotations"]
+        assert told["prometheus.io/scrape"] == "true" and told["prometheus.io/port"] == port
+        plain = rendered(resource(), group=group)["metadata"]["annotations"]
+        assert not any(each.startswith("prometheus.io/") for each in plain)
+    scraped = msgspec.structs.replace(SETTINGS, scrape=True)
+    assert spec_hash(resource(), scraped) == spec_hash(resource(), SETTINGS)
+
+
 def test_the_model_comes_from_a_volume_of_its_kind() -> None:
     claim = source(pvc={"claimName": "models", "path": "llama"})
     assert volume(claim, "model") == {

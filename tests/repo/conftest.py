@@ -12,7 +12,7 @@ PACKAGES = (
     "router/medha_router",
     "worker/medha_worker",
 )
-FOLDERS = ("core", "operator", "router", "worker", "examples", "benchmarks", "tests")
+FOLDERS = ("core", "operator", "router", "worker", "examples", "benchmarks", "dashboards", "tests")
 
 
 @pytest.fixture(scope="session")

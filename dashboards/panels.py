@@ -1,0 +1,44 @@
+"""What a dashboard is made of: rows of panels, each with a question that it answers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from dashboards.queries import Query
+
+Kind = Literal["lines", "areas", "heat", "number", "states"]
+"""Lines; areas that add up; a histogram's buckets; one number; true or false over time."""
+
+
+class Panel(msgspec.Struct, frozen=True, kw_only=True):
+    """One picture. `unit` is Grafana's; `width` of 24; `external`: of metrics that are not ours,
+    and are there only where their exporter is."""
+
+    title: str
+    says: str
+    queries: tuple[Query, ...]
+    kind: Kind = "lines"
+    unit: str = "short"
+    width: int = 12
+    external: bool = False
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Panels under one heading."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+class Board(msgspec.Struct, frozen=True):
+    """A dashboard; its file and its address are named after `name`."""
+
+    name: str
+    title: str
+    says: str
+    rows: tuple[Row, ...]
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        return tuple(panel for row in self.rows for panel in row.panels)
