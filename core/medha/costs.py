@@ -10,7 +10,7 @@ import math
 from math import pow as power
 
 from medha.corrections import PREFILL, Corrections
-from medha.model import ModelShape
+from medha.model import ModelShape, pairs
 from medha.profile import Profile
 from medha.topology import Topology, kv_heads_of, stage_layers
 
@@ -22,7 +22,7 @@ class Costs:
         "_heads_s", "all_reduce_row", "all_reduce_s", "batch_s", "byte", "corrections",
         "elementwise", "factors", "first", "flop", "half", "head_flop", "head_mem", "heads",
         "inverse", "kvp_row", "kvp_s", "last", "layer_s", "linear_flop", "linear_mem", "p",
-        "p2p_row", "p2p_s", "sequence_s", "skews", "stages",
+        "p2p_row", "p2p_s", "sequence_s", "skews", "stages", "window", "windowed",
     )  # fmt: skip
 
     def __init__(self, profile: Profile, shape: ModelShape, topology: Topology) -> None:
@@ -42,6 +42,7 @@ class Costs:
         self.half = profile.attention_half_rows
         self.flop = 4.0 * shape.head_dim / profile.attention_flops_per_s
         self.byte = 2.0 * kv_heads * shape.head_dim * shape.kv_bytes / profile.attention_bytes_per_s
+        self.windowed, self.window = shape.windowed_share, shape.window_tokens
 
         row_bytes = shape.hidden * activation
         ring = 2.0 * (tp - 1) / tp
@@ -73,10 +74,29 @@ class Costs:
         return seconds + self.kvp_s + kvp_rows * self.kvp_row if kvp_rows else seconds
 
     def attention(self, length: int, keys: int, tail: bool) -> float:
-        """Seconds of a chunk's attention in one layer; rate grows with chunk × heads."""
-        pairs = length * (keys + 0.5 * (length + 1)) if tail else float(length * keys)
-        flop = self.flop * pairs * (self.heads + self.half / length)
+        """Seconds of a chunk's attention in one layer, the mean of all; rate grows with chunk ×
+        heads."""
+        seen = length * (keys + 0.5 * (length + 1)) if tail else float(length * keys)
+        flop = self.flop * seen * (self.heads + self.half / length)
         byte = self.byte * (keys + length if tail else keys)
+        seconds = math.sqrt(flop * flop + byte * byte)
+        if self.windowed:
+            near = min(keys, self.window)
+            seen = pairs(length, keys, self.window) if tail else float(length * near)
+            flop = self.flop * seen * (self.heads + self.half / length)
+            byte = self.byte * (near + length if tail else near)
+            seconds += self.windowed * (math.sqrt(flop * flop + byte * byte) - seconds)
+        return seconds
+
+    def decodes(self, count: int, keys: int) -> float:
+        """Seconds of the attention of `count` single rows in one layer, the mean of all, that have
+        `keys` tokens before and with them, all rows together."""
+        if self.windowed:
+            seen: float = min(keys, count * self.window)
+            seen = keys + self.windowed * (seen - keys)
+        else:
+            seen = keys
+        flop, byte = self.flop * seen * self.heads, self.byte * seen
         return math.sqrt(flop * flop + byte * byte)
 
     def head(self, yields: int) -> float:
@@ -120,10 +140,7 @@ class BatchLoad:
 
     def add_decode(self, keys: int, groups: int = 1, tail: bool = True) -> None:
         """One token of a sequence of which this group already holds `keys` tokens."""
-        costs = self._costs
-        keys += tail
-        flop, byte = costs.flop * keys * costs.heads, costs.byte * keys
-        self.attention_s += math.sqrt(flop * flop + byte * byte)
+        self.attention_s += self._costs.decodes(1, keys + tail)
         self.rows += 1
         self.yields += 1
         self.decodes += 1
@@ -132,11 +149,10 @@ class BatchLoad:
     def add_decodes(self, count: int, keys: int, groups: int = 1) -> None:
         """`count` decodes at once that read `keys` tokens in all, their own included; O(1).
 
-        A decode's attention is linear in the keys that it reads, so their sum is enough.
+        A decode's attention is linear in the keys that it reads, so their sum is enough (with a
+        window it is as if all had equally many).
         """
-        costs = self._costs
-        flop, byte = costs.flop * keys * costs.heads, costs.byte * keys
-        self.attention_s += math.sqrt(flop * flop + byte * byte)
+        self.attention_s += self._costs.decodes(count, keys)
         self.rows += count
         self.yields += count
         self.decodes += count
@@ -198,8 +214,9 @@ class BatchLoad:
         row_s = costs.linear_flop + costs.elementwise + costs.all_reduce_row
         factors, skews, at = costs.factors, costs.skews, 2 if self.decodes else PREFILL
         factor, skew = min(factors[at], factors[at + 1]), min(skews[at], skews[at + 1])
-        # Attention's operations: flop · (heads + half / length) · length · (keys + length / 2)
-        flop, keys_seen = skew * costs.flop, keys + 0.5 * tail
+        # Attention's operations, of layers without a window: flop · (heads + half / length) ·
+        # length · (keys + length / 2)
+        flop, keys_seen = (1.0 - costs.windowed) * skew * costs.flop, keys + 0.5 * tail
         left_s = budget_s / (factor * costs.first) - skew * self.attention_s - self.rows * row_s
         left_s -= flop * costs.half * keys_seen
         if left_s <= 0.0:

@@ -9,7 +9,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A decoder-only transformer with gated MLP and grouped-query attention.
 
     Counts are whole-model; `param_bytes` and `kv_bytes` are bytes per parameter and per cached
-    scalar (2 for bfloat16, 4 for float32, 1 for FP8).
+    scalar (2 for bfloat16, 4 for float32, 1 for FP8). In `window_layers` of the layers a token sees
+    `window_tokens`, its own included; what lies further back stays cached, as others see it.
     """
 
     layers: int
@@ -23,6 +24,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     param_bytes: float = 2.0
     kv_bytes: float = 2.0
     max_context_tokens: int = 4096
+    window_tokens: int = 0
+    window_layers: int = 0
 
     @property
     def attention_params(self) -> int:
@@ -56,10 +59,27 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """FLOPs of one layer's linear operators over `tokens` rows (2 per multiply-add)."""
         return 2 * tokens * (self.attention_params + self.mlp_params)
 
-    def attention_flops(self, chunk: int, prefix: int) -> int:
-        """FLOPs of one layer's causal attention: `chunk` query rows after `prefix` tokens.
+    @property
+    def windowed_share(self) -> float:
+        """Of the layers, those that see a window only."""
+        return self.window_layers / self.layers if self.window_tokens else 0.0
 
-        Row i sees prefix + i + 1 keys; scores and values cost 2 FLOPs each per pair and dimension.
+    def attention_flops(self, chunk: int, prefix: int) -> float:
+        """FLOPs of causal attention, the mean of the layers: `chunk` query rows after `prefix`.
+
+        Scores and values cost 2 FLOPs each per pair of query and key and per dimension.
         """
-        pairs = chunk * prefix + chunk * (chunk + 1) // 2
-        return 4 * pairs * self.heads * self.head_dim
+        every = pairs(chunk, prefix)
+        seen = every
+        if share := self.windowed_share:
+            seen = (1.0 - share) * every + share * pairs(chunk, prefix, self.window_tokens)
+        return 4 * seen * self.heads * self.head_dim
+
+
+def pairs(chunk: float, prefix: float, window: float = 0.0) -> float:
+    """Pairs of query and key of `chunk` rows after `prefix` keys: Σ min(prefix + i, window) over
+    i = 1 … chunk; a window of 0 is none."""
+    if not window or prefix + chunk <= window:
+        return chunk * prefix + chunk * (chunk + 1) / 2
+    growing = max(window - prefix, 0.0)  # rows before the window is full
+    return growing * prefix + growing * (growing + 1) / 2 + (chunk - growing) * window

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from medha.batch import Batch, Chunk
 from medha.config import RouterConfig, RouterModel, read, render
 from medha.errors import SpecError
-from medha.model import ModelShape
+from medha.model import ModelShape, pairs
 from medha.prefix import HASH_BYTES, chain, salt_of
 from medha.request import Request, Slo
 
@@ -30,6 +30,17 @@ def test_llama_3_8b_has_eight_billion_parameters_and_128_kib_of_kv_per_token() -
 def test_attention_flops_are_those_of_the_causal_pairs() -> None:
     pairs = sum(10 + i + 1 for i in range(7))
     assert LLAMA_8B.attention_flops(7, 10) == 4 * pairs * 32 * 128
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 18, 30])
+def test_rows_of_a_windowed_layer_are_paired_with_the_keys_in_sight(window: int) -> None:
+    for chunk in (1, 7, 16):
+        for prefix in (0, 3, 10, 40):
+            counted = sum(min(prefix + i + 1, window) for i in range(chunk))
+            assert pairs(chunk, prefix, window) == counted
+    half = msgspec.structs.replace(LLAMA_8B, window_tokens=window, window_layers=16)
+    both = (pairs(7, 10) + pairs(7, 10, window)) / 2
+    assert half.attention_flops(7, 10) == 4 * both * 32 * 128
 
 
 @given(st.lists(st.integers(0, 99), max_size=40), st.integers(0, 39), st.integers(1, 8))

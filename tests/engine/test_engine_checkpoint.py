@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medha_worker.testing.checkpoint import DEMO, LARGE, TinyModel, write_checkpoint
+from medha_worker.testing.checkpoint import DEMO, FAMILIES, LARGE, TinyModel, write_checkpoint
 from medha_worker.testing.engine import SoloEngine
 from medha_worker.testing.prompts import recalling
 
@@ -58,11 +59,12 @@ def test_the_chat_template_ends_where_the_assistant_begins(tiny: pathlib.Path) -
     )
 
 
-def test_attention_is_peaked_and_reaches_far_back(tiny: pathlib.Path) -> None:
-    """Where the last two tokens stood before, copying heads look there, however far."""
-    prompt = recalling(1000, 512, seed=1)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attention_is_peaked_and_reaches_far_back(name: str, checkpoint: Folder) -> None:
+    """Where the last two tokens stood before, copying heads look there, however far (in sight)."""
+    prompt, window = recalling(1000, 512, seed=1), FAMILIES[name].window or 1000
     model = AutoModelForCausalLM.from_pretrained(
-        tiny, dtype=torch.float32, attn_implementation="eager"
+        checkpoint(FAMILIES[name]), dtype=torch.float32, attn_implementation="eager"
     )
     with torch.inference_mode():
         out = model(torch.from_numpy(prompt.astype(np.int64))[None], output_attentions=True)
@@ -77,7 +79,7 @@ def test_attention_is_peaked_and_reaches_far_back(tiny: pathlib.Path) -> None:
             assert (where[1:] == rows[:-1]).float().mean() > 0.9
         else:
             assert best[again].median() > 0.5
-            assert ((rows - where)[again] > 64).float().mean() > 0.5
+            assert ((rows - where)[again] > 64).float().mean() > 0.5 or window < 100
     assert out.logits.std() > 3
 
 

@@ -23,11 +23,11 @@ from medha_worker.attention.reference import ReferenceAttention
 from medha_worker.inputs import InputBuilder
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.config import read_config
-from medha_worker.model.llama import Llama
+from medha_worker.model.decoder import Decoder
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.interface import SoloColumn
 from medha_worker.sequences import Sequences
-from medha_worker.testing.checkpoint import TinyModel
+from medha_worker.testing.checkpoint import FAMILIES, TinyModel
 from medha_worker.testing.prompts import recalling
 from medha_worker.weights import Checkpoint, load
 
@@ -67,6 +67,9 @@ def prompt_step(tokens: npt.NDArray[np.int32], pages: int) -> Step:
         (2, (3, 3), TinyModel()),
         (4, (6,), TinyModel()),  # two shards hold each KV head
         (2, (1, 4, 1), TinyModel(tied=True, files=3)),
+        (2, (2, 4), FAMILIES["qwen2, late layers windowed"]),
+        (4, (5, 1), FAMILIES["qwen3"]),
+        (2, (3, 3), FAMILIES["mistral, a narrow window"]),
         (3, (3,), TinyModel(heads=3, kv_heads=3, hidden=96, intermediate=351, layers=3)),
     ],
 )
@@ -92,10 +95,11 @@ def test_shards_and_stages_together_are_the_model(
             kernel = ReferenceAttention(config.heads // tp, kv_heads, config.head_dim, 64)
             rotary = Rotary(config.rope, config.head_dim)
             builder = InputBuilder(
-                Sequences(0), kernel, rotary, kv, config.vocab, embeds=layers.start == 0
-            )
+                Sequences(0), kernel, rotary, kv, config.vocab, embeds=layers.start == 0,
+                windows=config.windows_in(layers),
+            )  # fmt: skip
             inputs = builder.build(prompt_step(tokens, 3))
-            stage = Llama(config, layers, parallel, weights)
+            stage = Decoder(config, layers, parallel, weights)
             x = stage.forward(inputs.tokens if layers.start == 0 else x, inputs, kv, SoloColumn())
         results[rank] = stage.logits(x)
 

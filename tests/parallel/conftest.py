@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable, Iterator
 
@@ -12,7 +13,7 @@ import torch
 
 from medha.config import WorkerConfig
 from medha.topology import Topology
-from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
+from medha_worker.testing.checkpoint import FAMILIES, TinyModel, write_checkpoint
 from medha_worker.testing.rig import Nursery, Rig
 
 PAGE_TOKENS = 16
@@ -20,6 +21,8 @@ PAGES = 700
 MODEL = TinyModel()
 
 Oracle = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
+# The folder of a family's checkpoint, and transformers' logits for it.
+Families = Callable[[str], tuple[pathlib.Path, Oracle]]
 MakeRig = Callable[..., Rig]
 
 
@@ -37,6 +40,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def oracle(checkpoint: pathlib.Path) -> Oracle:
+    return oracle_of(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    """Made when first asked for."""
+
+    @functools.cache
+    def made(name: str) -> tuple[pathlib.Path, Oracle]:
+        folder = write_checkpoint(tmp_path_factory.mktemp("family"), FAMILIES[name])
+        return folder, oracle_of(folder)
+
+    return made
+
+
+def oracle_of(checkpoint: pathlib.Path) -> Oracle:
     """Logits [tokens, vocab] of transformers, float32, over a whole sequence at once."""
     from transformers import AutoModelForCausalLM
 

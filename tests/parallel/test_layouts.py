@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from medha_worker.testing.checkpoint import FAMILIES
 from medha_worker.testing.driver import Driver, Running
 from medha_worker.testing.prompts import recalling
 from medha_worker.testing.rig import Rig
@@ -20,6 +21,7 @@ VOCAB = 512
 WRONG = pathlib.Path(__file__).parent / "wrong.py"
 
 Oracle = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
+Families = Callable[[str], tuple[pathlib.Path, Oracle]]
 MakeRig = Callable[..., Rig]
 
 
@@ -121,6 +123,23 @@ def test_each_layout_matches_transformers(
     assert not rig.failed
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama"])
+@pytest.mark.parametrize("tp, spp, kvp", [(2, 1, 2), (1, 2, 2)])
+def test_each_family_matches_transformers_in_shards_stages_and_groups(
+    make_rig: MakeRig, families: Families, name: str, tp: int, spp: int, kvp: int
+) -> None:
+    """A window begins in one group's pages and ends in another's while the prompt grows."""
+    folder, oracle = families(name)
+    rig = make_rig(tp, spp, kvp, checkpoint=str(folder))
+    rig.start(range(kvp))
+    rig.form(1, tuple(range(kvp)))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1)
+    assert differences(play(driver, kvp, 700, seed=tp + 10 * spp), oracle) == []
+    runs = wander(driver, kvp, random.Random(tp), batches=25)
+    assert differences(runs, oracle) == []
+    assert len(runs) > 2 and not rig.failed
+
+
 def wander(driver: Driver, kvp: int, dice: random.Random, batches: int) -> list[Running]:
     """Batches of random sequences and lengths; sequences begin, hit prefixes, grow, move, end."""
     over: list[Running] = []
@@ -177,6 +196,16 @@ def test_a_random_plan_matches_transformers(
     runs = wander(driver, kvp, random.Random(tp + 10 * spp + 100 * kvp), batches=60)
     assert differences(runs, oracle) == []
     assert len(runs) > 8 and driver.moved > 8 and not rig.failed
+
+
+@pytest.mark.parametrize("mutant", ["sees_what_is_out_of_sight", "sees_a_window_per_group"])
+def test_a_wrong_window_is_found(make_rig: MakeRig, families: Families, mutant: str) -> None:
+    folder, oracle = families("mistral, a narrow window")
+    rig = make_rig(1, 1, 2, checkpoint=str(folder), change=f"{WRONG}:{mutant}")
+    rig.start(range(2))
+    rig.form(1, (0, 1))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1)
+    assert differences(play(driver, 2, 400, seed=7), oracle) != []
 
 
 @pytest.mark.parametrize(

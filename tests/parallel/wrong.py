@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
 from medha_worker import inputs
@@ -46,3 +47,26 @@ def takes_the_wrong_base() -> None:
         return Partial(part.out, part.lse * 0.6931471805599453)
 
     kvp._state = state
+
+
+def sees_what_is_out_of_sight() -> None:
+    """Shards that do not hold the chunk itself show all of their pages."""
+    right = inputs.seen
+
+    def seen(span, *rest):  # type: ignore[no-untyped-def]
+        return right(span, *rest) if span.tail else span
+
+    inputs.seen = seen
+
+
+def sees_a_window_per_group() -> None:
+    """Each shard shows its newest tokens, as if its pages followed each other up to the chunk."""
+    right = inputs.seen
+
+    def seen(span, chunk, pages, window, page_tokens):  # type: ignore[no-untyped-def]
+        packed = PageTable(enumerate(span.pages.tolist()))
+        shift = chunk.start - span.held
+        moved = msgspec.structs.replace(chunk, start=chunk.start - shift)
+        return right(span, moved, packed, window, page_tokens)
+
+    inputs.seen = seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,6 +81,48 @@ def test_the_largest_chunk_fits_and_one_step_more_does_not(
         assert load.seconds_with(chunk, keys) <= budget_s
     if chunk < limit:
         assert load.seconds_with(min(limit, chunk + step), keys) > budget_s
+
+
+WINDOWED = msgspec.structs.replace(LLAMA_8B, window_tokens=4096, window_layers=32)
+LATE = msgspec.structs.replace(WINDOWED, window_layers=8)
+
+
+def test_a_window_bounds_what_a_long_context_costs() -> None:
+    full, late, windowed = (
+        Predictor(A100, shape, Topology(tp=8)) for shape in (LLAMA_8B, LATE, WINDOWED)
+    )
+    for entry in ((1, 1_000_000, True), (512, 1_000_000, False)):
+        near = (entry[0], 4096, entry[2])
+        assert windowed.batch_s([entry]) <= 1.01 * full.batch_s([near])
+        share = 0.25 * windowed.batch_s([entry]) + 0.75 * full.batch_s([entry])
+        assert late.batch_s([entry]) == pytest.approx(share, rel=1e-6)
+    for entry in ((1, 2000, True), (512, 3000, False)):
+        assert windowed.batch_s([entry]) == pytest.approx(full.batch_s([entry]))
+    assert windowed.prefill_s(1_000_000) < 0.3 * full.prefill_s(1_000_000)
+
+
+@given(st.integers(1, 9000), st.integers(0, 100_000), st.integers(1, 500), st.floats(0.001, 0.3))
+@settings(max_examples=100, deadline=None)
+def test_the_largest_chunk_of_a_windowed_model_fits_and_no_larger_one(
+    length: int, keys: int, more: int, budget_s: float
+) -> None:
+    for shape in (LATE, WINDOWED):
+        of = Predictor(A100, shape, Topology(tp=8))
+        load = of.load()
+        assert load.seconds_with(length, keys) < load.seconds_with(length + more, keys)
+        assert load.seconds_with(length, keys) <= load.seconds_with(length, keys + more)
+        chunk = of.largest_chunk(load, keys, 100_000, budget_s)
+        assert not chunk or load.seconds_with(chunk, keys) <= budget_s
+        assert load.seconds_with(min(100_000, chunk + 32), keys) > budget_s or chunk == 100_000
+
+
+def test_decodes_of_a_windowed_model_read_what_they_see() -> None:
+    of = Predictor(A100, WINDOWED, Topology(tp=8))
+    one_by_one, at_once = of.load(), of.load()
+    for _ in range(8):
+        one_by_one.add_decode(100_000)
+    at_once.add_decodes(8, 8 * 100_001)
+    assert at_once.seconds() == pytest.approx(one_by_one.seconds())
 
 
 def test_costs_add_per_operator_not_per_request() -> None:

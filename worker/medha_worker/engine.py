@@ -20,8 +20,8 @@ from medha_worker.inputs import InputBuilder
 from medha_worker.kv.epochs import PageEpochs
 from medha_worker.kv.fetches import Copies
 from medha_worker.kv.pages import KvPages, page_bytes
-from medha_worker.model.config import LlamaConfig, read_config
-from medha_worker.model.llama import Llama
+from medha_worker.model.config import DecoderConfig, read_config
+from medha_worker.model.decoder import Decoder
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.interface import SoloTensorParallel, TensorParallel
 from medha_worker.parallel.mesh import Mesh, Wiring
@@ -78,10 +78,11 @@ class Engine:
             self.kv,
             shape.vocab,
             embeds=at.stage == 0,
+            windows=shape.windows_in(self.layers),
         )
         return Runner(
             at,
-            model=Llama(shape, self.layers, tp, self._weights),
+            model=Decoder(shape, self.layers, tp, self._weights),
             kv=self.kv,
             inputs=inputs,
             tp=tp,
@@ -93,7 +94,7 @@ class Engine:
         )
 
 
-def _pool(config: WorkerConfig, shape: LlamaConfig, layers: range, shard: int) -> KvPages:
+def _pool(config: WorkerConfig, shape: DecoderConfig, layers: range, shard: int) -> KvPages:
     """`kv_pages` pages, or as many as `kv_bytes` per rank hold."""
     heads = len(kv_heads_of(shard, config.topology.tp, shape.kv_heads))
     dtype = _dtype("dtype" if config.kv_dtype == "auto" else "kv_dtype",

@@ -16,11 +16,11 @@ import torch
 from medha.batch import Chunk
 from medha.errors import EngineError, ProtocolError
 from medha.messages.ranks import Step
-from medha_worker.attention.interface import Attention, Plan, Span
+from medha_worker.attention.interface import Attention, Plan, Sight, Span
 from medha_worker.kv.pages import KvPages, Slots
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.interface import SharedRows
-from medha_worker.sequences import Sequences, SequenceState
+from medha_worker.sequences import PageTable, Sequences, SequenceState
 
 Ids = npt.NDArray[np.int64]
 
@@ -30,8 +30,9 @@ class StepInputs:
     """One step for one rank.
 
     `tokens` int64 [rows]; `turns` complex64 [rows, 1, head_dim / 2] the rows' rotary angles;
-    `attention` the planned spans; `slots` where the written rows' keys and values go; `written`
-    int64 rows that are, None when all are; `shared` the rows whose attention spans groups.
+    `attention` the planned spans, by the window of the layers that they are for; `slots` where the
+    written rows' keys and values go; `written` int64 rows that are, None when all are; `shared` the
+    rows whose attention spans groups.
     `yielding` are the rows to sample here: (batch row, sequence, position of the token to be
     drawn), `yield_rows` the rows alone.
     """
@@ -40,7 +41,7 @@ class StepInputs:
     rows: int
     tokens: torch.Tensor
     turns: torch.Tensor
-    attention: Plan
+    attention: dict[int, Plan]
     slots: Slots
     written: torch.Tensor | None
     shared: tuple[SharedRows, ...]
@@ -52,6 +53,7 @@ class InputBuilder:
     """Builds the inputs of one rank's steps, in step order.
 
     `embeds`: this rank is in the first stage, so every row needs its token; `vocab` bounds them.
+    `windows`: those of its layers (0: a layer that sees all).
     """
 
     def __init__(
@@ -62,9 +64,10 @@ class InputBuilder:
         kv: KvPages,
         vocab: int,
         embeds: bool,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
         self.sequences, self.attention, self.rotary, self.kv = sequences, attention, rotary, kv
-        self.vocab, self.embeds = vocab, embeds
+        self.vocab, self.embeds, self.windows = vocab, embeds, windows
 
     def build(self, step: Step) -> StepInputs:
         """Apply `step` to the sequences and lay out its rows.
@@ -96,7 +99,15 @@ class InputBuilder:
             rows=starts[-1],
             tokens=torch.from_numpy(tokens),
             turns=torch.complex(cos, sin),
-            attention=self.attention.plan(spans),
+            attention={
+                window: self.attention.plan(
+                    [
+                        seen(span, chunk, state.pages, window, self.kv.page_tokens)
+                        for span, chunk, state in zip(spans, chunks, states, strict=True)
+                    ]
+                )
+                for window in self.windows
+            },
             slots=(torch.from_numpy(pages), torch.from_numpy(kept % self.kv.page_tokens)),
             written=None if written is None else torch.from_numpy(written),
             shared=tuple(
@@ -155,6 +166,17 @@ class InputBuilder:
             held = _held(chunk, state, T, tail)
             spans.append(Span(at, chunk.length, held, state.pages.ids, tail))
         return spans, np.concatenate(pages)
+
+
+def seen(span: Span, chunk: Chunk, pages: PageTable, window: int, page_tokens: int) -> Span:
+    """The span of a chunk as a layer with `window` has it (0: none): the pages in sight alone."""
+    if not window or chunk.end <= window:
+        return span
+    logical, ids = pages.since(max(0, chunk.start - window + 1) // page_tokens)
+    unseen = len(span.pages) - len(ids)  # full ones, as they are before the chunk's
+    held = span.held - unseen * page_tokens
+    sight = Sight(window, chunk.start, logical)
+    return Span(span.start, span.length, held, ids, span.tail, sight)
 
 
 def _positions(chunks: tuple[Chunk, ...], starts: list[int]) -> Ids:

@@ -36,7 +36,7 @@ from medha_worker.kv.epochs import PageEpochs
 from medha_worker.kv.fetches import Copies
 from medha_worker.kv.grants import Grant, Grants
 from medha_worker.kv.pages import KvPages
-from medha_worker.model.llama import Llama
+from medha_worker.model.decoder import Decoder
 from medha_worker.parallel.communicator import PeerLost
 from medha_worker.parallel.interface import TensorParallel
 from medha_worker.parallel.kvp import GroupColumn
@@ -54,7 +54,7 @@ class Runner:
         self,
         at: Coordinate,
         *,
-        model: Llama,
+        model: Decoder,
         kv: KvPages,
         inputs: InputBuilder,
         tp: TensorParallel,

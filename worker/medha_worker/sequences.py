@@ -53,6 +53,11 @@ class PageTable:
         """How many held pages precede `logical`."""
         return bisect.bisect_left(self._logical, logical)
 
+    def since(self, logical: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Numbers and ids of the held pages from `logical` on."""
+        cut = self.before(logical)
+        return np.array(self._logical[cut:], dtype=np.int64), self.ids[cut:]
+
     def append(self, first_logical: int, ids: Sequence[int]) -> None:
         """Pages `first_logical`, `first_logical` + 1, … above all held ones."""
         if first_logical <= self.last_logical:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from medha.errors import CheckpointError
 from medha.topology import check_tp, kv_heads_of
-from medha_worker.model.config import LlamaConfig
+from medha_worker.model.config import DecoderConfig
 from medha_worker.model.files import SINGLE, file_of_each
 from medha_worker.model.layers import LayerWeights, Linear, paneled
 from medha_worker.model.rope import interleaved
@@ -98,7 +98,7 @@ class Checkpoint:
 
 def load(
     checkpoint: Checkpoint,
-    config: LlamaConfig,
+    config: DecoderConfig,
     layers: range,
     shard: int,
     tp: int,
@@ -125,7 +125,7 @@ class _Loader:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        config: LlamaConfig,
+        config: DecoderConfig,
         layers: range,
         shard: int,
         tp: int,
@@ -179,12 +179,22 @@ class _Loader:
         gate_up = [(mlp + name, c.intermediate, self.mlp_rows) for name in ("gate_proj", "up_proj")]
         return LayerWeights(
             attention_norm=self._vector(prefix + "input_layernorm.weight"),
-            qkv=self._columns(qkv, c.attention_bias, rotated=2),
-            out=self._row(attention + "o_proj", q_all, self.q_rows, c.attention_bias),
+            qkv=self._columns(qkv, c.qkv_bias, rotated=2),
+            out=self._row(attention + "o_proj", q_all, self.q_rows, c.out_bias),
             mlp_norm=self._vector(prefix + "post_attention_layernorm.weight"),
             gate_up=self._columns(gate_up, c.mlp_bias, halves=2),
             down=self._row(mlp + "down_proj", c.intermediate, self.mlp_rows, c.mlp_bias),
+            head_norms=self._head_norms(attention) if c.head_norms else None,
         )
+
+    def _head_norms(self, attention: str) -> torch.Tensor:
+        """The norm of queries for each query head, that of keys for each KV head."""
+        D = self.config.head_dim
+        parts = []
+        for name, rows in (("q_norm", self.q_rows), ("k_norm", self.kv_rows)):
+            weight = self._vector(f"{attention}{name}.weight", D)
+            parts.append(interleaved(weight, D).expand(len(rows) // D, D))
+        return torch.cat(parts)
 
     def _columns(
         self,
@@ -221,8 +231,9 @@ class _Loader:
             bias = self._vector(name + ".bias")
         return Linear(paneled(part.t().to(self.dtype)), bias)
 
-    def _vector(self, name: str) -> torch.Tensor:
-        found = self.checkpoint.slice(name, (self.config.hidden,))
+    def _vector(self, name: str, size: int = 0) -> torch.Tensor:
+        """A vector of `size` entries, or else of one for each of the hidden state."""
+        found = self.checkpoint.slice(name, (size or self.config.hidden,))
         return self._count(found[:]).to(self.dtype)
 
     def _vocab(self, name: str) -> torch.Tensor:

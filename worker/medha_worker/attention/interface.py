@@ -9,6 +9,10 @@ For a span of `length` rows whose group holds `held` of the sequence's earlier t
 
 A group that is not the tail has no own part; one that holds nothing contributes (0, −∞). Keys are
 stored after their rotation, so their order does not matter: a shard may be any set of pages.
+
+In a layer with a window a row sees only so many tokens back, itself included; there a span holds
+the pages that some row may see, and tells where they stand (`Sight`). This is the one mask that
+kernels know beside the causal one.
 """
 
 from __future__ import annotations
@@ -57,12 +61,31 @@ def unfilled(q: torch.Tensor) -> Partial:
     return Partial(out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
 
 
+class Sight(msgspec.Struct, frozen=True):
+    """How far the rows of a span see: row i those at positions above position + i − window.
+
+    `position`: of the first row in its sequence; `logical`: numbers of the span's pages (int64,
+    ascending): page n holds positions from n × page_tokens on.
+    """
+
+    window: int
+    position: int
+    logical: npt.NDArray[np.int64]
+
+    def hidden(self, page_tokens: int) -> int:
+        """Tokens at the beginning of the first page that the first row does not see."""
+        if not len(self.logical):
+            return 0
+        return max(0, self.position - self.window + 1 - int(self.logical[0]) * page_tokens)
+
+
 class Span(msgspec.Struct, frozen=True):
     """The rows of one chunk, and the own group's pages of its sequence.
 
     `start`, `length`: batch rows [start, start + length). `held`: earlier tokens in this group.
     `pages`: page ids (int64) in ascending logical order; every page is full but perhaps the last;
-    in the tail group they also hold the chunk, which is written before attention runs.
+    in the tail group they also hold the chunk, which is written before attention runs. `sight`:
+    None where every row sees all of them.
     """
 
     start: int
@@ -70,6 +93,7 @@ class Span(msgspec.Struct, frozen=True):
     held: int
     pages: npt.NDArray[np.int64]
     tail: bool
+    sight: Sight | None = None
 
 
 class Plan(Protocol):

@@ -44,6 +44,7 @@ class _Plan(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("row", "tokens", "first", "pages")),
         *((name, ctypes.c_int64)
           for name in ("heads", "kv_heads", "head_dim", "page_tokens", "narrow")),
+        ("hidden", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -89,6 +90,7 @@ class NativeKernel:
     def plan(self, spans: Sequence[Span]) -> NativePlan:
         """Raises EngineError for a span that is not a single row with the pages of its tokens."""
         tokens = [span.held + span.tail for span in spans]
+        hidden = [0 if s.sight is None else s.sight.hidden(self.page_tokens) for s in spans]
         pages = []
         for span, count in zip(spans, tokens, strict=True):
             needed = -(-count // self.page_tokens)
@@ -99,7 +101,7 @@ class NativeKernel:
                     " pages of its tokens; plan longer chunks apart"
                 )
             pages.append(span.pages[:needed])
-        return NativePlan(self, [span.start for span in spans], tokens, pages)
+        return NativePlan(self, [span.start for span in spans], tokens, hidden, pages)
 
     @property
     def threads(self) -> ThreadPoolExecutor:
@@ -110,18 +112,22 @@ class NativeKernel:
 
 
 class NativePlan:
-    """One step's single rows, ready to run in every layer."""
+    """One step's single rows, ready to run in every layer: row `starts[i]` sees `tokens[i]` tokens
+    of `pages[i]`, but for the first `hidden[i]`."""
 
     def __init__(
-        self, kernel: NativeKernel, starts: list[int], tokens: list[int], pages: list[Ids]
-    ) -> None:
+        self, kernel: NativeKernel, starts: list[int], tokens: list[int], hidden: list[int],
+        pages: list[Ids],
+    ) -> None:  # fmt: skip
         self.kernel = kernel
         self._rows_needed = max(starts, default=-1) + 1
-        self._bare = [row for row, count in zip(starts, tokens, strict=True) if not count]
-        seeing = [i for i, count in enumerate(tokens) if count]
+        sees = [count > out for count, out in zip(tokens, hidden, strict=True)]
+        self._bare = [row for row, any_ in zip(starts, sees, strict=True) if not any_]
+        seeing = [i for i, any_ in enumerate(sees) if any_]
         counts = np.array([len(pages[i]) for i in seeing], dtype=np.int64)
         # What the plan points to must live as long as it does.
         self._tokens = np.array([tokens[i] for i in seeing], dtype=np.int64)
+        self._hidden = np.array([hidden[i] for i in seeing], dtype=np.int64)
         self._arrays = (
             np.array([starts[i] for i in seeing], dtype=np.int64),
             self._tokens,
@@ -133,6 +139,7 @@ class NativePlan:
         self._plan = _Plan(
             *(array.ctypes.data for array in self._arrays), kernel.heads, kernel.kv_heads,
             kernel.head_dim, kernel.page_tokens, kernel.dtype == torch.bfloat16,
+            self._hidden.ctypes.data,
         )  # fmt: skip
         self.parts = self._split(torch.get_num_threads())
 
@@ -164,7 +171,7 @@ class NativePlan:
 
     def _split(self, threads: int) -> list[tuple[int, int]]:
         """Pairs of row and KV head, in parts of about equal work."""
-        ends = np.cumsum(np.repeat(self._tokens, self.kernel.kv_heads))
+        ends = np.cumsum(np.repeat(self._tokens - self._hidden, self.kernel.kv_heads))
         if not len(ends):
             return []
         parts = max(min(threads, int(ends[-1]) // THREADED), 1)

@@ -1,6 +1,6 @@
 /* Attention of single rows (decodes) over pages of keys and values, in one pass over them.
 
-   A row's query heads see all of its tokens, without a mask. All heads of a KV head are served while
+   A row's query heads see all of its tokens from one on, without a mask. All heads of a KV head are served while
    its keys and values are in the nearest cache, and the block that comes next is on its way from
    memory, so that arithmetic hides behind reading. Softmax is online: a running maximum, and sums
    that shrink when it grows. Plain C: no Python, no torch; native.py is the door and checks what
@@ -21,12 +21,14 @@
     for (int fetched = 0; fetched < (size); fetched += 64)                                         \
     __builtin_prefetch((from) + fetched, 0, 2)
 
-/* What native.py plans once per step. Row i is row `row[i]` of queries and outputs, sees `tokens[i]`
-   tokens, at least one, and its pages are `pages[first[i]]` and those that follow. */
+/* What native.py plans once per step. Row i is row `row[i]` of queries and outputs, its pages are
+   `pages[first[i]]` and those that follow, and it sees their tokens [hidden[i], tokens[i]), at least
+   one. */
 struct plan {
     const int64_t *row, *tokens, *first, *pages;
     int64_t heads, kv_heads, head_dim, page_tokens;
     int64_t narrow; /* 1: the pool holds bfloat16, 0: float32 */
+    const int64_t *hidden;
 };
 
 struct block {
@@ -145,13 +147,13 @@ void medha_singles(const struct plan *plan, int64_t from, int64_t to, const floa
         int64_t i = pair / plan->kv_heads, first = pair % plan->kv_heads * group;
         int64_t head = plan->row[i] * plan->heads + first;
         start(plan, group, state, out + head * dim);
-        for (int64_t token = 0; token < plan->tokens[i];) {
+        for (int64_t token = plan->hidden[i]; token < plan->tokens[i];) {
             struct block block = locate(plan, pool, pair, token), next = block;
             token += block.tokens;
             if (token < plan->tokens[i])
                 next = locate(plan, pool, pair, token);
             else if (pair + 1 < to)
-                next = locate(plan, pool, pair + 1, 0);
+                next = locate(plan, pool, pair + 1, plan->hidden[(pair + 1) / plan->kv_heads]);
             block.next_keys = next.keys, block.next_values = next.values;
             visit(group, plan->narrow, dim, &block, scale,
                   q + plan->row[i] * stride + first * dim, state, out + head * dim);

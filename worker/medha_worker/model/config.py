@@ -1,6 +1,6 @@
-"""A checkpoint's config.json as typed values: what the engine needs to know of a Llama model.
+"""A checkpoint's config.json as typed values: what the engine needs to know of a decoder.
 
-Reads the names of Llama 1 to 3.1 and both spellings of rotary settings (`rope_theta` with
+Reads the names of the `families` and both spellings of rotary settings (`rope_theta` with
 `rope_scaling`, and `rope_parameters` since transformers 5). What it does not know it refuses by
 name: a setting that is silently ignored gives wrong tokens, not an error.
 """
@@ -8,6 +8,7 @@ name: a setting that is silently ignored gives wrong tokens, not an error.
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 
 from medha.errors import CheckpointError
 from medha.model import ModelShape
+from medha_worker.model.families import family_of, windows_of
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 ROPE_NEEDS = {
@@ -41,8 +43,12 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
 
 
-class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts are whole-model. `max_context_tokens` is `max_position_embeddings`."""
+class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts are whole-model. `max_context_tokens` is `max_position_embeddings`.
+
+    `head_norms`: each head's query and key are normed before they are rotated. `windows`: how many
+    tokens a row of each layer sees, its own included; 0: all, and () when all layers see all.
+    """
 
     layers: int
     hidden: int
@@ -54,10 +60,21 @@ class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float
     rope: Rope
     tied_embeddings: bool = False
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
     mlp_bias: bool = False
+    head_norms: bool = False
+    windows: tuple[int, ...] = ()
     max_context_tokens: int = 2048
     stop_tokens: tuple[int, ...] = ()
+
+    def window(self, layer: int) -> int:
+        """Tokens that a row of `layer` sees; 0: all."""
+        return self.windows[layer] if self.windows else 0
+
+    def windows_in(self, layers: range) -> tuple[int, ...]:
+        """The different windows of `layers`."""
+        return tuple(sorted({self.window(layer) for layer in layers}))
 
     def shape(
         self, param_bytes: float, kv_bytes: float, max_context_tokens: int | None = None
@@ -75,30 +92,44 @@ class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
             param_bytes=param_bytes,
             kv_bytes=kv_bytes,
             max_context_tokens=max_context_tokens or self.max_context_tokens,
+            window_tokens=max(self.windows, default=0),
+            window_layers=sum(window > 0 for window in self.windows),
         )
 
 
-def read_config(folder: pathlib.Path) -> LlamaConfig:
+def read_config(folder: pathlib.Path) -> DecoderConfig:
     """The configuration of the checkpoint in `folder`; raises CheckpointError naming the file."""
     path = folder / "config.json"
     raw = read_json(path)
-    _check_known(path, raw)
+    family = family_of(path, raw)
+    layers = _count(path, raw, "num_hidden_layers")
     heads = _count(path, raw, "num_attention_heads")
     hidden = _count(path, raw, "hidden_size")
-    max_tokens = _count(path, raw, "max_position_embeddings", 2048)
-    return LlamaConfig(
-        layers=_count(path, raw, "num_hidden_layers"),
+    max_tokens = _count(path, raw, "max_position_embeddings", family.max_tokens)
+    chosen = family.biases == "chosen"
+    attention_bias = chosen and bool(raw.get("attention_bias", False))
+    kv_heads = _count(path, raw, "num_key_value_heads", family.kv_heads or heads)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{path}: num_key_value_heads is {kv_heads}: must divide num_attention_heads, which is"
+            f" {heads}; fetch the file again"
+        )
+    return DecoderConfig(
+        layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=_count(path, raw, "num_key_value_heads", heads),
-        head_dim=_count(path, raw, "head_dim", hidden // heads),
+        kv_heads=kv_heads,
+        head_dim=_head_dim(path, raw, family.head_dim or hidden // heads),
         intermediate=_count(path, raw, "intermediate_size"),
         vocab=_count(path, raw, "vocab_size"),
         norm_eps=_epsilon(path, raw),
         rope=_rope(path, raw, max_tokens),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        attention_bias=bool(raw.get("attention_bias", False)),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qkv_bias=family.biases == "qkv" or attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=chosen and bool(raw.get("mlp_bias", False)),
+        head_norms=family.head_norms,
+        windows=windows_of(path, raw, family, layers),
         max_context_tokens=max_tokens,
         stop_tokens=_stop_tokens(folder, raw),
     )
@@ -119,20 +150,6 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return value
 
 
-def _check_known(path: pathlib.Path, raw: dict[str, Any]) -> None:
-    expected = {"model_type": "llama", "hidden_act": "silu"}
-    for key, value in expected.items():
-        if raw.get(key, value) != value:
-            raise CheckpointError(
-                f"{path}: {key} is {raw[key]!r}: only {value!r} is served; use a Llama checkpoint"
-            )
-    if raw.get("quantization_config"):
-        raise CheckpointError(
-            f"{path}: quantization_config is set: quantised weights are not served;"
-            " use the bfloat16 or float32 checkpoint"
-        )
-
-
 def _count(path: pathlib.Path, raw: dict[str, Any], key: str, default: int | None = None) -> int:
     value = raw.get(key)
     value = default if value is None else value
@@ -140,6 +157,14 @@ def _count(path: pathlib.Path, raw: dict[str, Any], key: str, default: int | Non
         raise CheckpointError(
             f"{path}: {key} is {value!r}: must be a positive whole number; fix it"
         )
+    return value
+
+
+def _head_dim(path: pathlib.Path, raw: dict[str, Any], default: int) -> int:
+    """Rotary positions turn pairs of a head's scalars."""
+    value = _count(path, raw, "head_dim", default)
+    if value % 2:
+        raise CheckpointError(f"{path}: head_dim is {value}: must be even; fetch the file again")
     return value
 
 
@@ -156,14 +181,22 @@ def _epsilon(path: pathlib.Path, raw: dict[str, Any]) -> float:
 def _rope(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
     """`rope_parameters` wins over `rope_scaling`; a theta inside wins over one outside."""
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(
+            f"{path}: rope_parameters is {given!r}: must be an object; fetch the file again"
+        )
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise CheckpointError(
             f"{path}: rope type is {kind!r}: must be one of {', '.join(ROPE_KINDS)};"
             " use a checkpoint with one of these"
         )
-    if given.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1.0):
-        raise CheckpointError(f"{path}: partial_rotary_factor must be 1; use a Llama checkpoint")
+    rotated = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if rotated not in (None, 1.0):
+        raise CheckpointError(
+            f"{path}: partial_rotary_factor is {rotated!r}: must be 1, as all of a head is rotated;"
+            " use another checkpoint"
+        )
     for key in ROPE_NEEDS.get(kind, ()):
         if given.get(key) is None:
             raise CheckpointError(
@@ -174,23 +207,45 @@ def _rope(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
     original = outside or given.get("original_max_position_embeddings") or max_tokens
     if kind == "dynamic":
         original = max_tokens
-    factor = given.get("factor")
+    numbers = {
+        "original_max_position_embeddings": original,
+        "rope_theta": given.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
+        "factor": given.get("factor"),
+        "low_freq_factor": given.get("low_freq_factor") or 1.0,
+        "high_freq_factor": given.get("high_freq_factor") or 4.0,
+        "beta_fast": given.get("beta_fast") or 32.0,
+        "beta_slow": given.get("beta_slow") or 1.0,
+        "mscale": given.get("mscale") or 0.0,
+        "mscale_all_dim": given.get("mscale_all_dim") or 0.0,
+        "attention_factor": given.get("attention_factor"),
+    }
+    found = {key: _rope_number(path, key, value) for key, value in numbers.items()}
+    factor = found.pop("factor")
     if factor is None:
         factor = max_tokens / original if kind == "yarn" else 1.0
+    attention_factor = found.pop("attention_factor")
+    plain = {key: value for key, value in found.items() if value is not None}
     return Rope(
         kind=kind,
-        theta=float(given.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
-        factor=float(factor),
-        original_tokens=int(original),
-        low_freq_factor=float(given.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(given.get("high_freq_factor") or 4.0),
-        beta_fast=float(given.get("beta_fast") or 32.0),
-        beta_slow=float(given.get("beta_slow") or 1.0),
-        mscale=float(given.get("mscale") or 0.0),
-        mscale_all_dim=float(given.get("mscale_all_dim") or 0.0),
-        attention_factor=given.get("attention_factor"),
+        original_tokens=int(plain.pop("original_max_position_embeddings")),
+        theta=plain.pop("rope_theta"),
+        factor=factor,
+        attention_factor=attention_factor,
         truncate=bool(given.get("truncate", True)),
+        **plain,
     )
+
+
+def _rope_number(path: pathlib.Path, key: str, value: Any) -> float | None:
+    """A setting of rotary positions that is a number, if it is given."""
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise CheckpointError(
+            f"{path}: {key} is {value!r}: must be a number that is not negative; fetch the file"
+            " again"
+        )
+    return float(value)
 
 
 def _stop_tokens(folder: pathlib.Path, raw: dict[str, Any]) -> tuple[int, ...]:

@@ -64,6 +64,8 @@ class LayerWeights:
     `qkv` [hidden, (heads + 2·kv_heads)·head_dim]: query, key, value side by side, those of query
     and key with the halves of each head `interleaved`; `out` [heads·head_dim, hidden]; `gate_up`
     [hidden, 2·intermediate], no panel in both; `down` [intermediate, hidden].
+    `head_norms` [heads + kv_heads, head_dim]: of queries and keys, `interleaved` like them; None in
+    families without.
     Counts are the shard's. A row-parallel bias (`out`, `down`) is held by shard 0 alone.
     """
 
@@ -73,6 +75,7 @@ class LayerWeights:
     mlp_norm: torch.Tensor
     gate_up: Linear
     down: Linear
+    head_norms: torch.Tensor | None = None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:

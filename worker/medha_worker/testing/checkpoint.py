@@ -1,4 +1,4 @@
-"""Write a Llama checkpoint in the standard Hugging Face format, of any size, without a hub.
+"""Write a checkpoint of any family and size in the standard Hugging Face format, without a hub.
 
     python -m medha_worker.testing.checkpoint FOLDER --layers 6 --hidden 128 --vocab 512 …
 
@@ -27,9 +27,11 @@ from medha_worker.testing import circuits, tokenizer
 class TinyModel(msgspec.Struct, frozen=True, kw_only=True):
     """What to write; the default has a million parameters. `files` > 1 shards the weights.
 
+    `family` is a model_type; in layers from `window_from` on a token sees `window` tokens (0: all).
     `rope` goes into config.json as it is (`rope_theta` beside `rope_scaling` when `old_rope`).
     """
 
+    family: str = "llama"
     layers: int = 6
     hidden: int = 128
     heads: int = 4
@@ -38,6 +40,8 @@ class TinyModel(msgspec.Struct, frozen=True, kw_only=True):
     intermediate: int = 352
     vocab: int = 512
     max_tokens: int = 8192
+    window: int = 0
+    window_from: int = 0
     tied: bool = False
     rope_theta: float = 10_000_000.0
     rope: dict[str, Any] = {}
@@ -55,6 +59,17 @@ LARGE = TinyModel(
     layers=12, hidden=896, heads=14, kv_heads=2, head_dim=64, intermediate=2432, vocab=4096,
     max_tokens=131_072,
 )  # fmt: skip
+
+
+# One of every family, as different from each other as they come.
+FAMILIES = {
+    "llama": TinyModel(),
+    "qwen2": TinyModel(family="qwen2", tied=True, files=2),
+    "qwen2, late layers windowed": TinyModel(family="qwen2", window=150, window_from=3),
+    "qwen3": TinyModel(family="qwen3", hidden=96),
+    "mistral": TinyModel(family="mistral", window=200),
+    "mistral, a narrow window": TinyModel(family="mistral", window=40, files=3),
+}
 
 
 def write_checkpoint(folder: pathlib.Path, model: TinyModel = TinyModel()) -> pathlib.Path:  # noqa: B008
@@ -76,6 +91,8 @@ def write_checkpoint(folder: pathlib.Path, model: TinyModel = TinyModel()) -> pa
         intermediate=model.intermediate,
         vocab=model.vocab,
         tied=model.tied,
+        biased=config.qkv_bias,
+        head_norms=config.head_norms,
         frequencies=frequencies(config.rope, model.head_dim, 0).numpy(),
     )
     dtype = getattr(torch, model.dtype)
@@ -87,8 +104,8 @@ def write_checkpoint(folder: pathlib.Path, model: TinyModel = TinyModel()) -> pa
 
 def _config(model: TinyModel) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{model.family.capitalize()}ForCausalLM"],
+        "model_type": model.family,
         "hidden_act": "silu",
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
@@ -104,6 +121,12 @@ def _config(model: TinyModel) -> dict[str, Any]:
         "eos_token_id": tokenizer.TURN_END,
         "torch_dtype": model.dtype,
     }
+    if model.family == "mistral":
+        config["sliding_window"] = model.window or None
+    if model.family.startswith("qwen"):
+        config["use_sliding_window"] = model.window > 0
+        config["sliding_window"] = model.window or model.max_tokens
+        config["max_window_layers"] = model.window_from
     if model.old_rope:
         scaling = model.rope or None
         return config | {"rope_theta": model.rope_theta, "rope_scaling": scaling}

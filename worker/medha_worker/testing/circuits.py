@@ -13,8 +13,12 @@ position changes nothing that a test could see. Here the residual stream has roo
   the code of what followed.
 * everything else is random and large enough to matter.
 
-So a greedy continuation repeats what followed the same words before, however far back. With one KV
-head there is no second look back, and one token is matched.
+So a greedy continuation repeats what followed the same words before, however far back (of windowed
+layers: in sight). With one KV head there is no second look back, and one token is matched.
+
+Where a family has biases of query, key and value, the constants of layer 0 are biases, and random
+heads have random ones; where it norms each head, the norms' weights make scores as large again. So
+nothing of a family can be left out unseen.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ Array = npt.NDArray[np.float32]
 
 PEAK = (12.0, 8.0)  # score of a match of this token, of the one before
 CONSTANT = 2.0
+SHARP = 2.5  # what the norms of queries and keys multiply them by
+BIAS = 0.5  # of random heads
 NOISE = 0.08  # what each random head and MLP adds to an entry of the residual stream
 
 
@@ -46,6 +52,8 @@ class Dimensions:
     vocab: int
     tied: bool
     frequencies: Array
+    biased: bool = False
+    head_norms: bool = False
 
     @property
     def code(self) -> int:
@@ -71,11 +79,10 @@ def tensors(sizes: Dimensions, seed: int) -> Iterator[tuple[str, Array]]:
     yield "model.embed_tokens.weight", _embedding(sizes, codes, dice)
     for layer in range(sizes.layers):
         prefix = f"model.layers.{layer}."
-        yield prefix + "input_layernorm.weight", _norm(sizes, dice)
-        q, k, v, o = _attention(sizes, layer, dice)
-        for name, weight in (("q", q), ("k", k), ("v", v), ("o", o)):
-            yield f"{prefix}self_attn.{name}_proj.weight", weight
-        yield prefix + "post_attention_layernorm.weight", _norm(sizes, dice)
+        yield prefix + "input_layernorm.weight", _norm(sizes.hidden, dice)
+        for name, array in _attention(sizes, layer, dice).items():
+            yield f"{prefix}self_attn.{name}", array
+        yield prefix + "post_attention_layernorm.weight", _norm(sizes.hidden, dice)
         for name in ("gate", "up"):
             shape = (sizes.intermediate, sizes.hidden)
             yield f"{prefix}mlp.{name}_proj.weight", _random(dice, shape, sizes.hidden**-0.5)
@@ -84,7 +91,7 @@ def tensors(sizes: Dimensions, seed: int) -> Iterator[tuple[str, Array]]:
             prefix + "mlp.down_proj.weight",
             _random(dice, shape, NOISE * _fan(sizes.intermediate)),
         )
-    yield "model.norm.weight", _norm(sizes, dice)
+    yield "model.norm.weight", _norm(sizes.hidden, dice)
     if not sizes.tied:
         yield "lm_head.weight", _head(sizes, codes, dice)
 
@@ -110,9 +117,8 @@ def _embedding(sizes: Dimensions, codes: Array, dice: np.random.Generator) -> Ar
     return table
 
 
-def _attention(
-    sizes: Dimensions, layer: int, dice: np.random.Generator
-) -> tuple[Array, Array, Array, Array]:
+def _attention(sizes: Dimensions, layer: int, dice: np.random.Generator) -> dict[str, Array]:
+    """One layer's projections, biases and norms, by name."""
     D, H, E = sizes.head_dim, sizes.hidden, sizes.code
     rooms, group = _rooms(sizes), sizes.heads // sizes.kv_heads
     scale = H**-0.5
@@ -120,17 +126,23 @@ def _attention(
     k = _random(dice, (sizes.kv_heads * D, H), scale)
     v = _random(dice, (sizes.kv_heads * D, H), scale)
     o = _random(dice, (H, sizes.heads * D), 2 * NOISE * (sizes.heads * D) ** -0.5)
+    biases = _biases(sizes, dice)
     # Root mean square of the residual stream here: norms divide by it.
     looks = min(2, sizes.kv_heads)
     rms = ((CONSTANT**2 + E * (1 if layer == 0 else 1 + looks)) / H) ** 0.5
     for head in range(looks if layer == 0 else 1):
         of_q, of_kv = slice(head * group * D, (head * group + 1) * D), slice(head * D, head * D + D)
         q[of_q], k[of_kv], v[of_kv], o[:, of_q] = 0.0, 0.0, 0.0, 0.0
+        for name in biases:
+            biases[name][of_q if name == "q" else of_kv] = 0.0
         v[of_kv][np.arange(E), rooms[0]] = rms
         if layer == 0:
             key = _constant_key(sizes)
-            k[of_kv, 0] = key * rms / CONSTANT
-            q[of_q, 0] = _turned(sizes, key, -1 - head) * rms / CONSTANT
+            query = _turned(sizes, key, -1 - head)
+            if sizes.biased:
+                biases["k"][of_kv], biases["q"][of_q] = key, query
+            else:
+                k[of_kv, 0], q[of_q, 0] = key * rms / CONSTANT, query * rms / CONSTANT
             o[:, of_q][rooms[1 + head], np.arange(E)] = 1.0
     if layer > 0:
         n = sizes.compared
@@ -142,7 +154,18 @@ def _attention(
         # A tied head reads the first room: the last layer alone writes there.
         copied = rooms[0] if sizes.tied and layer == sizes.layers - 1 else rooms[3]
         o[copied, np.arange(E)] = 2.0 if copied is rooms[0] else 1.0 / (sizes.layers - 1)
-    return q, k, v, o
+    found = {f"{name}_proj.bias": bias for name, bias in biases.items()}
+    if sizes.head_norms:
+        found |= {f"{name}_norm.weight": SHARP * _norm(D, dice) for name in ("q", "k")}
+    weights = {"q": q, "k": k, "v": v, "o": o}
+    return found | {f"{name}_proj.weight": weight for name, weight in weights.items()}
+
+
+def _biases(sizes: Dimensions, dice: np.random.Generator) -> dict[str, Array]:
+    if not sizes.biased:
+        return {}
+    heads = {"q": sizes.heads, "k": sizes.kv_heads, "v": sizes.kv_heads}
+    return {name: _random(dice, (n * sizes.head_dim,), BIAS) for name, n in heads.items()}
 
 
 def _constant_key(sizes: Dimensions) -> Array:
@@ -170,8 +193,8 @@ def _head(sizes: Dimensions, codes: Array, dice: np.random.Generator) -> Array:
     return head
 
 
-def _norm(sizes: Dimensions, dice: np.random.Generator) -> Array:
-    return 1.0 + _random(dice, (sizes.hidden,), 0.05)
+def _norm(size: int, dice: np.random.Generator) -> Array:
+    return 1.0 + _random(dice, (size,), 0.05)
 
 
 def _fan(inputs: int) -> float:

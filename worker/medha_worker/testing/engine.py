@@ -21,7 +21,7 @@ from medha_worker.attention.interface import Attention
 from medha_worker.inputs import InputBuilder, StepInputs
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.config import read_config
-from medha_worker.model.llama import Llama
+from medha_worker.model.decoder import Decoder
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.interface import SoloColumn, SoloTensorParallel
 from medha_worker.sequences import Sequences
@@ -56,7 +56,7 @@ class SoloEngine:
         layers, tp = range(config.layers), SoloTensorParallel()
         loaded = weights.load(weights.Checkpoint(folder), config, layers, 0, 1, dtype)
         self.config = config
-        self.model = Llama(config, layers, tp, loaded)
+        self.model = Decoder(config, layers, tp, loaded)
         self.kv = KvPages(layers, pages, config.kv_heads, page_tokens, config.head_dim, dtype)
         self.attention = attention or cpu_attention(
             config.heads, config.kv_heads, config.head_dim, page_tokens, dtype
@@ -68,6 +68,7 @@ class SoloEngine:
             self.kv,
             config.vocab,
             embeds=True,
+            windows=config.windows_in(layers),
         )
         self._free = list(range(pages))[::-1]
         self._running: dict[int, _Running] = {}

@@ -1,7 +1,11 @@
-"""Llama: the layers of one stage, one TP shard, run over the rows of a step.
+"""The decoder: the layers of one stage, one TP shard, run over the rows of a step.
 
     h ← h + out(attention(rotate(qkv(norm h))))        attention over the group's shard, partial
     h ← h + down(silu(gate) · up)                      states merged over the column where shared
+
+All `families` are these two lines. Some add biases (their weights hold them), some norm each head's
+query and key before the rotation, and some have layers whose rows see a window of tokens only: the
+step brings the attention of every window that its layers have.
 
 Peers appear as two nouns (TensorParallel, KvpColumn); a rank alone has the solo twins, so one code
 path serves all layouts. The first stage embeds tokens, the last makes logits, only of the rows that
@@ -16,18 +20,18 @@ from torch.nn import functional
 from medha.topology import kv_heads_of
 from medha_worker.inputs import StepInputs
 from medha_worker.kv.pages import KvPages
-from medha_worker.model.config import LlamaConfig
+from medha_worker.model.config import DecoderConfig
 from medha_worker.model.layers import LayerWeights, Linear, gated, rms_norm
 from medha_worker.model.rope import rotate
 from medha_worker.parallel.interface import KvpColumn, TensorParallel
 from medha_worker.weights import Weights
 
 
-class Llama:
+class Decoder:
     """The decoder layers `layers` (of `config.layers`) as one shard of `tp`."""
 
     def __init__(
-        self, config: LlamaConfig, layers: range, tp: TensorParallel, weights: Weights
+        self, config: DecoderConfig, layers: range, tp: TensorParallel, weights: Weights
     ) -> None:
         self.config, self.layers, self.tp, self.weights = config, layers, tp, weights
         self.heads = config.heads // tp.size
@@ -90,14 +94,18 @@ class Llama:
     ) -> torch.Tensor:
         normed = rms_norm(hidden, layer.attention_norm, self.eps)
         qkv = layer.qkv(normed).view(inputs.rows, -1, self.config.head_dim)
-        rotate(qkv[:, : self.heads + self.kv_heads], inputs.turns)
+        turned = qkv[:, : self.heads + self.kv_heads]
+        if layer.head_norms is not None:
+            turned.copy_(rms_norm(turned, layer.head_norms, self.eps))
+        rotate(turned, inputs.turns)
         rows = qkv[:, self.heads :]
         if inputs.written is None:
             kv.write(number, rows, inputs.slots)
         elif inputs.written.numel():
             kv.write(number, rows[inputs.written], inputs.slots)
         k, v = rows[:, : self.kv_heads], rows[:, self.kv_heads :]
-        partial = inputs.attention.run(qkv[:, : self.heads], k, v, kv.pool(number)).natural()
+        attention = inputs.attention[self.config.window(number)]
+        partial = attention.run(qkv[:, : self.heads], k, v, kv.pool(number)).natural()
         out = column.merge(partial.out, partial.lse, inputs.shared)
         return out.to(hidden.dtype).view(inputs.rows, -1)
 

@@ -1,0 +1,272 @@
+"""Every family against transformers: what its config.json means, logits, tokens, faults."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from medha.errors import CheckpointError
+from medha_worker.attention.reference import ReferenceAttention
+from medha_worker.model.config import read_config
+from medha_worker.model.families import FAMILIES as KNOWN
+from medha_worker.testing.checkpoint import FAMILIES, TinyModel
+from medha_worker.testing.engine import SoloEngine
+from medha_worker.testing.prompts import recalling
+
+Tokens = npt.NDArray[np.int32]
+Folder = Callable[[TinyModel], pathlib.Path]
+Oracle = Callable[[pathlib.Path, Tokens], torch.Tensor]
+
+TOLERANCE = 1e-4
+WINDOWED = [name for name, model in FAMILIES.items() if model.window]
+
+family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.std())
+
+
+def pieces(total: int, *sizes: int) -> Iterator[int]:
+    done, turn = 0, 0
+    while done < total:
+        yield min(sizes[turn % len(sizes)], total - done)
+        done, turn = done + sizes[turn % len(sizes)], turn + 1
+
+
+def prefill(engine: SoloEngine, seq: int, tokens: Tokens, *sizes: int) -> torch.Tensor:
+    engine.start(seq, tokens)
+    return torch.cat([engine.step((seq, size)) for size in pieces(len(tokens), *sizes)])
+
+
+def returning(period: int, tokens: int) -> Tokens:
+    """The same words every `period` tokens, and never twice within one: copying heads look back
+    exactly `period` − 1 tokens, or find nothing."""
+    words = np.random.default_rng(period).permutation(np.arange(5, 512))[:period]
+    return np.resize(words, tokens).astype(np.int32)
+
+
+@family
+def test_logits_agree_with_transformers(name: str, checkpoint: Folder, oracle: Oracle) -> None:
+    folder = checkpoint(FAMILIES[name])
+    tokens = recalling(1200, 512, seed=3)
+    found = prefill(SoloEngine(folder, pages=20), 1, tokens, 200, 1, 67, 1, 1, 333)
+    expected = oracle(folder, tokens)
+    assert difference(found, expected) < TOLERANCE
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@family
+def test_plain_torch_alone_gives_the_same(name: str, checkpoint: Folder, oracle: Oracle) -> None:
+    """Single rows too, on pages and tiles smaller than a window."""
+    folder = checkpoint(FAMILIES[name])
+    config = read_config(folder)
+    kernel = ReferenceAttention(config.heads, config.kv_heads, config.head_dim, 16, 3, 50)
+    tokens = recalling(400, 512, seed=4)
+    engine = SoloEngine(folder, pages=25, page_tokens=16, attention=kernel)
+    assert difference(prefill(engine, 1, tokens, 123, 1, 1), oracle(folder, tokens)) < TOLERANCE
+
+
+@family
+def test_greedy_tokens_are_those_of_transformers(name: str, checkpoint: Folder) -> None:
+    folder = checkpoint(FAMILIES[name])
+    prompts = [recalling(length, 512, seed=length) for length in (30, 130, 577)]
+    found = SoloEngine(folder, pages=64).generate(prompts, 50, chunk=128)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        ids = torch.from_numpy(prompt.astype(np.int64))[None]
+        expected = model.generate(ids, max_new_tokens=50, do_sample=False, eos_token_id=None,
+                                  pad_token_id=0, bos_token_id=None)  # fmt: skip
+        assert tokens == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_may_begin_in_the_pages_of_a_prefix_hit(
+    name: str, checkpoint: Folder, oracle: Oracle
+) -> None:
+    folder = checkpoint(FAMILIES[name])
+    shared, own = recalling(384, 512, seed=1), recalling(150, 512, seed=2)
+    engine = SoloEngine(folder, pages=20)
+    prefill(engine, 1, shared, 384)
+    tokens = np.concatenate([shared, own])
+    engine.start(2, tokens)
+    engine.share(2, 1, pages=6)
+    found = torch.cat([engine.step((2, 1)), engine.step((2, 99)), engine.step((2, 50))])
+    assert difference(found, oracle(folder, tokens)[384:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16, 128])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_the_page_size_changes_nothing_in_a_window(
+    name: str, page_tokens: int, checkpoint: Folder, oracle: Oracle
+) -> None:
+    folder = checkpoint(FAMILIES[name])
+    tokens = recalling(500, 512, seed=1)
+    engine = SoloEngine(folder, pages=-(-500 // page_tokens), page_tokens=page_tokens)
+    assert difference(prefill(engine, 1, tokens, 90, 1, 231), oracle(folder, tokens)) < TOLERANCE
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def faulty(folder: pathlib.Path, fault: Callable[[SoloEngine], None], tokens: Tokens) -> float:
+    """By how much logits differ from those without the fault, over chunks and single rows."""
+    engines = [SoloEngine(folder, pages=12), SoloEngine(folder, pages=12)]
+    fault(engines[1])
+    right, wrong = (prefill(engine, 1, tokens, 100, 1, 1, 131) for engine in engines)
+    return difference(wrong, right)
+
+
+def _shift_window(by: int) -> Callable[[SoloEngine], None]:
+    def fault(engine: SoloEngine) -> None:
+        config = engine.config
+        windows = tuple(window + by if window else 0 for window in config.windows)
+        engine.model.config = msgspec.structs.replace(config, windows=windows)
+        engine.inputs.windows = engine.model.config.windows_in(range(config.layers))
+
+    return fault
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_bias_that_is_left_out_is_seen(part: int, checkpoint: Folder) -> None:
+    """Of query, key or value."""
+    folder = checkpoint(FAMILIES["qwen2"])
+
+    def fault(engine: SoloEngine) -> None:
+        config = engine.config
+        D, ends = config.head_dim, np.cumsum([config.heads, config.kv_heads, config.kv_heads])
+        for layer in engine.model.weights.layers:
+            assert layer.qkv.bias is not None
+            layer.qkv.bias[int(ends[part] - (config.heads, config.kv_heads, config.kv_heads)[part])
+                           * D : int(ends[part]) * D] = 0.0  # fmt: skip
+
+    assert faulty(folder, fault, recalling(500, 512, seed=9)) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("part", ["queries", "keys"])
+def test_a_norm_of_heads_that_is_left_out_is_seen(part: str, checkpoint: Folder) -> None:
+    folder = checkpoint(FAMILIES["qwen3"])
+
+    def fault(engine: SoloEngine) -> None:
+        heads = engine.config.heads
+        for layer in engine.model.weights.layers:
+            assert layer.head_norms is not None
+            layer.head_norms[slice(heads) if part == "queries" else slice(heads, None)] = 1.0
+
+    assert faulty(folder, fault, recalling(500, 512, seed=9)) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_that_is_off_by_one_is_seen(
+    name: str, by: int, checkpoint: Folder, oracle: Oracle
+) -> None:
+    """What a copying head looks for stands at the last place in sight, or at the first beyond."""
+    folder, window = checkpoint(FAMILIES[name]), FAMILIES[name].window
+    tokens = returning(window if by < 0 else window + 1, 3 * window + 50)
+    right = prefill(SoloEngine(folder, pages=12), 1, tokens, 100, 1, 1, 131)
+    assert difference(right, oracle(folder, tokens)) < TOLERANCE
+    assert faulty(folder, _shift_window(by), tokens) > 1000 * TOLERANCE
+
+
+# --- config.json ----------------------------------------------------------------------------------
+
+LEAST = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 30,
+    "num_attention_heads": 32, "vocab_size": 32000,
+}  # fmt: skip
+GIVEN: dict[str, dict[str, Any]] = {
+    "nothing said": {},
+    "few heads": {"num_key_value_heads": 4, "head_dim": 64},
+    "a window": {"sliding_window": 1000, "use_sliding_window": True, "max_window_layers": 20},
+    "a window that is off": {"sliding_window": 1000, "use_sliding_window": False},
+    "no window": {"sliding_window": None},
+    "biases": {"attention_bias": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [(kind, given) for kind, family in KNOWN.items() for given in GIVEN
+     if given != "biases" or family.biases == "chosen"],
+)  # fmt: skip
+def test_config_json_means_what_transformers_reads_in_it(
+    kind: str, given: str, tmp_path: pathlib.Path
+) -> None:
+    raw = LEAST | GIVEN[given] | {"model_type": kind}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    mine, theirs = read_config(tmp_path), AutoConfig.for_model(**raw)
+    window = 0 if kind == "llama" else theirs.sliding_window or 0
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
+    windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    assert tuple(mine.window(layer) for layer in range(30)) == windows
+    dim = getattr(theirs, "head_dim", None) or 128
+    assert (mine.kv_heads, mine.head_dim) == (theirs.num_key_value_heads, dim)
+    assert mine.max_context_tokens == theirs.max_position_embeddings
+    assert mine.norm_eps == theirs.rms_norm_eps
+    assert mine.rope.theta == theirs.rope_parameters["rope_theta"]
+    biased = kind == "qwen2" or getattr(theirs, "attention_bias", False)
+    assert mine.qkv_bias == biased and mine.out_bias == (biased and kind != "qwen2")
+
+
+def test_a_shape_tells_of_the_window(checkpoint: Folder) -> None:
+    shape = read_config(checkpoint(FAMILIES["qwen2, late layers windowed"])).shape(4.0, 4.0)
+    assert (shape.window_tokens, shape.window_layers, shape.windowed_share) == (150, 3, 0.5)
+    assert read_config(checkpoint(FAMILIES["llama"])).shape(4.0, 4.0).windowed_share == 0.0
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        ({"model_type": "qwen2_moe"}, "model_type is 'qwen2_moe': must be one of llama, qwen2"),
+        ({"model_type": "mistral", "sliding_window": 0.5}, "sliding_window is 0.5: must be"),
+        ({"model_type": "mistral", "sliding_window": -4}, "sliding_window is -4: must be"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias is True: must be"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 30}, "layer_types has"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 30}, "layer_types has"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "layer_types must hold"),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 30}, "layer_types must"),
+        ({"model_type": "qwen3", "mlp_bias": True}, "mlp_bias is True: must be"),
+        ({"model_type": "qwen3", "head_dim": 63}, "head_dim is 63: must be even"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "few"},
+         "max_window_layers is 'few': must be"),
+        ({"model_type": "qwen2", "num_key_value_heads": 5}, "num_key_value_heads is 5: must"),
+        ({"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 1}},
+         "dual_chunk_attention_config is set: must be absent"),
+        ({"model_type": "llama", "rope_theta": "large"}, "rope_theta is 'large': must be"),
+        ({"model_type": "llama", "rope_scaling": 3}, "rope_parameters is 3: must be an object"),
+    ],
+)  # fmt: skip
+def test_what_a_family_cannot_mean_is_told_in_one_sentence(
+    raw: dict[str, Any], named: str, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LEAST | raw))
+    with pytest.raises(CheckpointError) as caught:
+        read_config(tmp_path)
+    message = str(caught.value)
+    assert named in message and str(tmp_path / "config.json") in message
+    assert "\n" not in message
+
+
+def test_tensors_that_a_family_needs_are_missed_by_name(
+    checkpoint: Folder, tmp_path: pathlib.Path
+) -> None:
+    """A llama's weights under the config of a family with more."""
+    for kind, missed in (("qwen2", r"q_proj\.bias"), ("qwen3", r"q_norm\.weight")):
+        folder = tmp_path / kind
+        folder.mkdir()
+        source = checkpoint(FAMILIES["llama"])
+        (folder / "model.safetensors").symlink_to(source / "model.safetensors")
+        raw = json.loads((source / "config.json").read_text()) | {"model_type": kind}
+        (folder / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(CheckpointError, match=f"has no tensor .*{missed}, which config.json"):
+            SoloEngine(folder)

@@ -1,0 +1,125 @@
+"""Where the families of decoder-only models differ: Llama, Qwen2 and 2.5, Qwen3, Mistral.
+
+All are the same layers (see `decoder`). A family says what its config.json means where that is
+silent, and which parts it adds: biases of query, key and value, a norm of each head's query and key
+before they are rotated, a window of tokens beyond which a layer's rows do not look back.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any, Literal
+
+import msgspec
+
+from medha.errors import CheckpointError
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """`max_tokens`, `kv_heads`, `head_dim`: what config.json means when it does not say (None: as
+    many as heads; hidden / heads).
+
+    `biases`: "qkv" always has those three, "chosen" has what attention_bias and mlp_bias say.
+    `windowed`: "all" layers by sliding_window, or "late": from max_window_layers on, if
+    use_sliding_window.
+    """
+
+    max_tokens: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    biases: Literal["none", "qkv", "chosen"] = "none"
+    head_norms: bool = False
+    windowed: Literal["none", "all", "late"] = "none"
+
+
+FAMILIES = {
+    "llama": Family(max_tokens=2048, biases="chosen"),
+    "qwen2": Family(max_tokens=32_768, kv_heads=32, biases="qkv", windowed="late"),
+    "qwen3": Family(
+        max_tokens=32_768, kv_heads=32, head_dim=128, biases="chosen", head_norms=True,
+        windowed="late",
+    ),
+    "mistral": Family(max_tokens=131_072, kv_heads=8, windowed="all"),
+}  # fmt: skip
+
+# What sliding_window and max_window_layers are where config.json does not say.
+WINDOW, WINDOWED_FROM = 4096, 28
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+def family_of(path: pathlib.Path, raw: dict[str, Any]) -> Family:
+    """The family that config.json `raw` names; raises CheckpointError for what is not served."""
+    name = raw.get("model_type", "llama")
+    if name not in FAMILIES:
+        raise CheckpointError(
+            f"{path}: model_type is {name!r}: must be one of {', '.join(FAMILIES)};"
+            " use a checkpoint of one of these families"
+        )
+    family = FAMILIES[name]
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(
+            f"{path}: hidden_act is {raw['hidden_act']!r}: must be 'silu', as the {name} family"
+            " has it; use another checkpoint"
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if raw.get(key) and (family.biases != "chosen" or (family.head_norms and key[0] == "m")):
+            raise CheckpointError(
+                f"{path}: {key} is {raw[key]!r}: must be false or absent for {name}, whose layers"
+                " have no such choice; fetch the file again"
+            )
+    for key, what in (
+        ("quantization_config", "quantised weights are not served; use the bfloat16 or float32"
+         " checkpoint"),
+        ("dual_chunk_attention_config", "attention in dual chunks is not served; remove it from"
+         " the file to serve the contexts that the model was trained at"),
+    ):  # fmt: skip
+        if raw.get(key):
+            raise CheckpointError(f"{path}: {key} is set: must be absent, as {what}")
+    return family
+
+
+def windows_of(
+    path: pathlib.Path, raw: dict[str, Any], family: Family, layers: int
+) -> tuple[int, ...]:
+    """Tokens that a row of each layer sees, its own included (0: all); () when all see all."""
+    window = raw.get("sliding_window", WINDOW)
+    if family.windowed == "none" or window is None:
+        window = 0
+    if family.windowed == "late" and not raw.get("use_sliding_window", False):
+        window = 0
+    if not isinstance(window, int) or isinstance(window, bool) or window < 0:
+        raise CheckpointError(
+            f"{path}: sliding_window is {window!r}: must be a positive number of tokens, or null"
+            " for none; fix it"
+        )
+    kinds = _kinds(path, raw, family, layers, bool(window))
+    return tuple(window if sliding else 0 for sliding in kinds) if any(kinds) else ()
+
+
+def _kinds(
+    path: pathlib.Path, raw: dict[str, Any], family: Family, layers: int, windowed: bool
+) -> list[bool]:
+    """Which layers have the window: layer_types says, or else the family's rule."""
+    first = raw.get("max_window_layers", WINDOWED_FROM) if family.windowed == "late" else 0
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise CheckpointError(
+            f"{path}: max_window_layers is {first!r}: must be the number of layers without a"
+            " window; fix it"
+        )
+    ruled = [windowed and layer >= first for layer in range(layers)]
+    given = raw.get("layer_types")
+    if given is None:
+        return ruled
+    if not isinstance(given, list) or len(given) != layers or not set(given) <= set(KINDS):
+        raise CheckpointError(
+            f"{path}: layer_types must hold one of {' or '.join(KINDS)} for each of {layers}"
+            " layers; fetch the file again"
+        )
+    told = [kind == KINDS[1] for kind in given]
+    if told != ruled and (family.windowed != "late" or not windowed):
+        raise CheckpointError(
+            f"{path}: layer_types has a window in {sum(told)} of {layers} layers: must have it in"
+            f" {sum(ruled)}, as sliding_window says; fetch the file again"
+        )
+    return told
