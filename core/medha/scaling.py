@@ -1,0 +1,255 @@
+"""How many replicas a model wants, from what its routers and controllers said lately.
+
+Decides from signals, one look after another; what it must remember it is given and gives back. The
+operator acts on it, the simulator repeats it from the same signals: no clock, no client.
+
+    up     relative slack at arrival (P10 over all offered requests, refused ones included) is below
+           the target, or a class misses its SLO, by so much for so long that noise is no reason
+           (a sum of what is missing, see SHORT): one more at least, as many as the offered work
+           fills. Never a second time for what replicas that are still starting may relieve
+    down   to what the work needs, once nothing more was needed for the whole stabilisation, and
+           never sooner than it takes to start a replica again
+    hold   between the two, and whenever a source has not been heard of: no news is no idleness
+
+An empty queue with fresh reports is no pressure. A request that waits while there is no replica
+brings the first one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+FULL, ROOMY = 0.8, 0.6
+"""Share of its time that a replica is planned to be filled with; a fleet is made smaller only when
+what remains is filled to ROOMY at most."""
+ATTAINED, ENOUGH_ENDED = 0.9, 10
+"""A class that met less of its SLO asks for more, when so many requests of it have ended."""
+BAND = 0.25
+"""Share of the target (and at least 0.05) within which slack counts as on target."""
+SHORT, MISSED = 20.0, 0.5
+"""What is missing to the target, times the seconds for which it is, until replicas are added: 20 s
+of refusals, 45 s at a slack of -0.3. A missed SLO counts as so much of slack."""
+SETTLES_S, STUCK_S = 30.0, 300.0
+"""Signals look back so far: what they say of a fleet that changed counts from then on. Replicas
+that do not start for STUCK_S, or twice their usual time, are waited for no longer."""
+GAP_S = 60.0
+"""Nobody looked for so long: what was seen before says nothing of the time between."""
+
+Why = Literal[
+    "Enough", "NoData", "FirstRequest", "LittleSlack", "MissedSlo", "Starting", "Stabilising",
+    "Surplus", "AtMaximum", "NoRoom", "Bounds",
+]  # fmt: skip
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """What a resource asks for: bounds, target, and for how long a surplus must last (seconds)."""
+
+    least: int
+    most: int
+    target_slack: float
+    down_after_s: float
+
+    @property
+    def band(self) -> float:
+        return max(0.05, BAND * self.target_slack)
+
+
+class ClassShare(msgspec.Struct, frozen=True):
+    """Requests of one class that ended lately."""
+
+    name: str
+    met: int
+    missed: int
+
+    @property
+    def misses(self) -> bool:
+        ended = self.met + self.missed
+        return ended >= ENOUGH_ENDED and self.met < ATTAINED * ended
+
+
+class Signals(msgspec.Struct, frozen=True, kw_only=True):
+    """One look. `current` replicas are asked for and `ready` serve.
+
+    `slack_p10` None: nobody arrived. `offered`: prefill seconds that arrive in a second, refused
+    ones included, so how many replicas they fill; `backlog_s`: those that wait; `held`: requests
+    that find no replica; `busy`: that wait or run; `kv_used`: share of the pages of ready replicas.
+    `fresh` False: a source was not heard of lately. `room` False: a replica finds no place.
+    """
+
+    at_s: float
+    current: int
+    ready: int
+    fresh: bool = True
+    slack_p10: float | None = None
+    offered: float = 0.0
+    backlog_s: float = 0.0
+    held: int = 0
+    busy: int = 0
+    kv_used: float = 0.0
+    classes: tuple[ClassShare, ...] = ()
+    cold_start_s: float = 60.0
+    room: bool = True
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Of former looks: since when without a gap, `short` so far, the highest need of each later
+    moment (falling), and the replicas with the time when they last changed."""
+
+    since_s: float = math.inf
+    last_s: float = -math.inf
+    short: float = 0.0
+    needs: tuple[tuple[float, int], ...] = ()
+    replicas: tuple[int, int] = (0, 0)
+    changed_s: float = -math.inf
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """As many replicas, and why; `message` tells a person the numbers."""
+
+    replicas: int
+    why: Why
+    message: str = ""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A look as it is kept, to be decided again elsewhere."""
+
+    policy: Policy
+    signals: Signals
+    decision: Decision
+
+
+def decide(policy: Policy, memory: Memory, signals: Signals) -> tuple[Decision, Memory]:
+    """The replicas that are wanted now, and what to remember for the next look."""
+    memory = _seen(policy, memory, signals)
+    if signals.held and not signals.current and policy.most:
+        first = Decision(max(1, policy.least), "FirstRequest", _told(signals))
+        return first, _needs(policy, memory, signals, first.replicas)
+    wanted = _wanted(policy, memory, signals)
+    need = wanted.replicas
+    memory = _needs(policy, memory, signals, need)
+    if need < signals.current:
+        wanted = _down(policy, memory, signals)
+    return _bounded(policy, wanted, signals), memory
+
+
+def replay(records: Iterable[Record]) -> list[Decision]:
+    """What is decided about the same signals, from an empty memory on."""
+    memory, found = Memory(), []
+    for record in records:
+        decision, memory = decide(record.policy, memory, record.signals)
+        found.append(decision)
+    return found
+
+
+def quantile(edges: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """The value below which `share` of a histogram's observations lie, linear within a bucket.
+
+    `counts` has one bucket more than `edges` (beyond the last); None for an empty one.
+    """
+    total = sum(counts)
+    if not total:
+        return None
+    rank, below = share * total, 0.0
+    for place, count in enumerate(counts):
+        if count and below + count >= rank:
+            if place == 0 or place == len(edges):
+                return edges[min(place, len(edges) - 1)]
+            low, high = edges[place - 1], edges[place]
+            return low + (high - low) * (rank - below) / count
+        below += count
+    return edges[-1]
+
+
+def _seen(policy: Policy, memory: Memory, now: Signals) -> Memory:
+    """The memory with this look in it."""
+    replicas, passed_s = (now.current, now.ready), now.at_s - memory.last_s
+    if not 0.0 <= passed_s <= GAP_S:
+        memory, passed_s = Memory(since_s=now.at_s, replicas=replicas), 0.0
+    if replicas != memory.replicas:
+        memory = msgspec.structs.replace(memory, replicas=replicas, changed_s=now.at_s)
+    short = memory.short
+    if not _settled(memory, now):
+        short = 0.0  # what is heard was said of another fleet
+    elif now.fresh:
+        short = max(0.0, min(SHORT, short + passed_s * _missing(policy, now)))
+    return msgspec.structs.replace(memory, last_s=now.at_s, short=short)
+
+
+def _settled(memory: Memory, now: Signals) -> bool:
+    wait_s = SETTLES_S if now.ready >= now.current else max(STUCK_S, 2.0 * now.cold_start_s)
+    return now.at_s - memory.changed_s >= wait_s
+
+
+def _missing(policy: Policy, now: Signals) -> float:
+    """Slack that is missing to the target's band; negative: there is more than enough."""
+    missing = -MISSED
+    if now.slack_p10 is not None:
+        missing = max(-1.0, min(1.0, policy.target_slack - policy.band - now.slack_p10))
+    return max(missing, MISSED) if any(each.misses for each in now.classes) else missing
+
+
+def _wanted(policy: Policy, memory: Memory, now: Signals) -> Decision:
+    """What this look alone asks for, before bounds and stabilisation."""
+    if not now.fresh:
+        return Decision(now.current, "NoData", "routers or controllers have not reported lately")
+    load = now.offered + now.backlog_s / max(60.0, now.cold_start_s)
+    if memory.short >= SHORT:
+        missed = [each.name for each in now.classes if each.misses]
+        about = f"class {', '.join(missed)} misses its SLO; " if missed else ""
+        more = min(2 * now.current, max(now.current + 1, math.ceil(load / FULL)))
+        return Decision(max(1, more), "MissedSlo" if missed else "LittleSlack", about + _told(now))
+    if _missing(policy, now) > 0.0:
+        why: Why = "Enough" if _settled(memory, now) else "Starting"
+        return Decision(now.current, why, _told(now))
+    need = max(math.ceil(load / ROOMY), math.ceil(now.ready * now.kv_used / FULL))
+    need = max(need, 1 if now.busy or now.held or load > 0.0 else 0)
+    easy = now.slack_p10 is None or now.slack_p10 > policy.target_slack + policy.band
+    if need < now.current and easy:
+        return Decision(need, "Surplus", _told(now))
+    return Decision(now.current, "Enough", _told(now))
+
+
+def _needs(policy: Policy, memory: Memory, now: Signals, need: int) -> Memory:
+    """Only what no later look exceeds can still be the most of a window that ends later."""
+    window_s = _window_s(policy, now)
+    kept = [each for each in memory.needs if each[1] > need and now.at_s - each[0] <= window_s]
+    return msgspec.structs.replace(memory, needs=(*kept, (now.at_s, need)))
+
+
+def _down(policy: Policy, memory: Memory, now: Signals) -> Decision:
+    """To the most that any look of the window asked for, by half at once at the most."""
+    window_s = _window_s(policy, now)
+    most = max(need for _, need in memory.needs)
+    if now.at_s - memory.since_s < window_s or most >= now.current:
+        return Decision(now.current, "Stabilising", _told(now))
+    return Decision(max(most, now.current // 2), "Surplus", _told(now))
+
+
+def _window_s(policy: Policy, now: Signals) -> float:
+    return max(policy.down_after_s, now.cold_start_s)
+
+
+def _bounded(policy: Policy, wanted: Decision, now: Signals) -> Decision:
+    """Within the resource's bounds, whatever was heard, and no more than finds a place."""
+    count, current = wanted.replicas, now.current
+    if current < policy.least:
+        return Decision(policy.least, "Bounds", f"minReplicas is {policy.least}")
+    if current > policy.most:
+        return Decision(policy.most, "Bounds", f"maxReplicas is {policy.most}")
+    if count > current and not now.room:
+        return Decision(current, "NoRoom", f"{count} are wanted and no place is left; {_told(now)}")
+    if count > policy.most:
+        return Decision(policy.most, "AtMaximum", wanted.message)
+    return msgspec.structs.replace(wanted, replicas=max(count, policy.least))
+
+
+def _told(now: Signals) -> str:
+    """The numbers of a look, for a person."""
+    told = [f"{now.ready} of {now.current} ready", f"offered work fills {now.offered:.2f}"]
+    slack = "nobody arrives" if now.slack_p10 is None else f"P10 of slack {now.slack_p10:.2f}"
+    return ", ".join((*told, slack, *([f"{now.held} wait for a replica"] if now.held else [])))

@@ -1,0 +1,292 @@
+"""How many replicas are wanted: from signals of virtual hours, steady, noisy, stale and empty."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medha.metrics import RATIO
+from medha.scaling import (
+    ClassShare,
+    Decision,
+    Memory,
+    Policy,
+    Record,
+    Signals,
+    decide,
+    quantile,
+    replay,
+)
+
+POLICY = Policy(least=1, most=8, target_slack=0.2, down_after_s=600.0)
+LOOK_S = 5.0
+
+
+class Run:
+    """Looks every LOOK_S of virtual time; the fleet follows after `cold_start_s`, as told."""
+
+    def __init__(self, policy: Policy = POLICY, current: int = 1, cold_start_s: float = 60.0):
+        self.policy, self.current, self.ready = policy, current, current
+        self.cold_start_s = cold_start_s
+        self.at_s, self.memory = 0.0, Memory()
+        self.due: list[float] = []
+        self.records: list[Record] = []
+        self.changes: list[tuple[float, int]] = []
+
+    def look(self, **heard: object) -> Decision:
+        self.at_s += LOOK_S
+        self.ready = min(self.current, self.ready + sum(each <= self.at_s for each in self.due))
+        self.due = [each for each in self.due if each > self.at_s]
+        signals = Signals(
+            at_s=self.at_s, current=self.current, ready=self.ready,
+            cold_start_s=self.cold_start_s, **heard,  # type: ignore[arg-type]
+        )  # fmt: skip
+        decision, self.memory = decide(self.policy, self.memory, signals)
+        self.records.append(Record(policy=self.policy, signals=signals, decision=decision))
+        if decision.replicas != self.current:
+            self.changes.append((self.at_s, decision.replicas))
+            more = max(0, decision.replicas - self.current)
+            self.due += [self.at_s + self.cold_start_s] * more
+            self.current = decision.replicas
+            self.ready = min(self.ready, self.current)
+        return decision
+
+    def looks(self, seconds: float, heard: Callable[[], dict[str, object]]) -> list[str]:
+        """The reasons given in so much time."""
+        return [self.look(**heard()).why for _ in range(round(seconds / LOOK_S))]
+
+
+def late() -> dict[str, object]:
+    """One replica's worth of work and a half arrives, and finds little slack."""
+    return {"slack_p10": -0.3, "offered": 1.5, "busy": 20}
+
+
+def idle() -> dict[str, object]:
+    return {}
+
+
+def easy() -> dict[str, object]:
+    return {"slack_p10": 0.5, "offered": 0.9, "busy": 2}
+
+
+def test_little_slack_brings_one_more_and_what_is_on_its_way_is_not_asked_for_twice() -> None:
+    run = Run(cold_start_s=120.0)
+    reasons = run.looks(180.0, late)
+    ((at_s, count),) = run.changes
+    assert count == 2 and 40.0 <= at_s <= 80.0
+    assert reasons.count("LittleSlack") == 1
+    assert "Starting" in reasons
+
+
+def test_what_two_do_not_relieve_brings_a_third_once_both_have_been_seen_at_work() -> None:
+    run = Run()
+    run.looks(600.0, lambda: {"slack_p10": -0.3, "offered": 2.1, "busy": 20})
+    assert [count for _, count in run.changes][:2] == [2, 3]
+    first, second = run.changes[0][0], run.changes[1][0]
+    assert second - first >= 60.0 + 30.0  # its start, and what signals look back
+
+
+def test_much_more_work_than_replicas_doubles_them_at_once() -> None:
+    run = Run(current=2)
+    run.looks(60.0, lambda: {"slack_p10": -1.0, "offered": 7.0, "busy": 99})
+    assert run.changes[0][1] == 4
+
+
+def test_the_fleet_goes_back_after_the_stabilisation_and_not_before() -> None:
+    run = Run()
+    run.looks(80.0, late)
+    run.looks(240.0, easy)
+    assert run.current == 2
+    ended = run.at_s
+    run.looks(580.0, idle)
+    assert run.current == 2
+    run.looks(120.0, idle)
+    assert run.current == 1 and run.changes[-1][0] - ended >= 600.0
+
+
+def test_a_replica_that_takes_an_hour_to_start_is_kept_for_an_hour() -> None:
+    run = Run(current=2, cold_start_s=3600.0)
+    run.looks(3500.0, idle)
+    assert run.current == 2
+    run.looks(200.0, idle)
+    assert run.current == 1
+
+
+def test_an_empty_queue_with_fresh_reports_is_no_pressure_and_no_missing_data() -> None:
+    run = Run(msgspec.structs.replace(POLICY, down_after_s=60.0), current=2)
+    assert set(run.looks(55.0, idle)) == {"Stabilising"}
+    run.looks(30.0, idle)
+    assert run.current == 1
+
+
+def test_stale_reports_hold_the_fleet_and_break_the_stabilisation() -> None:
+    run = Run(current=3)
+    run.looks(590.0, idle)
+    assert set(run.looks(3600.0, lambda: {"fresh": False})) == {"NoData"}
+    assert run.changes == []
+    run.looks(590.0, idle)
+    assert run.changes == []
+    run.looks(60.0, idle)
+    assert run.changes
+
+
+def test_refusals_alone_are_pressure() -> None:
+    """They find no slack at all; nothing runs or waits, since nobody was taken."""
+    run = Run()
+    run.looks(60.0, lambda: {"slack_p10": -1.0, "offered": 0.9})
+    assert run.changes[0][1] == 2
+
+
+def test_a_class_that_misses_its_slo_is_pressure_though_slack_is_fine() -> None:
+    run = Run()
+    heard = {"slack_p10": 3.0, "offered": 0.4, "classes": (ClassShare("chat", 5, 20),)}
+    run.looks(90.0, lambda: heard)
+    assert run.records[-1].decision.why in ("MissedSlo", "Starting") and run.current == 2
+    few = Run()
+    few.looks(90.0, lambda: {**heard, "classes": (ClassShare("chat", 0, 3),)})
+    assert few.current == 1
+
+
+def test_the_budget_is_kept_and_said() -> None:
+    run = Run(msgspec.structs.replace(POLICY, most=2))
+    reasons = run.looks(600.0, late)
+    assert run.current == 2 and "AtMaximum" in reasons
+
+
+def test_what_finds_no_place_is_not_asked_for() -> None:
+    run = Run()
+    assert "NoRoom" in run.looks(120.0, lambda: {**late(), "room": False})
+    assert run.changes == []
+
+
+def test_bounds_that_changed_hold_at_once_even_without_data() -> None:
+    assert Run(current=9).look(fresh=False).replicas == 8
+    assert Run(msgspec.structs.replace(POLICY, least=3)).look(fresh=False).replicas == 3
+
+
+def test_from_zero_the_first_request_brings_a_replica_and_idleness_takes_it_again() -> None:
+    run = Run(msgspec.structs.replace(POLICY, least=0, down_after_s=120.0), current=0)
+    run.looks(300.0, idle)
+    assert run.current == 0
+    assert run.look(held=1, fresh=False).why == "FirstRequest" and run.current == 1
+    run.looks(60.0, lambda: {"held": 1, "busy": 1})
+    run.looks(300.0, lambda: {"busy": 1})
+    assert run.current == 1  # one request still runs
+    run.looks(150.0, idle)
+    assert run.current == 0
+
+
+def test_pages_in_use_keep_replicas_that_prompts_do_not_need() -> None:
+    run = Run(current=4)
+    run.looks(1200.0, lambda: {"kv_used": 0.75, "busy": 50})
+    assert run.current == 4
+    run.looks(1200.0, lambda: {"kv_used": 0.4, "busy": 50})
+    assert run.current == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("spread", [0.05, 0.1, 0.3])
+def test_ten_minutes_of_noise_around_the_target_change_nothing(seed: int, spread: float) -> None:
+    """Each look is the P10 of a window of thirty seconds, so neighbours share most of it."""
+    dice, run = random.Random(seed), Run(current=2)
+    recent = [dice.gauss(0.2, spread) for _ in range(6)]
+
+    def noise() -> dict[str, object]:
+        recent.append(dice.gauss(0.2, spread))
+        p10 = sum(recent[-6:]) / 6
+        return {"slack_p10": p10, "offered": 1.1 + dice.uniform(-0.3, 0.3), "busy": 10}
+
+    run.looks(600.0, noise)
+    assert run.changes == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_fleet_in_a_closed_loop_settles_and_does_not_swing(seed: int) -> None:
+    """A fluid queue with bursts: slack falls with what is behind, replicas relieve it, and what
+    would wait for more than four seconds is refused."""
+    dice, run, behind_s = random.Random(seed), Run(), 0.0
+    for minute in range(240):
+        rate = 2.2 if 20 <= minute < 140 else 0.25
+        for _ in range(round(60.0 / LOOK_S)):
+            offered = max(0.0, rate * dice.gauss(1.0, 0.15))
+            behind_s += (offered - run.ready) * LOOK_S
+            behind_s = min(4.0 * run.ready, max(0.0, behind_s))
+            slack = 0.5 - behind_s / max(1, run.ready) / 2.0
+            run.look(slack_p10=max(-4.0, slack), offered=offered, backlog_s=behind_s, busy=5)
+    counts = [count for _, count in run.changes]
+    peak = max(counts)
+    assert peak in (3, 4)
+    rise = counts.index(peak)
+    assert counts[: rise + 1] == sorted(counts[: rise + 1])
+    assert counts[rise:] == sorted(counts[rise:], reverse=True)
+    assert run.current == 1
+
+
+look = st.fixed_dictionaries(
+    {
+        "fresh": st.booleans(),
+        "slack_p10": st.none() | st.floats(-4, 25),
+        "offered": st.floats(0, 20),
+        "backlog_s": st.floats(0, 1e4),
+        "held": st.integers(0, 3),
+        "busy": st.integers(0, 100),
+        "kv_used": st.floats(0, 1),
+        "room": st.booleans(),
+        "classes": st.just(()) | st.builds(
+            lambda met, missed: (ClassShare("a", met, missed),), st.integers(0, 50),
+            st.integers(0, 50)),
+    }
+)  # fmt: skip
+
+
+@given(st.lists(look, min_size=1, max_size=60), st.integers(0, 3), st.integers(0, 5))
+def test_whatever_is_heard_bounds_hold_and_no_data_means_no_change(
+    looks: list[dict[str, object]], least: int, more: int
+) -> None:
+    policy = Policy(least=least, most=max(1, least + more), target_slack=0.2, down_after_s=60.0)
+    run = Run(policy, current=max(least, 1))
+    ups: list[float] = []
+    for heard in looks:
+        before = run.current
+        decision = run.look(**heard)
+        assert policy.least <= decision.replicas <= policy.most
+        assert decision.replicas <= max(2 * before, before + 1)
+        if not heard["fresh"] and not heard["held"]:
+            assert decision.replicas == before
+        if decision.replicas < before:
+            assert all(run.at_s - at >= 60.0 for at in ups)
+            assert decision.replicas >= before // 2
+        ups += [run.at_s] if decision.replicas > before else []
+    encoded = [msgspec.json.encode(each) for each in run.records]
+    again = replay(msgspec.json.decode(each, type=Record) for each in encoded)
+    assert again == [each.decision for each in run.records]
+
+
+def exact(values: list[float], share: float) -> float:
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+@given(st.lists(st.floats(-6, 30), min_size=1, max_size=200))
+def test_a_quantile_of_buckets_is_in_the_bucket_of_the_true_one(values: list[float]) -> None:
+    def bucket(value: float) -> int:
+        return sum(edge < value for edge in RATIO)
+
+    counts = [0] * (len(RATIO) + 1)
+    for value in values:
+        counts[bucket(value)] += 1
+    found = quantile(RATIO, counts, 0.1)
+    assert found is not None
+    place = bucket(exact(values, 0.1))
+    low = RATIO[place - 1] if place else RATIO[0]
+    high = RATIO[min(place, len(RATIO) - 1)]
+    assert low <= found <= high
+
+
+def test_no_observation_has_no_quantile() -> None:
+    assert quantile(RATIO, [0] * (len(RATIO) + 1), 0.1) is None
