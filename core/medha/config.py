@@ -82,12 +82,16 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class RouterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a router knows of a model before any replica has said Hello."""
+    """What a router knows of a model before any replica has said Hello.
+
+    `hold_s`: requests wait at least so long for its first replica, since one is brought for them.
+    """
 
     name: str
     max_context_tokens: int
     classes: tuple[SloClass, ...] = (SloClass(),)
     default_class: str = "default"
+    hold_s: float = 0.0
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,7 +99,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     With `learn` it also serves the models that replicas introduce, and forgets one
     `forget_model_s` after its last replica left. In its first `learn_s` it holds requests for
-    models that it does not know yet. `api_keys` is a file of API keys, a line each, as
+    models that it does not know yet. `models_file` names more models, as `models` does, and may
+    change; it may be missing. `api_keys` is a file of API keys, a line each, as
     `medha_router.keys` reads it; without one the public port is open to everybody.
     """
 
@@ -104,6 +109,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ops_port: Port = 8001
     fleet_bind: str
     models: tuple[RouterModel, ...] = ()
+    models_file: str = ""
     learn: bool = False
     learn_s: float = 10.0
     forget_model_s: float = 600.0

@@ -1,15 +1,20 @@
-"""The models that this router serves: those of its config, and those that replicas introduce.
+"""The models that this router serves: those of its config, of a file, and of its replicas.
 
 A router that learns starts with none and takes the name, context limit and classes of a model from
 the Hello of its replicas. The latest word counts, as a rolling update brings replicas with new
 classes while the old ones still serve; the context limit is the least of those that serve. A model
-that was learned is forgotten some time after its last replica left. `now` is an argument.
+that was learned is forgotten some time after its last replica left. The file, which the operator
+publishes, names models that have no replica now but get one when somebody asks: requests for these
+are held. It is read again when it changes. `now` is an argument.
 """
 
 from __future__ import annotations
 
 import logging
+import pathlib
 from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
 
 from medha.config import RouterModel
 from medha.messages import Hello
@@ -18,14 +23,20 @@ from medha_router.models import ServedModel
 
 
 class Models(Mapping[str, ServedModel]):
-    """Every served model by its name; `forget_s` after its last replica a learned one goes."""
+    """Every served model by its name; `forget_s` after its last replica a learned one goes.
+    `file` names more, and may not be there yet."""
 
-    def __init__(self, configured: Iterable[RouterModel], forget_s: float) -> None:
+    def __init__(
+        self, configured: Iterable[RouterModel], forget_s: float, file: pathlib.Path | None = None
+    ) -> None:
         self._models = {model.name: ServedModel(model) for model in configured}
         self._configured = frozenset(self._models)
         self._forget_s = forget_s
         self._left_s: dict[str, float] = {}
         self._log = logging.getLogger("medha.router")
+        self._file, self._version = file, (0, 0)
+        self._published: dict[str, RouterModel] = {}
+        self.refresh()
 
     def __getitem__(self, name: str) -> ServedModel:
         return self._models[name]
@@ -41,6 +52,8 @@ class Models(Mapping[str, ServedModel]):
         if hello.model in self._configured:
             return
         told = introduced(hello)
+        if (published := self._published.get(hello.model)) is not None:
+            told = msgspec.structs.replace(told, hold_s=published.hold_s)
         model = self._models.get(hello.model)
         if model is None:
             self._models[hello.model] = ServedModel(told)
@@ -53,10 +66,33 @@ class Models(Mapping[str, ServedModel]):
             )  # fmt: skip
         model.adopt(told, at_least=model.config.max_context_tokens if others else 0)
 
+    def refresh(self) -> None:
+        """Read the file again if it is another one by now; what does not decode changes nothing."""
+        if self._file is None:
+            return
+        try:
+            seen = self._file.stat()
+            if (seen.st_mtime_ns, seen.st_ino) == self._version:
+                return
+            self._version = seen.st_mtime_ns, seen.st_ino
+            models = msgspec.json.decode(self._file.read_bytes(), type=tuple[RouterModel, ...])
+        except FileNotFoundError:
+            return  # nothing is published yet
+        except (OSError, msgspec.MsgspecError) as error:
+            self._log.error("models of %s stay as they were: %s", self._file, error)
+            return
+        self._published = {each.name: each for each in models if each.name not in self._configured}
+        for name, told in self._published.items():
+            if name not in self._models:
+                self._models[name] = ServedModel(told)
+                self._log.info("serves %s from now on, as published", name)
+            elif not self._models[name].ready:
+                self._models[name].adopt(told, at_least=0)
+
     def forget(self, served: frozenset[str], now: float) -> None:
         """Let go of learned models that no replica has served for long; `served` have replicas."""
         for name in [each for each in self._models if each not in self._configured]:
-            if name in served or len(self._models[name].dispatch):
+            if name in served or name in self._published or len(self._models[name].dispatch):
                 self._left_s.pop(name, None)
             elif now - self._left_s.setdefault(name, now) > self._forget_s:
                 del self._models[name], self._left_s[name]

@@ -98,7 +98,7 @@ class Ledger:
     def fail(self, answer: Answer, error: MedhaError, now: float) -> None:
         """The answer ends with an error, all its runs with it. Twice is once."""
         if self._end(answer, now):
-            self._meter.failed(answer)
+            self._meter.failed(answer, now)
             self._log.warning("failed: %s", error, extra={"fields": {"request": answer.id}})
             answer.fail(error)
 
@@ -125,7 +125,7 @@ class Ledger:
                                 retry_after_s=model.dispatch.retry_after_s())  # fmt: skip
             else:
                 continue
-            self._meter.refused(model.name, answer.slo_class.name, error.code)
+            self._meter.refused(model.name, answer.slo_class.name, error.code, now)
             self.fail(answer, error, now)
 
     def _end(self, answer: Answer, now: float) -> bool:

@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from medha import metrics
+from medha.errors import Refusal
 from medha.scheduling.queue import Queued
+from medha_router.demand import Demand
 from medha_router.runs import Answer, Run
 
 QUANTILES = (0.1, 0.5)
 WORK_FLOOR_S = 0.001
+REFUSED_RATIO = -1.0
+"""Slack of a request that is refused without saying when it could be served."""
 
 
 class Instruments(Protocol):
@@ -28,28 +32,44 @@ class Instruments(Protocol):
 
 
 class Meter:
-    """Turns events into numbers; one per router process."""
+    """Turns events into numbers; one per router process. `demand` hears what comes and ends."""
 
-    def __init__(self, instruments: Instruments) -> None:
-        self._to = instruments
+    def __init__(self, instruments: Instruments, demand: Demand) -> None:
+        self._to, self._demand = instruments, demand
         self._tenants = metrics.Cap()
 
-    def refused(self, model: str, slo_class: str, reason: str) -> None:
+    def refused(self, model: str, slo_class: str, reason: str, now: float) -> None:
         self._to.add("medha_requests_refused_total", 1, model, slo_class, reason)
+        if reason == "no_replica":
+            self._demand.unserved(model, now)
 
-    def refused_prompt(self, model: str, slo_class: str, prompt_tokens: int) -> None:
-        """A refusal is a miss wherever attainment is reported."""
-        length = metrics.length_label(prompt_tokens)
-        self._to.add("medha_slo_missed_total", 1, model, slo_class, length)
-        self._to.add("medha_slo_attained_total", 0, model, slo_class, length)
-        self._to.add("medha_requests_total", 1, model, slo_class, length, "refused")
+    def refused_run(self, run: Run, refusal: Refusal, now: float) -> None:
+        """A refusal is a miss wherever attainment is reported; its slack at arrival is what was
+        missing. What an idle replica could not do in time says nothing of the load."""
+        self._to.add("medha_slo_missed_total", 1, *_of_run(run))
+        self._to.add("medha_slo_attained_total", 0, *_of_run(run))
+        self._to.add("medha_requests_total", 1, *_of_run(run), "refused")
+        if refusal.code in ("no_replica", "context_length_exceeded") or _slack(run, 0.0) < 0.0:
+            return
+        ratio = REFUSED_RATIO
+        if refusal.earliest_ttft_s is not None:
+            ratio = _ratio(run, refusal.earliest_ttft_s)
+        self._arrived(run, min(ratio, 0.0), now)
+        self._demand.ended(*_of_class(run), False, now)
+
+    def arrived(self, run: Run, finish_s: float, now: float) -> None:
+        """Taken, with its first token expected `finish_s` after its arrival."""
+        self._arrived(run, _ratio(run, finish_s) if _slack(run, 0.0) >= 0.0 else None, now)
+
+    def arrived_at_none(self, run: Run, now: float) -> None:
+        """Taken after it waited for the first replica: that wait is no lack of replicas now."""
+        self._arrived(run, None, now)
 
     def admitted(self, answer: Answer) -> None:
         model, tenant = answer.ask.model, self._tenant(answer)
         self._to.add("medha_prompt_tokens_total", answer.prompt_tokens, model, tenant)
         for run in answer.runs:
             labels = _of_class(run)
-            self._to.observe("medha_arrival_slack_ratio", _slack(run, 0.0), *labels)
             self._begin(run)
             if run.request.promised:
                 self._to.add("medha_promises_total", 1, *labels, "given")
@@ -90,7 +110,7 @@ class Meter:
         self._to.observe("medha_request_e2e_seconds", now - request.arrival_s, *labels)
         self._to.add("medha_requests_total", 1, *labels, "finished")
         if run.first_token_s is None or run.last_token_s is None:
-            self._to.add("medha_slo_missed_total", 1, *labels)
+            self._missed(run, now)
             return
         met = run.first_token_s <= request.due_s
         later = len(run.output.tokens) - 1
@@ -98,13 +118,17 @@ class Meter:
             tpot_s = (run.last_token_s - run.first_token_s) / later
             self._to.observe("medha_request_tpot_seconds", tpot_s, *labels)
             met = met and tpot_s <= request.tpot_s
-        self._to.add("medha_slo_attained_total" if met else "medha_slo_missed_total", 1, *labels)
+        if not met:
+            self._missed(run, now)
+            return
+        self._to.add("medha_slo_attained_total", 1, *labels)
+        self._demand.ended(*_of_class(run), True, now)
 
-    def failed(self, answer: Answer) -> None:
+    def failed(self, answer: Answer, now: float) -> None:
         self._ended(answer, "failed")
         for run in answer.runs:
             if not run.done:
-                self._to.add("medha_slo_missed_total", 1, *_of_run(run))
+                self._missed(run, now)
                 self._break_promise(run)
 
     def cancelled(self, answer: Answer) -> None:
@@ -142,6 +166,15 @@ class Meter:
             self._to.add("medha_promises_total", 0, *_of_class(run), outcome)
         self._to.add("medha_requests_relegated_total", 0, *_of_class(run))
 
+    def _arrived(self, run: Run, ratio: float | None, now: float) -> None:
+        if ratio is not None:
+            self._to.observe("medha_arrival_slack_ratio", ratio, *_of_class(run))
+        self._demand.arrived(run.answer.ask.model, ratio, run.request.work_s, now)
+
+    def _missed(self, run: Run, now: float) -> None:
+        self._to.add("medha_slo_missed_total", 1, *_of_run(run))
+        self._demand.ended(*_of_class(run), False, now)
+
     def _first_token(self, run: Run, ttft_s: float, slack_ratio: float | None) -> None:
         labels, request = _of_class(run), run.request
         ratio = slack_ratio
@@ -174,9 +207,13 @@ def slack_ratio(item: Queued, now: float) -> float:
 
 
 def _slack(run: Run, age_s: float) -> float:
+    return _ratio(run, age_s + run.request.work_s)
+
+
+def _ratio(run: Run, finish_s: float) -> float:
+    """What is left of the deadline at `finish_s` after arrival, relative to the work."""
     request = run.request
-    left_s = request.ttft_deadline_s - age_s - request.work_s
-    return left_s / max(request.work_s, WORK_FLOOR_S)
+    return (request.ttft_deadline_s - finish_s) / max(request.work_s, WORK_FLOOR_S)
 
 
 def _of_class(run: Run) -> tuple[str, str]:

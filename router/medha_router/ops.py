@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from medha.adapters.prometheus import Reply, Route, json_reply
+from medha.messages import RouterDemand
 from medha.scheduling.queue import Queued
+from medha_router.demand import WINDOW_S, Demand
 from medha_router.fleet import Fleet
 from medha_router.metering import slack_ratio
 from medha_router.models import ServedModel
@@ -70,23 +72,51 @@ def queue_page(models: Mapping[str, ServedModel], fleet: Fleet, now: float) -> d
     return page
 
 
+def demand_page(
+    models: Mapping[str, ServedModel], fleet: Fleet, demand: Demand, now: float
+) -> RouterDemand:
+    """`/demand`: what clients wanted of each model lately."""
+    found = []
+    for name, model in models.items():
+        items = model.dispatch.waiting(now)
+        found.append(
+            demand.of(
+                name, now, backlog_s=sum(item.work_s for item in items), waiting=len(items),
+                running=sum(len(replica.sent) for replica in fleet.of(name)),
+            )
+        )  # fmt: skip
+    return RouterDemand(window_s=WINDOW_S, models=tuple(found))
+
+
 def routes(
-    loop: asyncio.AbstractEventLoop, page: Callable[[], dict[str, Any]], drain: Callable[[], None]
-) -> dict[str, Route]:
+    loop: asyncio.AbstractEventLoop, page: Callable[[], dict[str, Any]],
+    demand: Callable[[], RouterDemand], drain: Callable[[], None],
+) -> dict[str, Route]:  # fmt: skip
     """The routes that a router adds to its ops port."""
 
     async def snapshot() -> dict[str, Any]:
         return page()
 
+    async def demanded() -> RouterDemand:
+        return demand()
+
     def debug_queue() -> Reply:
         found = _on_loop(loop, snapshot())
+        return json_reply(found) if found is not None else _silent()
+
+    def show_demand() -> Reply:
+        found = _on_loop(loop, demanded())
         return json_reply(found) if found is not None else _silent()
 
     def start_drain() -> Reply:
         loop.call_soon_threadsafe(drain)
         return json_reply({"draining": True}, 202)
 
-    return {"GET /debug/queue": debug_queue, "POST /drain": start_drain}
+    return {
+        "GET /debug/queue": debug_queue,
+        "GET /demand": show_demand,
+        "POST /drain": start_drain,
+    }
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T | None:

@@ -18,8 +18,10 @@ from fastapi import FastAPI
 from medha.adapters.prometheus import Metrics, OpsServer, Route, Tick
 from medha.config import RouterConfig
 from medha.errors import SetupError, SpecError
+from medha.messages import RouterDemand
 from medha_router import ops
 from medha_router.app import make_app
+from medha_router.demand import Demand
 from medha_router.door import DrainingServer, server_of
 from medha_router.exchange import Exchange
 from medha_router.files import FileStore
@@ -46,10 +48,12 @@ class Router:
         self._config = config
         clock = time.monotonic  # the loop's own time stands still within a turn
         self.tick = Tick()
-        self._meter = Meter(metrics)
+        self._demand = Demand()
+        self._meter = Meter(metrics, self._demand)
         names = None if config.learn else frozenset(model.name for model in config.models)
         self._fleet = Fleet(names, config.replica_timeout_s)
-        self._models = Models(config.models, config.forget_model_s)
+        published = pathlib.Path(config.models_file) if config.models_file else None
+        self._models = Models(config.models, config.forget_model_s, published)
         self._ledger = Ledger(self._models, self._fleet, self._meter, link.send, self._changed)
         folder = pathlib.Path(config.run_dir, "tokenizers") if config.run_dir else None
         self._exchange = Exchange(
@@ -58,7 +62,7 @@ class Router:
         )  # fmt: skip
         dice = random.Random(secrets.randbits(256))  # asking the kernel each time costs a call
         self.service = Service(
-            config, self._models, self._ledger, tokens, self._meter,
+            config, self._models, self._ledger, tokens, self._meter, self._demand,
             clock=clock, wall_s=time.time, draw_bits=dice.getrandbits,
         )  # fmt: skip
         self._keys = ApiKeys(pathlib.Path(config.api_keys)) if config.api_keys else None
@@ -77,10 +81,13 @@ class Router:
 
     def routes(self, drain: Callable[[], None]) -> dict[str, Route]:
         """The routes of the ops port."""
-        return ops.routes(asyncio.get_running_loop(), self.page, drain)
+        return ops.routes(asyncio.get_running_loop(), self.page, self.demand, drain)
 
     def page(self) -> dict[str, object]:
         return ops.queue_page(self._models, self._fleet, self._clock())
+
+    def demand(self) -> RouterDemand:
+        return ops.demand_page(self._models, self._fleet, self._demand, self._clock())
 
     def start(self) -> None:
         self._pump.start()
@@ -104,7 +111,9 @@ class Router:
             if self._keys is not None:
                 self._keys.refresh()
             self._measure(now)
+            self._models.refresh()
             self._models.forget(frozenset(each.hello.model for each in self._fleet), now)
+            self._demand.forget(self._models)
 
     def _measure(self, now: float) -> None:
         for name, model in self._models.items():

@@ -17,6 +17,7 @@ import msgspec
 from medha.config import RouterConfig
 from medha.errors import Refusal, RequestError
 from medha.request import Request
+from medha_router.demand import Demand
 from medha_router.detokenizer import Vocabulary
 from medha_router.editions import Edition
 from medha_router.encoding import Prompt
@@ -44,10 +45,11 @@ class Service:
 
     def __init__(
         self, config: RouterConfig, models: Mapping[str, ServedModel], ledger: Ledger,
-        tokens: TokenizerPool, meter: Meter, *, clock: Callable[[], float],
+        tokens: TokenizerPool, meter: Meter, demand: Demand, *, clock: Callable[[], float],
         wall_s: Callable[[], float], draw_bits: Callable[[int], int],
     ) -> None:  # fmt: skip
         self._config, self._ledger, self._tokens, self._meter = config, ledger, tokens, meter
+        self._demand = demand
         self._clock, self._wall_s, self._draw_bits = clock, wall_s, draw_bits
         self._log = logging.getLogger("medha.router")
         self._holding = 0
@@ -122,17 +124,20 @@ class Service:
             created=int(self._wall_s()),
         )  # fmt: skip
         try:
+            answer.held = not model.ready
             edition = await self._open(model)
             prompts = await self._hold(self.encoded(answer, model, edition))
             while not edition.open:  # its replicas left meanwhile
+                answer.held = answer.held or not model.ready
                 edition = await self._open(model)
                 prompts = await self._hold(self.encoded(answer, model, edition))
             self._prepare(answer, model, edition, prompts, slo)
             self._admit(answer, model)
         except Refusal as refusal:
-            self._meter.refused(model.name, slo_class.name, refusal.code)
+            now = self._clock()
+            self._meter.refused(model.name, slo_class.name, refusal.code, now)
             for run in answer.runs:
-                self._meter.refused_prompt(model.name, slo_class.name, run.prompt.length)
+                self._meter.refused_run(run, refusal, now)
             self._log.info("refused: %s", refusal.code, extra={"fields": {"request": id}})
             raise
         return answer
@@ -154,7 +159,9 @@ class Service:
         while not model.ready:
             if self._holding >= self._config.max_queue:
                 raise Refusal("overloaded", "too many requests wait for a replica: retry later")
-            await self._hold(model.wait_open(self._config.no_replica_timeout_s))
+            wait_s = max(self._config.no_replica_timeout_s, model.config.hold_s)
+            with self._demand.holding(model.name):
+                await self._hold(model.wait_open(wait_s))
         return model.edition()
 
     async def encoded(
@@ -245,19 +252,24 @@ class Service:
         )
 
     def _admit(self, answer: Answer, model: ServedModel) -> None:
-        """All runs wait, or none does."""
+        """All runs wait, or none does. What waited for the first replica is not refused now that
+        it is there, however late: it goes on without a promise if it must."""
         now = self._clock()
-        dispatch = model.dispatch
+        dispatch, slo_class = model.dispatch, answer.slo_class
         dispatch.check_room(self._config.max_queue)
+        if answer.held:
+            slo_class = msgspec.structs.replace(slo_class, when_infeasible="relegate")
         admitted: list[Run] = []
+        finishes_s: list[float] = []
         try:
             for run in answer.runs:
-                verdict = dispatch.admit(run, answer.slo_class, now)
+                run.waiting_since_s = now
+                verdict = dispatch.admit(run, slo_class, now)
                 run.request = msgspec.structs.replace(run.request, promised=verdict.promised)
                 run.promise_given = verdict.promised
                 admitted.append(run)
-                finish_s = now - answer.arrival_s + verdict.option.finish_s
-                answer.predicted_s = max(finish_s, answer.predicted_s or 0.0)
+                finishes_s.append(now - answer.arrival_s + verdict.option.finish_s)
+                answer.predicted_s = max(finishes_s)
         except Refusal:
             for run in admitted:
                 dispatch.drop(run.id, None, now)
@@ -266,6 +278,11 @@ class Service:
             answer.promise_s = max(run.request.ttft_deadline_s for run in answer.runs)
         self._ledger.add(answer)
         self._meter.admitted(answer)
+        for run, finish_s in zip(answer.runs, finishes_s, strict=True):
+            if answer.held:
+                self._meter.arrived_at_none(run, now)
+            else:
+                self._meter.arrived(run, finish_s, now)
 
 
 def _output(ask: Ask, edition: Edition, ends: tuple[int, ...]) -> Output:

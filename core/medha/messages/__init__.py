@@ -79,8 +79,11 @@ from medha.messages.ranks import (
     Withdrawn,
 )
 from medha.messages.status import (
+    ClassDemand,
     GroupStatus,
+    ModelDemand,
     ReplicaStatus,
+    RouterDemand,
 )
 
 __all__ = [
@@ -90,6 +93,7 @@ __all__ = [
     "Accepted",
     "BatchTokens",
     "Blob",
+    "ClassDemand",
     "Codec",
     "ControllerBeat",
     "Count",
@@ -116,6 +120,7 @@ __all__ = [
     "LoadReport",
     "Loading",
     "Logprob",
+    "ModelDemand",
     "Name",
     "OfferPages",
     "Offered",
@@ -132,6 +137,7 @@ __all__ = [
     "RequestId",
     "Resend",
     "RouterBeat",
+    "RouterDemand",
     "RouterMessage",
     "Sampling",
     "SequenceStart",

@@ -1,4 +1,4 @@
-"""What a controller tells over HTTP on its ops port; an operator or `medha up` acts on it."""
+"""What controllers and routers tell over HTTP on their ops ports; an operator acts on it."""
 
 from __future__ import annotations
 
@@ -36,3 +36,36 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     restart_groups: tuple[int, ...] = ()
     message: str = ""
     refused: str = ""
+
+
+class ClassDemand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Requests of a class that ended within the window: those that met their SLO, and the rest."""
+
+    name: str
+    met: int = 0
+    missed: int = 0
+
+
+class ModelDemand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What clients wanted of a model within the window, and what waits or runs now.
+
+    `slack_counts`: relative slack at arrival by the buckets of `medha.metrics.RATIO`, refused
+    requests included, those left out that not even an idle replica could serve in time. `work_s`:
+    prefill seconds of what arrived. `held`: requests that found no replica, or wait for one.
+    """
+
+    model: str
+    slack_counts: tuple[int, ...] = ()
+    work_s: float = 0.0
+    backlog_s: float = 0.0
+    held: int = 0
+    waiting: int = 0
+    running: int = 0
+    classes: tuple[ClassDemand, ...] = ()
+
+
+class RouterDemand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """GET /demand on a router's ops port: what the last `window_s` seconds brought."""
+
+    window_s: float
+    models: tuple[ModelDemand, ...] = ()

@@ -1,0 +1,105 @@
+"""What clients wanted of each model lately: slack found at arrival, work brought, SLOs met.
+
+Kept in cells of a second for as long as the window, so that an answer to `GET /demand` needs no
+former answer to compare with. Decides nothing: the operator scales by it. `now` is an argument.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import contextlib
+from collections.abc import Iterable, Iterator
+
+from medha.messages import ClassDemand, ModelDemand
+from medha.metrics import RATIO
+
+WINDOW_S = 30
+UNSERVED_S = 15.0
+"""A request that ended because no replica came still asks for one so long."""
+
+
+class _Cell:
+    """One model in one second."""
+
+    def __init__(self, second: int) -> None:
+        self.second = second
+        self.slacks = [0] * (len(RATIO) + 1)
+        self.work_s = 0.0
+        self.ended: collections.Counter[tuple[str, bool]] = collections.Counter()
+
+
+class Demand:
+    """Counts as requests come and end; thread-safe it is not."""
+
+    def __init__(self) -> None:
+        self._cells: dict[str, collections.deque[_Cell]] = {}
+        self._held: collections.Counter[str] = collections.Counter()
+        self._unserved_s: dict[str, float] = {}
+
+    def arrived(self, model: str, slack_ratio: float | None, work_s: float, now: float) -> None:
+        """A request brings work; `slack_ratio` None: its slack says nothing of the replicas."""
+        cell = self._cell(model, now)
+        cell.work_s += work_s
+        if slack_ratio is not None:
+            cell.slacks[bisect.bisect_left(RATIO, slack_ratio)] += 1
+
+    def ended(self, model: str, slo_class: str, met: bool, now: float) -> None:
+        self._cell(model, now).ended[slo_class, met] += 1
+
+    def unserved(self, model: str, now: float) -> None:
+        """A request was refused because there is no replica."""
+        self._unserved_s[model] = now
+
+    @contextlib.contextmanager
+    def holding(self, model: str) -> Iterator[None]:
+        """Within, a request waits for the first replica."""
+        self._held[model] += 1
+        try:
+            yield
+        finally:
+            self._held[model] -= 1
+            if not self._held[model]:
+                del self._held[model]
+
+    def of(
+        self, model: str, now: float, *, backlog_s: float = 0.0, waiting: int = 0, running: int = 0
+    ) -> ModelDemand:
+        """The window that ends now."""
+        cells = self._recent(model, now)
+        ended: collections.Counter[tuple[str, bool]] = collections.Counter()
+        for cell in cells:
+            ended.update(cell.ended)
+        unserved = now - self._unserved_s.get(model, -UNSERVED_S) < UNSERVED_S
+        return ModelDemand(
+            model=model,
+            slack_counts=tuple(map(sum, zip(*(cell.slacks for cell in cells), strict=True))),
+            work_s=sum(cell.work_s for cell in cells),
+            backlog_s=backlog_s,
+            held=max(self._held[model], int(unserved)),
+            waiting=waiting,
+            running=running,
+            classes=tuple(
+                ClassDemand(name=name, met=ended[name, True], missed=ended[name, False])
+                for name in sorted({name for name, _ in ended})
+            ),
+        )
+
+    def forget(self, models: Iterable[str]) -> None:
+        """Keep nothing of models but these."""
+        kept = set(models)
+        for of in (self._cells, self._unserved_s):
+            for name in of.keys() - kept:
+                del of[name]
+
+    def _cell(self, model: str, now: float) -> _Cell:
+        cells = self._recent(model, now)
+        if not cells or cells[-1].second != int(now):
+            cells.append(_Cell(int(now)))
+        return cells[-1]
+
+    def _recent(self, model: str, now: float) -> collections.deque[_Cell]:
+        cells = self._cells.setdefault(model, collections.deque())
+        while cells and cells[0].second <= now - WINDOW_S:
+            cells.popleft()
+        return cells

@@ -1,0 +1,156 @@
+"""What a router says of demand, and how it holds requests for a model that has no replica yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from medha.config import RouterModel
+from medha.messages import ModelDemand, RouterDemand
+from medha.metrics import RATIO
+from medha.request import Slo, SloClass
+from medha_router.demand import UNSERVED_S, WINDOW_S, Demand
+from medha_router.learning import Models
+
+Routers = Callable[..., Any]
+EVENTUALLY_S = 20.0
+
+
+def demand_of(running: Any, model: str = "tiny") -> ModelDemand:
+    found = msgspec.json.decode(running.ops.get("/demand").content, type=RouterDemand)
+    assert found.window_s == WINDOW_S
+    (of,) = [each for each in found.models if each.model == model]
+    return of
+
+
+def above(counts: tuple[int, ...], ratio: float) -> int:
+    return sum(counts[sum(edge <= ratio for edge in RATIO) :])
+
+
+def test_slack_at_arrival_is_counted_for_what_is_taken_and_what_is_refused(
+    running_with: Routers,
+) -> None:
+    running = running_with()
+    controller = running.open()
+    running.client.completions.create(model="tiny", prompt="say ok", max_tokens=4)
+    found = demand_of(running)
+    assert sum(found.slack_counts) == above(found.slack_counts, 1.0) == 1
+    assert [(each.name, each.met, each.missed) for each in found.classes] == [("default", 1, 0)]
+    assert found.work_s > 0.0 and found.held == 0
+    controller.load = msgspec.structs.replace(controller.load, free_pages=(0,))
+    with pytest.raises(openai.InternalServerError, match="pages of KV cache"):
+        for _ in range(2000):  # until its load has come
+            running.client.completions.create(model="tiny", prompt="say no", max_tokens=4)
+    found = demand_of(running)
+    assert sum(found.slack_counts) > above(found.slack_counts, 0.0)
+    assert sum(each.missed for each in found.classes) == 1
+
+
+def test_what_not_even_an_idle_replica_could_do_in_time_is_no_pressure(
+    running_with: Routers,
+) -> None:
+    running = running_with()
+    running.open()
+    with pytest.raises(openai.RateLimitError, match="earliest that can be promised"):
+        running.client.completions.create(
+            model="tiny", prompt="say ok", max_tokens=4, extra_headers={"x-medha-class": "eager"}
+        )
+    found = demand_of(running)
+    assert sum(found.slack_counts) == 0 and found.classes == ()
+
+
+def test_a_window_forgets_what_is_older_than_it() -> None:
+    demand = Demand()
+    demand.arrived("m", 0.05, 2.0, 100.0)
+    demand.arrived("m", None, 3.0, 100.9)
+    demand.ended("m", "a", True, 101.0)
+    found = demand.of("m", 102.0)
+    assert found.work_s == 5.0 and sum(found.slack_counts) == 1
+    assert demand.of("m", 100.0 + WINDOW_S + 2.0) == ModelDemand(model="m")
+
+
+def test_a_request_that_nobody_served_asks_for_a_replica_a_while_longer() -> None:
+    demand = Demand()
+    with demand.holding("m"), demand.holding("m"):
+        assert demand.of("m", 0.0).held == 2
+    assert demand.of("m", 0.0).held == 0
+    demand.unserved("m", 5.0)
+    assert demand.of("m", 6.0).held == 1
+    assert demand.of("m", 5.0 + UNSERVED_S).held == 0
+    demand.forget([])
+    assert demand.of("m", 6.0).held == 0
+
+
+def published(path: Path, **changes: Any) -> None:
+    model = RouterModel(
+        name="tiny", max_context_tokens=2048, hold_s=60.0,
+        classes=(SloClass(name="default", slo=Slo(ttft_floor_s=0.05)),),
+    )  # fmt: skip
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(msgspec.json.encode([msgspec.structs.replace(model, **changes)]))
+    fresh.replace(path)
+
+
+def test_a_fresh_router_holds_what_is_asked_of_a_model_that_has_no_replica_yet(
+    running_with: Routers, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    """Its deadline has long passed when the first replica comes: it is served all the same."""
+    published(tmp_path / "models.json")
+    running = running_with(
+        models=(), learn=True, learn_s=0.0, no_replica_timeout_s=0.1,
+        models_file=str(tmp_path / "models.json"),
+    )  # fmt: skip
+    assert [each.id for each in running.client.models.list()] == ["tiny"]
+    texts: list[str] = []
+
+    def ask() -> None:
+        answer = running.client.completions.create(model="tiny", prompt="say hi", max_tokens=9)
+        texts.append(answer.choices[0].text)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    eventually(lambda: demand_of(running).held == 1, EVENTUALLY_S)
+    running.open()
+    client.join(EVENTUALLY_S)
+    assert texts == ["hi"]
+    assert demand_of(running).held == 0
+    assert sum(demand_of(running).slack_counts) == 0
+
+
+def test_what_is_published_later_is_served_and_what_is_not_any_more_is_forgotten(
+    tmp_path: Path, make_hello: Callable[..., Any]
+) -> None:
+    path = tmp_path / "models.json"
+    models = Models((), forget_s=1.0, file=path)
+    assert not models
+    published(path)
+    models.refresh()
+    assert models["tiny"].config.hold_s == 60.0
+    models.learn(make_hello(), others=False)
+    assert models["tiny"].config.max_context_tokens == 4096
+    assert models["tiny"].config.hold_s == 60.0
+    models.forget(frozenset(), 0.0)
+    models.forget(frozenset(), 100.0)
+    assert "tiny" in models
+    published(path, name="other")
+    models.refresh()
+    models.forget(frozenset(), 200.0)
+    models.forget(frozenset(), 300.0)
+    assert set(models) == {"other"}
+
+
+def test_a_file_that_does_not_decode_leaves_the_models_as_they_were(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "models.json"
+    published(path)
+    models = Models((), forget_s=1.0, file=path)
+    path.write_text("[{}]")
+    models.refresh()
+    assert set(models) == {"tiny"} and "stay as they were" in caplog.text
