@@ -202,9 +202,11 @@ def _wanted(policy: Policy, memory: Memory, now: Signals) -> Decision:
         missed = [each.name for each in now.classes if each.misses]
         about = f"class {', '.join(missed)} misses its SLO; " if missed else ""
         more = min(2 * now.current, max(now.current + 1, math.ceil(load / FULL)))
-        return Decision(max(1, more), "MissedSlo" if missed else "LittleSlack", about + _told(now))
+        short = now.slack_p10 is not None and now.slack_p10 < policy.target_slack - policy.band
+        why: Why = "MissedSlo" if missed and not short else "LittleSlack"
+        return Decision(max(1, more), why, about + _told(now))
     if _missing(policy, now) > 0.0:
-        why: Why = "Enough" if _settled(memory, now) else "Starting"
+        why = "Enough" if _settled(memory, now) else "Starting"
         return Decision(now.current, why, _told(now))
     need = max(math.ceil(load / ROOMY), math.ceil(now.ready * now.kv_used / FULL))
     need = max(need, 1 if now.busy or now.held or load > 0.0 else 0)

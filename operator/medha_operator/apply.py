@@ -94,6 +94,25 @@ class Writer:
         )  # fmt: skip
         self._world.replicas.learn(self._world.resource(answer))
 
+    async def write_scale(self, resource: Resource, replicas: int) -> None:
+        """Ask for so many replicas, if the resource still is as it was seen."""
+        meta = resource.meta
+        body = {
+            "apiVersion": "autoscaling/v1",
+            "kind": "Scale",
+            "metadata": {
+                "name": meta.name,
+                "namespace": meta.namespace,
+                "uid": meta.uid,
+                "resourceVersion": meta.resource_version,
+            },
+            "spec": {"replicas": replicas},
+        }
+        await self._client.replace(
+            REPLICAS, meta.namespace, meta.name, msgspec.json.encode(body), part="scale",
+            timeout_s=self.left_s(),
+        )  # fmt: skip
+
     async def _step(self, resource: Resource, step: Action) -> None:
         namespace = resource.meta.namespace
         match step:

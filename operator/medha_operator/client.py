@@ -62,6 +62,7 @@ POLICIES = Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 SECRETS = Kind("", "v1", "secrets", "Secret")
 NODES = Kind("", "v1", "nodes", "Node", namespaced=False)
 EVENTS = Kind("events.k8s.io", "v1", "events", "Event")
+SCALED_OBJECTS = Kind("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
 LEASES = Kind("coordination.k8s.io", "v1", "leases", "Lease")
 KINDS = {each.kind: each for each in (SERVICES, CONFIG_MAPS, BUDGETS, POLICIES, SECRETS, PODS)}
 
@@ -150,6 +151,16 @@ class Client:
 
     async def get(self, kind: Kind, namespace: str, name: str) -> bytes:
         return await self._call("GET", kind.path(namespace, name))
+
+    async def serves(self, kind: Kind) -> bool:
+        """Whether the API knows the kind's group and version."""
+        try:
+            await self._call("GET", f"/apis/{kind.api_version}")
+        except ClusterError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
 
     async def pages(
         self,

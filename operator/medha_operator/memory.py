@@ -7,6 +7,7 @@ same step that begins it; the status then tells the next look at the cluster, wh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -57,11 +58,27 @@ class RetiringLine(_Line, frozen=True):
     reason: str = ""
 
 
+class ScalingLine(_Line, frozen=True):
+    """Who scales, and to how many it last did; whose word was heard instead, and since when."""
+
+    mode: str
+    replicas: int
+    outside_by: str = ""
+    outside_since: str = ""
+    scaled_object: Literal["Absent", "Expected"] = "Absent"
+    """Expected: one of ours exists, or may."""
+
+    @property
+    def has_object(self) -> bool:
+        return self.scaled_object == "Expected"
+
+
 class Memory(_Line, frozen=True):
     groups: tuple[GroupsLine, ...] = ()
     restarts: tuple[RestartLine, ...] = ()
     retiring: tuple[RetiringLine, ...] = ()
     conditions: tuple[Condition, ...] = ()
+    scaling: ScalingLine | None = None
 
     def restart(self, replica: int, group: int) -> RestartLine | None:
         return next(

@@ -14,6 +14,7 @@ import msgspec
 
 from medha.errors import SpecError
 from medha.spec import MedhaReplica, parse
+from medha_operator.authors import Author, authors_of
 from medha_operator.informers import Store
 from medha_operator.observed import NodeView, Observed, PodView, ReportView
 from medha_operator.projections import Key, Meta, Pod, Seen, Thing
@@ -31,6 +32,8 @@ class Resource(msgspec.Struct, frozen=True):
     replica: MedhaReplica | None
     refused: str
     status: Mapping[str, Any]
+    authors: tuple[Author, ...] = ()
+    """Who has a say in `spec.replicas`, the latest last."""
 
     @property
     def deleting(self) -> bool:
@@ -75,7 +78,8 @@ class World:
         known = self._parsed.get(meta.uid)
         if known is None or known[0] != generation:
             known = self._parsed[meta.uid] = (generation, *_parsed(body))
-        value = Resource(meta, generation, known[1], known[2], body.get("status") or {})
+        status, authors = body.get("status") or {}, authors_of(body["metadata"])
+        value = Resource(meta, generation, known[1], known[2], status, authors)
         return Seen(meta.key, int(meta.resource_version), meta.uid, value)
 
     def observed(self, resource: Resource, now_s: float) -> Observed:
@@ -99,6 +103,9 @@ class World:
         if note is None or pod.why or pod.phase != "Pending":
             return pod
         return msgspec.structs.replace(pod, why="FailedMount", message=note)
+
+    def pods_of(self, key: Key) -> tuple[PodView, ...]:
+        return tuple(pod.view for pod in self._pods.get(key, {}).values())
 
     def all_pods(self) -> Mapping[Key, Mapping[str, Pod]]:
         return self._pods

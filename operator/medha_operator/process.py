@@ -18,10 +18,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from medha.adapters.prometheus import Metrics, OpsServer
+from medha.adapters.prometheus import Metrics, OpsServer, json_reply
 from medha_operator.apply import Writer
+from medha_operator.autoscale import Autoscaler
 from medha_operator.client import Client, ClusterError, Kind
 from medha_operator.complaints import Complaints
+from medha_operator.demands import Demands
 from medha_operator.events import Events
 from medha_operator.handlers import Handlers
 from medha_operator.health import Health
@@ -30,9 +32,11 @@ from medha_operator.lease import Lease
 from medha_operator.login import login
 from medha_operator.observe import World
 from medha_operator.projections import Key
+from medha_operator.published import Published
 from medha_operator.queue import WorkQueue
 from medha_operator.reconcile import Reconciler
 from medha_operator.reports import Reports
+from medha_operator.scaled_objects import ScaledObjects
 from medha_operator.settings import Settings
 from medha_operator.watches import Watches
 
@@ -67,14 +71,23 @@ class Process:
             Events(self._client, settings.identity), self._reports,
         )  # fmt: skip
         self._keys = Keys(self._client, settings.namespace, settings.resync_s, _make_keys)
+        left_s = self._writer.left_s
+        self._demands = Demands(settings.router_host, settings.router_ops_port)
+        self._published = Published(self._client, settings.namespace, left_s)
+        self._autoscaler = Autoscaler(
+            settings, self.world, self._writer, self._demands,
+            ScaledObjects(self._client, settings.resync_s, left_s), self._published,
+            self._metrics, lambda key: self._wake(key, 0.0), self._leads,
+        )  # fmt: skip
         self._reconciler = Reconciler(
             settings, self.world, self._queue, self._writer, self._keys, self._metrics,
-            self._health,
+            self._health, self._autoscaler.scaling,
         )  # fmt: skip
         self._handlers = Handlers(settings.namespaces, self._from_kopf)
         self._ops = OpsServer(
             settings.ops_host, settings.ops_port, self._metrics,
             alive=self._health.alive, ready=lambda: self._health.ready,
+            routes={"GET /scaling": lambda: json_reply(self._autoscaler.page())},
         )  # fmt: skip
         self._stopped = asyncio.Event()
 
@@ -85,7 +98,7 @@ class Process:
         log.info("started", extra={"fields": {"ops_port": self._ops.port}})
         parts = [
             self._health.run(self._judge), self._watches.run(), self._lead(), self._resync(),
-            self._reports.run(), self._complaints.run(),
+            self._reports.run(), self._complaints.run(), self._autoscaler.run(),
             *(self._reconciler.run() for _ in range(self._settings.workers)),
         ]  # fmt: skip
         tasks = [asyncio.create_task(part) for part in parts]
@@ -105,6 +118,7 @@ class Process:
         with contextlib.suppress(ClusterError):
             await self._lease.release()
         await self._reports.close()
+        await self._demands.close()
         await self._client.close()
         self._ops.close()
         log.info("ended")
@@ -124,6 +138,7 @@ class Process:
             await self._watches.list_again()
             if self._leads():
                 await self._keys.prepare(self._lease.left_s)
+                self._published.forget()
                 for seen in self.world.replicas:
                     self._queue.add(seen.key, random.uniform(0.0, self._settings.resync_s / 4))
 
@@ -134,6 +149,7 @@ class Process:
 
     async def _take_over(self) -> None:
         await self._watches.list_again()
+        self._published.forget()
         self.world.reports_since_s = time.time()
         self._working = True
         for seen in self.world.replicas:

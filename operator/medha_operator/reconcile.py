@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -33,6 +33,7 @@ from medha_operator.queue import WorkQueue
 from medha_operator.settings import Settings
 from medha_operator.status import Status, refused_status, status
 from medha_operator.story import changes
+from medha_operator.voices import Scaling
 
 log = logging.getLogger("medha.operator.reconcile")
 
@@ -41,7 +42,7 @@ STEPS_AT_ONCE, AFTERWARDS_S, PATIENCE_S = 4, 0.15, 0.25
 STATUS_PAUSE_S, MESSAGE_PAUSE_S = 1.0, 5.0
 REMEMBERED = ("restarts", "retiring")
 UNANSWERED, UNEXPECTED = "unanswered", "unexpected"
-PLAIN = ("observedGeneration", "replicas", "readyReplicas", "selector", *REMEMBERED)
+PLAIN = ("observedGeneration", "replicas", "readyReplicas", "selector", "scaling", *REMEMBERED)
 
 
 class Reconciler:
@@ -49,11 +50,11 @@ class Reconciler:
 
     def __init__(
         self, settings: Settings, world: World, queue: WorkQueue[Key], writer: Writer, keys: Keys,
-        metrics: Metrics, health: Health,
+        metrics: Metrics, health: Health, scaling: Callable[[Key], Scaling | None],
     ) -> None:  # fmt: skip
         self._settings, self._world, self._queue = settings, world, queue
         self._writer, self._keys = writer, keys
-        self._metrics, self._health = metrics, health
+        self._metrics, self._health, self._scaling = metrics, health, scaling
         self._told_s: dict[Key, float] = {}
         for kind in (UNANSWERED, UNEXPECTED):  # shown before they count, so that a rise is one
             metrics.add("medha_operator_errors_total", 0, kind)
@@ -121,8 +122,9 @@ class Reconciler:
         """Take the next steps; with none left, tell how things are. Whether it took any."""
         decision = decide(replica, observed, self._settings)
         told = status(
-            replica, observed, self._settings, generation=resource.generation, decision=decision
-        )
+            replica, observed, self._settings, generation=resource.generation, decision=decision,
+            scaling=self._scaling(resource.meta.key),
+        )  # fmt: skip
         self._note_waiting(resource.meta.key, decision)
         steps = [each for each in decision.actions if not isinstance(each, LookAgain)]
         for step in decision.actions:

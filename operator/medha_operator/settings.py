@@ -20,9 +20,10 @@ class Flows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`namespaces` empty: all of them. `router` is the fleet address that controllers dial (empty:
     the chart's Service in our own namespace), `worker_image` what pods run unless
-    `spec.template.image` says otherwise; times in seconds. `worker_flows`: what goes in and out of
-    a replica's pods besides what they say to each other; None: no NetworkPolicy is made. `scrape`:
-    pods carry the annotations by which a Prometheus without its operator finds them."""
+    `spec.template.image` says otherwise; times in seconds. `prometheus`: where KEDA asks for
+    metrics. `worker_flows`: what goes in and out of a replica's pods besides what they say to each
+    other; None: no NetworkPolicy is made. `scrape`: pods carry the annotations by which a Prometheus
+    without its operator finds them."""
 
     namespace: str
     worker_image: str
@@ -35,10 +36,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     workers: int = 16
     resync_s: float = 30.0
     report_s: float = 2.0
+    router_ops_port: int = 8001
+    prometheus: str = ""
     lease_s: float = 15.0
     log_level: str = "info"
     worker_flows: Flows | None = None
     scrape: bool = False
+
+    @property
+    def router_host(self) -> str:
+        """Name or address of all routers, whose ops ports are asked for demand."""
+        return self.fleet_address.partition("://")[2].rpartition(":")[0].strip("[]")
 
     @property
     def fleet_address(self) -> str:

@@ -5,7 +5,8 @@
           ├─ GroupsReady      the pods of the first kvp.min groups of every replica are ready
           └─ KvpReady         as many replicas as asked for serve
 
-    Updated, KvpGrowing, Draining, RestartBudgetExhausted, PlacementUnsatisfiable   inform
+    Updated, KvpGrowing, Draining, RestartBudgetExhausted, PlacementUnsatisfiable,
+    ScalingActive (of what is scaled)   inform
 
 Pure, and the same for the same world: a status that says nothing new is equal to the one before,
 times included, so that nothing is written. Messages hold no counts that change pod by pod.
@@ -33,6 +34,7 @@ from medha_operator.plan import Decision, decide
 from medha_operator.replicas import Replica
 from medha_operator.settings import Settings
 from medha_operator.verdicts import Verdict, verdicts
+from medha_operator.voices import Scaling
 
 Status = dict[str, Any]
 
@@ -44,10 +46,15 @@ def status(
     *,
     generation: int,
     decision: Decision | None = None,
+    scaling: Scaling | None = None,
 ) -> Status:
-    """The whole status; `decision` saves deciding a second time about the same world."""
+    """The whole status; `decision` saves deciding a second time about the same world. `scaling`
+    None: nothing is known of it yet, so that what was told stays."""
     made = decision or decide(resource, observed, settings)
     judged = verdicts(resource, observed, made)
+    scaled = scaling or _scaled_before(resource, observed, made.memory)
+    if scaled.verdict is not None:
+        judged = (*judged, scaled.verdict)
     lines = tuple(_groups_line(each, made.memory) for each in made.replicas.values())
     serving = [
         each
@@ -65,9 +72,25 @@ def status(
         "retiring": _plain(_retiring(made, observed.now_s)),
         "conditions": _plain(_conditions(judged, made.memory, observed.now_s, generation)),
     }
-    if "slo" in observed.previous:
-        found["slo"] = observed.previous["slo"]
+    if scaled.line is not None:
+        found["scaling"] = _plain((scaled.line,))[0]
+    if scaled.slo:
+        found["slo"] = scaled.slo
     return found
+
+
+def _scaled_before(resource: MedhaReplica, observed: Observed, memory: Memory) -> Scaling:
+    """What was told of scaling, as long as it is still asked for."""
+    verdict = next(
+        (
+            Verdict(type=each.type, status=each.status, reason=each.reason, message=each.message)
+            for each in memory.conditions
+            if each.type == "ScalingActive" and resource.spec.autoscaling is not None
+        ),
+        None,
+    )
+    slo: Any = observed.previous.get("slo") or {}
+    return Scaling(line=memory.scaling, verdict=verdict, slo=slo)
 
 
 def refused_status(observed: Observed, sentence: str, *, generation: int) -> Status:

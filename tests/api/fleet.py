@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 
 from medha.cli.children import bound
+from medha.scaling import Record
 from medha.spec import API_VERSION
 
 T = TypeVar("T")
@@ -79,6 +81,16 @@ class Operator:
     def leads(self) -> bool:
         return self.ready() and "medha_operator_leading 1.0" in self._ask("/metrics").text
 
+    def metric(self, name: str) -> float | None:
+        """The value of a metric, whatever its labels; None while it is not shown."""
+        found = re.search(rf"^{name}(?:\{{.*\}})? (\S+)$", self._ask("/metrics").text, flags=re.M)
+        return float(found.group(1)) if found else None
+
+    def scaling(self, name: str) -> list[Record]:
+        """The looks at a resource, as it shows them."""
+        page = msgspec.json.decode(self._ask("/scaling").content, type=dict[str, list[Record]])
+        return next((found for key, found in page.items() if key.endswith(f"/{name}")), [])
+
     def writes(self) -> float:
         """Answers to its writes so far, those to the Lease left out."""
         lines = re.findall(
@@ -116,7 +128,7 @@ class Fleet:
         self.api, self.namespace = api, namespace
         self.selector = {"test": namespace}
         self.nodes = [f"{namespace}-node-{number}" for number in range(nodes)]
-        self.address = "127.0.0.1"
+        self.address: Callable[[str], str] = lambda pod: "127.0.0.1"
         for name in self.nodes:
             self._make_node(name)
 
@@ -220,8 +232,9 @@ class Fleet:
         """The pod runs and is ready."""
         kinds = ("PodScheduled", "Initialized", "ContainersReady", "Ready")
         conditions = [{"type": kind, "status": "True", "lastTransitionTime": NOW} for kind in kinds]
-        status = {"phase": "Running", "podIP": self.address, "conditions": conditions}
-        status["podIPs"] = [{"ip": self.address}]
+        address = self.address(name)
+        status = {"phase": "Running", "podIP": address, "conditions": conditions}
+        status["podIPs"] = [{"ip": address}]
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}/status"
         self._merge(path, {"status": status})
 

@@ -219,9 +219,9 @@ def test_the_status_holds_what_the_operator_remembers_there() -> None:
     kept = declared(inspect.type_info(Memory))["properties"]
     written = SCHEMA["properties"]["status"]["properties"]
     for name, each in kept.items():
-        items = written[name]["items"]["properties"]
+        items = written[name].get("items", written[name])["properties"]
         assert {key: items[key]["type"] for key in items} == {
-            key: value["type"] for key, value in each["items"]["properties"].items()
+            key: value["type"] for key, value in each.get("items", each)["properties"].items()
         }
 
 

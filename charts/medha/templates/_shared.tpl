@@ -125,6 +125,7 @@ prometheus.io/port: {{ index . 1 | quote }}
   "host" "0.0.0.0" "port" 8000 "ops_port" 8001
   "fleet_bind" "tcp://0.0.0.0:7800"
   "models" list "learn" true
+  "models_file" "/etc/medha/models/models.json"
   "curve" (dict
     "secret" (print $keys "/router.secret")
     "allowed" (print $keys "/controller.public"))

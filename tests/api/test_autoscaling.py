@@ -1,0 +1,232 @@
+"""The operator scales what asks for it, by what routers and controllers say; or lets KEDA do it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from tests.api.fleet import Fleet, Operator
+from tests.api.played import Leaders, Router
+
+from medha.config import RouterModel
+from medha.scaling import Record, replay
+
+Start = Callable[..., Operator]
+
+pytestmark = pytest.mark.timeout(600)
+
+KEDA = Path(__file__).with_name("keda.sh_scaledobjects.yaml")
+MERGE = {"Content-Type": "application/merge-patch+json"}
+SOON = {"maxReplicas": 3, "scaleDownStabilization": "3s"}
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    with contextlib.closing(Router()) as made:
+        yield made
+
+
+@pytest.fixture
+def served(fleet: Fleet) -> Iterator[Fleet]:
+    """A fleet whose leaders answer."""
+    with contextlib.closing(Leaders()) as leaders:
+        fleet.address = leaders.address
+        yield fleet
+
+
+def replicas(fleet: Fleet, name: str = "llama") -> int:
+    return int(fleet.api.get(fleet.path(name)).json()["spec"]["replicas"])
+
+
+def active(fleet: Fleet) -> str:
+    return str(fleet.condition("llama", "ScalingActive").get("reason"))
+
+
+@contextlib.contextmanager
+def kept_up(make: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile a load goes on: a window of it is made anew every second."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.wait(1.0):
+            make()
+
+    make()
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(20)
+
+
+def test_refusals_bring_a_replica_and_idleness_takes_it_again(
+    served: Fleet, start_operator: Start, router: Router
+) -> None:
+    operator = start_operator(**router.settings)
+    served.create("llama", autoscaling=SOON)
+    with kept_up(lambda: router.offer("llama", -1.0, 0.9)):
+        served.played(lambda: replicas(served) == 2, "more replicas")
+        served.played(lambda: served.is_ready("llama"))
+    slo = served.status("llama")["slo"]
+    assert slo["attainmentPercent"] == 0 and float(slo["slackP10"]) <= -1.0
+    router.calm()
+    served.played(lambda: replicas(served) == 1, "fewer replicas")
+    served.played(lambda: served.is_ready("llama") and len(served.pods()) == 2)
+    assert active(served) == "Scaling" and operator.metric("medha_desired_replicas") == 1.0
+    looks = operator.scaling("llama")
+    assert {each.decision.why for each in looks} >= {"LittleSlack", "Surplus"}
+    again = msgspec.json.decode(msgspec.json.encode(looks), type=list[Record])
+    if len(looks) < 500:  # else the first looks are not shown any more
+        assert replay(again) == [each.decision for each in looks]
+    told = [each["note"] for each in served.list("events", "apis/events.k8s.io/v1")
+            if each["reason"] == "Scaled"]  # fmt: skip
+    assert sorted(note[:25] for note in told) == [
+        "from 1 to 2 replicas (Lit", "from 2 to 1 replicas (Sur",
+    ]  # fmt: skip
+
+
+def test_without_word_of_the_routers_nothing_changes_and_that_is_said(
+    served: Fleet, start_operator: Start, router: Router
+) -> None:
+    start_operator(**router.settings)
+    served.create("llama", replicas=2, autoscaling={**SOON, "scaleDownStabilization": "1m"})
+    served.played(lambda: served.is_ready("llama") and active(served) == "Scaling")
+    router.silent = True
+    served.played(lambda: active(served) == "NoData")
+    assert served.condition("llama", "ScalingActive")["status"] == "False"
+    served.change("llama", {"autoscaling": {"scaleDownStabilization": "1s"}})
+    asked = router.asked
+    served.played(lambda: router.asked > asked + 30)
+    assert replicas(served) == 2
+    router.silent = False
+    served.played(lambda: replicas(served) == 1)
+
+
+def test_another_writer_is_named_and_its_word_stands_for_a_while(
+    served: Fleet, start_operator: Start, router: Router, api: httpx.Client
+) -> None:
+    start_operator(**router.settings)
+    served.create("llama", autoscaling={"maxReplicas": 3, "scaleDownStabilization": "8s"})
+    served.played(lambda: served.is_ready("llama") and active(served) == "Scaling")
+    answer = api.patch(
+        served.path("llama", "scale"), json={"spec": {"replicas": 3}}, headers=MERGE,
+        params={"fieldManager": "somebody-else"},
+    )  # fmt: skip
+    assert answer.status_code == 200
+    served.played(lambda: active(served) == "OutsideWriter")
+    said = served.condition("llama", "ScalingActive")
+    assert said["status"] == "False" and "somebody-else set spec.replicas to 3" in said["message"]
+    assert replicas(served) == 3
+    served.played(lambda: replicas(served) < 3)
+    served.played(lambda: replicas(served) == 1 and active(served) == "Scaling")
+
+
+def test_a_model_at_zero_is_brought_back_by_the_first_request(
+    served: Fleet, start_operator: Start, router: Router, api: httpx.Client
+) -> None:
+    start_operator(**router.settings)
+    served.create("llama", autoscaling={**SOON, "minReplicas": 0})
+    served.played(lambda: served.is_ready("llama"))
+    served.played(lambda: replicas(served) == 0 and not served.pods())
+    served.played(lambda: served.condition("llama").get("reason") == "NoneAskedFor")
+    with router.held("llama"):
+        served.played(lambda: replicas(served) == 1)
+        served.played(lambda: served.is_ready("llama") and bool(served.pods()))
+    found = api.get(f"/api/v1/namespaces/{served.namespace}/configmaps/medha-models").json()
+    (model,) = msgspec.json.decode(found["data"]["models.json"], type=tuple[RouterModel, ...])
+    assert (model.name, model.max_context_tokens, model.hold_s > 0.0) == ("llama", 4096, True)
+
+
+@pytest.fixture
+def keda(api: httpx.Client, run_kubectl: Callable[..., Any]) -> Iterator[str]:
+    """The API server knows KEDA's own definition of a ScaledObject."""
+    applied = run_kubectl("apply", "--server-side", "-f", str(KEDA))
+    assert applied.returncode == 0, applied.stderr
+    run_kubectl("wait", "--for=condition=Established", "--timeout=60s", "-f", str(KEDA))
+    yield "/apis/keda.sh/v1alpha1"
+    run_kubectl("delete", "--wait", "--timeout=60s", "-f", str(KEDA))
+
+
+def test_external_exports_a_number_and_writes_nothing(
+    served: Fleet, start_operator: Start, router: Router
+) -> None:
+    operator = start_operator(**router.settings)
+    served.create("llama", autoscaling={**SOON, "mode": "External"})
+    served.played(lambda: served.is_ready("llama") and active(served) == "Exported")
+    with kept_up(lambda: router.offer("llama", -1.0, 0.9)):
+        served.played(lambda: operator.metric("medha_desired_replicas") == 2.0)
+    assert replicas(served) == 1
+    served.change("llama", {"autoscaling": None})
+    served.played(lambda: operator.metric("medha_desired_replicas") is None)
+    served.played(lambda: not served.condition("llama", "ScalingActive"))
+
+
+def test_where_keda_is_it_gets_a_scaled_object_that_goes_before_the_operator_writes(
+    served: Fleet, start_operator: Start, router: Router, api: httpx.Client, keda: str
+) -> None:
+    where = "http://prometheus.monitoring:9090"
+    start_operator(**router.settings, MEDHA_PROMETHEUS=where)
+    path = f"{keda}/namespaces/{served.namespace}/scaledobjects/llama"
+    served.create("llama", autoscaling={**SOON, "mode": "External"})
+    served.played(lambda: api.get(path).status_code == 200)
+    found = api.get(path).json()
+    spec = found["spec"]
+    assert spec["scaleTargetRef"] == {
+        "apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica", "name": "llama",
+    }  # fmt: skip
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (1, 3)
+    (trigger,) = spec["triggers"]
+    assert trigger["metadata"]["serverAddress"] == where
+    assert trigger["metadata"]["query"] == (
+        f'max(medha_desired_replicas{{namespace="{served.namespace}",name="llama"}})'
+    )
+    assert found["metadata"]["ownerReferences"][0]["name"] == "llama"
+    served.played(lambda: active(served) == "Exported")
+    version = found["metadata"]["resourceVersion"]
+    served.change("llama", {"autoscaling": {"maxReplicas": 5}})
+    served.played(lambda: api.get(path).json()["spec"]["maxReplicaCount"] == 5)
+    assert api.get(path).json()["metadata"]["resourceVersion"] != version
+    with kept_up(lambda: router.offer("llama", -1.0, 0.9)):
+        served.change("llama", {"autoscaling": {"mode": "Builtin"}})
+
+        def written() -> bool:
+            more, gone = replicas(served) > 1, api.get(path).status_code == 404
+            assert gone or not more
+            return more
+
+        served.played(written)
+
+
+def test_without_the_address_of_prometheus_keda_gets_nothing_and_that_is_said(
+    served: Fleet, start_operator: Start, router: Router, keda: str
+) -> None:
+    start_operator(**router.settings)
+    served.create("llama", autoscaling={**SOON, "mode": "External"})
+    served.played(lambda: active(served) == "NoScaledObject")
+    assert "MEDHA_PROMETHEUS" in served.condition("llama", "ScalingActive")["message"]
+
+
+def test_a_scaled_object_that_a_person_made_is_left_alone(
+    served: Fleet, start_operator: Start, router: Router, api: httpx.Client, keda: str
+) -> None:
+    document = {
+        "apiVersion": "keda.sh/v1alpha1", "kind": "ScaledObject", "metadata": {"name": "llama"},
+        "spec": {
+            "scaleTargetRef": {"name": "other"},
+            "triggers": [{"type": "cron", "metadata": {"timezone": "UTC"}}],
+        },
+    }  # fmt: skip
+    path = f"{keda}/namespaces/{served.namespace}/scaledobjects"
+    assert api.post(path, json=document).status_code == 201
+    start_operator(**router.settings, MEDHA_PROMETHEUS="http://prometheus:9090")
+    served.create("llama", autoscaling={**SOON, "mode": "External"})
+    served.played(lambda: active(served) == "NoScaledObject")
+    assert api.get(f"{path}/llama").json()["spec"]["scaleTargetRef"] == {"name": "other"}
