@@ -22,8 +22,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     the chart's Service in our own namespace), `worker_image` what pods run unless
     `spec.template.image` says otherwise; times in seconds. `prometheus`: where KEDA asks for
     metrics. `worker_flows`: what goes in and out of a replica's pods besides what they say to each
-    other; None: no NetworkPolicy is made. `scrape`: pods carry the annotations by which a Prometheus
-    without its operator finds them."""
+    other; None: no NetworkPolicy is made. `scrape`: pods carry the annotations by which a
+    Prometheus without its operator finds them."""
 
     namespace: str
     worker_image: str
