@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-cluster images test test-api test-cluster check format bench lock clean
-.PHONY: dashboards prometheus
+.PHONY: dashboards prometheus test-dashboards
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -60,6 +60,11 @@ test-api: $(READY) ## run the tests that start a real Kubernetes API server, whe
 
 test-cluster: $(READY) ## run the tests on a whole cluster, where one can be made (SHORT=1: the first of them)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rsP tests/cluster$(if $(SHORT),/test_first_answers.py)
+
+test-dashboards: $(READY) ## have a real Prometheus scrape a real fleet, and ask it every panel and alert
+	@command -v prometheus >/dev/null || test -x $(PROMETHEUS)/usr/bin/prometheus || \
+	    $(MAKE) --no-print-directory prometheus || true
+	OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/scraped
 
 prometheus: ## unpack Debian's prometheus and promtool into the cache, where tests find them
 	mkdir -p $(PROMETHEUS)

@@ -24,7 +24,9 @@ BURST = 64
 
 
 class Link(Protocol):
-    """Messages to and from controllers, each named by its peer."""
+    """Messages to and from controllers, each named by its peer; `rejected` did not decode."""
+
+    rejected: int
 
     def send(self, peer: bytes, message: RouterMessage) -> bool:
         """Queue a message; False when the peer is gone or its queue is full."""

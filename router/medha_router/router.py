@@ -68,6 +68,7 @@ class Router:
         self._keys = ApiKeys(pathlib.Path(config.api_keys)) if config.api_keys else None
         self._mover = Mover(self._models, self.service, self._ledger, clock)
         self._clock, self._measured_s = clock, float("-inf")
+        self._link = link
         self._pump = Pump(link, self._exchange, clock, self._ticked)
 
     def app(self) -> FastAPI:
@@ -116,6 +117,8 @@ class Router:
             self._demand.forget(self._models)
 
     def _measure(self, now: float) -> None:
+        rejected, self._link.rejected = self._link.rejected, 0
+        self._meter.rejected(rejected)
         for name, model in self._models.items():
             replicas = self._fleet.of(name)
             draining = sum(replica.draining for replica in replicas)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -204,3 +205,18 @@ def test_the_routers_classes_hold_not_the_replicas(alone: Any) -> None:
     alone.join("r0", classes=(stranger,))
     response = alone.http.post("/v1/completions", json=BODY, headers={"x-medha-class": "stranger"})
     assert response.status_code == 400
+
+
+def test_messages_that_do_not_decode_are_counted(served: Any, eventually: Any) -> None:
+    def counted() -> float:
+        page = served.ops.get("/metrics").text
+        return float(re.findall(r"^medha_messages_rejected_total\{.*\} (\S+)$", page, re.M)[0])
+
+    eventually(lambda: counted() == 0.0)  # shown before there is one
+    stranger: Dialer[RouterMessage, ReplicaMessage] = Dialer(
+        served.doors.fleet_address, b"stranger", sends=Codec(RouterMessage),
+        receives=Codec(ReplicaMessage),
+    )  # fmt: skip
+    with contextlib.closing(stranger):
+        stranger.send(FetchFile("x", 0))
+        eventually(lambda: counted() == 1.0)

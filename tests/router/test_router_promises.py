@@ -213,7 +213,7 @@ def test_metrics_tell_promises_refusals_and_latencies(served: Any) -> None:
     assert f"medha_slo_attained_total{labels}" in text
     assert 'medha_promises_total{class="default",model="tiny",outcome="kept"}' in text
     assert 'reason="deadline_infeasible"' in text
-    assert 'medha_slo_missed_total{class="eager",length="1k",model="tiny"} 1.0' in text
+    assert 'medha_slo_missed_total{class="eager",length="1k",model="tiny"}' in text
 
 
 def test_how_a_request_may_end_is_shown_before_it_does(alone: Any, eventually: Any) -> None:
@@ -252,6 +252,7 @@ def test_what_a_replica_has_cached_is_known_and_shortens_the_work(
     pages = len(first.hashes) // 16
     eventually(lambda: alone.ops.get("/debug/queue").json()["tiny"]["cached_pages"] == pages)
     controller.granting = False
+    eventually(lambda: not controller.heads)  # the first request's are told no more
     asked = [Background(alone, prompt)]
     eventually(lambda: len(controller.heads) == 1)
     head = controller.heads[0]

@@ -1,0 +1,110 @@
+"""One fleet under load, scraped by one Prometheus, for all questions of this folder.
+
+Where the programs of a Kubernetes API server are, a real operator runs against one and is scraped
+too; where they are not, only its questions are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.api.fleet import Fleet, Operator, until
+from tests.api.server import ApiServer, Server
+from tests.conftest import program
+from tests.scraped.local_fleet import LocalFleet
+from tests.scraped.watcher import Prometheus, Target, wait_for
+
+HOUSE = Path(__file__).resolve().parents[2]
+FIRST_S, SECOND_S = 40.0, 15.0
+
+
+class Scraped(msgspec.Struct, frozen=True):
+    """What was scraped from `start` to `end`; `missing`: why no operator was."""
+
+    prometheus: Prometheus
+    start: float
+    end: float
+    missing: str
+
+
+@pytest.fixture(scope="session")
+def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer | str]:
+    """A real one with our kind, or why there is none."""
+    try:
+        programs = program("etcd"), program("kube-apiserver")
+    except pytest.skip.Exception as skipped:
+        yield str(skipped)
+        return
+    server = Server(tmp_path_factory.mktemp("api-server"), programs)
+    try:
+        server.start()
+        yield server.where
+    finally:
+        server.end()
+
+
+@pytest.fixture(scope="session")
+def operator(
+    api_server: ApiServer | str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Operator | str]:
+    """An operator that has made one replica Ready and waits for nodes for another, or why not."""
+    if isinstance(api_server, str):
+        yield api_server
+        return
+    with api_server.client() as api, contextlib.ExitStack() as stack:
+        for path in (HOUSE / "crds").iterdir():
+            made = api.post(
+                "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
+                content=path.read_bytes(), headers={"Content-Type": "application/yaml"},
+            )  # fmt: skip
+            assert made.status_code == 201, made.text
+        api.post("/api/v1/namespaces", json={"metadata": {"name": "team"}}).raise_for_status()
+        fleet = Fleet(api, "team")
+        stack.callback(fleet.close)
+        until(lambda: api.get(fleet.path()).status_code == 200)
+        log = tmp_path_factory.mktemp("operator") / "operator.log"
+        started = Operator(api_server.kubeconfig, "team", log)
+        stack.callback(started.kill)
+        until(started.leads)
+        fleet.create("llama")
+        fleet.create("homeless", placement={"nodeSelector": {"no": "such-node"}})
+        fleet.played(lambda: fleet.is_ready("llama"))
+        until(lambda: fleet.condition("homeless").get("status") == "False")
+        yield started
+
+
+@pytest.fixture(scope="session")
+def scraped(
+    prometheus: Path, operator: Operator | str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scraped]:
+    with contextlib.ExitStack() as stack:
+        fleet = LocalFleet(tmp_path_factory.mktemp("fleet"))
+        stack.callback(fleet.close)
+        fleet.start()
+        targets = [
+            Target("router", fleet.router, "medha-system"),
+            *(Target("controller", each, "team") for each in fleet.controllers),
+            Target("pod", fleet.pod, "team"),
+        ]
+        missing = operator if isinstance(operator, str) else ""
+        if isinstance(operator, Operator):
+            targets.append(Target("operator", f"127.0.0.1:{operator.port}", "medha-system"))
+        watcher = Prometheus(prometheus, tmp_path_factory.mktemp("prometheus"), targets)
+        stack.callback(watcher.close)
+        wait_for(watcher, [each.address for each in targets])
+        start = time.time()
+        records = fleet.play(FIRST_S, 1)
+        fleet.leave()
+        fleet.lose_a_rank()
+        records += fleet.play(SECOND_S, 2)
+        until(fleet.whole)
+        wait_for(watcher, [each.address for each in targets])
+        time.sleep(3.0)  # three scrapes of how it ended
+        served = [each for each in records if each.finished_s is not None]
+        assert len(served) > len(records) // 2, [each.refused for each in records]
+        yield Scraped(watcher, start, time.time(), missing)

@@ -1,0 +1,144 @@
+"""A real Prometheus on loopback: it scrapes what it is told to, and keeps the project's alerts."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from medha.cli.preflight import free_ports
+
+HOUSE = Path(__file__).resolve().parents[2]
+HOST = "127.0.0.1"
+SCRAPE_S = 1
+# What Grafana would put in place of its variables, at one scrape per second.
+RATE_INTERVAL, STEP_S = "15s", 5
+VARIABLES = {
+    "$__rate_interval": RATE_INTERVAL, "$namespace": ".*", "$model": ".*", "$class": ".*",
+    "$objective": "0.99",
+}  # fmt: skip
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A process: its kind, `address:port`, and the namespace that its pod would be in."""
+
+    job: str
+    address: str
+    namespace: str
+
+
+class Series(msgspec.Struct, frozen=True):
+    """One series: its labels, and (time, value) of its points that are numbers."""
+
+    labels: Mapping[str, str]
+    points: tuple[tuple[float, float], ...]
+
+
+class Prometheus:
+    """Runs from `start` to `close`; errors of queries are AssertionErrors with what it said."""
+
+    def __init__(self, program: Path, folder: Path, targets: Iterable[Target]) -> None:
+        (self._port,) = free_ports(HOST, 1)
+        self._log = folder / "prometheus.log"
+        config = folder / "prometheus.json"  # JSON is YAML
+        config.write_text(json.dumps({
+            "global": {"scrape_interval": f"{SCRAPE_S}s", "scrape_timeout": f"{SCRAPE_S}s",
+                       "evaluation_interval": "1s"},
+            "rule_files": [str(HOUSE / "dashboards" / "alerts.yaml")],
+            "scrape_configs": [
+                # As the chart has it: the operator's own labels stand.
+                {"job_name": each.job, "honor_labels": each.job == "operator",
+                 "static_configs": [{"targets": [each.address],
+                                     "labels": {"namespace": each.namespace}}]}
+                for each in _apart(targets)
+            ],
+        }))  # fmt: skip
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [program, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}",
+                 f"--web.listen-address={HOST}:{self._port}", "--log.level=warn"],
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        self._client = httpx.Client(
+            base_url=f"http://{HOST}:{self._port}", timeout=60.0, trust_env=False
+        )
+
+    def ready(self) -> bool:
+        assert self._process.poll() is None, self._log.read_text()
+        try:
+            return self._client.get("/-/ready").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def up(self) -> dict[str, float]:
+        """Each address, and whether its last scrape succeeded."""
+        found = self._client.get("/api/v1/query", params={"query": "up"}).json()
+        return {
+            each["metric"]["instance"]: float(each["value"][1]) for each in found["data"]["result"]
+        }
+
+    def range(self, expr: str, start: float, end: float) -> list[Series]:
+        """A panel's expression over a time, as Grafana asks for it."""
+        for name, value in {"$__range": f"{max(1, int(end - start))}s", **VARIABLES}.items():
+            expr = expr.replace(name, value)
+        answer = self._client.post(
+            "/api/v1/query_range",
+            data={"query": expr, "start": start, "end": end, "step": STEP_S},
+        ).json()
+        assert answer["status"] == "success", f"{expr}: {answer.get('error')}"
+        return [_series(each) for each in answer["data"]["result"]]
+
+    def jobs_of(self, series: str, start: float, end: float) -> set[str]:
+        """The kinds of process that showed a series at any time."""
+        names: dict[str, str | float] = {"match[]": series, "start": start, "end": end}
+        answer = self._client.get("/api/v1/series", params=names).json()
+        assert answer["status"] == "success", answer
+        return {each["job"].partition("-")[0] for each in answer["data"]}
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Every rule, with its health."""
+        groups = self._client.get("/api/v1/rules").json()["data"]["groups"]
+        return [rule for group in groups for rule in group["rules"]]
+
+    def close(self) -> None:
+        self._client.close()
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _apart(targets: Iterable[Target]) -> list[Target]:
+    """Names of jobs must differ: the second router is `router-1`."""
+    seen: dict[str, int] = {}
+    made = []
+    for each in targets:
+        number = seen[each.job] = seen.get(each.job, -1) + 1
+        name = f"{each.job}-{number}" if number else each.job
+        made.append(msgspec.structs.replace(each, job=name))
+    return made
+
+
+def _series(found: dict[str, Any]) -> Series:
+    points = tuple((float(at), float(value)) for at, value in found["values"])
+    return Series(found["metric"], tuple(each for each in points if math.isfinite(each[1])))
+
+
+def wait_for(prometheus: Prometheus, addresses: Iterable[str], within_s: float = 60.0) -> None:
+    """Until every address was scraped."""
+    wanted, end = set(addresses), time.monotonic() + within_s
+    while True:
+        up = prometheus.up() if prometheus.ready() else {}
+        if all(up.get(each) == 1.0 for each in wanted):
+            return
+        assert time.monotonic() < end, f"not scraped within {within_s:.0f} s: {wanted}, {up}"
+        time.sleep(0.2)
