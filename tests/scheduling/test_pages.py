@@ -28,7 +28,7 @@ def test_pages_are_conserved_whatever_happens(acts: list[tuple[str, int]]) -> No
         elif act == "release" and holders:
             pages.release([holders.pop(number % len(holders))])
         pages.check()
-        assert sum(pages.references(page) for page in range(6)) == len(holders)
+        assert sum(pages.references(page) for page in set(holders)) == len(holders)
     pages.release(holders)
     pages.check()
     assert pages.unused == pages.total

@@ -3,7 +3,7 @@
 Ids only; the tensors belong to the ranks. Every page of a group is in exactly one place:
 
     free        nobody's
-    held        referenced by one or more sequences (`refs` of it > 0)
+    held        by one sequence, or by several if it has a name
     cached      no reference, but named by its hash: a later prompt may share it; oldest go first
 
 `reserved` counts pages that started sequences will still take: they are not yet anybody's, and
@@ -23,14 +23,16 @@ class GroupPages:
     """
 
     __slots__ = (
-        "_cached", "_free", "_hash_of", "_page_of", "_refs", "reserved", "total", "touched",
+        "_cached", "_free", "_hash_of", "_held", "_page_of", "_shared", "reserved", "total",
+        "touched",
     )  # fmt: skip
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.reserved = 0
         self._free = array("i", range(total - 1, -1, -1))
-        self._refs = array("i", bytes(4 * total))
+        self._held = 0
+        self._shared: dict[int, int] = {}  # holders of a page that has more than one
         self._cached: dict[int, None] = {}
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -59,7 +61,7 @@ class GroupPages:
             self._forget(page)
         else:
             raise IndexError(f"all {self.total} pages of the group are held")
-        self._refs[page] = 1
+        self._held += 1
         return page
 
     def take_many(self, count: int) -> list[int]:
@@ -69,29 +71,34 @@ class GroupPages:
             return [self.take() for _ in range(count)]
         pages = free[-1 : -count - 1 : -1].tolist()
         del free[len(free) - count :]
-        for page in pages:
-            self._refs[page] = 1
+        self._held += count
         return pages
 
     def share(self, page: int) -> None:
         """One more holder of a page that is held or cached."""
-        if not self._refs[page]:
+        if page in self._cached:
             del self._cached[page]
-        self._refs[page] += 1
+            self._held += 1
+        else:
+            self._shared[page] = self._shared.get(page, 1) + 1
 
     def release(self, pages: Iterable[int]) -> None:
         """One holder fewer of each; pass a sequence's pages last first, so that its tail goes first
         when room is needed."""
-        refs, hash_of = self._refs, self._hash_of
+        shared, hash_of, cached = self._shared, self._hash_of, self._cached
         for page in pages:
-            if refs[page] <= 0:
+            if page in shared:
+                shared[page] -= 1
+                if shared[page] == 1:
+                    del shared[page]
+                continue
+            if not self._held or page in cached:
                 raise ValueError(f"page {page} is released more often than it was taken")
-            refs[page] -= 1
-            if not refs[page]:
-                if page in hash_of:
-                    self._cached[page] = None
-                else:
-                    self._free.append(page)
+            self._held -= 1
+            if page in hash_of:
+                cached[page] = None
+            else:
+                self._free.append(page)
 
     def name(self, page: int, hash_: bytes) -> None:
         """Make a complete page findable; a second page of equal content stays unnamed."""
@@ -128,17 +135,21 @@ class GroupPages:
         return [*self._page_of, *(name for name in self.touched if name not in self._page_of)]
 
     def references(self, page: int) -> int:
-        return self._refs[page]
+        """Holders of a page that is not free."""
+        return 0 if page in self._cached else self._shared.get(page, 1)
 
     def check(self) -> None:
         """Every page is in one place only, and reservations are covered (tests call it)."""
-        held = {page for page in range(self.total) if self._refs[page]}
-        free, cached = set(self._free), set(self._cached)
-        whole = len(free) == len(self._free) and not (free & cached or free & held or cached & held)
-        if not whole or len(free) + len(cached) + len(held) != self.total:
-            raise AssertionError(f"pages: {len(free)} free, {len(cached)} cached, {len(held)} held")
-        if set(self._hash_of) - held - cached or len(self._hash_of) != len(self._page_of):
-            raise AssertionError("a free page has a name")
+        free, cached, shared = set(self._free), set(self._cached), set(self._shared)
+        whole = len(free) == len(self._free) and not (free & cached or (free | cached) & shared)
+        if not whole or len(free) + len(cached) + self._held != self.total:
+            raise AssertionError(
+                f"pages: {len(free)} free, {len(cached)} cached, {self._held} held"
+            )
+        if set(self._hash_of) & free or cached - set(self._hash_of):
+            raise AssertionError("a free page has a name, or a cached one has none")
+        if len(self._hash_of) != len(self._page_of):
+            raise AssertionError("a name leads to another's page")
         if not 0 <= self.reserved <= self.unused:
             raise AssertionError(f"{self.reserved} pages reserved, {self.unused} unused")
 

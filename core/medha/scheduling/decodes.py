@@ -111,8 +111,8 @@ class Decodes:
         cohort.away += min(most, len(cohort.chunks))
         if len(cohort.chunks) <= most:
             slots = self._ready == cohort.mark
-            self._due_s[slots] += self._tpot_s[slots]
-            self._ready[slots] = 0
+            np.add(self._due_s, self._tpot_s, out=self._due_s, where=slots)
+            np.copyto(self._ready, 0, where=slots)
             chunks = [*cohort.chunks.values()]
             cohort.chunks = {}
             cohort.keys = dict.fromkeys(groups, 0)

@@ -325,30 +325,29 @@ class Groups:
 
     def extend(self, sequence: Sequence, length: int, tail: int) -> tuple[int, ...]:
         """Take the pages for `length` more tokens in `tail`; returns the new page ids."""
-        size = self.pool.page_tokens
-        count = self.pool.pages_for(sequence.packed + length) - len(sequence.page_of)
-        pool = self.pool[tail]
-        new = tuple(pool.take_many(count))
-        own = min(count, sequence.reserved.get(tail, 0))
+        pages, packed = self.pool.groups[tail], sequence.packed + length
+        count = -(-packed // self.pool.page_tokens) - len(sequence.page_of)
+        new = pages.take_many(count)
+        own = sequence.reserved.get(tail, 0)
         if own:
+            own = min(count, own)
             sequence.reserved[tail] -= own
-            pool.reserved -= own
+            pages.reserved -= own
         if count > own:
             self._return_reserve(sequence, count - own)
-        sequence.page_of.extend(new)
-        sequence.group_of.extend([tail] * count)
-        sequence.fresh = count
-        sequence.packed += length
-        fresh_group = tail not in sequence.held
+        sequence.page_of += new
+        sequence.group_of += [tail] * count
+        sequence.fresh, sequence.packed = count, packed
+        if tail in sequence.held:
+            sequence.held[tail] += length
+            return tuple(new)
         sequence.hold(tail, length)
-        if fresh_group:
-            if tail not in sequence.plan:
-                sequence.plan = (*sequence.plan, tail)
-                if not sequence.decoding:
-                    self.enlist(sequence)
-            self.note(sequence)
-        assert len(sequence.page_of) * size >= sequence.packed
-        return new
+        if tail not in sequence.plan:
+            sequence.plan = (*sequence.plan, tail)
+            if not sequence.decoding:
+                self.enlist(sequence)
+        self.note(sequence)
+        return tuple(new)
 
     def release(self, sequence: Sequence) -> None:
         """Give back its pages, reservations and claim; its tail is forgotten first."""

@@ -171,9 +171,9 @@ class Rows:
 
     def few(self, pages: float, only_short: bool) -> list[Next]:
         """Those that come next; empty when nobody does."""
-        few = self._few
-        count = self._kernel.medha_few(self._at, pages, only_short, FEW, few)
-        return [(few[at], few[FEW + at], few[2 * FEW + at]) for at in range(count)]
+        count = self._kernel.medha_few(self._at, pages, only_short, FEW, self._few)
+        few = self._few[:]
+        return list(zip(few[:count], few[FEW : FEW + count], few[2 * FEW :], strict=False))
 
     def _follow(self) -> None:
         """Take note of the rows that there are now."""
