@@ -20,7 +20,7 @@ PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/medha-prometheus
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-cluster images test test-api test-cluster check format bench lock clean
+.PHONY: help setup demo demo-cluster images test test-api test-cluster check compile format bench lock clean
 .PHONY: dashboards prometheus test-dashboards
 
 help: ## list the targets
@@ -80,11 +80,14 @@ check: $(READY) ## lint, format, types, layers, and the tests that guard the hou
 	$(VENV)/bin/lint-imports
 	$(PYTEST) tests/repo
 
+compile: $(READY) ## make machine code of the scheduler again, after a change (it runs without, slower)
+	$(PY) hatch_build.py
+
 format: $(READY) ## put the code into its one format
 	$(VENV)/bin/ruff check --fix $(CODE)
 	$(VENV)/bin/ruff format $(CODE)
 
-bench: $(READY) ## measure the scheduler and the engine on this machine
+bench: compile ## measure the scheduler and the engine on this machine
 	for script in benchmarks/*.py; do $(PY) $$script || exit 1; done
 
 # `make lock LOCK_ARGS=--upgrade` moves every version; plain `make lock` only follows pyproject.toml.
@@ -97,7 +100,7 @@ lock: | $(UV) ## compile requirements/*.txt again from pyproject.toml
 	$(COMPILE) pyproject.toml --extra worker -o requirements/worker.txt
 	$(COMPILE) pyproject.toml --all-extras --group test --group lint --group build -o requirements/dev.txt
 	echo uv | $(COMPILE) - -o requirements/bootstrap.txt
-	$(COMPILE) --group pyproject.toml:build -o requirements/build.txt
+	$(COMPILE) -c requirements/dev.txt --group pyproject.toml:build -o requirements/build.txt
 
 clean: ## remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

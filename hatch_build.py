@@ -1,17 +1,25 @@
 """Compiles the worker's attention kernel and the scheduler's, each beside its source, when the
-project is installed.
+project is installed, and the modules that decide with mypyc, where that can be done.
 
-Needs a C compiler, $CC or the first of those below, and nothing of Python's: both are plain C.
+The kernels need a C compiler, $CC or the first of those below, and nothing of Python's: both are
+plain C. The modules need mypyc and Python's headers, and run uncompiled without them.
 Images without the worker run no scheduler, and have nothing to compile.
+
+    python hatch_build.py       compiles the modules again, after a change
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import pathlib
 import shlex
 import shutil
 import subprocess
+import sys
+import sysconfig
+import tempfile
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -21,7 +29,32 @@ SOURCES = (WORKER / "attention/singles.c", pathlib.Path("core/medha/scheduling/l
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared")
 # A decision is the same on every machine, and a replay repeats it: no product melts into a sum.
-EXACT = {"lars.c": ("-ffp-contract=off",)}
+CONTRACT = "-ffp-contract=off"
+EXACT = {"lars.c": (CONTRACT,)}
+
+CORE, COMPILED = pathlib.Path("core"), pathlib.Path("core/medha/compiled")
+# What a decision runs through, and the end of a batch. (mypyc does not take `native`, which has a
+# structure of ctypes; messages are msgspec's.)
+MODULES = (
+    "medha.corrections", "medha.costs", "medha.predictor",
+    *(
+        f"medha.scheduling.{name}" for name in (
+            "blocks", "crews", "decodes", "endings", "growth", "inflight", "lars", "ledger",
+            "losses", "members", "outlook", "packer", "plan", "policies", "pressure", "progress",
+            "promises", "scheduler", "sequence", "shares", "spans", "starts", "turns", "waiting",
+        )
+    ),
+)  # fmt: skip
+NEEDED = ("mypyc", "setuptools", "msgspec", "numpy")
+SETUP = """
+from mypyc.build import mypycify
+from setuptools import setup
+flags = ["--no-error-summary", "--config-file="]
+found = mypycify([*flags, *{files!r}], debug_level="0", group_name="medha")
+for each in found:
+    each.extra_compile_args.append({contract!r})
+setup(name="medha", ext_modules=found, script_args=["--quiet", "build_ext", "--inplace"])
+"""
 
 
 class Kernels(BuildHookInterface):  # type: ignore[type-arg]
@@ -34,6 +67,8 @@ class Kernels(BuildHookInterface):  # type: ignore[type-arg]
             library = source.with_suffix(".kernel.so")
             compile_kernel(pathlib.Path(self.root, source), pathlib.Path(self.root, library))
             build_data["artifacts"].append(library.as_posix())
+        if compile_modules(pathlib.Path(self.root)):
+            build_data["artifacts"].append(f"{COMPILED.as_posix()}/*")
         build_data["pure_python"], build_data["infer_tag"] = False, True
 
 
@@ -51,6 +86,56 @@ def compile_kernel(source: pathlib.Path, library: pathlib.Path) -> None:
     fresh.replace(library)
 
 
+def compile_modules(root: pathlib.Path) -> bool:
+    """Make machine code of MODULES and note of what; False, and said so, where it cannot be."""
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    headers = pathlib.Path(sysconfig.get_path("include"), "Python.h")
+    if lacking or not headers.exists():
+        missing = ", ".join(lacking) or headers
+        sys.stderr.write(f"the scheduler is not compiled, and slower: {missing} is missing\n")
+        return False
+    door = _door(root)
+    sources = {name: f"{name.replace('.', '/')}.py" for name in MODULES}
+    with tempfile.TemporaryDirectory() as made:
+        copy = pathlib.Path(made, CORE)
+        leave = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(root / CORE, copy, ignore=leave)
+        script = SETUP.format(files=[*sources.values()], contract=CONTRACT)
+        environment = {**os.environ, "CC": shlex.join(compiler())}
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            said = f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            raise SystemExit(f"the scheduler's modules do not compile:\n{said}")
+        suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
+        built = {name: copy / f"{name.replace('.', '/')}{suffix}" for name in MODULES}
+        built[door.SHARED] = copy / f"{door.SHARED}{suffix}"
+        for name, library in built.items():  # who has the one before loaded keeps that
+            fresh = root / COMPILED / f"{name}.{os.getpid()}.so"
+            shutil.copyfile(library, fresh)
+            fresh.replace(root / COMPILED / f"{name}.so")
+        record = {
+            "python": sys.implementation.cache_tag,
+            "modules": {name: door.digest(copy / source) for name, source in sources.items()},
+        }
+    (root / COMPILED / door.RECORD).write_text(json.dumps(record, indent=1))
+    return True
+
+
+def _door(root: pathlib.Path) -> Any:
+    """medha.compiled, before there is a medha to import: it needs nothing but Python."""
+    spec = importlib.util.spec_from_file_location("door", root / COMPILED / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    door = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(door)
+    return door
+
+
 def compiler() -> list[str]:
     if chosen := os.environ.get("CC"):
         return shlex.split(chosen)
@@ -61,3 +146,7 @@ def compiler() -> list[str]:
         f"none of {', '.join(COMPILERS)} is installed: the worker's attention kernel and the"
         " scheduler need a C compiler; install one, or name it in CC"
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit(not compile_modules(pathlib.Path(__file__).parent))

@@ -102,7 +102,7 @@ class Predictor:
         while above - below > 1:  # seconds(below) <= budget < seconds(above)
             guess = at - (at_s - budget_s) / (row_s * step_tokens)
             if guesses >= GUESSES:
-                guess = (below + above) // 2
+                guess = (below + above) / 2
             at = min(max(int(guess), below + 1), above - 1)
             at_s = probe(at * step_tokens, keys, groups, tail)
             guesses += 1

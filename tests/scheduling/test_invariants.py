@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from medha.batch import Batch
 from medha.config import POLICIES, Scheduling
 from medha.request import Request
+from medha.scheduling.decisions import Recorded
 from medha.testing import Driven, leftovers, request, scheduler, topology
 from medha.topology import Topology
 
@@ -80,20 +81,24 @@ def test_a_batch_never_exceeds_its_budget_but_for_the_counted_escape(
     arrivals: list[tuple[float, int, int, float]],
 ) -> None:
     plan = scheduler(settings=Scheduling(max_batch_s=0.08), batch_s=0.004, key_s=1e-9)
-    budgets: dict[int, float] = {}
-    plain = plan._packer.budget_s
+    budgets: list[float] = []
 
-    def noted(now: float) -> float:
-        budgets[plan._next_number] = plain(now)
-        return budgets[plan._next_number]
+    class Noted(Recorded):
+        """The budget of each batch is noted before it is formed."""
 
-    plan._packer.budget_s = noted  # type: ignore[method-assign]
-    driven = Driven(plan)
+        def next_batch(self, now: float, free_groups: frozenset[int]) -> Batch | None:
+            budget_s = plan._packer.budget_s(now)
+            batch = super().next_batch(now, free_groups)
+            if batch is not None:
+                budgets.append(budget_s)
+            return batch
+
+    driven = Driven(Noted(plan, write=len))
     driven.submit(requests(arrivals))
     driven.run()
     over = [
-        batch for _, batch in driven.batches
-        if batch.predicted_s > budgets[batch.number] + 1e-12 and prefills(batch)
+        batch for (_, batch), budget_s in zip(driven.batches, budgets, strict=True)
+        if batch.predicted_s > budget_s + 1e-12 and prefills(batch)
     ]  # fmt: skip
     assert len(over) <= plan._packer.escapes
 

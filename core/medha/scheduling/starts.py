@@ -18,17 +18,19 @@ NOTES = 32
 
 
 class Starts:
-    """Begins prompts. `running`: how many have begun and hold pages."""
+    """Begins prompts. `running`: how many have begun and hold pages; `tried`: how often one asked
+    for its pages, ever."""
 
     def __init__(self, settings: Scheduling, groups: Groups, outlook: Outlook) -> None:
         self.groups, self.outlook, self.most = groups, outlook, settings.max_running
         self.patience_s = settings.growth_timeout_s / 8.0
-        self.running = 0
+        self.running = self.tried = 0
 
     def start(self, sequence: Sequence, now: float) -> bool:
         """Reserve its pages; False when it does not fit now, or too many run."""
         if self.running >= self.most or not self.outlook.admits(sequence, now):
             return False
+        self.tried += 1
         if not self.groups.start(sequence):
             self.outlook.retract(sequence)
             return False

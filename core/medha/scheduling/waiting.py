@@ -97,7 +97,7 @@ class Waiting:
 
     def remove(self, sequence: Sequence) -> None:
         at, n = self._row(sequence), len(self._keys)
-        self.freed = self.freed or self.fields[WORK, at] > 0.0
+        self.freed = self.freed or bool(self.fields[WORK, at] > 0.0)
         self._flag(at, kept=False, promised=False, ready=False)
         turn = int(self.fields[TURN, at])
         if turn < n - 1:

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 
+from medha import compiled
 from medha.adapters.logs import start_logs
 from medha.adapters.prometheus import Metrics
 from medha.config import WorkerConfig, read
@@ -54,6 +55,8 @@ def serve(config: WorkerConfig) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: process.leave())
         fields = {"ops_port": process.ops_port, "store": address, "ranks": config.rank_bind}
+        if (why := compiled.stale()) is not None:
+            log.warning("the scheduler runs without machine code, slower: %s", why)
         log.info("controller of %s serves", config.replica, extra={"fields": fields})
         process.run()
     del store  # it serves as long as it is held
