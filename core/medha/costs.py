@@ -91,11 +91,9 @@ class Costs:
     def decodes(self, count: int, keys: int) -> float:
         """Seconds of the attention of `count` single rows in one layer, the mean of all, that have
         `keys` tokens before and with them, all rows together."""
+        seen = float(keys)
         if self.windowed:
-            seen: float = min(keys, count * self.window)
-            seen = keys + self.windowed * (seen - keys)
-        else:
-            seen = keys
+            seen += self.windowed * (min(keys, count * self.window) - keys)
         flop, byte = self.flop * seen * self.heads, self.byte * seen
         return math.sqrt(flop * flop + byte * byte)
 

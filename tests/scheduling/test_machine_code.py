@@ -6,8 +6,10 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import hatch_build
 import pytest
 
 import medha
@@ -78,6 +80,18 @@ def test_machine_code_of_a_source_that_was_changed_is_not_used(tmp_path: Path) -
     )
     assert done.stdout.split() == ["False", "True"], done.stderr
     assert "medha.scheduling.packer has changed" in str(compiled.stale(core / "medha" / "compiled"))
+
+
+def test_mypyc_takes_every_module_that_decides(tmp_path: Path) -> None:
+    if not find_spec("mypyc"):
+        pytest.skip("mypyc is not installed")
+    core = copy_of_the_core(tmp_path / "core", machine_code=False)
+    files = [f"{name.replace('.', '/')}.py" for name in hatch_build.MODULES]
+    done = subprocess.run(
+        [sys.executable, "-c", hatch_build.TRANSLATE.format(files=files)], cwd=core,
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_machine_code_for_another_python_is_not_used(tmp_path: Path) -> None:
