@@ -12,7 +12,7 @@ USED = level("medha_kv_pages", "model", state="used")
 def _gpu(title: str, says: str, metric: str, unit: str) -> Panel:
     expr = f'avg by (Hostname, gpu) ({metric}{{namespace=~"$namespace"}})'
     return Panel(title=title, says=f"{says} From NVIDIA's DCGM exporter, where it runs.",
-                 unit=unit, width=8, external=True,
+                 unit=unit, width=8,
                  queries=(Query(expr, "{{Hostname}} GPU {{gpu}}"),))  # fmt: skip
 
 
@@ -55,15 +55,18 @@ BOARD = Board("fleet", "Medha / Fleet", "What runs, is there room, does KV move?
               queries=(Query(rate(ASKED), "looked up"), Query(rate(HITS), "found"))),
     )),
     Row("KV on the move", (
-        Panel(title="KV moved", unit="Bps", says="Bytes per second of KV pages that went from "
+        Panel(title="KV moved", width=8, unit="Bps",
+              says="Bytes per second of KV pages that went from "
               "group to group.", queries=(Query(rate("medha_kv_transfer_bytes_total", "model"),
                                           "{{model}}"),)),
-        Panel(title="Moves", unit="ops", says="Moves of KV pages that succeeded, and that failed, "
+        Panel(title="Moves", width=8, unit="ops",
+              says="Moves of KV pages that succeeded, and that failed, "
               "by reason.", queries=(
                   Query(count_rate("medha_kv_transfer_seconds"), "succeeded"),
                   Query(rate("medha_kv_transfer_failures_total", "reason"),
                         "failed: {{reason}}"))),
-        Panel(title="Time of a move", unit="s", says="From the decision to move pages until their "
+        Panel(title="Time of a move", width=8, unit="s",
+              says="From the decision to move pages until their "
               "copy stands.", queries=quantiles("medha_kv_transfer_seconds", "model")),
     )),
     Row("GPUs", (

@@ -42,7 +42,6 @@ VARIABLES = (
     ("class", "Class", 'label_values(medha_slo_attained_total{model=~"$model"}, class)'),
 )
 OBJECTIVES = "0.99,0.95,0.999"
-HEIGHT, NUMBER_HEIGHT = 8, 8
 
 Made = timeseries.Panel | heatmap.Panel | stat.Panel | statetimeline.Panel
 
@@ -100,7 +99,7 @@ def _made(panel: Panel) -> Made:
     }
     made = kinds[panel.kind](panel)
     made.title(panel.title).description(panel.says).datasource(SOURCE)
-    made.span(panel.width).height(HEIGHT)
+    made.span(panel.width).height(panel.height)
     for letter, query in zip("ABCDEF", panel.queries, strict=False):
         made.with_target(_target(panel, query).ref_id(letter))
     return made

@@ -12,8 +12,7 @@ Kind = Literal["lines", "areas", "heat", "number", "states"]
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
-    """One picture. `unit` is Grafana's; `width` of 24; `external`: of metrics that are not ours,
-    and are there only where their exporter is."""
+    """One picture. `unit` is Grafana's; `width` of 24, `height` in its rows."""
 
     title: str
     says: str
@@ -21,7 +20,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind = "lines"
     unit: str = "short"
     width: int = 12
-    external: bool = False
+    height: int = 8
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -19,7 +19,8 @@ COLUMN, ROW, GAP = 50.0, 26.0, 8.0
 INK, PALE, GRID, PAPER = "#24292f", "#6e7781", "#e6e8eb", "#ffffff"
 COLOURS = ("#3b6fb6", "#d9822b", "#3f9c5a", "#b5483f", "#7b5ea7", "#2a9d9d", "#c15c9c", "#8a8d3a",
            "#5b6770", "#a0703c")  # fmt: skip
-LEGEND, MOST_LEGENDS = 13.0, 6
+LEGEND, LEGEND_WIDE, MOST_LEGENDS = 13.0, 160.0, 9
+MARGIN, NAMES = 52.0, 190.0
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -93,13 +94,14 @@ def _panel(
             return _text(x + w / 2, y + h / 2 + 10, said(value, unit), size=30, anchor="middle")
         case "heatmap":
             unit = panel["options"]["yAxis"].get("unit", "short")
-            return _heat(lines, _Frame(x + 52, y, w - 52, h - 18, times), unit)
+            return _heat(lines, _Frame(x + MARGIN, y, w - MARGIN, h - 18, times), unit)
         case "state-timeline":
-            return _states(lines, _Frame(x + 130, y, w - 130, h - 18, times))
+            return _states(lines, _Frame(x + NAMES, y, w - NAMES, h - 18, times))
     custom = panel["fieldConfig"]["defaults"].get("custom", {})
     stacked = custom.get("stacking", {}).get("mode") == "normal"
     shown = lines[:MOST_LEGENDS]
-    frame = _Frame(x + 52, y, w - 52, h - 22 - LEGEND * math.ceil(len(shown) / 2), times)
+    below = 22 + LEGEND * math.ceil(len(shown) / _columns(w))
+    frame = _Frame(x + MARGIN, y, w - MARGIN, h - below, times)
     return _lines(_piled(lines) if stacked else lines, frame, unit, stacked) + _legends(shown, box)
 
 
@@ -118,7 +120,7 @@ def _lines(lines: Sequence[Line], frame: _Frame, unit: str, filled: bool) -> str
                 first, last = frame.at(*run[0])[0], frame.at(*run[-1])[0]
                 parts.append(
                     f'<polygon points="{first:.1f},{ground:.1f} {path} {last:.1f},{ground:.1f}" '
-                    f'fill="{colour}" fill-opacity="0.55"/>'
+                    f'fill="{colour}" fill-opacity="0.85"/>'
                 )
             elif len(run) == 1:
                 at = frame.at(*run[0])
@@ -188,7 +190,7 @@ def _states(lines: Sequence[Line], frame: _Frame) -> str:
     parts = []
     for number, line in enumerate(lines):
         y = frame.y + number * tall
-        parts.append(_text(frame.x - 6, y + tall / 2 + 3, line.legend[:28], size=9, anchor="end"))
+        parts.append(_text(frame.x - 6, y + tall / 2 + 3, line.legend[:36], size=9, anchor="end"))
         for time, value in line.points:
             x = frame.at(time, 0.0)[0]
             step = frame.width / max(1, len(line.points) - 1)
@@ -228,19 +230,27 @@ def _clock(frame: _Frame) -> str:
 
 
 def _legends(lines: Sequence[Line], box: tuple[float, float, float, float]) -> str:
-    """Two columns below a picture."""
+    """In columns below a picture."""
     x, y, w, h = box
-    rows = math.ceil(len(lines) / 2)
+    columns = _columns(w)
+    wide, rows = (w - MARGIN) / columns, math.ceil(len(lines) / columns)
     parts = []
     for number, line in enumerate(lines):
-        left = x + 52 + (number % 2) * (w - 52) / 2
-        top = y + h - LEGEND * (rows - number // 2) + 10
+        left = x + MARGIN + (number % columns) * wide
+        top = y + h - LEGEND * (rows - number // columns) + 10
         parts.append(
             f'<rect x="{left:g}" y="{top - 6:g}" width="10" height="3" '
             f'fill="{COLOURS[number % len(COLOURS)]}"/>'
         )
-        parts.append(_text(left + 15, top, line.legend[:44], size=10, colour=PALE))
+        parts.append(
+            _text(left + 15, top, line.legend[: int((wide - 15) / 5.6)], size=10, colour=PALE)
+        )
     return "".join(parts)
+
+
+def _columns(width: float) -> int:
+    """How many legends fit side by side."""
+    return max(1, int((width - MARGIN) / LEGEND_WIDE))
 
 
 def _text(

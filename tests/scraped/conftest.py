@@ -71,10 +71,12 @@ def operator(
         started = Operator(api_server.kubeconfig, "team", log)
         stack.callback(started.kill)
         until(started.leads)
-        fleet.create("llama")
+        scaled = {"mode": "External", "minReplicas": 1, "maxReplicas": 2}
+        fleet.create("llama", autoscaling=scaled)
         fleet.create("homeless", placement={"nodeSelector": {"no": "such-node"}})
         fleet.played(lambda: fleet.is_ready("llama"))
         until(lambda: fleet.condition("homeless").get("status") == "False")
+        until(lambda: started.shown("medha_desired_replicas"))
         yield started
 
 

@@ -2,7 +2,7 @@
 
 `medha up` runs one replica that may grow to two KVP groups; a second one runs in a pod (`medha
 pod`), dials the same router, and loses its rank on the way. Requests are short and long, of
-a class that is refused and one that waits, the same twice, and left by their client.
+a class that is refused and one that waits, many at once, the same twice, and left by their client.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ spec:
 SMALL = TinyModel(
     layers=4, hidden=128, heads=8, kv_heads=1, head_dim=64, intermediate=256, max_tokens=8192
 )
-LONG_TOKENS, LONG_EVERY_S, SHORTS_PER_S = 7900, 25, 3.0
+LONG_TOKENS, LONG_EVERY_S, SHORTS_PER_S, BURST = 7900, 25, 3.0, 50
 # Loopback addresses of this process alone, so that a pod's fixed ports are free.
 NET = f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250 + 1}"
 
@@ -181,7 +181,12 @@ def _arrivals(seconds: float, seed: int) -> list[Arrival]:
                 output_tokens=16)
         for at in range(1, int(seconds), LONG_EVERY_S)
     ]  # fmt: skip
-    return sorted([*shorts, *longs], key=lambda each: each.arrival_s)
+    # More at once than replicas take in: some wait in the router while it samples its queue.
+    burst = [
+        Arrival(id=f"burst-{seed}-{number}", arrival_s=2.0, prompt_tokens=2000, output_tokens=2)
+        for number in range(BURST)
+    ]
+    return sorted([*shorts, *longs, *burst], key=lambda each: each.arrival_s)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -19,7 +19,7 @@ HOUSE = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 SCRAPE_S = 1
 # What Grafana would put in place of its variables, at one scrape per second.
-RATE_INTERVAL, STEP_S = "15s", 5
+RATE_INTERVAL, STEP_S, MOST_POINTS = "15s", 5, 60
 VARIABLES = {
     "$__rate_interval": RATE_INTERVAL, "$namespace": ".*", "$model": ".*", "$class": ".*",
     "$objective": "0.99",
@@ -88,9 +88,10 @@ class Prometheus:
         """A panel's expression over a time, as Grafana asks for it."""
         for name, value in {"$__range": f"{max(1, int(end - start))}s", **VARIABLES}.items():
             expr = expr.replace(name, value)
+        step_s = max(STEP_S, math.ceil((end - start) / MOST_POINTS))
         answer = self._client.post(
             "/api/v1/query_range",
-            data={"query": expr, "start": start, "end": end, "step": STEP_S},
+            data={"query": expr, "start": start, "end": end, "step": step_s},
         ).json()
         assert answer["status"] == "success", f"{expr}: {answer.get('error')}"
         return [_series(each) for each in answer["data"]["result"]]
