@@ -19,6 +19,9 @@ POLICIES = ("lars", "lars-paper", "lars-paper-no-sharing", "lrs", "edf", "srpf",
 
 STALL_S = 1.0
 """A process that did not run for so long excuses its peers' silence by as much."""
+CLOSED_S = 1.0
+"""Who has said nothing for so long after its connection ended is dead. One that lives dials again
+after 0.05 s to 0.5 s, and then introduces itself."""
 
 RANK_PORT, STORE_PORT = 7900, 7901
 """Ports of a leader pod: where ranks dial their controller, and the rendezvous store."""

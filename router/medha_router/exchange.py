@@ -85,13 +85,18 @@ class Exchange:
         """
         now = self._clock()
         paused, self._ticked_s = now - self._ticked_s > STALL_S, now
-        for replica in [] if paused else self._fleet.silent(now):
-            self._lost(replica, f"silent for {now - replica.heard_s:.1f} s")
+        for replica, why in [] if paused else self._fleet.silent(now):
+            self._lost(replica, why)
         for replica in self._fleet:
             self._send(replica.peer, RouterBeat())
         for (peer, _), fetch in self._fetches.items():
             if (question := fetch.ask(now)) is not None:
                 self._send(peer, question)
+
+    def closed(self, peer: bytes) -> None:
+        """A connection has ended: whoever it belonged to speaks soon on another, or is dead."""
+        if (replica := self._fleet.get(peer)) is not None:
+            replica.closed_s = self._clock()
 
     async def settled(self) -> None:
         """When no tokenizer is being loaded any more."""
@@ -107,7 +112,7 @@ class Exchange:
             told = "say Hello first: this router does not know you"
             self._send(peer, Rejected(told, stranger=True))
             return
-        replica.heard_s = now
+        self._fleet.heard(replica, now)
         match message:
             case LoadReport():
                 self._reported(replica, message, now)
@@ -131,7 +136,7 @@ class Exchange:
         if known is not None and known.sent:  # it took us for dead and dropped what it ran for us
             self._lost(known, "it introduced itself anew")
         elif known is not None and known.hello == hello:
-            known.heard_s = now
+            self._fleet.heard(known, now)
             self._advance(known, now)
             return
         namesakes = [each for each in self._fleet.of(hello.model) if each.name == hello.replica]

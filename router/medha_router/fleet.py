@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from medha import PROTOCOL
+from medha.config import CLOSED_S
 from medha.errors import SpecError
 from medha.messages import Hello, Load, LoadReport, Rejected
 from medha.predictor import Predictor
@@ -32,6 +33,7 @@ class Replica:
         self.load_s = now
         self.draining = hello.draining
         self.heard_s = now
+        self.closed_s = float("inf")
         self.sent: set[str] = set()
 
     @property
@@ -111,9 +113,18 @@ class Fleet:
         if report.learned is not None:
             replica.predictor.restore(report.learned)
 
-    def silent(self, now: float) -> list[Replica]:
-        """Replicas not heard of for longer than the timeout."""
-        return [replica for replica in self if now - replica.heard_s > self._timeout_s]
+    def heard(self, replica: Replica, now: float) -> None:
+        replica.heard_s, replica.closed_s = now, float("inf")
+
+    def silent(self, now: float) -> list[tuple[Replica, str]]:
+        """Replicas not heard of for too long, and what that is."""
+        found = []
+        for replica in self:
+            if now - replica.closed_s > CLOSED_S:
+                found.append((replica, "its connection has ended"))
+            elif now - replica.heard_s > self._timeout_s:
+                found.append((replica, f"silent for {now - replica.heard_s:.1f} s"))
+        return found
 
     def forget(self, replica: Replica) -> None:
         if self._replicas.get(replica.peer) is replica:

@@ -34,6 +34,9 @@ class Link(Protocol):
     async def next(self) -> tuple[bytes, ReplicaMessage]:
         """The next message."""
 
+    def closed(self) -> tuple[bytes, ...]:
+        """Peers whose connection has ended since the last call."""
+
 
 def listen(config: RouterConfig) -> Listener[RouterMessage, ReplicaMessage]:
     """Bind the fleet's address; raises SetupError. Called on the loop that will use it."""
@@ -100,6 +103,8 @@ class Pump:
 
     async def _tick(self) -> None:
         while True:
+            for peer in self._link.closed():
+                self._exchange.closed(peer)
             self._guarded(self._exchange.tick)
             self._guarded(self._ticked)
             self.changed()

@@ -7,7 +7,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -15,76 +15,18 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.adapters.links import DOWN, REPORT, UP, Back, Front, dial, exchange, listen, until
 
 from medha.adapters.keys import read_keys
-from medha.adapters.sockets import Dialer, Listener, wait, write_keys
+from medha.adapters.sockets import wait, write_keys
 from medha.config import Curve
 from medha.errors import SetupError
 from medha.messages import (
     Abort,
-    Codec,
-    LoadReport,
     RouterBeat,
     RouterMessage,
     Tokens,
-    Welcome,
 )
-from medha.messages.fields import Load
-from medha.messages.fleet import ReplicaMessage
-
-Front = Listener[RouterMessage, ReplicaMessage]
-Back = Dialer[ReplicaMessage, RouterMessage]
-
-DOWN: Codec[RouterMessage] = Codec(RouterMessage)
-UP: Codec[ReplicaMessage] = Codec(ReplicaMessage)
-REPORT = LoadReport(Load(waiting=3))
-
-
-def listen(
-    bind: str = "tcp://127.0.0.1:0", curve: Curve | None = None, limit: int = 1 << 20
-) -> Front:
-    return Listener(bind, sends=DOWN, receives=UP, curve=curve, max_bytes=limit)
-
-
-def dial(address: str, name: bytes = b"one", curve: Curve | None = None) -> Back:
-    return Dialer(address, name, sends=UP, receives=DOWN, curve=curve)
-
-
-def until(happens: Callable[[], object], timeout_s: float = 10.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not happens():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.005)
-
-
-@pytest.fixture
-def front() -> Iterator[Front]:
-    with closing(listen()) as link:
-        yield link
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> dict[str, Curve]:
-    """A router's keys, those of a controller that it lets in, and those of a stranger."""
-    names = ("router", "friend", "stranger")
-    public = {name: write_keys(tmp_path / f"{name}.secret") for name in names}
-    for name in names:
-        (tmp_path / f"{name}.public").write_text(public[name])
-    server = str(tmp_path / "router.public")
-    return {
-        "router": Curve(
-            secret=str(tmp_path / "router.secret"), allowed=str(tmp_path / "friend.public")
-        ),
-        "friend": Curve(secret=str(tmp_path / "friend.secret"), server_public=server),
-        "stranger": Curve(secret=str(tmp_path / "stranger.secret"), server_public=server),
-    }
-
-
-def exchange(front: Front, back: Back) -> None:
-    assert back.send(REPORT)
-    assert front.receive(5.0) == (b"one", REPORT)
-    assert front.send(b"one", Welcome("r"))
-    assert back.receive(5.0) == Welcome("r")
 
 
 def test_a_message_arrives_with_its_type_and_its_peers_name(front: Front) -> None:

@@ -95,6 +95,20 @@ def test_a_silent_rank_loses_its_group(membership: Membership) -> None:
     assert membership.state(0) == LOST and membership.restart == (0,)
 
 
+def test_a_rank_whose_connection_has_ended_has_a_second_to_speak(membership: Membership) -> None:
+    membership.hello(A, hello(A, "a1"), 0.0)
+    membership.hello(B, hello(B, "b1"), 0.0)
+    membership.hung_up(Coordinate(7, 0, 0), 1.0)  # nobody's
+    membership.hung_up(B, 1.0)
+    assert membership.silent(2.0) == []
+    assert membership.silent(2.1) == [(0, f"rank {B} is gone: its connection has ended")]
+    membership.hello(B, hello(B, "b1"), 1.5)  # as every new connection begins
+    assert membership.silent(2.1) == []
+    membership.hung_up(B, 3.0)
+    membership.excuse(2.0)
+    assert membership.silent(5.9) == []
+
+
 def begun(outbox: Outbox, stages: int = 1) -> Moves:
     moves = Moves(Topology(spp=stages, kvp_max=2), outbox)
     moves.begin(MOVE, 0.0)

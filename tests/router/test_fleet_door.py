@@ -64,6 +64,7 @@ def test_a_controller_that_does_not_fit_is_told_why(
         {"page_tokens": 32},
         {"files": {"tokenizer.json": "0" * 32}},
         {"stop_tokens": (1,)},
+        {"checkpoint": "of other weights"},
     ],
 )
 def test_replicas_that_read_other_tokens_are_of_another_edition(
@@ -79,7 +80,20 @@ def test_replicas_that_read_other_tokens_are_of_another_edition(
 def test_a_replica_is_silent_only_after_its_time(fleet: Fleet, hello: Hello) -> None:
     fleet.greet(b"a", hello, 10.0)
     assert fleet.silent(12.9) == []
-    assert [replica.name for replica in fleet.silent(13.1)] == ["r0"]
+    assert [(each.name, why) for each, why in fleet.silent(13.1)] == [("r0", "silent for 3.1 s")]
+
+
+def test_a_replica_whose_connection_has_ended_has_a_second_to_speak(
+    fleet: Fleet, hello: Hello
+) -> None:
+    fleet.greet(b"a", hello, 10.0)
+    replica = fleet.get(b"a")
+    assert replica is not None
+    replica.closed_s = 11.0
+    assert fleet.silent(11.9) == []
+    assert [each.name for each, _ in fleet.silent(12.1)] == ["r0"]
+    fleet.heard(replica, 11.5)  # on another connection
+    assert fleet.silent(12.1) == []
 
 
 def test_a_file_comes_in_parts_and_is_asked_for_again() -> None:

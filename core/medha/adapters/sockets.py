@@ -28,8 +28,10 @@ from typing import Any, Generic, TypeVar
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
-from medha.adapters.keys import read_key, read_keys, write_secret
+from medha.adapters.curve import serve_curve, use_curve
+from medha.adapters.keys import write_secret
 from medha.config import Curve
 from medha.errors import ProtocolError, SetupError
 from medha.messages import MAX_MESSAGE_BYTES, Codec
@@ -40,7 +42,6 @@ R = TypeVar("R")
 QUEUE_MESSAGES = 4096
 SILENCE_MS = 3000
 IPC_PATH_BYTES = 107
-ZAP_DOMAIN = "medha"
 
 BOUNDS: dict[int, int] = {
     zmq.LINGER: 0, zmq.SNDHWM: QUEUE_MESSAGES, zmq.RCVHWM: QUEUE_MESSAGES,
@@ -84,7 +85,7 @@ class _Link(Generic[S, R]):
 
     def wake(self) -> None:
         """From any thread: `receive` or `wait` returns early, once."""
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well as one byte more
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
             os.write(self._waker, b"w")
 
     def close(self) -> None:
@@ -151,19 +152,23 @@ class _Link(Generic[S, R]):
         """The next (peer, message) that decodes, or None when nothing more has arrived."""
         while True:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
-            peer = frames.pop(0) if self._named else b""
+            peer = self._peer(frames.pop(0)) if self._named else b""
             try:
                 if len(frames) != 1:
                     raise ProtocolError(f"message has {len(frames)} parts: must have 1")
-                return peer, self._receives.decode(frames[0])
+                return peer, self._receives.decode(frames[0].bytes)
             except ProtocolError as error:
                 self.rejected += 1
                 if self.rejected & (self.rejected - 1) == 0:  # 1st, 2nd, 4th …: logs stay bounded
                     log = logging.getLogger("medha.sockets")
                     log.warning("dropped from %r: %.300s", peer[:64], str(error))
+
+    def _peer(self, frame: zmq.Frame) -> bytes:
+        """Who sent it, by the first part of what came."""
+        return frame.bytes
 
     def _receive(self, timeout_s: float) -> tuple[bytes, R] | None:
         until = time.monotonic() + timeout_s
@@ -249,11 +254,15 @@ class Listener(_Link[S, R]):
     ) -> None:
         super().__init__(zmq.ROUTER, sends, receives, max_bytes)
         self._guard: ThreadAuthenticator | None = None
+        self._heard_on: dict[bytes, int] = {}  # peer -> file of its latest connection
+        self._events: zmq.Socket[bytes] | None = None
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         with self._opening(bind):
             if curve is not None:
-                self._guard = _serve_curve(self._context, self._socket, curve)
+                self._guard = serve_curve(self._context, self._socket, curve)
+            self._context.setsockopt(zmq.RCVHWM, 0)  # the next socket's: no event is in the way
+            self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._socket.bind(bind)
 
     @property
@@ -264,6 +273,26 @@ class Listener(_Link[S, R]):
     def send(self, peer: bytes, message: S) -> bool:
         """Queue a message for a peer; False when it is gone or its queue is full."""
         return self._put(peer, self._sends.encode(message))
+
+    def closed(self) -> tuple[bytes, ...]:
+        """Peers whose connection has ended since the last call, once all they said is received.
+
+        A process that dies is here at once. One that lives dials again, and soon says something:
+        rarely is it here for no more than a number that a newer connection took over.
+        """
+        ended: set[int] = set()
+        while self._events is not None and not self._socket.poll(0):
+            try:
+                told = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+            ended.add(told["value"])
+        if self._ready is not None:  # asking takes the socket's signals, as sending does
+            self._signal()
+        found = tuple(peer for peer, file in self._heard_on.items() if file in ended)
+        for peer in found:
+            del self._heard_on[peer]
+        return found
 
     def send_all(self, peers: Sequence[bytes], message: S) -> tuple[bytes, ...]:
         """`send` to several peers, encoded once; returns those that are gone or full."""
@@ -286,7 +315,17 @@ class Listener(_Link[S, R]):
         if self._guard is not None:
             self._guard.stop()
             self._guard = None
+        if self._events is not None:
+            self._socket.disable_monitor()
+            self._events.close(linger=0)
+            self._events = None
         super().close()
+
+    def _peer(self, frame: zmq.Frame) -> bytes:
+        peer: bytes = frame.bytes
+        with contextlib.suppress(zmq.ZMQError):  # what comes from our own process has none
+            self._heard_on[peer] = int(frame.get(zmq.SRCFD))
+        return peer
 
 
 class Dialer(_Link[S, R]):
@@ -313,7 +352,7 @@ class Dialer(_Link[S, R]):
         self._events: zmq.Socket[bytes] | None = None
         with self._opening(address):
             if curve is not None:
-                _use_curve(self._socket, curve)
+                use_curve(self._socket, curve)
             self._events = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._socket.connect(address)
 
@@ -359,40 +398,3 @@ class Dialer(_Link[S, R]):
             except zmq.Again:
                 break
             self._handshakes += 1
-
-
-class _AllowList:
-    """Answers ZAP: whether a public key (Z85) stands in the file, read at each handshake."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        try:
-            return domain == ZAP_DOMAIN and key in read_keys(self._path)
-        except SetupError as error:
-            logging.getLogger("medha.sockets").error("nobody is let in: %s", error)
-            return False
-
-
-def _serve_curve(
-    context: zmq.Context[Any], socket: zmq.Socket[bytes], curve: Curve
-) -> ThreadAuthenticator:
-    """Make `socket` a CURVE server that lets in only the keys of `curve.allowed`."""
-    secret = read_key(curve.secret)
-    read_keys(curve.allowed)  # a missing or broken list is an error now, not at the first peer
-    guard = ThreadAuthenticator(context, log=logging.getLogger("medha.sockets.zap"))
-    guard.configure_curve_callback(ZAP_DOMAIN, _AllowList(curve.allowed))
-    guard.start()
-    socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no authenticator, no entry
-    return guard
-
-
-def _use_curve(socket: zmq.Socket[bytes], curve: Curve) -> None:
-    """Make `socket` a CURVE client with its own pair that trusts only the server's key."""
-    socket.setsockopt(zmq.CURVE_SECRETKEY, secret := read_key(curve.secret))
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
-    socket.setsockopt(zmq.CURVE_SERVERKEY, read_key(curve.server_public))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import msgspec
 
 from medha import PROTOCOL
-from medha.config import STALL_S
+from medha.config import CLOSED_S, STALL_S
 from medha.messages import Forget, Form, GroupStatus, Leave, Loading, Peer, RankHello, RankReady
 from medha.topology import Coordinate, Topology
 from medha_worker.controller.outbox import Outbox
@@ -37,6 +37,7 @@ class Lost(msgspec.Struct, frozen=True):
 class _Rank:
     def __init__(self, hello: RankHello, now: float) -> None:
         self.incarnation, self.pid, self.heard_s = hello.incarnation, hello.pid, now
+        self.closed_s = float("inf")
         self.loaded = 0.0
         self.ready: RankReady | None = None
 
@@ -136,7 +137,7 @@ class Membership:
             return None
         known = group.ranks.get(at)
         if known is not None and known.incarnation == hello.incarnation:
-            known.heard_s = now
+            known.heard_s, known.closed_s = now, float("inf")
             return None
         lost = None
         if known is not None:
@@ -164,8 +165,13 @@ class Membership:
         if rank is None:
             self._outbox.to_ranks((at,), Leave(f"group {at.group} was given up; start anew"))
             return False
-        rank.heard_s = now
+        rank.heard_s, rank.closed_s = now, float("inf")
         return True
+
+    def hung_up(self, at: Coordinate, now: float) -> None:
+        """A rank's connection has ended: it speaks soon on another, or it is dead."""
+        if at.group < len(self._groups) and at in self._groups[at.group].ranks:
+            self._groups[at.group].ranks[at].closed_s = now
 
     def loading(self, at: Coordinate, message: Loading) -> None:
         rank = self._groups[at.group].ranks[at]
@@ -237,12 +243,16 @@ class Membership:
             for group in self._groups:
                 for rank in group.ranks.values():
                     rank.heard_s += slept_s
+                    rank.closed_s += slept_s
 
     def silent(self, now: float) -> list[tuple[int, str]]:
         """Groups with a rank that was not heard for too long, and why that is so."""
         found = []
         for index, group in enumerate(self._groups):
             for at, rank in group.ranks.items():
+                if now - rank.closed_s > CLOSED_S:
+                    found.append((index, f"rank {at} is gone: its connection has ended"))
+                    break
                 if now - rank.heard_s > self._timeout_s:
                     found.append((index, f"rank {at} is silent for {now - rank.heard_s:.1f} s"))
                     break

@@ -265,6 +265,9 @@ class Process:
             at = coordinate_of(report[0])
             if at is not None:
                 self._controller.on_rank(at, report[1], now)
+        for peer in self._ranks.closed():
+            if (at := coordinate_of(peer)) is not None:
+                self._controller.membership.hung_up(at, now)
         for router, link in self._routers.items():
             for _ in range(BURST):
                 message = link.receive()
