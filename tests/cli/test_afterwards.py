@@ -15,8 +15,9 @@ from examples.afterwards import NotDone, afterwards
 
 HOUSE = Path(__file__).resolve().parents[2]
 WAITS = """
-import sys, time
+import signal, sys, time
 from examples.afterwards import afterwards
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell works by itself
 with afterwards("touch", sys.argv[1]):
     print("entered", flush=True)
     time.sleep(600)
