@@ -22,7 +22,7 @@ import openai
 from examples import images
 from examples.demo_load import Growth, Load, one
 from examples.installed import NAMESPACE, READY_S, TOKENS_PER_GROUP, Installed
-from examples.testbed import ARCHIVES, Failed, Testbed, opened, until
+from examples.testbed import Failed, Testbed, built, opened, until
 from rich.console import Console
 from rich.table import Table
 
@@ -199,9 +199,8 @@ def expect(true: object, what: str) -> None:
 def main() -> int:
     console = Console(width=160)
     try:
-        for target in images.TARGETS:
-            console.print(f"image {images.build(target, 'cpu')}")
-            images.archive(target, ARCHIVES)
+        for name in built():
+            console.print(f"image {name}")
     except images.Unreachable as error:
         sys.exit(str(error))
     began_s, good = time.monotonic(), True

@@ -5,6 +5,7 @@ For `make demo-cluster` and tests/cluster: both do the same things to the same m
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -28,6 +29,7 @@ class Installed:
 
     def __init__(self, bed: Testbed) -> None:
         self.bed = bed
+        self._made: list[tuple[str, ...]] = []  # commands that take away what was brought
 
     def load(self) -> threading.Thread:
         """Bring the images to the nodes; the worker's, which takes longest, on a thread."""
@@ -38,15 +40,28 @@ class Installed:
         return loading
 
     def install(self) -> None:
+        """Both charts; raises Failed where there is a release already, which is somebody's."""
+        if there := self.bed.run("helm", "list", "--namespace", NAMESPACE, "--all", "--short"):
+            raise Failed(f"namespace {NAMESPACE} has releases already: {', '.join(there.split())}")
+        if not self.bed.kubectl("get", "namespace", NAMESPACE, "--ignore-not-found"):
+            self._made.append(("kubectl", "delete", "namespace", NAMESPACE))
         for chart in ("medha-crds", "medha"):
+            self._made.append(("helm", "uninstall", chart, "--namespace", NAMESPACE, "--wait"))
             self.bed.run(
                 "helm", "install", chart, str(HOUSE / "charts" / chart), "--namespace", NAMESPACE,
                 "--create-namespace", "--wait", "--timeout", "5m", timeout_s=320.0,
             )  # fmt: skip
 
     def uninstall(self) -> None:
-        for chart in ("medha", "medha-crds"):
-            self.bed.run("helm", "uninstall", chart, "--namespace", NAMESPACE, "--wait")
+        """Take away what was brought, but for the kind, which stays by its chart's will."""
+        while self._made:
+            self.bed.run(*self._made.pop())
+
+    def remove(self) -> None:
+        """Likewise after a failure, as far as it goes."""
+        while self._made:
+            with contextlib.suppress(Failed):
+                self.bed.run(*self._made.pop())
 
     def apply(self, replicas: int = 1) -> str:
         """The newcomer's resource, with the model where this cluster has it."""
@@ -57,6 +72,7 @@ class Installed:
         spec["replicas"] = replicas
         spec["model"]["source"] = {"hostPath": {"path": str(self.bed.model)}}
         spec.setdefault("scheduling", {})["releaseCooldown"] = "5s"  # shrinks while one watches
+        self._made.append(("kubectl", "delete", "mr", "tiny", "--ignore-not-found"))
         return self.bed.kubectl("apply", "-f", "-", text=yaml.safe_dump(found)).strip()
 
     def patch(self, spec: dict[str, object]) -> None:

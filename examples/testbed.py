@@ -1,7 +1,8 @@
 """A Kubernetes cluster to try things on: yours, one of kind's, or one of the local cluster tool's.
 
-MEDHA_TEST_KUBECONFIG=1    the cluster of $KUBECONFIG; it must have the images, and the model's
-                           folder on every node ($MEDHA_TEST_MODEL names it)
+MEDHA_TEST_KUBECONFIG=1    the cluster of $KUBECONFIG; it must have the images localhost/medha-*:dev
+                           and the small model's folder on every node ($MEDHA_TEST_MODEL names
+                           it) and nothing of Medha; what is brought is taken away but for the kind
 kind on PATH               a cluster of its own, removed at the end
 $MEDHA_CLUSTER_TOOL        likewise; without it the tool beside this checkout, where there is one
 """
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from examples.afterwards import afterwards
-from examples.images import HOUSE, archive, image
+from examples.images import HOUSE, TARGETS, archive, build, image
 from examples.images import missing as missing_for_images
 
 from medha.cli.children import bound
@@ -32,6 +33,7 @@ from medha.cli.children import bound
 TOOL = HOUSE.parent / "shared" / "kubernetes" / "cluster"
 ARCHIVES = HOUSE / "build" / "images"
 MODEL = HOUSE / "build" / "cluster-model"
+NO_MODEL = "MEDHA_TEST_MODEL is not set: name the model's folder on the cluster's nodes"
 MINUTE_S = 60.0
 
 
@@ -116,10 +118,15 @@ def until(true: Callable[[], object], what: str, limit_s: float) -> float:
     return time.monotonic() - began_s
 
 
+def given() -> bool:
+    """Whether the cluster is somebody's, which has images and model already."""
+    return os.environ.get("MEDHA_TEST_KUBECONFIG") == "1"
+
+
 def missing() -> str:
     """What this machine lacks to have a cluster and images for it; empty when nothing."""
-    if os.environ.get("MEDHA_TEST_KUBECONFIG") == "1":
-        return ""
+    if given():
+        return "" if os.environ.get("MEDHA_TEST_MODEL") else NO_MODEL
     if lacking := missing_for_images():
         return lacking
     if shutil.which("kind"):
@@ -130,11 +137,19 @@ def missing() -> str:
     return "" if os.geteuid() == 0 else f"{tool} needs root"
 
 
+def built() -> Iterator[str]:
+    """The images that the cluster is to load, one after the other; raises Unreachable."""
+    for target in () if given() else TARGETS:
+        name = build(target, "cpu")
+        archive(target, ARCHIVES)
+        yield name
+
+
 @contextlib.contextmanager
 def opened(name: str, nodes: int = 2) -> Iterator[Testbed]:
     """The cluster that this machine offers; what was made for it is removed at the end, also when
     this process is killed."""
-    if os.environ.get("MEDHA_TEST_KUBECONFIG") == "1":
+    if given():
         yield _given()
     elif shutil.which("kind"):
         with _kind(name, nodes) as testbed:
@@ -145,9 +160,7 @@ def opened(name: str, nodes: int = 2) -> Iterator[Testbed]:
 
 
 def _given() -> Testbed:
-    model = os.environ.get("MEDHA_TEST_MODEL")
-    if not model:
-        sys.exit("MEDHA_TEST_MODEL is not set: name the model's folder on the cluster's nodes")
+    model = os.environ.get("MEDHA_TEST_MODEL") or sys.exit(NO_MODEL)
     return Testbed("given", dict(os.environ), lambda target: None, pathlib.Path(model))
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples import images
 from examples.installed import Installed
-from examples.testbed import ARCHIVES, NoCluster, missing, opened
+from examples.testbed import NoCluster, built, missing, opened
 
 
 def pytest_configure() -> None:
@@ -34,13 +34,12 @@ def medha() -> Iterator[Installed]:
         pytest.skip(lacking)
     with contextlib.ExitStack() as stack:
         try:
-            for target in images.TARGETS:
-                images.build(target, "cpu")
-                images.archive(target, ARCHIVES)
+            list(built())
             bed = stack.enter_context(opened("tests", nodes=2))
         except (images.Unreachable, NoCluster) as lacking_after_all:
             pytest.skip(str(lacking_after_all))
         installed = Installed(bed)
+        stack.callback(installed.remove)
         loading = installed.load()
         installed.install()
         loading.join()

@@ -7,6 +7,7 @@ import datetime
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 from examples.demo_load import Load
 from examples.installed import NAMESPACE, Installed
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from medha.cli.open_loop import faults
+from medha.messages import ReplicaStatus
 
 pytestmark = pytest.mark.timeout(1500)  # the images may have to be built
 
@@ -38,18 +40,30 @@ PROPER = {"no_replica", "overloaded", "draining", "deadline_infeasible", "poison
 @pytest.fixture(scope="module")
 def told() -> Iterator[Table]:
     """Shown by `pytest -rP`, below the last test."""
-    table = Table("harm", "whole again after", "requests", "failed", "TTFT p99", "largest gap")
+    table = Table(
+        "harm", "whole again after", "under way there", "requests", "failed", "TTFT p99",
+        "largest gap",
+    )  # fmt: skip
     yield table
     Console(width=140).print(table)
 
 
 class Trouble:
     """Two replicas on two nodes and requests that come in at their own times, while harm is done
-    to `node`; the clients' router is on another."""
+    to `node`; the clients' router is on another. It begins when `under_way` requests run there."""
 
     def __init__(self, medha: Installed, load: Load, node: str, told: Table) -> None:
         self.medha, self.load, self.node = medha, load, node
+        self.under_way = 0
+        until(self._met, f"requests that run on {node}", 60.0)
         self._told, self._began_s = told, time.monotonic()
+
+    def _met(self) -> bool:
+        leader = leader_on(self.medha, self.node)
+        path = f"/api/v1/namespaces/default/pods/{leader}:8091/proxy/status"
+        told = self.medha.bed.kubectl("get", "--raw", path)
+        self.under_way = msgspec.json.decode(told, type=ReplicaStatus).running
+        return self.under_way > 0
 
     @property
     def number(self) -> str:
@@ -68,7 +82,7 @@ class Trouble:
         assert cut == [], "answers that ended without a word"
         gap_s = max(each.worst_gap_s for each in records)
         self._told.add_row(
-            harm, f"{took_s:.0f} s", str(len(records)), str(failed or 0),
+            harm, f"{took_s:.0f} s", str(self.under_way), str(len(records)), str(failed or 0),
             f"{self.load.ttft_p99_s():.1f} s", f"{gap_s:.1f} s",
         )  # fmt: skip
         return failed
@@ -85,10 +99,21 @@ def trouble(medha: Installed, told: Table) -> Iterator[Trouble]:
         if medha.bed.harm
         else medha.bed.forwarded(NAMESPACE, f"pod/{router['metadata']['name']}", 8000)
     )
-    # Each answer takes a second or more, so that harm always meets some under way.
-    with reached as url, Load(url, "tiny", 1.0, prompt_tokens=64, output_tokens=128) as load:
+    # Each answer takes seconds: some are always under way.
+    with reached as url, Load(url, "tiny", 1.0, prompt_tokens=64, output_tokens=192) as load:
         until(lambda: len(load.records) >= 3, "the first answers", 60.0)
         yield Trouble(medha, load, node, told)
+
+
+def leader_on(medha: Installed, node: str) -> str:
+    """The pod with the controller of the replica that is there."""
+    (found,) = (
+        str(each["metadata"]["name"])
+        for each in medha.pods()
+        if each["spec"].get("nodeName") == node
+        and each["metadata"]["labels"]["medha.dev/role"] == "leader"
+    )
+    return found
 
 
 def whole(medha: Installed) -> bool:
@@ -153,6 +178,15 @@ def test_a_pod_that_is_killed_is_made_again(trouble: Trouble) -> None:
     gone = {pod["metadata"]["uid"]}
     until(lambda: not gone & {each["metadata"]["uid"] for each in medha.pods()}, "it gone", 60.0)
     assert set(trouble.back("a pod deleted by force")) <= PROPER
+
+
+def test_a_leader_that_is_killed_is_made_again(trouble: Trouble) -> None:
+    medha = trouble.medha
+    leader = leader_on(medha, trouble.node)
+    before = medha.bed.get("pod", leader)["metadata"]["uid"]
+    medha.bed.kubectl("delete", "pod", leader, "--grace-period=0", "--force")
+    until(lambda: before not in {each["metadata"]["uid"] for each in medha.pods()}, "it gone", 60.0)
+    assert set(trouble.back("a leader deleted by force")) <= PROPER
 
 
 def test_a_node_is_drained_without_a_failed_request(trouble: Trouble) -> None:
