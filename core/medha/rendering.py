@@ -37,6 +37,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     ops_port: int
     run_dir: str
     decision_log: str = ""
+    dummy_weights: bool = False
     log_level: str = "info"
 
 
@@ -72,6 +73,7 @@ def worker_config(of: MedhaReplica, name: str, site: Site) -> WorkerConfig:
         decision_log=site.decision_log,
         run_dir=site.run_dir,
         deterministic=spec.engine.arithmetic == "Deterministic",
+        dummy_weights=site.dummy_weights,
         log_level=site.log_level,
     )
 

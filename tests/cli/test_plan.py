@@ -234,6 +234,15 @@ def test_a_whole_checkpoint_passes(tmp_path: Path) -> None:
     assert check_checkpoint(at(folder, parallelism={"tp": 2, "spp": 4})) == folder
 
 
+def test_no_weights_are_needed_where_they_are_drawn_at_random(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    assert check_checkpoint(at(folder), weights=False) == folder
+    drawing = msgspec.structs.replace(place(), dummy_weights=True)
+    assert plan_fleet([resource()], drawing).replicas[0].config.dummy_weights
+    assert not plan_fleet([resource()], place()).replicas[0].config.dummy_weights
+
+
 @pytest.mark.parametrize(
     "spec, sentence",
     [

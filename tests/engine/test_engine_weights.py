@@ -24,6 +24,7 @@ from medha_worker.inputs import InputBuilder
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.config import read_config
 from medha_worker.model.decoder import Decoder
+from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.interface import SoloColumn
 from medha_worker.sequences import Sequences
@@ -235,3 +236,26 @@ def test_a_bad_index_is_named(
 def test_a_folder_without_config_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         read_config(tmp_path)
+
+
+def test_dummy_weights_take_the_place_of_files_and_keep_numbers_in_range(
+    tiny: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    config = read_config(tmp_path)
+    seen: list[tuple[int, int]] = []
+    drawn, again = (
+        load(DummyCheckpoint(tmp_path), config, range(6), 0, 2, dtype,
+             lambda done, total: seen.append((done, total)))
+        for dtype in (torch.float32, torch.float32)
+    )  # fmt: skip
+    real = load(Checkpoint(tiny), config, range(6), 0, 2, torch.float32)
+    assert drawn.layers[3].qkv.weight.shape == real.layers[3].qkv.weight.shape
+    assert drawn.head is not None and real.head is not None
+    assert drawn.head.weight.shape == real.head.weight.shape
+    assert torch.equal(drawn.layers[3].down.weight, again.layers[3].down.weight)
+    assert not torch.equal(drawn.layers[3].down.weight, drawn.layers[2].down.weight)
+    assert seen[-1][0] == seen[-1][1]
+    x = torch.randn(64, config.hidden)
+    out = drawn.layers[0].qkv(x)
+    assert 0.3 < float(out.std()) < 3 and out.isfinite().all()

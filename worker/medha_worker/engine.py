@@ -22,6 +22,7 @@ from medha_worker.kv.fetches import Copies
 from medha_worker.kv.pages import KvPages, page_bytes
 from medha_worker.model.config import DecoderConfig, read_config
 from medha_worker.model.decoder import Decoder
+from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.interface import SoloTensorParallel, TensorParallel
 from medha_worker.parallel.mesh import Mesh, Wiring
@@ -45,9 +46,11 @@ class Engine:
         self.at, self.model_config = at, read_config(folder)
         self._config = config
         self.layers = stage_layers(self.model_config.layers, topology.spp)[at.stage]
-        self.dtype = _dtype("dtype", config.dtype)
+        self.dtype = dtype_of("dtype", config.dtype)
+        checkpoint: weights.Checkpoint | DummyCheckpoint
+        checkpoint = DummyCheckpoint(folder) if config.dummy_weights else weights.Checkpoint(folder)
         self._weights = weights.load(
-            weights.Checkpoint(folder),
+            checkpoint,
             self.model_config,
             self.layers,
             at.shard,
@@ -97,7 +100,7 @@ class Engine:
 def _pool(config: WorkerConfig, shape: DecoderConfig, layers: range, shard: int) -> KvPages:
     """`kv_pages` pages, or as many as `kv_bytes` per rank hold."""
     heads = len(kv_heads_of(shard, config.topology.tp, shape.kv_heads))
-    dtype = _dtype("dtype" if config.kv_dtype == "auto" else "kv_dtype",
+    dtype = dtype_of("dtype" if config.kv_dtype == "auto" else "kv_dtype",
                    config.dtype if config.kv_dtype == "auto" else config.kv_dtype)  # fmt: skip
     each = page_bytes(heads, config.page_tokens, shape.head_dim, dtype)
     pages = config.kv_pages or config.kv_bytes // (each * len(layers))
@@ -109,7 +112,8 @@ def _pool(config: WorkerConfig, shape: DecoderConfig, layers: range, shard: int)
     return KvPages(layers, pages, heads, config.page_tokens, shape.head_dim, dtype)
 
 
-def _dtype(field: str, name: str) -> torch.dtype:
+def dtype_of(field: str, name: str) -> torch.dtype:
+    """Raises SpecError naming the field."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in known:
         raise SpecError(field, name, "must be a torch dtype that this engine computes in",
@@ -117,9 +121,7 @@ def _dtype(field: str, name: str) -> torch.dtype:
     return known[name]
 
 
-def check_device(config: WorkerConfig) -> None:
+def check_device(device: str) -> None:
     """Raises SetupError for a device that this build does not drive."""
-    if config.device != "cpu":
-        raise SetupError(
-            f"device is {config.device}: this version computes on cpu; set device to cpu"
-        )
+    if device != "cpu":
+        raise SetupError(f"device is {device}: this version computes on cpu; set device to cpu")

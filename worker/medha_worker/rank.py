@@ -289,7 +289,7 @@ def run(
     """Be the rank `at` of `config`'s replica; returns the exit status."""
     torch.set_num_threads(config.threads_per_rank)
     set_environment(os.environ, config.interface)
-    check_device(config)
+    check_device(config.device)
     return Rank(config, at, sample, ready_file).serve()
 
 

@@ -1,9 +1,9 @@
 """Read a rank's share of a checkpoint: its layers, its TP slices, nothing else.
 
-Files are safetensors (one, or several behind an index), memory-mapped; each slice is copied once
-into the fused, transposed tensor that the model uses. safetensors checks every header against its
-file's length before anything is read; what is missing, corrupt or of another shape raises
-CheckpointError naming the file, the tensor and the remedy.
+Files are safetensors (one, or several behind an index), memory-mapped; each slice goes straight to
+the device and there once into the fused, transposed tensor that the model uses. safetensors checks
+every header against its file's length before anything is read; what is missing, corrupt or of
+another shape raises CheckpointError naming the file, the tensor and the remedy.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from medha.errors import CheckpointError
 from medha.topology import check_tp, kv_heads_of
 from medha_worker.model.config import DecoderConfig
+from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.files import SINGLE, file_of_each
 from medha_worker.model.layers import LayerWeights, Linear, paneled
 from medha_worker.model.rope import interleaved
@@ -97,15 +98,16 @@ class Checkpoint:
 
 
 def load(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | DummyCheckpoint,
     config: DecoderConfig,
     layers: range,
     shard: int,
     tp: int,
     dtype: torch.dtype,
     progress: Progress | None = None,
+    device: torch.device | str = "cpu",
 ) -> Weights:
-    """The weights of `layers` for shard `shard` of `tp`, in `dtype`.
+    """The weights of `layers` for shard `shard` of `tp`, in `dtype` on `device`.
 
     `progress(done_bytes, total_bytes)` is called as tensors arrive. Raises CheckpointError, or
     SpecError when the model's heads cannot be divided by `tp`.
@@ -116,7 +118,7 @@ def load(
             f"{checkpoint.folder}/config.json: intermediate_size {config.intermediate} is not"
             f" divisible by tp {tp}; set spec.parallelism.tp to a divisor"
         )
-    return _Loader(checkpoint, config, layers, shard, tp, dtype, progress).load()
+    return _Loader(checkpoint, config, layers, shard, tp, dtype, progress, device).load()
 
 
 class _Loader:
@@ -124,14 +126,16 @@ class _Loader:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Checkpoint | DummyCheckpoint,
         config: DecoderConfig,
         layers: range,
         shard: int,
         tp: int,
         dtype: torch.dtype,
         progress: Progress | None,
+        device: torch.device | str,
     ) -> None:
+        self.device = device
         self.checkpoint, self.config, self.layers = checkpoint, config, layers
         self.shard, self.tp, self.dtype, self.progress = shard, tp, dtype, progress
         D = config.head_dim
@@ -207,8 +211,8 @@ class _Loader:
         """Column-parallel projections side by side: output rows `range` of each; the first
         `rotated` are interleaved, and no panel holds columns of two of the equal `halves`."""
         width, D = sum(len(rows) for _, _, rows in parts), self.config.head_dim
-        weight = torch.empty(self.config.hidden, width, dtype=self.dtype)
-        bias = torch.empty(width, dtype=self.dtype) if biased else None
+        weight = torch.empty(self.config.hidden, width, dtype=self.dtype, device=self.device)
+        bias = torch.empty(width, dtype=self.dtype, device=self.device) if biased else None
         at = 0
         for number, (name, outputs, rows) in enumerate(parts):
             cut = slice(at, at + len(rows))
@@ -241,7 +245,8 @@ class _Loader:
         found = self.checkpoint.slice(name, (self.config.vocab, self.config.hidden))
         start = self.shard * self.vocab_rows
         stop = min(start + self.vocab_rows, self.config.vocab)
-        table = torch.zeros(self.vocab_rows, self.config.hidden, dtype=self.dtype)
+        shape = (self.vocab_rows, self.config.hidden)
+        table = torch.zeros(shape, dtype=self.dtype, device=self.device)
         if start < stop:
             table[: stop - start].copy_(self._count(found[start:stop, :]))
         return table
@@ -250,7 +255,7 @@ class _Loader:
         self.done_bytes += tensor.nbytes
         if self.progress is not None:
             self.progress(min(self.done_bytes, self.total_bytes), self.total_bytes)
-        return tensor
+        return tensor.to(self.device)
 
     def _total_bytes(self) -> int:
         """What this rank will read, from the shapes (norms and biases are lost in the rounding)."""

@@ -49,13 +49,16 @@ def run_up(
     decision_log: Annotated[
         bool, typer.Option("--decision-log", help="write every scheduling decision to the run dir")
     ] = False,
+    dummy_weights: Annotated[
+        bool, typer.Option("--dummy-weights", help="draw weights at random, to measure speed")
+    ] = False,
 ) -> None:
     """Start a fleet on this machine and keep it running until Ctrl-C."""
     from medha.cli.up import Options, up
 
     options = Options(
         file=file, port=port, ops_port=ops_port, run_dir=run_dir, policy=_policy(policy),
-        log_level=log_level, quiet=quiet, decision_log=decision_log,
+        log_level=log_level, quiet=quiet, decision_log=decision_log, dummy_weights=dummy_weights,
     )  # fmt: skip
     up(options, Console(stderr=True))
 
@@ -148,6 +151,37 @@ def run_decisions(
             "LOG", str(log), f"must be readable ({error.strerror})", "name the file that was logged"
         ) from None
     Console().print(f"{count} decisions come out the same")
+
+
+@app.command("calibrate")
+def run_calibrate(
+    checkpoint: Annotated[
+        pathlib.Path, typer.Argument(help="folder of the model; its config.json is enough")
+    ],
+    out: Annotated[pathlib.Path, typer.Option(help="where to write the profile, JSON")],
+    name: Annotated[str | None, typer.Option(help="of the profile; the device's, if not said")] = (
+        None
+    ),
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="torch type of weights and KV cache")] = "float32",
+    threads: Annotated[int, typer.Option(min=1, help="of the measuring process")] = 1,
+    rows: Annotated[int, typer.Option(min=64, help="tokens of the largest batch")] = 512,
+    keys: Annotated[int, typer.Option(min=1024, help="tokens of the longest context")] = 4096,
+    page_tokens: Annotated[int, typer.Option(min=1, help="tokens of a KV page")] = 64,
+    seconds: Annotated[float, typer.Option(min=1.0, help="measure about so long")] = 60.0,
+    tolerance: Annotated[
+        float, typer.Option(min=0.001, help="error that 95 % of unseen batches must keep")
+    ] = 0.25,
+) -> None:
+    """Measure this machine, fit a profile to it, and say how well it predicts."""
+    from medha.cli.calibrate import Options, calibrate
+
+    options = Options(
+        checkpoint=checkpoint, out=out, name=name, device=device, dtype=dtype, threads=threads,
+        rows=rows, keys=keys, page_tokens=page_tokens, seconds=seconds, tolerance=tolerance,
+    )  # fmt: skip
+    if not calibrate(options, Console(stderr=True), Console()):
+        raise typer.Exit(1)
 
 
 @app.command("doctor")

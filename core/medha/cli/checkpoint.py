@@ -45,10 +45,10 @@ class Tensor(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int] = (0, 0)
 
 
-def check_checkpoint(replica: MedhaReplica) -> pathlib.Path:
+def check_checkpoint(replica: MedhaReplica, *, weights: bool = True) -> pathlib.Path:
     """The folder of a replica's model, once it is there and the plan fits it.
 
-    Raises SpecError or CheckpointError in one sentence.
+    Without `weights` none are needed. Raises SpecError or CheckpointError in one sentence.
     """
     source = replica.spec.model.source.host_path
     if source is None:
@@ -62,11 +62,8 @@ def check_checkpoint(replica: MedhaReplica) -> pathlib.Path:
                         "put the checkpoint there or correct the path")  # fmt: skip
     config = _read_config(folder)
     _check_tokenizer(folder)
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise CheckpointError(f"{folder} has no *.safetensors: only that format is loaded")
-    for file in weights:
-        _check_whole(file)
+    if weights:
+        _check_weights(folder)
     parallelism = replica.spec.parallelism
     check_tp(parallelism.tp, config.num_attention_heads, config.kv_heads)
     stage_layers(config.num_hidden_layers, parallelism.spp)
@@ -97,6 +94,14 @@ def _check_tokenizer(folder: pathlib.Path) -> None:
             ) from None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{file} is not whole ({error}): fetch it again") from None
+
+
+def _check_weights(folder: pathlib.Path) -> None:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} has no *.safetensors: only that format is loaded")
+    for file in files:
+        _check_whole(file)
 
 
 def _check_whole(file: pathlib.Path) -> None:

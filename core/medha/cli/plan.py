@@ -37,6 +37,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 0
     log_level: str = "info"
     decision_log: bool = False
+    dummy_weights: bool = False
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +120,7 @@ def _replica(
         ops_port=ops_port,
         run_dir=place.run_dir,
         decision_log=f"{place.run_dir}/{name}.decisions.jsonl" if place.decision_log else "",
+        dummy_weights=place.dummy_weights,
         log_level=place.log_level,
     )
     cuda = of.spec.device.kind == "Cuda"

@@ -47,6 +47,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     quiet: bool = False
     decision_log: bool = False
+    dummy_weights: bool = False
     drain_s: float = DRAIN_S
 
 
@@ -71,7 +72,8 @@ def check(resources: Sequence[MedhaReplica], options: Options) -> dict[str, str]
     """Everything that can be known before a process starts; the checkpoints' folders by name."""
     preflight.check_programs()
     preflight.check_gpus(resources, preflight.gpu_count())
-    folders = {each.name: str(check_checkpoint(each)) for each in resources}
+    weights = not options.dummy_weights
+    folders = {each.name: str(check_checkpoint(each, weights=weights)) for each in resources}
     preflight.check_shared_memory()
     preflight.check_apart(options.port, options.ops_port)
     preflight.check_port(HOST, options.port, "--port")
@@ -115,6 +117,7 @@ def _plan(
         gpus=preflight.gpu_count(),
         log_level=options.log_level,
         decision_log=options.decision_log,
+        dummy_weights=options.dummy_weights,
     )
     plan = plan_fleet(resources, place)
     for each in plan.replicas:

@@ -47,10 +47,10 @@ class Linear:
 
 
 def paneled(weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """`weight` [in, out] as a Linear keeps it: contiguous, in panels where that pays (float32). No
-    panel holds columns of two of the equal `parts`."""
+    """`weight` [in, out] as a Linear keeps it: contiguous, in panels where that pays (float32 on a
+    CPU). No panel holds columns of two of the equal `parts`."""
     inputs, outputs = weight.shape
-    if weight.dtype == torch.float32 and outputs >= WIDE:
+    if weight.dtype == torch.float32 and weight.is_cpu and outputs >= WIDE:
         for width in range(PANEL, outputs // 2 + 1, 16):
             if outputs // parts % width == 0:
                 return weight.reshape(inputs, -1, width).transpose(0, 1).contiguous()

@@ -1,0 +1,215 @@
+"""`medha calibrate`: measures a machine in a process of its own, fits a profile, and judges it.
+
+The process with the device measures what `medha.measuring` plans; here its lines become a progress
+bar, its figures a profile, and mixed batches that the fit never saw the judges: predicted against
+measured. Writes one JSON file, with the range in which it was measured.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from medha.calibration import Entries, Operator, Sample, fit, misses
+from medha.errors import EngineError, SetupError, SpecError
+from medha.measuring import Begun, Measured, Rounds, Told
+from medha.model import ModelShape, pairs
+from medha.profile import CPU_CORE, SHIPPED, Profile, encode
+from medha.topology import Topology
+
+SHOWN = 12  # of the unseen batches, spread over their errors
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says; see `medha calibrate --help`."""
+
+    checkpoint: pathlib.Path
+    out: pathlib.Path
+    name: str | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    rows: int = 512
+    keys: int = 4096
+    page_tokens: int = 64
+    seconds: float = 60.0
+    tolerance: float = 0.25
+
+
+class Figures(msgspec.Struct, kw_only=True):
+    """What was measured: of each item the shortest time, as what disturbs a machine only adds."""
+
+    begun: Begun
+    shortest_s: dict[int, float] = {}
+
+    def take(self, index: int, seconds: float) -> None:
+        self.shortest_s[index] = min(seconds, self.shortest_s.get(index, seconds))
+
+    @property
+    def operators(self) -> list[tuple[Operator, float]]:
+        return [(each, self.shortest_s[i]) for i, each in enumerate(self.begun.plan.operators)]
+
+    @property
+    def batches(self) -> list[Sample]:
+        return self._samples(self.begun.plan.batches, len(self.begun.plan.operators))
+
+    @property
+    def unseen(self) -> list[Sample]:
+        plan = self.begun.plan
+        return self._samples(plan.unseen, len(plan.operators) + len(plan.batches))
+
+    def _samples(self, batches: Sequence[Entries], first: int) -> list[Sample]:
+        return [Sample(each, self.shortest_s[first + i]) for i, each in enumerate(batches)]
+
+
+def calibrate(options: Options, progress: Console, console: Console) -> bool:
+    """Measure, fit, write, and say how well it predicts; whether that is within the tolerance."""
+    check(options)
+    figures = _measured(options, progress)
+    shape, guess = figures.begun.shape, CPU_CORE if options.device == "cpu" else SHIPPED["h100"]
+    name = options.name or re.sub(r"[^a-z0-9]+", "-", figures.begun.machine.lower()).strip("-")
+    fitted = fit(figures.batches, shape, Topology(), guess, name, figures.operators)
+    judged = misses(fitted, figures.unseen, shape, Topology())
+    errors = np.abs([miss for _, miss in judged])
+    profile = msgspec.structs.replace(fitted, error=float(np.sqrt(np.mean(errors**2))))
+    try:
+        options.out.write_bytes(encode(profile) + b"\n")
+    except OSError as error:
+        raise SpecError(
+            "--out", str(options.out), f"must be writable ({error.strerror})", "name another file"
+        ) from None
+    _show(options, figures, profile, judged, console)
+    return float(np.quantile(errors, 0.95)) <= options.tolerance
+
+
+def check(options: Options) -> None:
+    """Everything that can be known before minutes of measuring."""
+    if not (options.checkpoint / "config.json").is_file():
+        raise SpecError(
+            "CHECKPOINT", str(options.checkpoint), "must be a folder with a config.json",
+            "name the folder of the model to measure with",
+        )  # fmt: skip
+    if not options.out.absolute().parent.is_dir() or options.out.is_dir():
+        raise SpecError(
+            "--out", str(options.out), "must be a file in a folder that exists",
+            "make the folder or name another",
+        )  # fmt: skip
+
+
+def _measured(options: Options, console: Console) -> Figures:
+    """Runs the measuring process to its end; raises what it ended with."""
+    argv = [sys.executable, "-m", "medha_worker.calibrate"]
+    for field in ("checkpoint", "device", "dtype", "threads", "rows", "keys", "page_tokens",
+                  "seconds"):  # fmt: skip
+        argv += [f"--{field.replace('_', '-')}", str(getattr(options, field))]
+    decoder, figures = msgspec.json.Decoder(Told), None
+    percent = TextColumn("{task.percentage:3.0f} %")
+    columns = (TextColumn("{task.description}"), BarColumn(), percent, TimeElapsedColumn())
+    with (
+        tempfile.TemporaryFile() as said,
+        Progress(*columns, console=console, transient=True) as bar,
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=said) as process,
+    ):
+        task = bar.add_task("prepares", total=None)
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                match decoder.decode(line):
+                    case Begun() as begun:
+                        figures = Figures(begun=begun)
+                        bar.update(task, description="measures", total=begun.plan.items)
+                    case Rounds(count):
+                        assert figures is not None
+                        bar.update(task, total=count * figures.begun.plan.items)
+                    case Measured(index, seconds):
+                        assert figures is not None
+                        figures.take(index, seconds)
+                        bar.advance(task)
+        except BaseException:
+            process.kill()
+            raise
+        status = process.wait()
+        said.seek(0)
+        words = said.read().decode(errors="replace").strip()
+    if status == 2:
+        raise SetupError(words.splitlines()[-1] if words else "the measuring process gave up")
+    if status or figures is None:
+        last = words.splitlines()[-1] if words else "it said nothing"
+        raise EngineError(f"the measuring process ended with status {status}: {last}")
+    return figures
+
+
+def _show(
+    options: Options, figures: Figures, profile: Profile,
+    judged: Sequence[tuple[Sample, float]], console: Console,
+) -> None:  # fmt: skip
+    begun = figures.begun
+    console.print(f"{begun.machine}, {options.dtype}, {options.threads} thread(s): profile"
+                  f" {profile.name}", highlight=False)  # fmt: skip
+    for line in _rates(figures):
+        console.print(line, highlight=False)
+    table = Table(title="Mixed batches that the fit has not seen")
+    for column in ("batch", "measured ms", "predicted ms", "error"):
+        table.add_column(column, justify="left" if column == "batch" else "right")
+    ordered = sorted(judged, key=lambda each: abs(each[1]))
+    for place in np.unique(np.linspace(0, len(ordered) - 1, SHOWN).round().astype(int)):
+        sample, miss = ordered[place]
+        took_ms = 1e3 * sample.seconds
+        table.add_row(_told(sample), f"{took_ms:.2f}", f"{took_ms * (1 + miss):.2f}",
+                      f"{100 * miss:+.1f} %")  # fmt: skip
+    console.print(table)
+    p50, p95, worst = np.quantile(np.abs([miss for _, miss in judged]), (0.5, 0.95, 1.0))
+    verdict = "within" if p95 <= options.tolerance else "NOT within"
+    errors = f"p50 {100 * p50:.1f} %, p95 {100 * p95:.1f} %, worst {100 * worst:.1f} %"
+    reach = f"{profile.valid_rows} rows and {profile.valid_keys} keys"
+    console.print(
+        f"error of {len(judged)} unseen batches: {errors}; {verdict} --tolerance"
+        f" {100 * options.tolerance:g} %\nvalid up to {reach}; written to {options.out}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _rates(figures: Figures) -> list[str]:
+    """The best rate of each operator, as the machine showed it."""
+    shape, best = figures.begun.shape, dict[str, float]()
+    for operator, seconds in figures.operators:
+        kind, amount = _work(operator, shape)
+        best[kind] = max(best.get(kind, 0.0), amount / seconds)
+    units = {"matrix products": "GFLOP/s", "attention of chunks": "GFLOP/s",
+             "attention of decodes": "GB/s"}  # fmt: skip
+    lines = [f"  {kind:<22}{best[kind] / 1e9:12,.1f} {unit}"
+             for kind, unit in units.items() if kind in best]  # fmt: skip
+    return [*lines, f"  {'copy in memory':<22}{figures.begun.copy_bytes_per_s / 1e9:12,.1f} GB/s"]
+
+
+def _work(operator: Operator, shape: ModelShape) -> tuple[str, float]:
+    """What it does and how much of it: FLOP, or bytes."""
+    match operator.kind:
+        case "linear":
+            return "matrix products", shape.linear_flops(operator.rows)
+        case "attention":
+            seen = pairs(operator.rows, operator.keys)
+            return "attention of chunks", 4.0 * seen * shape.heads * shape.head_dim / operator.tp
+        case "decode":
+            each = (operator.keys + 1) * shape.kv_bytes_per_token_layer
+            return "attention of decodes", operator.rows * each / operator.tp
+    return "the rest", 0.0
+
+
+def _told(sample: Sample) -> str:
+    """Chunks as length after keys, decodes as their count and keys in all."""
+    chunks = [f"{length} after {keys:,}" for length, keys, decode in sample.entries if not decode]
+    decodes = [keys for _, keys, decode in sample.entries if decode]
+    if decodes:
+        chunks.append(f"{len(decodes)} decodes over {sum(decodes):,}")
+    return " + ".join(chunks)

@@ -1,0 +1,107 @@
+"""The profiles that come with the package, against the timings that they stand for."""
+
+from __future__ import annotations
+
+import csv
+import pathlib
+
+import numpy as np
+import pytest
+
+from medha import profile as profile_module
+from medha.calibration import Operator, operator_s
+from medha.costs import Costs
+from medha.model import ModelShape
+from medha.profile import CPU_CORE, H200, SHIPPED, Profile, shipped
+from medha.topology import Topology
+
+# Public timings, where somebody has laid them beside the project; it holds only coefficients.
+TIMINGS = pathlib.Path(__file__).resolve().parents[3] / "shared" / "data" / "profiles"
+LINEAR = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
+ELEMENTWISE = ("input_layernorm", "attn_rope", "post_attention_layernorm", "mlp_act", "add")
+
+
+def test_every_file_is_a_profile_of_its_own_name() -> None:
+    folder = pathlib.Path(profile_module.__file__).parent / "profiles"
+    names = {path.stem for path in folder.glob("*.json")}
+    assert names == SHIPPED.keys() >= {"cpu-core", "a100", "h100", "h200"}
+    for name, profile in SHIPPED.items():
+        assert profile.name == name and shipped(name) == profile
+
+
+def errors(profile: Profile, file: pathlib.Path, most_rows: int) -> np.ndarray:
+    """Predicted / measured − 1 of a layer's products and of all that is elementwise, by row of the
+    file."""
+    found = []
+    costs: dict[str, Costs] = {}
+    with file.open() as lines:
+        for row in csv.DictReader(lines):
+            rows, tp = int(row["num_tokens"]), row["num_tensor_parallel_workers"]
+            if rows > most_rows:
+                continue
+            if tp not in costs:
+                shape = ModelShape(
+                    layers=1, hidden=int(row["n_embd"]), heads=int(row["n_head"]),
+                    kv_heads=int(row["n_kv_head"]), head_dim=128,
+                    intermediate=int(row["n_expanded_embd"]), vocab=int(row["vocab_size"]),
+                )  # fmt: skip
+                costs[tp] = Costs(profile, shape, Topology(tp=int(tp)))
+            measured_ms = sum(
+                float(row[f"time_stats.{name}.median"]) for name in LINEAR + ELEMENTWISE
+            )
+            parts = (Operator("linear", rows), Operator("elementwise", rows))
+            predicted = sum(operator_s(part, costs[tp]) for part in parts)
+            found.append(1e3 * predicted / measured_ms - 1.0)
+    return np.abs(found)
+
+
+@pytest.mark.skipif(not TIMINGS.is_dir(), reason="the public timings are not at hand")
+@pytest.mark.parametrize(
+    ("name", "file", "most_rows", "mean", "p95"),
+    [
+        ("a100", "a100_Meta-Llama-3-8B_mlp.csv", 8192, 0.1, 0.3),
+        ("a100", "a100_Meta-Llama-3-70B_mlp.csv", 8192, 0.08, 0.2),
+        ("h100", "h100_Llama-2-70b_mlp.csv", 4096, 0.1, 0.3),
+    ],
+)
+def test_layers_take_as_long_as_they_were_timed(
+    name: str, file: str, most_rows: int, mean: float, p95: float
+) -> None:
+    off = errors(SHIPPED[name], TIMINGS / file, most_rows)
+    assert off.mean() < mean and np.quantile(off, 0.95) < p95, (off.mean(), np.quantile(off, 0.95))
+
+
+# One H200, bfloat16: rows of a 4,096 × 28,672 product and its TFLOP/s; chunk over a million tokens
+# (32 heads of 128 over 8) and TFLOP/s by the best kernel.
+PRODUCTS = {128: 371, 256: 532, 512: 676, 2048: 759}
+CHUNKS = {32: 422, 64: 498, 128: 554, 512: 542, 2048: 545}
+
+
+def test_the_h200_is_as_it_was_measured() -> None:
+    lone = ModelShape(layers=1, hidden=4096, heads=1, kv_heads=1, head_dim=1, vocab=8,
+                      intermediate=28672 // 3)  # fmt: skip
+    costs = Costs(H200, lone, Topology())
+    for rows, rate in PRODUCTS.items():
+        seconds = lone.linear_flops(rows) / (rate * 1e12)
+        assert operator_s(Operator("linear", rows), costs) == pytest.approx(seconds, rel=0.05)
+    llama = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, vocab=128256,
+                       intermediate=14336)  # fmt: skip
+    costs = Costs(H200, llama, Topology())
+    for chunk, rate in CHUNKS.items():
+        seconds = llama.attention_flops(chunk, 1_000_000) / (rate * 1e12)
+        found = operator_s(Operator("attention", chunk, 1_000_000), costs)
+        assert found == pytest.approx(seconds, rel=0.08)
+    read = 1_000_001 * llama.kv_bytes_per_token_layer
+    assert costs.decodes(1, 1_000_001) == pytest.approx(read / 4.351e12, rel=0.05)
+
+
+def test_faster_machines_are_predicted_to_be_faster() -> None:
+    shape = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, vocab=128256,
+                       intermediate=14336)  # fmt: skip
+    seconds = [
+        sum(operator_s(part, Costs(SHIPPED[name], shape, Topology()))
+            for part in (Operator("linear", 512), Operator("attention", 512, 100_000)))
+        for name in ("h200", "h100", "a100", "cpu-core")
+    ]  # fmt: skip
+    assert seconds == sorted(seconds)
+    assert CPU_CORE.valid_rows == 0
