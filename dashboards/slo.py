@@ -74,9 +74,9 @@ BOARD = Board("slo", "Medha / SLO", "Do users get what they were told?", (
     Row("Tokens", (
         Panel(title="Prompt tokens", kind="areas", says="Prompt tokens per second of accepted "
               "requests, by tenant.",
-              queries=(Query(rate("medha_prompt_tokens_total", "tenant"), "{{tenant}}"),)),
+              queries=(Query(rate("medha_prompt_tokens_total", "tenant"), "tenant {{tenant}}"),)),
         Panel(title="Output tokens", kind="areas", says="Tokens per second sent to clients, by "
               "tenant.", queries=(Query(rate("medha_output_tokens_total", "tenant"),
-                                        "{{tenant}}"),)),
+                                        "tenant {{tenant}}"),)),
     )),
 ))  # fmt: skip
