@@ -22,6 +22,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-cluster images test test-api test-cluster check compile format bench lock clean
 .PHONY: dashboards prometheus test-dashboards
+.PHONY: crash-points edit-fuzz
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -57,6 +58,12 @@ test: $(READY) ## run every test that needs neither a GPU nor a cluster
 
 test-api: $(READY) ## run the tests that start a real Kubernetes API server, where its programs are
 	$(PYTEST) tests/api
+
+crash-points: $(READY) ## kill the operator before and after every write of a fleet's life
+	MEDHA_CRASH_POINTS=whole $(PY) -m pytest -s tests/api/test_crash_points.py
+
+edit-fuzz: $(READY) ## change a MedhaReplica at random, validly and not, thousands of times
+	MEDHA_EDIT_FUZZ=whole $(PY) -m pytest -s tests/api/test_edit_fuzz.py
 
 test-cluster: $(READY) ## run the tests on a whole cluster, where one can be made (SHORT=1: the first of them)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rsP tests/cluster$(if $(SHORT),/test_first_answers.py)

@@ -18,7 +18,7 @@ brings the first one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -36,6 +36,7 @@ of refusals, 45 s at a slack of -0.3. A missed SLO counts as so much of slack.""
 SETTLES_S, STUCK_S = 30.0, 300.0
 """Signals look back so far: what they say of a fleet that changed counts from then on. Replicas
 that do not start for STUCK_S, or twice their usual time, are waited for no longer."""
+LONG_AGO_S = 1e12
 GAP_S = 60.0
 """Nobody looked for so long: what was seen before says nothing of the time between."""
 
@@ -99,12 +100,12 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Of former looks: since when without a gap, `short` so far, the highest need of each later
     moment (falling), and the replicas with the time when they last changed."""
 
-    since_s: float = math.inf
-    last_s: float = -math.inf
+    since_s: float = 0.0
+    last_s: float = -LONG_AGO_S
     short: float = 0.0
     needs: tuple[tuple[float, int], ...] = ()
     replicas: tuple[int, int] = (0, 0)
-    changed_s: float = -math.inf
+    changed_s: float = -LONG_AGO_S
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -137,10 +138,25 @@ def decide(policy: Policy, memory: Memory, signals: Signals) -> tuple[Decision, 
     return _bounded(policy, wanted, signals), memory
 
 
-def replay(records: Iterable[Record]) -> list[Decision]:
-    """What is decided about the same signals, from an empty memory on."""
-    memory, found = Memory(), []
-    for record in records:
+class Journal(msgspec.Struct, frozen=True, kw_only=True):
+    """Looks, one after another, and what was remembered before the first."""
+
+    memory: Memory = Memory()
+    looks: tuple[Record, ...] = ()
+
+    def noted(self, look: Record, most: int) -> Journal:
+        """With one look more, of at most so many."""
+        memory, looks = self.memory, (*self.looks, look)
+        while len(looks) > most:
+            _, memory = decide(looks[0].policy, memory, looks[0].signals)
+            looks = looks[1:]
+        return Journal(memory=memory, looks=looks)
+
+
+def replay(journal: Journal) -> list[Decision]:
+    """What is decided about the same signals."""
+    memory, found = journal.memory, []
+    for record in journal.looks:
         decision, memory = decide(record.policy, memory, record.signals)
         found.append(decision)
     return found

@@ -9,7 +9,6 @@ decided, so that they can be decided again elsewhere.
 from __future__ import annotations
 
 import asyncio
-import collections
 import logging
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import msgspec
 
 from medha.adapters.prometheus import Metrics
 from medha.errors import MedhaError
-from medha.scaling import Decision, Memory, Record, decide
+from medha.scaling import Decision, Journal, Memory, Record, decide
 from medha.spec import MedhaReplica
 from medha.spec.values import Autoscaling
 from medha_operator import keda, signals
@@ -66,7 +65,7 @@ class Autoscaler:
         self._scaled_objects, self._metrics = scaled_objects, metrics
         self._wake, self._leads = wake, leads
         self._known: dict[Key, _Known] = {}
-        self._records: dict[Key, collections.deque[Record]] = {}
+        self._journals: dict[Key, Journal] = {}
         self._shown: set[Key] = set()
 
     async def run(self) -> None:
@@ -92,9 +91,9 @@ class Autoscaler:
         known = self._known.get(key)
         return known.scaling if known is not None else None
 
-    def page(self) -> dict[str, list[Record]]:
-        """The last looks at each resource, the oldest first."""
-        return {"/".join(key): list(records) for key, records in list(self._records.items())}
+    def page(self) -> dict[str, Journal]:
+        """The last looks at each resource."""
+        return {"/".join(key): journal for key, journal in list(self._journals.items())}
 
     async def _look_at_all(self) -> None:
         resources = {seen.key: seen.value for seen in self._world.replicas}
@@ -145,8 +144,8 @@ class Autoscaler:
         )  # fmt: skip
         known.cold_start_s = seen.cold_start_s
         decision, known.memory = decide(policy, known.memory, seen)
-        kept = self._records.setdefault(key, collections.deque(maxlen=KEPT))
-        kept.append(Record(policy=policy, signals=seen, decision=decision))
+        look = Record(policy=policy, signals=seen, decision=decision)
+        self._journals[key] = self._journals.get(key, Journal()).noted(look, KEPT)
         self._metrics.set("medha_desired_replicas", decision.replicas, *key)
         self._shown.add(key)
         return decision
@@ -222,7 +221,7 @@ class Autoscaler:
     def _forget(self, living: set[Key]) -> None:
         for key in self._known.keys() - living:
             del self._known[key]
-            self._records.pop(key, None)
+            self._journals.pop(key, None)
         for key in self._shown - {
             key
             for key in living

@@ -237,8 +237,10 @@ class Client:
         self, kind: Kind, namespace: str, name: str, body: bytes, timeout_s: float = REQUEST_S
     ) -> bytes:
         """A strategic merge of what `body` holds; a UID in its metadata is a precondition."""
-        how = "application/strategic-merge-patch+json"
-        return await self._write("PATCH", kind, kind.path(namespace, name), body, how, timeout_s)
+        return await self._write(
+            "PATCH", kind, kind.path(namespace, name), body,
+            "application/strategic-merge-patch+json", timeout_s, {"fieldManager": FIELD_MANAGER},
+        )  # fmt: skip
 
     async def replace(
         self, kind: Kind, namespace: str, name: str, body: bytes, *, part: str = "",

@@ -15,7 +15,7 @@ import msgspec
 
 from medha_operator.actions import Tell
 from medha_operator.client import EVENTS, REPLICAS, Client, ClusterError
-from medha_operator.names import FIELD_MANAGER
+from medha_operator.names import FIELD_MANAGER, OWNED_BY
 from medha_operator.projections import Meta
 
 SILENT_S = 600.0
@@ -54,7 +54,7 @@ class Events:
         event = {
             "apiVersion": EVENTS.api_version,
             "kind": EVENTS.kind,
-            "metadata": {"name": name, "namespace": about.namespace},
+            "metadata": {"name": name, "namespace": about.namespace, "labels": OWNED_BY},
             "eventTime": now,
             "reportingController": f"medha.dev/{FIELD_MANAGER}",
             "reportingInstance": self._identity,

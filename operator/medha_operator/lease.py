@@ -17,11 +17,13 @@ import datetime
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from medha.errors import MedhaError
 from medha_operator.client import LEASES, Client, ClusterError
+from medha_operator.names import OWNED_BY
 
 log = logging.getLogger("medha.operator.lease")
 
@@ -45,6 +47,9 @@ class _Meta(msgspec.Struct, rename="camel", omit_defaults=True):
     name: str
     namespace: str
     resource_version: str = ""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    owner_references: list[dict[str, Any]] = []
 
 
 class _Lease(msgspec.Struct, rename="camel"):
@@ -139,7 +144,8 @@ class Lease:
         except ClusterError as error:
             if error.status != 404:
                 raise
-            fresh = _Lease(metadata=_Meta(name=NAME, namespace=self._namespace), spec=_Spec())
+            meta = _Meta(name=NAME, namespace=self._namespace, labels=OWNED_BY)
+            fresh = _Lease(metadata=meta, spec=_Spec())
             body = await self._client.create(LEASES, self._namespace, msgspec.json.encode(fresh))
         return _LEASE.decode(body)
 

@@ -17,7 +17,9 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.fleet import Fleet, Operator
+from tests.api.nursery import Nursery
 from tests.api.proxy import Proxy
+from tests.api.rules import broken
 from tests.api.server import ApiServer, Server
 
 HOUSE = Path(__file__).resolve().parents[2]
@@ -91,25 +93,26 @@ def fleet(api: httpx.Client, namespace: str, crd: None) -> Iterator[Fleet]:
 def start_operator(
     api_server: ApiServer, namespace: str, tmp_path: Path, proxy: Proxy
 ) -> Iterator[Callable[..., Operator]]:
-    """Starts operators that serve the test's namespace, and ends those that still run."""
+    """Starts operators that serve the test's namespace, and ends those that still run. They all
+    talk through the proxy, which knows what they may not say."""
     started: list[Operator] = []
+    kubeconfig = tmp_path / "kubeconfig"
+    known = json.loads(api_server.kubeconfig.read_text())
+    known["clusters"][0]["cluster"] = {"server": proxy.url}
+    kubeconfig.write_text(json.dumps(known))
 
-    def start(name: str = "one", through: Proxy | None = None, **settings: str) -> Operator:
-        kubeconfig = api_server.kubeconfig
-        if through is not None:
-            kubeconfig = tmp_path / "kubeconfig"
-            known = json.loads(api_server.kubeconfig.read_text())
-            known["clusters"][0]["cluster"] = {"server": through.url}
-            kubeconfig.write_text(json.dumps(known))
+    def start(name: str = "one", nursery: Nursery | None = None, **settings: str) -> Operator:
         log = tmp_path / f"{name}-{len(started)}.log"
-        started.append(Operator(kubeconfig, namespace, log, name, **settings))
+        started.append(Operator(kubeconfig, namespace, log, name, nursery, **settings))
         return started[-1]
 
     yield start
     for each in started:
         if each.process.poll() is None:
             each.kill()
+    for each in started[-3:]:
         sys.stdout.write(each.log.read_text()[-8000:])  # pytest shows it when the test failed
+    assert broken(proxy.calls, proxy.done) == []
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-import msgspec
+from tests.api.nursery import Born, Nursery
 
 from medha.cli.children import bound
-from medha.scaling import Record
 from medha.spec import API_VERSION
 
 T = TypeVar("T")
@@ -44,8 +43,9 @@ class Operator:
     """A process of its own, serving one namespace."""
 
     def __init__(
-        self, kubeconfig: Path, namespace: str, log: Path, name: str = "one", **settings: str
-    ) -> None:
+        self, kubeconfig: Path, namespace: str, log: Path, name: str = "one",
+        nursery: Nursery | None = None, **settings: str,
+    ) -> None:  # fmt: skip
         self.name, self.log = name, log
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDHA_")}
         environment |= {
@@ -61,6 +61,10 @@ class Operator:
             "MEDHA_LEASE_S": str(LEASE_S),
             **settings,
         }
+        self.process: Born | subprocess.Popen[bytes]
+        if nursery is not None:
+            self.process = nursery.bear(environment, log)
+            return
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 bound(sys.executable, "-m", "medha_operator"),
@@ -69,7 +73,8 @@ class Operator:
 
     @property
     def port(self) -> int:
-        found = re.search(r'"ops_port":(\d+)', self.log.read_text())
+        told = self.log.read_text() if self.log.exists() else ""
+        found = re.search(r'"ops_port":(\d+)', told)
         return int(found.group(1)) if found else 0
 
     def alive(self) -> bool:
@@ -86,10 +91,9 @@ class Operator:
         found = re.search(rf"^{name}(?:\{{.*\}})? (\S+)$", self._ask("/metrics").text, flags=re.M)
         return float(found.group(1)) if found else None
 
-    def scaling(self, name: str) -> list[Record]:
-        """The looks at a resource, as it shows them."""
-        page = msgspec.json.decode(self._ask("/scaling").content, type=dict[str, list[Record]])
-        return next((found for key, found in page.items() if key.endswith(f"/{name}")), [])
+    def scaling(self) -> bytes:
+        """The looks at each resource, as it shows them."""
+        return self._ask("/scaling").content
 
     def writes(self) -> float:
         """Answers to its writes so far, those to the Lease left out."""

@@ -31,6 +31,9 @@ class Leaders:
         self._places: dict[str, int] = {}
         self.load: dict[str, int] = {}
         self.draining: set[str] = set()
+        self.wanted: dict[str, int] = {}
+        self.least = 1
+        """Groups that a leader wants of itself."""
 
     def address(self, pod: str) -> str:
         """The pod's; its controller listens from now on if it is a leader."""
@@ -43,7 +46,8 @@ class Leaders:
                 routes={"GET /status": lambda: json_reply(self._status(pod)),
                         "POST /drain": lambda: self._drain(pod)},
             )  # fmt: skip
-        self.draining.discard(pod)
+        self.draining.discard(pod)  # whoever bears its name begins anew
+        self.wanted.pop(pod, None)
         return address
 
     def close(self) -> None:
@@ -57,10 +61,15 @@ class Leaders:
 
     def _status(self, pod: str) -> ReplicaStatus:
         found = re.fullmatch(r"(.+)-g0-s0", pod)
+        wanted = self.wanted.get(pod, self.least)
         return ReplicaStatus(
             replica=found.group(1) if found else pod, ready=True, draining=pod in self.draining,
-            generation=1, wanted_groups=1, routers=1, running=self.load.get(pod, 0),
-            groups=(GroupStatus(group=0, state="running", pages=100, free_pages=100),),
+            generation=1, wanted_groups=wanted, routers=1,
+            running=self.load.get(pod, 0),
+            groups=tuple(
+                GroupStatus(group=each, state="running", pages=100, free_pages=100)
+                for each in range(wanted)
+            ),
         )  # fmt: skip
 
 

@@ -1,15 +1,24 @@
 """A reverse proxy before a real API server, at which a test may tamper with what passes.
 
 Nothing of the API is imitated here: what is not tampered with is the server's own answer. Every
-call is noted with verb and path, and made as the account that the proxy was given.
+call is kept with what was sent and answered, and made as the account that the proxy was given.
+
+    drop        `before` or `after` gives Answer(0): not done, or done and not told
+    refuse      any other Answer, in the server's place
+    delay       `delay` gives seconds
+    duplicate   `twice`: the server gets the call twice, the client one answer; `events` may repeat
+    go back     `older`: a GET is answered as it was so many answers ago
+    kill        whatever `before` and `after` do to the client, see tests/api/lives.py
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import aiohttp
@@ -17,6 +26,7 @@ import msgspec
 from aiohttp import web
 
 DROPPED = ("Host", "Authorization", "Content-Length", "Transfer-Encoding", "Connection")
+OLD = 50
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -26,6 +36,7 @@ class Call(msgspec.Struct, frozen=True):
     path: str
     query: dict[str, str]
     agent: str
+    body: bytes = b""
 
     @property
     def writes(self) -> bool:
@@ -34,6 +45,11 @@ class Call(msgspec.Struct, frozen=True):
     @property
     def watches(self) -> bool:
         return "watch" in self.query
+
+    @property
+    def own(self) -> bool:
+        """A write of the operator's that is not the Lease's."""
+        return self.writes and "/leases" not in self.path
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -49,6 +65,15 @@ class Answer(msgspec.Struct, frozen=True):
         return msgspec.json.encode(said | told)
 
 
+class Done(msgspec.Struct, frozen=True):
+    """A write as the server answered it."""
+
+    call: Call
+    status: int
+    answer: bytes
+    at_s: float
+
+
 class Proxy:
     """Runs on a thread of its own. `before` answers instead of the server, `after` when the server
     has done what was asked; `events` changes the lines of a watch."""
@@ -58,11 +83,21 @@ class Proxy:
         self._ssl = ssl.create_default_context(cafile=authority)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._old: dict[str, collections.deque[bytes]] = {}
         self.calls: list[Call] = []
+        self.done: list[Done] = []
+        self.passed: collections.deque[tuple[str, bytes]] = collections.deque(maxlen=1000)
+        self.url = ""
+        self.trust()
+
+    def trust(self) -> None:
+        """Tamper with nothing (any more)."""
         self.before: Callable[[Call], Answer | None] = lambda call: None
         self.after: Callable[[Call], Answer | None] = lambda call: None
+        self.delay: Callable[[Call], float] = lambda call: 0.0
+        self.twice: Callable[[Call], bool] = lambda call: False
+        self.older: Callable[[Call], int] = lambda call: 0
         self.events: Callable[[Call, bytes], list[bytes]] = lambda call, line: [line]
-        self.url = ""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Proxy]:
@@ -100,27 +135,47 @@ class Proxy:
         await asyncio.sleep(0.25)  # connections end in their own time
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        agent = request.headers.get("User-Agent", "")
-        call = Call(request.method, request.path, dict(request.query), agent)
+        agent, body = request.headers.get("User-Agent", ""), await request.read()
+        call = Call(request.method, request.path, dict(request.query), agent, body)
         self.calls.append(call)
+        if (pause_s := self.delay(call)) > 0.0:
+            await asyncio.sleep(pause_s)
         if (answer := self.before(call)) is not None:
             return self._told(request, answer)
+        if self.twice(call):
+            async with self._asked(request, body) as first:
+                await first.read()
+        async with self._asked(request, body) as got:
+            if call.watches and got.status == 200:
+                return await self._stream(request, call, got)
+            found = await got.read()
+            self._note(call, got.status, found)
+            if (answer := self.after(call)) is not None:
+                return self._told(request, answer)
+            kept = {"Content-Type": got.headers.get("Content-Type", "application/json")}
+            if not call.writes and (back := self.older(call)):
+                known = self._old[_where(call)]
+                found = known[max(0, len(known) - 1 - back)]
+            return web.Response(body=found, status=got.status, headers=kept)
+
+    def _asked(
+        self, request: web.Request, body: bytes
+    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """The same call to the server."""
         headers = {k: v for k, v in request.headers.items() if k not in DROPPED}
         headers["Authorization"] = f"Bearer {self._token}"
         if self._account:
             headers["Impersonate-User"] = self._account
-        body = await request.read()
-        limit = aiohttp.ClientTimeout(total=None)
-        async with self._session.request(
-            request.method, self._url + request.path_qs, data=body, headers=headers, timeout=limit
-        ) as got:
-            if call.watches and got.status == 200:
-                return await self._stream(request, call, got)
-            found = await got.read()
-            if (answer := self.after(call)) is not None:
-                return self._told(request, answer)
-            kept = {"Content-Type": got.headers.get("Content-Type", "application/json")}
-            return web.Response(body=found, status=got.status, headers=kept)
+        return self._session.request(
+            request.method, self._url + request.path_qs, data=body or None, headers=headers,
+            timeout=aiohttp.ClientTimeout(total=None),
+        )  # fmt: skip
+
+    def _note(self, call: Call, status: int, found: bytes) -> None:
+        if call.writes:
+            self.done.append(Done(call, status, found, time.monotonic()))
+        elif status == 200:
+            self._old.setdefault(_where(call), collections.deque(maxlen=OLD)).append(found)
 
     async def _stream(
         self, request: web.Request, call: Call, got: aiohttp.ClientResponse
@@ -133,6 +188,7 @@ class Proxy:
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
                     for passed in self.events(call, line):
+                        self.passed.append((call.path, passed))
                         await answer.write(passed + b"\n")
         return answer
 
@@ -142,3 +198,9 @@ class Proxy:
             request.transport.abort()
         status = answer.status or 500
         return web.Response(body=answer.body, status=status, content_type="application/json")
+
+
+def _where(call: Call) -> str:
+    """What is asked, so that former answers to the same are found."""
+    asked = {name: value for name, value in call.query.items() if name != "continue"}
+    return f"{call.path} {sorted(asked.items())}"

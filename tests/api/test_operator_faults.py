@@ -26,11 +26,6 @@ HOUSE = Path(__file__).resolve().parents[2]
 POD_NAMES = ["llama-0-g0-s0", "llama-0-g0-s1"]
 
 
-def own(call: Call) -> bool:
-    """A write of the operator's that is not the lease's."""
-    return call.writes and "/leases" not in call.path
-
-
 @pytest.mark.parametrize("first", range(3))
 def test_every_write_may_fail_the_first_time_done_or_not(
     fleet: Fleet, start_operator: Start, proxy: Proxy, first: int
@@ -42,7 +37,7 @@ def test_every_write_may_fail_the_first_time_done_or_not(
 
     def once(call: Call, done: bool) -> Answer | None:
         write = (call.verb, call.path)
-        if not own(call) or write in told:
+        if not call.own or write in told:
             return None
         status, when = seen[write] if write in seen else seen.setdefault(write, next(faulty))
         if when != done:
@@ -52,7 +47,7 @@ def test_every_write_may_fail_the_first_time_done_or_not(
 
     proxy.before = lambda call: once(call, False)
     proxy.after = lambda call: once(call, True)
-    operator = start_operator(through=proxy)
+    operator = start_operator()
     fleet.create("llama")
     fleet.played(lambda: fleet.is_ready("llama"), within_s=300.0)
     assert sorted(fleet.pods()) == POD_NAMES
@@ -73,7 +68,7 @@ def test_a_deleted_pod_that_answers_late_is_not_deleted_twice(
         return None
 
     proxy.after = lose
-    start_operator(through=proxy)
+    start_operator()
     fleet.create("llama", replicas=2)
     fleet.played(lambda: fleet.is_ready("llama"))
     fleet.change("llama", {"replicas": 1})
@@ -94,7 +89,7 @@ def test_a_watch_that_ends_with_an_error_begins_again(
         return [line]
 
     proxy.events = break_off
-    operator = start_operator(through=proxy)
+    operator = start_operator()
     fleet.create("llama")
     fleet.played(lambda: fleet.is_ready("llama"))
     fleet.change("llama", {"replicas": 2})
@@ -107,7 +102,7 @@ def test_what_no_watch_tells_is_seen_by_the_resync(
     fleet: Fleet, start_operator: Start, proxy: Proxy
 ) -> None:
     proxy.events = lambda call, line: []
-    operator = start_operator(through=proxy)
+    operator = start_operator()
     fleet.create("llama")
     fleet.played(lambda: fleet.is_ready("llama"))
     fleet.remove("llama-0-g0-s0")
@@ -118,7 +113,7 @@ def test_what_no_watch_tells_is_seen_by_the_resync(
 def test_an_api_server_that_is_away_for_a_while_finds_the_operator_at_work_again(
     fleet: Fleet, start_operator: Start, proxy: Proxy
 ) -> None:
-    operator = start_operator(through=proxy)
+    operator = start_operator()
     until(operator.leads)
     away = threading.Event()
     proxy.before = lambda call: Answer(503, "Away") if away.is_set() else None
@@ -141,7 +136,7 @@ def test_an_operator_killed_at_any_write_leaves_nothing_that_the_next_one_cannot
 
     def kill(call: Call) -> Answer | None:
         kind = f"{call.verb} {re.sub('[0-9a-f]{10,}', '', call.path)}"
-        if not own(call) or kind in seen or not current:
+        if not call.own or kind in seen or not current:
             return None
         seen.add(kind)
         current.pop().process.kill()
@@ -153,10 +148,10 @@ def test_an_operator_killed_at_any_write_leaves_nothing_that_the_next_one_cannot
     while not fleet.is_ready("llama"):
         if not current and lives < 6:
             lives += 1
-            current.append(start_operator(through=proxy))
+            current.append(start_operator())
         elif not current:
             proxy.after = lambda call: None
-            current.append(start_operator(through=proxy))
+            current.append(start_operator())
         fleet.play()
     assert sorted(fleet.pods()) == POD_NAMES
     posts = [c.path for c in proxy.calls if c.verb == "POST" and c.path.endswith("/pods")]
@@ -171,7 +166,7 @@ def test_it_uses_the_verbs_that_its_documentation_lists_and_all_of_them(
     account = f"operator-of-{fleet.namespace}"
     grant(api, fleet.namespace, account, granted)
     proxy._account = account
-    operator = start_operator(through=proxy, MEDHA_WORKER_FLOWS='{"egress": []}')
+    operator = start_operator(MEDHA_WORKER_FLOWS='{"egress": []}')
     fleet.create("llama", replicas=2)
     fleet.played(lambda: fleet.is_ready("llama"))
     fleet.change("llama", {"replicas": 1, "template": {"annotations": {"a": "b"}}})

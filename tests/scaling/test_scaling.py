@@ -15,6 +15,7 @@ from medha.metrics import RATIO
 from medha.scaling import (
     ClassShare,
     Decision,
+    Journal,
     Memory,
     Policy,
     Record,
@@ -263,9 +264,11 @@ def test_whatever_is_heard_bounds_hold_and_no_data_means_no_change(
             assert all(run.at_s - at >= 60.0 for at in ups)
             assert decision.replicas >= before // 2
         ups += [run.at_s] if decision.replicas > before else []
-    encoded = [msgspec.json.encode(each) for each in run.records]
-    again = replay(msgspec.json.decode(each, type=Record) for each in encoded)
-    assert again == [each.decision for each in run.records]
+    journal = Journal()
+    for record in run.records:
+        journal = journal.noted(record, 20)
+    again = msgspec.json.decode(msgspec.json.encode(journal), type=Journal)
+    assert replay(again) == [each.decision for each in run.records[-20:]]
 
 
 def exact(values: list[float], share: float) -> float:

@@ -184,6 +184,16 @@ def run_calibrate(
         raise typer.Exit(1)
 
 
+@app.command("scaling")
+def run_scaling(
+    file: Annotated[pathlib.Path, typer.Argument(help="what an operator's GET /scaling answered")],
+) -> None:
+    """Decide again how many replicas there should be: the same signals must bring the same."""
+    from medha.cli import scaling
+
+    scaling.run_scaling(file, Console())
+
+
 @app.command("doctor")
 def run_doctor(
     file: Annotated[

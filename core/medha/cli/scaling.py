@@ -1,0 +1,54 @@
+"""`medha scaling`: the looks that an operator showed are decided again, from the same signals.
+
+The operator's `GET /scaling` has the last looks at each resource. What scales a fleet is the same
+code here and there, so every decision must come out the same; each change is shown with its why.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import msgspec
+from rich.console import Console
+
+from medha.errors import MedhaError, SpecError
+from medha.scaling import Journal, replay
+
+
+class ScaledOtherwise(MedhaError):
+    """A recorded look is decided in another way now."""
+
+
+def run_scaling(path: pathlib.Path, console: Console) -> None:
+    """Decide again and print; raises SpecError for another kind of file, ScaledOtherwise."""
+    for name, journal in sorted(_read(path).items()):
+        looks = journal.looks
+        for look, decision in zip(looks, replay(journal), strict=True):
+            if look.decision != decision:
+                raise ScaledOtherwise(
+                    f"{name} at {look.signals.at_s:.0f} s: {look.decision.replicas} replicas "
+                    f"({look.decision.why}) were decided, now {decision.replicas} "
+                    f"({decision.why}): run the version that decided"
+                )
+            if decision.replicas != look.signals.current:
+                console.print(
+                    f"{name} at {look.signals.at_s:.0f} s: from {look.signals.current} to "
+                    f"{decision.replicas} replicas ({decision.why}): {decision.message}",
+                    highlight=False, soft_wrap=True,
+                )  # fmt: skip
+        console.print(f"{name}: {len(looks)} looks come out the same", highlight=False)
+
+
+def _read(path: pathlib.Path) -> dict[str, Journal]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Journal])
+    except OSError as error:
+        raise SpecError(
+            "FILE", str(path), f"must be readable ({error.strerror})",
+            "save the operator's GET /scaling into it",
+        ) from None  # fmt: skip
+    except msgspec.MsgspecError as error:
+        raise SpecError(
+            "FILE", str(path), f"must be what GET /scaling answers ({error})",
+            "save it anew from the operator's ops port",
+        ) from None  # fmt: skip
