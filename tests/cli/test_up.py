@@ -80,7 +80,7 @@ def test_a_fleet_serves_survives_a_killed_rank_and_ends_without_a_trace(file: Pa
     assert set(os.listdir("/dev/shm")) <= shared
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(250)
 def test_a_fleet_without_weights_answers_with_those_that_it_drew(
     file: Path, tmp_path: Path
 ) -> None:
@@ -89,13 +89,14 @@ def test_a_fleet_without_weights_answers_with_those_that_it_drew(
     bare = Path(shutil.copy(file, tmp_path))
     up = Up(bare, "--dummy-weights")
     try:
-        until(up.serves)
+        until(up.serves, timeout_s=120.0)
         up.ask()
         assert up.end(signal.SIGTERM) == 0
     finally:
         up.kill()
 
 
+@pytest.mark.timeout(100)
 def test_a_fleet_whose_starter_is_killed_ends_too(file: Path, up: Up) -> None:
     until(lambda: len(up.children()) == 3)
     everything = up.everything()

@@ -1,0 +1,119 @@
+"""Spans laid in parts over a paged kernel, run by plain torch, against attention all at once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from medha_worker.attention.interface import LogBase, Partial, Sight, Span
+from medha_worker.attention.merge import empty, fold
+from medha_worker.attention.reference import ReferenceAttention
+from medha_worker.attention.splits import H200, LEAST_TOKENS, Batch, Choice, choose, lay
+
+KV_HEADS, GROUP, D, T, PAGES = 2, 3, 16, 4, 200
+TABLE = (Choice(2, 5, True), Choice(5, 3, False), Choice(9, 2, True))
+
+
+def run_batch(batch: Batch, q: torch.Tensor, pool: torch.Tensor, states: Partial) -> None:
+    """What a paged kernel does with the batch (its log-sum-exp in base 2), merged into `states`."""
+    rows = torch.from_numpy(batch.rows)
+    queries, heads, at = q[rows], KV_HEADS * GROUP, 0
+    if batch.packed:  # [rows, kv_heads, group, D] -> [rows · group, kv_heads, D]
+        queries = queries.view(-1, KV_HEADS, GROUP, D).transpose(1, 2).reshape(-1, KV_HEADS, D)
+    out, lse = torch.empty_like(queries), torch.empty(queries.shape[:2])
+    for entry in range(len(batch.last_page)):
+        cut = slice(int(batch.q_indptr[entry]), int(batch.q_indptr[entry + 1]))
+        ids = batch.pages[batch.kv_indptr[entry] : batch.kv_indptr[entry + 1]]
+        kv = pool[torch.from_numpy(ids.astype(np.int64))].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        count = (len(ids) - 1) * T + int(batch.last_page[entry])
+        fold_of = 1 if batch.packed else GROUP
+        keys, values = kv[:, :, :count].repeat_interleave(fold_of, dim=1)
+        scores = torch.einsum("nhd,htd->nht", queries[cut], keys) / math.sqrt(D)
+        if batch.causal:
+            n = cut.stop - cut.start
+            hidden = torch.ones(n, count).tril(count - n) == 0
+            scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
+        out[cut] = torch.einsum("nht,htd->nhd", scores.softmax(-1), values)
+        lse[cut] = scores.logsumexp(-1) / math.log(2)
+    if batch.packed:
+        out = out.view(-1, GROUP, KV_HEADS, D).transpose(1, 2).reshape(-1, heads, D)
+        lse = lse.view(-1, GROUP, KV_HEADS).transpose(1, 2).reshape(-1, heads)
+    for entry, first in enumerate(batch.q_indptr[:-1] // (GROUP if batch.packed else 1)):
+        at = int(first)
+        end = int(batch.q_indptr[entry + 1]) // (GROUP if batch.packed else 1)
+        own = rows[at:end]
+        whole = Partial(states.out[own], states.lse[own])
+        fold(whole, Partial(out[at:end], lse[at:end], LogBase.TWO))
+        states.out[own], states.lse[own] = whole.out, whole.lse
+
+
+work = st.tuples(st.integers(0, 60), st.integers(2, 12), st.booleans()).map(
+    lambda w: w if w[2] else (w[0] // T * T, *w[1:])
+)
+
+
+@given(st.lists(work, min_size=1, max_size=4), st.integers(0, 3))
+@settings(deadline=None)
+def test_parts_merge_into_attention_over_the_whole(
+    works: list[tuple[int, int, bool]], seed: int
+) -> None:
+    dice = torch.Generator().manual_seed(seed)
+    free, spans, row = np.random.default_rng(seed).permutation(PAGES), [], 0
+    pool = torch.randn(PAGES, 2, KV_HEADS, T, D, generator=dice)
+    for held, length, tail in works:
+        count = -(-(held + (length if tail else 0)) // T)
+        ids, free = free[:count], free[count:]
+        spans.append(Span(row, length, held, ids.astype(np.int64), tail))
+        row += length
+    q = torch.randn(row, KV_HEADS * GROUP, D, generator=dice)
+    own = torch.zeros(2, row, KV_HEADS, D)
+    for span in spans:
+        for i in range(span.length if span.tail else 0):
+            place = span.held + i
+            own[:, span.start + i] = pool[span.pages[place // T], :, :, place % T]
+    expected = (
+        ReferenceAttention(KV_HEADS * GROUP, KV_HEADS, D, T)
+        .plan(spans)
+        .run(q, own[0], own[1], pool)
+    )
+    states = empty(row, KV_HEADS * GROUP, D)
+    for batch in lay(spans, T, GROUP, TABLE, least_tokens=T):
+        run_batch(batch, q, pool, states)
+    assert torch.allclose(states.out, expected.out, atol=2e-5)
+    assert torch.allclose(states.lse, expected.lse, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "prefix", "parts", "packed"),
+    [
+        (16, 1_000_000, 16, True), (64, 1_000_000, 8, True), (65, 1_000_000, 4, False),
+        (256, 1_000_000, 2, False), (257, 1_000_000, 1, False), (64, LEAST_TOKENS * 3, 3, True),
+        (32, LEAST_TOKENS, 1, False), (32, 0, 1, False),
+    ],
+)  # fmt: skip
+def test_small_chunks_over_long_prefixes_are_cut_in_more_parts(
+    rows: int, prefix: int, parts: int, packed: bool
+) -> None:
+    found = choose(H200, rows, prefix)
+    assert (found.parts, found.packed) == (parts, packed)
+
+
+def test_a_chunk_that_is_not_cut_is_one_causal_entry() -> None:
+    (batch,) = lay([Span(3, 20, 6, np.arange(7), True)], T, GROUP, ())
+    assert batch.causal and not batch.packed
+    assert batch.rows.tolist() == list(range(3, 23))
+    assert batch.q_indptr.tolist() == [0, 20] and batch.kv_indptr.tolist() == [0, 7]
+    assert batch.last_page.tolist() == [2]
+
+
+def test_a_span_that_sees_nothing_is_in_no_entry_and_windows_are_refused() -> None:
+    span = Span(0, 3, 0, np.arange(0), False)
+    assert lay([span], T, GROUP) == ()
+    with pytest.raises(ValueError, match="have a window"):
+        lay([replace(span, sight=Sight(4, 9, np.arange(0)))], T, GROUP)
