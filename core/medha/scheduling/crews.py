@@ -8,8 +8,9 @@ waits for the others may run an independent batch meanwhile, if that batch ends 
 
 Who waited longest comes first, and only it holds groups back: busy groups always finish, hence no
 circle of waiting. After `max_starved_rounds` independent batches a group waits idle; until then it
-does not for a relegated prompt that had the groups together last time and was not taken, and never
-for a relegated one where that costs a promise; nor for any that had them together just now.
+does not for a relegated prompt that had the groups together last time and was not taken; never for
+one without a promise where that costs a promise of the group, nor for any that had its groups
+together just now. (Two that give way in turn would hold a group idle beside a promise due there.)
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class Crews:
                     limits[group] = min(limits.get(group, inf), gap_s)
                 elif now - self._gave_way.get(sequence.number, -inf) < 0.1 * self.min_batch_s:
                     continue
-                elif sequence.kept or (
-                    (starved or not sequence.refused) and self.ledger.affords(group, gap_s, now)
+                elif sequence.promised or (
+                    (sequence.kept or starved or not sequence.refused)
+                    and self.ledger.affords(group, gap_s, now)
                 ):
                     held.add(group)
         while shared:

@@ -233,7 +233,7 @@ class Outlook:
         ]  # fmt: skip
         if not self._of:
             return dict(lately)
-        longest = 0 if newcomer is None else newcomer.remaining_tokens
+        longest = 0 if newcomer is None else newcomer.goal
         least, alone = self._shares(self._all, longest), self._shares(self._promised, longest)
         for one in extra:
             self._count_out(one)
@@ -254,8 +254,11 @@ class Outlook:
         waiting, count = self.groups.waiting[group], seats.count[group]
         some = -(-count // self.spp)
         read = seats.keys[group] * some // count if count else 0
-        deepest = max(deepest, int((waiting.tokens * waiting.promised).max(initial=0.0)))
-        deepest = min(deepest, self.groups.tokens_per_group)
+        deepest = max(deepest, int((waiting.depth * waiting.promised).max(initial=0.0)))
+        each, most = self.groups.tokens_per_group, self.groups.pool.groups_max
+        deepest = min(
+            deepest, max(each, deepest - (most - 1) * each)
+        )  # the last one holds the rest
         alone = self._rate(0, 0, deepest, self.ledger.longest_s)
         if not alone:
             return LEAST_SHARE

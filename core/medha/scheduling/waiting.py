@@ -15,8 +15,8 @@ import numpy as np
 from medha.scheduling.lars import Floats, Mask
 from medha.scheduling.sequence import Sequence
 
-DUE, ARRIVAL, WORK, NORM, TOKENS, NEED, PASSED, TURN = range(8)
-FIELDS = 8
+DUE, ARRIVAL, WORK, NORM, TOKENS, NEED, PASSED, TURN, DEPTH = range(9)
+FIELDS = 9
 KEPT, PROMISED, READY = range(3)
 FLAGS = 3
 
@@ -25,17 +25,18 @@ class Waiting:
     """Rows of one group.
 
     `work` is seconds that the group will be busy with it, alone; `need` pages that must be had here
-    before it may start (0 once it has). `freed`: work was struck off since somebody looked;
-    `turn`: place in the order of (arrival, id), which breaks ties. `since_s`: since when it has
-    been passed over for want of pages; `noted_s`: when to note that again. `keeps`, `promises` and
-    `able` count the rows that are kept, promised and ready. All columns are parts of `fields` and
+    before it may start (0 once it has). `tokens` are left to hand out, `depth` is what it holds in
+    the end. `freed`: work was struck off since somebody looked; `turn`: place in the order of
+    (arrival, id), which breaks ties. `since_s`: since when it has been passed over for want of
+    pages; `noted_s`: when to note that again. `keeps`, `promises` and `able` count the rows that
+    are kept, promised and ready. All columns are parts of `fields` and
     `flags`, in the order above, which native.py hands on; those are wider than there are rows.
     """
 
     __slots__ = (
-        "_born", "_keys", "_oldest_s", "able", "arrival_s", "due_s", "fields", "flags", "freed",
-        "keeps", "kept", "need", "norm_s", "noted_s", "promised", "promises", "ready", "sequences",
-        "since_s", "tokens", "turn", "work_s",
+        "_born", "_keys", "_oldest_s", "able", "arrival_s", "depth", "due_s", "fields", "flags",
+        "freed", "keeps", "kept", "need", "norm_s", "noted_s", "promised", "promises", "ready",
+        "sequences", "since_s", "tokens", "turn", "work_s",
     )  # fmt: skip
 
     due_s: Floats
@@ -46,6 +47,7 @@ class Waiting:
     need: Floats
     since_s: Floats
     turn: Floats
+    depth: Floats
     kept: Mask
     promised: Mask
     ready: Mask
@@ -87,7 +89,7 @@ class Waiting:
         self._born.insert(turn, (arrival_s, id_))
         self.fields[:, at] = (
             due_s, arrival_s, work_s, sequence.norm_s, sequence.remaining_tokens, need, np.inf,
-            turn,
+            turn, sequence.goal,
         )  # fmt: skip
         self.flags[:, at] = False
         self._flag(at, sequence.kept, sequence.promised, sequence.ready)
@@ -155,7 +157,7 @@ class Waiting:
         n = len(self._keys)
         (
             self.due_s, self.arrival_s, self.work_s, self.norm_s, self.tokens, self.need,
-            self.since_s, self.turn,
+            self.since_s, self.turn, self.depth,
         ) = self.fields[:, :n]  # fmt: skip
         self.kept, self.promised, self.ready = self.flags[:, :n]
 
