@@ -165,31 +165,3 @@ def test_decodes_that_outgrow_their_pages_take_none_from_a_promised_prefill() ->
     assert plan._progress.pressure.preempted > 0
     assert driven.admitted["long"].promised and driven.in_time("long")
     assert set(driven.finished) == set(driven.requests)
-
-
-@pytest.mark.parametrize("kvp, spp, seed, outputs", [
-    (3, 2, 10087, (1, 5, 12)), (3, 3, 10109, (12,)),
-])  # fmt: skip
-def test_no_group_is_held_idle_beside_a_promise_for_prompts_that_give_way_in_turn(
-    kvp: int, spp: int, seed: int, outputs: tuple[int, ...]
-) -> None:
-    # In each, prompts that span (0, 2) and (1, 2), or the like, held group 2 for one another.
-    dice, at, arrivals = random.Random(seed), 0.0, []
-    for n in range(30):
-        at += dice.expovariate(1 / 0.15)
-        tokens = dice.randint(1, 1500) if dice.random() > 0.2 else dice.randint(2000, 60_000)
-        output, extra = dice.choice(outputs), dice.choice([0.2, 0.5, 1.0, 4.0])
-        within_s = 1.5e-4 * tokens + extra + 1.5 * 0.003 * spp
-        arrivals.append(
-            request(f"r{n}", tokens, at, within_s=within_s, output_tokens=output, tpot_s=0.05)
-        )
-    plan = scheduler(
-        topology(spp=spp, kvp=kvp, tokens_per_group=20_000), Scheduling(max_batch_s=0.05),
-        batch_s=0.003, key_s=1e-9,
-    )  # fmt: skip
-    driven = Driven(plan)
-    driven.submit(arrivals)
-    driven.run()
-    promised = [name for name, one in driven.admitted.items() if one.promised]
-    assert len(promised) > 20
-    assert [name for name in promised if not driven.in_time(name)] == []
