@@ -8,9 +8,9 @@ waits for the others may run an independent batch meanwhile, if that batch ends 
 
 Who waited longest comes first, and only it holds groups back: busy groups always finish, hence no
 circle of waiting. After `max_starved_rounds` independent batches a group waits idle; until then it
-does not for a relegated prompt that had the groups together last time and was not taken; never for
-one without a promise where that costs a promise of the group, nor for any that had its groups
-together just now. (Two that give way in turn would hold a group idle beside a promise due there.)
+does not for a relegated prompt that had the groups together last time and was not taken; never
+where that costs a promise (for a promised one: of those that live in this group alone), nor for any
+that had its groups together just now. Two that give way in turn would hold a group idle for ever.
 """
 
 from __future__ import annotations
@@ -68,10 +68,7 @@ class Crews:
                     limits[group] = min(limits.get(group, inf), gap_s)
                 elif now - self._gave_way.get(sequence.number, -inf) < 0.1 * self.min_batch_s:
                     continue
-                elif sequence.promised or (
-                    (sequence.kept or starved or not sequence.refused)
-                    and self.ledger.affords(group, gap_s, now)
-                ):
+                elif self._may_hold(sequence, group, gap_s, starved, now):
                     held.add(group)
         while shared:
             crew = set(shared.pop(0))
@@ -84,6 +81,15 @@ class Crews:
             yield tuple(sorted(crew)), inf
         for group in sorted(eligible - held):
             yield (group,), limits.get(group, inf)
+
+    def _may_hold(
+        self, sequence: Sequence, group: int, gap_s: float, starved: bool, now: float
+    ) -> bool:
+        """Whether the group may idle for it until the others are there."""
+        if sequence.promised and self.ledger.promising:
+            return self.ledger.lets_idle(group, gap_s, now)
+        wants = sequence.kept or starved or not sequence.refused
+        return wants and self.ledger.affords(group, gap_s, now)
 
     def tried(self, crew: tuple[int, ...], taken: set[int], now: float) -> None:
         """A crew was planned for: whoever could have run in it and was not taken gave way to what

@@ -197,6 +197,14 @@ class Ledger:
         least_s = self._margins(group, now).least_promised_s
         return least_s >= idle_s + max(0.0, self.owed_s[group])
 
+    def lets_idle(self, group: int, idle_s: float, now: float) -> bool:
+        """Whether no promise that lives in this group alone breaks if it idles so long."""
+        rows, waiting = self._margins(group, now), self.groups.waiting[group]
+        return all(
+            rows.margin_s(place) >= idle_s for place in waiting.promised.nonzero()[0].tolist()
+            if waiting.sequences[place].number not in self.groups.shared
+        )  # fmt: skip
+
     def bears(self, group: int, now: float) -> bool:
         """Whether no promise of the group is short of time, if all others give way."""
         waiting = self.groups.waiting[group]
