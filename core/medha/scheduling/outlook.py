@@ -25,7 +25,8 @@ from medha.scheduling.growth import Groups
 from medha.scheduling.ledger import Ledger
 from medha.scheduling.sequence import Sequence
 
-LEAST_SHARE = 0.02
+# With chunks, and without: then some run all the same, one in so many rounds.
+LEAST_SHARE, NO_SHARE = 0.02, 0.001
 FEW = 8, 2
 REMEMBERED = 4096
 
@@ -260,9 +261,8 @@ class Outlook:
             deepest, max(each, deepest - (most - 1) * each)
         )  # the last one holds the rest
         alone = self._rate(0, 0, deepest, self.ledger.longest_s)
-        if not alone:
-            return LEAST_SHARE
-        return max(LEAST_SHARE, min(1.0, self._rate(some, read, deepest, budget_s) / alone))
+        rate = self._rate(some, read, deepest, budget_s) if alone else 0.0
+        return max(LEAST_SHARE, min(1.0, rate / alone)) if rate else NO_SHARE
 
     def budget_s(self, tpot_s: float) -> float:
         """The time budget beside decodes of that TPOT, at its least: with a pipeline twice as many
