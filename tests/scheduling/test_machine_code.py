@@ -100,6 +100,17 @@ def test_machine_code_for_another_python_is_not_used(tmp_path: Path) -> None:
     assert not compiled.install(tmp_path)
 
 
+def test_a_record_without_its_machine_code_is_no_machine_code(tmp_path: Path) -> None:
+    core = tmp_path / "core"
+    shutil.copytree(CORE, core, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    folder = core / "medha" / "compiled"
+    known = {"medha.costs": compiled.digest(core / "medha" / "costs.py")}
+    made = {"python": sys.implementation.cache_tag, "modules": known}
+    (folder / compiled.RECORD).write_text(json.dumps(made))
+    assert "that of medha.costs is missing" in str(compiled.stale(folder))
+    assert not compiled.install(folder)
+
+
 def test_without_machine_code_the_remedy_is_said(tmp_path: Path) -> None:
     assert "make setup" in str(compiled.stale(tmp_path))
     assert not compiled.install(tmp_path)

@@ -56,6 +56,9 @@ def stale(folder: pathlib.Path = FOLDER) -> str | None:
     made = json.loads(record.read_text())
     if made["python"] != sys.implementation.cache_tag:
         return f"it was made for {made['python']}: run `make compile`"
+    for name in (*made["modules"], SHARED):
+        if not (folder / f"{name}.so").exists():
+            return f"that of {name} is missing: run `make compile`"
     root = folder.parent.parent
     for module, known in made["modules"].items():
         if digest(source_of(root, module)) != known:
