@@ -94,7 +94,8 @@ format: $(READY) ## put the code into its one format
 	$(VENV)/bin/ruff check --fix $(CODE)
 	$(VENV)/bin/ruff format $(CODE)
 
-bench: compile ## measure the scheduler and the engine on this machine
+bench: $(READY) ## measure the scheduler and the engine on this machine
+	-$(PY) hatch_build.py
 	for script in benchmarks/*.py; do $(PY) $$script || exit 1; done
 
 # `make lock LOCK_ARGS=--upgrade` moves every version; plain `make lock` only follows pyproject.toml.
