@@ -21,7 +21,8 @@ import httpx
 import openai
 from examples import images
 from examples.demo_load import Growth, Load, one
-from examples.installed import NAMESPACE, READY_S, TOKENS_PER_GROUP, Installed
+from examples.installed import DECISIONS, NAMESPACE, READY_S, TOKENS_PER_GROUP, Installed
+from examples.pauses import Pace, pace
 from examples.testbed import Failed, Testbed, built, opened, until
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +31,7 @@ from medha.cli.open_loop import faults
 from medha.cli.watch import read_status
 from medha.messages import ReplicaStatus
 
+LEADER = "tiny-0-g0-s0"
 LONG_TOKENS, SHORT_TOKENS = 18_432, 64
 GROWTHS = 3
 FULL = 0.6
@@ -131,13 +133,17 @@ class Demo:
             expect(watch.generation > before.generation, "no new generation")
             events = self._bed.get("events", "--field-selector", "reason=GroupJoined")["items"]
             expect(events, "no Event tells that a group joined")
+            paced = self._paced(watch.asked_tokens)
+            expect(paced.even, f"a gap of {paced.longest_s:.2f} s between its batches, where 99 % "
+                   f"before were under {paced.before_p99_s:.2f} s")  # fmt: skip
             seen += [
                 f"2nd group asked for with group 0 {asked:.0%} full",
                 f"runs {watch.joined_s:.0f} s later at {joined:.0%}",
                 f"generation {watch.generation}",
                 f"{watch.moved_bytes / (1 << 20):.0f} MiB of pages moved",
                 f"first token {record.ttft_s or 0.0:.1f} s",
-                f"largest gap {record.worst_gap_s * 1000:.0f} ms",
+                f"largest gap between its batches {paced.longest_s * 1000:.0f} ms (p99 before "
+                f"{paced.before_p99_s * 1000:.0f})",
             ]
             took_s = until(self._is_small, "back to one group", BACK_S)
             seen.append(f"back to 1 group {took_s:.0f} s later")
@@ -155,7 +161,8 @@ class Demo:
             with Load(url, "tiny", RATE, SHORT_TOKENS) as load:
                 until(lambda: len(load.records) >= 3, "the first answers", 60.0)
                 before = {each["metadata"]["uid"] for each in self._medha.pods()}
-                self._medha.patch({"template": {"env": [{"name": "CHANGED", "value": "yes"}]}})
+                env = [{"name": "MEDHA_DECISION_LOG", "value": DECISIONS + ".again"}]
+                self._medha.patch({"template": {"env": env}})
                 took_s = until(lambda: self._medha.updated(before, 4), "the update", UPDATE_S)
             failed = faults(load.records)
             cut = [each for each in load.records if each.finished_s is None and not each.refused]
@@ -175,13 +182,20 @@ class Demo:
 
     def _controller(self) -> str:
         """The ops port of the first replica's controller, through the API server."""
-        return f"{self._api}/api/v1/namespaces/default/pods/tiny-0-g0-s0:8091/proxy"
+        return f"{self._api}/api/v1/namespaces/default/pods/{LEADER}:8091/proxy"
 
     def _status(self) -> ReplicaStatus:
         with httpx.Client(timeout=5.0, trust_env=False) as client:
             found = read_status(client, self._controller())
         if found is None:
             raise Failed("the controller of tiny-0 does not answer")
+        return found
+
+    def _paced(self, tokens: float) -> Pace:
+        """How evenly the long prompt ran, before and after so many of its tokens."""
+        found = pace(self._medha.decisions(LEADER), tokens)
+        if found is None:
+            raise Failed("the decision log does not tell of the long prompt")
         return found
 
     def _is_small(self) -> bool:

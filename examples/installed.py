@@ -21,6 +21,7 @@ NAMESPACE = "medha"
 RESOURCE = HOUSE / "examples" / "kubernetes" / "tiny.yaml"
 TOKENS_PER_GROUP = 16_384
 READY_S = 300.0
+DECISIONS = "/tmp/decisions.jsonl"
 OURS = "pods,services,configmaps,poddisruptionbudgets,networkpolicies,endpointslices"
 
 
@@ -72,6 +73,7 @@ class Installed:
         spec["replicas"] = replicas
         spec["model"]["source"] = {"hostPath": {"path": str(self.bed.model)}}
         spec.setdefault("scheduling", {})["releaseCooldown"] = "5s"  # shrinks while one watches
+        spec["template"]["env"] = [{"name": "MEDHA_DECISION_LOG", "value": DECISIONS}]
         self._made.append(("kubectl", "delete", "mr", "tiny", "--ignore-not-found"))
         return self.bed.kubectl("apply", "-f", "-", text=yaml.safe_dump(found)).strip()
 
@@ -111,6 +113,11 @@ class Installed:
         """Its pods, those that are being deleted too."""
         found: list[dict[str, Any]] = self.bed.get("pods", "-l", "medha.dev/replica=tiny")["items"]
         return found
+
+    def decisions(self, leader: str) -> list[bytes]:
+        """The decision log of a replica's controller, line by line; the last one is whole."""
+        log = self.bed.kubectl("exec", leader, "--", "cat", DECISIONS).encode()
+        return log[: log.rfind(b"\n")].split(b"\n")
 
     def updated(self, before: set[str], pods: int) -> bool:
         """None of the pods of `before` (UIDs) is there any more, and all new ones serve."""

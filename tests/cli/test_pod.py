@@ -62,6 +62,12 @@ def test_a_pod_knows_its_place_and_dials_its_leader() -> None:
     assert config.interface == "eth0" and config.run_dir == "/tmp/here"
 
 
+def test_a_pod_writes_its_decisions_where_its_environment_says() -> None:
+    config = place_from(MEDHA_DECISION_LOG="/tmp/all.jsonl").of_this_pod(config_of(), "/tmp/here")
+    assert config.decision_log == "/tmp/all.jsonl"
+    assert place_from().of_this_pod(config_of(), "/tmp/here").decision_log == ""
+
+
 def test_the_leader_binds_its_own_address_and_no_other() -> None:
     place = place_from(MEDHA_KVP_GROUP="0", MEDHA_LEADER_ADDRESS="")
     config = place.of_this_pod(config_of(), "/tmp/here")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from medha.errors import SpecError
 from medha_worker.controller.__main__ import new_log
 
 
@@ -22,3 +25,8 @@ def test_the_log_of_the_controller_before_stays(tmp_path: Path) -> None:
             log.write(life)
     assert path.read_bytes() == b"second\n"
     assert path.with_name("decisions.jsonl.before").read_bytes() == b"first\n"
+
+
+def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"decision_log is .*/nowhere/a: must be a file that can"):
+        new_log(tmp_path / "nowhere" / "a")

@@ -6,6 +6,7 @@
     MEDHA_POD_IP           this pod's own address; without it the one that its host name stands for
     MEDHA_INTERFACE        for data between ranks; without it the one that holds the address
     MEDHA_GRACE_S          how long what runs may go on after SIGTERM
+    MEDHA_DECISION_LOG     a file for every decision of the controller; without it none is written
 
 The config is one for all pods of the replica; `of_this_pod` puts this pod's own addresses into it,
 so that every port is bound to the pod's address and nothing else.
@@ -39,6 +40,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     interface: str
     grace_s: float = GRACE_S
+    decision_log: str = ""
 
     @property
     def leads(self) -> bool:
@@ -67,6 +69,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
             ops_host=self.address,
             ops_port=CONTROLLER_OPS_PORT,
             run_dir=run_dir,
+            decision_log=self.decision_log or config.decision_log,
         )
 
 
@@ -99,6 +102,7 @@ def read_place(
     return Place(
         group=group, stage=stage, leader=leader, address=address, interface=interface,
         grace_s=_seconds(environ, "MEDHA_GRACE_S", GRACE_S),
+        decision_log=environ.get("MEDHA_DECISION_LOG", ""),
     )  # fmt: skip
 
 

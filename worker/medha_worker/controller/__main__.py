@@ -19,7 +19,7 @@ from medha import compiled
 from medha.adapters.logs import start_logs
 from medha.adapters.prometheus import Metrics
 from medha.config import WorkerConfig, read
-from medha.errors import UserError
+from medha.errors import SpecError, UserError
 from medha_worker.controller.controller import Controller
 from medha_worker.controller.process import (
     OfModel,
@@ -65,9 +65,15 @@ def serve(config: WorkerConfig) -> None:
 def new_log(path: pathlib.Path) -> io.FileIO:
     """A decision log that a kill does not cut short: each line is written at once, which costs a
     microsecond. What the controller before this one wrote stays beside it, as NAME.before."""
-    if path.exists():
-        path.replace(path.with_name(path.name + ".before"))
-    return path.open("wb", buffering=0)
+    try:
+        if path.exists():
+            path.replace(path.with_name(path.name + ".before"))
+        return path.open("wb", buffering=0)
+    except OSError as error:
+        raise SpecError(
+            "decision_log", str(path), f"must be a file that can be written ({error.strerror})",
+            "name one in a folder that exists, such as /tmp/decisions.jsonl",
+        ) from None  # fmt: skip
 
 
 def main() -> int:
