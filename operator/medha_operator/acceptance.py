@@ -16,6 +16,9 @@ from medha_operator.quantities import integer
 VOLUMES = ("config", "keys", "model", "run", "shared-memory")
 """Names of a pod's volumes that are the operator's."""
 
+SETTINGS = ("MEDHA_DECISION_LOG", "MEDHA_INTERFACE")
+"""Variables of a pod that are left to people."""
+
 
 def check(resource: MedhaReplica) -> None:
     """Raises SpecError for the first thing that could not work in a cluster."""
@@ -60,8 +63,8 @@ def _check_template(resource: MedhaReplica) -> None:
                     f"must not begin with {PREFIX}, which is the operator's",
                     "choose another prefix",
                 )
-    _check_names("env", template.env, prefix="MEDHA_", taken=())
-    _check_names("volumes", template.volumes, prefix="", taken=VOLUMES)
+    _check_names("env", template.env, prefix="MEDHA_", free=SETTINGS)
+    _check_names("volumes", template.volumes, taken=VOLUMES)
     for field in template.resources:
         if field not in ("requests", "limits"):
             raise SpecError(
@@ -88,12 +91,16 @@ def _check_template(resource: MedhaReplica) -> None:
 
 
 def _check_names(
-    field: str, items: Iterable[Mapping[str, Any]], prefix: str, taken: tuple[str, ...]
+    field: str,
+    items: Iterable[Mapping[str, Any]],
+    prefix: str = "",
+    free: tuple[str, ...] = (),
+    taken: tuple[str, ...] = (),
 ) -> None:
     """Items of a list have names, and none that is ours."""
     for index, item in enumerate(items):
         name, path = item.get("name"), f"spec.template.{field}[{index}].name"
         if not isinstance(name, str) or not name:
             raise SpecError(path, name or "missing", "must be text", "name it")
-        if name in taken or (prefix and name.startswith(prefix)):
+        if name in taken or (prefix and name.startswith(prefix) and name not in free):
             raise SpecError(path, name, "must differ from the operator's own", "rename it")
