@@ -14,7 +14,16 @@ from msgspec.structs import replace
 from medha_worker.attention.interface import LogBase, Partial, Sight, Span
 from medha_worker.attention.merge import empty, fold
 from medha_worker.attention.reference import ReferenceAttention
-from medha_worker.attention.splits import H200, LEAST_TOKENS, Batch, Choice, choose, lay
+from medha_worker.attention.splits import (
+    H200,
+    LEAST_TOKENS,
+    Batch,
+    Choice,
+    choose,
+    lay,
+    lay_singles,
+    sees_a_run,
+)
 
 KV_HEADS, GROUP, D, T, PAGES = 2, 3, 16, 4, 200
 TABLE = (Choice(2, 5, True), Choice(5, 3, False), Choice(9, 2, True))
@@ -112,8 +121,18 @@ def test_a_chunk_that_is_not_cut_is_one_causal_entry() -> None:
     assert batch.last_page.tolist() == [2]
 
 
-def test_a_span_that_sees_nothing_is_in_no_entry_and_windows_are_refused() -> None:
-    span = Span(0, 3, 0, np.arange(0), False)
-    assert lay([span], T, GROUP) == ()
-    with pytest.raises(ValueError, match="have a window"):
-        lay([replace(span, sight=Sight(4, 9, np.arange(0)))], T, GROUP)
+def test_a_span_that_sees_nothing_is_in_no_entry() -> None:
+    assert lay([Span(0, 3, 0, np.arange(0), False)], T, GROUP) == ()
+    assert lay_singles([Span(0, 1, 0, np.arange(0), False)], T) is None
+
+
+def test_a_window_over_a_run_of_pages_is_told_to_the_kernel_and_one_over_holes_refused() -> None:
+    """Rows from 17 on see 8 tokens back: pages 2, 3 and their own; 2 is the first in sight."""
+    span = Span(0, 3, 9, np.arange(5), True, Sight(8, 17, np.array([2, 3, 4])))
+    assert sees_a_run(span, T)
+    (batch,) = lay([span], T, GROUP, TABLE, least_tokens=T)
+    assert batch.causal and batch.window == 8 and batch.q_indptr.tolist() == [0, 3]
+    holes = replace(span, held=5, sight=Sight(8, 17, np.array([2, 4])))
+    assert not sees_a_run(holes, T) and not sees_a_run(replace(span, tail=False), T)
+    with pytest.raises(ValueError, match="pages apart"):
+        lay([holes], T, GROUP)

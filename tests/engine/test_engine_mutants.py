@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from medha_worker.attention.interface import Attention, LogBase, Partial, Plan, Span
 from medha_worker.attention.merge import merge
 from medha_worker.attention.reference import ReferenceAttention
+from medha_worker.attention.scales import Scales
 from medha_worker.model.rope import Rotary
 from medha_worker.testing.engine import SoloEngine
 from medha_worker.testing.prompts import recalling
@@ -50,7 +51,11 @@ class SplitPlan:
     def __init__(self, older: Plan, newer: Plan, base: LogBase) -> None:
         self.older, self.newer, self.base = older, newer, base
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor) -> Partial:
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor,
+        scales: Scales | None = None,
+    ) -> Partial:  # fmt: skip
+        assert scales is None
         newer = self.newer.run(q, k, v, pool)
         claimed = Partial(newer.out, newer.lse, self.base)
         return merge([self.older.run(q, k, v, pool), claimed])

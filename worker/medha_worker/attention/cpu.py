@@ -10,6 +10,7 @@ import torch
 from medha_worker.attention.interface import Attention, Partial, Plan, Span, unfilled
 from medha_worker.attention.native import NativeKernel, NativePlan
 from medha_worker.attention.reference import ReferenceAttention, ReferencePlan
+from medha_worker.attention.scales import Scales
 
 
 def cpu_attention(
@@ -47,7 +48,11 @@ class CpuPlan:
     singles: NativePlan | None
     chunks: ReferencePlan | None
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor) -> Partial:
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor,
+        scales: Scales | None = None,
+    ) -> Partial:  # fmt: skip
+        """`scales` is None: what has them is served by torch alone."""
         states = unfilled(q)
         if self.chunks is not None:
             self.chunks.fill(q, k, v, pool, states)

@@ -28,6 +28,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from medha_worker.attention.scales import Scales
+
 
 class LogBase(enum.Enum):
     """Base of a log-sum-exp. FlashInfer's is 2; torch and FlashAttention use e."""
@@ -40,8 +42,8 @@ class LogBase(enum.Enum):
 class Partial:
     """Attention over a part of the keys, normalised over that part.
 
-    `out` [rows, heads, head_dim] float32, zero where the part is empty; `lse` [rows, heads]
-    float32 in base `base`, −∞ where the part is empty.
+    `out` [rows, heads, head_dim] float32, or in the type that the kernel computes in, zero where
+    the part is empty; `lse` [rows, heads] float32 in base `base`, −∞ where the part is empty.
     """
 
     out: torch.Tensor
@@ -99,11 +101,19 @@ class Span(msgspec.Struct, frozen=True):
 class Plan(Protocol):
     """One step's attention, planned once, run in every layer."""
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor) -> Partial:
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
+        scales: Scales | None = None,
+    ) -> Partial:
         """Partial states of all rows over the own group's shard.
 
-        `q` [rows, heads, head_dim]; `k`, `v` [rows, kv_heads, head_dim], the rows' own;
-        `pool` [pages, 2, kv_heads, page_tokens, head_dim], own rows of tail spans written.
+        `q` [rows, heads, head_dim]; `k`, `v` [rows, kv_heads, head_dim], the rows' own as the pool
+        keeps them; `pool` [pages, 2, kv_heads, page_tokens, head_dim], own rows of tail spans
+        written; `scales` of what `pool`, `k` and `v` hold, where that is FP8.
         """
         ...
 

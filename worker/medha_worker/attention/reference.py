@@ -1,5 +1,5 @@
 """Attention over pages in plain torch: chunks of several tokens on CPU, every dtype and geometry,
-and the oracle of every other kernel.
+and the oracle of every other kernel. On other devices it serves what their kernels do not.
 
 Computes in float32 whatever the pool holds, exactly, in bounded memory: pages are gathered tile by
 tile into one reused workspace and the tiles' states are folded together; the scores of a chunk
@@ -18,9 +18,10 @@ import torch
 
 from medha_worker.attention.interface import Partial, Span, unfilled
 from medha_worker.attention.merge import fold
+from medha_worker.attention.scales import FP8, Scales
 
 # (out, lse in base e) of softmax(q·kᵀ/√d)·v; blocked, so no score matrix is ever held.
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class ReferenceAttention:
@@ -47,11 +48,12 @@ class ReferenceAttention:
         workspace."""
         row_size = self.page_tokens * self.head_dim
         size = index.numel() * row_size
-        if self._workspace.numel() < size or self._workspace.dtype != pool.dtype:
-            self._workspace = torch.empty(size, dtype=pool.dtype)
+        held = pool.view(torch.uint8) if pool.dtype == FP8 else pool
+        if self._workspace.numel() < size or self._workspace.dtype != held.dtype:
+            self._workspace = torch.empty(size, dtype=held.dtype, device=pool.device)
         rows = self._workspace[:size].view(index.numel(), row_size)
-        torch.index_select(pool.view(-1, row_size), 0, index, out=rows)
-        return rows.float()
+        torch.index_select(held.view(-1, row_size), 0, index.to(pool.device), out=rows)
+        return rows.view(pool.dtype).float()
 
     def _chunks(self, span: Span) -> Iterator[_Chunk]:
         """The span, or with a window its blocks of rows."""
@@ -116,9 +118,12 @@ class ReferencePlan:
     kernel: ReferenceAttention
     chunks: tuple[_Chunk, ...]
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor) -> Partial:
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor,
+        scales: Scales | None = None,
+    ) -> Partial:  # fmt: skip
         states = unfilled(q)
-        self.fill(q, k, v, pool, states)
+        self.fill(q, k, v, pool, states, scales)
         return states
 
     def fill(
@@ -128,10 +133,16 @@ class ReferencePlan:
         v: torch.Tensor,
         pool: torch.Tensor,
         into: Partial,
+        scales: Scales | None = None,
     ) -> None:
         """Store the spans' states in `into`, and leave other rows alone."""
         for chunk in self.chunks:
-            self._fill_chunk(chunk, q, k, v, pool, into)
+            span = chunk.span
+            rows = slice(span.start + chunk.first, span.start + chunk.end)
+            self._fill_chunk(chunk, q[rows] if scales is None else scales.meeting(q[rows]),
+                             k, v, pool, Partial(into.out[rows], into.lse[rows]))  # fmt: skip
+            if scales is not None:
+                scales.restore(into.out[rows])
 
     def _fill_chunk(
         self,
@@ -142,24 +153,24 @@ class ReferencePlan:
         pool: torch.Tensor,
         into: Partial,
     ) -> None:
-        """States in the layout [kv_heads, group, length, head_dim] until they are stored."""
-        K, span = self.kernel, chunk.span
+        """`q` and `into` are the chunk's rows; `k` and `v` those of all. States are in the layout
+        [kv_heads, group, length, head_dim] until they are stored."""
+        K = self.kernel
         G, n, D = K.heads // K.kv_heads, chunk.end - chunk.first, K.head_dim
-        rows = slice(span.start + chunk.first, span.start + chunk.end)
-        queries = q[rows].view(n, K.kv_heads, G, D).permute(1, 2, 0, 3).float().contiguous()
+        queries = q.view(n, K.kv_heads, G, D).permute(1, 2, 0, 3).float().contiguous()
         whole: Partial | None = None
         for tile in chunk.tiles:
             kv = K.gather(pool, tile.index).view(2, K.kv_heads, -1, D)[:, :, : tile.held]
             seen = None if tile.positions is None else chunk.sees(tile.positions)
             whole = _joined(whole, _attended(queries, kv[0], kv[1], seen))
-        if span.tail:
+        if chunk.span.tail:
             whole = _joined(whole, self._own(chunk, queries, k, v))
         if whole is None:
-            into.out[rows].zero_()
-            into.lse[rows].fill_(float("-inf"))
+            into.out.zero_()
+            into.lse.fill_(float("-inf"))
             return
-        into.out[rows].view(n, K.kv_heads, G, D).copy_(whole.out.permute(2, 0, 1, 3))
-        into.lse[rows].view(n, K.kv_heads, G).copy_(whole.lse.permute(2, 0, 1))
+        into.out.view(n, K.kv_heads, G, D).copy_(whole.out.permute(2, 0, 1, 3))
+        into.lse.view(n, K.kv_heads, G).copy_(whole.lse.permute(2, 0, 1))
 
     def _own(
         self, chunk: _Chunk, queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -171,8 +182,8 @@ class ReferencePlan:
         cut = slice(span.start + first, span.start + chunk.end)
         keys, values = (x[cut].permute(1, 0, 2).float() for x in (k, v))
         if sight is None or (chunk.first == 0 and chunk.end <= sight.window):
-            expanded = (x.unsqueeze(1).expand(queries.shape) for x in (keys, values))
-            return Partial(*_flash(queries, *expanded, is_causal=True))
+            keys, values = (x.unsqueeze(1).expand(queries.shape) for x in (keys, values))
+            return Partial(*_flash(queries, keys, values, is_causal=True))
         positions = torch.arange(sight.position + first, sight.position + chunk.end)
         return _attended(queries, keys, values, chunk.sees(positions))
 
@@ -188,11 +199,34 @@ def _attended(
             queries.view(1, heads, group * rows, dim), keys.unsqueeze(0), values.unsqueeze(0)
         )
         return Partial(out.view(queries.shape), lse.view(queries.shape[:3]))
-    expanded = (x.unsqueeze(1).expand(heads, group, -1, dim) for x in (keys, values))
-    mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-    out, lse = _flash(queries, *expanded, attn_mask=mask.view(1, 1, *seen.shape))
+    keys, values = (x.unsqueeze(1).expand(heads, group, -1, dim) for x in (keys, values))
+    seen = seen.to(queries.device)
+    mask = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
+    out, lse = _flash(queries, keys, values, mask.view(1, 1, *seen.shape))
     # Of a row that sees nothing it says 0, 0.
     return Partial(out, lse.masked_fill_(~seen.any(1), float("-inf")))
+
+
+def _flash(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, is_causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse in base e) of softmax(q·kᵀ/√d + mask)·v, all [batch, heads, rows, head_dim]; 0, 0
+    for a row that sees nothing. Elsewhere than on a CPU the scores are held as a whole."""
+    if queries.is_cpu:
+        found: tuple[torch.Tensor, torch.Tensor] = _flash_on_cpu(
+            queries, keys, values, is_causal=is_causal, attn_mask=attn_mask
+        )
+        return found
+    scores = queries @ keys.transpose(-1, -2) / queries.shape[-1] ** 0.5
+    if is_causal:
+        square = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores.masked_fill_(~square.tril_(), float("-inf"))
+    if attn_mask is not None:
+        scores += attn_mask
+    lse = scores.logsumexp(-1)
+    weights = scores.sub_(lse.unsqueeze(-1)).exp_().nan_to_num_(0.0)
+    return weights @ values, lse.masked_fill(lse.isneginf(), 0.0)
 
 
 def _joined(whole: Partial | None, part: Partial) -> Partial:

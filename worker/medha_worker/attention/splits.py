@@ -1,5 +1,7 @@
 """How spans are laid over paged kernels that do not themselves split keys between their workers.
 
+Single rows are the entries of a decode kernel, which splits keys by itself; chunks those of others.
+
 A small chunk after a long prefix gives such a kernel too few rows to fill a GPU. So the prefix is
 cut into parts of whole pages, each an entry of the kernel's batch with the same queries, and the
 states are merged; and the query heads of a KV head are folded into rows, which then read their keys
@@ -8,8 +10,9 @@ once.
     prefix    | part 0 | part 1 | … | part S − 1 |            no mask, heads folded where packed
     tail                                         | rest of a page, chunk |     causal, not folded
 
-How many parts for which chunk is a measured table. Pure: integers in, integers out; `paged` hands
-them to the kernels, tests to plain torch.
+How many parts for which chunk is a measured table. In layers with a window, rows see a few pages
+only, which are never cut; the kernels know a window whose keys stand side by side (`sees_a_run`).
+Pure: integers in, integers out; `paged` hands them to the kernels, tests to plain torch.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ class Batch(msgspec.Struct, frozen=True):
 
     Entry e has query rows [q_indptr[e], q_indptr[e + 1]) of `rows` gathered (heads × as many where
     packed), pages `pages[kv_indptr[e] : kv_indptr[e + 1]]`, the last of which holds `last_page[e]`
-    tokens. `rows` int64: batch rows of the entries' queries, in order.
+    tokens. `rows` int64: batch rows of the entries' queries, in order. `window`: tokens that a row
+    sees, its own included; 0: all.
     """
 
     causal: bool
@@ -72,6 +76,14 @@ class Batch(msgspec.Struct, frozen=True):
     kv_indptr: Ints
     pages: Ints
     last_page: Ints
+    window: int = 0
+
+    @property
+    def run(self) -> slice | None:
+        """The rows as a slice, where they stand side by side in order."""
+        first, count = int(self.rows[0]), len(self.rows)
+        side_by_side = np.array_equal(self.rows, np.arange(first, first + count))
+        return slice(first, first + count) if side_by_side else None
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -80,24 +92,39 @@ class _Entry(msgspec.Struct, frozen=True):
     tokens: int
 
 
+def sees_a_run(span: Span, page_tokens: int) -> bool:
+    """Whether the span's rows see all its pages, or through a window what stands side by side up to
+    themselves: what kernels can be told by the window's width."""
+    sight = span.sight
+    if sight is None:
+        return True
+    first = int(sight.logical[0]) if len(sight.logical) else 0
+    return span.tail and sight.position - first * page_tokens == span.held
+
+
 def lay(
     spans: Sequence[Span],
     page_tokens: int,
     group: int,
     table: Sequence[Choice] = H200,
     least_tokens: int = LEAST_TOKENS,
+    most_tokens: int = 0,
 ) -> tuple[Batch, ...]:
     """The kernel calls for `spans` of several rows, at most one of each kind, in a fixed order.
 
-    `group`: query heads of a KV head. A row's state is the merge of those of all its entries; a row
-    of a span that sees nothing is in none. Raises ValueError for a span with a window.
+    `group`: query heads of a KV head; `most_tokens`: no part of a prefix is longer (0: as long as
+    it likes). A row's state is the merge of those of all its entries; a row of a span that sees
+    nothing is in none. Raises ValueError for a span that does not see a run.
     """
     kinds: dict[tuple[bool, bool], list[_Entry]] = {}
+    window = _window(spans, page_tokens)
     for span in spans:
-        if span.sight is not None:
-            raise ValueError(f"rows from {span.start} on have a window: they are not laid in parts")
         full = span.held // page_tokens
         choice = choose(table, span.length, full * page_tokens, least_tokens)
+        if window:
+            choice = Choice(span.length, 1, False)
+        elif most_tokens and full * page_tokens > choice.parts * most_tokens:
+            choice = Choice(span.length, -(-full * page_tokens // most_tokens), choice.packed)
         if choice.parts == 1:
             full = 0 if span.tail else full  # one entry, from the first key to the last
         cuts = np.linspace(0, full, choice.parts + 1).round().astype(int)
@@ -111,14 +138,63 @@ def lay(
             pages = span.pages[full : full + -(-rest // page_tokens)]
             kinds.setdefault((span.tail, False), []).append(_Entry(span, pages, rest))
     return tuple(
-        _batch(causal, packed, kinds[causal, packed], page_tokens, group)
+        _batch(causal, packed, kinds[causal, packed], page_tokens, group, window if causal else 0)
         for causal, packed in sorted(kinds)
     )
 
 
+def lay_singles(spans: Sequence[Span], page_tokens: int) -> Batch | None:
+    """The call of a decode kernel for `spans` of one row each; rows that see nothing are in none.
+
+    Raises ValueError for a span that does not see a run.
+    """
+    window = _window(spans, page_tokens)
+    entries = []
+    for span in spans:
+        tokens = span.held + span.tail
+        if tokens:
+            entries.append(_Entry(span, span.pages[: -(-tokens // page_tokens)], tokens))
+    return _batch(False, False, entries, page_tokens, 1, window) if entries else None
+
+
+def _window(spans: Sequence[Span], page_tokens: int) -> int:
+    """The one window of all spans, 0 for none."""
+    for span in spans:
+        if not sees_a_run(span, page_tokens):
+            raise ValueError(f"rows from {span.start} on see pages apart: no kernel's window")
+    return max((span.sight.window for span in spans if span.sight is not None), default=0)
+
+
+class Merges(msgspec.Struct, frozen=True):
+    """Which states of the calls, their rows counted through, belong to which batch row, int64.
+
+    `alone`: states that are a row's only one, of batch rows `alone_rows`. `several` [n, most]:
+    those of batch rows `several_rows`, filled up with the number behind the last state.
+    """
+
+    alone_rows: npt.NDArray[np.int64]
+    alone: npt.NDArray[np.int64]
+    several_rows: npt.NDArray[np.int64]
+    several: npt.NDArray[np.int64]
+
+
+def merges(batches: Sequence[Batch]) -> Merges:
+    """How the states of `batches` become those of batch rows."""
+    rows = np.concatenate([np.empty(0, np.int64), *(batch.rows for batch in batches)])
+    order = np.argsort(rows, kind="stable")  # of a row in the order of the calls and entries
+    unique, firsts, counts = np.unique(rows[order], return_index=True, return_counts=True)
+    single = counts == 1
+    most = int(counts.max(initial=1))
+    slots = firsts[~single, None] + np.arange(most)
+    taken = np.arange(most) < counts[~single, None]
+    several = np.where(taken, order[np.minimum(slots, len(order) - 1)], len(rows))
+    return Merges(unique[single], order[firsts[single]], unique[~single], several)
+
+
 def _batch(
-    causal: bool, packed: bool, entries: Sequence[_Entry], page_tokens: int, group: int
-) -> Batch:
+    causal: bool, packed: bool, entries: Sequence[_Entry], page_tokens: int, group: int,
+    window: int = 0,
+) -> Batch:  # fmt: skip
     lengths = [each.span.length * (group if packed else 1) for each in entries]
     starts = [np.arange(each.span.start, each.span.start + each.span.length) for each in entries]
     return Batch(
@@ -129,6 +205,7 @@ def _batch(
         kv_indptr=_indptr([len(each.pages) for each in entries]),
         pages=np.concatenate([each.pages for each in entries]).astype(np.int32),
         last_page=np.array([(each.tokens - 1) % page_tokens + 1 for each in entries], np.int32),
+        window=window,
     )
 
 

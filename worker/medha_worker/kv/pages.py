@@ -5,16 +5,19 @@ Layout HND, one block of memory for all own layers:
     memory  [layers, pages, 2 (key, value), kv_heads, page_tokens, head_dim]
 
 so that page `p` of a layer is one contiguous block at `bases[layer] + p × page_bytes`, and a slice
-of heads within it stays contiguous (what transfers between ranks need).
+of heads within it stays contiguous (what transfers between ranks need). In FP8 a layer's numbers
+have `scales`, which follow from the weights and so are no part of what moves.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from medha.errors import SetupError
+from medha_worker.attention.scales import FP8, Scales
 
 # Where tokens are written: (page, offset in the page) of each, int64.
 Slots = tuple[torch.Tensor, torch.Tensor]
@@ -24,6 +27,8 @@ class KvPages:
     """Pages of keys and values of the layers that one rank holds.
 
     Zeroed at first: rows beyond a page's last token are masked, never trusted to be finite.
+    `scales`: of each own layer, where `dtype` is FP8. `spare`: pages beyond those that are handed
+    out, from number `pages` on; what fills a batch up to the size of a CUDA graph is written there.
     Raises SetupError when the memory cannot be had.
     """
 
@@ -36,10 +41,15 @@ class KvPages:
         head_dim: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        *,
+        scales: Sequence[Scales] = (),
+        spare: int = 0,
     ) -> None:
+        if len(scales) != (len(layers) if dtype == FP8 else 0):
+            raise ValueError(f"{len(scales)} scales for {len(layers)} layers of {dtype}")
         self.layers, self.pages, self.page_tokens = layers, pages, page_tokens
-        self.kv_heads, self.head_dim = kv_heads, head_dim
-        shape = (len(layers), pages, 2, kv_heads, page_tokens, head_dim)
+        self.kv_heads, self.head_dim, self._scales = kv_heads, head_dim, scales
+        shape = (len(layers), pages + spare, 2, kv_heads, page_tokens, head_dim)
         try:
             self.memory = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError as error:
@@ -50,7 +60,9 @@ class KvPages:
             ) from None
         self._pools = self.memory.unbind(0)
         # The same memory as [pages, page_tokens, 2 · kv_heads, head_dim]: what a token's rows fill.
-        self._tokens = tuple(pool.flatten(1, 2).transpose(1, 2) for pool in self._pools)
+        # FP8 as bytes, since there is no storing by index of narrow floats.
+        memory = self.memory.view(torch.uint8) if dtype == FP8 else self.memory
+        self._tokens = tuple(pool.flatten(1, 2).transpose(1, 2) for pool in memory.unbind(0))
 
     @property
     def page_bytes(self) -> int:
@@ -70,9 +82,22 @@ class KvPages:
         """[2, kv_heads, page_tokens, head_dim], contiguous."""
         return self.pool(layer)[page]
 
-    def write(self, layer: int, rows: torch.Tensor, slots: Slots) -> None:
-        """Store n tokens' `rows` [n, 2 · kv_heads, head_dim], keys before values, at `slots`."""
-        self._tokens[layer - self.layers.start].index_put_(slots, rows.to(self.memory.dtype))
+    def scales(self, layer: int) -> Scales | None:
+        """Of the numbers of model layer `layer`; None where they are the values themselves."""
+        return self._scales[layer - self.layers.start] if self._scales else None
+
+    def kept(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """Tokens' `rows` [n, 2 · kv_heads, head_dim], keys before values, as pages hold them."""
+        scales = self.scales(layer)
+        return rows.to(self.memory.dtype) if scales is None else scales.store(rows)
+
+    def write(
+        self, layer: int, kept: torch.Tensor, slots: Slots, which: torch.Tensor | None = None
+    ) -> None:
+        """Store at `slots` n tokens' rows as `kept` gave them, or those at `which` alone."""
+        rows = kept.view(torch.uint8) if self._scales else kept
+        rows = rows if which is None else rows[which]
+        self._tokens[layer - self.layers.start].index_put_(slots, rows)
 
 
 def page_bytes(kv_heads: int, page_tokens: int, head_dim: int, dtype: torch.dtype) -> int:

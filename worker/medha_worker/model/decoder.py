@@ -98,14 +98,15 @@ class Decoder:
         if layer.head_norms is not None:
             turned.copy_(rms_norm(turned, layer.head_norms, self.eps))
         rotate(turned, inputs.turns)
-        rows = qkv[:, self.heads :]
-        if inputs.written is None:
-            kv.write(number, rows, inputs.slots)
-        elif inputs.written.numel():
-            kv.write(number, rows[inputs.written], inputs.slots)
+        rows = kv.kept(number, qkv[:, self.heads :])
+        if inputs.written is None or inputs.written.numel():
+            kv.write(number, rows, inputs.slots, inputs.written)
         k, v = rows[:, : self.kv_heads], rows[:, self.kv_heads :]
         attention = inputs.attention[self.config.window(number)]
-        partial = attention.run(qkv[:, : self.heads], k, v, kv.pool(number)).natural()
+        q, pool, scales = qkv[:, : self.heads], kv.pool(number), kv.scales(number)
+        partial = attention.run(q, k, v, pool, scales)
+        if inputs.shared:
+            partial = partial.natural()
         out = column.merge(partial.out, partial.lse, inputs.shared)
         return out.to(hidden.dtype).view(inputs.rows, -1)
 

@@ -1,0 +1,248 @@
+"""Planned calls of FlashInfer's paged kernels: what a batch of entries becomes on the device.
+
+A wrapper of the library keeps one plan: scheduling arrays that `plan` writes into pinned memory and
+copies to the device in stream order. So a wrapper may be planned again once its last copy is over
+(an event tells), and its last plan once all launches that use it were made (`paged` sees to that).
+States come with log-sum-exps in base 2. Every entry has at least one key for each row: what the
+library says of a row without is not −∞.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from medha_worker.attention.scales import FP8, Scales
+from medha_worker.attention.splits import Batch
+from medha_worker.kernels import Library
+
+# The library's own choice of work, and the keys and values in flight, want at most so much.
+WORKSPACE_BYTES = 256 << 20
+LAYOUT = "HND"
+
+Kernel = Literal["fa3", "fa2"]
+Decodes = Literal["cores", "tensor"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """What all calls of a rank have in common.
+
+    `kernel`: for chunks, `fa3` (Hopper) or `fa2`; `decodes`: whether single rows run on CUDA cores
+    or on tensor cores; `split_pages`: the fixed length of what they split keys into, 0: as the
+    library likes, which depends on the batch (on tensor cores alone).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_tokens: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    kernel: Kernel = "fa3"
+    decodes: Decodes = "cores"
+    split_pages: int = 0
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def narrow_queries(self) -> bool:
+        """Whether the kernel for chunks wants queries in FP8: `fa3` does where keys are."""
+        return self.kernel == "fa3" and self.kv_dtype == FP8
+
+
+class Wrapper:
+    """One of the library's wrappers, planned once its last plan has left pinned memory."""
+
+    def __init__(self, inner: Any, device: torch.device) -> None:
+        self.inner = inner
+        self._copied = torch.Event("cuda") if device.type == "cuda" else None
+        self._planned = False
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        if self._copied is not None and self._planned:
+            self._copied.synchronize()
+        self.inner.plan(*args, **options)
+        self._planned = True
+        if self._copied is not None:
+            self._copied.record()
+
+
+class Wrappers:
+    """The wrappers of the plans that are held at a time, made when first needed.
+
+    All share one workspace: on one stream a kernel is over before the next writes there.
+    """
+
+    def __init__(self, geometry: Geometry, library: Library, device: torch.device) -> None:
+        self.geometry, self.library, self.device = geometry, library, device
+        self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._made: dict[tuple[object, ...], Wrapper] = {}
+
+    def chunks(self, turn: int, batch: Batch) -> ChunkCall:
+        """Plan a call for chunks on the wrapper of `turn` for such calls."""
+        key = (turn, batch.causal, batch.packed, batch.window)
+        if key not in self._made:
+            self._made[key] = Wrapper(
+                self.library.BatchPrefillWithPagedKVCacheWrapper(
+                    self.workspace, LAYOUT, backend=self.geometry.kernel
+                ),
+                self.device,
+            )
+        return ChunkCall(self._made[key], batch, self.geometry, self.device)
+
+    def decodes(self, turn: int, batch: Batch) -> DecodeCall:
+        """Plan a call for single rows on the wrapper of `turn` for such calls."""
+        key = (turn, "decodes", batch.window)
+        if key not in self._made:
+            inner = decode_wrapper(self.library, self.geometry, self.workspace)
+            self._made[key] = Wrapper(inner, self.device)
+        wrapper = self._made[key]
+        plan_decodes(wrapper, batch, self.geometry, self.device)
+        return DecodeCall(wrapper, _selection(batch, self.device), self.geometry)
+
+
+def decode_wrapper(
+    library: Library, geometry: Geometry, workspace: torch.Tensor, **buffers: Any
+) -> Any:
+    """The library's wrapper for single rows; `buffers`: what a CUDA graph's has besides."""
+    tensor = geometry.decodes == "tensor"
+    return library.BatchDecodeWithPagedKVCacheWrapper(
+        workspace, LAYOUT, use_tensor_cores=tensor, backend="fa2" if tensor else "auto", **buffers
+    )
+
+
+def plan_decodes(wrapper: Wrapper, batch: Batch, geometry: Geometry, device: torch.device) -> None:
+    """Plan entries of single rows on a wrapper."""
+    G = geometry
+    wrapper.plan(
+        staged(batch.kv_indptr, device),
+        to_device(batch.pages, device),
+        staged(batch.last_page, device),
+        G.heads,
+        G.kv_heads,
+        G.head_dim,
+        G.page_tokens,
+        window_left=batch.window - 1,
+        q_data_type=G.dtype,
+        kv_data_type=G.kv_dtype,
+        o_data_type=G.dtype,
+        **({"fixed_split_size": G.split_pages} if G.split_pages else {}),
+    )
+
+
+class DecodeCall:
+    """Single rows, planned: row i of the selection is entry i."""
+
+    def __init__(self, wrapper: Wrapper, rows: slice | torch.Tensor, geometry: Geometry) -> None:
+        self.wrapper, self.rows, self.geometry = wrapper, rows, geometry
+
+    def run(
+        self, q: torch.Tensor, pool: torch.Tensor, scales: Scales | None, out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """States of all own rows of `q` into `out` and `lse`, which stand for the whole batch."""
+        if isinstance(self.rows, slice):
+            self._run(q[self.rows], pool, scales, out[self.rows], lse[self.rows])
+            return
+        own = torch.empty((len(self.rows), *q.shape[1:]), dtype=out.dtype, device=q.device)
+        sums = torch.empty(own.shape[:2], dtype=torch.float32, device=q.device)
+        self._run(q.index_select(0, self.rows), pool, scales, own, sums)
+        out.index_copy_(0, self.rows, own)
+        lse.index_copy_(0, self.rows, sums)
+
+    def _run(
+        self, q: torch.Tensor, pool: torch.Tensor, scales: Scales | None, out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:  # fmt: skip
+        queries = q if scales is None else scales.meeting(q)
+        self.wrapper.inner.run(queries, pool, out=out, lse=lse, return_lse=True)
+        if scales is not None:
+            scales.restore(out)
+
+
+class ChunkCall:
+    """Entries of several rows, planned."""
+
+    def __init__(
+        self, wrapper: Wrapper, batch: Batch, geometry: Geometry, device: torch.device
+    ) -> None:
+        self.wrapper, self.batch, self.geometry = wrapper, batch, geometry
+        self.rows = _selection(batch, device)
+        G = geometry
+        wrapper.plan(
+            staged(batch.q_indptr, device),
+            staged(batch.kv_indptr, device),
+            to_device(batch.pages, device),
+            staged(batch.last_page, device),
+            G.kv_heads if batch.packed else G.heads,
+            G.kv_heads,
+            G.head_dim,
+            G.page_tokens,
+            causal=batch.causal,
+            window_left=batch.window - 1,
+            q_data_type=FP8 if G.narrow_queries else G.dtype,
+            kv_data_type=G.kv_dtype,
+            o_data_type=G.dtype,
+        )
+
+    def run(
+        self, q: torch.Tensor, pool: torch.Tensor, scales: Scales | None, out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """States of the entries' rows, in their order, into `out` [rows, heads, head_dim] and `lse`
+        [rows, heads]."""
+        G, narrow = self.geometry, self.geometry.narrow_queries
+        queries = q[self.rows] if isinstance(self.rows, slice) else q.index_select(0, self.rows)
+        if scales is not None:
+            queries = scales.query_numbers(queries) if narrow else scales.meeting(queries)
+        own, sums = out, lse
+        if self.batch.packed:
+            queries = fold(queries, G.kv_heads)
+            own, sums = torch.empty_like(queries, dtype=out.dtype), lse.new_empty(queries.shape[:2])
+        extra: tuple[torch.Tensor | None, ...] = ()
+        if scales is not None and narrow:
+            extra = (None, scales.query * scales.key, scales.value)
+        self.wrapper.inner.run(queries, pool, *extra, out=own, lse=sums, return_lse=True)
+        if self.batch.packed:
+            unfold(own, out)
+            unfold(sums, lse)
+        if scales is not None and not narrow:
+            scales.restore(out)
+
+
+def fold(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Queries [n, kv_heads · group, head_dim] as rows [n · group, kv_heads, head_dim]."""
+    n, _, head_dim = q.shape
+    by_head = q.view(n, kv_heads, -1, head_dim).transpose(1, 2)
+    return by_head.reshape(-1, kv_heads, head_dim).contiguous()
+
+
+def unfold(folded: torch.Tensor, into: torch.Tensor) -> None:
+    """The inverse: [n · group, kv_heads, …] into [n, kv_heads · group, …]."""
+    n, kv_heads, rest = len(into), folded.shape[1], folded.shape[2:]
+    into.view(n, kv_heads, -1, *rest).copy_(folded.view(n, -1, kv_heads, *rest).transpose(1, 2))
+
+
+def staged(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    """In memory from which it can be copied in the background."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copied in the background, in stream order."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _selection(batch: Batch, device: torch.device) -> slice | torch.Tensor:
+    run = batch.run
+    return to_device(batch.rows, device) if run is None else run

@@ -1,0 +1,166 @@
+"""The CUDA backend: FlashInfer's paged kernels, chosen by shape.
+
+    single rows          the decode kernel, which splits keys by itself
+    chunks               one causal entry each; where a chunk is small and what it follows is long,
+                         its prefix in parts and the chunk's own tail apart, merged (see `splits`)
+    windows over holes   plain torch: rows of a shared sequence in a layer with a window, whose
+                         shard of the keys is not one run
+
+`plan` is called once per step and window with arrays on the CPU, some 100 µs each call; `run` once
+per layer, and only launches. A plan holds its wrappers until `turns` more plans are made. States
+are in the type of the model, log-sum-exps in base 2. All calls belong to one thread and stream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from medha_worker.attention.calls import ChunkCall, DecodeCall, Geometry, Wrappers, to_device
+from medha_worker.attention.interface import LogBase, Partial, Span
+from medha_worker.attention.reference import ReferenceAttention, ReferencePlan
+from medha_worker.attention.scales import Scales
+from medha_worker.attention.splits import H200, Choice, Merges, lay, lay_singles, merges, sees_a_run
+from medha_worker.kernels import Library
+
+# Products in FP8 are summed in few bits, so the longer a sum the more it loses: a part of a prefix
+# is no longer than this where queries are FP8 too.
+NARROW_TOKENS = 16_384
+# Pages of keys that plain torch works on at once.
+TILE_PAGES = 32
+
+
+class PagedAttention:
+    """Attention of one rank on one CUDA device; implements `interface.Attention`.
+
+    `turns`: how many plans are held at a time.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        library: Library,
+        device: torch.device,
+        *,
+        table: Sequence[Choice] = H200,
+        turns: int = 4,
+    ) -> None:
+        G = self.geometry = geometry
+        self.library, self.device, self.table, self.turns = library, device, tuple(table), turns
+        self.wrappers = Wrappers(geometry, library, device)
+        self.rest = ReferenceAttention(G.heads, G.kv_heads, G.head_dim, G.page_tokens, TILE_PAGES)
+        self._turn = 0
+
+    def plan(self, spans: Sequence[Span]) -> PagedPlan:
+        """Lay out a step's spans, those of one window, and plan the kernels for them."""
+        G, T = self.geometry, self.geometry.page_tokens
+        runs = [span for span in spans if sees_a_run(span, T)]
+        rest = [span for span in spans if not sees_a_run(span, T)]
+        single = lay_singles([span for span in runs if span.length == 1], T)
+        batches = lay(
+            [span for span in runs if span.length > 1], T, G.group, self.table,
+            most_tokens=NARROW_TOKENS if G.narrow_queries else 0,
+        )  # fmt: skip
+        self._turn = (self._turn + 1) % self.turns
+        return PagedPlan(
+            self,
+            None if single is None else self.wrappers.decodes(self._turn, single),
+            tuple(self.wrappers.chunks(self._turn, batch) for batch in batches),
+            merges(batches),
+            self.rest.plan(rest) if rest else None,
+            [slice(s.start, s.start + s.length) for s in runs if not s.held and not s.tail],
+            [slice(s.start, s.start + s.length) for s in rest],
+        )
+
+
+class PagedPlan:
+    """One step's spans, ready to run in every layer; implements `interface.Plan`."""
+
+    def __init__(
+        self,
+        attention: PagedAttention,
+        single: DecodeCall | None,
+        chunks: tuple[ChunkCall, ...],
+        states: Merges,
+        rest: ReferencePlan | None,
+        bare: list[slice],
+        rest_rows: list[slice],
+    ) -> None:
+        self.attention, self.single, self.chunks = attention, single, chunks
+        self.rest, self.bare, self.rest_rows = rest, bare, rest_rows
+        # One call whose rows are nobody else's writes them where they belong.
+        direct = len(chunks) == 1 and not len(states.several) and isinstance(chunks[0].rows, slice)
+        self.states = None if direct or not chunks else _Merging(states, attention)
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor,
+        scales: Scales | None = None,
+    ) -> Partial:  # fmt: skip
+        out = torch.empty(q.shape, dtype=self.attention.geometry.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        if self.single is not None:
+            self.single.run(q, pool, scales, out, lse)
+        if self.states is not None:
+            self.states.run(self.chunks, q, pool, scales, out, lse)
+        elif self.chunks:
+            rows = self.chunks[0].rows
+            self.chunks[0].run(q, pool, scales, out[rows], lse[rows])
+        if self.rest is not None:
+            self.rest.fill(q, k, v, pool, Partial(out, lse), scales)
+            for rows in self.rest_rows:
+                lse[rows].mul_(1.0 / math.log(LogBase.TWO.value))
+        for rows in self.bare:
+            out[rows].zero_()
+            lse[rows].fill_(float("-inf"))
+        return Partial(out, lse, LogBase.TWO)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Indices:
+    """Rows and states of `splits.Merges`, on the device."""
+
+    alone_rows: torch.Tensor
+    alone: torch.Tensor
+    several_rows: torch.Tensor
+    several: torch.Tensor
+
+
+class _Merging:
+    """The states of several calls, side by side, made into those of batch rows."""
+
+    def __init__(self, states: Merges, attention: PagedAttention) -> None:
+        device = attention.device
+        self._library = attention.library
+        self._at = _Indices(
+            *(to_device(x, device) for x in (states.alone_rows, states.alone)),
+            *(to_device(x, device) for x in (states.several_rows, states.several.reshape(-1))),
+        )
+
+    def run(
+        self, calls: Sequence[ChunkCall], q: torch.Tensor, pool: torch.Tensor,
+        scales: Scales | None, out: torch.Tensor, lse: torch.Tensor,
+    ) -> None:  # fmt: skip
+        at, ends = self._at, [0]
+        for call in calls:
+            ends.append(ends[-1] + len(call.batch.rows))
+        # Behind the last state an empty one.
+        states = out.new_empty(ends[-1] + 1, *out.shape[1:])
+        sums = lse.new_empty(ends[-1] + 1, lse.shape[1])
+        states[-1].zero_()
+        sums[-1].fill_(float("-inf"))
+        for call, first, end in zip(calls, ends[:-1], ends[1:], strict=True):
+            call.run(q, pool, scales, states[first:end], sums[first:end])
+        if len(at.alone):
+            out.index_copy_(0, at.alone_rows, states.index_select(0, at.alone))
+            lse.index_copy_(0, at.alone_rows, sums.index_select(0, at.alone))
+        if len(at.several_rows):
+            rows = len(at.several_rows)
+            merged, whole = self._library.merge_states(
+                states.index_select(0, at.several).view(rows, -1, *states.shape[1:]),
+                sums.index_select(0, at.several).view(rows, -1, sums.shape[1]),
+            )
+            out.index_copy_(0, at.several_rows, merged)
+            lse.index_copy_(0, at.several_rows, whole)

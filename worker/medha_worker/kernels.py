@@ -1,0 +1,61 @@
+"""FlashInfer's one door: the CUDA kernels that this engine does not write itself.
+
+Nothing is imported until a CUDA device asks for it. Everything else names only what `Library` names
+here, so that a test can put plain torch in its place and see every plan and call. The kernels are
+compiled when first used, into FlashInfer's cache (FLASHINFER_WORKSPACE_BASE, or the home folder):
+minutes once, where that folder is kept.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+
+from medha.errors import SetupError
+
+VERSION = "0.6.13"
+
+
+class Library(Protocol):
+    """What is used of FlashInfer 0.6 (docs.flashinfer.ai/api), by its names."""
+
+    BatchPrefillWithPagedKVCacheWrapper: Callable[..., Any]
+    BatchDecodeWithPagedKVCacheWrapper: Callable[..., Any]
+
+    def merge_states(
+        self, v: torch.Tensor, s: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def append_paged_kv_cache(
+        self, append_key: torch.Tensor, append_value: torch.Tensor, batch_indices: torch.Tensor,
+        positions: torch.Tensor, paged_kv_cache: torch.Tensor, kv_indices: torch.Tensor,
+        kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, kv_layout: str = "NHD",
+    ) -> None: ...  # fmt: skip
+
+    def rmsnorm(
+        self, input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+    def silu_and_mul(
+        self, input: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+    def apply_rope_with_cos_sin_cache_inplace(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int,
+        cos_sin_cache: torch.Tensor, is_neox: bool = True,
+    ) -> None: ...  # fmt: skip
+
+
+def flashinfer() -> Library:
+    """The library; raises SetupError where it is not installed or does not load."""
+    try:
+        return cast(Library, importlib.import_module("flashinfer"))
+    except (ImportError, OSError, RuntimeError) as error:
+        raise SetupError(
+            f"device is cuda: FlashInfer cannot be imported ({error}); run `pip install"
+            f" flashinfer-python=={VERSION}`, or set device to cpu"
+        ) from None
