@@ -33,6 +33,7 @@ for entry in pathlib.Path("/proc").iterdir():
 """
 BACK_S = 240.0
 CUT_S = 30.0
+OUTAGE_S = 600.0
 PROPER = {"no_replica", "overloaded", "draining", "deadline_infeasible", "poison_request"}
 """What a request may end with whose replica could not be saved; never a cut stream."""
 
@@ -248,6 +249,33 @@ def test_requests_do_not_notice_that_the_api_server_is_away(
     failed = trouble.back("SIGKILL of the API server", lambda: leads_since(trouble.medha, before))
     assert failed == {}
     until(lambda: whole(trouble.medha), "both replicas", BACK_S)
+
+
+def test_ten_minutes_without_an_api_server_do_not_reach_who_is_served(
+    trouble: Trouble, harm: Callable[..., str]
+) -> None:
+    medha = trouble.medha
+    pods = lives(medha)
+    over_s = time.monotonic() + OUTAGE_S  # the length of the outage is what is tested
+    while time.monotonic() < over_s:
+        with contextlib.suppress(Failed):  # between two of its lives
+            harm("kill-api-server")
+        time.sleep(0.1)
+    after = datetime.datetime.now(datetime.UTC)
+    failed = trouble.back(f"{OUTAGE_S:.0f} s without API server", lambda: leads_since(medha, after))
+    assert failed == {}
+    until(lambda: whole(medha), "both replicas", BACK_S)
+    assert lives(medha) == pods
+
+
+def lives(medha: Installed) -> dict[str, int]:
+    """How often each pod's container has started anew, by the pod's UID."""
+    return {
+        each["metadata"]["uid"]: sum(
+            one["restartCount"] for one in each["status"]["containerStatuses"]
+        )
+        for each in medha.pods()
+    }
 
 
 def leads_since(medha: Installed, moment: datetime.datetime) -> bool:
