@@ -11,21 +11,28 @@ from medha.batch import Batch
 from medha.scheduling.decisions import Line
 
 
-def gaps(log: Iterable[bytes]) -> list[float]:
-    """Seconds between the ends of successive batches of the newest prompt, ascending; the log's
-    first line is its heading."""
+def gaps(log: Iterable[bytes]) -> tuple[list[float], list[float]]:
+    """Seconds between the ends of successive batches of the newest prompt: until a group joined
+    while it ran, if one did, and from then on; each ascending. The first line is the heading."""
     batches: dict[int, Batch] = {}
     ends: dict[int, list[float]] = {}
+    joined_s = float("inf")
     for row in itertools.islice(log, 1, None):
         line = msgspec.json.decode(row, type=Line)
         if line.call == "next_batch":
             batch = msgspec.json.decode(line.outcome, type=Batch | None)
             if batch is not None:
                 batches[batch.number] = batch
+        elif line.call == "group_joined":
+            _, _, joined_s = msgspec.json.decode(line.args, type=tuple[int, int, float])
         elif line.call == "complete":
             number, _, now = msgspec.json.decode(line.args, type=tuple[int, msgspec.Raw, float])
             for chunk in batches.pop(number).chunks if number in batches else ():
                 if not chunk.decode:
                     ends.setdefault(chunk.seq, []).append(now)
-    newest = ends[max(ends)] if ends else []
-    return sorted(now - before for before, now in itertools.pairwise(newest))
+    pairs = list(itertools.pairwise(ends[max(ends)])) if ends else []
+    meanwhile = any(joined_s > before for before, _ in pairs)
+    return (
+        sorted(now - before for before, now in pairs if now <= joined_s or not meanwhile),
+        sorted(now - before for before, now in pairs if now > joined_s and meanwhile),
+    )

@@ -22,14 +22,23 @@ def log_of(times: list[float], seq: int) -> list[bytes]:
 
 
 def test_gaps_are_those_of_the_newest_prompt() -> None:
-    log = log_of([0.0, 5.0], seq=7) + log_of([7.0, 7.1, 7.6, 7.8], seq=8)[1:]
-    assert gaps(log) == pytest.approx([0.1, 0.2, 0.5])
+    log = [b"{}\n", line("group_joined", (0, 1, -9.0), ()), *log_of([0.0, 5.0], seq=7)[1:]]
+    log += log_of([7.0, 7.1, 7.6, 7.8], seq=8)[1:]
+    until, after = gaps(log)
+    assert until == pytest.approx([0.1, 0.2, 0.5]) and after == []
+
+
+def test_gaps_before_and_after_a_group_joined_are_told_apart() -> None:
+    log = log_of([0.0, 0.3, 0.4, 0.6], seq=7)
+    log.append(line("group_joined", (1, 2, 0.35), ()))
+    until, after = gaps(log)
+    assert until == pytest.approx([0.3]) and after == pytest.approx([0.1, 0.2])
 
 
 def test_an_end_of_a_batch_that_was_not_decided_is_no_gap() -> None:
     log = [*log_of([0.0, 0.1], seq=7), line("complete", (9, BatchResult(), 5.0), ())]
-    assert gaps(log) == pytest.approx([0.1])
+    assert gaps(log)[0] == pytest.approx([0.1])
 
 
 def test_a_log_without_a_prompt_has_none() -> None:
-    assert gaps([b"{}\n"]) == []
+    assert gaps([b"{}\n"]) == ([], [])
