@@ -37,6 +37,8 @@ SETTLES_S, STUCK_S = 30.0, 300.0
 """Signals look back so far: what they say of a fleet that changed counts from then on. Replicas
 that do not start for STUCK_S, or twice their usual time, are waited for no longer."""
 LONG_AGO_S = 1e12
+MODEST = 0.9
+"""A target is no higher than this share of the slack that an idle replica leaves."""
 GAP_S = 60.0
 """Nobody looked for so long: what was seen before says nothing of the time between."""
 
@@ -46,7 +48,7 @@ Why = Literal[
 ]  # fmt: skip
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
+class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a resource asks for: bounds, target, and for how long a surplus must last (seconds)."""
 
     least: int
@@ -160,6 +162,13 @@ def replay(journal: Journal) -> list[Decision]:
         decision, memory = decide(record.policy, memory, record.signals)
         found.append(decision)
     return found
+
+
+def attainable(policy: Policy, best: float) -> Policy:
+    """No load is to blame for a slack that not even an idle replica leaves: `best`, of the class
+    with the least. With a multiplier of 1.1 that is 0.1."""
+    target = min(policy.target_slack, MODEST * max(0.0, best))
+    return msgspec.structs.replace(policy, target_slack=target)
 
 
 def quantile(edges: Sequence[float], counts: Sequence[int], share: float) -> float | None:

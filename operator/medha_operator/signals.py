@@ -12,7 +12,7 @@ import msgspec
 
 from medha.messages import ModelDemand
 from medha.metrics import RATIO
-from medha.scaling import ClassShare, Policy, Signals, quantile
+from medha.scaling import ClassShare, Policy, Signals, attainable, quantile
 from medha.spec import MedhaReplica, seconds
 from medha.spec.quantities import to_number
 from medha.spec.values import Autoscaling
@@ -20,8 +20,6 @@ from medha_operator.observed import PodView, ReportView
 
 STALE_S = 15.0
 USUAL_START_S = 60.0
-MODEST = 0.9
-"""A target is no higher than this share of the slack that an idle replica leaves."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,15 +48,14 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def policy_of(resource: MedhaReplica, asked: Autoscaling) -> Policy:
-    """What `spec.autoscaling` asks for. No load is to blame for a slack that not even an idle
-    replica leaves: a class with a multiplier of 1.1 has a slack of 0.1 at best."""
-    best = min(each.slo.ttft_multiplier for each in resource.spec.classes) - 1.0
-    return Policy(
+    """What `spec.autoscaling` asks for."""
+    policy = Policy(
         least=asked.min_replicas,
         most=asked.max_replicas,
-        target_slack=min(to_number(asked.target_slack_p10), MODEST * max(0.0, best)),
+        target_slack=to_number(asked.target_slack_p10),
         down_after_s=seconds(asked.scale_down_stabilization),
     )
+    return attainable(policy, min(each.slo.ttft_multiplier for each in resource.spec.classes) - 1.0)
 
 
 def signals_of(

@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from medha import metrics
+from medha.demand import WORK_FLOOR_S, Demand, slack_ratio
 from medha.errors import Refusal
 from medha.scheduling.queue import Queued
-from medha_router.demand import Demand
 from medha_router.runs import Answer, Run
 
 QUANTILES = (0.1, 0.5)
-WORK_FLOOR_S = 0.001
-REFUSED_RATIO = -1.0
-"""Slack of a request that is refused without saying when it could be served."""
 
 
 class Instruments(Protocol):
@@ -44,26 +41,19 @@ class Meter:
             self._demand.unserved(model, now)
 
     def refused_run(self, run: Run, refusal: Refusal, now: float) -> None:
-        """A refusal is a miss wherever attainment is reported; its slack at arrival is what was
-        missing. What an idle replica could not do in time says nothing of the load."""
+        """A refusal is a miss wherever attainment is reported."""
         self._to.add("medha_slo_missed_total", 1, *_of_run(run))
         self._to.add("medha_slo_attained_total", 0, *_of_run(run))
         self._to.add("medha_requests_total", 1, *_of_run(run), "refused")
-        if refusal.code in ("no_replica", "context_length_exceeded") or _slack(run, 0.0) < 0.0:
-            return
-        ratio = REFUSED_RATIO
-        if refusal.earliest_ttft_s is not None:
-            ratio = _ratio(run, refusal.earliest_ttft_s)
-        self._arrived(run, min(ratio, 0.0), now)
-        self._demand.ended(*_of_class(run), False, now)
+        self._arrived(run, self._demand.refused(_model(run), run.request, refusal, now))
 
     def arrived(self, run: Run, finish_s: float, now: float) -> None:
         """Taken, with its first token expected `finish_s` after its arrival."""
-        self._arrived(run, _ratio(run, finish_s) if _slack(run, 0.0) >= 0.0 else None, now)
+        self._arrived(run, self._demand.taken(_model(run), run.request, finish_s, now))
 
     def arrived_at_none(self, run: Run, now: float) -> None:
         """Taken after it waited for the first replica: that wait is no lack of replicas now."""
-        self._arrived(run, None, now)
+        self._demand.arrived(_model(run), None, run.request.work_s, now)
 
     def admitted(self, answer: Answer) -> None:
         model, tenant = answer.ask.model, self._tenant(answer)
@@ -81,18 +71,18 @@ class Meter:
         self._to.add("medha_requests_relegated_total", 1, *_of_class(run))
 
     def dispatched(self, run: Run, now: float) -> None:
-        age_s = now - run.request.arrival_s
-        slack = _slack(run, age_s)
+        request = run.request
+        slack = slack_ratio(request, now - request.arrival_s + request.work_s)
         self._to.observe("medha_request_slack_ratio", slack, *_of_class(run), "dispatch")
 
-    def tokens(self, run: Run, count: int, now: float, slack_ratio: float | None) -> None:
+    def tokens(self, run: Run, count: int, now: float, ratio: float | None) -> None:
         """`count` tokens came at `now`; the first of all is the TTFT."""
         labels = _of_run(run)
         if run.first_token_s is None:
             run.first_token_s = now
             ttft_s = now - run.request.arrival_s
             self._to.observe("medha_request_ttft_seconds", ttft_s, *labels)
-            self._first_token(run, ttft_s, slack_ratio)
+            self._first_token(run, ttft_s, ratio)
         elif run.last_token_s is not None:
             gap_s = (now - run.last_token_s) / count
             for _ in range(count):
@@ -122,7 +112,7 @@ class Meter:
             self._missed(run, now)
             return
         self._to.add("medha_slo_attained_total", 1, *labels)
-        self._demand.ended(*_of_class(run), True, now)
+        self._demand.over(_model(run), request, True, now)
 
     def failed(self, answer: Answer, now: float) -> None:
         self._ended(answer, "failed")
@@ -141,7 +131,7 @@ class Meter:
         to.set("medha_queue_work_seconds", sum(item.work_s for item in waiting), model)
         to.set("medha_running_requests", running, model)
         to.add("medha_requests_moved_total", 0, model)
-        slacks = sorted(slack_ratio(item, now) for item in waiting)
+        slacks = sorted(queued_slack(item, now) for item in waiting)
         for quantile in QUANTILES:
             value = slacks[int(quantile * len(slacks))] if slacks else 0.0
             to.set("medha_queue_slack_ratio", value, model, f"p{quantile * 100:.0f}")
@@ -166,20 +156,18 @@ class Meter:
             self._to.add("medha_promises_total", 0, *_of_class(run), outcome)
         self._to.add("medha_requests_relegated_total", 0, *_of_class(run))
 
-    def _arrived(self, run: Run, ratio: float | None, now: float) -> None:
+    def _arrived(self, run: Run, ratio: float | None) -> None:
         if ratio is not None:
             self._to.observe("medha_arrival_slack_ratio", ratio, *_of_class(run))
-        self._demand.arrived(run.answer.ask.model, ratio, run.request.work_s, now)
 
     def _missed(self, run: Run, now: float) -> None:
         self._to.add("medha_slo_missed_total", 1, *_of_run(run))
-        self._demand.ended(*_of_class(run), False, now)
+        if not run.answer.held:  # whoever waited for the first replica had to be late
+            self._demand.over(_model(run), run.request, False, now)
 
-    def _first_token(self, run: Run, ttft_s: float, slack_ratio: float | None) -> None:
+    def _first_token(self, run: Run, ttft_s: float, ratio: float | None) -> None:
         labels, request = _of_class(run), run.request
-        ratio = slack_ratio
-        if ratio is None:
-            ratio = (request.ttft_deadline_s - ttft_s) / max(request.work_s, WORK_FLOOR_S)
+        ratio = ratio if ratio is not None else slack_ratio(request, ttft_s)
         self._to.observe("medha_request_slack_ratio", ratio, *labels, "first_token")
         if not run.promise_given:
             return
@@ -201,23 +189,17 @@ class Meter:
         return self._tenants.label(answer.tenant)
 
 
-def slack_ratio(item: Queued, now: float) -> float:
+def queued_slack(item: Queued, now: float) -> float:
     """Relative slack of a waiting request: (due − now − work) / work."""
     return (item.due_s - now - item.work_s) / max(item.work_s, WORK_FLOOR_S)
 
 
-def _slack(run: Run, age_s: float) -> float:
-    return _ratio(run, age_s + run.request.work_s)
-
-
-def _ratio(run: Run, finish_s: float) -> float:
-    """What is left of the deadline at `finish_s` after arrival, relative to the work."""
-    request = run.request
-    return (request.ttft_deadline_s - finish_s) / max(request.work_s, WORK_FLOOR_S)
+def _model(run: Run) -> str:
+    return run.answer.ask.model
 
 
 def _of_class(run: Run) -> tuple[str, str]:
-    return run.answer.ask.model, run.request.slo_class
+    return _model(run), run.request.slo_class
 
 
 def _of_run(run: Run) -> tuple[str, str, str]:

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from medha.adapters.prometheus import Reply, Route, json_reply
+from medha.demand import WINDOW_S, Demand
 from medha.messages import RouterDemand
 from medha.scheduling.queue import Queued
-from medha_router.demand import WINDOW_S, Demand
 from medha_router.fleet import Fleet
-from medha_router.metering import slack_ratio
+from medha_router.metering import queued_slack
 from medha_router.models import ServedModel
 from medha_router.runs import Run
 
@@ -140,7 +140,7 @@ def _waiting(item: Queued, run: Run, now: float) -> Waiting:
         due_in_s=item.due_s - now,
         work_s=item.work_s,
         slack_s=item.due_s - now - item.work_s,
-        slack_ratio=slack_ratio(item, now),
+        slack_ratio=queued_slack(item, now),
         promised=item.promised,
         slo_class=run.request.slo_class,
         prompt_tokens=run.request.prompt_tokens,

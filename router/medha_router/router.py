@@ -17,11 +17,11 @@ from fastapi import FastAPI
 
 from medha.adapters.prometheus import Metrics, OpsServer, Route, Tick
 from medha.config import RouterConfig
+from medha.demand import Demand
 from medha.errors import SetupError, SpecError
 from medha.messages import RouterDemand
 from medha_router import ops
 from medha_router.app import make_app
-from medha_router.demand import Demand
 from medha_router.door import DrainingServer, server_of
 from medha_router.exchange import Exchange
 from medha_router.files import FileStore

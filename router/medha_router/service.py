@@ -15,9 +15,9 @@ from typing import TypeVar
 import msgspec
 
 from medha.config import RouterConfig
+from medha.demand import Demand
 from medha.errors import Refusal, RequestError
 from medha.request import Request
-from medha_router.demand import Demand
 from medha_router.detokenizer import Vocabulary
 from medha_router.editions import Edition
 from medha_router.encoding import Prompt

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from medha.adapters.prometheus import Metrics, OpsServer, Reply, json_reply
 from medha.config import CONTROLLER_OPS_PORT
+from medha.demand import WINDOW_S, Demand
 from medha.messages import GroupStatus, ReplicaStatus, RouterDemand
-from medha_router.demand import WINDOW_S, Demand
 
 _NETWORKS = itertools.count(1)
 

@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from medha.config import RouterModel
-from medha.messages import ModelDemand, RouterDemand
+from medha.demand import UNSERVED_S, WINDOW_S, Demand
+from medha.messages import ClassDemand, ModelDemand, RouterDemand
 from medha.metrics import RATIO
-from medha.request import Slo, SloClass
-from medha_router.demand import UNSERVED_S, WINDOW_S, Demand
+from medha.request import Request, Slo, SloClass
 from medha_router.learning import Models
 
 Routers = Callable[..., Any]
@@ -67,6 +67,16 @@ def test_what_not_even_an_idle_replica_could_do_in_time_is_no_pressure(
         )
     found = demand_of(running)
     assert sum(found.slack_counts) == 0 and found.classes == ()
+
+
+def test_what_not_even_an_idle_replica_could_do_in_time_is_no_miss_either() -> None:
+    demand = Demand()
+    hopeless = Request(id="h", arrival_s=0.0, prompt_tokens=9, ttft_deadline_s=1.0, work_s=2.0)
+    demand.over("m", hopeless, False, 1.0)
+    assert demand.of("m", 1.0).classes == ()
+    demand.over("m", msgspec.structs.replace(hopeless, work_s=0.5), False, 1.0)
+    demand.over("m", hopeless, True, 1.0)
+    assert demand.of("m", 1.0).classes == (ClassDemand(name="default", met=1, missed=1),)
 
 
 def test_a_window_forgets_what_is_older_than_it() -> None:

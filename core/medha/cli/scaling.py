@@ -1,7 +1,8 @@
 """`medha scaling`: the looks that an operator showed are decided again, from the same signals.
 
-The operator's `GET /scaling` has the last looks at each resource. What scales a fleet is the same
-code here and there, so every decision must come out the same; each change is shown with its why.
+The operator's `GET /scaling` has the last looks at each resource, and `medha simulate --out` writes
+those at its fleet. What scales a fleet is the same code everywhere, so every decision must come out
+the same; each change is shown with its why.
 """
 
 from __future__ import annotations
@@ -30,13 +31,20 @@ def run_scaling(path: pathlib.Path, console: Console) -> None:
                     f"({look.decision.why}) were decided, now {decision.replicas} "
                     f"({decision.why}): run the version that decided"
                 )
-            if decision.replicas != look.signals.current:
-                console.print(
-                    f"{name} at {look.signals.at_s:.0f} s: from {look.signals.current} to "
-                    f"{decision.replicas} replicas ({decision.why}): {decision.message}",
-                    highlight=False, soft_wrap=True,
-                )  # fmt: skip
+        tell_changes(name, journal, console)
         console.print(f"{name}: {len(looks)} looks come out the same", highlight=False)
+
+
+def tell_changes(name: str, journal: Journal, console: Console) -> None:
+    """A line for each look that changed something, with its why."""
+    for look in journal.looks:
+        decision = look.decision
+        if decision.replicas != look.signals.current:
+            console.print(
+                f"{name} at {look.signals.at_s:.0f} s: from {look.signals.current} to "
+                f"{decision.replicas} replicas ({decision.why}): {decision.message}",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
 
 
 def _read(path: pathlib.Path) -> dict[str, Journal]:

@@ -9,16 +9,20 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from medha.cli.scaling import tell_changes
 from medha.config import POLICIES
 from medha.errors import SpecError
 from medha.sim.report import table
 from medha.sim.scenario import Outcome, Scenario, read_scenario, simulate
 
+NAME = "fleet"
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """`policies`: run the scenario once under each; empty: as it is written.
 
-    `out`: a folder for `<policy>.json` (the report) and `<policy>.records.jsonl`.
+    `out`: a folder for `<policy>.json` (the report), `<policy>.records.jsonl`, and with autoscaling
+    `<policy>.scaling.json`, which `medha scaling` decides again.
     """
 
     scenario: pathlib.Path
@@ -43,6 +47,7 @@ def run_simulate(options: Options, console: Console) -> None:
             f"{policy}: {outcome.batches} batches in {took:.1f} s of real time", highlight=False
         )
         console.print(table(outcome.report), highlight=False, markup=False, soft_wrap=True)
+        tell_changes(NAME, outcome.scaling, console)
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
             (options.out / f"{policy}.json").write_bytes(
@@ -51,6 +56,10 @@ def run_simulate(options: Options, console: Console) -> None:
             (options.out / f"{policy}.records.jsonl").write_bytes(
                 b"".join(msgspec.json.encode(record) + b"\n" for record in outcome.records)
             )
+            if outcome.scaling.looks:
+                (options.out / f"{policy}.scaling.json").write_bytes(
+                    msgspec.json.encode({NAME: outcome.scaling})
+                )
 
 
 def _watched(scenario: Scenario, base: pathlib.Path, console: Console) -> Outcome:

@@ -127,9 +127,9 @@ class SimReplica:
 
     def records(self) -> list[Record]:
         """What became of every request so far."""
-        found = [self._record(live) for live in [*self.over, *self.live.values()]]
+        found = [self.record(live) for live in [*self.over, *self.live.values()]]
         for request, code in self.refused.values():
-            found.append(structs.replace(self._record(Live(request, None)), refused=code))
+            found.append(structs.replace(self.record(Live(request, None)), refused=code))
         return found
 
     def _join(self, group: int) -> None:
@@ -223,7 +223,8 @@ class SimReplica:
                 self.scheduler.group_released(group, self._generation, now)
                 self.clock.leave(group)
 
-    def _record(self, live: Live) -> Record:
+    def record(self, live: Live) -> Record:
+        """What became of one request so far."""
         request = live.request
         return Record(
             id=request.id, arrival_s=request.arrival_s, prompt_tokens=request.prompt_tokens,

@@ -7,6 +7,7 @@
     pages_per_group = 60000                   load = 0.8        # or per_second = 1.25
     [model]     layers, hidden, heads, …      [scheduling]      policy = "lars", …
     [topology]  tp = 8, spp = 1, …            [[classes]]       name, slo, …
+    [autoscaling]  least, most, target_slack, down_after_s: replicas follow the load
 
 `load` is offered work over capacity (ρ): prefill seconds of all arrivals per second and replica.
 With `admission = true` requests pass the fleet's door (promises, refusals, one queue); without it
@@ -31,7 +32,9 @@ from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import Profile
 from medha.request import Request, SloClass
+from medha.scaling import Journal, Policy
 from medha.scheduling.scheduler import Scheduler
+from medha.sim.autoscaler import Autoscaler
 from medha.sim.fleet import Fleet
 from medha.sim.loop import ARRIVE, Loop
 from medha.sim.pipeline import PipelineClock
@@ -76,7 +79,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What runs, on what, under which settings. `profile`: a shipped name, or a JSON file.
 
-    `until_s` None: until everything has been served.
+    `until_s` None: until everything has been served. `replicas` at the start; with `autoscaling`,
+    as a resource's `spec.autoscaling` has it, more come after `cold_start_s` each.
     """
 
     workload: Workload
@@ -89,18 +93,20 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     scheduling: Scheduling = Scheduling()
     classes: tuple[SloClass, ...] = (SloClass(),)
     admission: bool = True
+    autoscaling: Policy | None = None
     cold_start_s: float = 60.0
     until_s: float | None = None
     seed: int = 0
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a run brought."""
+    """What a run brought. `scaling`: each look at how many replicas there should be."""
 
     report: Report
     records: tuple[Record, ...]
     batches: int
     events: int
+    scaling: Journal = Journal()
 
 
 def read_scenario(path: pathlib.Path) -> Scenario:
@@ -126,11 +132,21 @@ def simulate(
     `progress` is called now and then with the virtual time and the number of requests arrived.
     """
     loop, machine = Loop(), _profile(scenario.profile, base)
-    replicas = [_replica(scenario, f"replica-{index}", machine, loop)
-                for index in range(scenario.replicas)]  # fmt: skip
+    replicas: list[SimReplica] = []
+
+    def start(name: str) -> SimReplica:
+        replicas.append(_replica(scenario, name, machine, loop))
+        return replicas[-1]
+
+    for index in range(scenario.replicas):
+        start(f"replica-{index}")
     predictor = replicas[0].clock.predictor
     arrivals = _arrivals(scenario, predictor, base)
-    arrive, records = _door(scenario, replicas, loop)
+    fleet = _fleet(scenario, replicas, loop) if scenario.admission else None
+    scaler = _scaler(scenario, fleet, start)
+    arrive, records = (
+        (fleet.arrive, fleet.records) if fleet else _unguarded(scenario, replicas, loop)
+    )
     for index, arrival in enumerate(arrivals):
         loop.at(arrival.arrival_s, ARRIVE, functools.partial(arrive, arrival))
         if progress is not None and index % 100 == 0:
@@ -140,27 +156,44 @@ def simulate(
     found = tuple(records())
     last_s = arrivals[-1].arrival_s if arrivals else 0.0
     work_s = sum(predictor.prefill_s(one.prompt_tokens) for one in arrivals)
+    served = scaler.replica_s / loop.now if scaler else scenario.replicas
     return Outcome(
         report=summarise(
-            found, loop.now, work_s / last_s / scenario.replicas if last_s > 0 else None
+            found, loop.now, work_s / last_s / served if last_s > 0 and served else None
         ),
         records=found,
         batches=sum(replica.batches for replica in replicas),
         events=loop.events,
+        scaling=scaler.journal if scaler else Journal(),
     )
 
 
-def _door(
+def _fleet(scenario: Scenario, replicas: Sequence[SimReplica], loop: Loop) -> Fleet:
+    return Fleet(
+        replicas, loop, scenario.classes, scenario.scheduling, scenario.page_tokens,
+        scenario.model.max_context_tokens,
+    )  # fmt: skip
+
+
+def _scaler(
+    scenario: Scenario, fleet: Fleet | None, start: Callable[[str], SimReplica]
+) -> Autoscaler | None:
+    if scenario.autoscaling is None:
+        return None
+    if fleet is None:
+        raise SpecError(
+            "admission", False, "must be true with [autoscaling]: slack is found at the door",
+            "set admission = true, or leave [autoscaling] out",
+        )  # fmt: skip
+    return Autoscaler(
+        fleet, scenario.autoscaling, start, scenario.cold_start_s, scenario.until_s
+    )  # fmt: skip
+
+
+def _unguarded(
     scenario: Scenario, replicas: Sequence[SimReplica], loop: Loop
 ) -> tuple[Callable[[Arrival], None], Callable[[], list[Record]]]:
-    """How a request gets in, and how its record gets out."""
-    if scenario.admission:
-        fleet = Fleet(
-            replicas, loop, scenario.classes, scenario.scheduling, scenario.page_tokens,
-            scenario.model.max_context_tokens,
-        )  # fmt: skip
-        return fleet.arrive, fleet.records
-
+    """How a request gets in, and how its record gets out, where nobody is refused."""
     classes = {each.name: each for each in scenario.classes}
 
     def arrive(arrival: Arrival) -> None:

@@ -1,7 +1,8 @@
 """What clients wanted of each model lately: slack found at arrival, work brought, SLOs met.
 
 Kept in cells of a second for as long as the window, so that an answer to `GET /demand` needs no
-former answer to compare with. Decides nothing: the operator scales by it. `now` is an argument.
+former answer to compare with. For the router and for the simulated fleet. Decides nothing: the
+number of replicas follows it (`medha.scaling`). `now` is an argument.
 """
 
 from __future__ import annotations
@@ -11,12 +12,22 @@ import collections
 import contextlib
 from collections.abc import Iterable, Iterator
 
+from medha.errors import Refusal
 from medha.messages import ClassDemand, ModelDemand
 from medha.metrics import RATIO
+from medha.request import Request
 
 WINDOW_S = 30
 UNSERVED_S = 15.0
 """A request that ended because no replica came still asks for one so long."""
+WORK_FLOOR_S = 0.001
+REFUSED_RATIO = -1.0
+"""Slack of a request that is refused without saying when it could be served."""
+
+
+def slack_ratio(request: Request, finish_s: float) -> float:
+    """Relative slack (D − finish) / W of a first token that comes `finish_s` after arrival."""
+    return (request.ttft_deadline_s - finish_s) / max(request.work_s, WORK_FLOOR_S)
 
 
 class _Cell:
@@ -43,6 +54,30 @@ class Demand:
         cell.work_s += work_s
         if slack_ratio is not None:
             cell.slacks[bisect.bisect_left(RATIO, slack_ratio)] += 1
+
+    def taken(self, model: str, request: Request, finish_s: float, now: float) -> float | None:
+        """Admitted, its first token expected `finish_s` after its arrival; returns its slack. What
+        an idle replica could not do in time says nothing of the load: None."""
+        ratio = slack_ratio(request, finish_s) if _feasible(request) else None
+        self.arrived(model, ratio, request.work_s, now)
+        return ratio
+
+    def refused(self, model: str, request: Request, refusal: Refusal, now: float) -> float | None:
+        """Refused: a miss, and its slack is what was missing. None: no replica more would help."""
+        if refusal.code in ("no_replica", "context_length_exceeded") or not _feasible(request):
+            return None
+        ratio = REFUSED_RATIO
+        if refusal.earliest_ttft_s is not None:
+            ratio = slack_ratio(request, refusal.earliest_ttft_s)
+        ratio = min(ratio, 0.0)
+        self.arrived(model, ratio, request.work_s, now)
+        self.ended(model, request.slo_class, False, now)
+        return ratio
+
+    def over(self, model: str, request: Request, met: bool, now: float) -> None:
+        """It has ended. That an idle replica would have missed it too is no lack of replicas."""
+        if met or _feasible(request):
+            self.ended(model, request.slo_class, met, now)
 
     def ended(self, model: str, slo_class: str, met: bool, now: float) -> None:
         self._cell(model, now).ended[slo_class, met] += 1
@@ -103,3 +138,8 @@ class Demand:
         while cells and cells[0].second <= now - WINDOW_S:
             cells.popleft()
         return cells
+
+
+def _feasible(request: Request) -> bool:
+    """An idle replica could do it in time."""
+    return request.work_s <= request.ttft_deadline_s
