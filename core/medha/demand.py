@@ -55,10 +55,18 @@ class Demand:
         if slack_ratio is not None:
             cell.slacks[bisect.bisect_left(RATIO, slack_ratio)] += 1
 
-    def taken(self, model: str, request: Request, finish_s: float, now: float) -> float | None:
-        """Admitted, its first token expected `finish_s` after its arrival; returns its slack. What
-        an idle replica could not do in time says nothing of the load: None."""
-        ratio = slack_ratio(request, finish_s) if _feasible(request) else None
+    def taken(
+        self, model: str, request: Request, finish_s: float, earliest_s: float, now: float
+    ) -> float | None:
+        """Admitted; returns its slack. What an idle replica could not do in time says nothing of
+        the load: None.
+
+        Seconds after arrival: `finish_s` when all that is more urgent by relative slack has been
+        done before it, `earliest_s` what could be promised. A promised short prompt waits for no
+        long one, however little slack that has; one without a promise waits for both.
+        """
+        first_s = (min if request.promised else max)(finish_s, earliest_s)
+        ratio = slack_ratio(request, first_s) if _feasible(request) else None
         self.arrived(model, ratio, request.work_s, now)
         return ratio
 

@@ -12,6 +12,7 @@ from typing import Protocol
 from medha import metrics
 from medha.demand import WORK_FLOOR_S, Demand, slack_ratio
 from medha.errors import Refusal
+from medha.scheduling.placement import Option
 from medha.scheduling.queue import Queued
 from medha_router.runs import Answer, Run
 
@@ -47,9 +48,11 @@ class Meter:
         self._to.add("medha_requests_total", 1, *_of_run(run), "refused")
         self._arrived(run, self._demand.refused(_model(run), run.request, refusal, now))
 
-    def arrived(self, run: Run, finish_s: float, now: float) -> None:
-        """Taken, with its first token expected `finish_s` after its arrival."""
-        self._arrived(run, self._demand.taken(_model(run), run.request, finish_s, now))
+    def arrived(self, run: Run, option: Option, age_s: float, now: float) -> None:
+        """Taken, `age_s` after its arrival."""
+        finish_s, earliest_s = age_s + option.finish_s, age_s + option.earliest_s
+        ratio = self._demand.taken(_model(run), run.request, finish_s, earliest_s, now)
+        self._arrived(run, ratio)
 
     def arrived_at_none(self, run: Run, now: float) -> None:
         """Taken after it waited for the first replica: that wait is no lack of replicas now."""

@@ -18,6 +18,7 @@ from medha.config import RouterConfig
 from medha.demand import Demand
 from medha.errors import Refusal, RequestError
 from medha.request import Request
+from medha.scheduling.placement import Option
 from medha_router.detokenizer import Vocabulary
 from medha_router.editions import Edition
 from medha_router.encoding import Prompt
@@ -260,7 +261,8 @@ class Service:
         if answer.held:
             slo_class = msgspec.structs.replace(slo_class, when_infeasible="relegate")
         admitted: list[Run] = []
-        finishes_s: list[float] = []
+        options: list[Option] = []
+        age_s = now - answer.arrival_s
         try:
             for run in answer.runs:
                 run.waiting_since_s = now
@@ -268,8 +270,8 @@ class Service:
                 run.request = msgspec.structs.replace(run.request, promised=verdict.promised)
                 run.promise_given = verdict.promised
                 admitted.append(run)
-                finishes_s.append(now - answer.arrival_s + verdict.option.finish_s)
-                answer.predicted_s = max(finishes_s)
+                options.append(verdict.option)
+                answer.predicted_s = age_s + max(each.finish_s for each in options)
         except Refusal:
             for run in admitted:
                 dispatch.drop(run.id, None, now)
@@ -278,11 +280,11 @@ class Service:
             answer.promise_s = max(run.request.ttft_deadline_s for run in answer.runs)
         self._ledger.add(answer)
         self._meter.admitted(answer)
-        for run, finish_s in zip(answer.runs, finishes_s, strict=True):
+        for run, option in zip(answer.runs, options, strict=True):
             if answer.held:
                 self._meter.arrived_at_none(run, now)
             else:
-                self._meter.arrived(run, finish_s, now)
+                self._meter.arrived(run, option, age_s, now)
 
 
 def _output(ask: Ask, edition: Edition, ends: tuple[int, ...]) -> Output:

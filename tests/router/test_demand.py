@@ -79,6 +79,18 @@ def test_what_not_even_an_idle_replica_could_do_in_time_is_no_miss_either() -> N
     assert demand.of("m", 1.0).classes == (ClassDemand(name="default", met=1, missed=1),)
 
 
+def test_the_slack_of_a_promised_one_counts_the_earlier_of_two_times_else_the_later() -> None:
+    demand = Demand()
+    asked = Request(id="a", arrival_s=0.0, prompt_tokens=9, ttft_deadline_s=4.0, work_s=1.0)
+    promised = msgspec.structs.replace(asked, promised=True)
+    assert demand.taken("m", promised, 6.0, 2.0, 1.0) == 2.0
+    relegated = msgspec.structs.replace(asked, promised=False)
+    assert demand.taken("m", relegated, 6.0, 2.0, 1.0) == -2.0
+    hopeless = msgspec.structs.replace(relegated, work_s=5.0)
+    assert demand.taken("m", hopeless, 6.0, 6.0, 1.0) is None
+    assert sum(demand.of("m", 1.0).slack_counts) == 2 and demand.of("m", 1.0).work_s == 7.0
+
+
 def test_a_window_forgets_what_is_older_than_it() -> None:
     demand = Demand()
     demand.arrived("m", 0.05, 2.0, 100.0)

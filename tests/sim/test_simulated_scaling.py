@@ -79,8 +79,8 @@ def for_minutes(rate: float, minutes: float, seed: int = 1) -> list[Arrival]:
 
 
 def test_long_prompts_in_the_load_bring_a_replica_and_its_end_takes_it_without_a_failure() -> None:
-    scaled = Scaled(msgspec.structs.replace(POLICY, most=2))
-    changes = scaled.play(for_minutes(0.6, 4.0))
+    scaled = Scaled()
+    changes = scaled.play(for_minutes(1.2, 4.0))
     assert [(count, why) for _, count, why in changes] == [(2, "LittleSlack"), (1, "Surplus")]
     (up_s, _, _), (down_s, _, _) = changes
     assert 20.0 <= up_s <= 240.0 and down_s >= 240.0 + POLICY.down_after_s
@@ -91,10 +91,22 @@ def test_long_prompts_in_the_load_bring_a_replica_and_its_end_takes_it_without_a
 
 def test_what_it_decided_comes_out_the_same_from_the_signals_it_recorded() -> None:
     scaled = Scaled()
-    assert scaled.play(for_minutes(0.6, 4.0))
+    assert scaled.play(for_minutes(1.2, 4.0))
     kept = msgspec.json.decode(msgspec.json.encode(scaled.scaler.journal), type=Journal)
     assert replay(kept) == [look.decision for look in scaled.scaler.journal.looks]
     assert len(kept.looks) == 300
+
+
+def test_a_long_prompt_that_is_in_nobodys_way_brings_no_replica() -> None:
+    """Short ones are promised and served at once, though it has less relative slack than they."""
+    scaled = Scaled(until_s=120.0)
+    long = Arrival(id="long", arrival_s=1.0, prompt_tokens=390_000)  # half a minute of work
+    short = poisson([(500, 2), (2000, 2)], 2.0, 150, seed=3, first_s=2.0)
+    assert scaled.play([long, *short]) == []
+    records = scaled.fleet.records()
+    assert all(each.in_time for each in records)
+    (took_s,) = (each.ttft_s for each in records if each.id == "long")
+    assert took_s is not None and took_s > 25.0
 
 
 def test_refusals_alone_bring_replicas_up_to_the_most_and_no_more() -> None:
@@ -126,15 +138,14 @@ def test_what_nobody_came_to_serve_is_still_counted() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_ten_minutes_of_a_load_whose_slack_lies_about_the_target_change_nothing(seed: int) -> None:
-    policy = Policy(least=1, most=4, target_slack=1.1, down_after_s=600.0)
+    policy = Policy(least=1, most=4, target_slack=1.0, down_after_s=600.0)
     patient = SloClass(when_infeasible="relegate", slo=Slo(ttft_multiplier=3.0, tpot_s=0.1))
     scaled = Scaled(policy, patient, count=2)
-    assert scaled.play(poisson([(8000, 2), (30_000, 2)], 2.5, 1500, seed)) == []
+    assert scaled.play(poisson([(8000, 2), (30_000, 2)], 3.0, 1800, seed)) == []
     slacks = [look.signals.slack_p10 for look in scaled.scaler.journal.looks]
     found = [each for each in slacks if each is not None]
-    assert min(found) < policy.target_slack - policy.band
-    assert sum(found) / len(found) == pytest.approx(policy.target_slack, abs=0.1)
-    assert max(found) > policy.target_slack
+    assert min(found) < policy.target_slack < max(found)
+    assert sum(found) / len(found) == pytest.approx(policy.target_slack, abs=0.2)
 
 
 def test_the_example_follows_its_load() -> None:

@@ -175,14 +175,15 @@ class Fleet:
             self._demand.refused(MODEL, request, refusal, now)
             self.refused.append(_refused(request, refusal.code))
             return
+        option = verdict.option
+        request = msgspec.structs.replace(request, promised=verdict.promised)
         if held:
             self._demand.arrived(MODEL, None, request.work_s, now)
         else:
-            self._demand.taken(MODEL, request, verdict.option.finish_s, now)
+            self._demand.taken(MODEL, request, option.finish_s, option.earliest_s, now)
         self.usage.add(request.slo_class, request.tenant, request.work_s, now)
-        request = msgspec.structs.replace(request, promised=verdict.promised)
         self._waiting[request.id] = Waiting(request, hashes)
-        self._enqueue(request, newcomer, verdict.option, verdict.promised)
+        self._enqueue(request, newcomer, option, verdict.promised)
 
     def dispatch(self, replica: SimReplica) -> None:
         """Hand over what is most urgent while the replica has room; then what fits nowhere."""
