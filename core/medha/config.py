@@ -140,7 +140,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `server_public` the controller's, `allowed` whom the controller lets in; the controller listens
     with `curve.secret`. `kv_pages` is the number of pages per group, 0 derives it from `kv_bytes`
     per rank. `device` is `cpu` or `cuda`. `dtype` and `kv_dtype` are torch names (`kv_dtype` auto:
-    as dtype). `dummy_weights`: drawn at random instead of read, to measure speed.
+    as dtype; or `fp8_e4m3`). `dummy_weights`: drawn at random instead of read, to measure speed.
     """
 
     replica: str

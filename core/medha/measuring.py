@@ -15,6 +15,7 @@ import msgspec
 
 from medha.calibration import Entries, Operator
 from medha.model import ModelShape
+from medha.profile import ChunkKernel
 
 # Fractional parts of multiples of these fill a square evenly (Roberts' R2 sequence).
 _FIRST, _SECOND = 0.7548776662466927, 0.5698402909980532
@@ -63,7 +64,13 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-Told = Begun | Rounds | Measured
+class Chunks(msgspec.Struct, frozen=True, tag=True):
+    """How the device attends fastest for small chunks, for each number of heads measured."""
+
+    kernels: tuple[ChunkKernel, ...]
+
+
+Told = Begun | Rounds | Measured | Chunks
 
 
 def plan_for(shape: ModelShape, bounds: Bounds) -> Plan:

@@ -18,6 +18,17 @@ Rate = Annotated[float, msgspec.Meta(gt=0.0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
+class ChunkKernel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a GPU attends fastest for chunks of up to `rows` rows with `heads` over `kv_heads`: the
+    prefix in `parts`, the query heads of a KV head folded into rows or not."""
+
+    heads: int
+    kv_heads: int
+    rows: int
+    parts: Annotated[int, msgspec.Meta(ge=1)]
+    packed: bool
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rates per second and latencies in seconds of one rank.
 
@@ -28,6 +39,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     `valid_rows`, `valid_keys`: the largest batch and context measured (0: not measured); beyond
     them times follow the law. `error`: relative error of the fit (root mean square).
+    `chunk_kernels`: by `heads`, then ascending `rows`; where there is none for a shape, or none at
+    all, the shipped table serves (on GPUs alone).
     """
 
     name: str
@@ -52,6 +65,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     valid_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
     valid_keys: Annotated[int, msgspec.Meta(ge=0)] = 0
     error: Seconds = 0.0
+    chunk_kernels: tuple[ChunkKernel, ...] = ()
 
 
 def encode(profile: Profile) -> bytes:

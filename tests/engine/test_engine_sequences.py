@@ -15,6 +15,7 @@ from medha.errors import EngineError, ProtocolError
 from medha.messages.fields import Sampling
 from medha.messages.ranks import SequenceStart, Step
 from medha_worker.attention.interface import Partial, Span
+from medha_worker.attention.scales import Scales
 from medha_worker.inputs import InputBuilder, StepInputs
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.config import Rope
@@ -35,7 +36,7 @@ class Recording:
         self.spans = list(spans)
         return self
 
-    def run(self, *_: torch.Tensor) -> Partial:
+    def run(self, *_: torch.Tensor | Scales | None) -> Partial:
         raise AssertionError("only planned here")
 
 

@@ -16,6 +16,7 @@ from medha.errors import SetupError, SpecError
 from medha.topology import Coordinate, kv_heads_of, stage_layers
 from medha_worker import weights
 from medha_worker.attention.cpu import cpu_attention
+from medha_worker.attention.scales import FP8, Scales
 from medha_worker.inputs import InputBuilder
 from medha_worker.kv.epochs import PageEpochs
 from medha_worker.kv.fetches import Copies
@@ -58,7 +59,7 @@ class Engine:
             self.dtype,
             progress,
         )
-        self.kv = _pool(config, self.model_config, self.layers, at.shard)
+        self.kv = _pool(config, self.model_config, self.layers, at.shard, self._weights)
         self.epochs = PageEpochs(self.kv.pages)
         self.copies = Copies(at.group, self.epochs)
 
@@ -97,11 +98,13 @@ class Engine:
         )
 
 
-def _pool(config: WorkerConfig, shape: DecoderConfig, layers: range, shard: int) -> KvPages:
+def _pool(
+    config: WorkerConfig, shape: DecoderConfig, layers: range, shard: int, held: weights.Weights
+) -> KvPages:
     """`kv_pages` pages, or as many as `kv_bytes` per rank hold."""
     heads = len(kv_heads_of(shard, config.topology.tp, shape.kv_heads))
-    dtype = dtype_of("dtype" if config.kv_dtype == "auto" else "kv_dtype",
-                   config.dtype if config.kv_dtype == "auto" else config.kv_dtype)  # fmt: skip
+    auto = config.kv_dtype == "auto"
+    dtype = dtype_of("dtype", config.dtype) if auto else dtype_of("kv_dtype", config.kv_dtype)
     each = page_bytes(heads, config.page_tokens, shape.head_dim, dtype)
     pages = config.kv_pages or config.kv_bytes // (each * len(layers))
     if pages < 1:
@@ -109,12 +112,18 @@ def _pool(config: WorkerConfig, shape: DecoderConfig, layers: range, shard: int)
             "kv_bytes", config.kv_bytes, f"must hold a page of {each * len(layers)} bytes",
             "give more memory or make page_tokens smaller",
         )  # fmt: skip
-    return KvPages(layers, pages, heads, config.page_tokens, shape.head_dim, dtype)
+    scales: tuple[Scales, ...] = ()
+    if dtype == FP8:
+        stretch = Rotary(shape.rope, shape.head_dim).scale
+        scales = weights.kv_scales(held, heads, shape.head_dim, stretch)
+    return KvPages(layers, pages, heads, config.page_tokens, shape.head_dim, dtype, scales=scales)
 
 
 def dtype_of(field: str, name: str) -> torch.dtype:
     """Raises SpecError naming the field."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if field == "kv_dtype":
+        known["fp8_e4m3"] = FP8
     if name not in known:
         raise SpecError(field, name, "must be a torch dtype that this engine computes in",
                         f"use one of {', '.join(known)}")  # fmt: skip

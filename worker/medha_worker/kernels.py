@@ -9,6 +9,7 @@ minutes once, where that folder is kept.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -29,12 +30,6 @@ class Library(Protocol):
         self, v: torch.Tensor, s: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def append_paged_kv_cache(
-        self, append_key: torch.Tensor, append_value: torch.Tensor, batch_indices: torch.Tensor,
-        positions: torch.Tensor, paged_kv_cache: torch.Tensor, kv_indices: torch.Tensor,
-        kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, kv_layout: str = "NHD",
-    ) -> None: ...  # fmt: skip
-
     def rmsnorm(
         self, input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
         out: torch.Tensor | None = None,
@@ -52,6 +47,8 @@ class Library(Protocol):
 
 def flashinfer() -> Library:
     """The library; raises SetupError where it is not installed or does not load."""
+    # Its norms in plain CUDA, which need no more than its other kernels do.
+    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
     try:
         return cast(Library, importlib.import_module("flashinfer"))
     except (ImportError, OSError, RuntimeError) as error:

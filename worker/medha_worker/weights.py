@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from medha.errors import CheckpointError
 from medha.topology import check_tp, kv_heads_of
+from medha_worker.attention.scales import Scales, of_layer
 from medha_worker.model.config import DecoderConfig
 from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.files import SINGLE, file_of_each
@@ -38,6 +39,22 @@ class Weights:
     embedding: torch.Tensor | None
     norm: torch.Tensor | None
     head: Linear | None
+
+
+def kv_scales(held: Weights, kv_heads: int, head_dim: int, stretch: float) -> tuple[Scales, ...]:
+    """Scales of FP8 pages of the layers that are held; `stretch`: what the rotation multiplies by.
+
+    Those of keys and values depend on nothing but the checkpoint, however it is divided.
+    """
+    found = []
+    for layer in held.layers:
+        weight = layer.qkv.by_output()
+        bias = None if layer.qkv.bias is None else layer.qkv.bias.view(-1, head_dim)
+        found.append(
+            of_layer(weight.reshape(-1, head_dim, weight.shape[-1]), bias, layer.attention_norm,
+                     layer.head_norms, kv_heads, stretch)
+        )  # fmt: skip
+    return tuple(found)
 
 
 class Checkpoint:

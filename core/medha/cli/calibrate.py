@@ -22,9 +22,9 @@ from rich.table import Table
 
 from medha.calibration import Entries, Operator, Sample, fit, misses
 from medha.errors import EngineError, SetupError, SpecError
-from medha.measuring import Begun, Measured, Rounds, Told
+from medha.measuring import Begun, Chunks, Measured, Rounds, Told
 from medha.model import ModelShape, pairs
-from medha.profile import CPU_CORE, SHIPPED, Profile, encode
+from medha.profile import CPU_CORE, SHIPPED, ChunkKernel, Profile, encode
 from medha.topology import Topology
 
 SHOWN = 12  # of the unseen batches, spread over their errors
@@ -51,6 +51,7 @@ class Figures(msgspec.Struct, kw_only=True):
 
     begun: Begun
     shortest_s: dict[int, float] = {}
+    chunk_kernels: tuple[ChunkKernel, ...] = ()
 
     def take(self, index: int, seconds: float) -> None:
         self.shortest_s[index] = min(seconds, self.shortest_s.get(index, seconds))
@@ -81,7 +82,9 @@ def calibrate(options: Options, progress: Console, console: Console) -> bool:
     fitted = fit(figures.batches, shape, Topology(), guess, name, figures.operators)
     judged = misses(fitted, figures.unseen, shape, Topology())
     errors = np.abs([miss for _, miss in judged])
-    profile = msgspec.structs.replace(fitted, error=float(np.sqrt(np.mean(errors**2))))
+    profile = msgspec.structs.replace(
+        fitted, error=float(np.sqrt(np.mean(errors**2))), chunk_kernels=figures.chunk_kernels
+    )
     try:
         options.out.write_bytes(encode(profile) + b"\n")
     except OSError as error:
@@ -131,6 +134,9 @@ def _measured(options: Options, console: Console) -> Figures:
                     case Rounds(count):
                         assert figures is not None
                         bar.update(task, total=count * figures.begun.plan.items)
+                    case Chunks(kernels):
+                        assert figures is not None
+                        figures.chunk_kernels = kernels
                     case Measured(index, seconds):
                         assert figures is not None
                         figures.take(index, seconds)

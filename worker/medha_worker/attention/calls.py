@@ -61,10 +61,13 @@ class Geometry:
 class Wrapper:
     """One of the library's wrappers, planned once its last plan has left pinned memory."""
 
-    def __init__(self, inner: Any, device: torch.device) -> None:
-        self.inner = inner
-        self._copied = torch.Event("cuda") if device.type == "cuda" else None
-        self._planned = False
+    def __init__(self, inner: Any, copied: torch.cuda.Event | None) -> None:
+        self.inner, self._copied, self._planned = inner, copied, False
+
+    @staticmethod
+    def on(device: torch.device, inner: Any) -> Wrapper:
+        on_cuda = device.type == "cuda"
+        return Wrapper(inner, torch.cuda.Event() if on_cuda else None)  # type: ignore[no-untyped-call]
 
     def plan(self, *args: Any, **options: Any) -> None:
         if self._copied is not None and self._planned:
@@ -90,12 +93,10 @@ class Wrappers:
         """Plan a call for chunks on the wrapper of `turn` for such calls."""
         key = (turn, batch.causal, batch.packed, batch.window)
         if key not in self._made:
-            self._made[key] = Wrapper(
-                self.library.BatchPrefillWithPagedKVCacheWrapper(
-                    self.workspace, LAYOUT, backend=self.geometry.kernel
-                ),
-                self.device,
+            inner = self.library.BatchPrefillWithPagedKVCacheWrapper(
+                self.workspace, LAYOUT, backend=self.geometry.kernel
             )
+            self._made[key] = Wrapper.on(self.device, inner)
         return ChunkCall(self._made[key], batch, self.geometry, self.device)
 
     def decodes(self, turn: int, batch: Batch) -> DecodeCall:
@@ -103,7 +104,7 @@ class Wrappers:
         key = (turn, "decodes", batch.window)
         if key not in self._made:
             inner = decode_wrapper(self.library, self.geometry, self.workspace)
-            self._made[key] = Wrapper(inner, self.device)
+            self._made[key] = Wrapper.on(self.device, inner)
         wrapper = self._made[key]
         plan_decodes(wrapper, batch, self.geometry, self.device)
         return DecodeCall(wrapper, _selection(batch, self.device), self.geometry)
@@ -209,7 +210,7 @@ class ChunkCall:
             own, sums = torch.empty_like(queries, dtype=out.dtype), lse.new_empty(queries.shape[:2])
         extra: tuple[torch.Tensor | None, ...] = ()
         if scales is not None and narrow:
-            extra = (None, scales.query * scales.key, scales.value)
+            extra = (None, scales.products, scales.value)
         self.wrapper.inner.run(queries, pool, *extra, out=own, lse=sums, return_lse=True)
         if self.batch.packed:
             unfold(own, out)

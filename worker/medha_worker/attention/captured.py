@@ -28,13 +28,18 @@ class CapturedDecodes:
     """Attention of `rows` single rows over at most `pages` page entries; an `interface.Plan`.
 
     `spare`: a page that nobody owns (see `kv.pages.KvPages`); `window`: of the layers that run it.
-    One for each window and each graph.
+    One for each window and each graph. Raises ValueError for keys that are split at fixed places:
+    their number of launches follows the batch.
     """
 
     def __init__(
         self, attention: PagedAttention, rows: int, pages: int, *, spare: int, window: int = 0
     ) -> None:
         G, device = attention.geometry, attention.device
+        if G.split_pages:
+            raise ValueError(
+                "a graph's launches cannot follow fixed splits: run such batches apart"
+            )
         self.attention, self.rows, self.pages = attention, rows, pages
         self.spare, self.window = spare, window
         buffers = {
@@ -45,7 +50,7 @@ class CapturedDecodes:
         inner = decode_wrapper(
             attention.library, G, attention.wrappers.workspace, use_cuda_graph=True, **buffers
         )
-        self._wrapper = Wrapper(inner, device)
+        self._wrapper = Wrapper.on(device, inner)
         self._call = DecodeCall(self._wrapper, slice(0, rows), G)
         self._out = torch.zeros(rows, G.heads, G.head_dim, dtype=G.dtype, device=device)
         self._lse = torch.zeros(rows, G.heads, dtype=torch.float32, device=device)

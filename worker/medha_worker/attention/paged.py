@@ -23,7 +23,16 @@ from medha_worker.attention.calls import ChunkCall, DecodeCall, Geometry, Wrappe
 from medha_worker.attention.interface import LogBase, Partial, Span
 from medha_worker.attention.reference import ReferenceAttention, ReferencePlan
 from medha_worker.attention.scales import Scales
-from medha_worker.attention.splits import H200, Choice, Merges, lay, lay_singles, merges, sees_a_run
+from medha_worker.attention.splits import (
+    H200,
+    LEAST_TOKENS,
+    Choice,
+    Merges,
+    lay,
+    lay_singles,
+    merges,
+    sees_a_run,
+)
 from medha_worker.kernels import Library
 
 # Products in FP8 are summed in few bits, so the longer a sum the more it loses: a part of a prefix
@@ -31,11 +40,14 @@ from medha_worker.kernels import Library
 NARROW_TOKENS = 16_384
 # Pages of keys that plain torch works on at once.
 TILE_PAGES = 32
+# The library merges so many numbers of a row at a time: a thread for eight, in one block.
+MERGED = 8192
 
 
 class PagedAttention:
     """Attention of one rank on one CUDA device; implements `interface.Attention`.
 
+    `table`, `least_tokens`, `narrow_tokens`: how prefixes are cut (see `splits` and NARROW_TOKENS);
     `turns`: how many plans are held at a time.
     """
 
@@ -46,13 +58,21 @@ class PagedAttention:
         device: torch.device,
         *,
         table: Sequence[Choice] = H200,
+        least_tokens: int = LEAST_TOKENS,
+        narrow_tokens: int = NARROW_TOKENS,
         turns: int = 4,
     ) -> None:
         G = self.geometry = geometry
         self.library, self.device, self.table, self.turns = library, device, tuple(table), turns
         self.wrappers = Wrappers(geometry, library, device)
         self.rest = ReferenceAttention(G.heads, G.kv_heads, G.head_dim, G.page_tokens, TILE_PAGES)
-        self._turn = 0
+        self.least_tokens, self._turn = least_tokens, 0
+        self.most_tokens = narrow_tokens if G.narrow_queries else 0
+
+    def with_table(self, table: Sequence[Choice]) -> PagedAttention:
+        """Itself, with another table from its next plan on."""
+        self.table = tuple(table)
+        return self
 
     def plan(self, spans: Sequence[Span]) -> PagedPlan:
         """Lay out a step's spans, those of one window, and plan the kernels for them."""
@@ -62,7 +82,7 @@ class PagedAttention:
         single = lay_singles([span for span in runs if span.length == 1], T)
         batches = lay(
             [span for span in runs if span.length > 1], T, G.group, self.table,
-            most_tokens=NARROW_TOKENS if G.narrow_queries else 0,
+            self.least_tokens, self.most_tokens,
         )  # fmt: skip
         self._turn = (self._turn + 1) % self.turns
         return PagedPlan(
@@ -157,10 +177,13 @@ class _Merging:
             out.index_copy_(0, at.alone_rows, states.index_select(0, at.alone))
             lse.index_copy_(0, at.alone_rows, sums.index_select(0, at.alone))
         if len(at.several_rows):
-            rows = len(at.several_rows)
-            merged, whole = self._library.merge_states(
-                states.index_select(0, at.several).view(rows, -1, *states.shape[1:]),
-                sums.index_select(0, at.several).view(rows, -1, sums.shape[1]),
-            )
-            out.index_copy_(0, at.several_rows, merged)
-            lse.index_copy_(0, at.several_rows, whole)
+            rows, most = len(at.several_rows), max(1, MERGED // out.shape[-1])
+            for first in range(0, out.shape[1], most):
+                heads = slice(first, first + most)
+                theirs, their_sums = states[:, heads], sums[:, heads]
+                merged, whole = self._library.merge_states(
+                    theirs.index_select(0, at.several).view(rows, -1, *theirs.shape[1:]),
+                    their_sums.index_select(0, at.several).view(rows, -1, theirs.shape[1]),
+                )
+                out[:, heads].index_copy_(0, at.several_rows, merged)
+                lse[:, heads].index_copy_(0, at.several_rows, whole)

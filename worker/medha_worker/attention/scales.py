@@ -16,41 +16,46 @@ kernels without scales of their own need it, rounds nothing.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Factors = dict[torch.dtype, torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Scales:
     """Of one layer, each [kv_heads] float32, powers of two.
 
     `query` serves kernels that want queries in FP8 too; it is that of all query heads of a KV head.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.query, self.key, self.value = query, key, value
+        self.products = query * key  # of FP8 queries with stored keys
+        # As every type multiplies by them, laid out once: on a GPU each conversion is a launch.
+        self._store = _factors(torch.cat((key, value)).reciprocal())
+        self._narrow, self._key = _factors(query.reciprocal()), _factors(key)
+        self._value = _factors(value)
 
     def store(self, rows: torch.Tensor) -> torch.Tensor:
         """`rows` [n, 2 · kv_heads, head_dim], keys before values, as FP8 numbers."""
-        return _narrow(rows, torch.cat((self.key, self.value)))
+        return _narrow(rows, self._store)
 
     def query_numbers(self, q: torch.Tensor) -> torch.Tensor:
         """`q` [n, heads, head_dim] as FP8 numbers."""
-        return _narrow(q, self.query)
+        return _narrow(q, self._narrow)
 
     def meeting(self, q: torch.Tensor) -> torch.Tensor:
         """Queries whose products with the stored numbers are those of `q` with the keys."""
-        return _by_head(q, self.key)
+        return _by_head(q, self._key)
 
     def restore(self, out: torch.Tensor) -> None:
         """Make of attention over the stored numbers, `out` [n, heads, head_dim], that over the
         values, in place."""
-        _parts(out, self.value).mul_(_spread(self.value, out))
+        factor = self._value[out.dtype]
+        _parts(out, factor).mul_(factor)
 
 
 def of_layer(
@@ -82,19 +87,20 @@ def _power(most: torch.Tensor) -> torch.Tensor:
     return torch.where(most > 0, exponent, 0.0).exp2()
 
 
+def _factors(of: torch.Tensor) -> Factors:
+    return {dtype: of.to(dtype).view(-1, 1, 1) for dtype in DTYPES}
+
+
 def _parts(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """`x` [n, heads, head_dim] as [n, factors, heads of one, head_dim]."""
     return x.view(len(x), len(factor), -1, x.shape[-1])
 
 
-def _spread(factor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return factor.to(x.dtype).view(-1, 1, 1)
+def _by_head(x: torch.Tensor, factors: Factors) -> torch.Tensor:
+    factor = factors[x.dtype]
+    return (_parts(x, factor) * factor).flatten(1, 2)
 
 
-def _by_head(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return (_parts(x, factor) * _spread(factor, x)).flatten(1, 2)
-
-
-def _narrow(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _narrow(x: torch.Tensor, factors: Factors) -> torch.Tensor:
     """Rounded, and cut where a rounded weight let it pass the bound: beyond is no number."""
-    return _by_head(x, scale.reciprocal()).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    return _by_head(x, factors).clamp_(-FP8_MAX, FP8_MAX).to(FP8)

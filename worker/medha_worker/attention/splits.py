@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from medha.profile import ChunkKernel
 from medha_worker.attention.interface import Span
 
 Ints = npt.NDArray[np.int32]
@@ -47,6 +48,8 @@ H200 = (
 )
 # No part is worth its merge below so many tokens.
 LEAST_TOKENS = 4096
+# States of one chunk in memory at most, as rows of all heads: a gigabyte of 32 of 128 in 16 bits.
+MOST_STATES = 1 << 17
 
 
 def choose(
@@ -58,6 +61,16 @@ def choose(
             parts = max(1, min(choice.parts, prefix_tokens // least_tokens))
             return Choice(choice.rows, parts, choice.packed and parts > 1)
     return Choice(rows, 1, False)
+
+
+def table_of(kernels: Sequence[ChunkKernel], heads: int, kv_heads: int) -> tuple[Choice, ...]:
+    """What was measured for such heads, or the table above where nothing was."""
+    found = tuple(
+        Choice(each.rows, each.parts, each.packed)
+        for each in sorted(kernels, key=lambda each: each.rows)
+        if (each.heads, each.kv_heads) == (heads, kv_heads)
+    )
+    return found or H200
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -113,8 +126,9 @@ def lay(
     """The kernel calls for `spans` of several rows, at most one of each kind, in a fixed order.
 
     `group`: query heads of a KV head; `most_tokens`: no part of a prefix is longer (0: as long as
-    it likes). A row's state is the merge of those of all its entries; a row of a span that sees
-    nothing is in none. Raises ValueError for a span that does not see a run.
+    it likes), unless its states would take too much memory. A row's state is the merge of those
+    of all its entries; a row of a span that sees nothing is in none. Raises ValueError for a span
+    that does not see a run.
     """
     kinds: dict[tuple[bool, bool], list[_Entry]] = {}
     window = _window(spans, page_tokens)
@@ -124,7 +138,8 @@ def lay(
         if window:
             choice = Choice(span.length, 1, False)
         elif most_tokens and full * page_tokens > choice.parts * most_tokens:
-            choice = Choice(span.length, -(-full * page_tokens // most_tokens), choice.packed)
+            parts = min(-(-full * page_tokens // most_tokens), MOST_STATES // span.length)
+            choice = Choice(span.length, max(parts, 1), choice.packed)
         if choice.parts == 1:
             full = 0 if span.tail else full  # one entry, from the first key to the last
         cuts = np.linspace(0, full, choice.parts + 1).round().astype(int)

@@ -46,6 +46,7 @@ from medha_worker.model.files import digest_of
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+KV_BYTES = {**BYTES, "fp8_e4m3": 1.0}
 BURST = 256
 BUSY_TICK_S, IDLE_TICK_S = 0.005, 0.05
 STATUS_S = 0.1
@@ -61,14 +62,16 @@ def identity_of(config: WorkerConfig) -> Identity:
     """Reads what Hello tells of the checkpoint; raises CheckpointError or SpecError."""
     folder = pathlib.Path(config.checkpoint)
     model = read_config(folder)
-    kv_dtype = config.dtype if config.kv_dtype == "auto" else config.kv_dtype
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
     if "tokenizer.json" not in files:
         raise CheckpointError(
             f"{folder / 'tokenizer.json'} is missing: routers need it; save the tokenizer with the "
             "checkpoint"
         )
-    shape = model.shape(_bytes(config.dtype), _bytes(kv_dtype), config.max_context_tokens)
+    param_bytes = _bytes("dtype", config.dtype, BYTES)
+    auto = config.kv_dtype == "auto"
+    kv_bytes = param_bytes if auto else _bytes("kv_dtype", config.kv_dtype, KV_BYTES)
+    shape = model.shape(param_bytes, kv_bytes, config.max_context_tokens)
     return Identity(
         incarnation=uuid.uuid4().hex,
         shape=shape,
@@ -81,10 +84,10 @@ def identity_of(config: WorkerConfig) -> Identity:
     )
 
 
-def _bytes(dtype: str) -> float:
-    if dtype not in BYTES:
-        raise SpecError("dtype", dtype, "must be known", f"use one of {', '.join(BYTES)}")
-    return BYTES[dtype]
+def _bytes(field: str, dtype: str, known: dict[str, float]) -> float:
+    if dtype not in known:
+        raise SpecError(field, dtype, "must be known", f"use one of {', '.join(known)}")
+    return known[dtype]
 
 
 def read_profile(path: str) -> Profile | None:

@@ -60,8 +60,11 @@ class KvPages:
             ) from None
         self._pools = self.memory.unbind(0)
         # The same memory as [pages, page_tokens, 2 · kv_heads, head_dim]: what a token's rows fill.
-        # FP8 as bytes, since there is no storing by index of narrow floats.
-        memory = self.memory.view(torch.uint8) if dtype == FP8 else self.memory
+        # In eights of bytes on a GPU, which stores by index number by number; and FP8 everywhere,
+        # since there is no storing by index of narrow floats.
+        wide = (dtype == FP8 or self.memory.is_cuda) and head_dim * dtype.itemsize % 8 == 0
+        self._stored = torch.int64 if wide else torch.uint8 if dtype == FP8 else dtype
+        memory = self.memory.view(self._stored)
         self._tokens = tuple(pool.flatten(1, 2).transpose(1, 2) for pool in memory.unbind(0))
 
     @property
@@ -95,7 +98,7 @@ class KvPages:
         self, layer: int, kept: torch.Tensor, slots: Slots, which: torch.Tensor | None = None
     ) -> None:
         """Store at `slots` n tokens' rows as `kept` gave them, or those at `which` alone."""
-        rows = kept.view(torch.uint8) if self._scales else kept
+        rows = kept.view(self._stored)
         rows = rows if which is None else rows[which]
         self._tokens[layer - self.layers.start].index_put_(slots, rows)
 

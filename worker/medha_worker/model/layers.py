@@ -41,6 +41,11 @@ class Linear:
         if self.bias is not None:
             sum_.add_(self.bias)
 
+    def by_output(self) -> torch.Tensor:
+        """The weight as [out, in]."""
+        weight = self.weight
+        return weight.t() if weight.ndim == 2 else weight.transpose(1, 2).flatten(0, 1)
+
     def _by_panel(self, out: torch.Tensor) -> torch.Tensor:
         """`out` [rows, out] seen as [panels, rows, out / panels]."""
         return out.view(len(out), len(self.weight), -1).transpose(0, 1)

@@ -18,6 +18,7 @@ from medha.messages.ranks import SequenceStart, Step
 from medha_worker import sampler, weights
 from medha_worker.attention.cpu import cpu_attention
 from medha_worker.attention.interface import Attention
+from medha_worker.attention.scales import FP8
 from medha_worker.inputs import InputBuilder, StepInputs
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.config import read_config
@@ -50,6 +51,7 @@ class SoloEngine:
         pages: int = 256,
         page_tokens: int = 64,
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
         attention: Attention | None = None,
     ) -> None:
         config = read_config(folder)
@@ -57,14 +59,21 @@ class SoloEngine:
         loaded = weights.load(weights.Checkpoint(folder), config, layers, 0, 1, dtype)
         self.config = config
         self.model = Decoder(config, layers, tp, loaded)
-        self.kv = KvPages(layers, pages, config.kv_heads, page_tokens, config.head_dim, dtype)
+        rotary, kv_dtype = Rotary(config.rope, config.head_dim), kv_dtype or dtype
+        scales = (
+            weights.kv_scales(loaded, config.kv_heads, config.head_dim, rotary.scale)
+            if kv_dtype == FP8 else ()
+        )  # fmt: skip
+        self.kv = KvPages(
+            layers, pages, config.kv_heads, page_tokens, config.head_dim, kv_dtype, scales=scales
+        )
         self.attention = attention or cpu_attention(
-            config.heads, config.kv_heads, config.head_dim, page_tokens, dtype
+            config.heads, config.kv_heads, config.head_dim, page_tokens, kv_dtype
         )
         self.inputs = InputBuilder(
             Sequences(0),
             self.attention,
-            Rotary(config.rope, config.head_dim),
+            rotary,
             self.kv,
             config.vocab,
             embeds=True,

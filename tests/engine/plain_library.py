@@ -1,0 +1,213 @@
+"""FlashInfer's calls in plain torch: what each means, said once more, as an oracle of geometry.
+
+Signatures are the library's, less what we never pass (a test compares the two where the library is
+installed). Results are poisoned first, log-sum-exps are in base 2, a row without keys gets the
+library's −5·10⁴ and not −∞, and what was not planned for is refused as there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+
+NO_KEYS = -5e4
+
+
+class _Planned:
+    """What both wrappers keep of a plan."""
+
+    def __init__(self) -> None:
+        self.plans = 0
+        self.causal, self.window_left, self.page_size = False, -1, 0
+        self.heads = (0, 0, 0)
+        self.dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3
+
+    def _plan(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
+        heads: tuple[int, int, int], page_size: int, dtypes: tuple[torch.dtype, ...],
+    ) -> None:  # fmt: skip
+        for array in (indptr, indices, last_page_len):
+            assert array.dtype == torch.int32
+        assert len(indptr) == len(last_page_len) + 1 and int(indptr[-1]) == len(indices)
+        assert (indptr[1:] >= indptr[:-1]).all()
+        assert ((last_page_len >= 1) & (last_page_len <= page_size)).all()
+        assert heads[0] % heads[1] == 0
+        self.plans += 1
+        self.heads, self.page_size, self.dtypes = heads, page_size, dtypes
+
+    def _attend(
+        self, q: torch.Tensor, cache: torch.Tensor, spans: list[tuple[int, int]],
+        pages: list[torch.Tensor], lengths: list[int], scales: tuple[Any, ...], out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:  # fmt: skip
+        heads, kv_heads, dim = self.heads
+        assert cache.shape[1:] == (2, kv_heads, self.page_size, dim)
+        assert q.shape[1:] == (heads, dim) and (q.dtype, cache.dtype) == self.dtypes[:2]
+        assert out.shape == q.shape and out.dtype == self.dtypes[2]
+        assert lse.shape == q.shape[:2] and lse.dtype == torch.float32
+        assert q.stride(-1) == 1 and out.is_contiguous() and lse.is_contiguous()
+        out.fill_(math.nan)
+        lse.fill_(math.nan)
+        scale_q, scale_k, scale_v = (_of_heads(scale, heads) for scale in scales)
+        for (first, end), ids, count in zip(spans, pages, lengths, strict=True):
+            numbers = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+            kv = numbers[ids.long()].view(cache.dtype).float().permute(1, 2, 0, 3, 4).flatten(2, 3)
+            kv = kv[:, :, :count].repeat_interleave(heads // kv_heads, dim=1)
+            scores = torch.einsum("nhd,htd->nht", q[first:end].float(), kv[0])
+            scores *= (scale_q * scale_k / math.sqrt(dim)).view(1, -1, 1)
+            row = torch.arange(count - (end - first), count).view(-1, 1, 1)
+            key = torch.arange(count)
+            if self.causal:
+                scores.masked_fill_(key > row, -math.inf)
+            if self.window_left >= 0:
+                scores.masked_fill_(key < row - self.window_left, -math.inf)
+            values = torch.einsum("nht,htd->nhd", scores.softmax(-1), kv[1])
+            empty = scores.isneginf().all(-1)
+            values = values.masked_fill(empty.unsqueeze(-1), 0.0) * scale_v.view(1, -1, 1)
+            out[first:end] = values.to(out.dtype)
+            sums = scores.logsumexp(-1) / math.log(2)
+            lse[first:end] = sums.masked_fill(empty, NO_KEYS)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Planned):
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *,
+        backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert kv_layout == "HND" and backend in ("fa2", "fa3")
+        self.backend = backend
+
+    def plan(
+        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor, paged_kv_last_page_len: torch.Tensor, num_qo_heads: int,
+        num_kv_heads: int, head_dim_qk: int, page_size: int, *, causal: bool = False,
+        window_left: int = -1, q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None, o_data_type: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        assert qo_indptr.dtype == torch.int32 and len(qo_indptr) == len(paged_kv_indptr)
+        dtypes = (q_data_type, kv_data_type or q_data_type, o_data_type or q_data_type)
+        heads = (num_qo_heads, num_kv_heads, head_dim_qk)
+        self._plan(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, heads, page_size,
+                   dtypes)  # fmt: skip
+        narrow = q_data_type.itemsize == 1
+        assert narrow == (self.backend == "fa3" and dtypes[1].itemsize == 1)
+        self.causal, self.window_left = causal, window_left
+        self.spans = list(zip(qo_indptr[:-1].tolist(), qo_indptr[1:].tolist(), strict=True))
+        self.pages = list(_cut(paged_kv_indices, paged_kv_indptr))
+        self.lengths = _lengths(self.pages, paged_kv_last_page_len, page_size)
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: torch.Tensor, *args: Any,
+        out: torch.Tensor, lse: torch.Tensor, return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        assert return_lse and len(q) == self.spans[-1][1]
+        assert len(args) == (3 if q.dtype.itemsize == 1 else 0)
+        self._attend(q, paged_kv_cache, self.spans, self.pages, self.lengths,
+                     args or (None,) * 3, out, lse)  # fmt: skip
+        return out, lse
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Planned):
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD",
+        use_cuda_graph: bool = False, use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert kv_layout == "HND"
+        buffers = (
+            paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer,
+        )  # fmt: skip
+        assert use_cuda_graph == all(buffer is not None for buffer in buffers)
+        self.buffers, self.use_tensor_cores = buffers, use_tensor_cores
+
+    def plan(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
+        num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, *,
+        window_left: int = -1, q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None, o_data_type: torch.dtype | None = None,
+        fixed_split_size: int | None = None,
+    ) -> None:  # fmt: skip
+        dtypes = (q_data_type, kv_data_type or q_data_type, o_data_type or q_data_type)
+        heads = (num_qo_heads, num_kv_heads, head_dim)
+        self._plan(indptr, indices, last_page_len, heads, page_size, dtypes)
+        assert q_data_type.itemsize > 1
+        assert fixed_split_size is None or self.use_tensor_cores
+        self.window_left = window_left
+        given = (indptr, indices, last_page_len)
+        if self.buffers[0] is None:
+            self.held = tuple(x.clone() for x in given)
+            return
+        held = []
+        for buffer, x in zip(self.buffers, given, strict=True):
+            assert buffer is not None and len(x) <= len(buffer)
+            buffer[: len(x)] = x
+            held.append(buffer)
+        assert len(last_page_len) == len(held[2])  # a graph's batch is of one size
+        self.held = tuple(held)
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: torch.Tensor, *, out: torch.Tensor,
+        lse: torch.Tensor, return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        indptr, indices, last = self.held
+        assert return_lse and len(q) == len(last)
+        pages = list(_cut(indices, indptr))
+        spans = [(row, row + 1) for row in range(len(q))]
+        self._attend(q, paged_kv_cache, spans, pages, _lengths(pages, last, self.page_size),
+                     (None,) * 3, out, lse)  # fmt: skip
+        return out, lse
+
+
+def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    assert v.shape[:3] == s.shape and v.is_contiguous() and s.is_contiguous()
+    sums = torch.logsumexp(s * math.log(2), dim=1) / math.log(2)
+    shares = (s - sums.unsqueeze(1)).exp2().unsqueeze(-1)
+    return (v.float() * shares).sum(1).to(v.dtype), sums
+
+
+def rmsnorm(
+    input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    x = input.float()
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (torch.empty_like(input) if out is None else out).copy_(normed)
+
+
+def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    gate, up = input.float().chunk(2, dim=-1)
+    made = torch.nn.functional.silu(gate) * up
+    return made.to(input.dtype) if out is None else out.copy_(made)
+
+
+def apply_rope_with_cos_sin_cache_inplace(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int,
+    cos_sin_cache: torch.Tensor, is_neox: bool = True,
+) -> None:  # fmt: skip
+    assert not is_neox and cos_sin_cache.dtype == torch.float32
+    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+    for x in (query, key):
+        heads = x.view(len(x), -1, head_size)
+        even, odd = heads[..., ::2].float(), heads[..., 1::2].float()
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        heads.copy_(turned.flatten(-2))
+
+
+def _cut(indices: torch.Tensor, indptr: torch.Tensor) -> list[torch.Tensor]:
+    return [indices[first:end] for first, end in itertools.pairwise(indptr.tolist())]
+
+
+def _lengths(pages: list[torch.Tensor], last: torch.Tensor, page_size: int) -> list[int]:
+    counts = zip(pages, last.tolist(), strict=True)
+    return [max(len(ids) - 1, 0) * page_size + int(rest) for ids, rest in counts]
+
+
+def _of_heads(scale: torch.Tensor | None, heads: int) -> torch.Tensor:
+    """One for each query head: those of KV heads stand for all of theirs."""
+    return torch.ones(heads) if scale is None else scale.repeat_interleave(heads // len(scale))

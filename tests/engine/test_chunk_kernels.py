@@ -1,0 +1,120 @@
+"""The measured table of cuts: found by trying, kept in a profile, read where prefixes are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from benchmarks import gpu_kernels
+from msgspec.structs import replace
+from tests.engine import plain_library
+
+from medha import profile
+from medha.profile import CPU_CORE, ChunkKernel
+from medha_worker.attention.calls import Geometry
+from medha_worker.attention.interface import Attention
+from medha_worker.attention.paged import PagedAttention
+from medha_worker.attention.scales import FP8
+from medha_worker.attention.splits import H200, Choice, table_of
+from medha_worker.calibrate_chunks import best, chunk_kernels
+from medha_worker.testing.paged_case import CASES, NARROW, Case, Off, Work, difference, lay
+
+CPU = torch.device("cpu")
+CLOSE = Off(1e-4, 1e-4, 1e-4)
+SMALL = Geometry(
+    heads=4, kv_heads=2, head_dim=16, page_tokens=64, dtype=torch.float32, kv_dtype=torch.float32
+)
+NARROW_PAGES = Geometry(
+    heads=4, kv_heads=2, head_dim=16, page_tokens=64, dtype=torch.float32, kv_dtype=FP8
+)
+
+
+def backend(geometry: Geometry, table: Sequence[Choice] = H200) -> PagedAttention:
+    library = plain_library
+    return PagedAttention(geometry, library, CPU, table=table)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_cases_for_a_gpu_are_sound_by_the_oracle_of_its_kernels(case: Case) -> None:
+    """Over pools where all that nobody holds is NaN; prefixes are cut as on an H200."""
+    laid = lay(case, SMALL, CPU)
+    found = backend(SMALL).plan(laid.spans).run(laid.q, laid.k, laid.v, laid.pool)
+    assert difference(found, laid.expected(SMALL)).within(CLOSE)
+
+
+def test_a_case_in_fp8_is_close_by_the_oracle_of_its_kernels() -> None:
+    laid = lay(Case("", (Work(40_000, 20), Work(700, 1), Work(0, 70))), NARROW_PAGES, CPU)
+    plan = backend(NARROW_PAGES).plan(laid.spans)
+    found = plan.run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
+    off = difference(found, laid.expected(NARROW_PAGES))
+    assert off.within(NARROW) and off.typical > 1e-3
+
+
+def test_a_wrong_state_is_told() -> None:
+    laid = lay(Case("", (Work(100, 1), Work(0, 2, False))), SMALL, CPU)
+    expected = laid.expected(SMALL)
+    found = backend(SMALL).plan(laid.spans).run(laid.q, laid.k, laid.v, laid.pool)
+    assert difference(found, expected).within(CLOSE)
+    found.out[0] *= 1.5
+    assert difference(found, expected).worst > 0.4
+    found.lse[1] = 0.0  # a row that sees nothing
+    assert not difference(found, expected).within(NARROW)
+
+
+def test_the_fastest_cut_wins_unless_fewer_parts_are_about_as_fast() -> None:
+    seconds = {Choice(64, 1, False): 2.0, Choice(64, 8, True): 1.0, Choice(64, 16, True): 0.985}
+    assert best(seconds) == Choice(64, 8, True)
+    assert best({**seconds, Choice(64, 16, True): 0.9}) == Choice(64, 16, True)
+
+
+def test_every_cut_is_tried_and_the_quickest_is_told() -> None:
+    tried: list[Choice] = []
+
+    def made(table: Sequence[Choice]) -> Attention:
+        tried.extend(table)
+        return backend(SMALL, table)
+
+    def timer(call: Callable[[], object]) -> float:
+        call()
+        return 1.0 / tried[-1].parts if tried[-1].packed else 1.0
+
+    pool = torch.zeros(400, 2, 2, 64, 16)
+    found = chunk_kernels(made, pool, 4, torch.float32, timer, rows=(2, 5), parts=(1, 2, 4))
+    assert found == tuple(
+        ChunkKernel(heads=4, kv_heads=2, rows=rows, parts=4, packed=True) for rows in (2, 5)
+    )
+    assert [(choice.parts, choice.packed) for choice in tried[:5]] == [
+        (1, False), (2, False), (2, True), (4, False), (4, True),
+    ]  # fmt: skip
+
+
+def test_a_profile_carries_the_table_to_where_prefixes_are_cut() -> None:
+    kernels = tuple(
+        ChunkKernel(heads=8, kv_heads=2, rows=rows, parts=parts, packed=True)
+        for rows, parts in ((64, 4), (32, 9))
+    )
+    measured = profile.decode(profile.encode(_with(kernels)))
+    assert table_of(measured.chunk_kernels, 8, 2) == (Choice(32, 9, True), Choice(64, 4, True))
+    assert table_of(measured.chunk_kernels, 32, 8) == H200
+    assert table_of(CPU_CORE.chunk_kernels, 8, 2) == H200
+
+
+def _with(kernels: tuple[ChunkKernel, ...]) -> profile.Profile:
+    return replace(CPU_CORE, chunk_kernels=kernels)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, which it would measure")
+def test_the_benchmark_says_in_a_sentence_that_there_is_no_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_kernels.py"])
+    assert gpu_kernels.main() == 2
+    assert capsys.readouterr().err == "gpu_kernels.py measures a GPU, and torch finds none here\n"
+
+
+def test_a_benchmarks_target_is_reached_missed_or_absent() -> None:
+    assert [gpu_kernels.Row("", *row).verdict for row in (
+        (5.0, "GB/s", 4.0), (3.0, "GB/s", 4.0), (1.0, "% off", -2.0), (3.0, "% off", -2.0),
+        (float("nan"), "% off", -2.0), (3.0, "GB/s"),
+    )] == ["ok", "MISSED", "ok", "MISSED", "MISSED", ""]  # fmt: skip

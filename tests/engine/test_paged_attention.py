@@ -1,0 +1,274 @@
+"""The CUDA backend's plans and calls over the kernels' oracle, against plain softmax attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engine import plain_library
+from tests.engine.test_engine_attention import (
+    GROUP,
+    HEADS,
+    KV_HEADS,
+    PAGES,
+    D,
+    T,
+    Work,
+    run,
+    same,
+    windowed,
+    work,
+)
+from tests.engine.test_engine_attention import lay as lay_works
+
+from medha.errors import SetupError
+from medha_worker import kernels
+from medha_worker.attention import paged as paged_backend
+from medha_worker.attention.calls import Decodes, Geometry, Kernel, Wrapper, fold, unfold
+from medha_worker.attention.captured import CapturedDecodes
+from medha_worker.attention.interface import Partial
+from medha_worker.attention.paged import PagedAttention
+from medha_worker.attention.reference import ReferenceAttention
+from medha_worker.attention.scales import FP8, Scales
+from medha_worker.attention.splits import Choice, lay, merges
+
+TABLE = (Choice(2, 5, True), Choice(5, 3, False), Choice(9, 2, True))
+CPU = torch.device("cpu")
+
+
+def paged(
+    table: tuple[Choice, ...] = TABLE,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    kernel: Kernel = "fa3",
+    decodes: Decodes = "cores",
+    split_pages: int = 0,
+) -> PagedAttention:
+    geometry = Geometry(
+        heads=HEADS, kv_heads=KV_HEADS, head_dim=D, page_tokens=T, dtype=dtype,
+        kv_dtype=kv_dtype or dtype, kernel=kernel, decodes=decodes, split_pages=split_pages,
+    )  # fmt: skip
+    library: kernels.Library = plain_library  # type: ignore[assignment]
+    return PagedAttention(geometry, library, CPU, table=table, least_tokens=T)
+
+
+@given(st.lists(work, min_size=1, max_size=6), st.integers(0, 3), st.sampled_from([(), TABLE]))
+def test_any_mix_of_spans_agrees_with_plain_attention_on_paged_kernels(
+    works: list[Work], seed: int, table: tuple[Choice, ...]
+) -> None:
+    assert same(*run(works, seed, paged(table)))
+
+
+@given(st.lists(windowed, min_size=1, max_size=6), st.integers(0, 3), st.integers(1, 40))
+def test_paged_kernels_see_the_window_of_their_layers_alone(
+    works: list[Work], seed: int, window: int
+) -> None:
+    one = [dataclasses.replace(work, window=window) for work in works]
+    assert same(*run(one, seed, paged()))
+
+
+def test_heads_are_merged_some_at_a_time_where_the_library_takes_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_backend, "MERGED", 4 * D)
+    assert same(*run([Work(40, 2, True), Work(3, 10, True)], 0, paged()))
+
+
+def test_plans_that_are_held_at_a_time_do_not_disturb_each_other() -> None:
+    attention = paged()
+    works = [Work(9, 3, True), Work(6, 1, True), Work(0, 5, True), Work(21, 1, True)]
+    (one, pool), (two, other) = lay_works(works, 0), lay_works(works[::-1], 1)
+    q, k, v = torch.randn(3, 10, HEADS, D, generator=torch.Generator().manual_seed(0))
+    own = (k[:, :KV_HEADS], v[:, :KV_HEADS])
+    plans = [attention.plan([each.span for each in laid]) for laid in (one, two)]
+    for plan, laid, pages in zip(plans, (one, two), (pool, other), strict=True):
+        again = paged().plan([each.span for each in laid]).run(q, *own, pages)
+        found = plan.run(q, *own, pages)
+        assert torch.equal(found.out, again.out) and torch.equal(found.lse, again.lse)
+
+
+def test_decodes_side_by_side_and_one_chunk_are_written_where_they_belong() -> None:
+    """No index is needed then, and no state is copied."""
+    laid, _ = lay_works([Work(9, 1, True), Work(6, 1, True), Work(30, 7, True)], 0)
+    plan = paged(()).plan([each.span for each in laid])
+    assert plan.single is not None and plan.single.rows == slice(0, 2)
+    assert plan.states is None and plan.chunks[0].rows == slice(2, 9)
+
+
+def test_a_wrapper_is_planned_again_once_its_last_plan_was_copied() -> None:
+    class Moments:
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def plan(self) -> None:
+            self.seen.append("plan")
+
+        def record(self) -> None:
+            self.seen.append("record")
+
+        def synchronize(self) -> None:
+            self.seen.append("wait")
+
+    moments = Moments()
+    wrapper = Wrapper(moments, moments)  # type: ignore[arg-type]
+    wrapper.plan()
+    wrapper.plan()
+    assert moments.seen == ["plan", "record", "wait", "plan", "record"]
+
+
+def test_folded_queries_unfold_into_themselves() -> None:
+    q = torch.randn(5, HEADS, D)
+    folded = fold(q[:, :HEADS], KV_HEADS)
+    assert folded.shape == (5 * GROUP, KV_HEADS, D)
+    assert torch.equal(folded[1 * GROUP + 2, 1], q[1, GROUP + 2])
+    back = torch.empty_like(q)
+    unfold(folded, back)
+    assert torch.equal(back, q)
+
+
+def test_states_are_merged_by_row_in_the_order_of_the_parts() -> None:
+    """Rows 0 and 1 see 8 full pages and a rest, cut in 3 parts and a tail; rows 2 to 11 are one
+    entry."""
+    spans = [each.span for each in lay_works([Work(34, 2, True), Work(3, 10, True)], 0)[0]]
+    batches = lay(spans, T, GROUP, (Choice(2, 3, True),), least_tokens=T)
+    assert [(batch.causal, batch.packed) for batch in batches] == [(False, True), (True, False)]
+    found = merges(batches)
+    assert found.several_rows.tolist() == [0, 1] and found.several.tolist() == [
+        [0, 2, 4, 6], [1, 3, 5, 7],
+    ]  # fmt: skip
+    assert found.alone_rows.tolist() == list(range(2, 12))
+    assert found.alone.tolist() == list(range(8, 18))
+
+
+def test_no_part_of_a_prefix_is_longer_than_narrow_sums_allow() -> None:
+    span = lay_works([Work(40, 3, True)], 0)[0][0].span
+    (prefix, tail) = lay([span], T, GROUP, (), T, 2 * T)
+    assert not prefix.causal and prefix.kv_indptr.tolist() == [0, 2, 4, 6, 8, 10]
+    assert tail.causal and len(tail.q_indptr) == 2
+
+
+@given(st.lists(st.integers(0, 30), max_size=4), st.integers(0, 3), st.sampled_from([0, 9]))
+def test_a_graphs_decodes_are_those_of_a_plan(held: list[int], seed: int, window: int) -> None:
+    attention, spare = paged(), PAGES
+    captured = CapturedDecodes(attention, 6, 64, spare=spare, window=window)
+    for shift in (0, 1):  # replayed with another batch
+        works = [Work(min(h + shift, 30), 1, True, window=window) for h in held]
+        laid, pool = lay_works(works, seed + shift)
+        pool = torch.cat([pool, torch.zeros(1, *pool.shape[1:])])
+        spans = [each.span for each in laid]
+        q = torch.randn(6, HEADS, D, generator=torch.Generator().manual_seed(shift))
+        k, v = q[:, :KV_HEADS], q[:, :KV_HEADS]
+        assert captured.fits(spans)
+        captured.plan(spans)
+        found = captured.run(q, k, v, pool)
+        n = len(spans)
+        assert found.out.isfinite().all()
+        if n:
+            expected = attention.plan(spans).run(q[:n], k[:n], v[:n], pool)
+            assert torch.allclose(found.out[:n], expected.out, atol=1e-6)
+            assert torch.allclose(found.lse[:n], expected.lse, atol=1e-6)
+
+
+def test_what_does_not_fit_a_graph_is_refused() -> None:
+    captured = CapturedDecodes(paged(), 2, 8, spare=PAGES)
+    laid, _ = lay_works([Work(9, 1, True), Work(6, 2, True), Work(8, 1, False)], 0)
+    decode, chunk, shard = (each.span for each in laid)
+    assert captured.fits([decode])
+    assert not captured.fits([chunk]) and not captured.fits([shard])
+    assert not captured.fits([decode, decode])  # the second is not in row 1
+    with pytest.raises(ValueError, match="do not fit 2 rows"):
+        captured.plan([chunk])
+    with pytest.raises(ValueError, match="cannot follow fixed splits"):
+        CapturedDecodes(paged(decodes="tensor", split_pages=3), 2, 8, spare=PAGES)
+
+
+def scales(seed: int) -> Scales:
+    dice = torch.Generator().manual_seed(seed)
+    drawn = [torch.randint(-4, 4, (KV_HEADS,), generator=dice).float().exp2() for _ in range(3)]
+    return Scales(*drawn)
+
+
+@pytest.mark.parametrize("kernel", ["fa3", "fa2"])
+def test_pages_in_fp8_are_attended_to_as_the_values_that_they_stand_for(kernel: Kernel) -> None:
+    """fa3 has queries in FP8 too, whose rounding moves scores by some percents of their spread."""
+    works = [Work(30, 5, True), Work(14, 1, True), Work(25, 1, True), Work(16, 2, False)]
+    laid, _ = lay_works(works, 0)
+    of = scales(0)
+    dice = torch.Generator().manual_seed(1)
+    kept = of.store(torch.randn(PAGES * T, 2 * KV_HEADS, D, generator=dice))
+    values = kept.float() * torch.cat((of.key, of.value)).view(1, -1, 1)
+    pool, plain = (
+        x.view(PAGES, T, 2, KV_HEADS, D).permute(0, 2, 3, 1, 4).contiguous() for x in (kept, values)
+    )
+    rows = sum(work.length for work in works)
+    q = torch.randn(rows, HEADS, D, generator=dice)
+    own = torch.zeros(2, rows, KV_HEADS, D)
+    narrow = torch.zeros(2, rows, KV_HEADS, D).to(FP8)
+    for each in laid:
+        for i in range(each.span.length if each.span.tail else 0):
+            page, at = divmod(each.span.held + i, T)
+            own[:, each.span.start + i] = plain[each.span.pages[page], :, :, at]
+            narrow[:, each.span.start + i] = pool[each.span.pages[page], :, :, at]
+    spans = [each.span for each in laid]
+    reference = ReferenceAttention(HEADS, KV_HEADS, D, T)
+    expected = reference.plan(spans).run(q, own[0], own[1], plain)
+    straight = reference.plan(spans).run(q, narrow[0], narrow[1], pool, of)
+    assert torch.allclose(straight.out, expected.out, atol=1e-5)
+    assert torch.allclose(straight.lse, expected.lse, atol=1e-5)
+    attention = paged(kv_dtype=FP8, kernel=kernel)
+    found = attention.plan(spans).run(q, narrow[0], narrow[1], pool, of)
+    atol = 0.1 if kernel == "fa3" else 1e-5
+    assert torch.allclose(found.out, expected.out, atol=atol)
+    assert torch.allclose(found.natural().lse, expected.lse, atol=atol)
+
+
+def test_rows_of_a_deterministic_batch_run_on_tensor_cores_with_fixed_splits() -> None:
+    attention = paged(decodes="tensor", split_pages=3)
+    found, expected = run([Work(30, 1, True), Work(5, 1, True)], 0, attention)
+    assert same(found, expected)
+
+
+def test_a_missing_library_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> ModuleType:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(SetupError, match=r"pip install flashinfer-python==0\.6"):
+        kernels.flashinfer()
+
+
+CALLS = (
+    "BatchPrefillWithPagedKVCacheWrapper.__init__", "BatchPrefillWithPagedKVCacheWrapper.plan",
+    "BatchPrefillWithPagedKVCacheWrapper.run", "BatchDecodeWithPagedKVCacheWrapper.__init__",
+    "BatchDecodeWithPagedKVCacheWrapper.plan", "BatchDecodeWithPagedKVCacheWrapper.run",
+    "merge_states", "rmsnorm", "silu_and_mul", "apply_rope_with_cos_sin_cache_inplace",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_oracles_signatures_are_the_librarys(name: str) -> None:
+    real: object = pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    ours: object = plain_library
+    for part in name.split("."):
+        ours, real = getattr(ours, part), getattr(real, part)
+    assert callable(ours) and callable(real)
+    known = list(inspect.signature(real).parameters.values())
+    names = [each.name for each in known]
+    for place, mine in enumerate(inspect.signature(ours).parameters.values()):
+        assert mine.name in names, f"{name} has no {mine.name}"
+        if mine.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            assert names[place] == mine.name, f"{mine.name} of {name} stands elsewhere"
+
+
+def test_a_poisoned_row_would_be_seen() -> None:
+    """The oracle poisons what it is given, so a row that no call writes is not taken for zero."""
+    partial = Partial(torch.full((1, HEADS, D), np.nan), torch.full((1, HEADS), np.nan))
+    found, expected = run([Work(3, 1, True)], 0, paged())
+    assert same(found, expected) and not same(partial, expected)
