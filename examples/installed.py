@@ -21,6 +21,8 @@ NAMESPACE = "medha"
 RESOURCE = HOUSE / "examples" / "kubernetes" / "tiny.yaml"
 TOKENS_PER_GROUP = 16_384
 READY_S = 300.0
+GONE_S = 300.0
+"""A namespace takes its time after a cluster was harmed."""
 DECISIONS = "/tmp/decisions.jsonl"
 OURS = "pods,services,configmaps,poddisruptionbudgets,networkpolicies,endpointslices"
 
@@ -56,13 +58,13 @@ class Installed:
     def uninstall(self) -> None:
         """Take away what was brought, but for the kind, which stays by its chart's will."""
         while self._made:
-            self.bed.run(*self._made.pop())
+            self.bed.run(*self._made.pop(), timeout_s=GONE_S)
 
     def remove(self) -> None:
         """Likewise after a failure, as far as it goes."""
         while self._made:
             with contextlib.suppress(Failed):
-                self.bed.run(*self._made.pop())
+                self.bed.run(*self._made.pop(), timeout_s=GONE_S)
 
     def apply(self, replicas: int = 1) -> str:
         """The newcomer's resource, with the model where this cluster has it."""
