@@ -28,18 +28,13 @@ class CapturedDecodes:
     """Attention of `rows` single rows over at most `pages` page entries; an `interface.Plan`.
 
     `spare`: a page that nobody owns (see `kv.pages.KvPages`); `window`: of the layers that run it.
-    One for each window and each graph. Raises ValueError for keys that are split at fixed places:
-    their number of launches follows the batch.
+    One for each window and each graph.
     """
 
     def __init__(
         self, attention: PagedAttention, rows: int, pages: int, *, spare: int, window: int = 0
     ) -> None:
         G, device = attention.geometry, attention.device
-        if G.split_pages:
-            raise ValueError(
-                "a graph's launches cannot follow fixed splits: run such batches apart"
-            )
         self.attention, self.rows, self.pages = attention, rows, pages
         self.spare, self.window = spare, window
         buffers = {
@@ -56,9 +51,11 @@ class CapturedDecodes:
         self._lse = torch.zeros(rows, G.heads, dtype=torch.float32, device=device)
 
     def fits(self, spans: Sequence[Span]) -> bool:
-        """Whether these spans, in order rows 0, 1, …, can be planned here."""
-        T = self.attention.geometry.page_tokens
-        return (
+        """Whether these spans, in order rows 0, 1, …, can be planned here: never where keys are
+        split at fixed places, as a graph's launches do not follow the batch."""
+        G = self.attention.geometry
+        T = G.page_tokens
+        return not (spans and G.split_pages) and (
             len(spans) <= self.rows
             and sum(len(span.pages) for span in spans) <= self.pages
             and all(span.length == 1 and span.tail and span.start == i and sees_a_run(span, T)
