@@ -176,6 +176,18 @@ def test_a_graphs_decodes_are_those_of_a_plan(held: list[int], seed: int, window
             assert torch.allclose(found.lse[:n], expected.lse, atol=1e-6)
 
 
+def test_a_graph_made_in_inference_mode_is_planned_and_run_outside_of_it() -> None:
+    """As an engine makes it, before the steps whose inputs are built in no mode at all."""
+    laid, pool = lay_works([Work(9, 1, True)], 0)
+    q = torch.randn(2, HEADS, D)
+    with torch.inference_mode():
+        captured = CapturedDecodes(paged(), 2, 8, spare=PAGES - 1)
+        captured.plan([])
+    captured.plan([laid[0].span])
+    found = captured.run(q, q[:, :KV_HEADS], q[:, :KV_HEADS], pool)
+    assert found.out.isfinite().all()
+
+
 def test_what_does_not_fit_a_graph_is_refused() -> None:
     captured = CapturedDecodes(paged(), 2, 8, spare=PAGES)
     laid, _ = lay_works([Work(9, 1, True), Work(6, 2, True), Work(8, 1, False)], 0)

@@ -31,6 +31,7 @@ class CapturedDecodes:
     One for each window and each graph.
     """
 
+    @torch.inference_mode()
     def __init__(
         self, attention: PagedAttention, rows: int, pages: int, *, spare: int, window: int = 0
     ) -> None:
@@ -62,6 +63,7 @@ class CapturedDecodes:
                     for i, span in enumerate(spans))
         )  # fmt: skip
 
+    @torch.inference_mode()
     def plan(self, spans: Sequence[Span]) -> None:
         """Make the next `run`, or replay, attend for these; raises ValueError unless they fit."""
         if not self.fits(spans):
@@ -69,6 +71,7 @@ class CapturedDecodes:
         G, device = self.attention.geometry, self.attention.device
         plan_decodes(self._wrapper, self._filled(spans), G, device)
 
+    @torch.inference_mode()
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor,
         scales: Scales | None = None,

@@ -74,6 +74,7 @@ class PagedAttention:
         self.table = tuple(table)
         return self
 
+    @torch.inference_mode()
     def plan(self, spans: Sequence[Span]) -> PagedPlan:
         """Lay out a step's spans, those of one window, and plan the kernels for them."""
         G, T = self.geometry, self.geometry.page_tokens
