@@ -96,7 +96,7 @@ format: $(READY) ## put the code into its one format
 
 bench: $(READY) ## measure the scheduler and the engine on this machine
 	-$(PY) hatch_build.py
-	for script in benchmarks/*.py; do $(PY) $$script || exit 1; done
+	for script in benchmarks/*.py; do $(PY) $$script || [ $$? -eq 2 ] || exit 1; done
 
 # `make lock LOCK_ARGS=--upgrade` moves every version; plain `make lock` only follows pyproject.toml.
 COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \

@@ -94,3 +94,8 @@ def shipped(name: str) -> Profile:
 
 CPU_CORE, A100, H100, H200 = map(shipped, ("cpu-core", "a100", "h100", "h200"))
 SHIPPED = {profile.name: profile for profile in (CPU_CORE, A100, H100, H200)}
+
+
+def guess_for(device: str) -> Profile:
+    """From which to fit what is measured on a `device` of this kind."""
+    return CPU_CORE if device == "cpu" else H100

@@ -15,7 +15,6 @@ from medha.errors import EngineError, ProtocolError
 from medha.messages.fields import Sampling
 from medha.messages.ranks import SequenceStart, Step
 from medha_worker.attention.interface import Partial, Span
-from medha_worker.attention.scales import Scales
 from medha_worker.inputs import InputBuilder, StepInputs
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.config import Rope
@@ -36,7 +35,7 @@ class Recording:
         self.spans = list(spans)
         return self
 
-    def run(self, *_: torch.Tensor | Scales | None) -> Partial:
+    def run(self, *_: Any, **__: Any) -> Partial:
         raise AssertionError("only planned here")
 
 
@@ -57,6 +56,12 @@ class Rank:
         step = Step(step=self.steps, batch=Batch(self.steps, 0, chunks),
                     tokens=np.array(ids, dtype=np.int32).tobytes(), **more)  # fmt: skip
         return self.builder.build(step)
+
+    def draws(self, inputs: StepInputs, token: int) -> None:
+        """Its one yielding row drew `token`; the host has been told."""
+        self.builder.drew(inputs, torch.tensor([token]), [0])
+        _, state, position = inputs.yielding[0]
+        state.sampled(position, token)
 
     def span(self, row: int = 0) -> tuple[int, int, list[int], bool]:
         span = self.attention.spans[row]
@@ -136,8 +141,8 @@ def test_a_sequence_that_starts_with_a_switch_knows_its_pages_already() -> None:
 
 def test_a_decode_of_minus_one_takes_the_token_sampled_last() -> None:
     rank = Rank()
-    rank.step(Chunk(7, 0, 2, (0,), 0, (1,), yields=True), starts=(start(7),))
-    rank.sequences[7].sampled(2, 55)
+    first = rank.step(Chunk(7, 0, 2, (0,), 0, (1,), yields=True), starts=(start(7),))
+    rank.draws(first, 55)
     inputs = rank.step(Chunk(7, 2, 1, (0,), 0, decode=True), tokens=[-1])
     assert inputs.tokens.tolist() == [55]
 
@@ -174,9 +179,10 @@ def test_histories_see_the_tokens_pass_once() -> None:
     rank = Rank()
     penalised = Sampling(frequency_penalty=1.0)
     history = np.array([3, 4], dtype=np.int32).tobytes()
-    rank.step(Chunk(7, 0, 2, (0,), 0, (1,)), tokens=[3, 4],
-              starts=(start(7, sampling=penalised, prompt=2, history=history),))  # fmt: skip
-    rank.sequences[7].sampled(2, 9)
+    begin = start(7, sampling=penalised, prompt=2, history=history)
+    chunk = Chunk(7, 0, 2, (0,), 0, (1,), yields=True)
+    first = rank.step(chunk, tokens=[3, 4], starts=(begin,))
+    rank.draws(first, 9)
     rank.step(Chunk(7, 2, 1, (0,), 0), tokens=[-1])
     rank.step(Chunk(7, 3, 1, (0,), 0), tokens=[8])
     seen = rank.sequences[7].history

@@ -14,6 +14,7 @@ from medha.config import WorkerConfig
 from medha.topology import Coordinate, Topology
 from medha_worker import weights
 from medha_worker.attention.scales import FP8, FP8_MAX, Scales
+from medha_worker.device import CPU
 from medha_worker.engine import Engine
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.config import read_config
@@ -142,7 +143,7 @@ def test_a_rank_keeps_its_pages_in_what_its_configuration_says(checkpoint: Folde
         replica="r", model="m", checkpoint=str(folder), max_context_tokens=2048,
         topology=Topology(), kv_dtype="fp8_e4m3", kv_pages=4, rank_bind="ipc:///nowhere",
     )  # fmt: skip
-    engine = Engine(config, Coordinate(0, 0, 0), lambda done, total: None)
+    engine = Engine(config, Coordinate(0, 0, 0), CPU, lambda done, total: None)
     assert engine.kv.memory.dtype == FP8 and engine.kv.page_bytes == 2 * 2 * 64 * 32
     expected = scales_of(folder)
     found = [engine.kv.scales(layer) for layer in range(6)]

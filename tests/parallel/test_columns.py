@@ -122,8 +122,8 @@ def test_overlapping_groups_never_wait_in_a_circle(net: Net) -> None:
             rows = 1 + number % 4
             x = torch.full((rows, hidden), float(number))
             if not pipe.first:
-                x, broken = pipe.receive(number, rows)
-                assert not broken
+                x, note = pipe.receive(number, rows)
+                assert not note.broken()
             shared = (SharedRows(0, rows, members),) if len(members) > 1 else ()
             column = GroupColumn(group, Column(1, (0, 1, 2), columns[stage][group]))
             for _ in range(2):
@@ -176,10 +176,10 @@ def test_a_stage_goes_on_while_the_next_has_not_taken_its_rows(net: Net) -> None
         first.send(number, torch.full((2, 4), float(number)), broken=number == 2)
     second.expect(1, 2)
     second.expect(2, 2)
-    rows, broken = second.receive(1, 2)
-    assert rows.tolist() == [[1.0] * 4] * 2 and not broken
-    rows, broken = second.receive(2, 2)
-    assert rows.tolist() == [[2.0] * 4] * 2 and broken
+    rows, note = second.receive(1, 2)
+    assert rows.tolist() == [[1.0] * 4] * 2 and not note.broken()
+    rows, note = second.receive(2, 2)
+    assert rows.tolist() == [[2.0] * 4] * 2 and note.broken()
     first.drain()
 
 
@@ -210,5 +210,5 @@ def test_another_batch_than_the_one_due_is_an_error(net: Net, dtype: torch.dtype
     first.send(130, torch.zeros(1, 4, dtype=dtype), broken=False)
     assert second.receive(126, 1)[0].shape == (1, 4)
     with pytest.raises(EngineError, match="lost step"):
-        second.receive(129, 1)
+        second.receive(129, 1)[1].broken()
     first.drain()

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import pathlib
 
 import numpy as np
 import pytest
+from benchmarks.profiles import FILES, TIMINGS, errors
 
 from medha import profile as profile_module
 from medha.calibration import Operator, operator_s
 from medha.costs import Costs
 from medha.model import ModelShape
-from medha.profile import CPU_CORE, H200, SHIPPED, Profile, shipped
+from medha.profile import CPU_CORE, H200, SHIPPED, shipped
 from medha.topology import Topology
-
-# Public timings, where somebody has laid them beside the project; it holds only coefficients.
-TIMINGS = pathlib.Path(__file__).resolve().parents[3] / "shared" / "data" / "profiles"
-LINEAR = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
-ELEMENTWISE = ("input_layernorm", "attn_rope", "post_attention_layernorm", "mlp_act", "add")
 
 
 def test_every_file_is_a_profile_of_its_own_name() -> None:
@@ -29,39 +24,12 @@ def test_every_file_is_a_profile_of_its_own_name() -> None:
         assert profile.name == name and shipped(name) == profile
 
 
-def errors(profile: Profile, file: pathlib.Path, most_rows: int) -> np.ndarray:
-    """Predicted / measured − 1 of a layer's products and of all that is elementwise, by row of the
-    file."""
-    found = []
-    costs: dict[str, Costs] = {}
-    with file.open() as lines:
-        for row in csv.DictReader(lines):
-            rows, tp = int(row["num_tokens"]), row["num_tensor_parallel_workers"]
-            if rows > most_rows:
-                continue
-            if tp not in costs:
-                shape = ModelShape(
-                    layers=1, hidden=int(row["n_embd"]), heads=int(row["n_head"]),
-                    kv_heads=int(row["n_kv_head"]), head_dim=128,
-                    intermediate=int(row["n_expanded_embd"]), vocab=int(row["vocab_size"]),
-                )  # fmt: skip
-                costs[tp] = Costs(profile, shape, Topology(tp=int(tp)))
-            measured_ms = sum(
-                float(row[f"time_stats.{name}.median"]) for name in LINEAR + ELEMENTWISE
-            )
-            parts = (Operator("linear", rows), Operator("elementwise", rows))
-            predicted = sum(operator_s(part, costs[tp]) for part in parts)
-            found.append(1e3 * predicted / measured_ms - 1.0)
-    return np.abs(found)
-
-
 @pytest.mark.skipif(not TIMINGS.is_dir(), reason="the public timings are not at hand")
 @pytest.mark.parametrize(
     ("name", "file", "most_rows", "mean", "p95"),
     [
-        ("a100", "a100_Meta-Llama-3-8B_mlp.csv", 8192, 0.1, 0.3),
-        ("a100", "a100_Meta-Llama-3-70B_mlp.csv", 8192, 0.08, 0.2),
-        ("h100", "h100_Llama-2-70b_mlp.csv", 4096, 0.1, 0.3),
+        (*which, *bounds)
+        for which, bounds in zip(FILES, ((0.1, 0.3), (0.08, 0.2), (0.1, 0.3)), strict=True)
     ],
 )
 def test_layers_take_as_long_as_they_were_timed(

@@ -6,19 +6,19 @@ Weights and cached keys are drawn at random, so config.json is enough. What is m
 `medha.measuring`'s plan, round after round until the time is over (so that a pause of the machine
 spoils one round and no size), told as JSON lines on stdout. A batch's time is that of the real
 path: inputs built, model run, tokens sampled. One thread is timed by its own clock, which stands
-still while others have the core: as on an idle machine. An operator's is that of one layer;
-products run over the weights of all layers in turn, as a batch does, so that no cache holds them.
+still while others have the core: as on an idle machine; a GPU until it is done. An operator's is
+that of one layer; products run over the weights of all layers in turn, as a batch does, so that no
+cache holds them.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import pathlib
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -28,20 +28,24 @@ from torch.nn import functional
 from medha.batch import Batch, Chunk
 from medha.calibration import Entries, Operator
 from medha.errors import SpecError, UserError
-from medha.measuring import Begun, Bounds, Measured, Plan, Rounds, Told, plan_for
+from medha.measuring import Begun, Bounds, Chunks, Measured, Plan, Rounds, Told, plan_for
 from medha.messages import Sampling, SequenceStart, Step, to_bytes
+from medha.profile import ChunkKernel
 from medha_worker import sampler, weights
-from medha_worker.attention.cpu import cpu_attention
-from medha_worker.attention.interface import Span
-from medha_worker.engine import check_device, dtype_of
+from medha_worker.attention.choice import attention_for
+from medha_worker.attention.interface import Attention, Span
+from medha_worker.attention.splits import Choice
+from medha_worker.calibrate_chunks import chunk_kernels
+from medha_worker.device import Device, device_of
+from medha_worker.engine import arithmetic_for, dtype_of
 from medha_worker.inputs import InputBuilder, seen
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.config import read_config
 from medha_worker.model.decoder import Decoder
 from medha_worker.model.dummy import DummyCheckpoint
-from medha_worker.model.layers import rms_norm
-from medha_worker.model.rope import Rotary, rotate
+from medha_worker.model.rope import Rotary
 from medha_worker.parallel.interface import SoloColumn, SoloTensorParallel
+from medha_worker.seats import Seats
 from medha_worker.sequences import PageTable, Sequences
 
 MOST_ROUNDS = 9
@@ -52,23 +56,28 @@ class Bench:
     """The model of `checkpoint` alone on its device, with a pool of `pages` that is full."""
 
     def __init__(
-        self, checkpoint: pathlib.Path, dtype: torch.dtype, pages: int, page_tokens: int
-    ) -> None:
+        self, checkpoint: pathlib.Path, dtype: torch.dtype, pages: int, page_tokens: int,
+        device: Device,
+    ) -> None:  # fmt: skip
         self.config = config = read_config(checkpoint)
         layers = range(config.layers)
-        source = DummyCheckpoint(checkpoint)
-        self.weights = weights.load(source, config, layers, 0, 1, dtype)
-        self.model = Decoder(config, layers, SoloTensorParallel(), self.weights)
-        self.kv = KvPages(layers, pages, config.kv_heads, page_tokens, config.head_dim, dtype)
-        self.kv.memory.normal_(generator=torch.Generator().manual_seed(0))
-        self._clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self.device, at = device, device.at
+        source = DummyCheckpoint(checkpoint, at)
+        self.weights = weights.load(source, config, layers, 0, 1, dtype, device=at)
+        self.kv = KvPages(layers, pages, config.kv_heads, page_tokens, config.head_dim, dtype, at)
+        self.kv.memory.normal_(generator=torch.Generator(at).manual_seed(0))
+        alone = at.type == "cpu" and torch.get_num_threads() == 1
+        self._clock = time.thread_time if alone else time.perf_counter
         self.dtype, self._steps, self._seqs, self._page = dtype, 0, 0, 0
-        attention = cpu_attention(
-            config.heads, config.kv_heads, config.head_dim, page_tokens, dtype
+        attention = attention_for(
+            config.heads, config.kv_heads, config.head_dim, page_tokens, dtype, dtype, at
         )
+        arithmetic = arithmetic_for(attention, config.norm_eps, device)
+        self.model = Decoder(config, layers, SoloTensorParallel(), self.weights, arithmetic)
+        rotary = Rotary(config.rope, config.head_dim, at, arithmetic.turns)
         self._inputs = InputBuilder(
-            Sequences(0), attention, Rotary(config.rope, config.head_dim), self.kv, config.vocab,
-            embeds=True, windows=config.windows_in(layers),
+            Sequences(0, Seats(device)), attention, rotary, self.kv, config.vocab, embeds=True,
+            windows=config.windows_in(layers), device=device,
         )  # fmt: skip
 
     # --- whole batches --------------------------------------------------------------------------
@@ -76,12 +85,15 @@ class Bench:
     def batch_s(self, entries: Entries) -> float:
         """Seconds of one batch, whose last rows are sampled; its sequences end with it."""
         step = self._step(entries)
-        began = self._clock()
-        inputs = self._inputs.build(step)
-        hidden = self.model.forward(inputs.tokens, inputs, self.kv, SoloColumn())
-        logits = self.model.logits(hidden[inputs.yield_rows])
-        sampler.sample(logits, [state.draw(at) for _, state, at in inputs.yielding])
-        took_s = self._clock() - began
+
+        def run() -> None:
+            inputs = self._inputs.build(step)
+            hidden = self.model.forward(inputs.tokens, inputs, self.kv, SoloColumn())
+            logits = self.model.logits(hidden[inputs.yield_rows])
+            draws = [state.draw(at) for _, state, at in inputs.yielding]
+            sampler.sample(logits, draws, self.device)
+
+        took_s = self._took(run)
         ends = tuple(chunk.seq for chunk in step.batch.chunks)
         self._steps += 1
         gone = Batch(number=self._steps, generation=0, chunks=())
@@ -122,11 +134,17 @@ class Bench:
             "attention": self._attention,
             "decode": self._attention,
         }[operator.kind](operator)
-        layers = self.config.layers if operator.kind == "linear" else min(2, self.config.layers)
+        every = operator.kind == "linear" or self.device.at.type != "cpu"
+        layers = self.config.layers if every else min(2, self.config.layers)
+        return self._took(lambda: [run(layer) for layer in range(layers)]) / layers
+
+    def _took(self, work: Callable[[], object]) -> float:
+        """Seconds until the device has done `work`."""
+        self.device.fetch().wait()
         began = self._clock()
-        for layer in range(layers):
-            run(layer)
-        return (self._clock() - began) / layers
+        work()
+        self.device.fetch().wait()
+        return self._clock() - began
 
     def _linear(self, operator: Operator) -> Callable[[int], object]:
         c = self.config
@@ -148,15 +166,15 @@ class Bench:
         c, rows = self.config, operator.rows
         hidden, both = self._random(rows, c.hidden), self._random(rows, 2 * c.intermediate)
         qkv = self._random(rows, c.heads + 2 * c.kv_heads, c.head_dim)
-        turns = torch.polar(torch.ones(rows, 1, c.head_dim // 2), torch.zeros(()))
-        T, places = self.kv.page_tokens, torch.arange(rows)
+        T, places = self.kv.page_tokens, torch.arange(rows, device=self.device.at)
+        turns = self._inputs.rotary.turns(places, [(rows, rows)])
         slots = (places // T, places % T)
 
         def run(layer: int) -> None:
             own = self.weights.layers[layer]
             for norm in (own.attention_norm, own.mlp_norm):
-                hidden.add_(rms_norm(hidden, norm, self.model.eps))
-            rotate(qkv[:, : c.heads + c.kv_heads], turns)
+                hidden.add_(self.model.arithmetic.norm(hidden, norm))
+            self.model.arithmetic.rotate(qkv[:, : c.heads + c.kv_heads], c.heads, turns)
             self.kv.write(layer, qkv[:, c.heads :], slots)
             gate, up = both.chunk(2, dim=-1)
             functional.silu(gate).mul_(up)
@@ -172,7 +190,9 @@ class Bench:
         for row in range(count):
             pages = np.array(self._pages(operator.keys + length), dtype=np.int64)
             spans.append(Span(row, length, operator.keys, pages, True))
-        kernel = cpu_attention(heads, kv_heads, c.head_dim, T, self.dtype)
+        kernel = attention_for(
+            heads, kv_heads, c.head_dim, T, self.dtype, self.dtype, self.device.at
+        )
         chunk = Chunk(0, operator.keys, length, (0,), 0)
         plans = {
             window: kernel.plan(
@@ -187,19 +207,28 @@ class Bench:
         pools = [self.kv.pool(n).view(shape)[: self.kv.pages] for n in range(c.layers)]
         return lambda layer: plans[c.window(layer)].run(q, k, v, pools[layer])
 
+    def chunk_kernels(self) -> tuple[ChunkKernel, ...]:
+        """How prefixes are best cut for small chunks, over as many keys as the pool holds."""
+        c, T = self.config, self.kv.page_tokens
+
+        def backend(table: Sequence[Choice]) -> Attention:
+            return attention_for(
+                c.heads, c.kv_heads, c.head_dim, T, self.dtype, self.dtype, self.device.at,
+                table=table,
+            )  # fmt: skip
+
+        return chunk_kernels(backend, self.kv.pool(0), c.heads, self.dtype)
+
     def copy_bytes_per_s(self) -> float:
         """A plain copy of the pool's first pages: bytes read and written."""
-        source = self.kv.memory.view(-1)[: 1 << 24]
+        source = self.kv.memory.view(-1)[: 1 << (24 if self.device.at.type == "cpu" else 29)]
         target = torch.empty_like(source)
-        best_s = math.inf
-        for _ in range(5):
-            began = self._clock()
-            target.copy_(source)
-            best_s = min(best_s, self._clock() - began)
+        best_s = min(self._took(lambda: target.copy_(source)) for _ in range(5))
         return 2.0 * source.nbytes / best_s
 
     def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.dtype)
+        dice = torch.Generator().manual_seed(0)
+        return torch.randn(shape, generator=dice).to(self.device.at, self.dtype)
 
 
 def measure(bench: Bench, plan: Plan, seconds: float, tell: Callable[[Told], None]) -> None:
@@ -250,7 +279,7 @@ def _arguments() -> argparse.Namespace:
 
 def run(given: argparse.Namespace) -> None:
     """Measure and tell; raises UserError for what a person can mend."""
-    check_device(given.device)
+    device = device_of(given.device)
     torch.set_num_threads(given.threads)
     config, T = read_config(given.checkpoint), given.page_tokens
     if given.keys > config.max_context_tokens:
@@ -259,7 +288,7 @@ def run(given: argparse.Namespace) -> None:
             " the model was made for", f"use {config.max_context_tokens} or less",
         )  # fmt: skip
     pages = 2 * (given.keys // T) + -(-given.rows // T) + 64
-    bench = Bench(given.checkpoint, dtype_of("--dtype", given.dtype), pages, T)
+    bench = Bench(given.checkpoint, dtype_of("--dtype", given.dtype), pages, T, device)
     item = float(bench.dtype.itemsize)
     shape = config.shape(item, item)
     bounds = Bounds(rows=given.rows, keys=given.keys, page_tokens=T, pool_tokens=pages * T)
@@ -271,6 +300,8 @@ def run(given: argparse.Namespace) -> None:
         )
     )  # fmt: skip
     measure(bench, plan, given.seconds, _write)
+    if device.at.type == "cuda":
+        _write(Chunks(bench.chunk_kernels()))
 
 
 def main() -> None:

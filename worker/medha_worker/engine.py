@@ -12,15 +12,23 @@ from collections.abc import Callable
 import torch
 
 from medha.config import WorkerConfig
-from medha.errors import SetupError, SpecError
+from medha.errors import SpecError
+from medha.profile import decode
 from medha.topology import Coordinate, kv_heads_of, stage_layers
 from medha_worker import weights
-from medha_worker.attention.cpu import cpu_attention
+from medha_worker.attention.captured import CapturedDecodes
+from medha_worker.attention.choice import attention_for
+from medha_worker.attention.interface import Attention
+from medha_worker.attention.paged import PagedAttention
 from medha_worker.attention.scales import FP8, Scales
+from medha_worker.attention.splits import Choice, table_of
+from medha_worker.device import Device
+from medha_worker.graphs import SIZES, FixedPlan, Graphs, RecordCuda, recorded
 from medha_worker.inputs import InputBuilder
 from medha_worker.kv.epochs import PageEpochs
 from medha_worker.kv.fetches import Copies
 from medha_worker.kv.pages import KvPages, page_bytes
+from medha_worker.model.arithmetic import Arithmetic, FusedArithmetic, TorchArithmetic
 from medha_worker.model.config import DecoderConfig, read_config
 from medha_worker.model.decoder import Decoder
 from medha_worker.model.dummy import DummyCheckpoint
@@ -30,6 +38,7 @@ from medha_worker.parallel.mesh import Mesh, Wiring
 from medha_worker.parallel.pipeline import Pipeline
 from medha_worker.parallel.tensor import GlooTensorParallel
 from medha_worker.runner import Runner, Sample
+from medha_worker.seats import Seats
 from medha_worker.sequences import Sequences
 
 Progress = Callable[[int, int], None]
@@ -41,15 +50,20 @@ class Engine:
     Raises CheckpointError, SpecError or SetupError, whose messages say what to do.
     """
 
-    def __init__(self, config: WorkerConfig, at: Coordinate, progress: Progress) -> None:
+    def __init__(
+        self, config: WorkerConfig, at: Coordinate, device: Device, progress: Progress
+    ) -> None:
         folder = pathlib.Path(config.checkpoint)
         topology = config.topology
         self.at, self.model_config = at, read_config(folder)
-        self._config = config
+        self._config, self.device = config, device
         self.layers = stage_layers(self.model_config.layers, topology.spp)[at.stage]
         self.dtype = dtype_of("dtype", config.dtype)
         checkpoint: weights.Checkpoint | DummyCheckpoint
-        checkpoint = DummyCheckpoint(folder) if config.dummy_weights else weights.Checkpoint(folder)
+        if config.dummy_weights:
+            checkpoint = DummyCheckpoint(folder, device.at)
+        else:
+            checkpoint = weights.Checkpoint(folder)
         self._weights = weights.load(
             checkpoint,
             self.model_config,
@@ -58,6 +72,7 @@ class Engine:
             topology.tp,
             self.dtype,
             progress,
+            device.at,
         )
         self.kv = _pool(config, self.model_config, self.layers, at.shard, self._weights)
         self.epochs = PageEpochs(self.kv.pages)
@@ -69,33 +84,81 @@ class Engine:
         tp: TensorParallel = SoloTensorParallel()
         if wiring.tp is not None:
             tp = GlooTensorParallel(wiring.tp)
+        attention = attention_for(
+            shape.heads // tp.size,
+            self.kv.kv_heads,
+            shape.head_dim,
+            config.page_tokens,
+            self.dtype,
+            self.kv.memory.dtype,
+            self.device.at,
+            deterministic=config.deterministic,
+            table=_chunk_table(config.profile, shape.heads // tp.size, self.kv.kv_heads),
+        )
+        arithmetic = arithmetic_for(attention, shape.norm_eps, self.device)
+        model = Decoder(shape, self.layers, tp, self._weights, arithmetic)
         inputs = InputBuilder(
-            Sequences(at.group),
-            cpu_attention(
-                shape.heads // tp.size,
-                self.kv.kv_heads,
-                shape.head_dim,
-                config.page_tokens,
-                self.kv.memory.dtype,
-            ),
-            Rotary(shape.rope, shape.head_dim),
+            Sequences(at.group, Seats(self.device)),
+            attention,
+            Rotary(shape.rope, shape.head_dim, self.device.at, arithmetic.turns),
             self.kv,
             shape.vocab,
             embeds=at.stage == 0,
             windows=shape.windows_in(self.layers),
+            device=self.device,
         )
+        if isinstance(attention, PagedAttention) and tp.size == 1 and not config.deterministic:
+            inputs.choose = self._graphs(model, attention, inputs).choose
+        alone = wiring.tp is None and wiring.spp is None and config.topology.kvp_max == 1
         return Runner(
             at,
-            model=Decoder(shape, self.layers, tp, self._weights),
+            model=model,
             kv=self.kv,
             inputs=inputs,
             tp=tp,
-            pipeline=Pipeline(wiring.spp, shape.hidden, self.dtype, config.topology.spp),
+            pipeline=Pipeline(
+                wiring.spp, shape.hidden, self.dtype, config.topology.spp, self.device
+            ),
             mesh=mesh,
             copies=self.copies,
             epochs=self.epochs,
             sample=sample,
+            device=self.device,
+            patience_s=None if alone else config.collective_timeout_s,
         )
+
+    def _graphs(self, model: Decoder, attention: PagedAttention, inputs: InputBuilder) -> Graphs:
+        """Recorded here, so that a rank which says it is ready has them."""
+        kv, rotary = self.kv, inputs.rotary
+
+        def fixed(rows: int, window: int) -> FixedPlan:
+            return CapturedDecodes(attention, rows, kv.pages, spare=kv.pages, window=window)
+
+        def turns(rows: int) -> torch.Tensor:
+            nowhere = torch.zeros(rows, dtype=torch.int64, device=self.device.at)
+            return rotary.turns(nowhere, [(rows, 0)])
+
+        most = min(self._config.scheduling.max_running, SIZES[-1])
+        sizes = [size for size in SIZES if size <= most]
+        with torch.inference_mode():
+            return recorded(
+                self.at.group, model, kv, turns, fixed, inputs.windows, RecordCuda(), sizes=sizes
+            )
+
+
+def _chunk_table(profile: str, heads: int, kv_heads: int) -> tuple[Choice, ...]:
+    """How small chunks attend by the profile in a file, if any; the controller judges the file."""
+    if not profile:
+        return table_of((), heads, kv_heads)
+    measured = decode(pathlib.Path(profile).read_bytes(), profile)
+    return table_of(measured.chunk_kernels, heads, kv_heads)
+
+
+def arithmetic_for(attention: Attention, eps: float, device: Device) -> Arithmetic:
+    """Plain torch, or on a GPU the kernels of the library that attends."""
+    if isinstance(attention, PagedAttention):
+        return FusedArithmetic(attention.library, eps, device.at)
+    return TorchArithmetic(eps, device.at)
 
 
 def _pool(
@@ -116,7 +179,10 @@ def _pool(
     if dtype == FP8:
         stretch = Rotary(shape.rope, shape.head_dim).scale
         scales = weights.kv_scales(held, heads, shape.head_dim, stretch)
-    return KvPages(layers, pages, heads, config.page_tokens, shape.head_dim, dtype, scales=scales)
+    return KvPages(
+        layers, pages, heads, config.page_tokens, shape.head_dim, dtype, held.at, scales=scales,
+        spare=0 if held.at.type == "cpu" else 1,
+    )  # fmt: skip
 
 
 def dtype_of(field: str, name: str) -> torch.dtype:
@@ -128,9 +194,3 @@ def dtype_of(field: str, name: str) -> torch.dtype:
         raise SpecError(field, name, "must be a torch dtype that this engine computes in",
                         f"use one of {', '.join(known)}")  # fmt: skip
     return known[name]
-
-
-def check_device(device: str) -> None:
-    """Raises SetupError for a device that this build does not drive."""
-    if device != "cpu":
-        raise SetupError(f"device is {device}: this version computes on cpu; set device to cpu")

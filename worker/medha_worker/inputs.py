@@ -2,12 +2,15 @@
 
 Built once per step and rank, used by every layer; every rank of a group builds the same. Rows
 stand in the order of the group's chunks. Pages that the step brings are entered into the
-sequences' tables here, before anything runs.
+sequences' tables here, before anything runs. The host lays rows out with numpy; token, position and
+seat of each row cross to the device at once, and what follows from them is computed there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +20,7 @@ from medha.batch import Chunk
 from medha.errors import EngineError, ProtocolError
 from medha.messages.ranks import Step
 from medha_worker.attention.interface import Attention, Plan, Sight, Span
+from medha_worker.device import CPU, Device
 from medha_worker.kv.pages import KvPages, Slots
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.interface import SharedRows
@@ -29,17 +33,21 @@ Ids = npt.NDArray[np.int64]
 class StepInputs:
     """One step for one rank.
 
-    `tokens` int64 [rows]; `turns` complex64 [rows, 1, head_dim / 2] the rows' rotary angles;
+    `tokens` int64 [rows]; `positions` of each in its sequence, whose `seats` these are, alike;
+    `turns` complex64 [rows, 1, head_dim / 2] the rows' rotary angles;
     `attention` the planned spans, by the window of the layers that they are for; `slots` where the
     written rows' keys and values go; `written` int64 rows that are, None when all are; `shared` the
     rows whose attention spans groups.
     `yielding` are the rows to sample here: (batch row, sequence, position of the token to be
-    drawn), `yield_rows` the rows alone.
+    drawn), `yield_rows` the rows alone. `whole`: what runs the batch in one launch, with the
+    attention planned there; else None.
     """
 
     number: int
     rows: int
     tokens: torch.Tensor
+    positions: torch.Tensor
+    seats: torch.Tensor
     turns: torch.Tensor
     attention: dict[int, Plan]
     slots: Slots
@@ -47,6 +55,19 @@ class StepInputs:
     shared: tuple[SharedRows, ...]
     yielding: tuple[tuple[int, SequenceState, int], ...]
     yield_rows: torch.Tensor
+    whole: WholeBatch | None = None
+
+
+class WholeBatch(Protocol):
+    """What runs a batch in one launch (see `graphs`)."""
+
+    def run(self, rows: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        """Hidden states, or in the last stage logits, of all rows."""
+        ...
+
+
+# Whether a batch with these spans, by window, is run whole; if so its attention is planned there.
+Choose = Callable[[Sequence[Chunk], Mapping[int, Sequence[Span]]], WholeBatch | None]
 
 
 class InputBuilder:
@@ -65,10 +86,14 @@ class InputBuilder:
         vocab: int,
         embeds: bool,
         windows: tuple[int, ...] = (0,),
+        device: Device = CPU,
+        choose: Choose = lambda chunks, spans: None,
     ) -> None:
         self.sequences, self.attention, self.rotary, self.kv = sequences, attention, rotary, kv
+        self.device, self.seats, self.choose = device, sequences.seats, choose
         self.vocab, self.embeds, self.windows = vocab, embeds, windows
 
+    @torch.inference_mode()
     def build(self, step: Step) -> StepInputs:
         """Apply `step` to the sequences and lay out its rows.
 
@@ -81,43 +106,95 @@ class InputBuilder:
         states = [self.sequences[chunk.seq] for chunk in chunks]
         starts = np.cumsum([0, *(chunk.length for chunk in chunks)]).tolist()
         tokens = self._tokens(step, chunks, states, starts)
-        positions = _positions(chunks, starts)
-        written = _written(chunks, starts, group)
-        spans, pages = self._lay(chunks, states, starts)
-        kept = positions if written is None else positions[written]
-        tails = [(c, s, at) for c, s, at in zip(chunks, states, starts, strict=False)
-                 if c.tail == group]  # fmt: skip
-        cos, sin = self.rotary.angles(
-            torch.from_numpy(positions),
-            [(c.length, s.rope_tokens) for c, s in zip(chunks, states, strict=True)],
-        )
+        spans = self._lay(chunks, states, starts)
+        by_window = {
+            window: [
+                seen(span, chunk, state.pages, window, self.kv.page_tokens)
+                for span, chunk, state in zip(spans, chunks, states, strict=True)
+            ]
+            for window in self.windows
+        }
+        whole = self.choose(chunks, by_window)
+        planned = {
+            window: self.attention.plan(those)
+            for window, those in by_window.items()
+            if whole is None
+        }
         yielding = tuple(
-            (at + chunk.length - 1, state, chunk.end) for chunk, state, at in tails if chunk.yields
+            (at + chunk.length - 1, state, chunk.end)
+            for chunk, state, at in zip(chunks, states, starts, strict=False)
+            if chunk.yields and chunk.tail == group
         )
+        written = _written(chunks, starts, group)
+        rows = self._rows(tokens, chunks, states, starts, yielding, written)
+        slots = rows.positions, rows.seats
+        if written is not None:
+            slots = rows.positions[rows.written], rows.seats[rows.written]
         return StepInputs(
             number=step.batch.number,
             rows=starts[-1],
-            tokens=torch.from_numpy(tokens),
-            turns=torch.complex(cos, sin),
-            attention={
-                window: self.attention.plan(
-                    [
-                        seen(span, chunk, state.pages, window, self.kv.page_tokens)
-                        for span, chunk, state in zip(spans, chunks, states, strict=True)
-                    ]
-                )
-                for window in self.windows
-            },
-            slots=(torch.from_numpy(pages), torch.from_numpy(kept % self.kv.page_tokens)),
-            written=None if written is None else torch.from_numpy(written),
+            tokens=rows.tokens,
+            positions=rows.positions,
+            seats=rows.seats,
+            turns=self.rotary.turns(
+                rows.positions,
+                [(c.length, s.rope_tokens) for c, s in zip(chunks, states, strict=True)],
+            ),
+            attention=planned,
+            slots=self.slots(*slots),
+            written=None if written is None else rows.written,
             shared=tuple(
                 SharedRows(at, chunk.length, chunk.groups)
                 for chunk, at in zip(chunks, starts, strict=False)
                 if chunk.shared
             ),
             yielding=yielding,
-            yield_rows=torch.tensor([row for row, _, _ in yielding], dtype=torch.int64),
+            yield_rows=rows.yields,
+            whole=whole,
         )
+
+    def slots(self, positions: torch.Tensor, seats: torch.Tensor) -> Slots:
+        """Where the keys and values of rows go, read from the tables on the device."""
+        T = self.kv.page_tokens
+        return self.seats.pages(seats, positions // T), positions % T
+
+    @torch.inference_mode()
+    def drew(self, inputs: StepInputs, tokens: torch.Tensor, kept: Sequence[int]) -> None:
+        """Keep on the device what the yielding rows drew; `kept` are those, of their places in
+        `yielding`, that count."""
+        rows = inputs.yield_rows
+        if len(kept) < len(inputs.yielding):
+            (places,) = self.device.upload(np.array(kept, dtype=np.int64))
+            rows, tokens = rows[places], tokens[places]
+        self.seats.drew(inputs.seats[rows], tokens)
+        for place in kept:
+            inputs.yielding[place][1].drawn = True
+
+    def _rows(
+        self,
+        tokens: Ids,
+        chunks: tuple[Chunk, ...],
+        states: list[SequenceState],
+        starts: list[int],
+        yielding: tuple[tuple[int, SequenceState, int], ...],
+        written: Ids | None,
+    ) -> _Rows:
+        """The rows on the device, each −1 replaced by the token that its sequence drew last."""
+        self.seats.flush()
+        seats = np.array([state.seat for state in states], dtype=np.int64)
+        rows = _Rows(
+            *self.device.upload(
+                tokens,
+                _positions(chunks, starts),
+                np.repeat(seats, [chunk.length for chunk in chunks]),
+                np.array([row for row, _, _ in yielding], dtype=np.int64),
+                np.empty(0, dtype=np.int64) if written is None else written,
+            )
+        )
+        if tokens.min() >= 0:
+            return rows
+        known = torch.where(rows.tokens < 0, self.seats.last[rows.seats], rows.tokens)
+        return rows._replace(tokens=known)
 
     def _tokens(
         self,
@@ -126,21 +203,23 @@ class InputBuilder:
         states: list[SequenceState],
         starts: list[int],
     ) -> Ids:
-        """The rows' ids with −1 replaced by the sequence's last; histories see them pass."""
+        """The rows' ids; −1 where the device knows better; histories see the others pass."""
         tokens = np.frombuffer(step.tokens, dtype=np.int32).astype(np.int64)
         if not chunks or len(tokens) != starts[-1]:
             raise ProtocolError(
                 f"step {step.step} brings {len(tokens)} tokens for {starts[-1]} rows of"
                 f" {len(chunks)} chunks of group {self.sequences.group}; expected one per row"
             )
+        unknown = tokens < 0
         for chunk, state, at in zip(chunks, states, starts, strict=False):
-            if tokens[at] < 0 and chunk.length == 1:
-                tokens[at] = -1 if state.last_token is None else state.last_token
-            if state.history is not None and tokens[at] >= 0:
+            if unknown[at] and chunk.length == 1 and state.drawn:
+                unknown[at] = False
+            elif state.history is not None and tokens[at] >= 0:
                 rows = tokens[at : at + chunk.length].astype(np.int32)
                 state.history.see(chunk.start, rows)
-        if self.embeds and not 0 <= tokens.min() <= tokens.max() < self.vocab:
-            row = int(np.flatnonzero((tokens < 0) | (tokens >= self.vocab))[0])
+        wrong = unknown | (tokens >= self.vocab)
+        if self.embeds and wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
             seq = next(c.seq for c, at in zip(chunks, starts[1:], strict=True) if row < at)
             raise EngineError(
                 f"step {step.step}: row {row} (sequence {seq}) has token {tokens[row]}: must be in"
@@ -150,22 +229,41 @@ class InputBuilder:
 
     def _lay(
         self, chunks: tuple[Chunk, ...], states: list[SequenceState], starts: list[int]
-    ) -> tuple[list[Span], Ids]:
-        """Spans of all chunks, and the page of each row whose tail is here."""
+    ) -> list[Span]:
+        """Spans of all chunks, whose new pages are entered."""
         spans = []
-        pages = [np.empty(0, dtype=np.int64)]
         T = self.kv.page_tokens
         for chunk, state, at in zip(chunks, states, starts, strict=False):
             tail = chunk.tail == self.sequences.group
             if tail:
-                entered = _enter(chunk, state, T)
-                if chunk.length > 1:
-                    filled = chunk.start % T
-                    entered = np.repeat(entered, T)[filled : filled + chunk.length]
-                pages.append(entered)
+                self._enter(chunk, state, T)
             held = _held(chunk, state, T, tail)
             spans.append(Span(at, chunk.length, held, state.pages.ids, tail))
-        return spans, np.concatenate(pages)
+        return spans
+
+    def _enter(self, chunk: Chunk, state: SequenceState, page_tokens: int) -> None:
+        """Add the chunk's new pages; logical pages start // T … (end − 1) // T must be held."""
+        if chunk.pages:
+            self.sequences.append(state, -(-chunk.start // page_tokens), chunk.pages)
+        first, last = chunk.start // page_tokens, (chunk.end - 1) // page_tokens
+        held = len(state.pages) - state.pages.before(first)
+        if state.pages.last_logical != last or held != last - first + 1:
+            raise ProtocolError(
+                f"sequence {chunk.seq}: tokens [{chunk.start}, {chunk.end}) need logical pages"
+                f" {first}…{last} in group {chunk.tail}, which holds {len(state.pages)} pages up to"
+                f" {state.pages.last_logical}; the step must bring the missing ones"
+            )
+
+
+class _Rows(NamedTuple):
+    """What crosses to the device with a step, all int64: of each row, then which rows yield and
+    which are written (none where all are)."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    seats: torch.Tensor
+    yields: torch.Tensor
+    written: torch.Tensor
 
 
 def seen(span: Span, chunk: Chunk, pages: PageTable, window: int, page_tokens: int) -> Span:
@@ -184,21 +282,6 @@ def _positions(chunks: tuple[Chunk, ...], starts: list[int]) -> Ids:
     lengths = [chunk.length for chunk in chunks]
     shift = np.array([chunk.start for chunk in chunks]) - starts[:-1]
     return np.arange(starts[-1]) + np.repeat(shift, lengths)
-
-
-def _enter(chunk: Chunk, state: SequenceState, page_tokens: int) -> Ids:
-    """Add the chunk's new pages; returns the ids of logical pages start // T … (end − 1) // T."""
-    if chunk.pages:
-        state.pages.append(-(-chunk.start // page_tokens), chunk.pages)
-    first, last = chunk.start // page_tokens, (chunk.end - 1) // page_tokens
-    count = last - first + 1
-    if state.pages.last_logical != last or len(state.pages) - state.pages.before(first) != count:
-        raise ProtocolError(
-            f"sequence {chunk.seq}: tokens [{chunk.start}, {chunk.end}) need logical pages"
-            f" {first}…{last} in group {chunk.tail}, which holds {len(state.pages)} pages up to"
-            f" {state.pages.last_logical}; the step must bring the missing ones"
-        )
-    return state.pages.ids[-count:]
 
 
 def _held(chunk: Chunk, state: SequenceState, page_tokens: int, tail: bool) -> int:

@@ -11,6 +11,7 @@ mend something (checkpoint, setting, machine), with one line that says what.
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import logging
 import os
@@ -43,16 +44,21 @@ from medha.messages import (
 )
 from medha.topology import Coordinate
 from medha_worker import sampler
-from medha_worker.engine import Engine, check_device
+from medha_worker.device import Device, device_of
+from medha_worker.engine import Engine
 from medha_worker.kv.mover import Mover, not_fetched, refused
 from medha_worker.kv.transfer import MemoryTransfer, MemoryWorld, Transfer
 from medha_worker.link import AtOnce, Link, Ordered
 from medha_worker.parallel.mesh import Mesh, Wiring
-from medha_worker.runner import Runner, Sample, kind_of
+from medha_worker.runner import Flight, Runner, Sample, kind_of
 
 _LOG = logging.getLogger("medha.rank")
 # At most so often is the progress of loading told.
 _TELL_S = 0.2
+# Batches that may be launched behind the one that is not told yet.
+AHEAD = 1
+# Between two looks at a device that is busy.
+_LOOK_S = 20e-6
 
 
 class Rank:
@@ -63,9 +69,10 @@ class Rank:
         config: WorkerConfig,
         at: Coordinate,
         sample: Sample,
+        device: Device,
         ready_file: pathlib.Path | None = None,
     ) -> None:
-        self.at, self._config, self._sample = at, config, sample
+        self.at, self._config, self._sample, self._device = at, config, sample, device
         self._ready_file = ready_file
         self._incarnation = uuid.uuid4().hex
         self._mesh = Mesh(
@@ -74,6 +81,7 @@ class Rank:
             incarnation=self._incarnation,
             interface=config.interface,
             timeout_s=config.collective_timeout_s,
+            device=None if device.at.type == "cpu" else device,
         )
         self._wiring: concurrent.futures.Future[Wiring] = concurrent.futures.Future()
         self._status = 0
@@ -93,9 +101,9 @@ class Rank:
         """Load, wire, run until it is time to leave."""
         self._link.start()
         try:
-            engine = Engine(self._config, self.at, self._progress())
+            engine = Engine(self._config, self.at, self._device, self._progress())
             groups = self._config.topology.kvp_max
-            transfer = _transfer(self.at, self._incarnation, engine, groups)
+            transfer = _transfer(self.at, self._incarnation, engine, groups, self._device)
             mover = self._start_mover(engine, transfer)
             runner = engine.runner(self._wired(), self._mesh, self._sample)
             self._link.post(self._ready(engine))
@@ -116,19 +124,28 @@ class Rank:
         return self._status
 
     def _run(self, runner: Runner, mover: Mover) -> None:
-        """Commands in order; a step that waits already is announced to the stage before."""
+        """Commands in order; a step that waits already is announced to the stage before.
+
+        While the device computes a step, the next is built and launched; what is done is told.
+        """
         commands = self._link.commands
         following: Ordered | None = None
+        flights: collections.deque[Flight] = collections.deque()
         while True:
+            if following is None:
+                self._tell(runner, flights)
             command = commands.get() if following is None else following
             following = None if commands.empty() else commands.get()
+            if not isinstance(command, Step) or runner.needs_told(command):
+                self._tell(runner, flights, to_the_end=True)
             match command:
                 case Step():
                     if isinstance(following, Step):
                         runner.expect(command)
                         runner.expect(following)
-                    for report in runner.run(command):
-                        self._link.post(report)
+                    flights.append(runner.begin(command))
+                    while flights and (len(flights) > AHEAD or flights[0].ready):
+                        self._report(runner, flights)
                 case OfferPages():
                     self._offer(runner, mover, command)
                 case FetchPages():
@@ -142,6 +159,22 @@ class Rank:
                 case Leave():
                     _LOG.info("leaves: %s", command.reason)
                     return
+
+    def _tell(
+        self, runner: Runner, flights: collections.deque[Flight], to_the_end: bool = False
+    ) -> None:
+        """Report flights as they end, until none is left or another command has come."""
+        while flights:
+            if flights[0].ready or to_the_end:
+                self._report(runner, flights)
+            elif self._link.commands.empty():
+                time.sleep(_LOOK_S)
+            else:
+                return
+
+    def _report(self, runner: Runner, flights: collections.deque[Flight]) -> None:
+        for report in runner.finish(flights.popleft()):
+            self._link.post(report)
 
     def _offer(self, runner: Runner, mover: Mover, order: OfferPages) -> None:
         try:
@@ -261,7 +294,9 @@ def _introduce(mover: Mover, message: Peer | Forget) -> None:
         mover.forget(message.group)
 
 
-def _transfer(at: Coordinate, incarnation: str, engine: Engine, groups: int) -> Transfer:
+def _transfer(
+    at: Coordinate, incarnation: str, engine: Engine, groups: int, device: Device
+) -> Transfer:
     """NIXL where there are groups to read from; a lone group's ranks need no agent."""
     name = f"{at}-{incarnation[:12]}"
     if groups == 1:
@@ -269,12 +304,20 @@ def _transfer(at: Coordinate, incarnation: str, engine: Engine, groups: int) -> 
     # UCX reads its settings from the environment when it is loaded.
     from medha_worker.kv.nixl_transfer import NixlTransfer
 
-    return NixlTransfer(name, engine.kv)
+    return NixlTransfer(name, engine.kv, device.at.index)
 
 
-def set_environment(environment: dict[str, str] | os._Environ[str], interface: str) -> None:
-    """What UCX and NIXL read, where nobody set it: shared memory and TCP on one interface."""
-    environment.setdefault("UCX_TLS", "tcp,sm,self")
+def set_environment(
+    environment: dict[str, str] | os._Environ[str], interface: str, device: str = "cpu"
+) -> None:
+    """What UCX and NIXL read, where nobody set it: shared memory and TCP on one interface, and
+    between GPUs of one machine what CUDA has."""
+    cuda = ",cuda_copy,cuda_ipc" if device == "cuda" else ""
+    environment.setdefault("UCX_TLS", f"tcp,sm,self{cuda}")
+    # A peer's silence is told by whoever waits for the device, and not by ending the process.
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    environment.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    environment.setdefault("NCCL_SOCKET_IFNAME", interface)
     environment.setdefault("UCX_NET_DEVICES", interface)
     environment.setdefault("UCX_LOG_LEVEL", "error")
     environment.setdefault("NIXL_LOG_LEVEL", "ERROR")
@@ -283,14 +326,13 @@ def set_environment(environment: dict[str, str] | os._Environ[str], interface: s
 def run(
     config: WorkerConfig,
     at: Coordinate,
-    sample: Sample = sampler.sample,
+    sample: Sample = sampler.draw,
     ready_file: pathlib.Path | None = None,
 ) -> int:
     """Be the rank `at` of `config`'s replica; returns the exit status."""
     torch.set_num_threads(config.threads_per_rank)
-    set_environment(os.environ, config.interface)
-    check_device(config.device)
-    return Rank(config, at, sample, ready_file).serve()
+    set_environment(os.environ, config.interface, config.device)
+    return Rank(config, at, sample, device_of(config.device), ready_file).serve()
 
 
 def _arguments(environment: Mapping[str, str]) -> argparse.Namespace:

@@ -4,6 +4,10 @@
          ──> rows from the stage before ──> own layers ──> rows to the next stage
          ──> last stage of a chunk's tail group: logits of yielding rows, sampled, reported
 
+`begin` launches a step and `finish` tells of it. On a GPU the first returns before the device is
+done, so that the next step can be built and launched meanwhile: what was drawn stays on the device
+for it, and `finish` is where the batch's one wait is. On a CPU nothing is left to wait for.
+
 Obeys: which chunk runs where and when was decided by the scheduler. A broken KVP column (see
 `parallel.kvp`) costs only the shared chunks of the batch: their rows yield no token, everything
 else goes on. Any other error ends the rank; `kind_of` names it for the controller.
@@ -11,6 +15,7 @@ else goes on. Any other error ends the rank; `kind_of` names it for the controll
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,7 +26,6 @@ from medha.errors import MedhaError
 from medha.messages import (
     BatchTokens,
     FetchPages,
-    Logprob,
     OfferPages,
     RankFailed,
     RankReport,
@@ -31,6 +35,7 @@ from medha.messages import (
     Withdrawn,
 )
 from medha.topology import Coordinate
+from medha_worker.device import Arriving, Device
 from medha_worker.inputs import InputBuilder, StepInputs
 from medha_worker.kv.epochs import PageEpochs
 from medha_worker.kv.fetches import Copies
@@ -41,14 +46,35 @@ from medha_worker.parallel.communicator import PeerLost
 from medha_worker.parallel.interface import TensorParallel
 from medha_worker.parallel.kvp import GroupColumn
 from medha_worker.parallel.mesh import Mesh
-from medha_worker.parallel.pipeline import Pipeline
-from medha_worker.sampler import Draw
+from medha_worker.parallel.pipeline import Note, Pipeline
+from medha_worker.sampler import Draw, Drawn
 
-Sample = Callable[[torch.Tensor, Sequence[Draw]], list[tuple[int, Logprob | None]]]
+Sample = Callable[[torch.Tensor, Sequence[Draw], Device], Drawn]
+
+
+@dataclasses.dataclass(slots=True)
+class Flight:
+    """A batch that was launched; `arriving` comes when the device is done with it."""
+
+    batch: Batch
+    began_s: float
+    inputs: StepInputs | None = None
+    column: GroupColumn | None = None
+    note: Note | None = None
+    drawn: Drawn | None = None
+    arriving: Arriving | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `Runner.finish` returns at once."""
+        return self.arriving is None or self.arriving.ready
 
 
 class Runner:
-    """One rank's compute thread, without its loop. All calls belong to that thread."""
+    """One rank's compute thread, without its loop. All calls belong to that thread.
+
+    `patience_s`: how long the device may wait for a peer; None where it has none.
+    """
 
     def __init__(
         self,
@@ -63,13 +89,17 @@ class Runner:
         copies: Copies,
         epochs: PageEpochs,
         sample: Sample,
+        device: Device,
+        patience_s: float | None = None,
     ) -> None:
         self.at = at
         self._model, self._kv, self._inputs = model, kv, inputs
         self._tp, self._pipeline, self._mesh = tp, pipeline, mesh
         self._copies, self._epochs, self._sample = copies, epochs, sample
+        self._device, self._patience_s = device, patience_s
         self._grants = Grants(at.group, epochs)
         self._failed_generation = 0
+        self._finished_s = 0.0
         # sequence -> tokens computed when this group was last its tail
         self._computed: dict[int, int] = {}
 
@@ -82,37 +112,74 @@ class Runner:
             self._pipeline.expect(step.batch.number, rows)
 
     def run(self, step: Step) -> list[RankReport]:
-        """Run one step; raises PeerLost when a peer of the own group is gone."""
-        batch = step.batch
+        """`begin`, then `finish`."""
+        return self.finish(self.begin(step))
+
+    @torch.inference_mode()
+    def begin(self, step: Step) -> Flight:
+        """Launch one step; raises PeerLost when a peer of the own group is gone.
+
+        A sequence with penalties needs the host to know what was drawn: see `needs_told`.
+        """
+        batch, flight = step.batch, Flight(step.batch, time.perf_counter())
+        self._account(step)
+        if not batch.of_group(self.at.group):
+            self._inputs.sequences.apply(step)
+            return flight
+        inputs = flight.inputs = self._inputs.build(step)
+        column = flight.column = self._column(batch, inputs)
+        hidden = self._rows(flight, inputs, column)
+        flight.began_s = time.perf_counter()
+        if inputs.whole is not None:
+            done = inputs.whole.run(hidden, inputs)
+        else:
+            done = self._model.forward(hidden, inputs, self._kv, column)
+        self._vote(inputs, column)
+        self._pipeline.send(batch.number, done, column.failure is not None)
+        if self._pipeline.last and inputs.yielding:
+            logits = done if inputs.whole else self._model.logits(done[inputs.yield_rows])
+            flight.drawn = self._draw(logits, inputs, column)
+        flight.arriving = flight.drawn.arriving if flight.drawn else self._device.fetch()
+        return flight
+
+    def finish(self, flight: Flight) -> list[RankReport]:
+        """Wait until the device is done with a batch, and tell of it; in the order of `begin`."""
+        inputs, column, batch = flight.inputs, flight.column, flight.batch
+        if inputs is None or column is None or flight.arriving is None:
+            return []
+        tokens = self._tokens(flight.drawn, inputs, column) if flight.drawn else ()
+        if flight.drawn is None:
+            flight.arriving.wait(self._patience_s)
+        if flight.note is not None:
+            flight.note.broken(self._patience_s)
+        began_s, self._finished_s = max(flight.began_s, self._finished_s), time.perf_counter()
+        reports: list[RankReport] = self._failure(batch, column)
+        if self.at.shard == 0:
+            if tokens:
+                reports.append(BatchTokens(batch.number, tokens))
+            reports.append(StageDone(batch.number, self._finished_s - began_s))
+        return reports
+
+    def needs_told(self, step: Step) -> bool:
+        """Whether the step draws with penalties on tokens that this rank drew last: batches under
+        way must be finished first."""
+        known = self._inputs.sequences
+        return any(
+            chunk.seq in known and known[chunk.seq].history is not None
+            for chunk in step.batch.of_group(self.at.group)
+        )
+
+    def _account(self, step: Step) -> None:
+        """Moves that take effect, sequences that end, pages that are handed out."""
         for move in step.switches:
             if move.target == self.at.group:
                 self._copies.switch(move)
         for seq in step.ends:
             self._computed.pop(seq, None)
-        chunks = batch.of_group(self.at.group)
-        if not chunks:
-            self._inputs.sequences.apply(step)
-            return []
-        for chunk in chunks:
+        for chunk in step.batch.of_group(self.at.group):
             if chunk.tail == self.at.group:
                 self._epochs.hand_out(chunk.pages)
                 self._computed[chunk.seq] = chunk.end
-        inputs = self._inputs.build(step)
-        column = self._column(batch, inputs)
-        hidden, broken = self._rows(inputs)
-        if broken:
-            column.fail(PeerLost("the stage before lost its KVP column"))
-        began = time.perf_counter()
-        hidden = self._model.forward(hidden, inputs, self._kv, column)
-        self._vote(inputs, column)
-        self._pipeline.send(batch.number, hidden, column.failure is not None)
-        tokens = self._tokens(hidden, inputs, column) if self._pipeline.last else ()
-        reports: list[RankReport] = self._failure(batch, column)
-        if self.at.shard == 0:
-            if tokens:
-                reports.append(BatchTokens(batch.number, tokens))
-            reports.append(StageDone(batch.number, time.perf_counter() - began))
-        return reports
 
     def _column(self, batch: Batch, inputs: StepInputs) -> GroupColumn:
         if not inputs.shared:
@@ -122,31 +189,43 @@ class Runner:
         except PeerLost as error:
             return GroupColumn(self.at.group, None, error)
 
-    def _rows(self, inputs: StepInputs) -> tuple[torch.Tensor, bool]:
+    def _rows(self, flight: Flight, inputs: StepInputs, column: GroupColumn) -> torch.Tensor:
+        """Token ids in the first stage, else what the stage before sent."""
         if self._pipeline.first:
-            return inputs.tokens, False
-        hidden, broken = self._pipeline.receive(inputs.number, inputs.rows)
-        return hidden, broken and bool(inputs.shared)
+            return inputs.tokens
+        hidden, note = self._pipeline.receive(inputs.number, inputs.rows)
+        if not (note.ready or inputs.shared):
+            flight.note = note
+        elif note.broken(self._patience_s) and inputs.shared:
+            column.fail(PeerLost("the stage before lost its KVP column"))
+        return hidden
 
     def _vote(self, inputs: StepInputs, column: GroupColumn) -> None:
         """What broke one shard's column has spoilt the rows of all."""
         if not inputs.shared or self._tp.size == 1:
             return
-        mine = 0.0 if column.failure is None else 1.0
-        if self._tp.all_reduce(torch.tensor([mine])).item() and column.failure is None:
+        mine = torch.full((1,), float(column.failure is not None), device=self._device.at)
+        (votes,) = self._device.fetch(self._tp.all_reduce(mine)).wait(self._patience_s)
+        if votes.item() and column.failure is None:
             column.fail(PeerLost("another shard lost its KVP column"))
 
+    def _draw(self, logits: torch.Tensor, inputs: StepInputs, column: GroupColumn) -> Drawn:
+        """Draw for the rows that yield here, every shard alike; broken rows change nothing."""
+        drawn = self._sample(
+            logits, [state.draw(at) for _, state, at in inputs.yielding], self._device
+        )
+        lost = _lost(inputs, column)
+        kept = [i for i, (row, _, _) in enumerate(inputs.yielding) if row not in lost]
+        self._inputs.drew(inputs, drawn.tokens, kept)
+        return drawn
+
     def _tokens(
-        self, hidden: torch.Tensor, inputs: StepInputs, column: GroupColumn
+        self, drawn: Drawn, inputs: StepInputs, column: GroupColumn
     ) -> tuple[TokenOut, ...]:
-        """Sample the rows that yield here; broken rows bring nothing. Every shard draws alike."""
-        if not inputs.yielding:
-            return ()
-        logits = self._model.logits(hidden[inputs.yield_rows])
-        drawn = self._sample(logits, [state.draw(at) for _, state, at in inputs.yielding])
-        lost = _shared_rows(inputs) if column.failure is not None else frozenset()
-        tokens = []
-        for (row, state, position), (token, logprob) in zip(inputs.yielding, drawn, strict=True):
+        """What was drawn, as it is told; broken rows bring nothing."""
+        lost, tokens = _lost(inputs, column), []
+        told = drawn.read(self._patience_s)
+        for (row, state, position), (token, logprob) in zip(inputs.yielding, told, strict=True):
             if row not in lost:
                 state.sampled(position, token)
                 tokens.append(TokenOut(state.seq, token, logprob))
@@ -196,7 +275,10 @@ def kind_of(error: BaseException) -> str:
     return "model" if isinstance(error, (RuntimeError, ValueError, IndexError)) else "internal"
 
 
-def _shared_rows(inputs: StepInputs) -> frozenset[int]:
+def _lost(inputs: StepInputs, column: GroupColumn) -> frozenset[int]:
+    """Rows that a broken column has spoilt."""
+    if column.failure is None:
+        return frozenset()
     return frozenset(
         row for rows in inputs.shared for row in range(rows.start, rows.start + rows.length)
     )

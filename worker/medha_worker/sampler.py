@@ -5,6 +5,9 @@ One uniform number u per token comes from a counter-based generator, a keyed has
 that is resumed elsewhere goes on byte for byte. The order of the filters is that of transformers:
 repetition, presence and frequency penalties, bias, stop tokens held back, temperature, top-k,
 top-p, min-p. Log probabilities are the model's own, before any of these.
+
+Everything happens where the logits are: the host computes the numbers u, which need no logits, and
+sends them with the settings; nothing is read back until somebody asks for what was drawn.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from medha.messages.fields import Logprob, Sampling
+from medha_worker.device import CPU, Arriving, Device
 
 # Below this a temperature is greedy: its quotients leave float32.
 GREEDY_BELOW = 1e-5
@@ -57,36 +61,59 @@ class Draw:
     history: History | None = None
 
 
+class Drawn:
+    """What the rows of a batch drew: `tokens` int64 [rows] on the device, and the way here."""
+
+    def __init__(
+        self, tokens: torch.Tensor, draws: Sequence[Draw], asked: Sequence[int], arriving: Arriving
+    ) -> None:
+        self.tokens, self._draws, self._asked = tokens, draws, asked
+        self.arriving = arriving
+
+    def read(self, timeout_s: float | None = None) -> list[tuple[int, Logprob | None]]:
+        """Each row's token, and its log probability if asked for; waits for the device.
+
+        Raises PeerLost when the device is not done within `timeout_s`.
+        """
+        tokens, *told = self.arriving.wait(timeout_s)
+        reports: list[Logprob | None] = [None] * len(self._draws)
+        if self._asked:
+            for row, chosen, best, values in zip(
+                self._asked, *(part.tolist() for part in told), strict=True
+            ):
+                count = self._draws[row].sampling.logprobs or 0
+                top = tuple(zip(best[:count], values[:count], strict=True))
+                reports[row] = Logprob(chosen, top)
+        return list(zip(tokens.tolist(), reports, strict=True))
+
+
+def sample(
+    logits: torch.Tensor, draws: Sequence[Draw], device: Device = CPU
+) -> list[tuple[int, Logprob | None]]:
+    """A token, and its log probability if asked for, per row of `logits` [n, vocab] float32."""
+    return draw(logits, draws, device).read()
+
+
 @torch.inference_mode()
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[tuple[int, Logprob | None]]:
-    """A token, and its log probability if asked for, per row of `logits` [n, vocab] float32.
+def draw(logits: torch.Tensor, draws: Sequence[Draw], device: Device = CPU) -> Drawn:
+    """Draw a token for each row of `logits` [n, vocab] float32, on the device that holds them.
 
     NaN counts as −∞. A row without any finite logit yields the row's first stop token (else 0),
     which ends the sequence rather than the rank.
     """
-    raw = logits
-    best, tokens = raw.max(-1)
-    if not all(map(math.isfinite, best.tolist())):  # a NaN is the maximum of its row
-        raw = torch.nan_to_num(logits, nan=float("-inf"), posinf=1e30, neginf=float("-inf"))
-        best, tokens = raw.max(-1)
-    scores = raw
-    adjusted = [i for i, draw in enumerate(draws) if _adjusted(draw)]
-    if adjusted:
-        scores = raw.clone()
-        for i in adjusted:
-            _adjust(scores[i], draws[i])
-        best, tokens = scores.max(-1)
-    drawn = [i for i, draw in enumerate(draws) if draw.sampling.temperature >= GREEDY_BELOW]
-    if drawn:
-        index = torch.tensor(drawn)
-        tokens[index] = _draw(scores[index], [draws[i] for i in drawn])
-    dead = best.isneginf().tolist()
-    chosen = [
-        (draw.sampling.stop_tokens or (0,))[0] if empty else token
-        for token, empty, draw in zip(tokens.tolist(), dead, draws, strict=True)
-    ]
-    reports = _logprobs(raw, chosen, draws)
-    return list(zip(chosen, reports, strict=True))
+    raw = torch.nan_to_num(logits, nan=-math.inf, posinf=1e30, neginf=-math.inf)
+    scores = _adjusted(raw, draws, device)
+    best, tokens = scores.max(-1)
+    hot = [i for i, one in enumerate(draws) if one.sampling.temperature >= GREEDY_BELOW]
+    stops = np.array([(one.sampling.stop_tokens or (0,))[0] for one in draws], dtype=np.int64)
+    ends, rows = device.upload(stops, np.array(hot, dtype=np.int64))
+    if hot:
+        heated = scores.clone() if len(hot) == len(draws) else scores[rows]
+        tokens.index_copy_(0, rows, _draw(heated, [draws[i] for i in hot], device))
+    tokens = torch.where(best.isneginf(), ends, tokens)
+    asked = [i for i, one in enumerate(draws) if one.sampling.logprobs is not None]
+    told = _logprobs(raw, tokens, draws, asked, device) if asked else ()
+    return Drawn(tokens, draws, asked, device.fetch(tokens, *told))
 
 
 def uniform(seed: int, position: int) -> float:
@@ -96,89 +123,121 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def _adjusted(draw: Draw) -> bool:
-    s = draw.sampling
-    return s.penalised or bool(s.logit_bias) or _held_back(draw)
-
-
 def _held_back(draw: Draw) -> bool:
     return bool(draw.sampling.stop_tokens) and draw.emitted < draw.sampling.min_tokens
 
 
-def _adjust(row: torch.Tensor, draw: Draw) -> None:
-    """Penalties, bias and held-back stop tokens, in place on `row` [vocab]."""
+# --- penalties, bias, stop tokens held back: (row, token) places and what happens to them ---------
+
+Entry = tuple[int, int, float]
+
+
+def _adjusted(raw: torch.Tensor, draws: Sequence[Draw], device: Device) -> torch.Tensor:
+    """`raw` itself where no row has any of these; else scores of their own."""
+    vocab = raw.shape[1]
+    kinds = (_repeated, _counted, _biased, _held)
+    found = [[e for i, one in enumerate(draws) for e in kind(i, one, vocab)] for kind in kinds]
+    if not any(found):
+        return raw
+    scores = raw.clone()
+    for number, entries in enumerate(found):
+        if not entries:
+            continue
+        rows, tokens, values = zip(*entries, strict=True)
+        row, token, value = device.upload(
+            np.array(rows, dtype=np.int64), np.array(tokens, dtype=np.int64),
+            np.array(values, dtype=np.float32),
+        )  # fmt: skip
+        old = scores[row, token]
+        new = torch.where(old < 0, old * value, old / value) if number == 0 else old + value
+        scores.index_put_((row, token), new)
+    return scores
+
+
+def _repeated(row: int, draw: Draw, vocab: int) -> Iterator[Entry]:
+    """Repetition (of prompt and output) divides positive logits and multiplies negative ones."""
+    penalty, history = draw.sampling.repetition_penalty, draw.history
+    if history is not None and penalty != 1.0:
+        for token in sorted(history.prompt | history.output.keys()):
+            yield row, token, penalty
+
+
+def _counted(row: int, draw: Draw, vocab: int) -> Iterator[Entry]:
+    """Presence and frequency (of output) are subtracted, as in OpenAI's API."""
     s, history = draw.sampling, draw.history
-    if history is not None and s.penalised:
-        _penalise(row, s, history)
-    bias = {token: value for token, value in s.logit_bias.items() if 0 <= token < len(row)}
-    if bias:
-        row[torch.tensor(list(bias))] += torch.tensor(list(bias.values()))
+    if history is not None and (s.presence_penalty or s.frequency_penalty):
+        for token, count in history.output.items():
+            yield row, token, -(s.presence_penalty + s.frequency_penalty * count)
+
+
+def _biased(row: int, draw: Draw, vocab: int) -> Iterator[Entry]:
+    for token, value in draw.sampling.logit_bias.items():
+        if 0 <= token < vocab:
+            yield row, token, value
+
+
+def _held(row: int, draw: Draw, vocab: int) -> Iterator[Entry]:
     if _held_back(draw):
-        row[torch.tensor([t for t in s.stop_tokens if 0 <= t < len(row)], dtype=torch.int64)] = (
-            float("-inf")
-        )
+        for token in set(draw.sampling.stop_tokens):
+            if 0 <= token < vocab:
+                yield row, token, -math.inf
 
 
-def _penalise(row: torch.Tensor, s: Sampling, history: History) -> None:
-    """Repetition (of prompt and output) divides positive logits and multiplies negative ones;
-    presence and frequency (of output) are subtracted, as in OpenAI's API."""
-    if s.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(history.prompt | history.output.keys()), dtype=torch.int64)
-        old = row[seen]
-        r = s.repetition_penalty
-        row[seen] = torch.where(old < 0, old * r, old / r)
-    if history.output and (s.presence_penalty or s.frequency_penalty):
-        ids = torch.tensor(list(history.output))
-        counts = torch.tensor(list(history.output.values()), dtype=row.dtype)
-        row[ids] -= s.presence_penalty + s.frequency_penalty * counts
+# --- temperature and filters ----------------------------------------------------------------------
 
 
-def _draw(scores: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+def _draw(scores: torch.Tensor, draws: Sequence[Draw], device: Device) -> torch.Tensor:
     """Tokens [n] by inverse cumulative probability; `scores` [n, vocab] is overwritten."""
-    heat = torch.tensor([draw.sampling.temperature for draw in draws])
+    heat, u = device.upload(
+        np.array([one.sampling.temperature for one in draws], dtype=np.float32),
+        np.array([uniform(one.sampling.seed, one.position) for one in draws]),
+    )
     top = scores.amax(-1, keepdim=True)
     scores.sub_(torch.where(top.isneginf(), 0.0, top)).div_(heat.unsqueeze(1))
-    for row, draw in zip(scores, draws, strict=True):
-        _filter(row, draw.sampling)
+    _filter(scores, [one.sampling for one in draws], device)
     weight = scores.double().exp_()
     total = weight.cumsum(-1)
-    u = torch.tensor(
-        [uniform(draw.sampling.seed, draw.position) for draw in draws], dtype=torch.float64
-    )
     found = torch.searchsorted(total, (u * total[:, -1]).unsqueeze(1), right=True).squeeze(1)
     # u·total may round up to the total itself: then the last token of any weight.
-    last = torch.where(weight > 0, torch.arange(weight.shape[1]), 0).amax(-1)
+    places = torch.arange(weight.shape[1], device=weight.device)
+    last = torch.where(weight > 0, places, 0).amax(-1)
     return torch.minimum(found, last)
 
 
-def _filter(row: torch.Tensor, s: Sampling) -> None:
-    """Top-k, top-p, min-p in place on scaled scores `row` [vocab]; ties at an edge are kept by
-    top-k and by min-p."""
-    if 0 < s.top_k < len(row):
-        row.masked_fill_(row < row.topk(s.top_k).values[-1], float("-inf"))
-    if s.top_p < 1.0:
+def _filter(scores: torch.Tensor, settings: Sequence[Sampling], device: Device) -> None:
+    """Top-k, top-p, min-p in place on scaled scores [n, vocab]; ties at an edge are kept by top-k
+    and by min-p. Only rows that have a filter are touched by it."""
+    vocab = scores.shape[1]
+    k = np.array([s.top_k if s.top_k < vocab else 0 for s in settings], dtype=np.int64)
+    p = np.array([s.top_p for s in settings], dtype=np.float32)
+    floor = np.array([math.log(s.min_p) if s.min_p else -math.inf for s in settings], np.float32)
+    if k.any():
+        index, at = device.upload(np.flatnonzero(k), k[k > 0] - 1)
+        rows = scores[index]
+        edge = rows.topk(int(k.max())).values.gather(1, at.unsqueeze(1))
+        scores.index_copy_(0, index, rows.masked_fill_(rows < edge, -math.inf))
+    if (p < 1.0).any():
         # A token stays when the tokens above it hold less than top_p; the best always stays.
-        ordered, index = row.sort(descending=True, stable=True)
+        index, most = device.upload(np.flatnonzero(p < 1.0), p[p < 1.0])
+        ordered, order = scores[index].sort(descending=True, stable=True)
         mass = ordered.softmax(-1)
-        above = mass.cumsum(-1) - mass
-        drop = above >= s.top_p
-        drop[0] = False
-        row[index[drop]] = float("-inf")
-    if s.min_p > 0.0:
-        row.masked_fill_(row < row.max() + math.log(s.min_p), float("-inf"))
+        drop = mass.cumsum(-1).sub_(mass) >= most.unsqueeze(1)
+        drop[:, 0] = False
+        kept = torch.empty_like(ordered).scatter_(1, order, ordered.masked_fill_(drop, -math.inf))
+        scores.index_copy_(0, index, kept)
+    if np.isfinite(floor).any():
+        (low,) = device.upload(floor)
+        scores.masked_fill_(scores < scores.amax(-1, keepdim=True) + low.unsqueeze(1), -math.inf)
 
 
 def _logprobs(
-    raw: torch.Tensor, chosen: Sequence[int], draws: Sequence[Draw]
-) -> list[Logprob | None]:
-    reports: list[Logprob | None] = []
-    for row, (token, draw) in enumerate(zip(chosen, draws, strict=True)):
-        count = draw.sampling.logprobs
-        if count is None:
-            reports.append(None)
-            continue
-        logprobs = raw[row].log_softmax(-1)
-        best = logprobs.topk(min(count, len(logprobs)))
-        top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        reports.append(Logprob(float(logprobs[token]), tuple(top)))
-    return reports
+    raw: torch.Tensor, tokens: torch.Tensor, draws: Sequence[Draw], asked: Sequence[int],
+    device: Device,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Of the rows `asked` for: the tokens' own log probabilities, the best tokens and theirs."""
+    (rows,) = device.upload(np.array(asked, dtype=np.int64))
+    own = raw[rows].log_softmax(-1)
+    most = max(1, *(draws[i].sampling.logprobs or 0 for i in asked))
+    best = own.topk(min(most, own.shape[1]))
+    chosen = own.gather(1, tokens[rows].unsqueeze(1)).squeeze(1)
+    return chosen, best.indices, best.values

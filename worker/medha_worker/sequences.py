@@ -22,6 +22,7 @@ from medha.errors import EngineError, ProtocolError
 from medha.messages.fields import Sampling
 from medha.messages.ranks import SequenceStart, Step
 from medha_worker.sampler import Draw, History
+from medha_worker.seats import NO_PAGE, Seats
 
 
 class PageTable:
@@ -92,33 +93,33 @@ class PageTable:
 
 @dataclasses.dataclass(slots=True)
 class SequenceState:
-    """One sequence on one rank. `history` exists only where penalties need it; `last_token` is the
-    token sampled last on this rank, None if none was."""
+    """One sequence on one rank, at `seat`. `history` exists only where penalties need it; `drawn`:
+    this rank drew a token of it, which the device knows before the host does."""
 
     seq: int
+    seat: int
     sampling: Sampling
     prompt_tokens: int
     rope_tokens: int
     pages: PageTable
     history: History | None = None
-    last_token: int | None = None
+    drawn: bool = False
 
     def draw(self, position: int) -> Draw:
         """What sampling the token at `position` needs."""
         return Draw(self.sampling, position, position - self.prompt_tokens, self.history)
 
     def sampled(self, position: int, token: int) -> None:
-        """This rank drew `token` at `position`."""
-        self.last_token = token
+        """The host learns that this rank drew `token` at `position`."""
         if self.history is not None:
             self.history.see(position, np.array([token], dtype=np.int32))
 
 
 class Sequences:
-    """The sequences that the ranks of `group` know."""
+    """The sequences that the ranks of `group` know, each with its seat on the device."""
 
-    def __init__(self, group: int) -> None:
-        self.group = group
+    def __init__(self, group: int, seats: Seats | None = None) -> None:
+        self.group, self.seats = group, seats or Seats()
         self._known: dict[int, SequenceState] = {}
 
     def __len__(self) -> int:
@@ -142,11 +143,40 @@ class Sequences:
     def apply(self, step: Step) -> None:
         """Forget, switch, then create, as the step says; chunks come after."""
         for seq in step.ends:
-            self._known.pop(seq, None)
+            self._forget(seq)
         for move in step.switches:
             self._switch(move)
         for start in step.starts:
-            self._known[start.seq] = _begin(start)
+            self._forget(start.seq)
+            self._known[start.seq] = self._begin(start)
+
+    def append(self, state: SequenceState, first_logical: int, ids: Sequence[int]) -> None:
+        """A step brings pages `first_logical`, `first_logical` + 1, … of a sequence."""
+        state.pages.append(first_logical, ids)
+        logical = np.arange(first_logical, first_logical + len(ids))
+        self.seats.put(state.seat, logical, np.array(ids, dtype=np.int64))
+
+    def _begin(self, start: SequenceStart) -> SequenceState:
+        history = None
+        if start.sampling.penalised:
+            tokens = np.frombuffer(start.history, dtype=np.int32)
+            history = History(tokens, start.prompt_tokens)
+        state = SequenceState(
+            seq=start.seq,
+            seat=self.seats.take(),
+            sampling=start.sampling,
+            prompt_tokens=start.prompt_tokens,
+            rope_tokens=start.rope_tokens,
+            pages=PageTable(start.cached),
+            history=history,
+        )
+        self.seats.put(state.seat, *state.pages.since(0))
+        return state
+
+    def _forget(self, seq: int) -> None:
+        state = self._known.pop(seq, None)
+        if state is not None:
+            self.seats.leave(state.seat)
 
     def _switch(self, move: Move) -> None:
         """A copied move takes effect; a sequence that starts in this very step knows already."""
@@ -155,20 +185,9 @@ class Sequences:
             return
         if move.source == self.group:
             state.pages.remove(move.logical)
+            gone = np.array(move.logical, dtype=np.int64)
+            self.seats.put(state.seat, gone, np.full(len(gone), NO_PAGE))
         if move.target == self.group:
             state.pages.insert(zip(move.logical, move.to_pages, strict=True))
-
-
-def _begin(start: SequenceStart) -> SequenceState:
-    history = None
-    if start.sampling.penalised:
-        tokens = np.frombuffer(start.history, dtype=np.int32)
-        history = History(tokens, start.prompt_tokens)
-    return SequenceState(
-        seq=start.seq,
-        sampling=start.sampling,
-        prompt_tokens=start.prompt_tokens,
-        rope_tokens=start.rope_tokens,
-        pages=PageTable(start.cached),
-        history=history,
-    )
+            # Pages that were held already stay as they are.
+            self.seats.put(state.seat, *state.pages.since(min(move.logical, default=0)))

@@ -22,7 +22,7 @@ from medha_worker.attention.scales import Scales, of_layer
 from medha_worker.model.config import DecoderConfig
 from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.files import SINGLE, file_of_each
-from medha_worker.model.layers import LayerWeights, Linear, paneled
+from medha_worker.model.layers import LayerWeights, Linear, blank, paneled
 from medha_worker.model.rope import interleaved
 
 HEAD = "lm_head.weight"
@@ -39,6 +39,11 @@ class Weights:
     embedding: torch.Tensor | None
     norm: torch.Tensor | None
     head: Linear | None
+
+    @property
+    def at(self) -> torch.device:
+        """Where they are."""
+        return self.layers[0].attention_norm.device
 
 
 def kv_scales(held: Weights, kv_heads: int, head_dim: int, stretch: float) -> tuple[Scales, ...]:
@@ -228,7 +233,7 @@ class _Loader:
         """Column-parallel projections side by side: output rows `range` of each; the first
         `rotated` are interleaved, and no panel holds columns of two of the equal `halves`."""
         width, D = sum(len(rows) for _, _, rows in parts), self.config.head_dim
-        weight = torch.empty(self.config.hidden, width, dtype=self.dtype, device=self.device)
+        weight = blank(self.config.hidden, width, self.dtype, self.device)
         bias = torch.empty(width, dtype=self.dtype, device=self.device) if biased else None
         at = 0
         for number, (name, outputs, rows) in enumerate(parts):

@@ -24,7 +24,7 @@ from medha.calibration import Entries, Operator, Sample, fit, misses
 from medha.errors import EngineError, SetupError, SpecError
 from medha.measuring import Begun, Chunks, Measured, Rounds, Told
 from medha.model import ModelShape, pairs
-from medha.profile import CPU_CORE, SHIPPED, ChunkKernel, Profile, encode
+from medha.profile import ChunkKernel, Profile, encode, guess_for
 from medha.topology import Topology
 
 SHOWN = 12  # of the unseen batches, spread over their errors
@@ -77,7 +77,7 @@ def calibrate(options: Options, progress: Console, console: Console) -> bool:
     """Measure, fit, write, and say how well it predicts; whether that is within the tolerance."""
     check(options)
     figures = _measured(options, progress)
-    shape, guess = figures.begun.shape, CPU_CORE if options.device == "cpu" else SHIPPED["h100"]
+    shape, guess = figures.begun.shape, guess_for(options.device)
     name = options.name or re.sub(r"[^a-z0-9]+", "-", figures.begun.machine.lower()).strip("-")
     fitted = fit(figures.batches, shape, Topology(), guess, name, figures.operators)
     judged = misses(fitted, figures.unseen, shape, Topology())

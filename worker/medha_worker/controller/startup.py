@@ -17,7 +17,7 @@ from medha.config import WorkerConfig
 from medha.messages import Hello
 from medha.model import ModelShape
 from medha.predictor import Predictor
-from medha.profile import Profile, encode
+from medha.profile import Profile, encode, guess_for
 from medha_worker.controller.decider import Decider
 from medha_worker.controller.flights import Flights
 from medha_worker.controller.membership import Membership
@@ -108,7 +108,8 @@ class Startup:
             self._flights.forget(warmup.seqs)
             shape, topology = self._identity.shape, self._config.topology
             name = f"warm-up-{self._config.device}"
-            self.profile = fit(warmup.samples, shape, topology, name=name)
+            guess = guess_for(self._config.device)
+            self.profile = fit(warmup.samples, shape, topology, guess, name)
             fields = {"batches": warmup.number, "error": round(self.profile.error, 4)}
             log.info("measured a profile", extra={"fields": fields})
 

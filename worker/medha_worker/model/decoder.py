@@ -20,9 +20,9 @@ from torch.nn import functional
 from medha.topology import kv_heads_of
 from medha_worker.inputs import StepInputs
 from medha_worker.kv.pages import KvPages
+from medha_worker.model.arithmetic import Arithmetic, TorchArithmetic
 from medha_worker.model.config import DecoderConfig
-from medha_worker.model.layers import LayerWeights, Linear, gated, rms_norm
-from medha_worker.model.rope import rotate
+from medha_worker.model.layers import LayerWeights, Linear
 from medha_worker.parallel.interface import KvpColumn, TensorParallel
 from medha_worker.weights import Weights
 
@@ -31,12 +31,27 @@ class Decoder:
     """The decoder layers `layers` (of `config.layers`) as one shard of `tp`."""
 
     def __init__(
-        self, config: DecoderConfig, layers: range, tp: TensorParallel, weights: Weights
+        self,
+        config: DecoderConfig,
+        layers: range,
+        tp: TensorParallel,
+        weights: Weights,
+        arithmetic: Arithmetic | None = None,
     ) -> None:
         self.config, self.layers, self.tp, self.weights = config, layers, tp, weights
         self.heads = config.heads // tp.size
-        self.eps = torch.tensor(config.norm_eps)
+        self.arithmetic = arithmetic or TorchArithmetic(config.norm_eps, weights.at)
         self.kv_heads = len(kv_heads_of(tp.rank, tp.size, config.kv_heads))
+
+    @property
+    def first(self) -> bool:
+        """Whether these layers take token ids."""
+        return self.layers.start == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether they are followed by the head."""
+        return self.layers.stop == self.config.layers
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,12 +68,12 @@ class Decoder:
         stage before, which are overwritten. Keys and values of the rows whose tail is this group
         are written to `kv`.
         """
-        hidden = self._embed(x) if self.layers.start == 0 else x
+        hidden = self._embed(x) if self.first else x
         for number, layer in zip(self.layers, self.weights.layers, strict=True):
             attended = self._attend(number, layer, hidden, inputs, kv, column)
             self._add(hidden, layer.out, attended)
-            normed = rms_norm(hidden, layer.mlp_norm, self.eps)
-            self._add(hidden, layer.down, gated(layer.gate_up, normed))
+            normed = self.arithmetic.norm(hidden, layer.mlp_norm)
+            self._add(hidden, layer.down, self.arithmetic.gated(layer.gate_up, normed))
         return hidden
 
     @torch.inference_mode()
@@ -67,7 +82,7 @@ class Decoder:
         norm, head = self.weights.norm, self.weights.head
         if norm is None or head is None:
             raise ValueError(f"layers {self.layers} are not the last stage: it has no head")
-        x = rms_norm(hidden, norm, self.eps)
+        x = self.arithmetic.norm(hidden, norm)
         gathered = self.tp.all_gather(head(x))
         return gathered[:, : self.config.vocab].float()
 
@@ -92,12 +107,12 @@ class Decoder:
         kv: KvPages,
         column: KvpColumn,
     ) -> torch.Tensor:
-        normed = rms_norm(hidden, layer.attention_norm, self.eps)
+        normed = self.arithmetic.norm(hidden, layer.attention_norm)
         qkv = layer.qkv(normed).view(inputs.rows, -1, self.config.head_dim)
         turned = qkv[:, : self.heads + self.kv_heads]
         if layer.head_norms is not None:
-            turned.copy_(rms_norm(turned, layer.head_norms, self.eps))
-        rotate(turned, inputs.turns)
+            turned.copy_(self.arithmetic.norm(turned, layer.head_norms))
+        self.arithmetic.rotate(turned, self.heads, inputs.turns)
         rows = kv.kept(number, qkv[:, self.heads :])
         if inputs.written is None or inputs.written.numel():
             kv.write(number, rows, inputs.slots, inputs.written)
@@ -105,9 +120,10 @@ class Decoder:
         attention = inputs.attention[self.config.window(number)]
         q, pool, scales = qkv[:, : self.heads], kv.pool(number), kv.scales(number)
         partial = attention.run(q, k, v, pool, scales)
+        out = partial.out
         if inputs.shared:
             partial = partial.natural()
-        out = column.merge(partial.out, partial.lse, inputs.shared)
+            out = column.merge(partial.out, partial.lse, inputs.shared)
         return out.to(hidden.dtype).view(inputs.rows, -1)
 
     def _add(self, hidden: torch.Tensor, linear: Linear, x: torch.Tensor) -> None:

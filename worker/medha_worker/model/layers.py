@@ -3,6 +3,8 @@
 Projection weights are kept [in, out], the transpose of the checkpoint's: on CPU a product of few
 rows with that layout runs 1.4 times as fast, and large ones do not mind. Wide ones are kept as
 panels of columns, each contiguous: read in one stream they come from memory 1.5 times as fast.
+On a GPU a weight is seen as [in, out] through the checkpoint's own layout, which is what its
+kernels are tuned for.
 """
 
 from __future__ import annotations
@@ -53,13 +55,25 @@ class Linear:
 
 def paneled(weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
     """`weight` [in, out] as a Linear keeps it: contiguous, in panels where that pays (float32 on a
-    CPU). No panel holds columns of two of the equal `parts`."""
+    CPU). No panel holds columns of two of the equal `parts`. Elsewhere its transpose is
+    contiguous."""
     inputs, outputs = weight.shape
-    if weight.dtype == torch.float32 and weight.is_cpu and outputs >= WIDE:
+    if not weight.is_cpu:
+        return weight if weight.t().is_contiguous() else weight.t().contiguous().t()
+    if weight.dtype == torch.float32 and outputs >= WIDE:
         for width in range(PANEL, outputs // 2 + 1, 16):
             if outputs // parts % width == 0:
                 return weight.reshape(inputs, -1, width).transpose(0, 1).contiguous()
     return weight.contiguous()
+
+
+def blank(
+    inputs: int, outputs: int, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """An unfilled weight [in, out], laid out so that `paneled` need not copy it on a GPU."""
+    if torch.device(device).type == "cpu":
+        return torch.empty(inputs, outputs, dtype=dtype)
+    return torch.empty(outputs, inputs, dtype=dtype, device=device).t()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ they are, since queries and keys are ordered alike. f is scaled by kind:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,12 +22,19 @@ from medha_worker.model.config import Rope
 
 
 class Rotary:
-    """Cosines and sines of the rows of a step."""
+    """Cosines and sines of the rows of a step, where their positions are."""
 
-    def __init__(self, rope: Rope, head_dim: int) -> None:
+    def __init__(
+        self,
+        rope: Rope,
+        head_dim: int,
+        at: torch.device | str = "cpu",
+        kept: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.complex,
+    ) -> None:
         self.rope, self.head_dim = rope, head_dim
         self.scale = _yarn_scale(rope) if rope.kind == "yarn" else 1.0
-        self._fixed = frequencies(rope, head_dim, rope.original_tokens)
+        self._at, self._kept = torch.device(at), kept
+        self._fixed = frequencies(rope, head_dim, rope.original_tokens).to(self._at)
 
     def angles(
         self, positions: torch.Tensor, spans: Sequence[tuple[int, int]]
@@ -51,10 +58,15 @@ class Rotary:
             cos, sin = cos.mul_(self.scale), sin.mul_(self.scale)
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
+    def turns(self, positions: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """`angles` as the rotation takes them: complex64 [rows, 1, head_dim / 2] cos + i·sin, or
+        what else `kept` makes of both."""
+        return self._kept(*self.angles(positions, spans))
+
     def _of_length(self, tokens: int) -> torch.Tensor:
         if tokens <= self.rope.original_tokens:
             return self._fixed
-        return frequencies(self.rope, self.head_dim, tokens)
+        return frequencies(self.rope, self.head_dim, tokens).to(self._at)
 
 
 def interleaved(rows: torch.Tensor, head_dim: int) -> torch.Tensor:

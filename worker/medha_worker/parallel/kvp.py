@@ -62,7 +62,7 @@ class GroupColumn:
         if column is None or column.communicator is None:
             raise PeerLost(f"rows {shared} span groups: this column has one; form a generation")
         if self._plan is None or self._plan.shared is not shared:
-            self._plan = _planned(self._group, column.members, shared)
+            self._plan = _planned(self._group, column.members, shared, out.device)
         plan = self._plan
         # [shared rows, heads, head_dim + 1]: a row's state in one piece
         own = torch.cat((out[plan.batch].float(), lse[plan.batch].unsqueeze(-1)), dim=-1)
@@ -103,7 +103,9 @@ class _Plan:
     parts: tuple[_Part, ...]
 
 
-def _planned(group: int, members: tuple[int, ...], shared: tuple[SharedRows, ...]) -> _Plan:
+def _planned(
+    group: int, members: tuple[int, ...], shared: tuple[SharedRows, ...], at: torch.device
+) -> _Plan:
     """Raises EngineError for rows of strangers."""
     batch: list[int] = []
     rows: dict[int, list[int]] = {}
@@ -128,15 +130,15 @@ def _planned(group: int, members: tuple[int, ...], shared: tuple[SharedRows, ...
     parts = tuple(
         _Part(
             groups,
-            torch.tensor(index),
-            {peer: torch.tensor(place) for peer, place in received[groups].items()},
+            torch.tensor(index, device=at),
+            {peer: torch.tensor(place, device=at) for peer, place in received[groups].items()},
         )
         for groups, index in own.items()
     )
     return _Plan(
         shared,
-        torch.tensor(batch),
-        {peer: torch.tensor(index) for peer, index in rows.items()},
+        torch.tensor(batch, device=at),
+        {peer: torch.tensor(index, device=at) for peer, index in rows.items()},
         parts,
     )
 

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from medha.errors import EngineError, SetupError
 from medha.messages import Form
 from medha.topology import Coordinate, Topology
+from medha_worker.device import Device
 from medha_worker.parallel.communicator import Communicator, PeerLost, join
 
 
@@ -102,7 +103,10 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class Mesh:
-    """All communicators of one rank. `form` and `dissolve` may be called from any thread."""
+    """All communicators of one rank. `form` and `dissolve` may be called from any thread.
+
+    `device`: where tensors are exchanged by NCCL; None: by gloo.
+    """
 
     def __init__(
         self,
@@ -112,8 +116,9 @@ class Mesh:
         incarnation: str,
         interface: str,
         timeout_s: float,
+        device: Device | None = None,
     ) -> None:
-        self.at, self.topology = at, topology
+        self.at, self.topology, self._device = at, topology, device
         self._incarnation, self._interface, self._timeout_s = incarnation, interface, timeout_s
         self._lock = threading.Lock()
         self._columns: dict[int, Column] = {}
@@ -211,4 +216,5 @@ class Mesh:
             incarnation=self._incarnation,
             interface=self._interface,
             timeout_s=self._timeout_s if join_s is None else min(join_s, self._timeout_s),
+            device=self._device,
         )

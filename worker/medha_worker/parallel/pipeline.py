@@ -5,8 +5,10 @@
 
 A hand-off is [rows + 1, hidden]: the batch's rows and a note row, which says whose they are and
 whether the shared rows are broken (their KVP column failed on the way, see `kvp`): those must not
-be sampled. Buffers live until they have left; at most `depth` are under way, so a stage that falls
-behind slows the one before it down. Which batch runs when is the runner's order, not decided here.
+be sampled. The note is read by the host, so a GPU's rank reads it when it must: before shared rows
+are computed, else when the batch is over. Buffers live until they have left; at most `depth` are
+under way, so a stage that falls behind slows the one before it down. Which batch runs when is the
+runner's order, not decided here.
 (Medha, stream pipeline parallelism: chunk i+1 enters stage 0 once chunk i has left it.)
 """
 
@@ -14,13 +16,41 @@ from __future__ import annotations
 
 import collections
 
+import numpy as np
 import torch
 
 from medha.errors import EngineError
+from medha_worker.device import CPU, Arriving, Device
 from medha_worker.parallel.communicator import Communicator, Pending
 
 # What the note row can hold exactly in every float format down to bfloat16.
 _NUMBERS = 128
+
+
+class Note:
+    """What the stage before says of the rows that it sent."""
+
+    def __init__(self, number: int, stage: int, arriving: Arriving) -> None:
+        self._number, self._stage, self._arriving = number, stage, arriving
+
+    @property
+    def ready(self) -> bool:
+        """Whether `broken` returns at once."""
+        return self._arriving.ready
+
+    def broken(self, timeout_s: float | None = None) -> bool:
+        """Whether the batch's shared rows are broken; waits for the device.
+
+        Raises EngineError when the rows are those of another batch, PeerLost when none come.
+        """
+        (told,) = self._arriving.wait(timeout_s)
+        broken, said = told.tolist()
+        if said != self._number % _NUMBERS:
+            raise EngineError(
+                f"stage {self._stage} sent batch {said:g} (mod {_NUMBERS}) where {self._number} was"
+                " due: the group's stages lost step; restart the group"
+            )
+        return bool(broken)
 
 
 class Pipeline:
@@ -30,10 +60,11 @@ class Pipeline:
     """
 
     def __init__(
-        self, communicator: Communicator | None, hidden: int, dtype: torch.dtype, depth: int
-    ) -> None:
+        self, communicator: Communicator | None, hidden: int, dtype: torch.dtype, depth: int,
+        device: Device = CPU,
+    ) -> None:  # fmt: skip
         self._communicator, self._hidden, self._dtype = communicator, hidden, dtype
-        self._depth = depth
+        self._depth, self._device = depth, device
         self.stage = communicator.rank if communicator else 0
         self.stages = communicator.size if communicator else 1
         self._sent: collections.deque[tuple[Pending, torch.Tensor]] = collections.deque()
@@ -52,14 +83,14 @@ class Pipeline:
         """Let batch `number` ([rows, hidden]) arrive while others are computed; in run order."""
         if self._communicator is None or self.first or number in self._expected:
             return
-        into = torch.empty(rows + 1, self._hidden, dtype=self._dtype)
+        into = torch.empty(rows + 1, self._hidden, dtype=self._dtype, device=self._device.at)
         pending = self._communicator.receive(into, self.stage - 1)
         self._expected[number] = (pending, into)
 
-    def receive(self, number: int, rows: int) -> tuple[torch.Tensor, bool]:
-        """Hidden states [rows, hidden] of batch `number`, and whether its shared rows are broken.
+    def receive(self, number: int, rows: int) -> tuple[torch.Tensor, Note]:
+        """Hidden states [rows, hidden] of batch `number`, and the note that came with them.
 
-        Raises PeerLost when the stage before is gone, EngineError when it sent another batch.
+        Raises PeerLost when the stage before is gone.
         """
         self.expect(number, rows)
         first = next(iter(self._expected))
@@ -67,13 +98,7 @@ class Pipeline:
             raise EngineError(f"batch {number} runs while batch {first} is next in the pipe")
         pending, into = self._expected.pop(number)
         pending.wait()
-        broken, said = into[rows, 0].item(), into[rows, 1].item()
-        if said != number % _NUMBERS:
-            raise EngineError(
-                f"stage {self.stage - 1} sent batch {said:g} (mod {_NUMBERS}) where {number} was "
-                "due: the group's stages lost step; restart the group"
-            )
-        return into[:rows], broken != 0.0
+        return into[:rows], Note(number, self.stage - 1, self._device.fetch(into[rows, :2]))
 
     def send(self, number: int, hidden: torch.Tensor, broken: bool) -> None:
         """Hand `hidden` [rows, hidden] to the next stage; returns before it has arrived."""
@@ -81,10 +106,11 @@ class Pipeline:
             return
         while len(self._sent) >= self._depth:
             self._sent.popleft()[0].wait()
-        out = torch.empty(len(hidden) + 1, self._hidden, dtype=self._dtype)
+        out = hidden.new_empty(len(hidden) + 1, self._hidden, dtype=self._dtype)
         out[:-1] = hidden
-        out[-1] = 0.0
-        out[-1, 0], out[-1, 1] = float(broken), float(number % _NUMBERS)
+        note = np.zeros(self._hidden, dtype=np.float32)
+        note[:2] = float(broken), float(number % _NUMBERS)
+        out[-1] = self._device.upload(note)[0]
         self._sent.append((self._communicator.send(out, self.stage + 1), out))
 
     def drain(self) -> None:

@@ -74,8 +74,7 @@ FAMILIES = {
 
 def write_checkpoint(folder: pathlib.Path, model: TinyModel = TinyModel()) -> pathlib.Path:  # noqa: B008
     """Write `model` into `folder` (created if need be) and return the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", _config(model))
+    write_config(folder, model)
     _write_json(
         folder / "generation_config.json",
         {"bos_token_id": tokenizer.BEGIN, "eos_token_id": [tokenizer.END, tokenizer.TURN_END]},
@@ -100,6 +99,12 @@ def write_checkpoint(folder: pathlib.Path, model: TinyModel = TinyModel()) -> pa
             for name, array in circuits.tensors(sizes, model.seed)}  # fmt: skip
     _write_weights(folder, made, model.files)
     return folder
+
+
+def write_config(folder: pathlib.Path, model: TinyModel) -> None:
+    """config.json alone: enough where weights are drawn at random."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", _config(model))
 
 
 def _config(model: TinyModel) -> dict[str, Any]:

@@ -104,13 +104,17 @@ class SoloEngine:
         """Run the next `length` tokens of each (sequence, length); logits [rows, vocab] of all."""
         inputs, hidden = self._forward(work)
         assert inputs.rows == len(hidden)
-        return self.model.logits(hidden)
+        return hidden if inputs.whole else self.model.logits(hidden)
 
     def sample(self, *work: tuple[int, int]) -> list[tuple[int, Logprob | None]]:
         """Run the next tokens of each sequence, sample all, and append what was drawn."""
         inputs, hidden = self._forward(work)
-        logits = self.model.logits(hidden[inputs.yield_rows])
-        drawn = sampler.sample(logits, [state.draw(at) for _, state, at in inputs.yielding])
+        logits = hidden if inputs.whole else self.model.logits(hidden[inputs.yield_rows])
+        found = sampler.draw(
+            logits, [state.draw(at) for _, state, at in inputs.yielding], self.inputs.device
+        )
+        self.inputs.drew(inputs, found.tokens, range(len(inputs.yielding)))
+        drawn = found.read()
         for (seq, _), (_, state, at), (token, _) in zip(work, inputs.yielding, drawn, strict=True):
             state.sampled(at, token)
             run = self._running[seq]
@@ -161,6 +165,9 @@ class SoloEngine:
             starts=tuple(starts),
         )
         inputs = self.inputs.build(step)
+        if inputs.whole is not None:  # it gives logits at once
+            with torch.inference_mode():
+                return inputs, inputs.whole.run(inputs.tokens, inputs)
         return inputs, self.model.forward(inputs.tokens, inputs, self.kv, SoloColumn())
 
     def _begin(self, seq: int, run: _Running) -> SequenceStart:

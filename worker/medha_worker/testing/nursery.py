@@ -22,11 +22,11 @@ import torch
 
 from medha.adapters.logs import start_logs
 from medha.config import WorkerConfig, read
-from medha.messages import Logprob
 from medha.topology import Coordinate
 from medha_worker import rank, sampler
+from medha_worker.device import Device
 from medha_worker.runner import Sample
-from medha_worker.sampler import Draw
+from medha_worker.sampler import Draw, Drawn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -50,9 +50,9 @@ def recording(path: pathlib.Path) -> Sample:
     """The sampler, which appends the logits that it sees to `path`."""
     file = path.open("ab", buffering=0)
 
-    def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[tuple[int, Logprob | None]]:
-        file.write(logits.numpy().tobytes())
-        return sampler.sample(logits, draws)
+    def sample(logits: torch.Tensor, draws: Sequence[Draw], device: Device) -> Drawn:
+        file.write(logits.cpu().numpy().tobytes())
+        return sampler.draw(logits, draws, device)
 
     return sample
 
@@ -68,7 +68,7 @@ def _live(birth: Birth) -> int:
     start_logs(f"rank {at}", config.log_level)
     if birth.change:
         _change(birth.change)
-    sample = recording(pathlib.Path(birth.logits)) if birth.logits else sampler.sample
+    sample = recording(pathlib.Path(birth.logits)) if birth.logits else sampler.draw
     return rank.run(config, at, sample)
 
 

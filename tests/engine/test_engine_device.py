@@ -1,0 +1,203 @@
+"""The device as the loop sees it: what crosses, and when anything waits."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from medha.batch import Batch, Chunk
+from medha.config import WorkerConfig
+from medha.errors import SetupError
+from medha.messages import BatchTokens, Sampling, SequenceStart, StageDone, Step, to_bytes
+from medha.topology import Coordinate, Topology
+from medha_worker import sampler
+from medha_worker.device import Arriving, CpuDevice, block_bytes, device_of, pack, unpack
+from medha_worker.engine import Engine
+from medha_worker.model.arithmetic import FusedArithmetic, TorchArithmetic
+from medha_worker.model.layers import Linear, blank, paneled
+from medha_worker.parallel.mesh import Mesh, Wiring
+from medha_worker.runner import Runner
+from medha_worker.testing.checkpoint import TinyModel
+
+KINDS = (np.int64, np.int32, np.float32, np.float64, np.bool_)
+
+
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 9), st.integers(1, 3))))
+def test_arrays_come_out_of_a_block_as_they_went_in(parts: list[tuple[Any, int, int]]) -> None:
+    arrays = [np.arange(n * m).reshape(n, m).astype(kind) for kind, n, m in parts]
+    block = torch.empty(block_bytes(arrays), dtype=torch.uint8)
+    pack(arrays, block)
+    for array, found in zip(arrays, unpack(arrays, block), strict=True):
+        assert np.array_equal(found.numpy(), array) and found.numpy().dtype == array.dtype
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_named_with_a_remedy() -> None:
+    with pytest.raises(SetupError, match=r"device is cuda: torch finds no GPU .* set device to"):
+        device_of("cuda")
+    with pytest.raises(SetupError, match="device is tpu: must be cpu or cuda"):
+        device_of("tpu")
+
+
+class Late(CpuDevice):
+    """A device whose results are ready only once somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def fetch(self, *tensors: torch.Tensor) -> Arriving:
+        return _LateResult(self, tensors)
+
+
+class _LateResult:
+    def __init__(self, device: Late, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.ready, self._device, self._tensors = False, device, tensors
+
+    def wait(self, timeout_s: float | None = None) -> tuple[torch.Tensor, ...]:
+        if not self.ready:
+            self._device.waits += 1
+        self.ready = True
+        return self._tensors
+
+
+class NothingRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what makes the host wait for a GPU: reading a value, or a count of true ones."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        indices = args[1] if name.startswith(("aten.index.", "aten.index_put")) else ()
+        masks = any(each is not None and each.dtype == torch.bool for each in indices)
+        if masks or "_local_scalar_dense" in name or "nonzero" in name:
+            raise AssertionError(f"{name} reads back")
+        return func(*args, **(kwargs or {}))
+
+
+def runner_of(folder: pathlib.Path, device: CpuDevice) -> Runner:
+    config = WorkerConfig(
+        replica="r", model="m", checkpoint=str(folder), max_context_tokens=256,
+        topology=Topology(), page_tokens=16, kv_pages=64, rank_bind="ipc://unused",
+    )  # fmt: skip
+    at = Coordinate(0, 0, 0)
+    engine = Engine(config, at, device, lambda *_: None)
+    mesh = Mesh(at, Topology(), incarnation="a", interface="lo", timeout_s=1.0)
+    return engine.runner(Wiring(None, None), mesh, sampler.draw)
+
+
+SETTINGS = (
+    Sampling(temperature=0.0, logprobs=2),
+    Sampling(temperature=0.8, top_p=0.9, seed=3),
+    Sampling(temperature=1.0, top_k=7, min_p=0.01, seed=4, logit_bias={5: 1.0}),
+)
+
+
+def steps(count: int, settings: tuple[Sampling, ...] = SETTINGS) -> list[Step]:
+    """Prompts of five tokens in a batch, then decodes of whatever was drawn."""
+    seqs = range(len(settings))
+    prompts = np.arange(5 * len(settings), dtype=np.int64) + 3
+    starts = tuple(SequenceStart(s, settings[s], 5, history=to_bytes(prompts[5 * s : 5 * s + 5]))
+                   for s in seqs)  # fmt: skip
+    chunks = tuple(Chunk(s, 0, 5, (0,), 0, (s,), yields=True) for s in seqs)
+    made = [Step(step=1, batch=Batch(1, 0, chunks), tokens=to_bytes(prompts), starts=starts)]
+    for number in range(2, count + 1):
+        decodes = tuple(Chunk(s, 3 + number, 1, (0,), 0, (), True, True) for s in seqs)
+        minus = to_bytes(np.full(len(settings), -1))
+        made.append(Step(step=number, batch=Batch(number, 0, decodes), tokens=minus))
+    return made
+
+
+def told(reports: list[Any]) -> list[int]:
+    assert isinstance(reports[-1], StageDone)
+    return [out.token for r in reports if isinstance(r, BatchTokens) for out in r.tokens]
+
+
+@pytest.fixture
+def folder(checkpoint: Any) -> pathlib.Path:
+    made: pathlib.Path = checkpoint(TinyModel())
+    return made
+
+
+def test_a_step_is_begun_without_reading_anything_back(folder: pathlib.Path) -> None:
+    device = Late()
+    runner = runner_of(folder, device)
+    with NothingRead():  # type: ignore[no-untyped-call]
+        flights = [runner.begin(step) for step in steps(6)]
+    assert device.waits == 0
+    assert not any(flight.ready for flight in flights)
+    tokens = [told(runner.finish(flight)) for flight in flights]
+    assert device.waits == 6, "one wait for each batch"
+    plain = runner_of(folder, CpuDevice())
+    assert tokens == [told(plain.run(step)) for step in steps(6)]
+
+
+def test_a_penalised_sequence_wants_its_tokens_told_first(folder: pathlib.Path) -> None:
+    penalised = (Sampling(temperature=0.0, frequency_penalty=1.0),)
+    runner = runner_of(folder, Late())
+    first, second, *_ = steps(2, penalised)
+    assert not runner.needs_told(first)
+    runner.run(first)
+    assert runner.needs_told(second)
+
+
+def test_results_that_are_ready_are_not_waited_for(folder: pathlib.Path) -> None:
+    runner = runner_of(folder, CpuDevice())
+    assert runner.begin(steps(1)[0]).ready
+
+
+class PlainLibrary:
+    """What arithmetic takes from the library, in plain torch, by its documentation."""
+
+    def rmsnorm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    def silu_and_mul(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    def apply_rope_with_cos_sin_cache_inplace(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int,
+        cos_sin_cache: torch.Tensor, is_neox: bool,
+    ) -> None:  # fmt: skip
+        assert not is_neox, "pairs stand side by side"
+        cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+        for rows in (query, key):
+            pairs = rows.view(len(rows), -1, head_size // 2, 2)
+            even, odd = pairs.unbind(-1)
+            turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+            pairs.copy_(turned)
+
+
+def test_the_librarys_arithmetic_means_what_plain_torch_does() -> None:
+    dice = torch.Generator().manual_seed(1)
+    plain = TorchArithmetic(1e-5)
+    fused = FusedArithmetic(PlainLibrary(), 1e-5, "cpu")  # type: ignore[arg-type]
+    x = torch.randn(300, 64, generator=dice)
+    weight = torch.rand(64, generator=dice)
+    torch.testing.assert_close(fused.norm(x, weight), plain.norm(x, weight))
+    by_head = torch.randn(300, 6, 16, generator=dice), torch.rand(6, 16, generator=dice)
+    torch.testing.assert_close(fused.norm(*by_head), plain.norm(*by_head))
+    gate_up = Linear(torch.randn(64, 96, generator=dice), torch.randn(96, generator=dice))
+    torch.testing.assert_close(fused.gated(gate_up, x), plain.gated(gate_up, x))
+    angles = torch.rand(300, 1, 8, generator=dice) * 6.0
+    qkv = torch.randn(300, 8, 16, generator=dice)
+    rotated = []
+    for each in (plain, fused):
+        mine = qkv.clone()
+        each.rotate(mine[:, :6], 4, each.turns(angles.cos(), angles.sin()))
+        rotated.append(mine)
+    torch.testing.assert_close(rotated[1], rotated[0])
+    assert torch.equal(rotated[1][:, 6:], qkv[:, 6:])
+
+
+def test_a_gpus_weights_keep_the_checkpoints_layout() -> None:
+    weight = blank(8, 1024, torch.bfloat16, "meta")
+    assert weight.shape == (8, 1024) and weight.t().is_contiguous()
+    assert paneled(weight) is weight
+    other = paneled(torch.empty(8, 1024, device="meta"))
+    assert other.shape == (8, 1024) and other.t().is_contiguous()

@@ -1,0 +1,77 @@
+"""The GPU benchmark, its logic played on a CPU: what is measured, never how fast."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from medha.profile import CPU_CORE
+from medha_worker.device import CPU
+from medha_worker.testing.checkpoint import TinyModel, write_config
+from medha_worker.testing.served import Served, Wish
+
+SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_engine.py"
+ROWS = ("ttft", "tpot", "convoy", "queue", "burst", "chunks", "decode")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder = tmp_path_factory.mktemp("shape")
+    write_config(folder, TinyModel(layers=2, max_tokens=8192))
+    return Served(folder, CPU, profile=CPU_CORE, dtype="float32", pages=96, page_tokens=16)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=250
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
+    ended = run()
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr.count("\n") == 1 and "torch finds no GPU" in ended.stderr
+
+
+def test_a_dry_run_has_every_row_and_judges_none(tmp_path: pathlib.Path) -> None:
+    ended = run("--device", "cpu", "--shape", "tiny", "--json", str(tmp_path / "table.json"))
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads((tmp_path / "table.json").read_text())
+    assert {row["row"] for row in told["rows"]} == set(ROWS)
+    assert all(row["met"] is None and row["value"] > 0 for row in told["rows"])
+    assert "MISSED" not in ended.stdout and "not timed" in ended.stdout
+
+
+def test_a_wish_gets_all_its_tokens_in_order_of_time(served: Served) -> None:
+    wishes = [Wish(prompt_tokens=40, output_tokens=5), Wish(prompt_tokens=7, output_tokens=3)]
+    for story in served.play(wishes):
+        assert len(story.token_s) == story.wish.output_tokens
+        assert story.token_s == sorted(story.token_s) and story.ttft_s > 0
+        assert len(story.gaps_s()) == story.wish.output_tokens - 1
+
+
+def test_a_filled_prompt_is_not_computed_and_its_decodes_are(served: Served) -> None:
+    before = len(served.engine.kv.memory.nonzero())
+    (story,) = served.play([Wish(prompt_tokens=1000, output_tokens=3, filled=True)])
+    written = len(served.engine.kv.memory.nonzero()) - before
+    assert len(story.token_s) == 3
+    config = served.engine.model_config
+    token = 2 * config.layers * config.kv_heads * config.head_dim
+    assert written <= 2 * token, "two tokens were computed: those after the made-up first"
+
+
+def test_a_play_ends_when_told_and_leaves_nothing_behind(served: Served) -> None:
+    endless = [Wish(prompt_tokens=16, output_tokens=400, filled=True)] * 3
+    short = Wish(prompt_tokens=16, output_tokens=1, arrival_s=0.01)
+    stories = served.play(
+        [*endless, short], lambda seen: any(s.wish is short and s.token_s for s in seen)
+    )
+    assert all(len(story.token_s) < 400 for story in stories)
+    again = served.play([Wish(prompt_tokens=1200, output_tokens=2)])
+    assert len(again[0].token_s) == 2, "all pages came back"

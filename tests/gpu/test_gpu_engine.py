@@ -1,0 +1,130 @@
+"""The loop of a rank on a real GPU: what crosses, what is replayed, and that it means the same.
+
+Run when named: python -m pytest tests/gpu
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from medha.batch import Chunk
+from medha.messages import Sampling
+from medha.profile import H200
+from medha_worker import sampler
+from medha_worker.attention.interface import Span
+from medha_worker.device import CPU, Device, device_of
+from medha_worker.inputs import StepInputs, WholeBatch
+from medha_worker.parallel.interface import SoloColumn
+from medha_worker.sampler import Draw
+from medha_worker.testing.checkpoint import TinyModel, write_config
+from medha_worker.testing.served import Served, Wish
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+MODEL = TinyModel(layers=4, hidden=512, heads=8, kv_heads=2, head_dim=64, intermediate=1408,
+                  vocab=4096, max_tokens=65_536)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return device_of("cuda")
+
+
+@pytest.fixture(scope="module")
+def served(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder: pathlib.Path = tmp_path_factory.mktemp("shape")
+    write_config(folder, MODEL)
+    return Served(folder, device, profile=H200, pages=1024)
+
+
+def test_arrays_cross_as_they_are_and_come_back(device: Device) -> None:
+    arrays: list[npt.NDArray[Any]] = [
+        np.arange(7),
+        np.linspace(0, 1, 5),
+        np.ones((3, 2), np.float32),
+        np.empty(0, np.int64),
+    ]
+    there = device.upload(*arrays)
+    assert all(tensor.is_cuda for tensor in there)
+    for array, here in zip(arrays, device.fetch(*there).wait(), strict=True):
+        assert np.array_equal(here.numpy(), array)
+
+
+def test_a_pinned_block_is_not_filled_again_before_it_has_left(device: Device) -> None:
+    # The copies wait behind this.
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+    there = [device.upload(np.full(1 << 16, number))[0] for number in range(64)]
+    for number, tensor in enumerate(there):
+        (here,) = device.fetch(tensor).wait()
+        assert bool((here == number).all())
+
+
+def test_the_same_tokens_are_drawn_as_on_a_cpu(device: Device) -> None:
+    logits = torch.randn(40, 1000, generator=torch.Generator().manual_seed(2)) * 3
+    draws = [
+        Draw(Sampling(temperature=0.7 * (i % 3), top_k=20 * (i % 2), top_p=0.9, min_p=0.01, seed=i,
+                      logprobs=i % 4), 10 + i, 0)
+        for i in range(40)
+    ]  # fmt: skip
+    ours = sampler.sample(logits.to(device.at), draws, device)
+    theirs = sampler.sample(logits, draws, CPU)
+    assert [token for token, _ in ours] == [token for token, _ in theirs]
+
+
+class Both:
+    """Runs a batch launch by launch, then replays it, and keeps the logits of both."""
+
+    def __init__(
+        self, served: Served, graph: WholeBatch, spans: Mapping[int, Sequence[Span]]
+    ) -> None:
+        self.served, self.graph = served, graph
+        attention = served.runner._inputs.attention
+        self.plans = {window: attention.plan(those) for window, those in spans.items()}
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def run(self, rows: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        model = self.served.runner._model
+        plain = dataclasses.replace(inputs, whole=None, attention=dict(self.plans))
+        hidden = model.forward(rows.clone(), plain, self.served.engine.kv, SoloColumn())
+        launched = model.logits(hidden).clone()
+        replayed = self.graph.run(rows, inputs)
+        self.seen.append((launched, replayed.clone()))
+        return replayed
+
+
+def test_replayed_decodes_are_what_launched_ones_are(served: Served) -> None:
+    inputs, batches = served.runner._inputs, list[Both]()
+    choose = inputs.choose
+
+    def both(chunks: Sequence[Chunk], spans: Mapping[int, Sequence[Span]]) -> WholeBatch | None:
+        graph = choose(chunks, spans)
+        if graph is not None:
+            batches.append(Both(served, graph, spans))
+            return batches[-1]
+        return None
+
+    inputs.choose = both
+    served.play([Wish(prompt_tokens=100 * n, output_tokens=3 * n) for n in range(1, 8)])
+    inputs.choose = choose
+    assert batches and all(each.seen for each in batches)
+    for launched, replayed in (pair for each in batches for pair in each.seen):
+        torch.testing.assert_close(replayed, launched, rtol=0.05, atol=0.1)
+
+
+def test_many_requests_of_all_sizes_are_served_to_the_end(served: Served) -> None:
+    dice = np.random.default_rng(0)
+    wishes = [
+        Wish(prompt_tokens=int(dice.integers(1, 2000)), output_tokens=int(dice.integers(1, 60)),
+             arrival_s=float(dice.uniform(0, 0.5)))
+        for _ in range(60)
+    ]  # fmt: skip
+    for story in served.play(wishes):
+        assert len(story.token_s) == story.wish.output_tokens

@@ -1,0 +1,218 @@
+"""One replica in one process on the wall clock: the scheduler that serves, and one rank's runner.
+
+What a benchmark of the engine drives where sockets and processes are not what it asks about. Plays
+a list of wishes and says when each token came. A wish may be `filled`: its prompt's keys are
+whatever the pool holds, nothing is computed for them, and its first token is made up, so that long
+contexts stand within a moment. Every other row is scheduled, computed and sampled for real.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from medha.batch import Batch, BatchResult, Chunk, Sampled
+from medha.config import Scheduling, WorkerConfig
+from medha.errors import EngineError
+from medha.messages import BatchTokens, Sampling, SequenceStart, StageDone, Step, to_bytes
+from medha.predictor import Predictor
+from medha.profile import Profile
+from medha.request import Request, Slo
+from medha.scheduling.scheduler import Scheduler
+from medha.topology import Coordinate, Topology
+from medha_worker import sampler
+from medha_worker.device import Device
+from medha_worker.engine import Engine
+from medha_worker.parallel.mesh import Mesh, Wiring
+
+AT = Coordinate(0, 0, 0)
+# An idle replica looks for arrivals so often.
+_LOOK_S = 0.0005
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that comes `arrival_s` after the play began."""
+
+    prompt_tokens: int
+    output_tokens: int
+    arrival_s: float = 0.0
+    filled: bool = False
+    sampling: Sampling = Sampling(temperature=0.0)
+
+
+@dataclasses.dataclass(slots=True)
+class Story:
+    """What became of a wish: when it arrived and when its tokens came, on one clock."""
+
+    wish: Wish
+    arrived_s: float
+    token_s: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_s[0] - self.arrived_s
+
+    def gaps_s(self, since: float = float("-inf"), until: float = float("inf")) -> list[float]:
+        """Time between two tokens, of those whose second came in between."""
+        pairs = zip(self.token_s, self.token_s[1:], strict=False)
+        return [b - a for a, b in pairs if since <= b <= until]
+
+
+@dataclasses.dataclass(slots=True)
+class _Live:
+    story: Story
+    drawn: bool = False
+
+
+class Served:
+    """A replica of one rank with `pages` pages and random weights of the shape in `folder`."""
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        device: Device,
+        *,
+        profile: Profile,
+        dtype: str = "bfloat16",
+        kv_dtype: str = "auto",
+        pages: int,
+        page_tokens: int = 64,
+        slo: Slo = Slo(),  # noqa: B008
+        settings: Scheduling = Scheduling(),  # noqa: B008
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        topology = Topology()
+        config = WorkerConfig(
+            replica="served", model="served", checkpoint=str(folder), topology=topology,
+            max_context_tokens=pages * page_tokens, device=device.at.type, dtype=dtype,
+            kv_dtype=kv_dtype, kv_pages=pages, page_tokens=page_tokens, dummy_weights=True,
+            rank_bind="ipc://unused",
+        )  # fmt: skip
+        self.engine = Engine(config, AT, device, lambda *_: None)
+        mesh = Mesh(AT, topology, incarnation="served", interface="lo", timeout_s=1.0)
+        self.runner = self.engine.runner(Wiring(None, None), mesh, sampler.draw)
+        self.shape = self.engine.model_config.shape(
+            float(self.engine.dtype.itemsize), float(self.engine.kv.memory.dtype.itemsize)
+        )
+        self.predictor = Predictor(profile, self.shape, topology)
+        self.scheduler = Scheduler(
+            topology, self.shape, self.predictor, settings, pages, page_tokens,
+            config.max_context_tokens,
+        )  # fmt: skip
+        self.slo, self.clock = slo, clock
+        self.scheduler.group_joined(0, 1, clock())
+        self._live: dict[int, _Live] = {}
+        self._known: set[int] = set()
+        self._ends: list[int] = []
+        self._steps = self._ids = 0
+
+    def play(
+        self,
+        wishes: Sequence[Wish],
+        until: Callable[[Sequence[Story]], bool] = lambda _: False,
+    ) -> list[Story]:
+        """Serve the wishes; returns their stories when all are over, or `until` says so of those
+        that have arrived: what still runs then is aborted."""
+        began = self.clock()
+        coming = collections.deque(sorted(wishes, key=lambda wish: wish.arrival_s))
+        stories: list[Story] = []
+        while coming or self._live:
+            now = self.clock()
+            while coming and coming[0].arrival_s <= now - began:
+                stories.append(self._submit(coming.popleft(), began))
+            ran = self._turn()
+            if ran and until(stories):
+                coming.clear()
+                self._abort_all()
+            if not ran and not coming and self._live:
+                raise EngineError(f"nothing runs while {len(self._live)} requests wait")
+            if not ran and coming:
+                time.sleep(_LOOK_S)
+        return stories
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def _submit(self, wish: Wish, began: float) -> Story:
+        self._ids += 1
+        work_s = self.predictor.prefill_s(wish.prompt_tokens)
+        story = Story(wish, began + wish.arrival_s)
+        request = Request(
+            id=f"r{self._ids}", arrival_s=story.arrived_s, prompt_tokens=wish.prompt_tokens,
+            max_output_tokens=wish.output_tokens, tpot_s=self.slo.tpot_s, work_s=work_s,
+            ttft_deadline_s=self.slo.ttft_deadline_s(work_s),
+        )  # fmt: skip
+        seq = self.scheduler.submit(request, self.clock()).seq
+        self._live[seq] = _Live(story)
+        return story
+
+    def _abort_all(self) -> None:
+        """Everything ends; a last look lets the scheduler take pages back."""
+        for number in range(1, self._ids + 1):
+            self.scheduler.abort(f"r{number}", self.clock())
+        self._live.clear()
+
+    # --- batches --------------------------------------------------------------------------------
+
+    def _turn(self) -> bool:
+        """One batch from end to end; False when there is none."""
+        batch = self.scheduler.next_batch(self.clock(), frozenset({0}))
+        if batch is None:
+            return False
+        self._ends.extend(self._known.intersection(batch.ended))
+        chunks = tuple(chunk for chunk in batch.chunks if not self._filled(chunk))
+        elapsed_s = self._run(batch, chunks) if chunks else None
+        now = self.clock()
+        self.scheduler.stage_done(batch.number, 0, now)
+        sampled = tuple(self._sampled(chunk, now) for chunk in batch.chunks if chunk.yields)
+        whole = elapsed_s if len(chunks) == len(batch.chunks) else None
+        for done in self.scheduler.complete(batch.number, BatchResult(sampled, whole), now):
+            self._live.pop(done.seq, None)
+        return True
+
+    def _filled(self, chunk: Chunk) -> bool:
+        live = self._live.get(chunk.seq)
+        return live is not None and live.story.wish.filled and not chunk.decode
+
+    def _sampled(self, chunk: Chunk, now: float) -> Sampled:
+        live = self._live[chunk.seq]
+        live.story.token_s.append(now)
+        live.drawn = not self._filled(chunk)
+        return Sampled(chunk.seq, False)
+
+    def _run(self, batch: Batch, chunks: tuple[Chunk, ...]) -> float | None:
+        """Seconds that the rank says it took."""
+        self._known.difference_update(self._ends)
+        new = [chunk.seq for chunk in chunks if chunk.seq not in self._known]
+        starts = tuple(map(self._introduction, new))
+        self._known.update(new)
+        self._steps += 1
+        step = Step(
+            step=self._steps, batch=msgspec.structs.replace(batch, chunks=chunks),
+            tokens=b"".join(map(self._rows, chunks)), starts=starts, ends=tuple(self._ends),
+        )  # fmt: skip
+        self._ends = []
+        reports = self.runner.run(step)
+        told = sum(len(report.tokens) for report in reports if isinstance(report, BatchTokens))
+        assert told == sum(chunk.yields for chunk in chunks)
+        return next((r.elapsed_s for r in reports if isinstance(r, StageDone)), None)
+
+    def _rows(self, chunk: Chunk) -> bytes:
+        """A prompt's tokens; of a decode the one that the rank drew, or a made-up one."""
+        if chunk.decode and self._live[chunk.seq].drawn:
+            return to_bytes(np.array([-1]))
+        positions = np.arange(chunk.start, chunk.end, dtype=np.int64)
+        return to_bytes((positions * 7919 + chunk.seq) % self.shape.vocab)
+
+    def _introduction(self, seq: int) -> SequenceStart:
+        cached = dict(self.scheduler.layout(seq)).get(0, ())
+        wish = self._live[seq].story.wish
+        return SequenceStart(
+            seq, wish.sampling, wish.prompt_tokens, cached,
+            rope_tokens=wish.prompt_tokens + wish.output_tokens,
+        )  # fmt: skip
