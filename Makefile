@@ -59,8 +59,8 @@ test: $(READY) ## run every test that needs neither a GPU nor a cluster
 test-api: $(READY) ## run the tests that start a real Kubernetes API server, where its programs are
 	$(PYTEST) tests/api
 
-crash-points: $(READY) ## kill the operator before and after every write of a fleet's life
-	MEDHA_CRASH_POINTS=whole $(PY) -m pytest -s tests/api/test_crash_points.py
+crash-points: $(READY) ## kill the operator at every write of a fleet's life, refuse each, lose each event
+	MEDHA_CRASH_POINTS=whole $(PY) -m pytest -s tests/api/test_crash_points.py tests/api/test_fault_walks.py
 
 edit-fuzz: $(READY) ## change a MedhaReplica at random, validly and not, thousands of times
 	MEDHA_EDIT_FUZZ=whole $(PY) -m pytest -s tests/api/test_edit_fuzz.py

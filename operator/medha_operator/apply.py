@@ -157,9 +157,9 @@ class Writer:
                 PODS, *key, uid=uid, grace_s=grace_s, timeout_s=self.left_s()
             )
         except ClusterError as error:
-            if error.status not in (404, 409):
-                raise
-            store.forget_uid(key, uid)  # that one is gone, whoever bears its name now
+            if error.status != 404:
+                raise  # 409: another one bears its name by now, which we shall be told
+            store.forget_uid(key, uid)
             return
         if projections.bare(answer).deletion_timestamp is not None:
             store.learn(projections.pod(answer))
@@ -174,6 +174,6 @@ class Writer:
         try:
             await self._client.delete(KINDS[kind], *key, uid=held.uid, timeout_s=self.left_s())
         except ClusterError as error:
-            if error.status not in (404, 409):
+            if error.status != 404:
                 raise
         store.forget_uid(key, held.uid)

@@ -12,13 +12,15 @@ import asyncio
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 import msgspec
 
 from medha.errors import MedhaError
 from medha_operator.names import FIELD_MANAGER
+
+T = TypeVar("T")
 
 REQUEST_S = 10.0
 LIST_S = 60.0
@@ -179,7 +181,7 @@ class Client:
             body = await self._call(
                 "GET", kind.path(namespace), query=query, headers=accept, timeout_s=LIST_S
             )
-            page = _PAGE.decode(body)
+            page = decoded(_PAGE, body)
             yield page
             if not page.metadata.continue_:
                 return
@@ -299,10 +301,15 @@ class Client:
         return found
 
     async def _credentials(self) -> dict[str, str]:
-        """Tokens are files that change: read again every minute, and after a 401."""
+        """Tokens are files that change: read again every minute, and after a 401. Where that
+        fails, the former ones are tried for another minute."""
         if time.monotonic() - self._logged_in > RELOGIN_S:
             self._logged_in = time.monotonic()
-            self._headers = self._headers_of(await asyncio.to_thread(self._login))
+            try:
+                self._headers = self._headers_of(await asyncio.to_thread(self._login))
+            except Exception as error:  # of files and formats, from several libraries
+                said = f"credentials cannot be read: {error!r}"
+                raise ClusterError(0, "NoCredentials", said) from error
         return self._headers
 
     @staticmethod
@@ -316,11 +323,16 @@ _CHANGE = msgspec.json.Decoder(Change)
 _STATUS = msgspec.json.Decoder(_Status)
 
 
-def _change(line: bytes) -> Change:
+def decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """What was answered; ClusterError where it is something else (a proxy's page, say)."""
     try:
-        change = _CHANGE.decode(line)
+        return decoder.decode(body)
     except msgspec.MsgspecError as error:
-        raise ClusterError(500, "Garbled", f"an event that is no event: {error}") from None
+        raise ClusterError(500, "Garbled", f"an answer that cannot be read: {error}") from None
+
+
+def _change(line: bytes) -> Change:
+    change = decoded(_CHANGE, line)
     if change.type == "ERROR":
         said = _STATUS.decode(change.object)
         raise ClusterError(said.code or 500, said.reason, said.message)

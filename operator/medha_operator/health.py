@@ -18,9 +18,10 @@ from medha_operator.projections import Key
 
 log = logging.getLogger("medha.operator.health")
 
-SILENCE_S = 90.0
 STALLED_S = 20.0
 LOOK_S = 1.0
+SILENCE_S = 90.0 - LOOK_S
+"""Judged only now and then, and known after 90 s all the same."""
 
 
 class Health:

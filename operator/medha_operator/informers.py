@@ -33,12 +33,17 @@ SHORT_WATCH_S = 1.0
 class Store(Generic[T]):
     """The latest of each object; `changed(key, old, new)` hears of every difference.
 
-    `at` is the version up to which the watch has told everything.
+    `at` is the version that the watch and the lists have come to: a watch goes on from there. Not
+    everything up to it need have been told, as any event may be lost; so what is not held is known
+    to be gone only where its deletion was told, or a list lacked it. Such deletions are remembered
+    over two lists: longer than any news is late.
     """
 
     def __init__(self, changed: Callable[[Key, T | None, T | None], None]) -> None:
         self._changed = changed
         self._seen: dict[Key, Seen[T]] = {}
+        self._gone: dict[Key, int] = {}
+        self._listed = 0
         self.at = 0
 
     def __iter__(self) -> Iterator[Seen[T]]:
@@ -51,12 +56,10 @@ class Store(Generic[T]):
         return self._seen.get(key)
 
     def learn(self, seen: Seen[T]) -> None:
-        """An object as an event, or the answer to a write, shows it; older news is no news.
-
-        What the watch has passed and we do not hold was deleted since.
-        """
+        """An object as an event, or the answer to a write, shows it; older news is no news."""
         held = self._seen.get(seen.key)
-        if (seen.version <= self.at) if held is None else (seen.version <= held.version):
+        known = self._gone.get(seen.key, 0) if held is None else held.version
+        if seen.version <= known:
             return
         self._seen[seen.key] = seen
         old = None if held is None else held.value
@@ -66,28 +69,33 @@ class Store(Generic[T]):
     def forget(self, key: Key, version: int) -> None:
         """An object was deleted at `version`; a newer one of the same name stays."""
         held = self._seen.get(key)
-        if held is not None and held.version <= version:
-            del self._seen[key]
-            self._changed(key, held.value, None)
+        if held is None or held.version <= version:
+            self._gone[key] = max(version, self._gone.get(key, 0))
+            self._seen.pop(key, None)
+            if held is not None:
+                self._changed(key, held.value, None)
 
     def forget_uid(self, key: Key, uid: str) -> None:
         """That very object is gone, as the answer to our own call says."""
         held = self._seen.get(key)
         if held is not None and held.uid == uid:
-            del self._seen[key]
-            self._changed(key, held.value, None)
+            self.forget(key, held.version)
 
     def passed(self, version: int) -> None:
-        """The watch has told everything up to `version`."""
+        """The watch has come to `version`."""
         self.at = max(self.at, version)
 
     def replace(self, listed: Iterable[Seen[T]], version: int) -> None:
-        """Everything there was at `version`: what is held, older and not listed is gone."""
+        """Everything there was at `version`: what is held, older and not listed is gone. A list
+        from before `at` brings nothing that was not known by then."""
         found = {seen.key: seen for seen in listed}
         for key in [key for key in self._seen if key not in found]:
             self.forget(key, version)
         for seen in found.values():
-            self.learn(seen)
+            if version >= self.at or seen.version > self.at or seen.key in self._seen:
+                self.learn(seen)
+        self._gone = {key: at for key, at in self._gone.items() if at > self._listed}
+        self._listed = max(self._listed, version)
         self.passed(version)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from medha.errors import MedhaError, SetupError
-from medha_operator.client import REPLICAS, SECRETS, Client, ClusterError
+from medha_operator.client import REPLICAS, SECRETS, Client, ClusterError, decoded
 from medha_operator.names import OWNED_BY, WORKER_KEYS
 from medha_operator.projections import Meta
 
@@ -128,7 +128,7 @@ class Keys:
 
     async def _get(self, namespace: str, name: str) -> _Secret | None:
         try:
-            return _SECRET.decode(await self._client.get(SECRETS, namespace, name))
+            return decoded(_SECRET, await self._client.get(SECRETS, namespace, name))
         except ClusterError as error:
             if error.status != 404:
                 raise

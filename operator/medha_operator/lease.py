@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from medha.errors import MedhaError
-from medha_operator.client import LEASES, Client, ClusterError
+from medha_operator.client import LEASES, Client, ClusterError, decoded
 from medha_operator.names import OWNED_BY
 
 log = logging.getLogger("medha.operator.lease")
@@ -147,7 +147,7 @@ class Lease:
             meta = _Meta(name=NAME, namespace=self._namespace, labels=OWNED_BY)
             fresh = _Lease(metadata=meta, spec=_Spec())
             body = await self._client.create(LEASES, self._namespace, msgspec.json.encode(fresh))
-        return _LEASE.decode(body)
+        return decoded(_LEASE, body)
 
     def _may_take(self, found: _Lease) -> bool:
         """Ours, nobody's, or not renewed for as long as it lasts since we first saw it so."""
@@ -164,7 +164,7 @@ class Lease:
         body = await self._client.replace(
             LEASES, self._namespace, NAME, msgspec.json.encode(wanted), timeout_s=left_s
         )
-        return _LEASE.decode(body)
+        return decoded(_LEASE, body)
 
 
 _LEASE = msgspec.json.Decoder(_Lease)

@@ -52,6 +52,7 @@ class Process:
         self._metrics = Metrics("operator")
         self._client = Client(login, connections=settings.workers + 16, on_write=self._count)
         self._queue: WorkQueue[Key] = WorkQueue(time.monotonic, random.Random())
+        self._gains = asyncio.Event()
         self._working = False
         self.world = World(self._wake)
         self._watches = Watches(self._client, self.world, settings.namespaces)
@@ -97,8 +98,8 @@ class Process:
             self._loop.add_signal_handler(name, self._stopped.set)
         log.info("started", extra={"fields": {"ops_port": self._ops.port}})
         parts = [
-            self._health.run(self._judge), self._watches.run(), self._lead(), self._resync(),
-            self._reports.run(), self._complaints.run(), self._autoscaler.run(),
+            self._health.run(self._judge), self._watches.run(), self._lead(), self._take_over(),
+            self._resync(), self._reports.run(), self._complaints.run(), self._autoscaler.run(),
             *(self._reconciler.run() for _ in range(self._settings.workers)),
         ]  # fmt: skip
         tasks = [asyncio.create_task(part) for part in parts]
@@ -145,16 +146,21 @@ class Process:
     def _gained(self) -> None:
         """We lead from now on: what the former leader did last may not have been told yet."""
         self._working = False
-        self._takeover = asyncio.create_task(self._take_over())
+        self._gains.set()
 
     async def _take_over(self) -> None:
-        await self._watches.list_again()
-        self._published.forget()
-        self.world.reports_since_s = time.time()
-        self._working = True
-        for seen in self.world.replicas:
-            self._queue.add(seen.key)
-        await self._keys.prepare(self._lease.left_s)
+        """Know everything anew before anything is written, each time that we begin to lead."""
+        while True:
+            await self._gains.wait()
+            self._gains.clear()
+            await self._watches.list_again()
+            self._published.forget()
+            self.world.reports_since_s = time.time()
+            self._working = not self._gains.is_set()
+            for seen in self.world.replicas:
+                self._wake(seen.key, 0.0)
+            if self._leads():
+                await self._keys.prepare(self._lease.left_s)
 
     def _leads(self) -> bool:
         return self._working and self._lease.leading

@@ -6,10 +6,9 @@ tests/conftest.py says, skipped where it is not.
 
 from __future__ import annotations
 
-import itertools
-import json
+import contextlib
+import functools
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.fleet import Fleet, Operator
-from tests.api.nursery import Nursery
+from tests.api.played import Leaders, Router
 from tests.api.proxy import Proxy
-from tests.api.rules import broken
 from tests.api.server import ApiServer, Server
+from tests.api.stage import Scene, Stage, new_namespace, new_proxy, scene
 
 HOUSE = Path(__file__).resolve().parents[2]
+KEDA = Path(__file__).with_name("keda.sh_scaledobjects.yaml")
 
 
 @pytest.fixture(scope="session")
@@ -69,16 +69,10 @@ def crd(run_kubectl: Kubectl) -> None:
     run_kubectl("wait", "--for=condition=Established", "--timeout=60s", "-f", str(HOUSE / "crds"))
 
 
-_NUMBERS = itertools.count(1)
-
-
 @pytest.fixture
 def namespace(api: httpx.Client) -> str:
     """A namespace of the test's own."""
-    name = f"test-{next(_NUMBERS)}"
-    made = api.post("/api/v1/namespaces", json={"metadata": {"name": name}})
-    assert made.status_code == 201, made.text
-    return name
+    return new_namespace(api)
 
 
 @pytest.fixture
@@ -91,33 +85,58 @@ def fleet(api: httpx.Client, namespace: str, crd: None) -> Iterator[Fleet]:
 
 @pytest.fixture
 def start_operator(
-    api_server: ApiServer, namespace: str, tmp_path: Path, proxy: Proxy
-) -> Iterator[Callable[..., Operator]]:
+    api: httpx.Client, crd: None, namespace: str, tmp_path: Path, proxy: Proxy,
+    request: pytest.FixtureRequest,
+) -> Iterator[Callable[..., Operator]]:  # fmt: skip
     """Starts operators that serve the test's namespace, and ends those that still run. They all
     talk through the proxy, which knows what they may not say."""
-    started: list[Operator] = []
-    kubeconfig = tmp_path / "kubeconfig"
-    known = json.loads(api_server.kubeconfig.read_text())
-    known["clusters"][0]["cluster"] = {"server": proxy.url}
-    kubeconfig.write_text(json.dumps(known))
+    stage = Stage(api, namespace, proxy, tmp_path)
+    failures = request.session.testsfailed
+    yield stage.start
+    stage.end(failed=request.session.testsfailed > failures)
 
-    def start(name: str = "one", nursery: Nursery | None = None, **settings: str) -> Operator:
-        log = tmp_path / f"{name}-{len(started)}.log"
-        started.append(Operator(kubeconfig, namespace, log, name, nursery, **settings))
-        return started[-1]
 
-    yield start
-    for each in started:
-        if each.process.poll() is None:
-            each.kill()
-    for each in started[-3:]:
-        sys.stdout.write(each.log.read_text()[-8000:])  # pytest shows it when the test failed
-    assert broken(proxy.calls, proxy.done) == []
+@pytest.fixture
+def scenes(
+    api_server: ApiServer, crd: None, tmp_path: Path
+) -> Callable[..., contextlib.AbstractContextManager[Scene]]:
+    """Makes stages for whole lives, as many as there are threads that want one."""
+    return functools.partial(scene, api_server, tmp_path)
+
+
+@pytest.fixture
+def proxies(api_server: ApiServer) -> Iterator[Callable[[], Proxy]]:
+    """More of them, where it matters which operator says what. Ask for it before start_operator."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(new_proxy(api_server).running())
 
 
 @pytest.fixture
 def proxy(api_server: ApiServer) -> Iterator[Proxy]:
-    """What an operator may be put behind."""
-    made = Proxy(api_server.url, api_server.token, str(api_server.authority))
-    with made.running():
+    """What an operator is put behind."""
+    with new_proxy(api_server).running() as made:
         yield made
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    with contextlib.closing(Router()) as made:
+        yield made
+
+
+@pytest.fixture
+def served(fleet: Fleet) -> Iterator[Fleet]:
+    """A fleet whose leaders answer."""
+    with contextlib.closing(Leaders()) as leaders:
+        fleet.address = leaders.address
+        yield fleet
+
+
+@pytest.fixture
+def keda(api: httpx.Client, run_kubectl: Kubectl) -> Iterator[str]:
+    """The API server knows KEDA's own definition of a ScaledObject."""
+    applied = run_kubectl("apply", "--server-side", "-f", str(KEDA))
+    assert applied.returncode == 0, applied.stderr
+    run_kubectl("wait", "--for=condition=Established", "--timeout=60s", "-f", str(KEDA))
+    yield "/apis/keda.sh/v1alpha1"
+    run_kubectl("delete", "--wait", "--timeout=60s", "-f", str(KEDA))

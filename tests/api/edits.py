@@ -22,8 +22,10 @@ WORDS = (
 )  # fmt: skip
 SAME = ("spec.model.source",)
 """Not changed field by field: exactly one of its parts may be there."""
-MOST = 12
-"""Larger numbers come seldom: a thousand replicas are made one by one."""
+MOST = 3
+"""Larger numbers come seldom: they rarely fit, and what fits is made pod by pod."""
+COUNTS = ("replicas", "minReplicas", "maxReplicas")
+"""Never larger: as many fleets' pods are made one by one."""
 
 Path_ = tuple[str, ...]
 Schema = dict[str, Any]
@@ -53,14 +55,14 @@ class Edits:
 
     def valid(self) -> tuple[Path_, dict[str, Any]]:
         path, schema = self._dice.choice(self._leaves)
-        value = None if self._dice.random() < 0.1 else self._value(schema)
+        value = None if self._dice.random() < 0.1 else self._value(schema, path[-1] in COUNTS)
         return path, _patch(path, value)
 
     def invalid(self) -> tuple[Path_, dict[str, Any]]:
         path, schema = self._dice.choice(self._strict)
         return path, _patch(path, self._wrong(schema))
 
-    def _value(self, schema: Schema) -> Any:
+    def _value(self, schema: Schema, few: bool = False) -> Any:
         dice = self._dice
         if "enum" in schema:
             return dice.choice(schema["enum"])
@@ -68,7 +70,7 @@ class Edits:
             case "integer":
                 low, high = schema.get("minimum", 0), schema.get("maximum", 1 << 20)
                 usual = list(range(low, min(high, MOST) + 1))
-                return dice.choice(usual) if usual and dice.random() < 0.9 else high
+                return dice.choice(usual) if usual and (few or dice.random() < 0.9) else high
             case "array":
                 most = min(2, schema.get("maxItems", 2))
                 return [self._value(schema["items"]) for _ in range(dice.randint(0, most))]

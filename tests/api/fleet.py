@@ -27,6 +27,7 @@ PATIENCE_S = 120.0
 NOW = "2026-01-01T00:00:00Z"
 ROOM = {"cpu": "8", "memory": "64Gi", "pods": "110", "nvidia.com/gpu": "8"}
 LEASE_S = 4.0
+HOUSE = Path(__file__).resolve().parents[2]
 
 
 def until(what: Callable[[], T], why: str = "", within_s: float = PATIENCE_S) -> T:
@@ -44,7 +45,7 @@ class Operator:
 
     def __init__(
         self, kubeconfig: Path, namespace: str, log: Path, name: str = "one",
-        nursery: Nursery | None = None, **settings: str,
+        nursery: Nursery | None = None, hurry: float = 1.0, **settings: str,
     ) -> None:  # fmt: skip
         self.name, self.log = name, log
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDHA_")}
@@ -65,9 +66,10 @@ class Operator:
         if nursery is not None:
             self.process = nursery.bear(environment, log)
             return
+        program = ("medha_operator",) if hurry == 1.0 else ("tests.api.hurried", str(hurry))
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                bound(sys.executable, "-m", "medha_operator"),
+                bound(sys.executable, "-m", *program), cwd=HOUSE,
                 env=environment, stdout=file, stderr=file,
             )  # fmt: skip
 
@@ -133,6 +135,7 @@ class Fleet:
         self.selector = {"test": namespace}
         self.nodes = [f"{namespace}-node-{number}" for number in range(nodes)]
         self.address: Callable[[str], str] = lambda pod: "127.0.0.1"
+        self._seen: list[dict[str, Any]] = []
         for name in self.nodes:
             self._make_node(name)
 
@@ -217,7 +220,8 @@ class Fleet:
 
     def play(self) -> None:
         """Do once what scheduler and kubelets would do now."""
-        for pod in self.list("pods"):
+        self._seen = self.list("pods")
+        for pod in self._seen:
             name = pod["metadata"]["name"]
             if "deletionTimestamp" in pod["metadata"]:
                 self.remove(name)
@@ -227,6 +231,12 @@ class Fleet:
                 self._bind(pod)
             elif pod["status"]["phase"] == "Pending":
                 self.run(name)
+
+    def groups_beside(self, leader: str) -> int:
+        """KVP groups that a leader's replica had when last played."""
+        replica = leader.removesuffix("g0-s0")
+        names = [each["metadata"]["name"] for each in self._seen]
+        return len({each.rpartition("-")[0] for each in names if each.startswith(replica)})
 
     def remove(self, name: str) -> None:
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
@@ -252,9 +262,9 @@ class Fleet:
         try:
             return until(look, why, within_s)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self._shown()}") from None
+            raise AssertionError(f"{error}\n{self.shown()}") from None
 
-    def _shown(self) -> str:
+    def shown(self) -> str:
         """How things are, for a test that failed."""
         lines = [f"{name}: {pod['status']}" for name, pod in self.pods().items()]
         lines += [

@@ -9,31 +9,27 @@ ends there. Two ways of dying, each of which meets every write of a phase once:
 so that after W writes there were W deaths. An Event is told anew by each life, as none remembers
 that it was told: it is met once, and then goes by without counting.
 
-`Course.walk` gives, per phase, which pods were made and deleted how often and what everything looks
-like at its end; a course without deaths is what the others are compared with.
+`Course.walk` gives, per phase, which objects were made and deleted how often and what everything
+looks like at its end (see tests/api/ends.py); others are compared with a course without deaths.
 """
 
 from __future__ import annotations
 
-import collections
-import re
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import msgspec
+from tests.api.ends import KINDS, deleted, made, plain
 from tests.api.fleet import Fleet, Operator
 from tests.api.played import Leaders
 from tests.api.proxy import Answer, Call, Done, Proxy
 
 QUIET_S = 1.5
 PATIENCE_S = 240.0
-KINDS = (
-    ("pods", "api/v1"), ("services", "api/v1"), ("configmaps", "api/v1"), ("secrets", "api/v1"),
-    ("poddisruptionbudgets", "apis/policy/v1"), ("networkpolicies", "apis/networking.k8s.io/v1"),
-)  # fmt: skip
-
+OURS = "app.kubernetes.io/managed-by=medha-operator"
 Start = Callable[..., Operator]
 
 
@@ -48,9 +44,13 @@ class Dying:
         self._operator: Operator | None = None
         self._dead = False
         self._events: set[tuple[str, str, str | None]] = set()
-        self.deaths, self.died_s = 0, 0.0
+        self.died_s: list[float] = []
         proxy.before = self._before
         proxy.after = self._after
+
+    @property
+    def deaths(self) -> int:
+        return len(self.died_s)
 
     def revive(self) -> None:
         """Somebody works: the same as before, or the next."""
@@ -68,12 +68,6 @@ class Dying:
             return not self._dead and self._operator is not None and self._operator.leads()
         except httpx.HTTPError:
             return False  # killed meanwhile
-
-    def end(self) -> None:
-        """Nobody works any more."""
-        if self._operator is not None:
-            self._operator.kill()
-            self._operator = None
 
     def _before(self, call: Call) -> Answer | None:
         if self._dead and call.writes:
@@ -106,13 +100,13 @@ class Dying:
         assert self._operator is not None
         self._operator.process.kill()
         self._dead = True
-        self.died_s = time.monotonic()
-        self.deaths += 1
+        self.died_s.append(time.monotonic())
         return Answer(0)
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """What came of one phase. `late_s`: from the last beginning of leadership to the last write."""
+    """What came of one phase. `late_s`: the longest time that a life after a death took from its
+    leadership to its next death, or to its last write."""
 
     name: str
     writes: int
@@ -134,6 +128,8 @@ class Course:
         self._proxy, self._dying = proxy, dying
         self._spec = spec
         self._name = "llama"
+        self._collects = False
+        self._begin = 0
 
     def walk(self, phases: tuple[str, ...]) -> Iterator[Phase]:
         for name in phases:
@@ -142,7 +138,15 @@ class Course:
     # --- phases: what is done, and when it has come about -----------------------------------------
 
     def _create(self) -> tuple[Callable[[], object], Callable[[], bool]]:
-        return lambda: self._fleet.create(self._name, **self._spec), self._as_asked
+        """Nothing is left of earlier courses: keys and the list of models are made anew too."""
+
+        def create() -> None:
+            for kind, group in KINDS:
+                place = f"/{group}/namespaces/{self._fleet.namespace}/{kind}"
+                self._api.delete(place, params={"labelSelector": OURS}).raise_for_status()
+            self._fleet.create(self._name, **self._spec)
+
+        return create, self._as_asked
 
     def _scale_up(self) -> tuple[Callable[[], object], Callable[[], bool]]:
         more = self._replicas() + 1
@@ -172,19 +176,25 @@ class Course:
         return self._annotated(None), self._as_asked
 
     def _delete(self) -> tuple[Callable[[], object], Callable[[], bool]]:
-        """Owned objects are collected by hand, as no controller manager does it here."""
-        uid = self._api.get(self._fleet.path(self._name)).json()["metadata"]["uid"]
-
         def delete() -> None:
             self._api.delete(self._fleet.path(self._name)).raise_for_status()
+            self._collects = True
+
+        return delete, lambda: not self._fleet.list("pods")
+
+    def _play(self) -> None:
+        """The part of everybody else: no controller manager collects what is owned here."""
+        self._fleet.play()
+        if self._collects:
+            path = self._fleet.path()
+            living = {each["metadata"]["uid"] for each in self._api.get(path).json()["items"]}
             for kind, group in KINDS:
                 for each in self._fleet.list(kind, group):
                     meta = each["metadata"]
-                    if any(one["uid"] == uid for one in meta.get("ownerReferences", ())):
+                    owners = {one["uid"] for one in meta.get("ownerReferences", ())}
+                    if owners and not owners & living:
                         path = f"/{group}/namespaces/{meta['namespace']}/{kind}/{meta['name']}"
                         self._api.request("DELETE", path, json={"gracePeriodSeconds": 0})
-
-        return delete, lambda: not self._fleet.list("pods")
 
     def _annotated(self, value: str | None) -> Callable[[], object]:
         return lambda: self._fleet.change(
@@ -194,47 +204,50 @@ class Course:
     # --- how a phase goes -------------------------------------------------------------------------
 
     def _phase(self, name: str, begin: Callable[[], object], there: Callable[[], bool]) -> Phase:
-        first, deaths = len(self._proxy.done), self._dying.deaths
+        self._begin = first = len(self._proxy.done)
+        deaths = self._dying.deaths
         begin()
-        end = time.monotonic() + PATIENCE_S
+        began_s = time.monotonic()
         while True:
             self._dying.revive()
-            self._fleet.play()
+            self._play()
             if there() and self._quiet() and there():
                 break
-            if time.monotonic() > end:
-                raise AssertionError(f"{name} does not come to its end\n{self._fleet._shown()}")
+            if time.monotonic() - max([began_s, *self._dying.died_s[-1:]]) > PATIENCE_S:
+                raise AssertionError(f"{name} does not come to its end\n{self._fleet.shown()}")
             time.sleep(0.05)
-        done = self._proxy.done[first:]
+        done = [each for each in self._proxy.done[first:] if each.call.writes]
         own = [each for each in done if each.call.own]
-        pods = [each for each in own if re.search(r"/pods(/|$)", each.call.path)]
-        made = [_name(each.answer) for each in pods
-                if each.call.verb == "POST" and each.status == 201]  # fmt: skip
-        deleted = [each.call.path.rpartition("/")[2] for each in pods
-                   if each.call.verb == "DELETE" and each.status == 200]  # fmt: skip
         return Phase(
-            name=name, writes=len(own), deaths=self._dying.deaths - deaths, made=_counted(made),
-            deleted=_counted(deleted), end=self._state(), late_s=self._late_s(done),
+            name=name, writes=len(own), deaths=self._dying.deaths - deaths, made=made(own),
+            deleted=deleted(own), end=self._state(), late_s=self._late_s(done, deaths),
         )  # fmt: skip
 
-    def _late_s(self, done: list[Done]) -> float:
-        """From when the last of its lives led to its last write; 0 where nobody died."""
-        after = [each for each in done if each.at_s > self._dying.died_s]
-        leads = [each.at_s for each in after if not each.call.own]
-        own = [each.at_s for each in after if each.call.own]
-        return max(0.0, own[-1] - leads[0]) if own and leads and done[0] not in after else 0.0
+    def _late_s(self, done: list[Done], deaths: int) -> float:
+        """Of the lives that began in this phase; 0 where nobody died."""
+        late_s = 0.0
+        ends = [*self._dying.died_s[deaths:], float("inf")]
+        for death_s, end_s in itertools.pairwise(ends):
+            lived = [each for each in done if death_s < each.at_s <= end_s]
+            leads = [each.at_s for each in lived if not each.call.own]
+            own = [each.at_s for each in lived if each.call.own]
+            if leads and own:
+                late_s = max(late_s, own[-1] - leads[0])
+        return late_s
 
     def _quiet(self) -> bool:
         """Nothing is written for a while, though somebody works."""
-        count = len([each for each in self._proxy.done if each.call.own])
+        before = self._writes(), self._dying.deaths
         end = time.monotonic() + QUIET_S
-        deaths = self._dying.deaths
         while time.monotonic() < end:
-            self._fleet.play()
+            self._play()
             time.sleep(0.05)
-        works = self._dying.works()
-        same = count == len([each for each in self._proxy.done if each.call.own])
-        return works and same and deaths == self._dying.deaths
+            if (self._writes(), self._dying.deaths) != before:
+                return False
+        return self._dying.works()
+
+    def _writes(self) -> int:
+        return sum(each.call.own for each in self._proxy.done[self._begin :])
 
     def _replicas(self) -> int:
         return int(self._api.get(self._fleet.path(self._name)).json()["spec"]["replicas"])
@@ -250,62 +263,12 @@ class Course:
 
     def _state(self) -> dict[str, Any]:
         """Everything there is, without what differs between two equal fleets."""
-        found: dict[str, Any] = {
-            kind: {each["metadata"]["name"]: each for each in self._fleet.list(kind, group)}
-            for kind, group in KINDS
-        }
-        found["resources"] = self._api.get(self._fleet.path()).json()["items"]
-        text = msgspec.json.encode(found).decode().replace(self._fleet.namespace, "NAMESPACE")
-        ordinals = sorted(int(pod["metadata"]["labels"]["medha.dev/ordinal"])
-                          for pod in found["pods"].values())  # fmt: skip
-        places = {each: place for place, each in enumerate(sorted(set(ordinals)))}
-        return dict(_plain(msgspec.json.decode(text), places))
-
-
-def _name(document: bytes) -> str:
-    return str(msgspec.json.decode(document)["metadata"]["name"])
-
-
-def _counted(pods: list[str]) -> dict[str, int]:
-    """How often a pod of each place in a replica; which number the replica had is no matter: it
-    is the first that is free, and so depends on whether an old one had gone by then."""
-    places = (each.partition("-g")[2] for each in pods)
-    return dict(sorted(collections.Counter(places).items()))
+        found = {kind: self._fleet.list(kind, group) for kind, group in KINDS}
+        found["medhareplicas"] = self._api.get(self._fleet.path()).json()["items"]
+        return plain(found, self._fleet.namespace)
 
 
 def _ready(pod: dict[str, Any]) -> bool:
     ready = any(each["type"] == "Ready" and each["status"] == "True"
                 for each in pod["status"].get("conditions", ()))  # fmt: skip
     return ready and "deletionTimestamp" not in pod["metadata"]
-
-
-DIFFER = {
-    "uid", "resourceVersion", "creationTimestamp", "managedFields", "lastTransitionTime", "podIP",
-    "podIPs", "failedAt", "since", "startTime", "nodeName", "clusterIP", "clusterIPs", "data",
-    "medha.dev/node", "affinity", "message", "hostIP", "hostIPs", "disruptedPods", "wanted",
-    "generation",
-}  # fmt: skip
-
-
-def _plain(value: Any, places: dict[int, int]) -> Any:
-    """Without what two equal fleets do not share: identities, times, places, key material, counts
-    of a controller that was not asked yet. Replicas are numbered by their order."""
-
-    def text(word: str) -> str:
-        word = re.sub(r"[0-9a-f]{8,}", "#", word)
-        return re.sub(r"\bllama-(\d+)", lambda found: f"llama-{place(found[1])}", word)
-
-    def place(ordinal: str | int) -> str:
-        return str(places.get(int(ordinal), f"gone-{ordinal}"))
-
-    if isinstance(value, dict):
-        numbered = {
-            key: place(each) if key in ("medha.dev/ordinal", "replica") else each
-            for key, each in value.items()
-        }
-        return {
-            text(key): _plain(each, places) for key, each in numbered.items() if key not in DIFFER
-        }
-    if isinstance(value, list):
-        return [_plain(each, places) for each in value]
-    return text(value) if isinstance(value, str) else value

@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from medha.adapters.prometheus import Metrics, OpsServer, Reply, json_reply
 from medha.config import CONTROLLER_OPS_PORT
@@ -32,7 +32,7 @@ class Leaders:
         self.load: dict[str, int] = {}
         self.draining: set[str] = set()
         self.wanted: dict[str, int] = {}
-        self.least = 1
+        self.least: Callable[[str], int] = lambda pod: 1
         """Groups that a leader wants of itself."""
 
     def address(self, pod: str) -> str:
@@ -61,7 +61,7 @@ class Leaders:
 
     def _status(self, pod: str) -> ReplicaStatus:
         found = re.fullmatch(r"(.+)-g0-s0", pod)
-        wanted = self.wanted.get(pod, self.least)
+        wanted = self.wanted.get(pod) or self.least(pod)
         return ReplicaStatus(
             replica=found.group(1) if found else pod, ready=True, draining=pod in self.draining,
             generation=1, wanted_groups=wanted, routers=1,

@@ -1,7 +1,11 @@
 """A reverse proxy before a real API server, at which a test may tamper with what passes.
 
-Nothing of the API is imitated here: what is not tampered with is the server's own answer. Every
-call is kept with what was sent and answered, and made as the account that the proxy was given.
+Nothing of the API is imitated here: what is not tampered with is the server's own answer. Calls are
+made as the account that the proxy was given, and all that passes is kept:
+
+    calls       every request, as it was sent
+    done        every answer of the server's, with its body where something was written
+    told        every event of a watch, whether it was passed on or not
 
     drop        `before` or `after` gives Answer(0): not done, or done and not told
     refuse      any other Answer, in the server's place
@@ -57,16 +61,21 @@ class Answer(msgspec.Struct, frozen=True):
 
     status: int
     reason: str = ""
+    page: bytes = b""
+    """Instead of a reason in the API's own form."""
 
     @property
     def body(self) -> bytes:
+        if self.page:
+            return self.page
         said = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
         told = {"code": self.status, "reason": self.reason, "message": "said by the test"}
         return msgspec.json.encode(said | told)
 
 
 class Done(msgspec.Struct, frozen=True):
-    """A write as the server answered it."""
+    """A call as the server answered it; `answer` is kept of writes, former ones of reads for
+    `older`."""
 
     call: Call
     status: int
@@ -74,19 +83,29 @@ class Done(msgspec.Struct, frozen=True):
     at_s: float
 
 
+class Told(msgspec.Struct, frozen=True):
+    """An event of a watch, and as how many lines the client got it."""
+
+    path: str
+    agent: str
+    type: str
+    name: str
+    times: int
+
+
 class Proxy:
     """Runs on a thread of its own. `before` answers instead of the server, `after` when the server
     has done what was asked; `events` changes the lines of a watch."""
 
     def __init__(self, url: str, token: str, authority: str, account: str = "") -> None:
-        self._url, self._token, self._account = url, token, account
+        self._url, self._token, self.account = url, token, account
         self._ssl = ssl.create_default_context(cafile=authority)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._old: dict[str, collections.deque[bytes]] = {}
         self.calls: list[Call] = []
         self.done: list[Done] = []
-        self.passed: collections.deque[tuple[str, bytes]] = collections.deque(maxlen=1000)
+        self.told: list[Told] = []
         self.url = ""
         self.trust()
 
@@ -98,6 +117,10 @@ class Proxy:
         self.twice: Callable[[Call], bool] = lambda call: False
         self.older: Callable[[Call], int] = lambda call: 0
         self.events: Callable[[Call, bytes], list[bytes]] = lambda call, line: [line]
+
+    def last_write_s(self) -> float:
+        """When the last write was answered, those to the Lease left out (monotonic clock)."""
+        return next((each.at_s for each in reversed(self.done) if each.call.own), 0.0)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Proxy]:
@@ -147,6 +170,7 @@ class Proxy:
                 await first.read()
         async with self._asked(request, body) as got:
             if call.watches and got.status == 200:
+                self._note(call, got.status, b"")
                 return await self._stream(request, call, got)
             found = await got.read()
             self._note(call, got.status, found)
@@ -164,17 +188,16 @@ class Proxy:
         """The same call to the server."""
         headers = {k: v for k, v in request.headers.items() if k not in DROPPED}
         headers["Authorization"] = f"Bearer {self._token}"
-        if self._account:
-            headers["Impersonate-User"] = self._account
+        if self.account:
+            headers["Impersonate-User"] = self.account
         return self._session.request(
             request.method, self._url + request.path_qs, data=body or None, headers=headers,
             timeout=aiohttp.ClientTimeout(total=None),
         )  # fmt: skip
 
     def _note(self, call: Call, status: int, found: bytes) -> None:
-        if call.writes:
-            self.done.append(Done(call, status, found, time.monotonic()))
-        elif status == 200:
+        self.done.append(Done(call, status, found if call.writes else b"", time.monotonic()))
+        if status == 200 and not (call.writes or call.watches):
             self._old.setdefault(_where(call), collections.deque(maxlen=OLD)).append(found)
 
     async def _stream(
@@ -187,9 +210,10 @@ class Proxy:
             async for piece in got.content.iter_any():
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
-                    for passed in self.events(call, line):
-                        self.passed.append((call.path, passed))
-                        await answer.write(passed + b"\n")
+                    passed = self.events(call, line)
+                    self.told.append(_told(call, line, len(passed)))
+                    for each in passed:
+                        await answer.write(each + b"\n")
         return answer
 
     @staticmethod
@@ -198,6 +222,30 @@ class Proxy:
             request.transport.abort()
         status = answer.status or 500
         return web.Response(body=answer.body, status=status, content_type="application/json")
+
+
+class _Event(msgspec.Struct):
+    class Object(msgspec.Struct, frozen=True):
+        class Meta(msgspec.Struct, frozen=True):
+            name: str = ""
+
+        metadata: Meta = Meta()
+
+    type: str
+    object: Object
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+def event(line: bytes) -> tuple[str, str]:
+    """Type of a watch's event, and the name of what it is about (none of a bookmark)."""
+    found = _EVENT.decode(line)
+    return found.type, found.object.metadata.name
+
+
+def _told(call: Call, line: bytes, times: int) -> Told:
+    return Told(call.path, call.agent, *event(line), times)
 
 
 def _where(call: Call) -> str:

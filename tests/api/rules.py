@@ -22,6 +22,16 @@ def broken(calls: Iterable[Call], done: Iterable[Done]) -> list[str]:
     return found + list(_out_of_step(done))
 
 
+def behind(resources: Iterable[dict[str, Any]]) -> list[str]:
+    """Resources at rest whose status is not of what they ask for now."""
+    return [
+        f"{meta['name']}: generation {told} is told of {meta['generation']}"
+        for each in resources
+        if "deletionTimestamp" not in (meta := each["metadata"])
+        and (told := each.get("status", {}).get("observedGeneration", 0)) != meta["generation"]
+    ]
+
+
 def _wrong(call: Call) -> Iterator[str]:
     body = _document(call)
     meta = body.get("metadata") or {}
@@ -39,8 +49,7 @@ def _wrong(call: Call) -> Iterator[str]:
         case "GET" if listed:
             if listed.group(1) == "secrets":
                 yield "Secrets are listed or watched"
-            # kopf lists the one kind that it watches in its own way, which has no setting for it.
-            elif not call.watches and "limit" not in call.query and "medha" in call.agent:
+            elif not call.watches and "limit" not in call.query:
                 yield "a LIST without a limit"
     makes = call.verb == "POST"
     applies = call.verb == "PATCH" and "kind" in body and call.query.get("force") == "true"

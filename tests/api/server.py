@@ -21,13 +21,23 @@ from medha.cli.children import bound
 START_S = 120.0
 
 
+AUDIT = {
+    "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
+    "rules": [{"level": "Metadata", "users": ["proxy"]}, {"level": "None"}],
+}  # fmt: skip
+"""What proxies ask, as whom, and whether it was allowed."""
+
+
 class ApiServer(msgspec.Struct, frozen=True):
-    """Where the API server is, and what lets an administrator in."""
+    """Where the API server is, and what lets an administrator in. What is asked with `watched`, an
+    administrator's token too, stands in the log `audit`."""
 
     url: str
     token: str
+    watched: str
     authority: Path
     kubeconfig: Path
+    audit: Path
 
     def client(self, account: str = "") -> httpx.Client:
         """A client for it; `account` is who to act as (`system:serviceaccount:ns:name`)."""
@@ -47,9 +57,15 @@ def free_port() -> int:
 
 
 def write_credentials(folder: Path, url: str) -> ApiServer:
-    """An administrator's token, a signing key for service accounts, and a kubeconfig."""
-    found = ApiServer(url, secrets.token_hex(16), folder / "certs/apiserver.crt", folder / "config")
-    (folder / "tokens.csv").write_text(f"{found.token},admin,admin,system:masters\n")
+    """Administrators' tokens, a signing key for service accounts, a kubeconfig, a policy."""
+    found = ApiServer(
+        url, secrets.token_hex(16), secrets.token_hex(16), folder / "certs/apiserver.crt",
+        folder / "config", folder / "audit.log",
+    )  # fmt: skip
+    (folder / "tokens.csv").write_text(
+        f"{found.token},admin,admin,system:masters\n{found.watched},proxy,proxy,system:masters\n"
+    )
+    (folder / "audit.json").write_text(json.dumps(AUDIT))
     key = folder / "accounts.key"
     subprocess.run(
         ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", key], check=True
@@ -79,7 +95,9 @@ def commands(folder: Path, programs: tuple[Path, Path], port: int) -> list[list[
          "--authorization-mode=RBAC", "--disable-admission-plugins=ServiceAccount",
          "--service-account-issuer=https://localhost", f"--service-account-key-file={key}",
          f"--service-account-signing-key-file={key}", "--service-cluster-ip-range=10.0.0.0/16",
-         "--advertise-address=192.0.2.1", "--endpoint-reconciler-type=none"],
+         "--advertise-address=192.0.2.1", "--endpoint-reconciler-type=none",
+         f"--audit-policy-file={folder / 'audit.json'}", f"--audit-log-path={folder / 'audit.log'}",
+         "--audit-log-maxsize=100", "--audit-log-maxbackup=3"],
     ]  # fmt: skip
 
 

@@ -8,13 +8,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
 import pytest
 from tests.api.fleet import Fleet, Operator
-from tests.api.played import Leaders, Router
+from tests.api.played import Router
 
 from medha.config import RouterModel
 
@@ -22,23 +21,8 @@ Start = Callable[..., Operator]
 
 pytestmark = pytest.mark.timeout(600)
 
-KEDA = Path(__file__).with_name("keda.sh_scaledobjects.yaml")
 MERGE = {"Content-Type": "application/merge-patch+json"}
 SOON = {"maxReplicas": 3, "scaleDownStabilization": "3s"}
-
-
-@pytest.fixture
-def router() -> Iterator[Router]:
-    with contextlib.closing(Router()) as made:
-        yield made
-
-
-@pytest.fixture
-def served(fleet: Fleet) -> Iterator[Fleet]:
-    """A fleet whose leaders answer."""
-    with contextlib.closing(Leaders()) as leaders:
-        fleet.address = leaders.address
-        yield fleet
 
 
 def replicas(fleet: Fleet, name: str = "llama") -> int:
@@ -146,16 +130,6 @@ def test_a_model_at_zero_is_brought_back_by_the_first_request(
     found = api.get(f"/api/v1/namespaces/{served.namespace}/configmaps/medha-models").json()
     (model,) = msgspec.json.decode(found["data"]["models.json"], type=tuple[RouterModel, ...])
     assert (model.name, model.max_context_tokens, model.hold_s > 0.0) == ("llama", 4096, True)
-
-
-@pytest.fixture
-def keda(api: httpx.Client, run_kubectl: Callable[..., Any]) -> Iterator[str]:
-    """The API server knows KEDA's own definition of a ScaledObject."""
-    applied = run_kubectl("apply", "--server-side", "-f", str(KEDA))
-    assert applied.returncode == 0, applied.stderr
-    run_kubectl("wait", "--for=condition=Established", "--timeout=60s", "-f", str(KEDA))
-    yield "/apis/keda.sh/v1alpha1"
-    run_kubectl("delete", "--wait", "--timeout=60s", "-f", str(KEDA))
 
 
 def test_external_exports_a_number_and_writes_nothing(

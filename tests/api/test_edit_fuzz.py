@@ -1,9 +1,11 @@
 """Chains of ten random edits, made from the kind's schema: each is followed, or it is said why not.
 
-Several resources are edited at once, turn by turn. After each turn every one of them must come to
+Many resources are edited at once, each at its own pace. After an edit its resource must come to
 rest: made over to what is asked, or with a reason why it cannot be. What the API server refuses
-changes nothing. At the end of a chain the first spec comes back, and must heal everything. `make
-edit-fuzz` does thousands; without it one short chain is done.
+changes nothing. An edit that leaves the resource not Ready is mostly taken back, which must heal it
+(else a chain that went wrong would stay wrong); the others are built upon. At the end of a chain
+the first spec comes back, and must heal everything. `make edit-fuzz` does thousands; without it a
+few short chains are done.
 """
 
 from __future__ import annotations
@@ -12,123 +14,164 @@ import collections
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
-import httpx
 import pytest
 from tests.api.edits import Edits
-from tests.api.fleet import Fleet, Operator
+from tests.api.fleet import Fleet
+from tests.api.stage import Scene
+from tests.api.walks import Scenes
 
 pytestmark = pytest.mark.timeout(7200)
 
 WHOLE = os.environ.get("MEDHA_EDIT_FUZZ") == "whole"
-AT_ONCE, CHAINS, EDITS = (25, 8, 10) if WHOLE else (4, 1, 10)
+AT_ONCE, CHAINS, EDITS = (26, 8, 10) if WHOLE else (6, 1, 7)
 """Valid edits: the product. Of invalid ones a quarter as many come beside them, and some more."""
+NODES = 60 if WHOLE else 20
+TAKEN_BACK = 0.75
+INVALID = 0.3
 PATIENCE_S = 240.0
 MERGE = {"Content-Type": "application/merge-patch+json"}
 ON_ITS_WAY = {"Placing", "Loading", "Joining", "NotLoadedYet", "RollingUpdate", "Creating", ""}
 
-
-@pytest.fixture
-def roomy(api: httpx.Client, namespace: str, crd: None) -> Iterator[Fleet]:
-    """Room for all of them."""
-    made = Fleet(api, namespace, nodes=12)
-    yield made
-    made.close()
+Document = dict[str, Any]
 
 
 class Fuzz:
-    """The resources, what was done to them, and how that went."""
+    """What all chains share: the fleet, one die, and the sums."""
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
         self.fleet, self.dice = fleet, random.Random(seed)
         self.edits = Edits(self.dice)
-        self.names = [f"mr-{number}" for number in range(AT_ONCE)]
         self.counts: collections.Counter[str] = collections.Counter()
         self.reasons: collections.Counter[str] = collections.Counter()
-        self.firsts = {each: fleet.create(each)["spec"] for each in self.names}
 
-    def turn(self) -> None:
-        """A valid edit of each resource, and now and then an invalid one."""
-        for name in self.names:
-            while not self._edit(name, *self.edits.valid()):
-                continue
-            if self.dice.random() < 0.3:
-                self._edit(name, *self.edits.invalid())
-        self.rest()
+    def run(self, names: list[str]) -> None:
+        """A chain after the other on each resource, until all have had theirs."""
+        chains = {each: Chain(self, each) for each in names}
+        while any(each.step != "over" for each in chains.values()):
+            self.fleet.play()
+            for found in self.fleet.api.get(self.fleet.path()).json()["items"]:
+                chains[found["metadata"]["name"]].look(found)
 
-    def heal(self) -> None:
-        """The first specs come back."""
-        for name, spec in self.firsts.items():
-            path = self.fleet.path(name)
-            found = self.fleet.api.get(path).json()
-            answer = self.fleet.api.put(path, json={**found, "spec": spec})
-            assert answer.status_code == 200, answer.text
-        self.rest()
-        self._until(lambda: [each for each in self.names if not self.fleet.is_ready(each)])
 
-    def rest(self) -> None:
-        """Until nothing is on its way any more."""
-        self._until(lambda: [each for each in self.names if not self._rests(each)])
-        for name in self.names:
-            ready = self.fleet.condition(name)
-            self.reasons[f"{ready['status']} {ready['reason']}"] += 1
-            assert ready["status"] == "True" or ready["message"], (name, ready)
+class Chain:
+    """One resource: what was done to it last, and what comes next once it is at rest."""
 
-    def _edit(self, name: str, field: tuple[str, ...], patch: dict[str, Any]) -> bool:
+    def __init__(self, fuzz: Fuzz, name: str) -> None:
+        self._fuzz, self._name = fuzz, name
+        self._first = fuzz.fleet.create(name, parallelism={"spp": 1})["spec"]
+        self._well = self._first
+        self._edits, self._left = 0, CHAINS
+        self.step: Literal["heal", "edit", "undo", "over"] = "heal"
+        self._since_s = time.monotonic()
+
+    def look(self, found: Document) -> None:
+        """Go on if the resource has come to rest."""
+        if self.step == "over":
+            return
+        ready = rests(found)
+        if ready is None or (self.step != "edit" and ready["status"] != "True"):
+            waited_s = time.monotonic() - self._since_s
+            assert waited_s < PATIENCE_S, f"{self.step} does not come to rest: {found}"
+            return
+        assert ready["status"] == "True" or ready["message"], found
+        self._fuzz.reasons[f"{ready['status']} {ready['reason']}"] += 1
+        self._fuzz.counts[f"rests after {self.step}"] += 1
+        self._go_on(found, ready["status"] == "True")
+        self._since_s = time.monotonic()
+
+    def _go_on(self, found: Document, well: bool) -> None:
+        if well:
+            self._well = found["spec"]
+        if not well and self._fuzz.dice.random() < TAKEN_BACK:
+            self._put("undo", self._well)
+        elif self._edits == EDITS:
+            self._edits = 0
+            self._left -= 1
+            self._put("heal", self._first)
+        elif self._left:
+            self._edits += 1
+            self._edit()
+        else:
+            self.step = "over"
+
+    def _edit(self) -> None:
+        """A valid edit, and now and then an invalid one."""
+        self.step = "edit"
+        while not self._sent(*self._fuzz.edits.valid()):
+            continue
+        if self._fuzz.dice.random() < INVALID:
+            self._sent(*self._fuzz.edits.invalid())
+
+    def _sent(self, field: tuple[str, ...], patch: Document) -> bool:
         """Whether the API server took it."""
-        path = self.fleet.path(name)
-        before = self.fleet.api.get(path).json()
-        answer = self.fleet.api.patch(path, json=patch, headers=MERGE)
+        api, path = self._fuzz.fleet.api, self._fuzz.fleet.path(self._name)
+        before = api.get(path).json()
+        answer = api.patch(path, json=patch, headers=MERGE)
         if answer.status_code == 200:
-            self.counts["valid"] += 1
+            self._fuzz.counts["valid"] += 1
             return True
         assert answer.status_code in (400, 422), (field, patch, answer.text)
-        after = self.fleet.api.get(path).json()
-        assert after["spec"] == before["spec"], (field, patch)
-        self.counts["invalid"] += 1
+        assert unscaled(api.get(path).json()) == unscaled(before), (field, patch)
+        self._fuzz.counts["invalid"] += 1
         return False
 
-    def _rests(self, name: str) -> bool:
-        found = self.fleet.api.get(self.fleet.path(name)).json()
-        status = found.get("status", {})
-        if status.get("observedGeneration") != found["metadata"]["generation"]:
-            return False
-        by_type = {each["type"]: each for each in status.get("conditions", ())}
-        ready, updated = by_type["Ready"], by_type.get("Updated", {})
-        if ready["reason"] == "SpecRefused":
-            return True
-        if ready["status"] == updated.get("status") == "True":
-            return bool(by_type["Draining"]["status"] == "False")
-        told = {each.get("reason", "") for each in (ready, updated) if each["status"] != "True"}
-        return told.isdisjoint(ON_ITS_WAY)
+    def _put(self, step: Literal["heal", "undo"], spec: Document) -> None:
+        """This spec again, whoever writes the status meanwhile."""
+        self.step = step
+        api, path = self._fuzz.fleet.api, self._fuzz.fleet.path(self._name)
+        while True:
+            found = api.get(path).json()
+            answer = api.put(path, json={**found, "spec": spec})
+            if answer.status_code != 409:
+                break
+        assert answer.status_code == 200, answer.text
 
-    def _until(self, left: Callable[[], list[str]]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        while found := left():
-            self.fleet.play()
-            if time.monotonic() > end:
-                spec = self.fleet.api.get(self.fleet.path(found[0])).json()
-                raise AssertionError(f"{found} do not come to rest; {found[0]} is {spec}")
+
+def unscaled(found: Document) -> Document:
+    """Its spec without what the operator may write itself."""
+    return {name: value for name, value in found["spec"].items() if name != "replicas"}
+
+
+def rests(found: Document) -> Document | None:
+    """The condition Ready of a resource at which nothing is on its way any more."""
+    status = found.get("status", {})
+    if status.get("observedGeneration") != found["metadata"]["generation"]:
+        return None
+    by_type = {each["type"]: each for each in status.get("conditions", ())}
+    ready, updated = by_type["Ready"], by_type.get("Updated", {})
+    if ready["reason"] == "SpecRefused":
+        return dict(ready)
+    if ready["status"] == updated.get("status") == "True":
+        return dict(ready) if by_type["Draining"]["status"] == "False" else None
+    told = {each.get("reason", "") for each in (ready, updated) if each["status"] != "True"}
+    return dict(ready) if told.isdisjoint(ON_ITS_WAY) else None
 
 
 @pytest.mark.parametrize("seed", [1])
 def test_every_edit_is_followed_or_refused_with_a_reason_and_the_first_spec_heals(
-    roomy: Fleet, start_operator: Callable[..., Operator], seed: int,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    operator = start_operator()
-    fuzz = Fuzz(roomy, seed)
-    fuzz.rest()
-    for _ in range(CHAINS):
-        for _ in range(EDITS):
-            fuzz.turn()
-        fuzz.heal()
+    scenes: Scenes, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began_s = time.monotonic()
+    with scenes(NODES) as scene:
+        counts = fuzzed(scene, seed, capsys)
     with capsys.disabled():
-        print(f"\nedits: {dict(fuzz.counts)}; at rest: {dict(fuzz.reasons.most_common())}")  # noqa: T201
+        print(f"{time.monotonic() - began_s:.0f} s")  # noqa: T201
+    assert counts["valid"] >= AT_ONCE * CHAINS * EDITS
+    assert counts["invalid"] >= counts["valid"] // 4
+
+
+def fuzzed(scene: Scene, seed: int, capsys: pytest.CaptureFixture[str]) -> collections.Counter[str]:
+    scene.leaders.least = scene.fleet.groups_beside
+    operator = scene.start()
+    fuzz = Fuzz(scene.fleet, seed)
+    try:
+        fuzz.run([f"mr-{number}" for number in range(AT_ONCE)])
+    finally:
+        with capsys.disabled():
+            print(f"\nedits: {dict(fuzz.counts)}; {dict(fuzz.reasons.most_common())}")  # noqa: T201
     log = operator.log.read_text()
     assert "Traceback" not in log and "unexpected" not in log
     assert operator.process.poll() is None and operator.alive()
-    assert fuzz.counts["valid"] >= AT_ONCE * CHAINS * EDITS
-    assert fuzz.counts["invalid"] >= fuzz.counts["valid"] // 4
+    return fuzz.counts

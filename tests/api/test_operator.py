@@ -11,11 +11,11 @@ import httpx
 import pytest
 import zmq
 from tests.api.fleet import LEASE_S, NOW, Fleet, Operator, until
+from tests.api.stage import FLOWS
 
 Start = Callable[..., Operator]
 
 pytestmark = pytest.mark.timeout(600)
-FLOWS = '{"ingress": [{"ports": [{"port": 8091}]}], "egress": [{"ports": [{"port": 53}]}]}'
 
 
 def test_a_resource_becomes_ready_pods_and_is_left_alone_after_that(

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.api.proxy import Call, Done
-from tests.api.rules import broken
+from tests.api.rules import behind, broken
 
 ROOT = "/api/v1/namespaces/a"
 KIND = "/apis/medha.dev/v1alpha1/namespaces/a/medhareplicas/m/status"
@@ -65,3 +65,11 @@ def test_a_status_of_a_generation_that_is_not_there_or_is_over_is_found() -> Non
     assert broken([], [told(1, 1, 1), told(3, 2, 2)]) == []
     assert "generation 2 of 1" in broken([], [told(1, 1, 2)])[0]
     assert "generation 1 after 2" in broken([], [told(2, 2, 2), told(2, 1, 1)])[0]
+
+
+def test_a_resource_at_rest_whose_status_is_of_an_earlier_spec_is_found() -> None:
+    meta = {"name": "m", "generation": 3}
+    assert behind([{"metadata": meta, "status": {"observedGeneration": 3}}]) == []
+    assert "generation 2" in behind([{"metadata": meta, "status": {"observedGeneration": 2}}])[0]
+    assert behind([{"metadata": meta}]) != []
+    assert behind([{"metadata": meta | {"deletionTimestamp": "now"}}]) == []

@@ -67,6 +67,23 @@ def test_the_end_of_a_former_object_does_not_touch_its_successor() -> None:
     assert names(known) == []
 
 
+def test_an_object_of_which_one_event_was_lost_is_brought_by_the_next_list() -> None:
+    known, _ = store()
+    known.learn(seen("other", 7))  # that of "lost", at 5, never came
+    known.passed(7)
+    known.replace([seen("lost", 5), seen("other", 7)], 9)
+    assert names(known) == ["lost", "other"]
+
+
+def test_what_was_deleted_is_not_brought_back_by_news_that_two_lists_have_overtaken() -> None:
+    known, _ = store()
+    known.learn(seen("a", 5))
+    known.forget_uid(("ns", "a"), "a")
+    known.replace([seen("b", 6)], 8)
+    known.learn(seen("a", 5))
+    assert names(known) == ["b"]
+
+
 def test_a_list_removes_what_it_lacks_unless_that_is_newer_than_the_list() -> None:
     known, told = store()
     known.learn(seen("gone", 3))
@@ -106,6 +123,7 @@ def test_after_the_last_list_the_store_equals_the_cluster_whatever_was_lost(seed
         news.append((name, version, gone))
         for each, at, ended in dice.sample(news, dice.randint(0, min(3, len(news)))):
             known.forget(("ns", each), at) if ended else known.learn(seen(each, at))
+        known.passed(dice.randint(0, version))
         if dice.random() < 0.1:
             known.replace([seen(each, at) for each, at in living.items()], version)
     known.replace([seen(name, version) for name, version in living.items()], 40)

@@ -1,0 +1,109 @@
+"""Ten minutes of an API server that refuses everything, or says nothing at all, in scaled time.
+
+The operator's own clocks run ten times as fast, and so does all that it waits for. It must not end,
+must tell its liveness probe the truth within 90 s of its time, and must work again afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+from tests.api.fleet import Fleet, Operator, until
+from tests.api.proxy import Answer, Call, Proxy
+
+Start = Callable[..., Operator]
+
+pytestmark = pytest.mark.timeout(900)
+
+HURRY = 10.0
+AWAY_S = 600.0
+TOLD_S = 90.0
+PAUSE_S = 4.0
+"""For so long may a busy machine keep a process from running."""
+USUAL = {"MEDHA_RESYNC_S": "30", "MEDHA_LEASE_S": "15", "MEDHA_REPORT_S": "2"}
+
+
+def refuse(status: int) -> Callable[[Proxy], None]:
+    def tamper(proxy: Proxy) -> None:
+        proxy.before = lambda call: Answer(status, "Away")
+        proxy.events = lambda call, line: []
+
+    return tamper
+
+
+def fall_silent(proxy: Proxy) -> None:
+    """Connections stay, and nothing comes."""
+    proxy.delay = lambda call: 1e6
+    proxy.events = lambda call, line: []
+
+
+@pytest.mark.parametrize(
+    "tamper", [refuse(503), refuse(429), fall_silent], ids=["503", "429", "silence"]
+)
+def test_after_ten_minutes_without_an_api_server_the_operator_works_again(
+    fleet: Fleet, start_operator: Start, proxy: Proxy, tamper: Callable[[Proxy], None]
+) -> None:
+    operator = start_operator(hurry=HURRY, **USUAL)
+    fleet.create("llama")
+    fleet.played(lambda: fleet.is_ready("llama"))
+    before = {name: each["metadata"]["uid"] for name, each in fleet.pods().items()}
+    until(lambda: time.monotonic() - proxy.last_write_s() > 2.0)
+    assert operator.alive()
+    tamper(proxy)
+    began_s, written = time.monotonic(), own_writes(proxy)
+    fleet.change("llama", {"replicas": 2})
+    until(lambda: not operator.alive(), "its liveness probe is told", TOLD_S)
+    while time.monotonic() - began_s < AWAY_S / HURRY:
+        assert operator.process.poll() is None
+        assert not operator.alive()
+        time.sleep(0.2)
+    assert own_writes(proxy) == written
+    proxy.trust()
+    fleet.played(lambda: fleet.is_ready("llama") and len(fleet.pods()) == 4)
+    until(operator.alive)
+    after = {name: each["metadata"]["uid"] for name, each in fleet.pods().items()}
+    assert before.items() <= after.items()
+    said = re.findall(r"the API server was not heard of for (\d+) s", operator.log.read_text())
+    assert said and int(said[0]) <= TOLD_S + PAUSE_S * HURRY
+
+
+def own_writes(proxy: Proxy) -> int:
+    """Those that were done."""
+    return sum(each.call.own and each.status < 300 for each in proxy.done)
+
+
+def test_an_operator_whose_lease_is_not_heard_of_writes_nothing_and_is_found_dead(
+    fleet: Fleet, start_operator: Start, proxy: Proxy
+) -> None:
+    """All but the calls about the Lease are answered."""
+    operator = start_operator(hurry=HURRY, **USUAL)
+    fleet.create("llama")
+    fleet.played(lambda: fleet.is_ready("llama"))
+    proxy.delay = lambda call: 1e6 if "/leases" in call.path else 0.0
+    until(lambda: not operator.alive(), "nobody renews its Lease", TOLD_S)
+    assert not operator.leads()
+    proxy.trust()
+    until(lambda: operator.alive() and operator.leads())
+    fleet.change("llama", {"replicas": 2})
+    fleet.played(lambda: fleet.is_ready("llama") and len(fleet.pods()) == 4)
+
+
+def test_one_kind_that_is_not_told_any_more_is_found_too(
+    fleet: Fleet, start_operator: Start, proxy: Proxy
+) -> None:
+    """It would go on with what it knew of the nodes: a zombie, if nobody said so."""
+    operator = start_operator(hurry=HURRY, **USUAL)
+    until(operator.leads)
+
+    def nodes(call: Call) -> Answer | None:
+        return Answer(403, "Forbidden") if call.path.endswith("/nodes") else None
+
+    proxy.before = nodes
+    proxy.events = lambda call, line: [] if call.path.endswith("/nodes") else [line]
+    until(lambda: not operator.alive(), "nodes are not heard of", TOLD_S)
+    assert operator.process.poll() is None
+    proxy.trust()
+    until(operator.alive)

@@ -1,0 +1,74 @@
+"""The rights that the operator has are those that it uses: the API server's audit log says so.
+
+In every other test too it acts as an account with what docs/operator.md grants and no more; here it
+is led through all that it does, and must have used each right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.api.fleet import Fleet, Operator, until
+from tests.api.played import Router
+from tests.api.proxy import Proxy
+from tests.api.rights import Right, documented, refused, used
+from tests.api.server import ApiServer
+
+Start = Callable[..., Operator]
+
+pytestmark = pytest.mark.timeout(900)
+
+APPLIED = (
+    ("", "services"), ("", "configmaps"), ("policy", "poddisruptionbudgets"),
+    ("networking.k8s.io", "networkpolicies"), ("keda.sh", "scaledobjects"),
+)  # fmt: skip
+"""An object that is applied and new needs the right to create it, and is logged as a patch."""
+
+
+def test_every_right_is_used_and_none_is_missing(
+    fleet: Fleet, start_operator: Start, proxy: Proxy, router: Router, keda: str,
+    api_server: ApiServer,
+) -> None:  # fmt: skip
+    settings = {
+        **router.settings, "MEDHA_PROMETHEUS": "http://prometheus:9090",
+        "MEDHA_WORKER_FLOWS": '{"egress": []}',
+    }  # fmt: skip
+
+    def asked(verb: str, end: str) -> bool:
+        return any(each.verb == verb and each.path.endswith(end) for each in proxy.calls)
+
+    first = start_operator(**settings)
+    fleet.create("llama", replicas=2)
+    fleet.played(lambda: fleet.is_ready("llama"))
+    fleet.change("llama", {"replicas": 1, "template": {"annotations": {"a": "b"}}})
+    fleet.played(lambda: fleet.is_ready("llama") and len(fleet.pods()) == 2)
+    fleet.played(lambda: fleet.condition("llama", "Updated")["status"] == "True")
+    fleet.create("other", autoscaling={"minReplicas": 2, "maxReplicas": 3})  # it writes /scale
+    fleet.played(lambda: fleet.is_ready("other") and asked("PUT", "/scale"))
+    scaled = f"{keda}/namespaces/{fleet.namespace}/scaledobjects/other"
+    fleet.change("other", {"autoscaling": {"mode": "External"}})
+    fleet.played(lambda: fleet.api.get(scaled).is_success)
+    fleet.change("other", {"autoscaling": {"mode": "Builtin"}})
+    fleet.played(lambda: fleet.api.get(scaled).status_code == 404)
+
+    first.kill()  # the next one tells again what is known
+    start_operator("two", **settings)
+    known = {each["metadata"]["uid"] for each in fleet.pods().values()}
+    fleet.remove(next(each for each in fleet.pods() if each.startswith("llama-")))
+
+    def comes_again() -> bool:
+        return any(
+            each["metadata"]["uid"] not in known and "nodeName" in each["spec"]
+            for each in fleet.pods().values()
+        )
+
+    fleet.played(comes_again)  # and is bound, no further
+    until(lambda: asked("GET", "/events"), "it waits for its volumes, and somebody asks why")
+    fleet.played(lambda: fleet.is_ready("llama"))
+
+    granted: set[Right] = set().union(*(row.rights for row in documented()))
+    found = used(api_server.audit, proxy.account)
+    assert refused(api_server.audit, proxy.account) == []
+    assert {right for right in found if right[1]} - granted == set()
+    assert granted - found == {(group, kind, "create") for group, kind in APPLIED}

@@ -1,0 +1,115 @@
+"""Two operators at once: one writes, the other takes over in time, and nothing is made twice.
+
+Each talks through a proxy of its own, so that it is known who said what, and when.
+"""
+
+from __future__ import annotations
+
+import collections
+import signal
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+import pytest
+from tests.api.fleet import Fleet, Operator, until
+from tests.api.proxy import Answer, Call, Done, Proxy
+
+Start = Callable[..., Operator]
+Proxies = Callable[[], Proxy]
+
+pytestmark = pytest.mark.timeout(900)
+
+LEASE_S = 15.0
+"""As it is by default: another copy takes over within so long."""
+
+
+class Copy:
+    """An operator, and the proxy that only it uses."""
+
+    def __init__(self, start: Start, proxies: Proxies, name: str) -> None:
+        self.name, self.proxy = name, proxies()
+        self.operator = start(name, via=self.proxy, MEDHA_LEASE_S=str(LEASE_S))
+
+    @property
+    def own(self) -> list[Done]:
+        return [each for each in self.proxy.done if each.call.own]
+
+    def led_from_s(self) -> float:
+        """When it first wrote its name into the Lease; 0 if it never did."""
+        for each in self.proxy.done:
+            if each.call.writes and not each.call.own and each.status == 200:
+                spec = msgspec.json.decode(each.answer)["spec"]
+                if spec.get("holderIdentity") == self.name:
+                    return each.at_s
+        return 0.0
+
+    def dies_at_its_next_pod(self) -> None:
+        """As it makes one: that is done, and it does not hear of it."""
+
+        def after(call: Call) -> Answer | None:
+            if call.verb == "POST" and call.path.endswith("/pods"):
+                self.operator.process.kill()
+            return Answer(0) if self.operator.process.poll() is not None else None
+
+        self.proxy.after = after
+
+
+def pods_made(copies: Iterable[Copy]) -> dict[str, int]:
+    """How often each pod was made."""
+    posts = [each for copy in copies for each in copy.own
+             if each.call.verb == "POST" and each.call.path.endswith("/pods")]  # fmt: skip
+    return collections.Counter(
+        msgspec.json.decode(each.answer)["metadata"]["name"] for each in posts if each.status == 201
+    )
+
+
+def test_one_writes_the_other_takes_over_in_time_and_no_pod_is_made_twice(
+    fleet: Fleet, proxies: Proxies, start_operator: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copies = [Copy(start_operator, proxies, "copy-0")]
+    until(copies[0].operator.leads)
+    fleet.create("llama", replicas=0)
+    fleet.played(lambda: fleet.is_ready("llama"))
+    took_s = []
+    for number in (1, 2, 3):
+        leader, other = copies[-1], Copy(start_operator, proxies, f"copy-{number}")
+        copies.append(other)
+        until(other.operator.ready)
+        leader.dies_at_its_next_pod()
+        fleet.change("llama", {"replicas": number})
+        leader.operator.process.wait(120)
+        died_s = time.monotonic()
+        assert other.own == []
+        fleet.played(lambda: fleet.is_ready("llama"))
+        took_s.append(other.led_from_s() - died_s)
+        assert leader.own[-1].at_s < other.own[0].at_s
+    with capsys.disabled():
+        print(f"\ntaken over after {', '.join(f'{each:.1f}' for each in took_s)} s")  # noqa: T201
+    assert min(took_s) <= LEASE_S  # each of them, where nothing else keeps the machine busy
+    made = pods_made(copies)
+    assert sorted(made) == sorted(fleet.pods()) and set(made.values()) == {1}
+
+
+def test_a_leader_that_was_asleep_while_another_took_over_writes_nothing_when_it_wakes(
+    fleet: Fleet, proxies: Proxies, start_operator: Start
+) -> None:
+    first = Copy(start_operator, proxies, "first")
+    until(first.operator.leads)
+    second = Copy(start_operator, proxies, "second")
+    until(second.operator.ready)
+    fleet.create("llama")
+    fleet.played(lambda: fleet.is_ready("llama"))
+    first.operator.process.send_signal(signal.SIGSTOP)
+    try:
+        fleet.change("llama", {"replicas": 2})
+        fleet.played(lambda: fleet.is_ready("llama"))
+        count = len(first.own)
+    finally:
+        first.operator.process.send_signal(signal.SIGCONT)
+    fleet.change("llama", {"replicas": 3})
+    fleet.played(lambda: fleet.is_ready("llama"))
+    until(first.operator.alive)
+    assert second.operator.leads() and not first.operator.leads()
+    assert len(first.own) == count
+    assert set(pods_made([first, second]).values()) == {1}
