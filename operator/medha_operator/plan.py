@@ -110,11 +110,15 @@ def decide(resource: MedhaReplica, observed: Observed, settings: Settings) -> De
 
 def _objects(look: Look, rollout: Rollout) -> list[Action]:
     """Write what is missing or other than wanted; remove what former replicas had of their own."""
-    ordinals = {each for each, replica in look.replicas.items() if not replica.outdated}
-    outdated = sorted({*look.replicas} - ordinals)
+    ordinals = {
+        each
+        for each, replica in look.replicas.items()
+        if not replica.outdated and (replica.present or each not in rollout.retiring)
+    }
+    leaving = sorted({*look.replicas} - ordinals)
     wanted = (
         *objects(look.resource, sorted({*ordinals, *rollout.create}), look.hash, look.settings),
-        *network_policies(look.resource, outdated, look.settings),
+        *network_policies(look.resource, leaving, look.settings),
     )
     there = look.observed.objects
     serves = any(replica.ready for replica in look.replicas.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from medha_operator.actions import DeletePod, Drain, Tell
+from medha_operator.actions import ApplyObject, DeletePod, Drain, Tell
 from medha_operator.testing import Cluster, node, resource
 
 
@@ -28,6 +28,24 @@ def test_an_update_surges_one_replica_and_drains_the_old_one_after_it() -> None:
     assert cluster.condition("Updated")["status"] == "True"
     assert cluster.ordinals == {1, 2} or cluster.ordinals == {0, 2} or len(cluster.ordinals) == 2
     assert cluster.status["retiring"] == []
+
+
+def test_an_update_makes_one_config_for_each_new_replica_and_none_for_those_that_go() -> None:
+    cluster = Cluster(resource(replicas=2), [node("a"), node("b")])
+    cluster.settle()
+    cluster.update(replicas=2, template={"image": "worker:2"})
+    cluster.done.clear()
+    for _ in range(60):
+        for _ in range(3):  # drained, deleted, and looked at while the pods take their time
+            cluster.look()
+        cluster.turn()
+    assert cluster.condition("Updated")["status"] == "True"
+    made = [
+        each.manifest["metadata"]["name"]
+        for each in cluster.done
+        if isinstance(each, ApplyObject) and each.manifest["kind"] == "ConfigMap"
+    ]
+    assert len(made) == 2
 
 
 def test_without_room_beside_it_the_old_replica_goes_first() -> None:
