@@ -27,7 +27,8 @@ from tests.api.fleet import Fleet, Operator
 from tests.api.played import Leaders
 from tests.api.proxy import Answer, Call, Done, Proxy
 
-QUIET_S = 1.5
+QUIET_S = 2.5
+"""More than a resync: what a life did not hear of it has seen by then."""
 PATIENCE_S = 240.0
 OURS = "app.kubernetes.io/managed-by=medha-operator"
 Start = Callable[..., Operator]
@@ -159,13 +160,19 @@ class Course:
     def _grow(self) -> tuple[Callable[[], object], Callable[[], bool]]:
         pod = next(name for name in sorted(self._fleet.pods()) if name.endswith("-g0-s0"))
         groups = 1 + self._spec["parallelism"]["kvp"]["min"]
+        replicas = self._replicas()
         grown = pod.replace("-g0-s0", f"-g{groups - 1}-")
 
         def wanted() -> None:
             self._leaders.wanted[pod] = groups
 
         def there() -> bool:
-            return self._as_asked() and any(name.startswith(grown) for name in self._fleet.pods())
+            told = self._fleet.status(self._name).get("kvpGroups") == (groups - 1) * replicas + 1
+            return (
+                told
+                and self._as_asked()
+                and any(name.startswith(grown) for name in self._fleet.pods())
+            )
 
         return wanted, there
 
