@@ -91,11 +91,11 @@ class Growth:
 
 
 class Load:
-    """Short requests at a steady rate, open loop, while it is entered; then those that are under
-    way are waited for. `records` grows as they end."""
+    """Requests at a steady rate, open loop, while it is entered; then those that are under way are
+    waited for. Prompts are of these lengths in turn. `records` grows as they end."""
 
     def __init__(
-        self, url: str, model: str, rate: float, prompt_tokens: int, output_tokens: int = 16
+        self, url: str, model: str, rate: float, *prompt_tokens: int, output_tokens: int = 16
     ) -> None:
         self._url, self._target = url, Target(url=url, model=model)
         self._rate, self._prompt_tokens, self._output_tokens = rate, prompt_tokens, output_tokens
@@ -136,7 +136,7 @@ class Load:
         self, client: httpx.AsyncClient, prompts: Prompts, number: int, due_s: float, start: float
     ) -> None:
         arrival = Arrival(
-            id=f"load-{number}", arrival_s=due_s, prompt_tokens=self._prompt_tokens,
-            output_tokens=self._output_tokens,
+            id=f"load-{number}", arrival_s=due_s, output_tokens=self._output_tokens,
+            prompt_tokens=self._prompt_tokens[number % len(self._prompt_tokens)],
         )  # fmt: skip
         self.records.append(await ask(client, self._target, arrival, prompts(arrival), start))

@@ -101,7 +101,7 @@ def trouble(medha: Installed, told: Table) -> Iterator[Trouble]:
         else medha.bed.forwarded(NAMESPACE, f"pod/{router['metadata']['name']}", 8000)
     )
     # Each answer takes seconds: some are always under way.
-    with reached as url, Load(url, "tiny", 1.0, prompt_tokens=64, output_tokens=192) as load:
+    with reached as url, Load(url, "tiny", 1.0, 64, output_tokens=192) as load:
         until(lambda: len(load.records) >= 3, "the first answers", 60.0)
         yield Trouble(medha, load, node, told)
 

@@ -1,0 +1,263 @@
+"""Replicas follow the slack that requests find, on a whole cluster: more, fewer, none, and again.
+
+One replica is one process on one core, so that a second one has a core of its own. Each decision
+of the operator is kept, shown below the last test (`pytest -rP`), and decided again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from examples.demo_load import Load, one
+from examples.installed import NAMESPACE, Installed
+from examples.testbed import until
+from rich.console import Console
+from rich.table import Table
+
+from medha.cli.open_loop import Target, ask, connect, faults
+from medha.cli.scaling import run_scaling
+from medha.scaling import Journal, Record
+from medha.sim import report
+from medha.sim.workload import Arrival
+
+pytestmark = pytest.mark.timeout(2400)  # the images may have to be built
+
+SHORT, LONG = 64, 4096
+OVERLOAD = 1.4
+"""Work that long prompts bring, as a multiple of what one replica can do."""
+CHANGE_S, AFTER_S = 300.0, 25.0
+TARGET = 1.0
+ALONE: dict[str, object] = {
+    "replicas": 1,
+    "parallelism": {"spp": 1},
+    "slo": {
+        "default": {
+            "ttft": {"floor": "2s", "multiplier": "4"}, "tpot": "2s", "whenInfeasible": "Relegate",
+        }
+    },
+    "autoscaling": {
+        "minReplicas": 1, "maxReplicas": 2, "targetSlackP10": str(TARGET),
+        "scaleDownStabilization": "20s",
+    },
+}  # fmt: skip
+
+
+class Scaled:
+    """The resource with autoscaling, and what the operator shows of its decisions."""
+
+    def __init__(self, medha: Installed, folder: Path, told: Table) -> None:
+        self.medha, self._folder, self._told = medha, folder, told
+
+    @contextlib.contextmanager
+    def url(self) -> Iterator[str]:
+        with self.medha.bed.forwarded(NAMESPACE, "service/medha-router", 8000) as url:
+            yield url
+
+    @contextlib.contextmanager
+    def operator(self) -> Iterator[str]:
+        with self.medha.bed.forwarded(NAMESPACE, "deployment/medha-operator", 8081) as url:
+            yield url
+
+    def scaling(self, **changes: object) -> None:
+        self.medha.patch({"autoscaling": changes})
+
+    def replicas(self) -> int:
+        return int(self.medha.resource()["spec"]["replicas"])
+
+    def active(self) -> Mapping[str, Any]:
+        """The condition ScalingActive."""
+        found = [each for each in self.medha.conditions() if each["type"] == "ScalingActive"]
+        return found[0] if found else {"status": "", "reason": "", "message": ""}
+
+    def settled(self, count: int) -> bool:
+        """So many replicas are asked for, ready, and alone."""
+        return (
+            self.replicas() == count == self.medha.ready_replicas()
+            and len(self.medha.pods()) == count
+        )
+
+    def looks(self, since_s: float) -> list[Record]:
+        """The operator's looks since a wall time; every one that it shows is decided again."""
+        path = self._folder / "scaling.json"
+        with self.operator() as url:
+            kept = journal(url)
+        path.write_bytes(msgspec.json.encode({"default/tiny": kept}))
+        run_scaling(path, Console(width=140))  # raises where a decision comes out in another way
+        return [look for look in kept.looks if look.signals.at_s >= since_s]
+
+    def tell(self, what: str, looks: list[Record], since_s: float) -> None:
+        """A row for each look that is unlike the one before it."""
+        before: object = None
+        for look in looks:
+            signals, decision = look.signals, look.decision
+            now = (signals.current, signals.ready, decision.replicas, decision.why)
+            if now != before:
+                slack = "-" if signals.slack_p10 is None else f"{signals.slack_p10:.2f}"
+                self._told.add_row(
+                    what, f"{signals.at_s - since_s:.0f} s", f"{signals.ready}/{signals.current}",
+                    f"{decision.replicas}", decision.why, slack, f"{signals.offered:.2f}",
+                    str(signals.held),
+                )  # fmt: skip
+            before, what = now, ""
+
+    def say(self, said: str) -> None:
+        """Below the table."""
+        self._told.caption = f"{self._told.caption or ''}\n{said}".lstrip()
+
+
+def journal(operator: str) -> Journal:
+    """Its last looks at the resource."""
+    found = httpx.get(f"{operator}/scaling", trust_env=False, timeout=30.0).content
+    return msgspec.json.decode(found, type=dict[str, Journal])["default/tiny"]
+
+
+def changes(looks: list[Record]) -> list[tuple[int, str]]:
+    """To how many replicas, and why; once, though a look may come before it is done."""
+    found: list[tuple[int, str]] = []
+    for look in looks:
+        count = look.decision.replicas
+        if count != look.signals.current and [count] != [each for each, _ in found[-1:]]:
+            found.append((count, look.decision.why))
+    return found
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[Table]:
+    table = Table("what", "at", "ready", "wanted", "why", "slack P10", "offered", "held",
+                  caption_justify="left")  # fmt: skip
+    yield table
+    Console(width=140).print(table)
+
+
+@pytest.fixture(scope="module")
+def scaled(
+    medha: Installed, told: Table, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scaled]:
+    before = medha.resource()["spec"]
+    medha.patch(ALONE)
+    found = Scaled(medha, tmp_path_factory.mktemp("scaling"), told)
+    until(lambda: found.settled(1), "one replica of one process", CHANGE_S)
+    yield found
+    back: dict[str, object] = {name: before[name] for name in ("slo", "parallelism")}
+    medha.patch({**back, "replicas": before["replicas"], "autoscaling": None})
+    until(
+        lambda: medha.ready_replicas() == 2 and len(medha.pods()) == 4, "as it was before", CHANGE_S
+    )
+
+
+def work_s(url: str) -> float:
+    """How long a long prompt takes an idle replica, on a machine as busy as it is now."""
+    asked = [asyncio.run(one(url, "tiny", LONG, 1, f"alone-{number}")) for number in range(4)]
+    return statistics.median(each.ttft_s or float("inf") for each in asked)
+
+
+def unserved(*loads: Load) -> dict[str, int]:
+    """Requests that did not get all of their answer, by their fault."""
+    found: dict[str, int] = {}
+    for load in loads:
+        load.end()
+        found |= faults(load.records)
+        cut = sum(each.finished_s is None and not each.refused for each in load.records)
+        found |= {"cut": cut} if cut else {}
+    return found
+
+
+def test_long_prompts_in_the_load_bring_a_second_replica_that_goes_after_it(scaled: Scaled) -> None:
+    with scaled.url() as url:
+        alone_s = work_s(url)
+        began_s = time.time()
+        with Load(url, "tiny", 1.0, SHORT, output_tokens=8) as trickle:
+            rate = 4 * OVERLOAD / alone_s
+            with Load(url, "tiny", rate, SHORT, SHORT, SHORT, LONG, output_tokens=4) as load:
+                until(lambda: scaled.replicas() == 2, "a second replica is wanted", CHANGE_S)
+                until(lambda: scaled.settled(2), "a second replica serves", CHANGE_S)
+                time.sleep(AFTER_S)  # what it brings is to be seen
+                ended_s = time.time()
+                load.end()
+            until(lambda: scaled.replicas() == 1, "one replica is enough", CHANGE_S)
+            until(lambda: scaled.settled(1), "the second replica is gone", CHANGE_S)
+        looks = scaled.looks(began_s)
+    scaled.tell("long prompts", looks, began_s)
+    scaled.say(
+        f"a long prompt takes {alone_s:.2f} s; load ended after {ended_s - began_s:.0f} s; "
+        f"{len(load.records)} + {len(trickle.records)} requests, TTFT p99 "
+        f"{load.ttft_p99_s():.1f} s and {trickle.ttft_p99_s():.1f} s",
+    )
+    assert unserved(load, trickle) == {}
+    (more, why), (fewer, _) = changes(looks)
+    assert (more, fewer) == (2, 1) and why in ("LittleSlack", "MissedSlo")
+    up = next(look for look in looks if look.decision.replicas == 2)
+    assert up.signals.slack_p10 is not None and up.signals.slack_p10 < TARGET
+    down = next(look for look in looks if look.decision.replicas < look.signals.current)
+    assert down.signals.at_s > ended_s
+
+
+def test_another_writer_of_scale_is_named_and_its_word_stands_for_a_while(scaled: Scaled) -> None:
+    medha, began_s = scaled.medha, time.time()
+    medha.bed.kubectl("scale", "mr/tiny", "--replicas=2")
+    until(lambda: scaled.active()["reason"] == "OutsideWriter", "that it is told", 60.0)
+    said = scaled.active()
+    assert said["status"] == "False" and "kubectl" in said["message"]
+    assert "set spec.replicas to 2" in said["message"] and scaled.replicas() == 2
+    until(lambda: scaled.settled(1), "the operator's own number", CHANGE_S)
+    until(lambda: scaled.active()["reason"] == "Scaling", "that it scales again", 60.0)
+    scaled.tell("kubectl scale", scaled.looks(began_s), began_s)
+    events = medha.bed.get("events", "--field-selector", "reason=Scaled")["items"]
+    assert any(each["message"].startswith("from 2 to 1 replicas (Surplus)") for each in events)
+
+
+@pytest.fixture
+def zero(scaled: Scaled) -> Iterator[Scaled]:
+    """Scaled down to none, for as long as nobody asks."""
+    scaled.scaling(minReplicas=0)
+    until(lambda: scaled.settled(0), "no replica", CHANGE_S)
+    yield scaled
+    scaled.scaling(minReplicas=1)
+    until(lambda: scaled.settled(1), "one replica again", CHANGE_S)
+
+
+def test_the_first_request_of_a_model_at_zero_is_held_and_answered(zero: Scaled) -> None:
+    """By routers that knew its replicas, and by such as were started when it had none."""
+    medha = zero.medha
+    for routers in ("fresh routers", "the same routers"):
+        if routers == "fresh routers":
+            for verb in ("restart", "status"):
+                medha.bed.kubectl(
+                    "-n", NAMESPACE, "rollout", verb, "deployment/medha-router", timeout_s=300.0
+                )
+            until(lambda: len(routers_of(medha)) == 2, "no router but the fresh ones", 60.0)
+        until(lambda: zero.settled(0), "no replica", CHANGE_S)
+        began_s = time.time()
+        with zero.url() as url:
+            models = httpx.get(f"{url}/v1/models", trust_env=False, timeout=30.0).json()["data"]
+            assert [each["id"] for each in models] == ["tiny"]
+            record = asyncio.run(first(url))
+        assert not record.refused and record.finished_s is not None
+        looks = zero.looks(began_s)
+        zero.tell(f"first request, {routers}", looks, began_s)
+        zero.say(f"{routers}: the first token came after {record.ttft_s:.1f} s")
+        assert changes(looks)[0] == (1, "FirstRequest")
+
+
+def routers_of(medha: Installed) -> list[dict[str, Any]]:
+    """Their pods, those that are being deleted too."""
+    label = "app.kubernetes.io/component=router"
+    found: list[dict[str, Any]] = medha.bed.get("-n", NAMESPACE, "pods", "-l", label)["items"]
+    return found
+
+
+async def first(url: str) -> report.Record:
+    """A request whose tokens are of no vocabulary that a router could tell: there is no replica."""
+    target = Target(url=url, model="tiny")
+    arrival = Arrival(id="first", arrival_s=0.0, prompt_tokens=SHORT, output_tokens=8)
+    async with connect(url) as client:
+        return await ask(client, target, arrival, list(range(100, 100 + SHORT)), time.monotonic())
