@@ -165,15 +165,13 @@ class Autoscaler:
         return ""
 
     async def _write(self, key: Key, resource: Resource, before: int, decision: Decision) -> None:
-        known = self._known[key]
-        known.wrote = resource.meta.resource_version
         try:
             await self._writer.write_scale(resource, decision.replicas)
         except ClusterError as error:
             if error.status == 409:
                 return  # it is another one by now: the next look is at that
-            known.wrote = ""
             raise
+        self._known[key].wrote = resource.meta.resource_version
         change = f"from {before} to {decision.replicas} replicas"
         sentence = f"{change} ({decision.why}): {decision.message}"
         log.info("%s/%s: %s", *key, sentence)
