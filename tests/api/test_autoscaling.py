@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from tests.api.fleet import Fleet, Operator
 from tests.api.played import Router
+from tests.api.proxy import Call, Proxy
 
 from medha.config import RouterModel
 
@@ -114,6 +115,26 @@ def test_another_writer_is_named_and_its_word_stands_for_a_while(
     assert replicas(served) == 3
     served.played(lambda: replicas(served) < 3)
     served.played(lambda: replicas(served) == 1 and active(served) == "Scaling")
+
+
+def test_a_number_whose_write_got_no_answer_is_written_again(
+    served: Fleet, start_operator: Start, router: Router, proxy: Proxy
+) -> None:
+    start_operator(**router.settings)
+    served.create("llama", autoscaling=SOON)
+    served.played(lambda: served.is_ready("llama") and active(served) == "Scaling")
+    stalled: list[Call] = []
+
+    def delay(call: Call) -> float:
+        if call.verb == "PUT" and call.path.endswith("/scale") and not stalled:
+            stalled.append(call)
+            return 300.0
+        return 0.0
+
+    proxy.delay = delay
+    served.change("llama", {"autoscaling": {"minReplicas": 2}})
+    served.played(lambda: replicas(served) == 2)
+    assert stalled
 
 
 def test_a_model_at_zero_is_brought_back_by_the_first_request(

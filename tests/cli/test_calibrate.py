@@ -60,7 +60,7 @@ def test_a_profile_that_misses_the_tolerance_is_written_with_status_one(
         (("nowhere", "--out", "p.json"), "CHECKPOINT is nowhere: must be a folder with a config"),
         (("{config}", "--out", "no/such/p.json"), "--out is no/such/p.json: must be a file in"),
         (("{config}", "--out", "{tmp}/p.json", "--dtype", "int4"), "--dtype is int4: must be"),
-        (("{config}", "--out", "{tmp}/p.json", "--device", "tpu"), "device is tpu: this version"),
+        (("{config}", "--out", "{tmp}/p.json", "--device", "tpu"), "device is tpu: must be cpu or"),
         (("{config}", "--out", "{tmp}/p.json", "--keys", "999999"), "--keys is 999999: must be at"),
         (("{config}",), "Missing option '--out'"),
     ],
