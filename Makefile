@@ -22,7 +22,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-cluster images test test-api test-cluster check compile format bench lock clean
 .PHONY: dashboards prometheus test-dashboards
-.PHONY: crash-points edit-fuzz
+.PHONY: crash-points edit-fuzz outages
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -57,7 +57,10 @@ test: $(READY) ## run every test that needs neither a GPU nor a cluster
 	$(PYTEST)
 
 test-api: $(READY) ## run the tests that start a real Kubernetes API server, where its programs are
-	$(PYTEST) tests/api
+	$(PYTEST) tests/api --ignore=tests/api/test_long_outages.py
+
+outages: $(READY) ## leave the operator ten minutes without an API server, on a clock ten times as fast
+	$(PY) -m pytest -s tests/api/test_long_outages.py
 
 crash-points: $(READY) ## kill the operator at every write of a fleet's life, refuse each, lose each event
 	MEDHA_CRASH_POINTS=whole $(PY) -m pytest -s tests/api/test_crash_points.py tests/api/test_fault_walks.py
