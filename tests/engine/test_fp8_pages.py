@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.engine.test_engine_families import prefill
 
 from medha.config import WorkerConfig
 from medha.topology import Coordinate, Topology
@@ -37,18 +38,6 @@ def scales_of(folder: pathlib.Path, shard: int = 0, tp: int = 1) -> tuple[Scales
     )
     stretch = Rotary(config.rope, config.head_dim).scale
     return weights.kv_scales(held, config.kv_heads // tp, config.head_dim, stretch)
-
-
-def pieces(total: int, *sizes: int) -> Iterator[int]:
-    done, turn = 0, 0
-    while done < total:
-        yield min(sizes[turn % len(sizes)], total - done)
-        done, turn = done + sizes[turn % len(sizes)], turn + 1
-
-
-def prefill(engine: SoloEngine, seq: int, tokens: Tokens, *sizes: int) -> torch.Tensor:
-    engine.start(seq, tokens)
-    return torch.cat([engine.step((seq, size)) for size in pieces(len(tokens), *sizes)])
 
 
 @pytest.mark.parametrize("name", MODELS)

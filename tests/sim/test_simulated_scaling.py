@@ -8,12 +8,12 @@ import pathlib
 import msgspec
 import pytest
 from rich.console import Console
+from tests.sim.test_fleet import REFUSING, RELEGATING, SHAPE
 
 from medha.cli.scaling import run_scaling
 from medha.cli.simulate import Options, run_simulate
 from medha.config import Scheduling
 from medha.errors import SpecError
-from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass
@@ -28,12 +28,6 @@ from medha.sim.scenario import Scenario, Workload, read_scenario, simulate
 from medha.sim.workload import Arrival, poisson
 from medha.topology import Topology
 
-SHAPE = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256,
-    max_context_tokens=400_000,
-)  # fmt: skip
-RELEGATING = SloClass(when_infeasible="relegate", slo=Slo(tpot_s=0.1))
-REFUSING = SloClass(slo=Slo(tpot_s=0.1))
 POLICY = Policy(least=1, most=3, target_slack=0.2, down_after_s=60.0)
 COLD_START_S = 20.0
 MIXED = [(2000, 5), (8000, 5), (90_000, 5)]  # 0.03, 0.12 and 2.4 s of work

@@ -69,11 +69,6 @@ class PagedAttention:
         self.least_tokens, self._turn = least_tokens, 0
         self.most_tokens = narrow_tokens if G.narrow_queries else 0
 
-    def with_table(self, table: Sequence[Choice]) -> PagedAttention:
-        """Itself, with another table from its next plan on."""
-        self.table = tuple(table)
-        return self
-
     @torch.inference_mode()
     def plan(self, spans: Sequence[Span]) -> PagedPlan:
         """Lay out a step's spans, those of one window, and plan the kernels for them."""
