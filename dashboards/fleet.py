@@ -43,7 +43,8 @@ BOARD = Board("fleet", "Medha / Fleet", "What runs, is there room, does KV move?
     Row("KV pages", (
         Panel(title="Pages in use", unit="percentunit", says="Pages that sequences hold, over all.",
               queries=(Query(f"{USED} / ({level('medha_kv_pages', 'model')} > 0)", "{{model}}"),)),
-        Panel(title="Pages by group", kind="areas", says="Used and free pages of each KVP group.",
+        Panel(title="Pages by group", kind="areas", says="Used, cached and free pages of each "
+              "KVP group.",
               queries=(Query(level("medha_kv_pages", "group", "state"),
                              "group {{group}} {{state}}"),)),
         Panel(title="Prefix cache", unit="percentunit", says="Share of prompt tokens that were "

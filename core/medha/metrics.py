@@ -143,7 +143,8 @@ MEDHA: tuple[Metric, ...] = (
     _histogram("medha_scheduler_seconds", "Time to decide a batch.", "c", DECISION_S, "model"),
     _counter("medha_preemptions_total", "Sequences whose pages were taken back to recompute.", "c",
              "model", "reason"),
-    _gauge("medha_kv_pages", "KV pages by group and state: free (cached ones too), used.", "c",
+    _gauge("medha_kv_pages", "KV pages by group and state: free, cached (free for whoever needs "
+           "them, and of use to whoever shares their prefix), used (reserved ones too).", "c",
            "model", "group", "state"),
     _counter("medha_prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", "c",
              "model"),

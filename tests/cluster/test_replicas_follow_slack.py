@@ -2,15 +2,18 @@
 
 One replica is one process on one core, so that a second one has a core of its own. Each decision
 of the operator is kept, shown below the last test (`pytest -rP`), and decided again.
+The last test takes ten minutes: for so long nothing may happen.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import statistics
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,9 @@ from examples.testbed import until
 from rich.console import Console
 from rich.table import Table
 
-from medha.cli.open_loop import Target, ask, connect, faults
+from medha.cli.open_loop import Target, ask, connect, faults, prompts_from, vocabulary
 from medha.cli.scaling import run_scaling
+from medha.demand import WINDOW_S
 from medha.scaling import Journal, Record
 from medha.sim import report
 from medha.sim.workload import Arrival
@@ -35,6 +39,7 @@ SHORT, LONG = 64, 4096
 OVERLOAD = 1.4
 """Work that long prompts bring, as a multiple of what one replica can do."""
 CHANGE_S, AFTER_S = 300.0, 25.0
+NOISE_S = 600.0
 TARGET = 1.0
 ALONE: dict[str, object] = {
     "replicas": 1,
@@ -128,6 +133,10 @@ def changes(looks: list[Record]) -> list[tuple[int, str]]:
         if count != look.signals.current and [count] != [each for each, _ in found[-1:]]:
             found.append((count, look.decision.why))
     return found
+
+
+def slacks(looks: list[Record]) -> list[float]:
+    return [slack for look in looks if (slack := look.signals.slack_p10) is not None]
 
 
 @pytest.fixture(scope="module")
@@ -261,3 +270,85 @@ async def first(url: str) -> report.Record:
     arrival = Arrival(id="first", arrival_s=0.0, prompt_tokens=SHORT, output_tokens=8)
     async with connect(url) as client:
         return await ask(client, target, arrival, list(range(100, 100 + SHORT)), time.monotonic())
+
+
+class Noise:
+    """Requests whose deadlines leave them a slack about the target, drawn anew every five seconds:
+    what the least tenth of half a minute finds is noise about the target, too. `work_s` says how
+    long one of them takes an idle replica, as the fleet predicts it now."""
+
+    SPREAD, BLOCK_S, RATE, TOKENS = 0.5, 5.0, 0.8, 512
+
+    def __init__(self, url: str, work_s: Callable[[], float]) -> None:
+        self._url, self._work_s, self._dice = url, work_s, random.Random(0)
+        self.records: list[report.Record] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="noise")
+
+    def __enter__(self) -> Noise:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    async def _run(self) -> None:
+        async with connect(self._url) as client, asyncio.TaskGroup() as tasks:
+            prompts = prompts_from(await vocabulary(client, self._target(1.0)), seed=2)
+            start, number = time.monotonic(), 0
+            while not self._over.is_set():
+                if number % round(self.RATE * self.BLOCK_S) == 0:
+                    slack = TARGET + self._dice.gauss(1.2, 1.0) * self.SPREAD
+                    work_s = await asyncio.to_thread(self._work_s)
+                arrival = Arrival(
+                    id=f"noise-{number}", arrival_s=number / self.RATE, output_tokens=1,
+                    prompt_tokens=self.TOKENS,
+                )  # fmt: skip
+                await asyncio.sleep(max(0.0, start + arrival.arrival_s - time.monotonic()))
+                target = self._target(work_s * (1.0 + max(0.1, slack)))
+                tasks.create_task(self._one(client, target, arrival, prompts(arrival), start))
+                number += 1
+
+    def _target(self, ttft_s: float) -> Target:
+        return Target(url=self._url, model="tiny", ttft_s=ttft_s, tpot_s=2.0)
+
+    async def _one(
+        self, client: httpx.AsyncClient, target: Target, arrival: Arrival, prompt: list[int],
+        start: float,
+    ) -> None:  # fmt: skip
+        self.records.append(await ask(client, target, arrival, prompt, start))
+
+
+def test_noise_about_the_target_changes_nothing(scaled: Scaled) -> None:
+    bounds = {"scaleDownStabilization": "10m", "maxReplicas": 4}
+    scaled.scaling(minReplicas=2, **bounds)
+    until(lambda: scaled.settled(2), "two replicas", CHANGE_S)
+    with scaled.url() as url, scaled.operator() as operator:
+        alone_s = min(asyncio.run(one(url, "tiny", Noise.TOKENS, 1, f"before-{number}")).ttft_s or 9
+                      for number in range(4))  # fmt: skip
+        began_s = time.time()
+
+        def work_s() -> float:
+            """From what arrived in the window, once that is full of noise."""
+            if time.time() - began_s < WINDOW_S + 5.0:
+                return alone_s
+            return journal(operator).looks[-1].signals.offered / Noise.RATE
+
+        with Noise(url, work_s) as noise:
+            time.sleep(WINDOW_S)  # now nothing but noise is in the operator's window
+            scaled.scaling(minReplicas=1, **bounds)
+            since_s = time.time()
+            time.sleep(NOISE_S)  # its length is what is tested
+            looks = scaled.looks(since_s)
+    found = slacks(looks)
+    scaled.tell("noise", looks, since_s)
+    scaled.say(
+        f"{len(noise.records)} requests of noise, slack P10 {min(found):.2f} to {max(found):.2f}, "
+        f"mean {statistics.mean(found):.2f}, target {TARGET:.2f}, {len(looks)} looks"
+    )
+    assert faults(noise.records) == {}
+    assert min(found) < TARGET < max(found)
+    assert changes(looks) == []
+    scaled.scaling(minReplicas=1, maxReplicas=2, scaleDownStabilization="20s")
+    until(lambda: scaled.settled(1), "one replica again", CHANGE_S)

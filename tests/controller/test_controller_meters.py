@@ -14,6 +14,9 @@ from medha_worker.testing.virtual_replica import VirtualReplica
 Make = Callable[..., VirtualReplica]
 Submit = Callable[..., m.Submit]
 
+PAGE_TOKENS = 16
+STATES = (("0", "free"), ("0", "cached"), ("0", "used"))
+
 
 class Seen:
     """Keeps every measurement by name and labels, in order."""
@@ -93,7 +96,28 @@ def test_pages_of_groups_that_do_not_run_are_none(make_replica: Make) -> None:
     assert seen.last("medha_kv_pages", "0", "free") == 100.0
     for group in ("1", "2"):
         assert seen.last("medha_kv_pages", group, "free") == 0.0
+        assert seen.last("medha_kv_pages", group, "cached") == 0.0
         assert seen.last("medha_kv_pages", group, "used") == 0.0
+
+
+def test_pages_are_used_then_cached_and_the_rest_is_free(
+    make_replica: Make, make_submit: Submit
+) -> None:
+    seen = Seen()
+    replica = make_replica(meters=seen, pages=100)
+    names = b"".join(bytes([number]) * 16 for number in range(1000 // PAGE_TOKENS))
+    replica.submit_at(1.0, make_submit("long", 1000, outputs=2, hashes=names))
+    replica.run(20.0)
+    cached = len(names) // 16
+    assert [seen.last("medha_kv_pages", "0", state) for state in ("free", "cached", "used")] == [
+        100.0 - cached, cached, 0.0
+    ]  # fmt: skip
+    held = [
+        [values[each] for values in map(seen.values["medha_kv_pages"].get, STATES) if values]
+        for each in range(len(seen.values["medha_kv_pages"]["0", "used"]))
+    ]
+    assert all(sum(each) == 100.0 for each in held)
+    assert max(used for _, _, used in held) >= cached
 
 
 def test_what_a_controller_measures_is_in_the_catalogue_with_as_many_labels(

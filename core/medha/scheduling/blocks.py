@@ -48,6 +48,11 @@ class GroupPages:
         """Pages that may still be reserved or taken without breaking a reservation."""
         return len(self._free) + len(self._cached) - self.reserved
 
+    @property
+    def cached(self) -> int:
+        """Pages that no sequence references, and of which a later prompt may use what they hold."""
+        return len(self._cached)
+
     def take(self) -> int:
         """A page for one holder; evicts the oldest cached one when none is free.
 

@@ -119,6 +119,9 @@ class Recorded:
     def load(self, now: float) -> Load:
         return self.scheduler.load(now)
 
+    def cached_pages(self, group: int) -> int:
+        return self.scheduler.cached_pages(group)
+
     def displaced(self) -> tuple[int, ...]:
         return self.scheduler.displaced()
 

@@ -327,6 +327,10 @@ class Scheduler:
             self._outlook, self.wanted_groups(now), now,
         )  # fmt: skip
 
+    def cached_pages(self, group: int) -> int:
+        """Those of its unused pages that the prefix cache names."""
+        return self._pool[group].cached
+
     def displaced(self) -> tuple[int, ...]:
         """How many requests of each length bucket were ever dropped from the promise set."""
         return tuple(self._ledger.losses.displaced)

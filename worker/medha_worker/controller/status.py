@@ -74,9 +74,11 @@ def gauges(controller: Controller, meters: Meters, now: float) -> None:
     meters.set("medha_prediction_correction_ratio", serving.correction)
     for group in range(controller.config.topology.kvp_max):
         runs = group in membership.running and group < len(load.free_pages)
-        free, total = (load.free_pages[group], load.total_pages[group]) if runs else (0, 0)
-        meters.set("medha_kv_pages", free, str(group), "free")
-        meters.set("medha_kv_pages", total - free, str(group), "used")
+        available, total = (load.free_pages[group], load.total_pages[group]) if runs else (0, 0)
+        cached = min(serving.scheduler.cached_pages(group), available) if runs else 0
+        meters.set("medha_kv_pages", available - cached, str(group), "free")
+        meters.set("medha_kv_pages", cached, str(group), "cached")
+        meters.set("medha_kv_pages", total - available, str(group), "used")
 
 
 def _band(upto: float) -> str:
