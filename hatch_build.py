@@ -36,7 +36,7 @@ CORE, COMPILED = pathlib.Path("core"), pathlib.Path("core/medha/compiled")
 # What a decision runs through, and the end of a batch. (mypyc does not take `native`, which has a
 # structure of ctypes; messages are msgspec's.)
 MODULES = (
-    "medha.corrections", "medha.costs", "medha.predictor",
+    "medha.corrections", "medha.costs", "medha.predictor", "medha.products",
     *(
         f"medha.scheduling.{name}" for name in (
             "blocks", "crews", "decodes", "endings", "growth", "inflight", "lars", "ledger",

@@ -29,6 +29,7 @@ RATES = (
 LATENCIES = ("batch_s", "layer_s", "sequence_s")
 # What only operators tell apart; the power of the roofline moves as power − 1.
 SHAPES = ("elementwise_bytes_per_s", "attention_half_rows", "roofline_power")
+FLOORS = ("elementwise_s", "product_s")  # the same, where the guess has them
 NOISE = 0.05  # relative error of one measurement
 ROUGH = 0.15  # how far an operator alone may be from what it takes in a batch
 DOUBT = 2.0  # of the guess, in powers of e
@@ -68,13 +69,13 @@ def operator_s(operator: Operator, costs: Costs) -> float:
     """Predicted seconds of an operator; `costs` with its `tp`."""
     match operator.kind:
         case "elementwise":
-            return operator.rows * costs.elementwise
+            return costs.small(operator.rows)
         case "attention":
             return costs.attention(operator.rows, operator.keys, tail=True)
         case "decode":
             return costs.decodes(operator.rows, operator.rows * (operator.keys + 1))
-    rest = operator.rows * (costs.elementwise + costs.all_reduce_row)
-    return costs.layer(operator.rows, 0.0, 0) - rest - costs.all_reduce_s - costs.layer_s
+        case "linear":
+            return costs.products.layer(operator.rows)
 
 
 def fit(
@@ -88,7 +89,8 @@ def fit(
     if not batches:
         return msgspec.structs.replace(guess, name=name)
     parts, parts_s = _medians(operators)
-    fields = RATES + LATENCIES + (SHAPES if parts else ())
+    floors = tuple(field for field in FLOORS if getattr(guess, field))
+    fields = RATES + LATENCIES + ((*SHAPES, *floors) if parts else ())
     target = np.log(np.array(seconds + parts_s))
     noise = np.repeat([NOISE, ROUGH], [len(batches), len(parts)])
 

@@ -7,10 +7,10 @@ thousands of times a second. It learns nothing and plans nothing.
 from __future__ import annotations
 
 import math
-from math import pow as power
 
 from medha.corrections import PREFILL, Corrections
 from medha.model import ModelShape, pairs
+from medha.products import Products
 from medha.profile import Profile
 from medha.topology import Topology, kv_heads_of, stage_layers
 
@@ -19,23 +19,18 @@ class Costs:
     """Seconds per unit of work of one rank: a profile applied to a shape and a topology."""
 
     __slots__ = (
-        "_heads_s", "all_reduce_row", "all_reduce_s", "batch_s", "byte", "corrections",
-        "elementwise", "factors", "first", "flop", "half", "head_flop", "head_mem", "heads",
-        "inverse", "kvp_row", "kvp_s", "last", "layer_s", "linear_flop", "linear_mem", "p",
-        "p2p_row", "p2p_s", "sequence_s", "skews", "stages", "window", "windowed",
+        "_heads_s", "_least", "all_reduce_row", "all_reduce_s", "batch_s", "byte", "corrections",
+        "elementwise", "factors", "first", "flop", "half", "heads", "kvp_row", "kvp_s", "last",
+        "layer_s", "p2p_row", "p2p_s", "products", "sequence_s", "skews", "stages", "window",
+        "windowed",
     )  # fmt: skip
 
     def __init__(self, profile: Profile, shape: ModelShape, topology: Topology) -> None:
         tp, activation = topology.tp, max(shape.param_bytes, 2.0)
-        self.p, self.inverse = profile.roofline_power, 1.0 / profile.roofline_power
-        weights = (shape.attention_params + shape.mlp_params) / tp
-        self.linear_mem = power(weights * shape.param_bytes / profile.linear_bytes_per_s, self.p)
-        self.linear_flop = 2.0 * weights / profile.linear_flops_per_s
-        head = shape.vocab * shape.hidden / tp
-        self.head_mem = power(head * shape.param_bytes / profile.linear_bytes_per_s, self.p)
-        self.head_flop = 2.0 * head / profile.linear_flops_per_s
+        self.products = Products(profile, shape, tp)
         moved = (8.0 * shape.hidden + 3.0 * shape.intermediate / tp) * activation
         self.elementwise = moved / profile.elementwise_bytes_per_s
+        self._least = profile.elementwise_s * profile.elementwise_s
 
         self.heads = shape.heads / tp
         kv_heads = len(kv_heads_of(0, tp, shape.kv_heads))
@@ -65,13 +60,20 @@ class Costs:
     def layer(self, rows: int, attention_s: float, kvp_rows: int) -> float:
         """Seconds of one layer."""
         seconds = (
-            power(self.linear_mem + power(rows * self.linear_flop, self.p), self.inverse)
-            + rows * (self.elementwise + self.all_reduce_row)
+            self.products.layer(rows)
+            + self.small(rows, self.all_reduce_row)
             + attention_s
             + self.all_reduce_s
             + self.layer_s
         )
         return seconds + self.kvp_s + kvp_rows * self.kvp_row if kvp_rows else seconds
+
+    def small(self, rows: int, beside: float = 0.0) -> float:
+        """Seconds of all that is elementwise in one layer, and of `beside` per row."""
+        if not self._least:
+            return rows * (self.elementwise + beside)
+        moved_s = rows * self.elementwise
+        return math.sqrt(self._least + moved_s * moved_s) + rows * beside
 
     def attention(self, length: int, keys: int, tail: bool) -> float:
         """Seconds of a chunk's attention in one layer, the mean of all; rate grows with chunk ×
@@ -102,7 +104,7 @@ class Costs:
         again and again."""
         if len(self._heads_s) > 4096:
             self._heads_s.clear()
-        seconds = power(self.head_mem + power(yields * self.head_flop, self.p), self.inverse)
+        seconds = self.products.head(yields)
         self._heads_s[yields] = seconds
         return seconds
 
@@ -209,7 +211,7 @@ class BatchLoad:
         """(tokens, seconds): more tokens of a prompt than this never fit within `budget_s`, by the
         operations that they take at least; and what one more costs there."""
         costs = self._costs
-        row_s = costs.linear_flop + costs.elementwise + costs.all_reduce_row
+        row_s = costs.products.flop + costs.elementwise + costs.all_reduce_row
         factors, skews, at = costs.factors, costs.skews, 2 if self.decodes else PREFILL
         factor, skew = min(factors[at], factors[at + 1]), min(skews[at], skews[at + 1])
         # Attention's operations, of layers without a window: flop · (heads + half / length) ·

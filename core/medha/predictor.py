@@ -4,11 +4,12 @@ Predicts from a machine's profile, a model's shape and a topology; serves the pa
 the scheduler and admission (per request), and the simulator (in place of the GPU). Per layer and
 rank, with rows summed over the batch and attention summed over its entries:
 
-    t_layer = (t_mem^p + (rows·t_flop)^p)^(1/p) + elementwise + Σ attention + all-reduce + KVP
+    t_layer = products(rows) + elementwise + Σ attention + all-reduce + KVP
     t_stage = layers·t_layer [+ head on the last] + batch + entries·sequence + point-to-point
 
-(Medha, section 4.4, with a smooth roofline.) Every term is convex and grows with a chunk's
-length, so the largest chunk is found by interpolation. It measures nothing: `observe` is told, and
+(Medha, section 4.4, with a smooth roofline, and in steps of a tile where those are known, see
+`products`.) Every term grows with a chunk's length, so the largest chunk is found by interpolation
+and halving. It measures nothing: `observe` is told, and
 corrects attention and the rest (see `corrections`).
 """
 

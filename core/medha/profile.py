@@ -29,10 +29,21 @@ class ChunkKernel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     packed: bool
 
 
+class Tile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one multiprocessor computes of a product at a time, and the part of the device's rate
+    that kernels with such tiles reach."""
+
+    rows: Annotated[int, msgspec.Meta(ge=1)]
+    columns: Annotated[int, msgspec.Meta(ge=1)]
+    efficiency: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rates per second and latencies in seconds of one rank.
 
-    * linear layers: `t = (t_mem^p + t_flop^p)^(1/p)`, `p` is `roofline_power`;
+    * linear layers: `t = (t_mem^p + t_flop^p)^(1/p)`, `p` is `roofline_power`; with `tiles` each
+      product by itself, in waves of tiles on `multiprocessors`, see `medha.products`;
+    * `elementwise_s`: the least that norms, rotation, activation and sums of one layer take;
     * `attention_half_rows`: chunk × heads at which prefill attention reaches half its rate;
     * `layer_s`, `batch_s`, `sequence_s`: fixed cost per layer, per batch and stage, per entry;
     * all-reduce, point-to-point, KVP exchange and page transfer: latency + bytes / rate.
@@ -47,7 +58,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     linear_flops_per_s: Rate
     linear_bytes_per_s: Rate
     roofline_power: Annotated[float, msgspec.Meta(ge=1.0, le=16.0)] = 2.0
+    tiles: tuple[Tile, ...] = ()
+    multiprocessors: Annotated[int, msgspec.Meta(ge=1)] = 1
+    wave_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    product_s: Seconds = 0.0
     elementwise_bytes_per_s: Rate
+    elementwise_s: Seconds = 0.0
     attention_flops_per_s: Rate
     attention_half_rows: Seconds = 0.0
     attention_bytes_per_s: Rate

