@@ -39,9 +39,10 @@ MODULES = (
     "medha.corrections", "medha.costs", "medha.predictor", "medha.products",
     *(
         f"medha.scheduling.{name}" for name in (
-            "blocks", "crews", "decodes", "endings", "growth", "inflight", "lars", "ledger",
-            "losses", "members", "outlook", "packer", "plan", "policies", "pressure", "progress",
-            "promises", "scheduler", "sequence", "shares", "spans", "starts", "turns", "waiting",
+            "ahead", "blocks", "crews", "decodes", "endings", "growth", "inflight", "lars",
+            "ledger", "losses", "members", "outlook", "packer", "plan", "policies", "pressure",
+            "progress", "promises", "scheduler", "sequence", "shares", "spans", "starts", "turns",
+            "waiting",
         )
     ),
 )  # fmt: skip

@@ -41,6 +41,8 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     `long_tokens` None: a prompt is long when its remaining work exceeds 8 budgets.
     `max_bucket_loss`: of each length bucket at most this part is dropped from the promise set.
     `tbt_guard`, `margin_guard`: parts of a budget kept back from credit and from margins.
+    `ahead_s`: in a replica of one stage the next batch is decided when the one that runs has no
+    more than this left; 0: when it is done.
     """
 
     policy: str = "lars"
@@ -69,6 +71,11 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     release_cooldown_s: float = 30.0
     tbt_guard: float = 0.1
     margin_guard: float = 1.0
+    ahead_s: float = 0.0
+
+    def lead_s(self, spp: int) -> float:
+        """`ahead_s` where it counts: a pipeline has batches in flight anyway."""
+        return self.ahead_s if spp == 1 else 0.0
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -109,6 +109,7 @@ class Driven:
         stops: Callable[[str, int], bool] = lambda name, count: False,
     ) -> None:  # fmt: skip
         self.plan, self.now = plan, 0.0
+        self._lead_s = plan.settings.lead_s(plan.topology.spp)
         self.seconds = seconds or (lambda batch, stage: batch.predicted_s)
         self.stops = stops
         self.batches: list[tuple[float, Batch]] = []
@@ -152,7 +153,10 @@ class Driven:
     def _decide(self) -> None:
         groups = range(self.plan.topology.kvp_max)
         while True:
-            free = {one for one in groups if self._busy_until.get((one, 0), 0.0) <= self.now}
+            free = {
+                one for one in groups
+                if self._lead_s or self._busy_until.get((one, 0), 0.0) <= self.now
+            }  # fmt: skip
             batch = self.plan.next_batch(self.now, frozenset(free))
             if batch is None:
                 return
@@ -164,6 +168,8 @@ class Driven:
                 ready = start + self.seconds(batch, stage)
                 self._busy_until.update(dict.fromkeys(places, ready))
                 self.at(ready, functools.partial(self._done, batch, stage))
+            if self._lead_s:
+                self.at(max(self.now, ready - 0.5 * self._lead_s), lambda: None)
 
     def _done(self, batch: Batch, stage: int) -> None:
         self.plan.stage_done(batch.number, stage, self.now)

@@ -42,6 +42,7 @@ LAYOUTS = (
     Topology(spp=2, kvp_min=2, kvp_max=2, tokens_per_group=600),
     Topology(spp=3, kvp_min=1, kvp_max=3, tokens_per_group=600),
 )
+ALONE = (Topology(), Topology(kvp_min=1, kvp_max=2, tokens_per_group=600))
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -166,8 +167,18 @@ def unnumbered(log: list[tuple[float, Batch]]) -> list[tuple[float, Batch]]:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_simulator_and_the_controller_decide_alike(seed: int) -> None:
-    topology = LAYOUTS[seed % len(LAYOUTS)]
-    settings = Scheduling(policy=POLICIES[seed // 5 % len(POLICIES)], release_cooldown_s=1e9)
+    compare(seed, LAYOUTS[seed % len(LAYOUTS)], ahead_s=0.0)
+
+
+@pytest.mark.parametrize("seed", range(100, 124))
+def test_they_decide_alike_one_step_ahead(seed: int) -> None:
+    compare(seed, ALONE[seed % len(ALONE)], ahead_s=0.01)
+
+
+def compare(seed: int, topology: Topology, ahead_s: float) -> None:
+    settings = Scheduling(
+        policy=POLICIES[seed // 5 % len(POLICIES)], release_cooldown_s=1e9, ahead_s=ahead_s
+    )
     config = WorkerConfig(
         replica="r0",
         model="m",

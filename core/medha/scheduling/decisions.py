@@ -63,7 +63,7 @@ class Recorded:
 
     def __init__(self, scheduler: Scheduler, write: Callable[[bytes], object]) -> None:
         self.scheduler, self._write = scheduler, write
-        self.topology = scheduler.topology
+        self.topology, self.settings = scheduler.topology, scheduler.settings
         write(msgspec.json.encode(heading(scheduler)) + b"\n")
 
     def submit(self, request: Request, now: float, hashes: Sequence[bytes] = ()) -> Admitted:

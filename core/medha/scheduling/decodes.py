@@ -1,8 +1,9 @@
 """Running decodes: the next chunk of each, ready made, and how much credit they have left.
 
 A sequence has one decode in flight. When a token comes back, the chunk of the next one is prepared
-at once (its place is known), so that seating all decodes of a batch costs next to nothing. Token k
-is due at first token + k × TPOT: a decode that ran ahead has credit and can wait.
+at once (its place is known), so that seating all decodes of a batch costs next to nothing; a rank
+that knows the token before we do may have the next one behind it (see `ahead`). Token k is due at
+first token + k × TPOT: a decode that ran ahead has credit and can wait.
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ class Decodes:
     def due(self, sequence: Sequence, due_s: float) -> None:
         """When its next token is due."""
         self._due_s[sequence.slot] = sequence.decode_due_s = due_s
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Whether its next decode is prepared and not seated."""
+        return bool(self._ready[sequence.slot])
 
     def prepare(self, sequence: Sequence, chunk: Chunk) -> None:
         """Its next decode is ready to be seated."""

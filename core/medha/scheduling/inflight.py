@@ -18,9 +18,13 @@ MOST_PER_STAGE = 2
 
 class Flight:
     """One batch on its way; `heaviest`: the load of its fullest group; `due_out_s`: when its stage
-    0 should be free, by the prediction; `ends_s`: when each of its stages should end."""
+    0 should be free, by the prediction; `ends_s`: when each of its stages should end. `followed`:
+    its sequences have moved on already, and another batch may be decided behind it if `open`."""
 
-    __slots__ = ("batch", "due_out_s", "ends_s", "groups", "heaviest", "left", "predicted_s")
+    __slots__ = (
+        "batch", "due_out_s", "ends_s", "followed", "groups", "heaviest", "left", "open",
+        "predicted_s",
+    )  # fmt: skip
 
     def __init__(
         self, batch: Batch, groups: tuple[int, ...], now: float, heaviest: BatchLoad
@@ -29,7 +33,7 @@ class Flight:
         self.predicted_s = batch.predicted_s
         self.due_out_s = now + batch.predicted_s
         self.ends_s = [self.due_out_s]
-        self.left = False
+        self.left = self.followed = self.open = False
 
 
 class Flights:
@@ -43,6 +47,8 @@ class Flights:
     def add(self, flight: Flight) -> None:
         if self.spp > 1:
             self._foresee(flight)
+        else:
+            self._queue(flight)
         self.by_number[flight.batch.number] = flight
         for group in flight.groups:
             self.of_group[group].append(flight.batch.number)
@@ -56,6 +62,13 @@ class Flights:
         for stage in range(1, self.spp):
             start = max(flight.ends_s[-1], *(ends[stage] for ends in ahead), 0.0)
             flight.ends_s.append(start + flight.predicted_s)
+
+    def _queue(self, flight: Flight) -> None:
+        """It begins when the batch that runs there is done."""
+        for numbers in map(self.of_group.__getitem__, flight.groups):
+            if numbers:
+                begins_s = self.by_number[numbers[-1]].due_out_s
+                flight.due_out_s = max(flight.due_out_s, begins_s + flight.predicted_s)
 
     def remove(self, number: int) -> Flight | None:
         """The flight that ends; None when it is unknown or void."""

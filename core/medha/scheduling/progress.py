@@ -7,7 +7,7 @@ prefill that waits too long for a KVP group fails with the reason. Decides no or
 
 from __future__ import annotations
 
-from medha.batch import Chunk, Sampled
+from medha.batch import Batch, Chunk, Sampled
 from medha.config import Scheduling
 from medha.scheduling.decodes import Decodes
 from medha.scheduling.endings import Endings
@@ -27,6 +27,21 @@ class Progress:
         self.settings, self.max_context_tokens = settings, max_context_tokens
         self.pressure = Pressure(groups, decodes, endings)
 
+    def left_stage_0(self, batch: Batch) -> None:
+        """The next chunks of its prompts may follow."""
+        sequences = self.endings.sequences
+        for chunk in reversed(batch.chunks):
+            if chunk.decode:
+                break
+            sequence = sequences[chunk.seq]
+            if not (sequence.over or sequence.taken_back):
+                sequence.left = chunk.start + chunk.length
+                if sequence.left < sequence.goal:
+                    self.groups.mark(sequence)
+                else:
+                    self.groups.strike(sequence)
+                    self.endings.starts.outlook.changed = True
+
     def chunk_done(self, sequence: Sequence, chunk: Chunk) -> None:
         """Every stage has the chunk: its full pages become findable."""
         size = self.groups.pool.page_tokens
@@ -36,26 +51,47 @@ class Progress:
             self.groups.pool[group].name(sequence.page_of[logical], sequence.hashes[logical])
         sequence.done = chunk.end
 
-    def _name_last(self, sequence: Sequence, hash_: bytes) -> None:
+    def _name_last(self, sequence: Sequence, chunk: Chunk, hash_: bytes) -> None:
         """The page that the computed tokens have just filled."""
-        logical = sequence.packed // self.groups.pool.page_tokens - 1
+        logical = chunk.end // self.groups.pool.page_tokens - 1
         if logical >= 0:
             self.groups.pool[sequence.group_of[logical]].name(sequence.page_of[logical], hash_)
 
-    def token(self, sequence: Sequence, outcome: Sampled, now: float) -> str | None:
+    def token(self, sequence: Sequence, chunk: Chunk, outcome: Sampled, now: float) -> str | None:
         """A token of the sequence came; returns why it ended, if it did: `stop` or `length`."""
         if outcome.block_hash is not None and self.settings.prefix_cache:
-            self._name_last(sequence, outcome.block_hash)
+            self._name_last(sequence, chunk, outcome.block_hash)
         reason = self.count(sequence, outcome, now)
         if reason is not None:
             return reason
         request = sequence.request
         if not sequence.decoding:
             self.decodes.begin(sequence)
-        due_s = (sequence.first_token_s or now) + sequence.emitted * request.tpot_s
+        ahead = sequence.in_flight - self.decodes.waits(sequence)  # decodes that are seated already
+        due_s = (sequence.first_token_s or now) + (sequence.emitted + ahead) * request.tpot_s
         self.decodes.due(sequence, due_s)
-        self._prepare(sequence)
+        if not sequence.in_flight:
+            self._prepare(sequence)
         return None
+
+    def foresee(self, chunk: Chunk, due_out_s: float) -> bool:
+        """The sequence's token is still being drawn: prepare the decode behind it, where the rank
+        that draws it reads it. Whether nothing is left to be prepared when it comes."""
+        sequence = self.endings.sequences[chunk.seq]
+        request, after = sequence.request, chunk.end + 1
+        emitted = after - request.prompt_tokens
+        last = emitted >= request.max_output_tokens or after >= self.max_context_tokens
+        if last or sequence.over or sequence.taken_back:
+            return True
+        tail, room = self.groups.next_tail(sequence)
+        if not room or (tail,) != sequence.groups or sequence.switching:
+            return False
+        if not sequence.decoding:
+            self.decodes.begin(sequence)
+            first_s = sequence.first_token_s
+            first_s = due_out_s if first_s is None else first_s
+            self.decodes.due(sequence, first_s + emitted * request.tpot_s)
+        return self._prepare(sequence)
 
     def count(self, sequence: Sequence, outcome: Sampled, now: float) -> str | None:
         """One token more, which the client has; a sequence that was taken back while it was in

@@ -6,6 +6,7 @@ and the simulator drive it alike. It reads no clock, sends nothing and holds no 
 * a batch names its groups and carries one replica-wide number; each group runs its batches in order
 * up to `spp` batches are in flight per group; chunk i+1 of a prompt follows once i left stage 0
 * decodes are never skipped for prefills; one decode of a sequence is in flight at a time
+* with `ahead_s` a lone group's next batch is decided while one runs (see `ahead`)
 * pages come back exactly once, when nothing in flight uses them
 """
 
@@ -23,6 +24,7 @@ from medha.messages.fields import Load
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.request import Request, SloClass
+from medha.scheduling.ahead import Ahead
 from medha.scheduling.blocks import Pool
 from medha.scheduling.crews import Crews
 from medha.scheduling.decodes import Decodes
@@ -94,6 +96,9 @@ class Scheduler:
         self._rebalance = Rebalance(self._groups, self._flights, self._endings, predictor)
         self._progress = Progress(
             self._groups, self._decodes, self._endings, settings, max_context_tokens
+        )
+        self._ahead = Ahead(
+            settings, topology.spp, self._groups, self._flights, self._packer, self._progress
         )
         self._members = Members(
             self._groups, self._ledger, self._flights, self._decodes, self._endings, self._crews,
@@ -182,26 +187,31 @@ class Scheduler:
     # --- batches ----------------------------------------------------------------------------------
 
     def next_batch(self, now: float, free_groups: frozenset[int]) -> Batch | None:
-        """The next batch for some of `free_groups` (whose stage 0 is free); None when there is
-        nothing to run there now. Call until None."""
+        """The next batch for some of `free_groups` (whose stage 0 is free, or holds one batch where
+        `ahead_s` is set); None when there is nothing to run there now. Call until None."""
         if self._decodes.hungry:
             self._progress.feed(now)
         if self._groups.shared:
             self._progress.expire(now)
-        eligible = [
+        eligible = frozenset(
             group for group in free_groups if group in self._groups and self._flights.room(group)
-        ]
-        if not eligible:
-            return None
+        )
+        plan = self._at_once(eligible, now) if eligible else None
+        if plan is None and self._ahead.lead_s:
+            plan = self._ahead.plan(free_groups, now)
+        return None if plan is None else self._send(plan, now)
+
+    def _at_once(self, eligible: frozenset[int], now: float) -> Plan | None:
+        """What runs on groups that are free."""
         started = self._starts.running
-        plan = self._choose(frozenset(eligible), now)
+        plan = self._choose(eligible, now)
         if plan is None:
             again = self._starts.running != started  # it is known now which groups that one needs
             if self._outlook.closed and not self._flights.by_number:
                 self._outlook.look(now)  # else no batch would end after which somebody looks
                 again = True
-            plan = self._choose(frozenset(eligible), now) if again else None
-        return None if plan is None else self._send(plan, now)
+            plan = self._choose(eligible, now) if again else None
+        return plan
 
     def _choose(self, eligible: frozenset[int], now: float) -> Plan | None:
         """The first crew that has something to run, and what."""
@@ -256,18 +266,8 @@ class Scheduler:
 
     def _leave_stage_0(self, flight: Flight) -> None:
         flight.left = True
-        sequences = self._endings.sequences
-        for chunk in reversed(flight.batch.chunks):
-            if chunk.decode:
-                break
-            sequence = sequences[chunk.seq]
-            if not (sequence.over or sequence.taken_back):
-                sequence.left = chunk.start + chunk.length
-                if sequence.left < sequence.goal:
-                    self._groups.mark(sequence)
-                else:
-                    self._groups.strike(sequence)
-                    self._outlook.changed = True
+        if not flight.followed:
+            self._progress.left_stage_0(flight.batch)
 
     def complete(self, number: int, result: BatchResult, now: float) -> tuple[Completed, ...]:
         """The batch is done on every participant; returns the sequences that ended with it.
@@ -297,8 +297,10 @@ class Scheduler:
                 outcome = sampled.get(chunk.seq)
                 if outcome is None:
                     raise ProtocolError(f"batch {number} brings no token of sequence {chunk.seq}")
-                comes = self._progress.count if stopped else self._progress.token
-                reason = comes(sequence, outcome, now)
+                if stopped:
+                    reason = self._progress.count(sequence, outcome, now)
+                else:
+                    reason = self._progress.token(sequence, chunk, outcome, now)
             if stopped:
                 self._endings.settle(sequence)
             if reason is not None:

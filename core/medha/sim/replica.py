@@ -7,7 +7,8 @@ which a controller under test must follow to make identical batches at identical
    `complete` right after it), then arrivals (`submit`); simultaneous ends in the order in which
    their batches started, stage by stage;
 2. then one round: `next_batch(now, free_groups)` until it returns None. Each batch is started at
-   once (`PipelineClock.run`);
+   once (`PipelineClock.run`); with `ahead_s` busy groups are offered too, and there is another
+   round when a batch has half of that left;
 3. then `plan_moves`, `wanted_groups` and `releasable`.
 
 For a differential test: give the controller a fake runner that keeps a PipelineClock of its own,
@@ -82,6 +83,7 @@ class SimReplica:
         self._joining: set[int] = set()
         self._round_due = False
         self._retry_due = False
+        self._lead_s = scheduler.settings.lead_s(clock.spp)
         for group in range(clock.predictor.topology.kvp_min):
             self._join(group)
 
@@ -143,7 +145,8 @@ class SimReplica:
         self._round_due = False
         now = self.loop.now
         while True:
-            batch = self.scheduler.next_batch(now, self.clock.free_groups(now))
+            free = frozenset(self.clock.free_s) if self._lead_s else self.clock.free_groups(now)
+            batch = self.scheduler.next_batch(now, free)
             if batch is None:
                 break
             self._start(batch, now)
@@ -168,6 +171,8 @@ class SimReplica:
         run = self.clock.run(batch, now)
         for stage, end_s in enumerate(run.ends_s):
             self.loop.at(end_s, DONE, self._stage_done(batch, stage, run.slowest_s))
+        if self._lead_s:  # some time after which the next batch may be decided
+            self.loop.at(max(now, run.ends_s[0] - 0.5 * self._lead_s), WATCH, self.kick)
 
     def _stage_done(self, batch: Batch, stage: int, elapsed_s: float) -> Callable[[], None]:
         def done() -> None:

@@ -90,7 +90,7 @@ class Flights:
     """
 
     def __init__(self, topology: Topology, outbox: Outbox) -> None:
-        self._topology, self._outbox = topology, outbox
+        self.topology, self._outbox = topology, outbox
         self._flights: dict[int, Flight] = {}
         self._groups = {group: _GroupSteps() for group in range(topology.kvp_max)}
         self._knowing: dict[int, set[int]] = {}
@@ -111,9 +111,9 @@ class Flights:
         """Generations whose columns a batch in flight uses."""
         return {flight.generation for flight in self._flights.values() if flight.shared}
 
-    def busy(self, group: int) -> bool:
-        """Stage 0 of this group has not finished all it was sent."""
-        return any(
+    def queued(self, group: int) -> int:
+        """Batches that stage 0 of this group was sent and has not finished."""
+        return sum(
             group in flight.groups and group not in flight.acks[0]
             for flight in self._flights.values()
         )
@@ -141,7 +141,7 @@ class Flights:
         wire = batch.number + self.offset
         self.forget(batch.ended)
         sent = msgspec.structs.replace(batch, number=wire)
-        flight = Flight(batch, self._topology.spp, now)
+        flight = Flight(batch, self.topology.spp, now)
         flight.doubtful = flight.shared and self.broken(batch.generation)
         self._flights[wire] = flight
         for group in sorted(flight.groups):
@@ -167,7 +167,7 @@ class Flights:
             steps.kept.append((wire, step))
             for chunk in chunks:
                 self._knowing[chunk.seq].add(group)
-            self._outbox.to_ranks(self._topology.group_ranks(group), step)
+            self._outbox.to_ranks(self.topology.group_ranks(group), step)
         return flight
 
     def resend(self, at: Coordinate, expected: int) -> bool:
@@ -188,7 +188,7 @@ class Flights:
         if not steps.kept or now - steps.stirred_s < NUDGE_S * (1 << steps.nudges):
             return False
         steps.nudges += 1
-        ranks = self._topology.group_ranks(group)
+        ranks = self.topology.group_ranks(group)
         self._outbox.to_ranks(ranks, Resend(steps.kept[0][1].step))
         for _, step in steps.kept:
             self._outbox.to_ranks(ranks, step)

@@ -81,6 +81,7 @@ class Serving:
         self._failures, self._plan_after_s = 0, float("-inf")  # of moves: pause after a failed one
         self._displaced = scheduler.displaced()
         self._vocab, self._settings, self._clock = vocab, settings, clock
+        self._queue = int(settings.lead_s(flights.topology.spp) > 0.0)
         self._longest_s = {"fixed": settings.fixed_s, "slack": settings.max_batch_s}.get(
             settings.budget
         )
@@ -153,14 +154,14 @@ class Serving:
     # --- batches ------------------------------------------------------------------------------
 
     def dispatch(self, groups: tuple[int, ...], whole: bool, now: float) -> int:
-        """Send batches while a group's stage 0 is free; returns how many.
+        """Send batches while a group's stage 0 is free, or one more; returns how many.
 
         `whole` False: the columns are broken, so groups are offered one by one and no batch can
         span two of them.
         """
         sent = 0
         while True:
-            free = frozenset(group for group in groups if not self._flights.busy(group))
+            free = frozenset(one for one in groups if self._flights.queued(one) <= self._queue)
             offers = [free] if whole else [frozenset((group,)) for group in sorted(free)]
             if not any(self._next(offer, now) for offer in offers):
                 return sent

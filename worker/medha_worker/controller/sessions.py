@@ -18,6 +18,7 @@ from medha.prefix import HASH_BYTES, next_hash
 from medha.request import Request
 
 TOKEN_BYTES = 4
+DRAWN = (-1).to_bytes(TOKEN_BYTES, "little", signed=True)
 MAX_LOSSES = 2
 
 
@@ -97,7 +98,10 @@ class Session:
         return (self.request.due_s - now - remaining_s) / max(self.request.work_s, floor_s)
 
     def rows(self, start: int, length: int) -> bytes:
-        """Token ids [start, start + length) as int32 bytes; raises ProtocolError beyond the end."""
+        """Token ids [start, start + length) as int32 bytes; of the one that is being drawn, whose
+        rank knows it, -1. Raises ProtocolError beyond."""
+        if length == 1 and start == self.length:
+            return DRAWN
         if start + length > self.length:
             raise ProtocolError(
                 f"chunk [{start}, {start + length}) of request {self.id}: only {self.length} tokens"

@@ -97,7 +97,7 @@ class Startup:
         for flight in self._flights.finished():
             if not flight.void:
                 warmup.done(flight.batch.number, max(flight.elapsed_s))
-        while not self._flights.busy(warmup.group):
+        while not self._flights.queued(warmup.group):
             batch = warmup.next(now)
             if batch is None:
                 break

@@ -57,6 +57,7 @@ class Fleet:
         self.hello: m.Hello | None = None
         self.load: m.LoadReport | None = None
         self.heard: dict[str, Heard] = {}
+        self._left: set[str] = set()
         self.ranks: dict[Coordinate, subprocess.Popen[bytes]] = {}
         self.controller = self._start("medha_worker.controller")
         for group in range(config.topology.kvp_min):
@@ -131,6 +132,8 @@ class Fleet:
                 self.link.send(self.peer, m.Welcome("router-1"))
             case m.LoadReport():
                 self.load = message
+            case m.Tokens() | m.Finished() | m.Failed() if message.id in self._left:
+                return
             case m.Tokens():
                 heard = self.heard[message.id]
                 assert message.first == len(heard.tokens), "a token is missing or came twice"
@@ -148,17 +151,29 @@ class Fleet:
             assert time.monotonic() < ends_s, f"no Hello came:\n{self.text}"
         return self.hello
 
-    def submit(self, id: str, prompt: list[int], output_tokens: int) -> Heard:
-        """Ask for a greedy answer."""
+    def submit(
+        self,
+        id: str,
+        prompt: list[int],
+        output_tokens: int,
+        sampling: m.Sampling = m.Sampling(temperature=0.0),  # noqa: B008
+    ) -> Heard:
+        """Ask for an answer, a greedy one unless told otherwise."""
         self.heard[id] = Heard()
         request = m.Submit(
             id=id,
             tokens=m.to_bytes(prompt),
             max_output_tokens=output_tokens,
-            sampling=m.Sampling(temperature=0.0),
+            sampling=sampling,
         )
         self.link.send(self.peer, request)
         return self.heard[id]
+
+    def abort(self, id: str) -> None:
+        """The client leaves, and hears no more."""
+        self.link.send(self.peer, m.Abort(id))
+        del self.heard[id]
+        self._left.add(id)
 
     def until_over(self, supervised: bool = True) -> None:
         """Wait for the end of every request."""

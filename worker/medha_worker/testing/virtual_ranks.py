@@ -56,12 +56,14 @@ class Flying:
 
 
 class FakeGroup:
-    """One KVP group's memory; all its ranks in one."""
+    """One KVP group's memory; all its ranks in one. `drawn`: place and token that each sequence
+    drew last here."""
 
     def __init__(self, group: int, pages: int, page_tokens: int) -> None:
         self.group, self.pages, self.page_tokens = group, pages, page_tokens
         self.content: dict[int, list[int]] = {}
         self.tables: dict[int, dict[int, int]] = {}
+        self.drawn: dict[int, tuple[int, int]] = {}
         self.last_step = 0
 
     def apply(self, step: m.Step) -> dict[int, tuple[tuple[int, int], ...]]:
@@ -70,11 +72,13 @@ class FakeGroup:
         self.last_step = step.step
         for seq in step.ends:
             del self.tables[seq]
+            self.drawn.pop(seq, None)
         for move in step.switches:
             self._switch(move)
         for start in step.starts:
             assert start.seq not in self.tables, f"sequence {start.seq} starts twice"
             self.tables[start.seq] = dict(start.cached)
+            self.drawn.pop(start.seq, None)
         rows = m.from_bytes(step.tokens).tolist()
         for chunk in step.batch.of_group(self.group):
             if chunk.tail == self.group:
@@ -98,6 +102,9 @@ class FakeGroup:
             table[first + place] = page
             self.content[page] = []
         for place, token in enumerate(rows, chunk.start):
+            if token < 0:
+                at, token = self.drawn[chunk.seq]
+                assert chunk.decode and at == place, "a token that was not drawn here"
             content = self.content[table[place // self.page_tokens]]
             del content[place % self.page_tokens :]
             content.append(token)
@@ -123,8 +130,9 @@ def sample(groups: dict[int, FakeGroup], batch: Batch, vocab: int) -> dict[int, 
     for chunk in batch.chunks:
         seen = read([groups[group] for group in chunk.groups], chunk)
         if chunk.yields:
-            token = m.TokenOut(chunk.seq, next_token(seen, vocab))
-            out.setdefault(chunk.tail, []).append(token)
+            token = next_token(seen, vocab)
+            groups[chunk.tail].drawn[chunk.seq] = chunk.end, token
+            out.setdefault(chunk.tail, []).append(m.TokenOut(chunk.seq, token))
     return out
 
 

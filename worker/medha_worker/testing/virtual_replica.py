@@ -319,6 +319,9 @@ class VirtualReplica:
         run = self.clock.run(batch, now)
         for stage, end_s in enumerate(run.ends_s):
             self.loop.at(end_s, DONE, self._stage_done(flying, stage, run.slowest_s, tokens))
+        lead_s = self.config.scheduling.lead_s(self.topology.spp)
+        if lead_s:  # some time after which the next batch may be decided
+            self.loop.at(max(now, run.ends_s[0] - 0.5 * lead_s), WATCH, self.kick)
 
     def _stage_done(
         self, flying: Flying, stage: int, elapsed_s: float, tokens: dict[int, list[m.TokenOut]]
