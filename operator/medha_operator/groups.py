@@ -107,8 +107,8 @@ def _mend(look: Look, replica: Replica, group: Group) -> None:
         for stage, node in zip(group.missing, placed, strict=True):
             look.create_pod(replica.ordinal, group.index, stage, node, group.attempt, True)
     else:
-        waits = [each for each in group.present if not each.node and not each.gated]
-        look.again_s += [each.created_s + restarts.BIND_S for each in waits]
+        open_s = [each.open_since_s for each in group.present if each.open_since_s is not None]
+        look.again_s += [each_s + restarts.BIND_S for each_s in open_s]
         due_s = restarts.hung_s(replica, group)
         if due_s is not None:
             look.again_s.append(due_s)

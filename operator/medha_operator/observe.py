@@ -18,6 +18,7 @@ from medha_operator.authors import Author, authors_of
 from medha_operator.informers import Store
 from medha_operator.observed import NodeView, Observed, PodView, ReportView
 from medha_operator.projections import Key, Meta, Pod, Seen, Thing
+from medha_operator.since import Since
 from medha_operator.usage import Load, Usage
 
 POD_DELAY_S, ROOM_DELAY_S = 0.15, 1.0
@@ -53,6 +54,7 @@ class World:
         self.reports_since_s = 0.0
         self.complaints: dict[str, str] = {}
         """By the UID of a pod that does not start: which volume cannot be mounted, and why."""
+        self._since = Since()
         self._pods: dict[Key, dict[str, Pod]] = {}
         self._things: dict[Key, dict[tuple[str, str], str]] = {}
         self._parsed: dict[str, tuple[int, MedhaReplica | None, str]] = {}
@@ -89,7 +91,7 @@ class World:
         nodes = self.usage.nodes(key, [(key[0], name) for name in pods])
         return Observed(
             now_s=now_s,
-            pods=tuple(self._told(pods[name].view) for name in sorted(pods)),
+            pods=self._since.told([self._told(pods[name].view) for name in sorted(pods)], now_s),
             objects=self._things.get(key, {}),
             reports=self.reports.get(key, {}),
             reports_since_s=self.reports_since_s,
@@ -138,6 +140,8 @@ class World:
         if either is None:
             return
         family = self._pods.setdefault(either.resource, {})
+        if old is not None and (new is None or new.view.uid != old.view.uid):
+            self._since.forget(old.view.uid)
         if new is None:
             family.pop(key[1], None)
             if not family:

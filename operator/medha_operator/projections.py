@@ -183,9 +183,6 @@ def pod(raw: bytes | msgspec.Raw) -> Seen[Pod]:
         ready_since_s=(
             unix_s(ready.last_transition_time or "") if ready and ready.status == "True" else None
         ),
-        unready_since_s=(
-            unix_s(ready.last_transition_time or "") if ready and ready.status != "True" else None
-        ),
         why=why,
         message=message,
     )

@@ -88,7 +88,7 @@ def _pod_fault(group: Group, now_s: float) -> str:
     if not group.complete and not group.gated:
         return f"the pod of stage {group.missing[0] if group.missing else 0} is gone"
     for pod in present:
-        if not pod.node and not pod.gated and now_s - pod.created_s > BIND_S:
+        if pod.open_since_s is not None and now_s - pod.open_since_s > BIND_S:
             return f"pod {pod.name} found no node within {BIND_S:.0f} s ({pod.message or pod.why})"
     return ""
 

@@ -37,6 +37,7 @@ from medha_operator.observed import (
 )
 from medha_operator.plan import Decision, decide
 from medha_operator.settings import Settings
+from medha_operator.since import Since
 from medha_operator.status import status
 from medha_operator.wants import want_of
 
@@ -101,6 +102,7 @@ class Cluster:
         self.refused = ""
         """Why the router does not take replicas in."""
         self.done: list[Action] = []
+        self._since = Since()
         self._uids = itertools.count(1)
 
     # --- the operator ---------------------------------------------------------------------------
@@ -108,7 +110,7 @@ class Cluster:
     def observed(self) -> Observed:
         return Observed(
             now_s=self.now_s,
-            pods=tuple(self.pods[name] for name in sorted(self.pods)),
+            pods=self._since.told((self.pods[name] for name in sorted(self.pods)), self.now_s),
             objects=dict(self.objects),
             reports=self.reports(),
             reports_since_s=self.reports_since_s,

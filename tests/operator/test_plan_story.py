@@ -179,7 +179,8 @@ def test_a_group_that_its_controller_gave_up_is_made_anew_when_it_does_not_come_
     cluster = Cluster(resource(), [node("a")])
     cluster.settle()
     cluster.hung.add(cluster.pods["tiny-0-g0-s0"].uid)
-    cluster.change("tiny-0-g0-s0", ready=False, unready_since_s=cluster.now_s)
+    cluster.change("tiny-0-g0-s0", ready=False)
+    cluster.look()
     cluster.turn(100)
     assert [type(each) for each in cluster.look().actions] == [LookAgain]
     cluster.settle()
@@ -220,6 +221,18 @@ def test_a_pod_that_is_not_bound_in_time_is_planned_again() -> None:
     assert [each.at_s - cluster.now_s for each in again] == [60.0]
     cluster.settle(turns=90)
     assert list(cluster.places.values()) == [{"a": "b", "b": "a"}[target]]
+
+
+def test_a_pod_that_was_gated_for_long_has_its_time_to_be_bound_from_then_on() -> None:
+    cluster = Cluster(resource(parallelism={"tp": 8, "spp": 2}), [node("a"), node("b")])
+    cluster.look()
+    cluster.now_s += 100.0  # its group could not be begun, or another clock is ahead
+    cluster.look()
+    assert not any(each.gated or each.node for each in cluster.pods.values())
+    again = [each for each in cluster.look().actions if isinstance(each, LookAgain)]
+    assert [each.at_s - cluster.now_s for each in again] == [60.0]
+    cluster.settle()
+    assert {each.attempt for each in cluster.pods.values()} == {1}
 
 
 def test_what_is_deleted_by_hand_is_made_again() -> None:

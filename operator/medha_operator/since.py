@@ -1,0 +1,44 @@
+"""Since when pods are as they are, by the operator's own clock.
+
+The API server's stamps are of another clock, and none says when a pod's gate was lifted: by them
+a pod that waited behind its gate for a minute was late at once, and so was each where the clocks
+are a minute apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from medha_operator.observed import PodView
+
+
+class Since:
+    """When each pod was first seen as what it still is; another operator begins to count anew."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, tuple[str, float]] = {}
+
+    def told(self, pods: Iterable[PodView], now_s: float) -> tuple[PodView, ...]:
+        """The same pods, with since when the scheduler may bind them, or they are not ready."""
+        return tuple(self._told(pod, now_s) for pod in pods)
+
+    def forget(self, uid: str) -> None:
+        """It is gone."""
+        self._since.pop(uid, None)
+
+    def _told(self, pod: PodView, now_s: float) -> PodView:
+        state = _state(pod)
+        known = self._since.get(pod.uid)
+        if known is None or known[0] != state:
+            known = self._since[pod.uid] = (state, now_s)
+        if state in ("open", "unready"):
+            return msgspec.structs.replace(pod, **{f"{state}_since_s": known[1]})
+        return pod
+
+
+def _state(pod: PodView) -> str:
+    if pod.node:
+        return "ready" if pod.ready else "unready"
+    return "gated" if pod.gated else "open"
