@@ -18,6 +18,7 @@ import msgspec
 
 from medha.config import CONTROLLER_OPS_PORT
 from medha.messages import ReplicaStatus
+from medha_operator.asking import Asking
 from medha_operator.client import ClusterError
 from medha_operator.observe import World
 from medha_operator.observed import PodView, ReportView
@@ -27,19 +28,10 @@ log = logging.getLogger("medha.operator.reports")
 
 ANSWER_S, CONNECT_S = 2.0, 1.0
 AT_ONCE = 32
-LONGEST_PAUSE_S = 30.0
 TICK_S = 0.25
 MAX_BYTES = 1 << 20
 
 _REPORT = msgspec.json.Decoder(ReplicaStatus)
-
-
-class _Asked(msgspec.Struct):
-    """A controller: when it is asked next, and how often in a row it did not answer."""
-
-    uid: str
-    due_s: float
-    silent: int = 0
 
 
 class Reports:
@@ -52,8 +44,8 @@ class Reports:
         wake: Callable[[Key], None],
         wanted: Callable[[], bool],
     ) -> None:
-        self._world, self._every_s, self._wake, self._wanted = world, every_s, wake, wanted
-        self._asked: dict[tuple[Key, int], _Asked] = {}
+        self._world, self._wake, self._wanted = world, wake, wanted
+        self._asking = Asking(every_s)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=AT_ONCE, keepalive_timeout=10.0),
             timeout=aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S),
@@ -82,30 +74,15 @@ class Reports:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             said = f"replica {key[1]}-{ordinal} at {address} does not hear: {error!r}"
             raise ClusterError(0, "Unreachable", said) from None
-        if (asked := self._asked.get((key, ordinal))) is not None:
-            asked.due_s = 0.0
+        self._asking.soon((key, ordinal))
 
     def _due(self) -> list[tuple[Key, PodView]]:
         """Leaders that are to be asked now; those that are gone are forgotten."""
-        now_s = time.monotonic()
-        due, living = [], set()
-        for key, pods in self._world.all_pods().items():
-            for pod in pods.values():
-                view = pod.view
-                if view.group or view.stage or not view.ip or view.phase != "Running":
-                    continue
-                place = key, view.ordinal
-                living.add(place)
-                asked = self._asked.get(place)
-                if asked is None or asked.uid != view.uid:
-                    asked = self._asked[place] = _Asked(view.uid, now_s)
-                    self._world.reports.get(key, {}).pop(view.ordinal, None)
-                if asked.due_s <= now_s:
-                    asked.due_s = now_s + LONGEST_PAUSE_S  # until this answer is in
-                    due.append((key, view))
-        for place in self._asked.keys() - living:
-            del self._asked[place]
-            self._world.reports.get(place[0], {}).pop(place[1], None)
+        pods = self._world.all_pods().items()
+        views = ((key, pod.view) for key, family in pods for pod in family.values())
+        due, gone = self._asking.due(views, time.monotonic())
+        for key, ordinal in gone:
+            self._world.reports.get(key, {}).pop(ordinal, None)
         return due
 
     async def _ask(self, key: Key, pod: PodView) -> None:
@@ -119,12 +96,9 @@ class Reports:
                     status = _REPORT.decode(await answer.read())
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             log.debug("%s: no report: %r", pod.name, error)
-        asked = self._asked.get((key, pod.ordinal))
-        if asked is None or asked.uid != pod.uid:
+        place, now_s, spread = (key, pod.ordinal), time.monotonic(), random.uniform(0.9, 1.1)
+        if not self._asking.answered(place, pod.uid, status is not None, now_s, spread):
             return
-        asked.silent = 0 if status is not None else asked.silent + 1
-        pause_s = min(LONGEST_PAUSE_S, self._every_s * 2 ** min(asked.silent, 10))
-        asked.due_s = time.monotonic() + pause_s * random.uniform(0.9, 1.1)
         if status is not None:
             self._heard(key, pod.ordinal, status)
 

@@ -107,7 +107,7 @@ class Dying:
 
 class Phase(msgspec.Struct, frozen=True):
     """What came of one phase. `late_s`: the longest time that a life after a death took from its
-    leadership to its next death, or to its last write."""
+    leadership to its next death, or to its last write; `late`: what it wrote, and when."""
 
     name: str
     writes: int
@@ -116,6 +116,7 @@ class Phase(msgspec.Struct, frozen=True):
     deleted: dict[str, int]
     end: dict[str, Any]
     late_s: float
+    late: tuple[str, ...]
 
 
 class Course:
@@ -225,22 +226,27 @@ class Course:
             time.sleep(0.05)
         done = [each for each in self._proxy.done[first:] if each.call.writes]
         own = [each for each in done if each.call.own]
+        late_s, late = self._late(done, deaths)
         return Phase(
             name=name, writes=len(own), deaths=self._dying.deaths - deaths, made=made(own),
-            deleted=deleted(own), end=self._state(), late_s=self._late_s(done, deaths),
+            deleted=deleted(own), end=self._state(), late_s=late_s, late=late,
         )  # fmt: skip
 
-    def _late_s(self, done: list[Done], deaths: int) -> float:
-        """Of the lives that began in this phase; 0 where nobody died."""
-        late_s = 0.0
+    def _late(self, done: list[Done], deaths: int) -> tuple[float, tuple[str, ...]]:
+        """Of the lives that began in this phase; nothing where nobody died."""
+        found: tuple[float, tuple[str, ...]] = (0.0, ())
         ends = [*self._dying.died_s[deaths:], float("inf")]
         for death_s, end_s in itertools.pairwise(ends):
             lived = [each for each in done if death_s < each.at_s <= end_s]
             leads = [each.at_s for each in lived if not each.call.own]
-            own = [each.at_s for each in lived if each.call.own]
+            own = [each for each in lived if each.call.own]
             if leads and own:
-                late_s = max(late_s, own[-1] - leads[0])
-        return late_s
+                written = tuple(
+                    f"{each.at_s - leads[0]:.1f} s: {each.call.verb} {each.call.path} {each.status}"
+                    for each in own
+                )
+                found = max(found, (own[-1].at_s - leads[0], written))
+        return found
 
     def _quiet(self) -> bool:
         """Nothing is written for a while, though somebody works."""

@@ -48,5 +48,7 @@ def report(
         lines.append(
             f"  {plain.name:<11}{plain.writes:>4}{one.deaths:>5}{other.deaths:>5}{late_s:>6.1f} s"
         )
+        if late_s > CONVERGED_S:
+            lines += [f"    {each}" for each in max(one, other, key=lambda died: died.late_s).late]
     points = sum(each.deaths for each in (*before, *after))
     return "\n".join([*lines, f"  {points} points, {len(found)} divergences", *found])
