@@ -56,11 +56,14 @@ images: $(READY) ## build the operator's, the router's and the worker's image (D
 test: $(READY) ## run every test that needs neither a GPU nor a cluster
 	$(PYTEST)
 
-test-api: $(READY) ## run the tests that start a real Kubernetes API server, where its programs are
-	$(PYTEST) tests/api --ignore=tests/api/test_long_outages.py
+# What the long campaigns of tests/api are told; without it each has a short form, or none.
+WHOLE := MEDHA_CRASH_POINTS=whole MEDHA_EDIT_FUZZ=whole MEDHA_OUTAGES=whole
+
+test-api: $(READY) ## run all that needs a real Kubernetes API server, campaigns too (SHORT=1: their short forms)
+	$(if $(SHORT),,$(WHOLE)) $(PYTEST) tests/api
 
 outages: $(READY) ## leave the operator ten minutes without an API server, on a clock ten times as fast
-	$(PY) -m pytest -s tests/api/test_long_outages.py
+	MEDHA_OUTAGES=whole $(PY) -m pytest -s tests/api/test_long_outages.py
 
 crash-points: $(READY) ## kill the operator at every write of a fleet's life, refuse each, lose each event
 	MEDHA_CRASH_POINTS=whole $(PY) -m pytest -s tests/api/test_crash_points.py tests/api/test_fault_walks.py
