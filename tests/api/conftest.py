@@ -18,6 +18,7 @@ import pytest
 from tests.api.fleet import Fleet, Operator
 from tests.api.played import Leaders, Router
 from tests.api.proxy import Proxy
+from tests.api.rights import forbidden
 from tests.api.server import ApiServer, Server
 from tests.api.stage import Scene, Stage, new_namespace, new_proxy, scene
 
@@ -33,6 +34,7 @@ def api_server(
     try:
         server.start()
         yield server.where
+        assert forbidden(server.where.audit) == set(), "an operator asked for more than its rights"
     finally:
         server.end()
 

@@ -83,6 +83,16 @@ def refused(audit: Path, account: str) -> list[str]:
     ]
 
 
+def forbidden(audit: Path) -> set[Right]:
+    """What any account of an operator asked for without the right to it."""
+    return {
+        (each.object_ref.api_group, each.object_ref.whole, each.verb)
+        for each in _events(audit)
+        if each.object_ref is not None
+        and each.annotations.get("authorization.k8s.io/decision") == "forbid"
+    }
+
+
 def used(audit: Path, account: str) -> set[Right]:
     """Rights with which the account was let in."""
     return {
@@ -120,11 +130,13 @@ class _Event(msgspec.Struct, frozen=True, rename="camel"):
     annotations: dict[str, str] = {}
 
 
-def _events(audit: Path, account: str) -> Iterator[_Event]:
+def _events(audit: Path, account: str = "") -> Iterator[_Event]:
+    """Of this account, or of all that somebody acts as."""
     decoder = msgspec.json.Decoder(_Event)
     for line in _lines(audit):
         event = decoder.decode(line)
-        if event.impersonated_user.username == account:
+        name = event.impersonated_user.username
+        if name == account or (name and not account):
             yield event
 
 
