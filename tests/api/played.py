@@ -6,6 +6,7 @@ The ports, their routes and the counting of demand are the real ones; only what 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import os
 import re
@@ -17,15 +18,17 @@ from medha.config import CONTROLLER_OPS_PORT
 from medha.demand import WINDOW_S, Demand
 from medha.messages import GroupStatus, ReplicaStatus, RouterDemand
 
-_NETWORKS = itertools.count(1)
+_NETWORKS = itertools.count()
+PLACES = 1024
 
 
 class Leaders:
-    """A controller for each leader pod, on a loopback address of its own. `load` is how many
-    requests run on each; one that drains finishes them at once."""
+    """A controller for each leader pod, on a loopback address of its own; the other pods share one.
+    `load` is how many requests run on each; one that drains finishes them at once."""
 
     def __init__(self) -> None:
-        self._network = f"127.{64 + os.getpid() % 128}.{next(_NETWORKS) % 256}"
+        network = ipaddress.ip_address(f"127.{64 + os.getpid() % 128}.0.0")
+        self._first = network + PLACES * (next(_NETWORKS) % 64)
         self._metrics = Metrics("controller")
         self._servers: dict[str, OpsServer] = {}
         self._places: dict[str, int] = {}
@@ -37,9 +40,12 @@ class Leaders:
 
     def address(self, pod: str) -> str:
         """The pod's; its controller listens from now on if it is a leader."""
+        if not pod.endswith("-g0-s0"):
+            return str(self._first + PLACES - 1)
         place = self._places.setdefault(pod, len(self._places) + 1)
-        address = f"{self._network}.{place}"
-        if pod.endswith("-g0-s0") and pod not in self._servers:
+        assert place < PLACES - 1, f"{pod}: no address is left for so many leaders"
+        address = str(self._first + place)
+        if pod not in self._servers:
             self._servers[pod] = OpsServer(
                 address, CONTROLLER_OPS_PORT, self._metrics, alive=lambda: True,
                 ready=lambda: True,
