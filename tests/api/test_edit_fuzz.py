@@ -82,7 +82,7 @@ class Chain:
         self._since_s = time.monotonic()
 
     def _go_on(self, found: Document, well: bool) -> None:
-        if well:
+        if well and found["spec"]["replicas"]:  # with none, nothing was tried of it
             self._well = found["spec"]
         if not well and self._fuzz.dice.random() < TAKEN_BACK:
             self._put("undo", self._well)
