@@ -46,8 +46,8 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
     planner wrote into it; `requests` what it asks of a node, in NodeView's units (empty: as much as
     the present spec says); `why` and `message` are what keeps it from running (waiting reason,
     unschedulable, failed init step), as the API tells it. `created_s` and `ready_since_s` are the
-    API server's stamps; since when it may be bound and is not, or is not ready, is by this
-    operator's clock (`since`)."""
+    API server's stamps; since when it is known, may be bound and is not, or is not ready, is by
+    this operator's clock (`since`)."""
 
     name: str
     uid: str
@@ -66,6 +66,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     created_s: float = 0.0
     ready_since_s: float | None = None
+    seen_since_s: float = 0.0
     open_since_s: float | None = None
     unready_since_s: float | None = None
     why: str = ""

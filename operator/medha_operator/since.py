@@ -15,27 +15,32 @@ from medha_operator.observed import PodView
 
 
 class Since:
-    """When each pod was first seen as what it still is; another operator begins to count anew."""
+    """When each pod was first seen, and first seen as what it still is; another operator begins to
+    count anew."""
 
     def __init__(self) -> None:
+        self._first: dict[str, float] = {}
         self._since: dict[str, tuple[str, float]] = {}
 
     def told(self, pods: Iterable[PodView], now_s: float) -> tuple[PodView, ...]:
-        """The same pods, with since when the scheduler may bind them, or they are not ready."""
+        """The same pods, with since when they are known, the scheduler may bind them, or they are
+        not ready."""
         return tuple(self._told(pod, now_s) for pod in pods)
 
     def forget(self, uid: str) -> None:
         """It is gone."""
         self._since.pop(uid, None)
+        self._first.pop(uid, None)
 
     def _told(self, pod: PodView, now_s: float) -> PodView:
         state = _state(pod)
         known = self._since.get(pod.uid)
         if known is None or known[0] != state:
             known = self._since[pod.uid] = (state, now_s)
+        since = {"seen_since_s": self._first.setdefault(pod.uid, now_s)}
         if state in ("open", "unready"):
-            return msgspec.structs.replace(pod, **{f"{state}_since_s": known[1]})
-        return pod
+            since[f"{state}_since_s"] = known[1]
+        return msgspec.structs.replace(pod, **since)
 
 
 def _state(pod: PodView) -> str:
