@@ -18,7 +18,7 @@ from medha_worker.testing.rig import Rig
 PAGE_TOKENS = 16
 PAGES = 700
 VOCAB = 512
-WRONG = pathlib.Path(__file__).parent / "wrong.py"
+CUT, WRONG = (pathlib.Path(__file__).parent / name for name in ("cut.py", "wrong.py"))
 
 Oracle = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
 Families = Callable[[str], tuple[pathlib.Path, Oracle]]
@@ -120,6 +120,19 @@ def test_each_layout_matches_transformers(
         assert differences(runs, oracle) == []
         assert all_free(driver)
         rig.dissolve(kvp, range(kvp))
+    assert not rig.failed
+
+
+@pytest.mark.parametrize("tp, spp, kvp", [(1, 1, 2), (2, 1, 3), (1, 2, 2)])
+def test_layers_cut_in_pieces_match_transformers(
+    make_rig: MakeRig, oracle: Oracle, tp: int, spp: int, kvp: int
+) -> None:
+    """Shared chunks and decodes beside those of one group; the exchange lies between pieces."""
+    rig = make_rig(tp, spp, kvp, change=f"{CUT}:in_pieces")
+    rig.start(range(kvp))
+    rig.form(1, tuple(range(kvp)))
+    runs = play(Driver(rig, PAGE_TOKENS, PAGES, generation=1), kvp, 500, seed=tp + 10 * spp)
+    assert differences(runs, oracle) == []
     assert not rig.failed
 
 

@@ -37,6 +37,7 @@ from medha_worker.parallel.interface import SoloTensorParallel, TensorParallel
 from medha_worker.parallel.mesh import Mesh, Wiring
 from medha_worker.parallel.pipeline import Pipeline
 from medha_worker.parallel.tensor import GlooTensorParallel
+from medha_worker.pieces import Pieces
 from medha_worker.runner import Runner, Sample
 from medha_worker.seats import Seats
 from medha_worker.sequences import Sequences
@@ -107,12 +108,14 @@ class Engine:
             windows=shape.windows_in(self.layers),
             device=self.device,
         )
+        stage: Decoder | Pieces = model
         if isinstance(attention, PagedAttention) and tp.size == 1 and not config.deterministic:
             inputs.choose = self._graphs(model, attention, inputs).choose
+            stage = Pieces(model, self._turns(inputs), RecordCuda())
         alone = wiring.tp is None and wiring.spp is None and config.topology.kvp_max == 1
         return Runner(
             at,
-            model=model,
+            model=stage,
             kv=self.kv,
             inputs=inputs,
             tp=tp,
@@ -129,21 +132,28 @@ class Engine:
 
     def _graphs(self, model: Decoder, attention: PagedAttention, inputs: InputBuilder) -> Graphs:
         """Recorded here, so that a rank which says it is ready has them."""
-        kv, rotary = self.kv, inputs.rotary
+        kv = self.kv
 
         def fixed(rows: int, window: int) -> FixedPlan:
             return CapturedDecodes(attention, rows, kv.pages, spare=kv.pages, window=window)
-
-        def turns(rows: int) -> torch.Tensor:
-            nowhere = torch.zeros(rows, dtype=torch.int64, device=self.device.at)
-            return rotary.turns(nowhere, [(rows, 0)])
 
         most = min(self._config.scheduling.max_running, SIZES[-1])
         sizes = [size for size in SIZES if size <= most]
         with torch.inference_mode():
             return recorded(
-                self.at.group, model, kv, turns, fixed, inputs.windows, RecordCuda(), sizes=sizes
-            )
+                self.at.group, model, kv, self._turns(inputs), fixed, inputs.windows, RecordCuda(),
+                sizes=sizes,
+            )  # fmt: skip
+
+    def _turns(self, inputs: InputBuilder) -> Callable[[int], torch.Tensor]:
+        """Memory for the turns of so many rows."""
+
+        @torch.inference_mode()
+        def turns(rows: int) -> torch.Tensor:
+            nowhere = torch.zeros(rows, dtype=torch.int64, device=self.device.at)
+            return inputs.rotary.turns(nowhere, [(rows, 0)])
+
+        return turns
 
 
 def _chunk_table(profile: str, heads: int, kv_heads: int) -> tuple[Choice, ...]:

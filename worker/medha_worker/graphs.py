@@ -2,9 +2,9 @@
 
 A batch of single rows that shares nothing with another KVP group is padded up to the next recorded
 size; what it brings is copied to where the graph reads it, its attention is planned into the
-graph's own buffers, and one launch does the rest. Every other batch runs launch by launch: with a
-chunk in it there is work enough for the host to hide behind, and a column's exchange belongs in no
-graph. Padding rows write to a page that nobody owns, read one token of it, and mean nothing.
+graph's own buffers, and one launch does the rest. Small batches with a chunk in them, or of which a
+part is shared, run in `pieces`; larger ones launch by launch, with work enough for the host to hide
+behind. Padding rows write to a page that nobody owns, read one token of it, and mean nothing.
 
 What to replay is decided by `size_for`, which is pure. `Record` is the one thing here that a GPU
 does differently: its twin on a CPU calls the same work again, so all but recording is tested there.

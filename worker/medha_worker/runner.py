@@ -47,6 +47,7 @@ from medha_worker.parallel.interface import TensorParallel
 from medha_worker.parallel.kvp import GroupColumn
 from medha_worker.parallel.mesh import Mesh
 from medha_worker.parallel.pipeline import Note, Pipeline
+from medha_worker.pieces import Pieces
 from medha_worker.sampler import Draw, Drawn
 
 Sample = Callable[[torch.Tensor, Sequence[Draw], Device], Drawn]
@@ -80,7 +81,7 @@ class Runner:
         self,
         at: Coordinate,
         *,
-        model: Decoder,
+        model: Decoder | Pieces,
         kv: KvPages,
         inputs: InputBuilder,
         tp: TensorParallel,

@@ -68,12 +68,10 @@ class Decoder:
         stage before, which are overwritten. Keys and values of the rows whose tail is this group
         are written to `kv`.
         """
-        hidden = self._embed(x) if self.first else x
+        hidden = self.enter(x)
         for number, layer in zip(self.layers, self.weights.layers, strict=True):
-            attended = self._attend(number, layer, hidden, inputs, kv, column)
-            self._add(hidden, layer.out, attended)
-            normed = self.arithmetic.norm(hidden, layer.mlp_norm)
-            self._add(hidden, layer.down, self.arithmetic.gated(layer.gate_up, normed))
+            qkv = self.before(layer, hidden, inputs.turns)
+            self.after(layer, hidden, self.attend(number, qkv, inputs, kv, column))
         return hidden
 
     @torch.inference_mode()
@@ -86,33 +84,33 @@ class Decoder:
         gathered = self.tp.all_gather(head(x))
         return gathered[:, : self.config.vocab].float()
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Vocabulary-parallel: a shard looks up its own ids, the others' rows are zero."""
-        table = self.weights.embedding
-        if table is None:
-            raise ValueError(f"layers {self.layers} are not the first stage: it embeds nothing")
-        if self.tp.size == 1:
-            return functional.embedding(tokens, table)
-        local = tokens - self.tp.rank * len(table)
-        foreign = (local < 0) | (local >= len(table))
-        rows = functional.embedding(local.masked_fill(foreign, 0), table)
-        return self.tp.all_reduce(rows.masked_fill_(foreign.unsqueeze(1), 0))
+    # --- a layer, by what needs a row alone and what needs other rows -----------------------------
 
-    def _attend(
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """What the first layer gets."""
+        return self._embed(x) if self.first else x
+
+    def before(
+        self, layer: LayerWeights, hidden: torch.Tensor, turns: torch.Tensor
+    ) -> torch.Tensor:
+        """Queries, keys and values [rows, heads + 2·kv_heads, head_dim], rotated."""
+        normed = self.arithmetic.norm(hidden, layer.attention_norm)
+        qkv = layer.qkv(normed).view(len(hidden), -1, self.config.head_dim)
+        turned = qkv[:, : self.heads + self.kv_heads]
+        if layer.head_norms is not None:
+            turned.copy_(self.arithmetic.norm(turned, layer.head_norms))
+        self.arithmetic.rotate(turned, self.heads, turns)
+        return qkv
+
+    def attend(
         self,
         number: int,
-        layer: LayerWeights,
-        hidden: torch.Tensor,
+        qkv: torch.Tensor,
         inputs: StepInputs,
         kv: KvPages,
         column: KvpColumn,
     ) -> torch.Tensor:
-        normed = self.arithmetic.norm(hidden, layer.attention_norm)
-        qkv = layer.qkv(normed).view(inputs.rows, -1, self.config.head_dim)
-        turned = qkv[:, : self.heads + self.kv_heads]
-        if layer.head_norms is not None:
-            turned.copy_(self.arithmetic.norm(turned, layer.head_norms))
-        self.arithmetic.rotate(turned, self.heads, inputs.turns)
+        """Keep the rows' keys and values, and attend [rows, heads·head_dim] over all shards."""
         rows = kv.kept(number, qkv[:, self.heads :])
         if inputs.written is None or inputs.written.numel():
             kv.write(number, rows, inputs.slots, inputs.written)
@@ -124,7 +122,25 @@ class Decoder:
         if inputs.shared:
             partial = partial.natural()
             out = column.merge(partial.out, partial.lse, inputs.shared)
-        return out.to(hidden.dtype).view(inputs.rows, -1)
+        return out.to(qkv.dtype).view(inputs.rows, -1)
+
+    def after(self, layer: LayerWeights, hidden: torch.Tensor, attended: torch.Tensor) -> None:
+        """Add what the layer found to `hidden`."""
+        self._add(hidden, layer.out, attended)
+        normed = self.arithmetic.norm(hidden, layer.mlp_norm)
+        self._add(hidden, layer.down, self.arithmetic.gated(layer.gate_up, normed))
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Vocabulary-parallel: a shard looks up its own ids, the others' rows are zero."""
+        table = self.weights.embedding
+        if table is None:
+            raise ValueError(f"layers {self.layers} are not the first stage: it embeds nothing")
+        if self.tp.size == 1:
+            return functional.embedding(tokens, table)
+        local = tokens - self.tp.rank * len(table)
+        foreign = (local < 0) | (local >= len(table))
+        rows = functional.embedding(local.masked_fill(foreign, 0), table)
+        return self.tp.all_reduce(rows.masked_fill_(foreign.unsqueeze(1), 0))
 
     def _add(self, hidden: torch.Tensor, linear: Linear, x: torch.Tensor) -> None:
         """hidden ← hidden + linear(x), summed over shards."""

@@ -1,0 +1,49 @@
+"""Ranks whose layers run in pieces, as small batches do on a GPU, but launched each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from medha_worker import engine
+from medha_worker.graphs import Replay, Work
+from medha_worker.model.decoder import Decoder
+from medha_worker.pieces import Pieces
+from medha_worker.runner import Runner
+
+
+class Launched:
+    """Records nothing: a replay is the work itself."""
+
+    def __call__(self, work: Work) -> tuple[torch.Tensor, Replay]:
+        def replay() -> None:
+            work()
+
+        return torch.empty(0), replay
+
+    def used_bytes(self) -> int:
+        return 0
+
+
+def in_pieces() -> None:
+    """Every batch of up to 400 rows; that one runs otherwise is an error."""
+
+    def made(*args: Any, **parts: Any) -> Runner:
+        inputs = parts["inputs"]
+
+        def turns(rows: int) -> torch.Tensor:
+            turned: torch.Tensor = inputs.rotary.turns(
+                torch.zeros(rows, dtype=torch.int64), [(rows, 0)]
+            )
+            return turned
+
+        sizes = (1, 2, 3, 5, 8, 20, 100, 400)
+        pieces = Pieces(parts["model"], turns, Launched(), sizes=sizes)
+        return Runner(*args, **{**parts, "model": pieces})
+
+    def forward(*_: object) -> torch.Tensor:
+        raise RuntimeError("a batch was not cut")
+
+    setattr(engine, "Runner", made)  # noqa: B010
+    Decoder.forward = forward  # type: ignore[method-assign, assignment]
