@@ -23,6 +23,9 @@ CLOSED_S = 1.0
 """Who has said nothing for so long after its connection ended is dead. One that lives dials again
 after 0.05 s to 0.5 s, and then introduces itself."""
 
+AHEAD_S = 0.01
+"""Long enough for a decision, a message and a batch's inputs, and two ticks of a controller."""
+
 RANK_PORT, STORE_PORT = 7900, 7901
 """Ports of a leader pod: where ranks dial their controller, and the rendezvous store."""
 POD_OPS_PORT, CONTROLLER_OPS_PORT = 8090, 8091

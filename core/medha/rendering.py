@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from medha import spec as resource
-from medha.config import Curve, Scheduling, WorkerConfig
+from medha.config import AHEAD_S, Curve, Scheduling, WorkerConfig
 from medha.spec import MedhaReplica, seconds
 
 POLICIES = {
@@ -58,7 +58,7 @@ def worker_config(of: MedhaReplica, name: str, site: Site) -> WorkerConfig:
         page_tokens=spec.engine.page_tokens,
         kv_pages=spec.engine.kv_pages or 0,
         kv_bytes=spec.engine.kv_bytes,
-        scheduling=scheduling_of(spec.scheduling),
+        scheduling=scheduling_of(spec.scheduling, cuda),
         classes=spec.classes,
         routers=site.routers,
         curve=site.curve,
@@ -78,9 +78,11 @@ def worker_config(of: MedhaReplica, name: str, site: Site) -> WorkerConfig:
     )
 
 
-def scheduling_of(spec: resource.Scheduling) -> Scheduling:
-    """The scheduler's settings, from the resource's words."""
+def scheduling_of(spec: resource.Scheduling, cuda: bool) -> Scheduling:
+    """The scheduler's settings, from the resource's words; `cuda`: a GPU computes beside the host,
+    which has a batch ready when one ends."""
     budget = spec.batch_budget
+    ahead = cuda if spec.decide_ahead == "Auto" else spec.decide_ahead == "Enabled"
     return Scheduling(
         policy=POLICIES[spec.policy],
         normaliser=spec.normaliser.lower(),
@@ -100,4 +102,5 @@ def scheduling_of(spec: resource.Scheduling) -> Scheduling:
         prefix_cache=spec.prefix_cache == "Enabled",
         rebalance=spec.rebalance == "Enabled",
         release_cooldown_s=seconds(spec.release_cooldown),
+        ahead_s=AHEAD_S if ahead else 0.0,
     )

@@ -119,7 +119,7 @@ def test_the_resources_words_become_the_schedulers_settings() -> None:
             "growthTimeout": "1m30s",
         }
     ).spec  # fmt: skip
-    assert scheduling_of(spec.scheduling) == Scheduling(
+    assert scheduling_of(spec.scheduling, cuda=False) == Scheduling(
         policy="lars-paper", normaliser="deadline", budget="tokens", batch_tokens=512,
         min_batch_s=0.005, max_batch_s=1.0, long_prefill_threshold_tokens=128, max_yield=0.25,
         commit=False, prefix_cache=False, growth_timeout_s=90.0,
@@ -127,7 +127,21 @@ def test_the_resources_words_become_the_schedulers_settings() -> None:
 
 
 def test_a_resource_that_says_nothing_gets_the_schedulers_own_defaults() -> None:
-    assert scheduling_of(resource().spec.scheduling) == Scheduling()
+    assert scheduling_of(resource().spec.scheduling, cuda=False) == Scheduling()
+
+
+@pytest.mark.parametrize(
+    "said, cuda, ahead",
+    [
+        ("Auto", True, True), ("Auto", False, False), ("Enabled", False, True),
+        ("Disabled", True, False),
+    ],
+)  # fmt: skip
+def test_a_gpu_has_the_next_batch_ready_unless_told_otherwise(
+    said: str, cuda: bool, ahead: bool
+) -> None:
+    spec = resource(scheduling={"decideAhead": said}).spec
+    assert (scheduling_of(spec.scheduling, cuda).ahead_s > 0.0) == ahead
 
 
 def test_every_policy_of_the_scheduler_has_a_name_in_the_resource() -> None:

@@ -10,8 +10,11 @@ import sys
 import pytest
 import torch
 
+from medha.config import Scheduling
+from medha.messages import BatchTokens, RankReport
 from medha.profile import CPU_CORE
 from medha_worker.device import CPU
+from medha_worker.runner import Flight
 from medha_worker.testing.checkpoint import TinyModel, write_config
 from medha_worker.testing.served import Served, Wish
 
@@ -20,9 +23,14 @@ ROWS = ("ttft", "tpot", "convoy", "queue", "burst", "chunks", "decode")
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    folder = tmp_path_factory.mktemp("shape")
-    write_config(folder, TinyModel(layers=2, max_tokens=8192))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    made = tmp_path_factory.mktemp("shape")
+    write_config(made, TinyModel(layers=2, max_tokens=8192))
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(folder: pathlib.Path) -> Served:
     return Served(folder, CPU, profile=CPU_CORE, dtype="float32", pages=96, page_tokens=16)
 
 
@@ -64,6 +72,32 @@ def test_a_filled_prompt_is_not_computed_and_its_decodes_are(served: Served) -> 
     config = served.engine.model_config
     token = 2 * config.layers * config.kv_heads * config.head_dim
     assert written <= 2 * token, "two tokens were computed: those after the made-up first"
+
+
+def drawn(folder: pathlib.Path, ahead_s: float) -> dict[int, list[int]]:
+    """Tokens of five requests, by sequence."""
+    served = Served(
+        folder, CPU, profile=CPU_CORE, dtype="float32", pages=96, page_tokens=16,
+        settings=Scheduling(ahead_s=ahead_s),
+    )  # fmt: skip
+    told: dict[int, list[int]] = {}
+    finish = served.runner.finish
+
+    def noted(flight: Flight) -> list[RankReport]:
+        reports = finish(flight)
+        for out in (one for r in reports if isinstance(r, BatchTokens) for one in r.tokens):
+            told.setdefault(out.seq, []).append(out.token)
+        return reports
+
+    served.runner.finish = noted  # type: ignore[method-assign]
+    served.play([Wish(prompt_tokens=9 * n, output_tokens=4 * n) for n in range(1, 6)])
+    return told
+
+
+def test_a_play_draws_the_same_one_step_ahead(folder: pathlib.Path) -> None:
+    behind, ahead = drawn(folder, 0.0), drawn(folder, 0.05)
+    assert {seq: len(tokens) for seq, tokens in ahead.items()} == {n: 4 * n for n in range(1, 6)}
+    assert ahead == behind
 
 
 def test_a_play_ends_when_told_and_leaves_nothing_behind(served: Served) -> None:

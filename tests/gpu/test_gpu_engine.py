@@ -16,13 +16,16 @@ import pytest
 import torch
 
 from medha.batch import Chunk
-from medha.messages import Sampling
+from medha.messages import Sampling, Step
 from medha.profile import H200
 from medha_worker import sampler
 from medha_worker.attention.interface import Span
 from medha_worker.device import CPU, Device, device_of
 from medha_worker.inputs import StepInputs, WholeBatch
-from medha_worker.parallel.interface import SoloColumn
+from medha_worker.kv.pages import KvPages
+from medha_worker.parallel.interface import KvpColumn, SoloColumn
+from medha_worker.pieces import SIZES, Pieces
+from medha_worker.runner import Flight
 from medha_worker.sampler import Draw
 from medha_worker.testing.checkpoint import TinyModel, write_config
 from medha_worker.testing.served import Served, Wish
@@ -117,6 +120,55 @@ def test_replayed_decodes_are_what_launched_ones_are(served: Served) -> None:
     assert batches and all(each.seen for each in batches)
     for launched, replayed in (pair for each in batches for pair in each.seen):
         torch.testing.assert_close(replayed, launched, rtol=0.05, atol=0.1)
+
+
+class Twice:
+    """Launches each batch, then runs it in pieces, and keeps the hidden states of both."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self.pieces, self.seen = pieces, list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def forward(
+        self, x: torch.Tensor, inputs: StepInputs, kv: KvPages, column: KvpColumn
+    ) -> torch.Tensor:
+        launched = self.pieces.model.forward(x, inputs, kv, column).clone()
+        found = self.pieces.forward(x, inputs, kv, column)
+        if inputs.rows <= self.pieces.largest:
+            self.seen.append((launched, found.clone()))
+        return found
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.pieces.logits(hidden)
+
+
+def test_batches_in_pieces_are_what_launched_ones_are(served: Served) -> None:
+    pieces = served.runner._model
+    assert isinstance(pieces, Pieces) and pieces.largest == SIZES[-1]
+    twice = Twice(pieces)
+    served.runner._model = twice  # type: ignore[assignment]
+    served.play(
+        [
+            Wish(prompt_tokens=37 * n, output_tokens=30, arrival_s=0.005 * n)
+            for n in range(1, 12)
+        ]
+    )  # fmt: skip
+    served.runner._model = pieces
+    assert len({len(launched) for launched, _ in twice.seen}) > 3
+    for launched, found in twice.seen:
+        torch.testing.assert_close(found, launched, rtol=0.05, atol=0.1)
+
+
+def test_a_batch_is_launched_while_another_runs(served: Served) -> None:
+    begin, behind = served.runner.begin, list[bool]()
+
+    def noted(step: Step) -> Flight:
+        behind.append(any(one.flight and not one.flight.ready for one in served._running))
+        return begin(step)
+
+    served.runner.begin = noted  # type: ignore[method-assign]
+    served.play([Wish(prompt_tokens=50, output_tokens=60)] * 8)
+    del served.runner.begin
+    assert sum(behind) > 40
 
 
 def test_many_requests_of_all_sizes_are_served_to_the_end(served: Served) -> None:

@@ -184,6 +184,8 @@ class BatchBudget(Part, frozen=True):
 class Scheduling(Part, frozen=True):
     """`promises` Commit: one once given is kept; Revise: later requests may displace it.
 
+    `decideAhead`: in replicas of one stage, whether the next batch is decided while one runs; Auto:
+    where a GPU computes.
     `relegatedPercent`: up to half of the time is kept free for short ones to come; promises need
     something beside both. `maxBucketLossPercent` 100: whoever is largest gives way.
     """
@@ -202,6 +204,7 @@ class Scheduling(Part, frozen=True):
     max_running: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
     prefix_cache: Switch = "Enabled"
     rebalance: Switch = "Enabled"
+    decide_ahead: Literal["Auto", "Enabled", "Disabled"] = "Auto"
     growth_timeout: Duration = "2m"
     release_cooldown: Duration = "30s"
 

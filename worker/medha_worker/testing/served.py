@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 
 from medha.batch import Batch, BatchResult, Chunk, Sampled
-from medha.config import Scheduling, WorkerConfig
+from medha.config import AHEAD_S, Scheduling, WorkerConfig
 from medha.errors import EngineError
-from medha.messages import BatchTokens, Sampling, SequenceStart, StageDone, Step, to_bytes
+from medha.messages import Sampling, SequenceStart, StageDone, Step, to_bytes
 from medha.predictor import Predictor
 from medha.profile import Profile
 from medha.request import Request, Slo
@@ -30,10 +30,13 @@ from medha_worker import sampler
 from medha_worker.device import Device
 from medha_worker.engine import Engine
 from medha_worker.parallel.mesh import Mesh, Wiring
+from medha_worker.runner import Flight
 
 AT = Coordinate(0, 0, 0)
 # An idle replica looks for arrivals so often.
 _LOOK_S = 0.0005
+# Between two looks at a device that is busy.
+_GLANCE_S = 20e-6
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +73,15 @@ class _Live:
     drawn: bool = False
 
 
+@dataclasses.dataclass(slots=True)
+class _Running:
+    """A batch that was decided; `flight`: what of it was launched, None where all is filled."""
+
+    batch: Batch
+    flight: Flight | None
+    whole: bool
+
+
 class Served:
     """A replica of one rank with `pages` pages and random weights of the shape in `folder`."""
 
@@ -84,7 +96,7 @@ class Served:
         pages: int,
         page_tokens: int = 64,
         slo: Slo = Slo(),  # noqa: B008
-        settings: Scheduling = Scheduling(),  # noqa: B008
+        settings: Scheduling = Scheduling(ahead_s=AHEAD_S),  # noqa: B008
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         topology = Topology()
@@ -107,6 +119,8 @@ class Served:
         )  # fmt: skip
         self.slo, self.clock = slo, clock
         self.scheduler.group_joined(0, 1, clock())
+        self._most = 1 + int(settings.lead_s(topology.spp) > 0.0)
+        self._running: collections.deque[_Running] = collections.deque()
         self._live: dict[int, _Live] = {}
         self._known: set[int] = set()
         self._ends: list[int] = []
@@ -122,7 +136,7 @@ class Served:
         began = self.clock()
         coming = collections.deque(sorted(wishes, key=lambda wish: wish.arrival_s))
         stories: list[Story] = []
-        while coming or self._live:
+        while coming or self._live or self._running:
             now = self.clock()
             while coming and coming[0].arrival_s <= now - began:
                 stories.append(self._submit(coming.popleft(), began))
@@ -160,47 +174,68 @@ class Served:
     # --- batches --------------------------------------------------------------------------------
 
     def _turn(self) -> bool:
-        """One batch from end to end; False when there is none."""
+        """Launch a batch if one may be, and tell of one that is done; False when nothing runs."""
+        launched = len(self._running) < self._most and self._launch()
+        if not self._running:
+            return False
+        flight = self._running[0].flight
+        if len(self._running) == self._most or flight is None or flight.ready:
+            self._finish()
+        elif not launched:
+            time.sleep(_GLANCE_S)
+        return True
+
+    def _launch(self) -> bool:
         batch = self.scheduler.next_batch(self.clock(), frozenset({0}))
         if batch is None:
             return False
         self._ends.extend(self._known.intersection(batch.ended))
         chunks = tuple(chunk for chunk in batch.chunks if not self._filled(chunk))
-        elapsed_s = self._run(batch, chunks) if chunks else None
-        now = self.clock()
+        step = self._step(batch, chunks) if chunks else None
+        if step is not None and self.runner.needs_told(step):
+            while self._running:
+                self._finish()
+        flight = None if step is None else self.runner.begin(step)
+        self._running.append(_Running(batch, flight, len(chunks) == len(batch.chunks)))
+        for chunk in batch.chunks:
+            if chunk.yields:
+                self._live[chunk.seq].drawn = not self._filled(chunk)
+        return True
+
+    def _finish(self) -> None:
+        """Wait for the oldest batch and complete it."""
+        one = self._running.popleft()
+        elapsed_s = None
+        if one.flight is not None:
+            reports = self.runner.finish(one.flight)
+            elapsed_s = next((r.elapsed_s for r in reports if isinstance(r, StageDone)), None)
+        now, batch = self.clock(), one.batch
         self.scheduler.stage_done(batch.number, 0, now)
         sampled = tuple(self._sampled(chunk, now) for chunk in batch.chunks if chunk.yields)
-        whole = elapsed_s if len(chunks) == len(batch.chunks) else None
-        for done in self.scheduler.complete(batch.number, BatchResult(sampled, whole), now):
+        result = BatchResult(sampled, elapsed_s if one.whole else None)
+        for done in self.scheduler.complete(batch.number, result, now):
             self._live.pop(done.seq, None)
-        return True
 
     def _filled(self, chunk: Chunk) -> bool:
         live = self._live.get(chunk.seq)
         return live is not None and live.story.wish.filled and not chunk.decode
 
     def _sampled(self, chunk: Chunk, now: float) -> Sampled:
-        live = self._live[chunk.seq]
-        live.story.token_s.append(now)
-        live.drawn = not self._filled(chunk)
+        if chunk.seq in self._live:
+            self._live[chunk.seq].story.token_s.append(now)
         return Sampled(chunk.seq, False)
 
-    def _run(self, batch: Batch, chunks: tuple[Chunk, ...]) -> float | None:
-        """Seconds that the rank says it took."""
+    def _step(self, batch: Batch, chunks: tuple[Chunk, ...]) -> Step:
         self._known.difference_update(self._ends)
         new = [chunk.seq for chunk in chunks if chunk.seq not in self._known]
         starts = tuple(map(self._introduction, new))
         self._known.update(new)
         self._steps += 1
-        step = Step(
+        ends, self._ends = tuple(self._ends), []
+        return Step(
             step=self._steps, batch=msgspec.structs.replace(batch, chunks=chunks),
-            tokens=b"".join(map(self._rows, chunks)), starts=starts, ends=tuple(self._ends),
+            tokens=b"".join(map(self._rows, chunks)), starts=starts, ends=ends,
         )  # fmt: skip
-        self._ends = []
-        reports = self.runner.run(step)
-        told = sum(len(report.tokens) for report in reports if isinstance(report, BatchTokens))
-        assert told == sum(chunk.yields for chunk in chunks)
-        return next((r.elapsed_s for r in reports if isinstance(r, StageDone)), None)
 
     def _rows(self, chunk: Chunk) -> bytes:
         """A prompt's tokens; of a decode the one that the rank drew, or a made-up one."""
