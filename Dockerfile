@@ -3,18 +3,26 @@
 #   tools ──> <image>-packages   what requirements/<image>.txt locks: rebuilt when that file changes
 #         └─> <image>-code       core/ and the image's own folder:   rebuilt when code changes
 #   base  ──> <image>            the two, copied: no pip, no compiler, nothing to write to
+#   builder ──> worker-kernels    FlashInfer's kernels, compiled: rebuilt when its release changes
 #
 # BASE holds Python 3.11 or later with `venv`, and Debian's libstdc++; nothing else is taken from it.
-# BUILDER holds the same Python in the same place, and a C compiler: it compiles what the worker's
-# image has of C, the scheduler's part in core/ included; the other two schedule nothing.
+# BUILDER holds the same Python in the same place, and a compiler of C, and of C++ for DEVICE=cuda: it
+# compiles what the worker's image has of C, the scheduler's part in core/ included; the other two
+# schedule nothing.
 # A package index other than pip's own, and the certificate to trust it by, are build secrets:
 #   --secret id=pip_conf,src=/etc/pip.conf  --secret id=pip_cert,src=ca.pem
-# DEVICE=cpu leaves out of the worker's image two thirds that are only ever used beside a GPU: Triton,
-# NIXL for CUDA 12, and CUDA's libraries. Where torch is linked with one, an empty one of its name takes
+# DEVICE=cuda installs what requirements/cuda.txt locks, FlashInfer with it, and compiles FlashInfer's
+# kernels ahead for GPUs of ARCHS and models of KERNELS, tens of minutes once: the image has no C++
+# compiler, and a pod no place that outlives it. A model of another head size or type wants KERNELS to
+# name it, or BASE=$BUILDER, which compiles when a pod first needs a kernel. NIXL for CUDA 12 is left
+# out: it is never loaded beside a torch for CUDA 13.
+# DEVICE=cpu installs requirements/worker.txt, and leaves out two thirds that are only ever used beside
+# a GPU: Triton and CUDA's libraries too. Where torch is linked with one, an empty one of its name takes
 # its place: nothing of it is called, and Python is told to look for a library's functions only when
 # they are (lazy.pth). So the same wheels, and no others, run on both.
 ARG BASE=python:3.12-slim
 ARG BUILDER=python:3.12
+ARG DEVICE=cuda
 
 FROM ${BASE} AS tools
 ENV PIP_CACHE_DIR=/var/cache/pip PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -78,17 +86,18 @@ FROM ${BUILDER} AS nothing
 RUN echo | gcc -x c -shared -nostdlib -o /nothing.so -
 
 FROM tools AS worker-packages
-ARG DEVICE=cuda
-COPY requirements/worker.txt requirements/
+ARG DEVICE
+COPY requirements/worker.txt requirements/cuda.txt requirements/
 COPY --from=nothing /nothing.so ./
 # An entry of the lock is `name==version` and its indented lines.
 RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=pip_cert \
     --mount=type=cache,target=/var/cache/pip \
     if [ -s /run/secrets/pip_cert ]; then export PIP_CERT=/run/secrets/pip_cert; fi; \
-    case "$DEVICE" in cuda) without=none ;; cpu) without="triton|nixl-cu12" ;; \
+    case "$DEVICE" in cuda) lock=cuda; without=nixl-cu12 ;; \
+        cpu) lock=worker; without="triton|nixl-cu12" ;; \
         *) echo "DEVICE is $DEVICE: must be cuda or cpu" >&2; exit 2 ;; esac; \
     awk -v without="^($without)==" '/^[^ ]/ { drop = $0 ~ without } !drop' \
-        requirements/worker.txt > wanted.txt \
+        requirements/$lock.txt > wanted.txt \
     && /opt/tools/bin/pip --python /opt/medha/bin/python install --compile \
         --require-hashes --no-deps -r wanted.txt \
     && cd /opt/medha/lib/python3*/site-packages \
@@ -105,6 +114,23 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
         && echo "import os, sys; sys.setdlopenflags(os.RTLD_LAZY)" > lazy.pth; fi \
     && /opt/medha/bin/python -c "import torch, nixl._api"
 
+FROM ${BUILDER} AS cuda-kernels
+ARG ARCHS="8.0 9.0a"
+ARG KERNELS="--head-dims 128 --dtypes bfloat16"
+WORKDIR /build
+COPY --from=worker-packages /opt/medha /opt/medha
+COPY core/medha/__init__.py core/medha/errors.py medha/
+COPY core/medha/compiled/__init__.py medha/compiled/
+COPY worker/medha_worker/__init__.py worker/medha_worker/ahead.py worker/medha_worker/kernels.py \
+    worker/medha_worker/toolkit.py medha_worker/
+RUN --mount=type=cache,target=/var/cache/kernels FLASHINFER_WORKSPACE_BASE=/var/cache/kernels \
+    /opt/medha/bin/python -m medha_worker.ahead /kernels --archs "$ARCHS" $KERNELS
+
+FROM tools AS cpu-kernels
+RUN mkdir /kernels
+
+FROM ${DEVICE}-kernels AS worker-kernels
+
 FROM ${BUILDER} AS worker-code
 WORKDIR /build
 COPY --from=code /opt/tools /opt/tools
@@ -114,6 +140,7 @@ RUN /opt/tools/bin/pip install --no-index --no-deps --no-build-isolation --compi
 
 FROM base AS worker
 COPY --from=worker-packages /opt/medha /opt/medha
+COPY --from=worker-kernels /kernels /opt/code
 COPY --from=worker-code /code /opt/code
 USER 65532:65532
 ENTRYPOINT ["python", "-m", "medha.cli"]

@@ -112,7 +112,9 @@ lock: | $(UV) ## compile requirements/*.txt again from pyproject.toml
 	$(COMPILE) pyproject.toml --extra operator -o requirements/operator.txt
 	$(COMPILE) pyproject.toml --extra router -o requirements/router.txt
 	$(COMPILE) pyproject.toml --extra worker -o requirements/worker.txt
-	$(COMPILE) pyproject.toml --all-extras --group test --group lint --group build -o requirements/dev.txt
+	$(COMPILE) -c requirements/worker.txt pyproject.toml --extra worker --extra cuda -o requirements/cuda.txt
+	$(COMPILE) pyproject.toml --extra operator --extra router --extra worker --extra sim \
+	    --group test --group lint --group build -o requirements/dev.txt
 	echo uv | $(COMPILE) - -o requirements/bootstrap.txt
 	$(COMPILE) -c requirements/dev.txt --group pyproject.toml:build -o requirements/build.txt
 

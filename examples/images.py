@@ -3,10 +3,11 @@
     make images                                          all three, as localhost/medha-*:dev
     python -m examples.images --device cpu worker        one of them
 
-The base image is $MEDHA_BASE_IMAGE, and what compiles the worker's kernel $MEDHA_BUILDER_IMAGE, the
-same with a C compiler; else they are the Dockerfile's own, and buildah, which may lack a registry,
-gets some that tests/cluster/base_image.sh makes. The package index is pip's own: its settings and
-the certificate that it trusts are handed on as build secrets, and stay out of the images.
+The base image is $MEDHA_BASE_IMAGE, and what compiles the kernels $MEDHA_BUILDER_IMAGE, the
+same with compilers of C and C++; else they are the Dockerfile's own, and buildah, which may lack a
+registry, gets some that tests/cluster/base_image.sh makes. The package index is pip's own: its
+settings and the certificate that it trusts are handed on as build secrets, and stay out of the
+images.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HOUSE = pathlib.Path(__file__).resolve().parents[1]
 TARGETS = ("operator", "router", "worker")
 BUILDERS = {"docker": ("buildx", "ls"), "buildah": ("info",), "podman": ("info",)}
 """In this order, and what one answers without an error where it can build."""
-BASES = {"BASE": (), "BUILDER": ("gcc", "libc6-dev")}
+BASES = {"BASE": (), "BUILDER": ("gcc", "g++", "libc6-dev")}
 """What images start from, by the Dockerfile's name, and what Debian's Python lacks to be it."""
 PIP_SETTINGS = pathlib.Path("/etc/pip.conf")
 BASE_SCRIPT = HOUSE / "tests" / "cluster" / "base_image.sh"

@@ -87,6 +87,41 @@ def test_the_operator_and_router_images_hold_no_torch(house: Path, image: str) -
     assert [name for name in sorted(locked) if name.startswith(heavy)] == []
 
 
+def test_kernels_are_compiled_with_the_few_files_that_the_image_copies_for_it(
+    house: Path, tmp_path: Path
+) -> None:
+    """The stage that compiles says what it lacks: without FlashInfer that, and nothing else."""
+    stage = (house / "Dockerfile").read_text().partition("AS cuda-kernels")[2].partition("FROM")[0]
+    for line in stage.replace("\\\n", " ").splitlines():
+        if line.startswith("COPY") and "--from" not in line:
+            *sources, folder = line.split()[1:]
+            for source in sources:
+                target = tmp_path / folder / Path(source).name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes((house / source).read_bytes())
+    script = (
+        "import sys; sys.modules['flashinfer'] = None;"
+        "from medha_worker.ahead import main; sys.exit(main(['kernels']))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 2, result.stderr
+    assert "FlashInfer cannot be imported" in result.stderr
+
+
+def test_what_pods_may_write_to_is_where_the_images_keep_caches(house: Path) -> None:
+    manifests = (house / "operator" / "medha_operator" / "manifests.py").read_text()
+    (mounted,) = re.findall(r'^RUN_FOLDER = "(.+)"$', manifests, flags=re.MULTILINE)
+    assert re.findall(r"HOME=(\S+)", (house / "Dockerfile").read_text()) == [mounted]
+
+
 def test_an_import_that_the_image_lacks_is_found(house: Path, tmp_path: Path) -> None:
     package = tmp_path / "careless"
     package.mkdir()

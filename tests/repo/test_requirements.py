@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-LOCKS = ("bootstrap", "build", "dev", "operator", "router", "worker")
+LOCKS = ("bootstrap", "build", "cuda", "dev", "operator", "router", "worker")
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 # An address, an option of pip that names one, or a direct reference to a file.
 PLACE = re.compile(r"://|--(?:extra-)?index-url|--find-links|--trusted-host|\bfile:|\s@\s")
@@ -71,7 +71,7 @@ def test_no_file_of_requirements_goes_unguarded(house: Path) -> None:
     assert found == {*LOCKS, "constraints"}
 
 
-@pytest.mark.parametrize("extra", ["operator", "router", "worker"])
+@pytest.mark.parametrize("extra", ["cuda", "operator", "router", "worker"])
 def test_an_image_locks_what_the_project_file_asks_for(
     house: Path, project: dict[str, Any], extra: str
 ) -> None:
@@ -80,11 +80,13 @@ def test_an_image_locks_what_the_project_file_asks_for(
     assert out_of_step(text, [*project["project"]["dependencies"], *optional[extra]]) == []
 
 
-def test_the_development_lock_holds_every_extra_and_group(
+def test_the_development_lock_holds_every_extra_and_group_but_that_for_gpus(
     house: Path, project: dict[str, Any]
 ) -> None:
     text = (house / "requirements" / "dev.txt").read_text()
-    extras = project["project"]["optional-dependencies"].values()
+    optional = project["project"]["optional-dependencies"]
+    extras = [lines for extra, lines in optional.items() if extra != "cuda"]
+    assert len(out_of_step(text, optional["cuda"])) == len(optional["cuda"])
     groups = project["dependency-groups"].values()
     wanted = [line for lines in [*extras, *groups] for line in lines]
     assert out_of_step(text, [*project["project"]["dependencies"], *wanted]) == []
@@ -96,6 +98,30 @@ def test_images_and_development_hold_the_same_versions(house: Path) -> None:
     for lock in ("operator", "router", "worker"):
         text = (house / "requirements" / f"{lock}.txt").read_text()
         assert {entry.split()[0] for entry in entries(text)} - pins == set()
+
+
+def test_a_worker_with_a_gpu_holds_what_one_without_holds_and_more(house: Path) -> None:
+    cuda, worker = (
+        {entry.split()[0] for entry in entries((house / "requirements" / file).read_text())}
+        for file in ("cuda.txt", "worker.txt")
+    )
+    assert worker < cuda
+    assert {name.partition("==")[0] for name in cuda - worker} >= {
+        "flashinfer-python", "nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm",
+    }  # fmt: skip
+
+
+def test_the_compiler_is_of_the_cuda_release_that_torch_brings(house: Path) -> None:
+    pins = {
+        entry.split()[0].split("==")[0]: Version(entry.split()[0].split("==")[1])
+        for entry in entries((house / "requirements" / "cuda.txt").read_text())
+    }
+    releases = {
+        pins[name].release[:2]
+        for name in ("cuda-toolkit", "nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")
+    }
+    assert len(releases) == 1, releases
+    assert f"nixl-cu{releases.pop()[0]}" in pins
 
 
 SHA = "0" * 64

@@ -3,19 +3,21 @@
 Nothing is imported until a CUDA device asks for it. Everything else names only what `Library` names
 here, so that a test can put plain torch in its place and see every plan and call. The kernels are
 compiled when first used, into FlashInfer's cache (FLASHINFER_WORKSPACE_BASE, or the home folder):
-minutes once, where that folder is kept.
+minutes once, where that folder is kept. An image has them from `medha_worker.ahead`.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
 
 from medha.errors import SetupError
+from medha_worker import toolkit
 
 VERSION = "0.6.13"
 
@@ -50,9 +52,11 @@ def flashinfer() -> Library:
     # Its norms in plain CUDA, which need no more than its other kernels do.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
     try:
+        toolkit.offer(os.environ, toolkit.toolkit())
         return cast(Library, importlib.import_module("flashinfer"))
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise SetupError(
             f"device is cuda: FlashInfer cannot be imported ({error}); run `pip install"
-            f" flashinfer-python=={VERSION}`, or set device to cpu"
+            f" flashinfer-python=={VERSION}`, or what requirements/cuda.txt locks, or set device to"
+            " cpu"
         ) from None

@@ -1,0 +1,88 @@
+"""Kernels compiled ahead, and the compiler from Python packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import shutil
+
+import pytest
+import torch
+
+from medha_worker import ahead, kernels, toolkit
+from medha_worker.attention import choice
+from medha_worker.attention.scales import FP8
+
+
+def test_what_can_be_compiled_ahead_is_what_the_engine_can_ask_for() -> None:
+    assert ahead.HEAD_DIMS == choice.HEAD_DIMS
+    assert tuple(ahead.DTYPES.values()) == choice.DTYPES and ahead.FP8 == FP8
+
+
+def test_a_model_has_each_kernel_for_both_kinds_of_pages_and_layers() -> None:
+    found = list(ahead.attention([128], [torch.bfloat16], hopper=True))
+    assert len(found) == len(set(found)) == 12
+    kinds = {(kind, *arguments[:3], arguments[7]) for kind, arguments in found}
+    own, small = torch.bfloat16, FP8
+    for window in (False, True):
+        assert ("decode", own, small, own, window) in kinds
+        assert ("fa2", own, own, own, window) in kinds
+        assert ("fa3", small, small, own, window) in kinds  # queries are narrow where keys are
+    assert not [kind for kind, _ in ahead.attention([64], [own], hopper=False) if kind == "fa3"]
+
+
+def test_compiled_modules_are_packed_where_the_library_looks(tmp_path: pathlib.Path) -> None:
+    made = tmp_path / "made.so"
+    made.write_bytes(b"machine code")
+    ahead.pack({"silu": made, "norm": made}, tmp_path / "kernels")
+    file = tmp_path / "kernels" / ahead.PACKAGE / "__init__.py"
+    spec = importlib.util.spec_from_file_location("packed", file)
+    assert spec is not None and spec.loader is not None
+    packed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(packed)
+    assert packed.__version__ == kernels.VERSION
+    folder = pathlib.Path(packed.get_jit_cache_dir())
+    assert (folder / "silu" / "silu.so").read_bytes() == b"machine code"
+    assert (folder / "norm" / "norm.so").exists()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_a_compiler_from_python_packages_is_offered_with_names_to_link(
+    tmp_path: pathlib.Path,
+) -> None:
+    home, empty = tmp_path / "cu13", tmp_path / "empty"
+    for file in ("bin/nvcc", "lib/libcudart.so.13"):
+        (home / file).parent.mkdir(parents=True)
+        (home / file).write_text("")
+    empty.mkdir()
+    environment = {
+        "PATH": str(empty), "CXX": str(shutil.which("cc")),
+        "FLASHINFER_WORKSPACE_BASE": str(tmp_path / "base"), "FLASHINFER_EXTRA_LDFLAGS": "-s",
+    }  # fmt: skip
+    for _ in range(2):  # each process does it, in the same folder
+        own = dict(environment)
+        toolkit.offer(own, home)
+        links = tmp_path / "base" / ".cache" / "flashinfer" / "medha-links"
+        assert own["CUDA_HOME"] == str(home)
+        assert own["FLASHINFER_EXTRA_LDFLAGS"] == f"-s -L{links}"
+        assert (links / "libcudart.so").resolve() == home / "lib" / "libcudart.so.13"
+        assert b"libcuda.so.1" in (links / "libcuda.so").read_bytes()
+    assert sorted(os.listdir(links)) == ["driver.so", "libcuda.so", "libcudart.so"]
+
+
+def test_a_toolkit_that_is_there_stays_and_nothing_is_made_of_nothing(
+    tmp_path: pathlib.Path,
+) -> None:
+    compiler = tmp_path / "nvcc"
+    compiler.write_text("")
+    compiler.chmod(0o755)
+    for environment, home in (
+        ({"PATH": "", "CUDA_HOME": "/usr/local/cuda", "CXX": "cc"}, tmp_path),
+        ({"PATH": str(tmp_path), "CXX": "cc"}, tmp_path),
+        ({"PATH": "", "CXX": "cc"}, None),
+        ({"PATH": str(tmp_path / "none")}, tmp_path),
+    ):
+        before = dict(environment)
+        toolkit.offer(environment, home)
+        assert environment == before

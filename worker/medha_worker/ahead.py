@@ -1,0 +1,115 @@
+"""Compiles FlashInfer's kernels ahead, where there is a compiler, for where there is none.
+
+    python -m medha_worker.ahead FOLDER --archs "8.0 9.0a" --head-dims 128 --dtypes bfloat16
+
+What `attention.choice` can ask for on GPUs of these architectures with such models, in pages of the
+model's own type and of FP8, in layers with and without a window. FOLDER has a package then from
+which FlashInfer loads them without a compiler, wherever FOLDER is on Python's path. Needs no GPU;
+takes minutes of a core for each kernel. Imports nothing else of the worker: the image that compiles
+holds these few files, so that no other change compiles anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from medha.errors import SetupError
+from medha_worker import kernels
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8 = torch.float8_e4m3fn
+
+# What FlashInfer looks for (flashinfer.jit.env).
+PACKAGE, INSIDE = "flashinfer_jit_cache", "jit_cache"
+CODE = f'''"""Kernels compiled ahead, of one release of FlashInfer."""
+
+import pathlib
+
+__version__ = "{kernels.VERSION}"
+
+
+def get_jit_cache_dir():
+    return str(pathlib.Path(__file__).parent / "{INSIDE}")
+'''
+
+
+def attention(
+    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], hopper: bool
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Kinds and arguments of FlashInfer's attention modules: types of queries, keys, states and
+    indices, head dims, no positions, the window, no cap on logits [, no short sums]."""
+    for dim in head_dims:
+        for dtype in dtypes:
+            for kept in (dtype, FP8):
+                for window in (False, True):
+                    rest = (dtype, torch.int32, dim, dim, 0, window, False)
+                    yield "decode", (dtype, kept, *rest)
+                    # Chunks on Ampere, and on any GPU single rows on tensor cores.
+                    yield "fa2", (dtype, kept, *rest, False)
+                    if hopper:
+                        yield "fa3", (kept, kept, *rest, False)
+
+
+def modules(archs: str, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Any]:
+    """What FlashInfer calls a JitSpec, each; raises SetupError where it is not installed."""
+    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = archs
+    kernels.flashinfer()
+    jit = importlib.import_module("flashinfer.jit")
+    made = [
+        jit.norm.gen_norm_module(),
+        jit.rope.gen_rope_module(),
+        jit.cascade.gen_cascade_module(),
+        jit.activation.gen_act_and_mul_module("silu"),
+    ]
+    hopper = any(arch.startswith("9.") for arch in archs.split())
+    for kind, arguments in attention(head_dims, dtypes, hopper):
+        if kind == "decode":
+            made.append(jit.attention.gen_batch_decode_module(*arguments))
+        else:
+            made.append(jit.attention.gen_batch_prefill_module(kind, *arguments))
+    return made
+
+
+def pack(libraries: dict[str, pathlib.Path], folder: pathlib.Path) -> None:
+    """The package in `folder` that holds compiled modules, by name."""
+    package = folder / PACKAGE
+    for name, library in libraries.items():
+        target = package / INSIDE / name / f"{name}.so"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(library, target)
+    (package / "__init__.py").write_text(CODE)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=pathlib.Path, metavar="FOLDER")
+    parser.add_argument("--archs", default="8.0 9.0a", help="of GPUs: 8.0 is an A100, 9.0a an H100")
+    parser.add_argument("--head-dims", type=int, nargs="*", default=[128], choices=HEAD_DIMS)
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16"], choices=sorted(DTYPES))
+    parser.add_argument("--only", default="", help="those with this in their names")
+    chosen = parser.parse_args(arguments)
+    try:
+        found = modules(chosen.archs, chosen.head_dims, [DTYPES[each] for each in chosen.dtypes])
+    except SetupError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    wanted = [module for module in found if chosen.only in module.name]
+    sys.stdout.write("".join(f"{module.name}\n" for module in wanted))
+    sys.stdout.flush()
+    importlib.import_module("flashinfer.jit.core").build_jit_specs(wanted, skip_prebuilt=False)
+    pack({module.name: module.jit_library_path for module in wanted}, chosen.folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
