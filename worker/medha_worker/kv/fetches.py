@@ -109,15 +109,17 @@ class _Fetch:
 class Fetches:
     """Reads of all moves of one rank. Belongs to the mover's thread.
 
-    A move that has failed waits `patience_s` for its reads to end by themselves, then breaks the
-    connection to their source, which ends them for certain.
+    Of each move two layers at least are under way, and more up to `ahead_bytes`: a fast link is
+    through with a few pages before anybody looks again. A move that has failed waits `patience_s`
+    for its reads to end by themselves, then breaks the connection to their source, which ends them
+    for certain. `moved_bytes`: of all reads that are over.
     """
 
     def __init__(
-        self, transfer: Transfer, pool: Pool, ahead: int = 2, patience_s: float = 1.0
+        self, transfer: Transfer, pool: Pool, ahead_bytes: int = 64 << 20, patience_s: float = 1.0
     ) -> None:
-        self._transfer, self._pool, self._ahead = transfer, pool, ahead
-        self._patience_s = patience_s
+        self._transfer, self._pool, self._ahead_bytes = transfer, pool, ahead_bytes
+        self._patience_s, self.moved_bytes = patience_s, 0
         self._fetches: dict[int, _Fetch] = {}
 
     @property
@@ -166,15 +168,18 @@ class Fetches:
                 continue
             read.close()
             if state is State.DONE:
-                fetch.read_bytes += len(fetch.order.move.to_pages) * self._pool.page_bytes
+                read_bytes = len(fetch.order.move.to_pages) * self._pool.page_bytes
+                fetch.read_bytes += read_bytes
+                self.moved_bytes += read_bytes
             else:
                 self._fail(fetch, "a read failed: the source is gone or refused it", now)
         fetch.reads = going
 
     def _ask(self, fetch: _Fetch, now: float) -> None:
         move = fetch.order.move
+        ahead = max(2, self._ahead_bytes // max(1, len(move.to_pages) * self._pool.page_bytes))
         try:
-            while len(fetch.reads) < self._ahead and fetch.next_layer < self._pool.layers.stop:
+            while len(fetch.reads) < ahead and fetch.next_layer < self._pool.layers.stop:
                 fetch.reads.append(
                     self._transfer.read(
                         move.source, fetch.next_layer, move.from_pages, move.to_pages

@@ -20,7 +20,8 @@ from medha_worker.kv.fetches import Copies, Fetches
 from medha_worker.kv.grants import Grant
 from medha_worker.kv.transfer import Pool, Transfer, digests
 
-# Between two polls while something moves, and between two looks at a quiet agent.
+# Between two polls while something is under way (no time at all after one that found that something
+# had moved), and between two looks at a quiet agent.
 _POLL_S = 0.0005
 _QUIET_S = 0.25
 
@@ -48,6 +49,7 @@ class Mover:
         self._report, self._failed, self._checked = report, failed, checked
         self._fetches = Fetches(transfer, pool)
         self._granted: set[int] = set()
+        self._seen_bytes = 0
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
 
@@ -100,8 +102,10 @@ class Mover:
     def _obey(self) -> bool:
         """Carry out what was ordered, or wait a moment; False when it is time to stop."""
         moving = self._fetches.busy or bool(self._granted)
+        seen, self._seen_bytes = self._seen_bytes, self._fetches.moved_bytes
+        wait_s = 0.0 if seen != self._seen_bytes else _POLL_S if moving else _QUIET_S
         try:
-            order = self._orders.get(timeout=_POLL_S if moving else _QUIET_S)
+            order = self._orders.get(timeout=wait_s)
             while order is not None:
                 self._carry_out(order)
                 order = self._orders.get_nowait()
