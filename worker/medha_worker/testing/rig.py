@@ -123,6 +123,7 @@ class Rig:
         self.pids: dict[Coordinate, int] = {}
         self.ready: dict[Coordinate, RankReady] = {}
         self.failed: list[tuple[Coordinate, RankFailed]] = []
+        self._gone: set[int] = set()
         self.stages: dict[int, dict[Coordinate, float]] = collections.defaultdict(dict)
         self.tokens: dict[int, dict[int, TokenOut]] = collections.defaultdict(dict)
         self.logits: dict[int, dict[int, npt.NDArray[np.float32]]] = collections.defaultdict(dict)
@@ -164,6 +165,7 @@ class Rig:
         self.until(lambda: self.formed(generation, members), f"generation {generation}")
 
     def begin_form(self, generation: int, members: tuple[int, ...]) -> None:
+        self._gone.difference_update(members)
         order = Form(generation=generation, members=members, store=self.store)
         self.send([at for group in members for at in self.topology.group_ranks(group)], order)
 
@@ -185,6 +187,7 @@ class Rig:
 
     def forget(self, group: int) -> None:
         """The group is gone: the others are told, and nothing is expected of it."""
+        self._gone.add(group)
         for at in self.topology.group_ranks(group):
             self.ready.pop(at, None)
         self.send(list(self.ready), Forget(group))
@@ -278,6 +281,8 @@ class Rig:
                 self._hello.add(at)
             case RankReady():
                 self.ready[at] = report
+            case RankFailed() if at.group in self._gone:
+                pass  # what is left of a lost group may notice late
             case RankFailed():
                 self.failed.append((at, report))
             case StageDone():
