@@ -16,6 +16,9 @@ KERNELS := worker/medha_worker/attention/singles.kernel.so core/medha/scheduling
 # What `make prometheus` unpacks.
 PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/medha-prometheus
 
+# Short forms of what `make test-api` does at length, where an API server's programs are.
+QUICK := tests/api/test_crash_points.py tests/api/test_edit_fuzz.py
+
 # Tests run one worker per core of a small machine; torch gets one thread in each.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
@@ -55,6 +58,7 @@ images: $(READY) ## build the operator's, the router's and the worker's image (D
 
 test: $(READY) ## run every test that needs neither a GPU nor a cluster
 	$(PYTEST)
+	$(PYTEST) $(QUICK)
 
 # What the long campaigns of tests/api are told; without it each has a short form, or none.
 WHOLE := MEDHA_CRASH_POINTS=whole MEDHA_EDIT_FUZZ=whole MEDHA_OUTAGES=whole

@@ -48,6 +48,8 @@ class _Known(msgspec.Struct):
     cold_start_s: float = signals.USUAL_START_S
     wrote: str = ""
     """Version of the resource that our last write was made for: until another is seen we wait."""
+    written: int | None = None
+    """How many replicas we last wrote, or tried to."""
     slo_s: float = float("-inf")
     scaling: Scaling = Scaling()
 
@@ -122,7 +124,9 @@ class Autoscaler:
         if asked is not None:
             decision = self._decide(key, known, replica, asked, demand, now_s)
             hold_s = signals.policy_of(replica, asked).down_after_s
-            said = heard(asked, replica.spec.replicas, resource.authors, line, hold_s, now_s)
+            said = heard(
+                asked, replica.spec.replicas, resource.authors, line, hold_s, now_s, known.written
+            )
             trouble = await self._act(key, resource, asked, said, line, decision)
             said = await self._without_object(key, asked, said, line)
             verdict = judged(asked, said, decision, trouble)
@@ -165,6 +169,7 @@ class Autoscaler:
         return ""
 
     async def _write(self, key: Key, resource: Resource, before: int, decision: Decision) -> None:
+        self._known[key].written = decision.replicas
         try:
             await self._writer.write_scale(resource, decision.replicas)
         except ClusterError as error:

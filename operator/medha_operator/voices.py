@@ -33,15 +33,17 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True):
 
 def heard(
     asked: Autoscaling, replicas: int, authors: Sequence[Author], line: ScalingLine | None,
-    hold_s: float, now_s: float,
+    hold_s: float, now_s: float, written: int | None = None,
 ) -> ScalingLine:  # fmt: skip
-    """The line of the status, given how many replicas are asked for now and who asked."""
+    """The line of the status, given how many replicas are asked for now, who asked, and how many we
+    last wrote: the API server forgets who wrote a zero to /scale, and then whoever writes after."""
     if line is None or line.mode != asked.mode:
         kept = line.scaled_object if line is not None else "Absent"
         return ScalingLine(mode=asked.mode, replicas=replicas, scaled_object=kept)
     if replicas != line.replicas:
         line = msgspec.structs.replace(line, replicas=replicas, outside_by="", outside_since="")
-        if asked.mode == "Builtin" and not any(each.ours for each in authors):
+        ours = any(each.ours for each in authors) or (not authors and replicas == written)
+        if asked.mode == "Builtin" and not ours:
             by = authors[-1].name if authors else "somebody"
             return msgspec.structs.replace(line, outside_by=by, outside_since=rfc3339(now_s))
     if line.outside_by and now_s - unix_s(line.outside_since) >= hold_s:

@@ -180,6 +180,15 @@ class Fleet:
     def change(self, name: str, spec: Mapping[str, Any]) -> None:
         self._merge(self.path(name), {"spec": spec})
 
+    def owned(self, name: str) -> set[str]:
+        """Fields of its spec of which the API server knows who wrote them."""
+        metadata = self.api.get(self.path(name)).json()["metadata"]
+        return {
+            field
+            for entry in metadata["managedFields"]
+            for field in entry["fieldsV1"].get("f:spec", {})
+        }
+
     def status(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = self.api.get(self.path(name)).json().get("status", {})
         return found

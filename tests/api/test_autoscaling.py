@@ -153,6 +153,29 @@ def test_a_model_at_zero_is_brought_back_by_the_first_request(
     assert (model.name, model.max_context_tokens, model.hold_s > 0.0) == ("llama", 4096, True)
 
 
+def test_after_zero_the_operator_knows_its_own_numbers_from_those_of_others(
+    served: Fleet, start_operator: Start, router: Router, api: httpx.Client
+) -> None:
+    """The API server forgets who wrote a zero to /scale, and who writes there after it."""
+    start_operator(**router.settings)
+    served.create("llama", autoscaling={**SOON, "minReplicas": 0})
+    served.played(lambda: replicas(served) == 0 and not served.pods())
+    assert "f:replicas" not in served.owned("llama")
+    later = {"minReplicas": 1, "scaleDownStabilization": "10m"}  # for so long others would be heard
+    served.change("llama", {"autoscaling": later})
+    served.played(lambda: replicas(served) == 1 and served.is_ready("llama"))
+    served.change("llama", {"autoscaling": {"minReplicas": 2}})
+    served.played(lambda: replicas(served) == 2 and served.is_ready("llama"))
+    assert active(served) == "Scaling"
+    assert "f:replicas" not in served.owned("llama")
+    api.patch(
+        served.path("llama", "scale"), json={"spec": {"replicas": 3}}, headers=MERGE
+    ).raise_for_status()
+    served.played(lambda: active(served) == "OutsideWriter")
+    said = served.condition("llama", "ScalingActive")["message"]
+    assert said.startswith("somebody set spec.replicas to 3")
+
+
 def test_external_exports_a_number_and_writes_nothing(
     served: Fleet, start_operator: Start, router: Router
 ) -> None:

@@ -99,6 +99,15 @@ def test_a_word_of_somebody_else_is_noticed_stands_for_a_while_and_is_forgotten(
     assert heard(BUILTIN, 3, (THEIRS,), theirs, 60.0, NOW_S + 60.0).outside_by == ""
 
 
+def test_a_number_of_which_the_api_server_forgot_the_writer_is_ours_if_we_wrote_it() -> None:
+    line = ScalingLine(mode="Builtin", replicas=1)
+    zero = heard(BUILTIN, 0, (), line, 60.0, NOW_S, written=0)
+    assert (zero.replicas, zero.outside_by) == (0, "")
+    assert heard(BUILTIN, 1, (), zero, 60.0, NOW_S, written=1).outside_by == ""
+    assert heard(BUILTIN, 3, (), zero, 60.0, NOW_S, written=1).outside_by == "somebody"
+    assert heard(BUILTIN, 1, (THEIRS,), zero, 60.0, NOW_S, written=1).outside_by == "kubectl-edit"
+
+
 def test_another_mode_begins_anew_but_remembers_a_scaled_object() -> None:
     line = ScalingLine(mode="External", replicas=2, scaled_object="Expected")
     found = heard(BUILTIN, 5, (THEIRS,), line, 60.0, NOW_S)
