@@ -45,6 +45,8 @@ def test_the_next_decode_stands_on_a_token_that_is_still_drawn() -> None:
     assert (spans(first), spans(second)) == ([(1, 0, 50)], [(1, 50, 51)])
     assert plan.next_batch(0.0, GROUP) is None, "one batch ahead, no more"
     plan.complete(1, tokens(first), 0.005)
+    credit_s = plan._decodes.least_credit_s(0.005)
+    assert credit_s == pytest.approx(2 * 0.03), "of the token behind the one in flight"
     third = taken(plan, 0.005)
     assert spans(third) == [(1, 51, 52)]
     plan.complete(2, tokens(second), 0.0051)
@@ -117,6 +119,25 @@ def test_nothing_is_decided_ahead_where_a_decode_would_be_left_out() -> None:
     assert leftovers(plan) == {}
 
 
+def test_no_decode_goes_ahead_of_one_that_has_no_page() -> None:
+    own = msgspec.structs.replace(AHEAD, output_reserve=0.0, finish_fill=1.0)
+    plan = scheduler(settings=own, pages=4, page_tokens=16)
+    plan.submit(request("full", 32, output_tokens=4), 0.0)
+    plan.submit(request("roomy", 20, output_tokens=4), 0.0)
+    assert sorted(spans(taken(plan, 0.0))) == [(1, 0, 32), (2, 0, 20)]
+    assert plan.next_batch(0.0, GROUP) is None
+
+
+def test_a_sequence_grows_once_its_token_is_there() -> None:
+    plan = scheduler(topology(kvp=2, tokens_per_group=64), AHEAD, pages=2, page_tokens=16)
+    plan.submit(request("a", 32, output_tokens=2), 0.0)
+    first = taken(plan, 0.0)
+    assert plan.next_batch(0.0, frozenset({0, 1})) is None
+    plan.complete(1, tokens(first), 0.01)
+    batch = plan.next_batch(0.01, frozenset({0, 1}))
+    assert batch is not None and batch.groups == (0, 1)
+
+
 def test_a_decode_without_a_page_waits_for_its_token_as_ever() -> None:
     plan = scheduler(settings=AHEAD, pages=2, page_tokens=16)
     plan.submit(request("a", 32, output_tokens=4), 0.0)
@@ -144,18 +165,22 @@ def test_generated_pages_are_named_by_what_they_hold() -> None:
     plan = scheduler(settings=AHEAD, page_tokens=1)
     plan.submit(request("a", 2, output_tokens=4), 0.0, [b"0", b"1"])
     running = [taken(plan, 0.0), taken(plan, 0.0)]
+    pages = [*running[0].chunks[0].pages, *running[1].chunks[0].pages]
     for number in range(4):
         batch, name = running.pop(0), str(number + 1).encode()
         named = Sampled(1, False, name if number else None)
         plan.complete(batch.number, BatchResult((named,)), 0.001 * number)
         more = plan.next_batch(0.001 * number, GROUP)
-        running += [] if more is None else [more]
+        if more is not None:
+            running.append(more)
+            pages += more.chunks[0].pages
     assert leftovers(plan) == {}
     again = request("b", 5, 1.0, output_tokens=1)
     admitted = plan.submit(again, 1.0, [b"0", b"1", b"2", b"3", b"4"])
     assert admitted.cached_tokens == 4
     (chunk,) = taken(plan, 1.0).chunks
     assert (chunk.start, chunk.end) == (4, 5)
+    assert plan.layout(2) == ((0, tuple(enumerate(pages[:4]))),)
 
 
 ARRIVALS = st.lists(
@@ -262,6 +287,27 @@ def test_with_exact_predictions_no_given_promise_is_broken(kvp: int, seed: int) 
     assert [name for name in promised if not driven.in_time(name)] == []
     assert set(driven.finished) == set(driven.requests)
     assert leftovers(plan) == {}
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "srpf", "lrs", "lars"])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_decided_ahead_is_what_would_be_decided_behind(policy: str, seed: int) -> None:
+    """All are there at the beginning, and end as foreseen: nothing is learned in between."""
+    dice, told = random.Random(seed), []
+    asked = [
+        request(f"r{n}", dice.randint(1, 3000), within_s=30.0, output_tokens=dice.randint(1, 40),
+                tpot_s=dice.choice([0.02, 0.05]))
+        for n in range(12)
+    ]  # fmt: skip
+    for ahead_s in (0.0, 0.01):
+        own = Scheduling(policy=policy, ahead_s=ahead_s, max_batch_s=0.05)
+        driven = Driven(scheduler(settings=own, batch_s=0.003, key_s=1e-9))
+        driven.submit(asked)
+        driven.run()
+        told.append([(spans(batch), batch.predicted_s) for _, batch in driven.batches])
+    behind, ahead = told
+    assert [chunks for chunks, _ in ahead] == [chunks for chunks, _ in behind]
+    assert [s for _, s in ahead] == pytest.approx([s for _, s in behind])
 
 
 def test_no_decode_is_skipped_by_a_batch_decided_ahead() -> None:

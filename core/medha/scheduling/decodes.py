@@ -71,6 +71,11 @@ class Decodes:
         """Whether its next decode is prepared and not seated."""
         return bool(self._ready[sequence.slot])
 
+    def lasts(self, sequence: Sequence) -> None:
+        """The token in flight is its last: no time is set aside for another."""
+        if sequence.decoding:
+            self._due_s[sequence.slot] = self._tpot_s[sequence.slot] = np.inf
+
     def prepare(self, sequence: Sequence, chunk: Chunk) -> None:
         """Its next decode is ready to be seated."""
         cohort = self.cohorts.get(chunk.groups)

@@ -80,8 +80,10 @@ class Progress:
         sequence = self.endings.sequences[chunk.seq]
         request, after = sequence.request, chunk.end + 1
         emitted = after - request.prompt_tokens
-        last = emitted >= request.max_output_tokens or after >= self.max_context_tokens
-        if last or sequence.over or sequence.taken_back:
+        if sequence.over or sequence.taken_back:
+            return True
+        if emitted >= request.max_output_tokens or after >= self.max_context_tokens:
+            self.decodes.lasts(sequence)
             return True
         tail, room = self.groups.next_tail(sequence)
         if not room or (tail,) != sequence.groups or sequence.switching:
