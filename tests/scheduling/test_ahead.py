@@ -133,6 +133,7 @@ def test_a_sequence_grows_once_its_token_is_there() -> None:
     plan.submit(request("a", 32, output_tokens=2), 0.0)
     first = taken(plan, 0.0)
     assert plan.next_batch(0.0, frozenset({0, 1})) is None
+    assert plan._groups.shared == {}
     plan.complete(1, tokens(first), 0.01)
     batch = plan.next_batch(0.01, frozenset({0, 1}))
     assert batch is not None and batch.groups == (0, 1)
