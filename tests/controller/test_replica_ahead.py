@@ -13,6 +13,7 @@ import pytest
 from medha.batch import Batch
 from medha.config import Scheduling, WorkerConfig
 from medha.messages import Sampling
+from medha.profile import CPU_CORE, encode
 from medha.scheduling.decisions import replay
 from medha.topology import Topology
 from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
@@ -68,14 +69,15 @@ def fleet(
     config = WorkerConfig(
         replica="r0", model="tiny", checkpoint=str(folder), max_context_tokens=1024,
         topology=Topology(tp=2) if request.param == "shards" else grows, page_tokens=16,
-        kv_pages=64, scheduling=Scheduling(ahead_s=0.05), rank_bind="",
-        decision_log=str(tmp_path / "decisions"),
+        kv_pages=64, scheduling=Scheduling(ahead_s=0.05), rank_bind="", rank_timeout_s=60.0,
+        decision_log=str(tmp_path / "decisions"), profile=str(tmp_path / "profile"),
     )  # fmt: skip
+    (tmp_path / "profile").write_bytes(encode(CPU_CORE))
     with contextlib.closing(Fleet(tmp_path, config)) as running:
         yield running
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_a_replica_one_step_ahead_answers_as_an_engine_alone(
     fleet: Fleet, expected: dict[str, tuple[list[int], Sampling]]
 ) -> None:

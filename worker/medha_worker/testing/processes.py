@@ -20,7 +20,7 @@ from medha.adapters.sockets import Listener
 from medha.config import Curve, WorkerConfig, render
 from medha.topology import Coordinate
 
-LIMIT_S = 90.0
+LIMIT_S = 180.0
 
 
 class Heard:
