@@ -40,7 +40,8 @@ OVERLOAD = 1.4
 """Work that long prompts bring, as a multiple of what one replica can do."""
 CHANGE_S, AFTER_S = 300.0, 25.0
 NOISE_S = 600.0
-TARGET = 1.0
+TARGET, NEAR = 1.0, 0.3
+LOOK_S = 2.0
 ALONE: dict[str, object] = {
     "replicas": 1,
     "parallelism": {"spp": 1},
@@ -273,14 +274,15 @@ async def first(url: str) -> report.Record:
 
 
 class Noise:
-    """Requests whose deadlines leave them a slack about the target, drawn anew every five seconds:
-    what the least tenth of half a minute finds is noise about the target, too. `work_s` says how
-    long one of them takes an idle replica, as the fleet predicts it now."""
+    """Requests whose deadlines leave them more slack or less, drawn anew every five seconds about a
+    level at which the least tenth of them, as the operator sees it by `slack`, is about the target:
+    every draw moves the level by a part of what was seen to be missing."""
 
-    SPREAD, BLOCK_S, RATE, TOKENS = 0.5, 5.0, 0.8, 512
+    SPREAD, BLOCK_S, RATE, TOKENS, PART = 0.3, 5.0, 0.8, 512, 0.2
 
-    def __init__(self, url: str, work_s: Callable[[], float]) -> None:
-        self._url, self._work_s, self._dice = url, work_s, random.Random(0)
+    def __init__(self, url: str, work_s: float, slack: Callable[[], float | None]) -> None:
+        self._url, self._work_s, self._slack = url, work_s, slack
+        self._dice, self._level = random.Random(0), 2.0 * TARGET
         self.records: list[report.Record] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="noise")
@@ -296,19 +298,25 @@ class Noise:
     async def _run(self) -> None:
         async with connect(self._url) as client, asyncio.TaskGroup() as tasks:
             prompts = prompts_from(await vocabulary(client, self._target(1.0)), seed=2)
-            start, number = time.monotonic(), 0
+            start, number, drawn = time.monotonic(), 0, 0.0
             while not self._over.is_set():
                 if number % round(self.RATE * self.BLOCK_S) == 0:
-                    slack = TARGET + self._dice.gauss(1.2, 1.0) * self.SPREAD
-                    work_s = await asyncio.to_thread(self._work_s)
+                    drawn = await self._draw()
                 arrival = Arrival(
                     id=f"noise-{number}", arrival_s=number / self.RATE, output_tokens=1,
                     prompt_tokens=self.TOKENS,
                 )  # fmt: skip
                 await asyncio.sleep(max(0.0, start + arrival.arrival_s - time.monotonic()))
-                target = self._target(work_s * (1.0 + max(0.1, slack)))
+                target = self._target(self._work_s * (1.0 + max(0.1, drawn)))
                 tasks.create_task(self._one(client, target, arrival, prompts(arrival), start))
                 number += 1
+
+    async def _draw(self) -> float:
+        seen = await asyncio.to_thread(self._slack)
+        if seen is not None:
+            missing = min(1.0, max(-1.0, TARGET - seen))
+            self._level = max(TARGET, self._level + self.PART * missing)
+        return self._level + self._dice.gauss(0.0, self.SPREAD)
 
     def _target(self, ttft_s: float) -> Target:
         return Target(url=self._url, model="tiny", ttft_s=ttft_s, tpot_s=2.0)
@@ -320,24 +328,28 @@ class Noise:
         self.records.append(await ask(client, target, arrival, prompt, start))
 
 
+def about_the_target(looks: list[Record]) -> bool:
+    """For the last half minute, on average."""
+    found = slacks(looks)[-round(WINDOW_S / LOOK_S) :]
+    return len(found) * LOOK_S >= WINDOW_S and abs(statistics.mean(found) - TARGET) < NEAR
+
+
 def test_noise_about_the_target_changes_nothing(scaled: Scaled) -> None:
-    bounds = {"scaleDownStabilization": "10m", "maxReplicas": 4}
-    scaled.scaling(minReplicas=2, **bounds)
+    """Of two replicas, one would do for the work, and four are allowed."""
+    bounds = {"scaleDownStabilization": "10m"}
+    scaled.scaling(minReplicas=2, maxReplicas=2, **bounds)
     until(lambda: scaled.settled(2), "two replicas", CHANGE_S)
     with scaled.url() as url, scaled.operator() as operator:
-        alone_s = min(asyncio.run(one(url, "tiny", Noise.TOKENS, 1, f"before-{number}")).ttft_s or 9
-                      for number in range(4))  # fmt: skip
-        began_s = time.time()
-
-        def work_s() -> float:
-            """From what arrived in the window, once that is full of noise."""
-            if time.time() - began_s < WINDOW_S + 5.0:
-                return alone_s
-            return journal(operator).looks[-1].signals.offered / Noise.RATE
-
-        with Noise(url, work_s) as noise:
-            time.sleep(WINDOW_S)  # now nothing but noise is in the operator's window
-            scaled.scaling(minReplicas=1, **bounds)
+        work_s = min(asyncio.run(one(url, "tiny", Noise.TOKENS, 1, f"before-{number}")).ttft_s or 9
+                     for number in range(4))  # fmt: skip
+        with Noise(url, work_s, lambda: journal(operator).looks[-1].signals.slack_p10) as noise:
+            began_s = time.time()
+            until(
+                lambda: about_the_target([look for look in journal(operator).looks
+                                          if look.signals.at_s > began_s + WINDOW_S]),
+                "slack about the target", CHANGE_S,
+            )  # fmt: skip
+            scaled.scaling(minReplicas=1, maxReplicas=4, **bounds)
             since_s = time.time()
             time.sleep(NOISE_S)  # its length is what is tested
             looks = scaled.looks(since_s)
