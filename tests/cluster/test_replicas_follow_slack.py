@@ -2,18 +2,15 @@
 
 One replica is one process on one core, so that a second one has a core of its own. Each decision
 of the operator is kept, shown below the last test (`pytest -rP`), and decided again.
-The last test takes ten minutes: for so long nothing may happen.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +23,8 @@ from examples.testbed import until
 from rich.console import Console
 from rich.table import Table
 
-from medha.cli.open_loop import Target, ask, connect, faults, prompts_from, vocabulary
+from medha.cli.open_loop import Target, ask, connect, faults
 from medha.cli.scaling import run_scaling
-from medha.demand import WINDOW_S
 from medha.scaling import Journal, Record
 from medha.sim import report
 from medha.sim.workload import Arrival
@@ -39,9 +35,7 @@ SHORT, LONG = 64, 4096
 OVERLOAD = 1.4
 """Work that long prompts bring, as a multiple of what one replica can do."""
 CHANGE_S, AFTER_S = 300.0, 25.0
-NOISE_S = 600.0
-TARGET, NEAR = 1.0, 0.3
-LOOK_S = 2.0
+TARGET = 1.0
 ALONE: dict[str, object] = {
     "replicas": 1,
     "parallelism": {"spp": 1},
@@ -134,10 +128,6 @@ def changes(looks: list[Record]) -> list[tuple[int, str]]:
         if count != look.signals.current and [count] != [each for each, _ in found[-1:]]:
             found.append((count, look.decision.why))
     return found
-
-
-def slacks(looks: list[Record]) -> list[float]:
-    return [slack for look in looks if (slack := look.signals.slack_p10) is not None]
 
 
 @pytest.fixture(scope="module")
@@ -271,96 +261,3 @@ async def first(url: str) -> report.Record:
     arrival = Arrival(id="first", arrival_s=0.0, prompt_tokens=SHORT, output_tokens=8)
     async with connect(url) as client:
         return await ask(client, target, arrival, list(range(100, 100 + SHORT)), time.monotonic())
-
-
-class Noise:
-    """Requests whose deadlines leave them more slack or less, drawn anew every five seconds about a
-    level at which the least tenth of them, as the operator sees it by `slack`, is about the target:
-    every draw moves the level by a part of what was seen to be missing."""
-
-    SPREAD, BLOCK_S, RATE, TOKENS, PART = 0.3, 5.0, 0.8, 512, 0.2
-
-    def __init__(self, url: str, work_s: float, slack: Callable[[], float | None]) -> None:
-        self._url, self._work_s, self._slack = url, work_s, slack
-        self._dice, self._level = random.Random(0), 2.0 * TARGET
-        self.records: list[report.Record] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="noise")
-
-    def __enter__(self) -> Noise:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    async def _run(self) -> None:
-        async with connect(self._url) as client, asyncio.TaskGroup() as tasks:
-            prompts = prompts_from(await vocabulary(client, self._target(1.0)), seed=2)
-            start, number, drawn = time.monotonic(), 0, 0.0
-            while not self._over.is_set():
-                if number % round(self.RATE * self.BLOCK_S) == 0:
-                    drawn = await self._draw()
-                arrival = Arrival(
-                    id=f"noise-{number}", arrival_s=number / self.RATE, output_tokens=1,
-                    prompt_tokens=self.TOKENS,
-                )  # fmt: skip
-                await asyncio.sleep(max(0.0, start + arrival.arrival_s - time.monotonic()))
-                target = self._target(self._work_s * (1.0 + max(0.1, drawn)))
-                tasks.create_task(self._one(client, target, arrival, prompts(arrival), start))
-                number += 1
-
-    async def _draw(self) -> float:
-        seen = await asyncio.to_thread(self._slack)
-        if seen is not None:
-            missing = min(1.0, max(-1.0, TARGET - seen))
-            self._level = max(TARGET, self._level + self.PART * missing)
-        return self._level + self._dice.gauss(0.0, self.SPREAD)
-
-    def _target(self, ttft_s: float) -> Target:
-        return Target(url=self._url, model="tiny", ttft_s=ttft_s, tpot_s=2.0)
-
-    async def _one(
-        self, client: httpx.AsyncClient, target: Target, arrival: Arrival, prompt: list[int],
-        start: float,
-    ) -> None:  # fmt: skip
-        self.records.append(await ask(client, target, arrival, prompt, start))
-
-
-def about_the_target(looks: list[Record]) -> bool:
-    """For the last half minute, on average."""
-    found = slacks(looks)[-round(WINDOW_S / LOOK_S) :]
-    return len(found) * LOOK_S >= WINDOW_S and abs(statistics.mean(found) - TARGET) < NEAR
-
-
-def test_noise_about_the_target_changes_nothing(scaled: Scaled) -> None:
-    """Of two replicas, one would do for the work, and four are allowed."""
-    bounds = {"scaleDownStabilization": "10m"}
-    scaled.scaling(minReplicas=2, maxReplicas=2, **bounds)
-    until(lambda: scaled.settled(2), "two replicas", CHANGE_S)
-    with scaled.url() as url, scaled.operator() as operator:
-        work_s = min(asyncio.run(one(url, "tiny", Noise.TOKENS, 1, f"before-{number}")).ttft_s or 9
-                     for number in range(4))  # fmt: skip
-        with Noise(url, work_s, lambda: journal(operator).looks[-1].signals.slack_p10) as noise:
-            began_s = time.time()
-            until(
-                lambda: about_the_target([look for look in journal(operator).looks
-                                          if look.signals.at_s > began_s + WINDOW_S]),
-                "slack about the target", CHANGE_S,
-            )  # fmt: skip
-            scaled.scaling(minReplicas=1, maxReplicas=4, **bounds)
-            since_s = time.time()
-            time.sleep(NOISE_S)  # its length is what is tested
-            looks = scaled.looks(since_s)
-    found = slacks(looks)
-    scaled.tell("noise", looks, since_s)
-    scaled.say(
-        f"{len(noise.records)} requests of noise, slack P10 {min(found):.2f} to {max(found):.2f}, "
-        f"mean {statistics.mean(found):.2f}, target {TARGET:.2f}, {len(looks)} looks"
-    )
-    assert faults(noise.records) == {}
-    assert min(found) < TARGET < max(found)
-    assert changes(looks) == []
-    scaled.scaling(minReplicas=1, maxReplicas=2, scaleDownStabilization="20s")
-    until(lambda: scaled.settled(1), "one replica again", CHANGE_S)
