@@ -185,8 +185,8 @@ async def widen(client: Client, nodes: int, devices: int) -> None:
     A fake node has 8, and one thread renews the leases of all: a thousand fall silent on two
     busy cores, so a larger fleet gets larger nodes instead of more.
     """
-    room = {"nvidia.com/gpu": str(devices), "pods": str(devices + 10), "cpu": "512"}
-    room["memory"] = "4Ti"
+    room = {"nvidia.com/gpu": str(devices), "pods": str(devices + 10)}
+    room |= {"cpu": "512", "memory": "4Ti"}
     body = msgspec.json.encode({"status": {"capacity": room, "allocatable": room}})
     headers = {"Content-Type": "application/merge-patch+json"}
     for number in range(1, nodes + 1):

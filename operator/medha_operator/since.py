@@ -19,8 +19,8 @@ class Since:
     count anew."""
 
     def __init__(self) -> None:
-        self._first: dict[str, float] = {}
-        self._since: dict[str, tuple[str, float]] = {}
+        self._known: dict[str, tuple[float, str, float]] = {}
+        """By UID: when it was first seen, as what it was last seen, and since when that."""
 
     def told(self, pods: Iterable[PodView], now_s: float) -> tuple[PodView, ...]:
         """The same pods, with since when they are known, the scheduler may bind them, or they are
@@ -29,17 +29,17 @@ class Since:
 
     def forget(self, uid: str) -> None:
         """It is gone."""
-        self._since.pop(uid, None)
-        self._first.pop(uid, None)
+        self._known.pop(uid, None)
 
     def _told(self, pod: PodView, now_s: float) -> PodView:
         state = _state(pod)
-        known = self._since.get(pod.uid)
-        if known is None or known[0] != state:
-            known = self._since[pod.uid] = (state, now_s)
-        since = {"seen_since_s": self._first.setdefault(pod.uid, now_s)}
+        seen_s, before, since_s = self._known.get(pod.uid, (now_s, "", now_s))
+        if state != before:
+            since_s = now_s
+            self._known[pod.uid] = seen_s, state, since_s
+        since = {"seen_since_s": seen_s}
         if state in ("open", "unready"):
-            since[f"{state}_since_s"] = known[1]
+            since[f"{state}_since_s"] = since_s
         return msgspec.structs.replace(pod, **since)
 
 

@@ -136,7 +136,7 @@ def _events(audit: Path, account: str = "") -> Iterator[_Event]:
     for line in _lines(audit):
         event = decoder.decode(line)
         name = event.impersonated_user.username
-        if name == account or (name and not account):
+        if name and name == (account or name):
             yield event
 
 
