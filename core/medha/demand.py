@@ -35,7 +35,7 @@ class _Cell:
 
     def __init__(self, second: int) -> None:
         self.second = second
-        self.slacks = [0] * (len(RATIO) + 1)
+        self.slacks, self.alone = [0] * (len(RATIO) + 1), [0] * (len(RATIO) + 1)
         self.work_s = 0.0
         self.ended: collections.Counter[tuple[str, bool]] = collections.Counter()
 
@@ -48,38 +48,32 @@ class Demand:
         self._held: collections.Counter[str] = collections.Counter()
         self._unserved_s: dict[str, float] = {}
 
-    def arrived(self, model: str, slack_ratio: float | None, work_s: float, now: float) -> None:
-        """A request brings work; `slack_ratio` None: its slack says nothing of the replicas."""
-        cell = self._cell(model, now)
-        cell.work_s += work_s
-        if slack_ratio is not None:
-            cell.slacks[bisect.bisect_left(RATIO, slack_ratio)] += 1
+    def arrived(self, model: str, request: Request, now: float) -> None:
+        """It brings work, and its slack says nothing of the replicas."""
+        self._cell(model, now).work_s += request.work_s
 
     def taken(
-        self, model: str, request: Request, finish_s: float, earliest_s: float, now: float
+        self, model: str, request: Request, first_s: float, alone_s: float, now: float
     ) -> float | None:
         """Admitted; returns its slack. What an idle replica could not do in time says nothing of
-        the load: None.
-
-        Seconds after arrival: `finish_s` when all that is more urgent by relative slack has been
-        done before it, `earliest_s` what could be promised. A promised short prompt waits for no
-        long one, however little slack that has; one without a promise waits for both.
+        the load: None. Seconds after arrival: `first_s` when its first token is expected,
+        `alone_s` when an idle replica would be expected to bring it.
         """
-        first_s = (min if request.promised else max)(finish_s, earliest_s)
-        ratio = slack_ratio(request, first_s) if _feasible(request) else None
-        self.arrived(model, ratio, request.work_s, now)
-        return ratio
+        self.arrived(model, request, now)
+        return self._slack(model, request, first_s, alone_s, now)
 
     def refused(self, model: str, request: Request, refusal: Refusal, now: float) -> float | None:
         """Refused: a miss, and its slack is what was missing. None: no replica more would help."""
-        if refusal.code in ("no_replica", "context_length_exceeded") or not _feasible(request):
+        hopeless = (refusal.idle_ttft_s or 0.0) > request.ttft_deadline_s
+        if refusal.code in ("no_replica", "context_length_exceeded") or hopeless:
             return None
-        ratio = REFUSED_RATIO
+        first_s = request.ttft_deadline_s - REFUSED_RATIO * max(request.work_s, WORK_FLOOR_S)
         if refusal.earliest_ttft_s is not None:
-            ratio = slack_ratio(request, refusal.earliest_ttft_s)
-        ratio = min(ratio, 0.0)
-        self.arrived(model, ratio, request.work_s, now)
-        self.ended(model, request.slo_class, False, now)
+            first_s = max(refusal.earliest_ttft_s, request.ttft_deadline_s)
+        ratio = self._slack(model, request, first_s, request.work_s, now)
+        if ratio is not None:
+            self.arrived(model, request, now)
+            self.ended(model, request.slo_class, False, now)
         return ratio
 
     def over(self, model: str, request: Request, met: bool, now: float) -> None:
@@ -117,6 +111,7 @@ class Demand:
         return ModelDemand(
             model=model,
             slack_counts=tuple(map(sum, zip(*(cell.slacks for cell in cells), strict=True))),
+            alone_counts=tuple(map(sum, zip(*(cell.alone for cell in cells), strict=True))),
             work_s=sum(cell.work_s for cell in cells),
             backlog_s=backlog_s,
             held=max(self._held[model], int(unserved)),
@@ -134,6 +129,17 @@ class Demand:
         for of in (self._cells, self._unserved_s):
             for name in of.keys() - kept:
                 del of[name]
+
+    def _slack(
+        self, model: str, request: Request, first_s: float, alone_s: float, now: float
+    ) -> float | None:
+        """Counts what a first token at `first_s` leaves of its deadline, and one at `alone_s`."""
+        if not _feasible(request):
+            return None
+        cell, ratio = self._cell(model, now), slack_ratio(request, first_s)
+        cell.slacks[bisect.bisect_left(RATIO, ratio)] += 1
+        cell.alone[bisect.bisect_left(RATIO, slack_ratio(request, alone_s))] += 1
+        return ratio
 
     def _cell(self, model: str, now: float) -> _Cell:
         cells = self._recent(model, now)

@@ -61,7 +61,8 @@ class Refusal(MedhaError):
 
     `code` is one of `deadline_infeasible`, `overloaded`, `rate_limit_exceeded`,
     `context_length_exceeded`, `no_replica`; `earliest_ttft_s` is the TTFT that could be promised
-    (seconds after arrival, None if unknown); `retry_after_s` the time until room is expected.
+    (seconds after arrival, None if unknown), `idle_ttft_s` the one that an idle replica could
+    promise; `retry_after_s` the time until room is expected.
     """
 
     def __init__(
@@ -70,9 +71,11 @@ class Refusal(MedhaError):
         message: str,
         *,
         earliest_ttft_s: float | None = None,
+        idle_ttft_s: float | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        self.code, self.earliest_ttft_s, self.retry_after_s = code, earliest_ttft_s, retry_after_s
+        self.code, self.retry_after_s = code, retry_after_s
+        self.earliest_ttft_s, self.idle_ttft_s = earliest_ttft_s, idle_ttft_s
         super().__init__(message)
 
 

@@ -37,8 +37,8 @@ SETTLES_S, STUCK_S = 30.0, 300.0
 """Signals look back so far: what they say of a fleet that changed counts from then on. Replicas
 that do not start for STUCK_S, or twice their usual time, are waited for no longer."""
 LONG_AGO_S = 1e12
-MODEST = 0.9
-"""A target is no higher than this share of the slack that an idle replica leaves."""
+MODEST = 0.1
+"""A tenth less slack than an idle replica would leave is as good as can be asked for."""
 GAP_S = 60.0
 """Nobody looked for so long: what was seen before says nothing of the time between."""
 
@@ -58,7 +58,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def band(self) -> float:
-        return max(0.05, BAND * self.target_slack)
+        return max(0.05, BAND * abs(self.target_slack))
 
 
 class ClassShare(msgspec.Struct, frozen=True):
@@ -77,7 +77,8 @@ class ClassShare(msgspec.Struct, frozen=True):
 class Signals(msgspec.Struct, frozen=True, kw_only=True):
     """One look. `current` replicas are asked for and `ready` serve.
 
-    `slack_p10` None: nobody arrived. `offered`: prefill seconds that arrive in a second, refused
+    `slack_p10` None: nobody arrived. `alone_p10`: what an idle replica would have left to the same
+    requests; None: not known. `offered`: prefill seconds that arrive in a second, refused
     ones included, so how many replicas they fill; `backlog_s`: those that wait; `held`: requests
     that find no replica; `busy`: that wait or run; `kv_used`: share of the pages of ready replicas.
     `fresh` False: a source was not heard of lately. `room` False: a replica finds no place.
@@ -88,6 +89,7 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True):
     ready: int
     fresh: bool = True
     slack_p10: float | None = None
+    alone_p10: float | None = None
     offered: float = 0.0
     backlog_s: float = 0.0
     held: int = 0
@@ -128,6 +130,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 def decide(policy: Policy, memory: Memory, signals: Signals) -> tuple[Decision, Memory]:
     """The replicas that are wanted now, and what to remember for the next look."""
+    policy = _attainable(policy, signals)
     memory = _seen(policy, memory, signals)
     if signals.held and not signals.current and policy.most:
         first = Decision(max(1, policy.least), "FirstRequest", _told(signals))
@@ -164,13 +167,6 @@ def replay(journal: Journal) -> list[Decision]:
     return found
 
 
-def attainable(policy: Policy, best: float) -> Policy:
-    """No load is to blame for a slack that not even an idle replica leaves: `best`, of the class
-    with the least. With a multiplier of 1.1 that is 0.1."""
-    target = min(policy.target_slack, MODEST * max(0.0, best))
-    return msgspec.structs.replace(policy, target_slack=target)
-
-
 def quantile(edges: Sequence[float], counts: Sequence[int], share: float) -> float | None:
     """The value below which `share` of a histogram's observations lie, linear within a bucket.
 
@@ -188,6 +184,18 @@ def quantile(edges: Sequence[float], counts: Sequence[int], share: float) -> flo
             return low + (high - low) * (rank - below) / count
         below += count
     return edges[-1]
+
+
+def _attainable(policy: Policy, now: Signals) -> Policy:
+    """No load is to blame for a slack that not even an idle replica would have left."""
+    return msgspec.structs.replace(policy, target_slack=min(policy.target_slack, _best(now)))
+
+
+def _best(now: Signals) -> float:
+    """The most slack that may be asked of any number of replicas."""
+    if now.alone_p10 is None:
+        return math.inf
+    return now.alone_p10 - MODEST * abs(now.alone_p10)
 
 
 def _seen(policy: Policy, memory: Memory, now: Signals) -> Memory:
@@ -235,7 +243,9 @@ def _wanted(policy: Policy, memory: Memory, now: Signals) -> Decision:
         return Decision(now.current, why, _told(now))
     need = max(math.ceil(load / ROOMY), math.ceil(now.ready * now.kv_used / FULL))
     need = max(need, 1 if now.busy or now.held or load > 0.0 else 0)
-    easy = now.slack_p10 is None or now.slack_p10 > policy.target_slack + policy.band
+    easy = now.slack_p10 is None or now.slack_p10 >= min(
+        policy.target_slack + policy.band, _best(now)
+    )
     if need < now.current and easy:
         return Decision(need, "Surplus", _told(now))
     return Decision(now.current, "Enough", _told(now))
@@ -279,4 +289,6 @@ def _told(now: Signals) -> str:
     """The numbers of a look, for a person."""
     told = [f"{now.ready} of {now.current} ready", f"offered work fills {now.offered:.2f}"]
     slack = "nobody arrives" if now.slack_p10 is None else f"P10 of slack {now.slack_p10:.2f}"
+    if now.alone_p10 is not None:
+        slack += f" (of an idle replica {now.alone_p10:.2f})"
     return ", ".join((*told, slack, *([f"{now.held} wait for a replica"] if now.held else [])))

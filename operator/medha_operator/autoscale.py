@@ -123,7 +123,7 @@ class Autoscaler:
         scaling = Scaling(slo=self._slo(known, resource, demand))
         if asked is not None:
             decision = self._decide(key, known, replica, asked, demand, now_s)
-            hold_s = signals.policy_of(replica, asked).down_after_s
+            hold_s = signals.policy_of(asked).down_after_s
             said = heard(
                 asked, replica.spec.replicas, resource.authors, line, hold_s, now_s, known.written
             )
@@ -141,7 +141,7 @@ class Autoscaler:
         self, key: Key, known: _Known, replica: MedhaReplica, asked: Autoscaling,
         demand: signals.Demand, now_s: float,
     ) -> Decision:  # fmt: skip
-        policy = signals.policy_of(replica, asked)
+        policy = signals.policy_of(asked)
         seen = signals.signals_of(
             replica, demand, self._world.pods_of(key), self._world.reports.get(key, {}), now_s,
             room=key not in self._world.waiting, cold_start_s=known.cold_start_s,

@@ -6,13 +6,13 @@ every replica that serves, was heard of within STALE_S: half an answer could loo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from medha.messages import ModelDemand
 from medha.metrics import RATIO
-from medha.scaling import ClassShare, Policy, Signals, attainable, quantile
+from medha.scaling import ClassShare, Policy, Signals, quantile
 from medha.spec import MedhaReplica, seconds
 from medha.spec.quantities import to_number
 from medha.spec.values import Autoscaling
@@ -31,8 +31,11 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slack_p10(self) -> float | None:
-        counts = [each.slack_counts for each in self.models if each.slack_counts]
-        return quantile(RATIO, [sum(each) for each in zip(*counts, strict=True)], 0.1)
+        return _p10(each.slack_counts for each in self.models)
+
+    @property
+    def alone_p10(self) -> float | None:
+        return _p10(each.alone_counts for each in self.models)
 
     @property
     def classes(self) -> tuple[ClassShare, ...]:
@@ -47,15 +50,14 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def policy_of(resource: MedhaReplica, asked: Autoscaling) -> Policy:
+def policy_of(asked: Autoscaling) -> Policy:
     """What `spec.autoscaling` asks for."""
-    policy = Policy(
+    return Policy(
         least=asked.min_replicas,
         most=asked.max_replicas,
         target_slack=to_number(asked.target_slack_p10),
         down_after_s=seconds(asked.scale_down_stabilization),
     )
-    return attainable(policy, min(each.slo.ttft_multiplier for each in resource.spec.classes) - 1.0)
 
 
 def signals_of(
@@ -93,6 +95,7 @@ def signals_of(
         ready=len(ready),
         fresh=demand.fresh and ready <= heard.keys(),
         slack_p10=demand.slack_p10,
+        alone_p10=demand.alone_p10,
         offered=sum(each.work_s for each in demand.models) / demand.window_s,
         backlog_s=sum(each.backlog_s for each in demand.models),
         held=held,
@@ -115,3 +118,9 @@ def slo_of(demand: Demand) -> dict[str, object]:
     if (slack := demand.slack_p10) is not None:
         found["slackP10"] = f"{round(slack / 0.05) * 0.05:.2f}"
     return found
+
+
+def _p10(counts: Iterable[Sequence[int]]) -> float | None:
+    """Of the sum of what all routers counted."""
+    counted = [each for each in counts if each]
+    return quantile(RATIO, [sum(each) for each in zip(*counted, strict=True)], 0.1)

@@ -50,13 +50,13 @@ class Meter:
 
     def arrived(self, run: Run, option: Option, age_s: float, now: float) -> None:
         """Taken, `age_s` after its arrival."""
-        finish_s, earliest_s = age_s + option.finish_s, age_s + option.earliest_s
-        ratio = self._demand.taken(_model(run), run.request, finish_s, earliest_s, now)
+        first_s = age_s + option.first_s(run.request.promised)
+        ratio = self._demand.taken(_model(run), run.request, first_s, option.work_s, now)
         self._arrived(run, ratio)
 
     def arrived_at_none(self, run: Run, now: float) -> None:
         """Taken after it waited for the first replica: that wait is no lack of replicas now."""
-        self._demand.arrived(_model(run), None, run.request.work_s, now)
+        self._demand.arrived(_model(run), run.request, now)
 
     def admitted(self, answer: Answer) -> None:
         model, tenant = answer.ask.model, self._tenant(answer)

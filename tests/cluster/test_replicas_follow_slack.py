@@ -1,16 +1,19 @@
 """Replicas follow the slack that requests find, on a whole cluster: more, fewer, none, and again.
 
 One replica is one process on one core, so that a second one has a core of its own. Each decision
-of the operator is kept, shown below the last test (`pytest -rP`), and decided again.
+of the operator is kept, shown below the last test (`pytest -rP`), and decided again. The last test
+takes a quarter of an hour: for ten minutes of it nothing may happen.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import statistics
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,9 @@ from examples.testbed import until
 from rich.console import Console
 from rich.table import Table
 
-from medha.cli.open_loop import Target, ask, connect, faults
+from medha.cli.open_loop import Target, ask, connect, faults, prompts_from, vocabulary
 from medha.cli.scaling import run_scaling
+from medha.demand import WINDOW_S
 from medha.scaling import Journal, Record
 from medha.sim import report
 from medha.sim.workload import Arrival
@@ -35,7 +39,10 @@ SHORT, LONG = 64, 4096
 OVERLOAD = 1.4
 """Work that long prompts bring, as a multiple of what one replica can do."""
 CHANGE_S, AFTER_S = 300.0, 25.0
-TARGET = 1.0
+TARGET, NOISY = 1.0, 0.5
+NOISE_S, NEAR, LOOK_S = 600.0, 0.15, 2.0
+"""How long, how near to the target the least tenth of all slack lies before that time begins on the
+average of half a minute, and how often the operator looks."""
 ALONE: dict[str, object] = {
     "replicas": 1,
     "parallelism": {"spp": 1},
@@ -128,6 +135,10 @@ def changes(looks: list[Record]) -> list[tuple[int, str]]:
         if count != look.signals.current and [count] != [each for each, _ in found[-1:]]:
             found.append((count, look.decision.why))
     return found
+
+
+def slacks(looks: list[Record]) -> list[float]:
+    return [slack for look in looks if (slack := look.signals.slack_p10) is not None]
 
 
 @pytest.fixture(scope="module")
@@ -261,3 +272,112 @@ async def first(url: str) -> report.Record:
     arrival = Arrival(id="first", arrival_s=0.0, prompt_tokens=SHORT, output_tokens=8)
     async with connect(url) as client:
         return await ask(client, target, arrival, list(range(100, 100 + SHORT)), time.monotonic())
+
+
+class Noise:
+    """Four requests at once, so that half of them wait for another one, every three seconds; how
+    much slack that leaves them is drawn for each, and for every second four anew about a level at
+    which the least tenth of it, as `looks` shows it, is about the target."""
+
+    AT_ONCE, EVERY_S, TOKENS = 4, 3.0, 512
+    SPREAD, WIDTH, PART = 0.25, 1.0, 0.05
+
+    def __init__(self, url: str, looks: Callable[[], list[Record]], work_s: float) -> None:
+        self._url, self._looks, self._work_s = url, looks, work_s
+        self._dice, self._level = random.Random(0), NOISY
+        self.records: list[report.Record] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="noise")
+
+    def __enter__(self) -> Noise:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    async def _run(self) -> None:
+        async with connect(self._url) as client, asyncio.TaskGroup() as tasks:
+            prompts = prompts_from(await vocabulary(client, self._target(1.0)), seed=2)
+            start, number, drawn = time.monotonic(), 0, 0.0
+            watch = tasks.create_task(self._watch())
+            while not self._over.is_set():
+                burst_s = number // self.AT_ONCE * self.EVERY_S
+                await asyncio.sleep(max(0.0, start + burst_s - time.monotonic()))
+                if number % (2 * self.AT_ONCE) == 0:
+                    drawn = self._dice.gauss(self._level, self.SPREAD)
+                for _ in range(self.AT_ONCE):
+                    arrival = Arrival(
+                        id=f"noise-{number}", arrival_s=burst_s, prompt_tokens=self.TOKENS,
+                        output_tokens=1,
+                    )  # fmt: skip
+                    works = max(1.1, 2.0 + drawn + self.WIDTH * self._dice.random())
+                    target = self._target(works * self._work_s)
+                    tasks.create_task(self._one(client, target, arrival, prompts(arrival), start))
+                    number += 1
+            watch.cancel()
+
+    async def _watch(self) -> None:
+        """Beside the load, which is not to wait for it: what a request takes, as the fleet predicts
+        it, and what of the target is missing."""
+        while True:
+            await asyncio.sleep(self.EVERY_S)
+            looks = await asyncio.to_thread(self._looks)
+            if looks and (found := slacks(looks[-1:])):
+                self._work_s = looks[-1].signals.offered * self.EVERY_S / self.AT_ONCE
+                self._level += self.PART * min(1.0, max(-1.0, NOISY - found[0]))
+
+    def _target(self, ttft_s: float) -> Target:
+        return Target(url=self._url, model="tiny", ttft_s=ttft_s, tpot_s=2.0)
+
+    async def _one(
+        self, client: httpx.AsyncClient, target: Target, arrival: Arrival, prompt: list[int],
+        start: float,
+    ) -> None:  # fmt: skip
+        self.records.append(await ask(client, target, arrival, prompt, start))
+
+
+def near(looks: list[Record]) -> bool:
+    """For the last half minute, on average."""
+    found = slacks(looks)[-round(WINDOW_S / LOOK_S) :]
+    return len(found) * LOOK_S >= WINDOW_S and abs(statistics.mean(found) - NOISY) < NEAR
+
+
+def test_ten_minutes_of_noise_about_the_target_change_nothing(scaled: Scaled) -> None:
+    """Of two replicas, one would do for the work, and four are allowed."""
+    noisy = {"scaleDownStabilization": "3m", "targetSlackP10": str(NOISY)}
+    scaled.scaling(minReplicas=2, maxReplicas=2, **noisy)
+    until(lambda: scaled.settled(2), "two replicas", CHANGE_S)
+    with scaled.url() as url, scaled.operator() as operator:
+        work_s = min(asyncio.run(one(url, "tiny", Noise.TOKENS, 1, f"before-{number}")).ttft_s or 9
+                     for number in range(4))  # fmt: skip
+        began_s = time.time()
+
+        def looks() -> list[Record]:
+            """When nothing but noise is in the operator's window."""
+            full_s = began_s + WINDOW_S
+            return [each for each in journal(operator).looks if each.signals.at_s > full_s]
+
+        with Noise(url, looks, work_s) as noise:
+            until(lambda: near(looks()), "slack about the target", CHANGE_S)
+            scaled.scaling(minReplicas=1, maxReplicas=4)
+            since_s = time.time()
+            time.sleep(NOISE_S)  # its length is what is tested
+            seen = scaled.looks(since_s)
+    found = slacks(seen)
+    scaled.tell("noise", seen, since_s)
+    alone = [look.signals.alone_p10 or 0.0 for look in seen]
+    scaled.say(
+        f"{len(noise.records)} requests of noise, {len(seen)} looks, target {NOISY:.2f}, slack P10 "
+        f"{min(found):.2f} to {max(found):.2f}, mean {statistics.mean(found):.2f}, spread "
+        f"{statistics.pstdev(found):.2f}; of idle replicas {min(alone):.2f} to {max(alone):.2f}"
+    )
+    assert faults(noise.records) == {}
+    least, most = NOISY - seen[0].policy.band, NOISY + seen[0].policy.band
+    assert min(found) < least < most < max(found) and min(alone) > most
+    assert changes(seen) == []
+    scaled.scaling(
+        minReplicas=1, maxReplicas=2, targetSlackP10=str(TARGET), scaleDownStabilization="20s"
+    )
+    until(lambda: scaled.settled(1), "one replica again", CHANGE_S)

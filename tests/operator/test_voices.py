@@ -18,7 +18,7 @@ from medha_operator.memory import ScalingLine
 from medha_operator.moments import rfc3339
 from medha_operator.observed import PodView, ReportView
 from medha_operator.published import router_models
-from medha_operator.signals import STALE_S, Demand, policy_of, signals_of, slo_of
+from medha_operator.signals import STALE_S, Demand, signals_of, slo_of
 from medha_operator.testing import NOW_S, resource
 from medha_operator.voices import heard, judged
 
@@ -49,17 +49,19 @@ def report(at_s: float = NOW_S, free: int = 100) -> ReportView:
 
 def test_demand_is_the_sum_over_routers() -> None:
     one = ModelDemand(
-        model="m", slack_counts=counts(-1.0, 10), work_s=30.0, held=1,
+        model="m", slack_counts=counts(-1.0, 10), alone_counts=counts(0.5, 1), work_s=30.0, held=1,
         classes=(ClassDemand(name="a", met=1, missed=2),),
     )  # fmt: skip
     other = ModelDemand(
-        model="m", slack_counts=counts(5.0, 10), work_s=15.0, waiting=3,
+        model="m", slack_counts=counts(5.0, 10), alone_counts=counts(5.0, 9), work_s=15.0,
+        waiting=3,
         classes=(ClassDemand(name="a", met=6), ClassDemand(name="b", missed=1)),
     )  # fmt: skip
     demand = Demand(window_s=30.0, fresh=True, models=(one, other))
     seen = signals_of(resource(), demand, [leader(0)], {0: report(free=25)}, NOW_S)
     assert seen.fresh and (seen.offered, seen.held, seen.busy) == (1.5, 1, 3)
     assert seen.slack_p10 is not None and seen.slack_p10 <= -1.0
+    assert seen.alone_p10 == 0.5
     assert seen.kv_used == 0.75 and seen.cold_start_s == 40.0
     assert [(each.name, each.met, each.missed) for each in seen.classes] == [
         ("a", 7, 2), ("b", 0, 1),
@@ -79,12 +81,6 @@ def test_a_serving_replica_that_is_not_heard_of_makes_the_look_stale(
     assert signals_of(resource(), demand, [leader(0)], reports, NOW_S).fresh is fresh
     assert not signals_of(resource(), Demand(), [leader(0)], {0: report()}, NOW_S).fresh
     assert signals_of(resource(), demand, [leader(0, ready=False)], {}, NOW_S).fresh
-
-
-def test_a_target_beyond_what_an_idle_replica_leaves_is_lowered() -> None:
-    assert policy_of(resource(), BUILTIN).target_slack == 0.2
-    modest = resource(slo={"default": {"ttft": {"multiplier": "1.1"}}})
-    assert policy_of(modest, BUILTIN).target_slack == pytest.approx(0.09)
 
 
 def test_a_word_of_somebody_else_is_noticed_stands_for_a_while_and_is_forgotten() -> None:

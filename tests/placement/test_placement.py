@@ -42,6 +42,16 @@ def test_an_idle_replica_finishes_after_its_own_work() -> None:
     assert option.finish_s == option.work_s == at.predictor.prefill_s(1000)
 
 
+def test_without_a_promise_the_first_token_waits_for_promises_and_not_for_a_guard() -> None:
+    idle = standing().assess(newcomer(), 0.0)
+    assert idle.needed_s == idle.earliest_s > idle.work_s
+    assert idle.first_s(promised=False) == idle.first_s(promised=True) == idle.work_s
+    busy = standing(load=loaded((1.0, 0.0), (3.0, 0.01))).assess(newcomer(), 0.0)
+    waits_s = busy.first_s(promised=False) - idle.work_s
+    assert abs(waits_s - (busy.earliest_s - idle.earliest_s)) < 1e-9 and waits_s > 1.0
+    assert busy.first_s(promised=True) == min(busy.finish_s, busy.earliest_s)
+
+
 def test_prefix_hits_shorten_the_work_and_win_the_place() -> None:
     here, there = standing("a"), standing("b")
     chosen = place(newcomer(prompt_tokens=60_000), [here, there], {"b": 50_000}, 0.0)

@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from medha.config import RouterModel
-from medha.demand import UNSERVED_S, WINDOW_S, Demand
+from medha.demand import REFUSED_RATIO, UNSERVED_S, WINDOW_S, Demand
+from medha.errors import Refusal
 from medha.messages import ClassDemand, ModelDemand, RouterDemand
 from medha.metrics import RATIO
 from medha.request import Request, Slo, SloClass
@@ -79,25 +80,45 @@ def test_what_not_even_an_idle_replica_could_do_in_time_is_no_miss_either() -> N
     assert demand.of("m", 1.0).classes == (ClassDemand(name="default", met=1, missed=1),)
 
 
-def test_the_slack_of_a_promised_one_counts_the_earlier_of_two_times_else_the_later() -> None:
+def test_slack_is_counted_beside_what_an_idle_replica_would_have_left() -> None:
     demand = Demand()
     asked = Request(id="a", arrival_s=0.0, prompt_tokens=9, ttft_deadline_s=4.0, work_s=1.0)
-    promised = msgspec.structs.replace(asked, promised=True)
-    assert demand.taken("m", promised, 6.0, 2.0, 1.0) == 2.0
-    relegated = msgspec.structs.replace(asked, promised=False)
-    assert demand.taken("m", relegated, 6.0, 2.0, 1.0) == -2.0
-    hopeless = msgspec.structs.replace(relegated, work_s=5.0)
+    assert demand.taken("m", asked, 2.0, 1.0, 1.0) == 2.0
+    assert demand.taken("m", asked, 6.0, 1.2, 1.0) == -2.0
+    hopeless = msgspec.structs.replace(asked, work_s=5.0)
     assert demand.taken("m", hopeless, 6.0, 6.0, 1.0) is None
-    assert sum(demand.of("m", 1.0).slack_counts) == 2 and demand.of("m", 1.0).work_s == 7.0
+    found = demand.of("m", 1.0)
+    assert sum(found.slack_counts) == sum(found.alone_counts) == above(found.alone_counts, 2.0) == 2
+    assert above(found.slack_counts, 0.0) == 1 and found.work_s == 7.0
+
+
+def test_a_refusal_that_an_idle_replica_would_give_as_well_asks_for_none() -> None:
+    demand = Demand()
+    asked = Request(id="a", arrival_s=0.0, prompt_tokens=9, ttft_deadline_s=4.0, work_s=1.0)
+
+    def refused(idle_ttft_s: float, earliest_ttft_s: float) -> float | None:
+        refusal = Refusal(
+            "deadline_infeasible", "", earliest_ttft_s=earliest_ttft_s, idle_ttft_s=idle_ttft_s
+        )
+        return demand.refused("m", asked, refusal, 1.0)
+
+    assert refused(4.5, 4.5) is None and refused(4.5, 9.0) is None
+    assert demand.of("m", 1.0) == ModelDemand(model="m")
+    assert refused(3.0, 6.0) == -2.0 and refused(3.0, 3.5) == 0.0
+    assert demand.refused("m", asked, Refusal("overloaded", ""), 1.0) == REFUSED_RATIO
+    found = demand.of("m", 1.0)
+    assert found.work_s == 3.0 and found.classes == (ClassDemand(name="default", missed=3),)
 
 
 def test_a_window_forgets_what_is_older_than_it() -> None:
     demand = Demand()
-    demand.arrived("m", 0.05, 2.0, 100.0)
-    demand.arrived("m", None, 3.0, 100.9)
+    brought = Request(id="a", arrival_s=0.0, prompt_tokens=9, ttft_deadline_s=5.0, work_s=2.0)
+    demand.taken("m", brought, 4.9, 2.0, 100.0)
+    demand.arrived("m", msgspec.structs.replace(brought, work_s=3.0), 100.9)
     demand.ended("m", "a", True, 101.0)
     found = demand.of("m", 102.0)
     assert found.work_s == 5.0 and sum(found.slack_counts) == 1
+    assert above(found.alone_counts, 1.0) == 1 and above(found.slack_counts, 0.1) == 0
     assert demand.of("m", 100.0 + WINDOW_S + 2.0) == ModelDemand(model="m")
 
 

@@ -154,6 +154,22 @@ def test_a_class_that_misses_its_slo_is_pressure_though_slack_is_fine() -> None:
     assert few.current == 1
 
 
+@pytest.mark.parametrize("alone", [-0.2, 0.0, 0.01, 0.12, 0.21, 0.25, 2.3])
+def test_a_fleet_in_nobodys_way_gets_no_replica_more_and_gives_back_what_it_has(
+    alone: float,
+) -> None:
+    """Clients ask for answers nearly as fast as they can be: no load is to blame for that."""
+    run = Run(current=3)
+    run.looks(3600.0, lambda: {"slack_p10": alone, "alone_p10": alone, "offered": 0.1, "busy": 1})
+    assert [count for _, count in run.changes] == [1]
+
+
+def test_what_a_load_takes_from_requests_in_a_hurry_is_pressure() -> None:
+    run = Run()
+    run.looks(120.0, lambda: {"slack_p10": -0.5, "alone_p10": 0.12, "offered": 0.7, "busy": 5})
+    assert [count for _, count in run.changes] == [2]
+
+
 def test_the_budget_is_kept_and_said() -> None:
     run = Run(msgspec.structs.replace(POLICY, most=2))
     reasons = run.looks(600.0, late)

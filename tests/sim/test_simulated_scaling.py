@@ -103,6 +103,21 @@ def test_a_long_prompt_that_is_in_nobodys_way_brings_no_replica() -> None:
     assert took_s is not None and took_s > 25.0
 
 
+@pytest.mark.parametrize("slo_class", [RELEGATING, REFUSING], ids=["relegated", "refused"])
+@pytest.mark.parametrize("multiplier", [1.05, 1.1, 1.3, 2.0])
+def test_clients_in_a_hurry_at_an_idle_fleet_bring_no_replica_and_keep_none(
+    multiplier: float, slo_class: SloClass
+) -> None:
+    """Their deadlines are too early for a promise, whatever the number of replicas."""
+    slo = msgspec.structs.replace(slo_class.slo, ttft_floor_s=0.0, ttft_multiplier=multiplier)
+    scaled = Scaled(slo_class=msgspec.structs.replace(slo_class, slo=slo), count=2)
+    apart = [
+        Arrival(id=f"a-{number}", arrival_s=2.0 * number, prompt_tokens=8000)
+        for number in range(299)
+    ]
+    assert [(count, why) for _, count, why in scaled.play(apart)] == [(1, "Surplus")]
+
+
 def test_refusals_alone_bring_replicas_up_to_the_most_and_no_more() -> None:
     scaled = Scaled(slo_class=REFUSING, until_s=240.0)
     changes = scaled.play(poisson([(90_000, 1)], 1.0, 240, seed=2))

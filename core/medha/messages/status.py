@@ -50,12 +50,14 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What clients wanted of a model within the window, and what waits or runs now.
 
     `slack_counts`: relative slack at arrival by the buckets of `medha.metrics.RATIO`, refused
-    requests included, those left out that not even an idle replica could serve in time. `work_s`:
-    prefill seconds of what arrived. `held`: requests that found no replica, or wait for one.
+    requests included, those left out that not even an idle replica could serve in time.
+    `alone_counts`: what an idle replica would have left to the same requests. `work_s`: prefill
+    seconds of what arrived. `held`: requests that found no replica, or wait for one.
     """
 
     model: str
     slack_counts: tuple[int, ...] = ()
+    alone_counts: tuple[int, ...] = ()
     work_s: float = 0.0
     backlog_s: float = 0.0
     held: int = 0

@@ -154,6 +154,7 @@ def admit(
         f"first token due in {newcomer.due_s - now + age_s:.2f} s, earliest that can be promised "
         f"is {earliest_s:.2f} s: ask for a later deadline or choose a class that relegates",
         earliest_ttft_s=earliest_s,
+        idle_ttft_s=min(offer.needed_s for offer in steady),
     )
 
 

@@ -48,20 +48,33 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     `fits`: a promise for its deadline breaks no other; `earliest_s`: the earliest TTFT from now
     that could be promised; `finish_s`: when its first token is expected; `work_s`: its own work
-    after `cached_tokens`, in seconds of this replica, `cost_s` as it counts in promises; `roomy`:
-    its pages are free now.
+    after `cached_tokens`, in seconds of this replica, `cost_s` as it counts in promises, `needed_s`
+    the earliest that could be promised if the replica were idle; `roomy`: its pages are free now.
     """
 
     replica: str
     cached_tokens: int
     work_s: float
     cost_s: float
+    needed_s: float
     finish_s: float
     earliest_s: float
     fits: bool
     roomy: bool
     pages: int
     free_pages: int
+
+    def first_s(self, promised: bool) -> float:
+        """When its first token is expected, as its slack at arrival counts it.
+
+        First all is done that is more urgent by relative slack. A promised short prompt waits for
+        no long one, however little slack that has, so what could be promised counts where it is
+        earlier. One without a promise waits for all that is promised, too; not for the guard that
+        a promise to it would have needed, since an idle replica has that to keep as well.
+        """
+        if promised:
+            return min(self.finish_s, self.earliest_s)
+        return max(self.finish_s, self.earliest_s - (self.needed_s - self.work_s))
 
 
 class Standing:
@@ -177,6 +190,7 @@ class Standing:
             cached_tokens=cached,
             work_s=work_s,
             cost_s=cost_s,
+            needed_s=needed_s,
             finish_s=ahead_s + work_s,
             earliest_s=earliest_due_s(self._margin, due_in, needed_s) + lead_s,
             fits=room >= needed_s and pages <= free and not self.draining,

@@ -19,7 +19,6 @@ from medha.scaling import (
     Policy,
     Record,
     Signals,
-    attainable,
     decide,
     quantile,
 )
@@ -38,9 +37,7 @@ class Autoscaler:
         self, fleet: Fleet, policy: Policy, make: Callable[[str], SimReplica],
         cold_start_s: float, until_s: float | None = None,
     ) -> None:  # fmt: skip
-        best = min(each.slo.ttft_multiplier for each in fleet.classes.values()) - 1.0
-        self._policy = attainable(policy, best)
-        self._fleet, self._make = fleet, make
+        self._policy, self._fleet, self._make = policy, fleet, make
         self._cold_start_s, self._until_s = cold_start_s, until_s
         self._memory = Memory()
         self._starting: list[str] = []
@@ -74,7 +71,8 @@ class Autoscaler:
             at_s=fleet.loop.now,
             current=len(serving) + len(self._starting),
             ready=len(serving),
-            slack_p10=quantile(RATIO, demand.slack_counts, 0.1) if demand.slack_counts else None,
+            slack_p10=quantile(RATIO, demand.slack_counts, 0.1),
+            alone_p10=quantile(RATIO, demand.alone_counts, 0.1),
             offered=demand.work_s / WINDOW_S,
             backlog_s=demand.backlog_s,
             held=demand.held,

@@ -178,9 +178,10 @@ class Fleet:
         option = verdict.option
         request = msgspec.structs.replace(request, promised=verdict.promised)
         if held:
-            self._demand.arrived(MODEL, None, request.work_s, now)
+            self._demand.arrived(MODEL, request, now)
         else:
-            self._demand.taken(MODEL, request, option.finish_s, option.earliest_s, now)
+            first_s = now - request.arrival_s + option.first_s(verdict.promised)
+            self._demand.taken(MODEL, request, first_s, option.work_s, now)
         self.usage.add(request.slo_class, request.tenant, request.work_s, now)
         self._waiting[request.id] = Waiting(request, hashes)
         self._enqueue(request, newcomer, option, verdict.promised)
