@@ -50,7 +50,7 @@ class Meter:
 
     def arrived(self, run: Run, option: Option, age_s: float, now: float) -> None:
         """Taken, `age_s` after its arrival."""
-        first_s = age_s + option.first_s(run.request.promised)
+        first_s = age_s + option.first_s(promised=run.promise_given)
         ratio = self._demand.taken(_model(run), run.request, first_s, option.work_s, now)
         self._arrived(run, ratio)
 

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 
 from medha.adapters.prometheus import Metrics, OpsServer, Reply, json_reply
 from medha.config import CONTROLLER_OPS_PORT
-from medha.demand import WINDOW_S, Demand
+from medha.demand import WINDOW_S, WORK_FLOOR_S, Demand
 from medha.messages import GroupStatus, ReplicaStatus, RouterDemand
+from medha.request import Request
 
 _NETWORKS = itertools.count()
 PLACES = 1024
@@ -101,12 +102,18 @@ class Router:
         }
 
     def offer(self, model: str, slack: float, load: float) -> None:
-        """A hundred requests found so much slack, and fill `load` replicas."""
+        """A hundred requests found so much slack, where an idle replica would have left them more
+        (four times their work), and fill `load` replicas."""
         self.calm()
         self.models = (model,)
-        now = time.monotonic()
+        now, work_s = time.monotonic(), max(WORK_FLOOR_S, load * WINDOW_S / 100)
+        asked = Request(
+            id="", arrival_s=now, prompt_tokens=1, work_s=work_s,
+            ttft_deadline_s=(1.0 + max(4.0, slack)) * work_s,
+        )  # fmt: skip
         for _ in range(100):
-            self.demand.arrived(model, slack, load * WINDOW_S / 100, now)
+            first_s = asked.ttft_deadline_s - slack * work_s
+            self.demand.taken(model, asked, first_s, work_s, now)
             self.demand.ended(model, "default", slack > 0.0, now)
 
     def calm(self) -> None:
