@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from medha.messages import ModelDemand
+from medha.messages import GroupStatus, ModelDemand
 from medha.metrics import RATIO
 from medha.scaling import ClassShare, Policy, Signals, quantile
 from medha.spec import MedhaReplica, seconds
@@ -68,24 +68,12 @@ def signals_of(
     now_s: float,
     *,
     room: bool = True,
-    cold_start_s: float = USUAL_START_S,
+    cold_start_s: float,
 ) -> Signals:
-    """One look at a resource; `cold_start_s` is what is known of it from former looks."""
+    """One look at a resource, whose replicas take `cold_start_s` to start."""
     leaders = [pod for pod in pods if pod.group == pod.stage == 0 and not pod.deleting]
     ready = {pod.ordinal for pod in leaders if pod.ready}
-    starts_s = [
-        max(0.0, pod.ready_since_s - pod.created_s)
-        for pod in leaders
-        if pod.ready_since_s is not None
-    ]
     heard = {ordinal: view for ordinal, view in reports.items() if now_s - view.at_s <= STALE_S}
-    groups = [
-        group
-        for ordinal in ready & heard.keys()
-        for group in heard[ordinal].status.groups
-        if group.state == "running"
-    ]
-    pages = sum(group.pages for group in groups)
     held = sum(each.held for each in demand.models)
     routers = sum(each.waiting + each.running for each in demand.models)
     controllers = sum(view.status.waiting + view.status.running for view in heard.values())
@@ -95,14 +83,15 @@ def signals_of(
         ready=len(ready),
         fresh=demand.fresh and ready <= heard.keys(),
         slack_p10=demand.slack_p10,
+        arrived=sum(sum(each.slack_counts) for each in demand.models),
         alone_p10=demand.alone_p10,
         offered=sum(each.work_s for each in demand.models) / demand.window_s,
         backlog_s=sum(each.backlog_s for each in demand.models),
         held=held,
         busy=max(routers, controllers),
-        kv_used=1.0 - sum(group.free_pages for group in groups) / pages if pages else 0.0,
+        kv_filled=sum(_used(heard[ordinal].status.groups) for ordinal in ready & heard.keys()),
         classes=demand.classes,
-        cold_start_s=max(starts_s, default=cold_start_s),
+        cold_start_s=cold_start_s,
         room=room,
     )
 
@@ -118,6 +107,13 @@ def slo_of(demand: Demand) -> dict[str, object]:
     if (slack := demand.slack_p10) is not None:
         found["slackP10"] = f"{round(slack / 0.05) * 0.05:.2f}"
     return found
+
+
+def _used(groups: Iterable[GroupStatus]) -> float:
+    """Share of the pages of the running ones that sequences hold."""
+    running = [group for group in groups if group.state == "running"]
+    pages = sum(group.pages for group in running)
+    return 1.0 - sum(group.free_pages for group in running) / pages if pages else 0.0
 
 
 def _p10(counts: Iterable[Sequence[int]]) -> float | None:

@@ -23,7 +23,7 @@ def page(tmp_path: pathlib.Path) -> pathlib.Path:
     policy = Policy(least=1, most=4, target_slack=0.2, down_after_s=60.0)
     memory, journal = Memory(), Journal()
     for at_s in range(0, 60, 5):
-        signals = Signals(at_s=at_s, current=1, ready=1, slack_p10=-1.0, offered=0.9)
+        signals = Signals(at_s=at_s, current=1, ready=1, offered=0.9, slack_p10=-1.0, arrived=9)
         decision, memory = decide(policy, memory, signals)
         look = Record(policy=policy, signals=signals, decision=decision)
         journal = journal.noted(look, 10)

@@ -10,7 +10,7 @@ import pytest
 from medha.messages import ClassDemand, GroupStatus, ModelDemand, ReplicaStatus
 from medha.metrics import RATIO
 from medha.request import SloClass
-from medha.scaling import Decision
+from medha.scaling import Decision, Signals
 from medha.spec.values import Autoscaling
 from medha_operator.authors import Author, authors_of
 from medha_operator.keda import is_ours, same, scaled_object
@@ -47,6 +47,10 @@ def report(at_s: float = NOW_S, free: int = 100) -> ReportView:
     return ReportView(status=status, at_s=at_s)
 
 
+def seen_of(demand: Demand, pods: list[PodView], reports: dict[int, ReportView]) -> Signals:
+    return signals_of(resource(), demand, pods, reports, NOW_S, cold_start_s=40.0)
+
+
 def test_demand_is_the_sum_over_routers() -> None:
     one = ModelDemand(
         model="m", slack_counts=counts(-1.0, 10), alone_counts=counts(0.5, 1), work_s=30.0, held=1,
@@ -58,11 +62,11 @@ def test_demand_is_the_sum_over_routers() -> None:
         classes=(ClassDemand(name="a", met=6), ClassDemand(name="b", missed=1)),
     )  # fmt: skip
     demand = Demand(window_s=30.0, fresh=True, models=(one, other))
-    seen = signals_of(resource(), demand, [leader(0)], {0: report(free=25)}, NOW_S)
+    seen = seen_of(demand, [leader(0)], {0: report(free=25)})
     assert seen.fresh and (seen.offered, seen.held, seen.busy) == (1.5, 1, 3)
     assert seen.slack_p10 is not None and seen.slack_p10 <= -1.0
     assert seen.alone_p10 == 0.5
-    assert seen.kv_used == 0.75 and seen.cold_start_s == 40.0
+    assert seen.kv_filled == 0.75 and seen.cold_start_s == 40.0 and seen.arrived == 20
     assert [(each.name, each.met, each.missed) for each in seen.classes] == [
         ("a", 7, 2), ("b", 0, 1),
     ]  # fmt: skip
@@ -78,9 +82,9 @@ def test_a_serving_replica_that_is_not_heard_of_makes_the_look_stale(
     reports: dict[int, ReportView], fresh: bool
 ) -> None:
     demand = Demand(fresh=True)
-    assert signals_of(resource(), demand, [leader(0)], reports, NOW_S).fresh is fresh
-    assert not signals_of(resource(), Demand(), [leader(0)], {0: report()}, NOW_S).fresh
-    assert signals_of(resource(), demand, [leader(0, ready=False)], {}, NOW_S).fresh
+    assert seen_of(demand, [leader(0)], reports).fresh is fresh
+    assert not seen_of(Demand(), [leader(0)], {0: report()}).fresh
+    assert seen_of(demand, [leader(0, ready=False)], {}).fresh
 
 
 def test_a_word_of_somebody_else_is_noticed_stands_for_a_while_and_is_forgotten() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -46,7 +47,7 @@ class Run:
         self.due = [each for each in self.due if each > self.at_s]
         signals = Signals(
             at_s=self.at_s, current=self.current, ready=self.ready,
-            cold_start_s=self.cold_start_s, **heard,  # type: ignore[arg-type]
+            cold_start_s=self.cold_start_s, **{"arrived": 99, **heard},  # type: ignore[arg-type]
         )  # fmt: skip
         decision, self.memory = decide(self.policy, self.memory, signals)
         self.records.append(Record(policy=self.policy, signals=signals, decision=decision))
@@ -201,10 +202,75 @@ def test_from_zero_the_first_request_brings_a_replica_and_idleness_takes_it_agai
 
 def test_pages_in_use_keep_replicas_that_prompts_do_not_need() -> None:
     run = Run(current=4)
-    run.looks(1200.0, lambda: {"kv_used": 0.75, "busy": 50})
+    run.looks(1200.0, lambda: {"kv_filled": 3.0, "busy": 50})
     assert run.current == 4
-    run.looks(1200.0, lambda: {"kv_used": 0.4, "busy": 50})
+    run.looks(1200.0, lambda: {"kv_filled": 1.5, "busy": 50})
     assert run.current == 2
+
+
+def test_a_fleet_that_was_too_small_is_made_small_again_later_and_later() -> None:
+    """Two are enough and one is not: for the whole stabilisation it looks as if one were."""
+    run = Run(current=2)
+    run.looks(10 * 3600.0, lambda: {**easy(), "offered": 0.5} if run.ready > 1 else late())
+    fewer = [at_s for at_s, count in run.changes if count == 1]
+    pauses = [later - sooner for sooner, later in itertools.pairwise(fewer)]
+    assert len(fewer) <= 10 and pauses == sorted(pauses) and pauses[0] >= 1200.0
+    assert max(pauses) >= 8 * 600.0  # and no later than that
+    gone = run.at_s
+    run.looks(1300.0, idle)
+    assert run.current == 0 or run.changes[-1][0] - gone <= 1300.0  # nobody is there to regret it
+
+
+def test_half_of_a_fleet_goes_at_once_and_no_more_before_another_stabilisation() -> None:
+    run = Run(msgspec.structs.replace(POLICY, least=0), current=8)
+    run.looks(3600.0, idle)
+    assert [count for _, count in run.changes] == [4, 2, 1, 0]
+    times = [at_s for at_s, _ in run.changes]
+    assert all(later - sooner >= 600.0 for sooner, later in itertools.pairwise(times))
+
+
+def test_a_replica_that_comes_and_goes_does_not_hide_what_is_missing() -> None:
+    run = Run(current=4)
+    for _ in range(5):
+        for ready, seconds in ((4, 20.0), (3, 100.0)):
+            for _ in range(round(seconds / LOOK_S)):
+                run.ready = ready
+                run.look(slack_p10=-1.0, offered=3.0, busy=50)
+    assert run.current > 4
+
+
+def test_one_that_is_lost_is_waited_for_before_another_is_asked_for() -> None:
+    run = Run(current=2, cold_start_s=100.0)
+    run.looks(60.0, easy)
+    for ready, seconds in ((1, 150.0), (2, 600.0)):
+        for _ in range(round(seconds / LOOK_S)):
+            run.ready = ready
+            run.look(**(late() if ready == 1 else easy()))
+    assert run.changes == []
+
+
+def test_what_starts_is_not_asked_for_again_after_a_time_without_looks() -> None:
+    run = Run(cold_start_s=400.0)
+    run.looks(80.0, late)
+    assert run.current == 2
+    for _ in range(3):
+        run.at_s += 90.0  # longer than memory lasts
+        run.looks(30.0, late)
+    assert run.current == 2
+
+
+@pytest.mark.parametrize("arrived, count", [(1, 1), (5, 2), (99, 2)])
+def test_few_requests_say_less_than_many(arrived: int, count: int) -> None:
+    run = Run()
+    run.looks(50.0, lambda: {"slack_p10": -1.0, "arrived": arrived, "offered": 0.1, "busy": 1})
+    assert run.current == count
+
+
+def test_a_class_of_few_that_all_miss_keeps_the_fleet_and_brings_more_in_the_end() -> None:
+    run = Run(current=2)
+    missing = (ClassShare("many", met=290, missed=0), ClassShare("few", met=0, missed=4))
+    run.looks(250.0, lambda: {"slack_p10": 5.0, "offered": 0.3, "classes": missing})
+    assert run.current == 3
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -253,7 +319,8 @@ look = st.fixed_dictionaries(
         "backlog_s": st.floats(0, 1e4),
         "held": st.integers(0, 3),
         "busy": st.integers(0, 100),
-        "kv_used": st.floats(0, 1),
+        "kv_filled": st.floats(0, 9),
+        "arrived": st.integers(0, 50),
         "room": st.booleans(),
         "classes": st.just(()) | st.builds(
             lambda met, missed: (ClassShare("a", met, missed),), st.integers(0, 50),

@@ -8,7 +8,7 @@ finishes. Every look is kept as the operator keeps it, so `medha scaling` decide
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from medha.demand import WINDOW_S
 from medha.metrics import RATIO
@@ -72,12 +72,13 @@ class Autoscaler:
             current=len(serving) + len(self._starting),
             ready=len(serving),
             slack_p10=quantile(RATIO, demand.slack_counts, 0.1),
+            arrived=sum(demand.slack_counts),
             alone_p10=quantile(RATIO, demand.alone_counts, 0.1),
             offered=demand.work_s / WINDOW_S,
             backlog_s=demand.backlog_s,
             held=demand.held,
             busy=demand.waiting + demand.running,
-            kv_used=_used([fleet.replicas[name] for name in serving], fleet.loop.now),
+            kv_filled=sum(_used(fleet.replicas[name], fleet.loop.now) for name in serving),
             classes=tuple(ClassShare(each.name, each.met, each.missed) for each in demand.classes),
             cold_start_s=self._cold_start_s,
         )
@@ -106,12 +107,11 @@ class Autoscaler:
                 )
 
 
-def _used(replicas: Sequence[SimReplica], now: float) -> float:
-    """Share of the pages of running groups that sequences hold."""
-    loads = [replica.scheduler.load(now) for replica in replicas]
+def _used(replica: SimReplica, now: float) -> float:
+    """Share of the pages of its running groups that sequences hold."""
+    load = replica.scheduler.load(now)
     running = [
         (free, total)
-        for load in loads
         for free, total in zip(load.free_pages, load.total_pages, strict=True)
         if free >= 0
     ]
