@@ -5,7 +5,8 @@ the Hello of its replicas. The latest word counts, as a rolling update brings re
 classes while the old ones still serve; the context limit is the least of those that serve. A model
 that was learned is forgotten some time after its last replica left. The file, which the operator
 publishes, names models that have no replica now but get one when somebody asks: requests for these
-are held. It is read again when it changes. `now` is an argument.
+are held, and for how long no replica knows, so that the file says it while some serve, too. Of all
+else it has the word while none is there. It is read again when it changes. `now` is an argument.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Models(Mapping[str, ServedModel]):
         self._forget_s = forget_s
         self._left_s: dict[str, float] = {}
         self._log = logging.getLogger("medha.router")
-        self._file, self._version = file, (0, 0)
+        self._file, self._version = file, (0, 0, 0)
         self._published: dict[str, RouterModel] = {}
         self.refresh()
 
@@ -51,9 +52,7 @@ class Models(Mapping[str, ServedModel]):
         """A replica was taken in; `others`: it is not the only one of its model."""
         if hello.model in self._configured:
             return
-        told = introduced(hello)
-        if (published := self._published.get(hello.model)) is not None:
-            told = msgspec.structs.replace(told, hold_s=published.hold_s)
+        told = introduced(hello, self._hold_s(hello.model))
         model = self._models.get(hello.model)
         if model is None:
             self._models[hello.model] = ServedModel(told)
@@ -72,9 +71,10 @@ class Models(Mapping[str, ServedModel]):
             return
         try:
             seen = self._file.stat()
-            if (seen.st_mtime_ns, seen.st_ino) == self._version:
+            version = seen.st_mtime_ns, seen.st_ino, seen.st_size
+            if version == self._version:
                 return
-            self._version = seen.st_mtime_ns, seen.st_ino
+            self._version = version
             models = msgspec.json.decode(self._file.read_bytes(), type=tuple[RouterModel, ...])
         except FileNotFoundError:
             return  # nothing is published yet
@@ -86,20 +86,30 @@ class Models(Mapping[str, ServedModel]):
             if name not in self._models:
                 self._models[name] = ServedModel(told)
                 self._log.info("serves %s from now on, as published", name)
-            elif not self._models[name].ready:
-                self._models[name].adopt(told, at_least=0)
+        for name, model in self._models.items():
+            if name not in self._configured:
+                model.config = msgspec.structs.replace(model.config, hold_s=self._hold_s(name))
 
     def forget(self, served: frozenset[str], now: float) -> None:
-        """Let go of learned models that no replica has served for long; `served` have replicas."""
+        """Let go of learned models that no replica has served for long; `served` have replicas. Of
+        those that are published what the file says counts again."""
         for name in [each for each in self._models if each not in self._configured]:
-            if name in served or name in self._published or len(self._models[name].dispatch):
+            model, told = self._models[name], self._published.get(name)
+            if told is not None and name not in served and model.config != told:
+                model.adopt(told, at_least=0)
+            if name in served or told is not None or len(model.dispatch):
                 self._left_s.pop(name, None)
             elif now - self._left_s.setdefault(name, now) > self._forget_s:
                 del self._models[name], self._left_s[name]
                 self._log.info("serves %s no more: no replica came back", name)
 
+    def _hold_s(self, name: str) -> float:
+        """How long requests wait for a first replica, which no replica can tell."""
+        told = self._published.get(name)
+        return told.hold_s if told is not None else 0.0
 
-def introduced(hello: Hello) -> RouterModel:
+
+def introduced(hello: Hello, hold_s: float) -> RouterModel:
     """The model as a replica introduces it."""
     classes = hello.classes or (SloClass(),)
     names = [each.name for each in classes]
@@ -108,4 +118,5 @@ def introduced(hello: Hello) -> RouterModel:
         max_context_tokens=hello.max_context_tokens,
         classes=classes,
         default_class="default" if "default" in names else names[0],
+        hold_s=hold_s,
     )

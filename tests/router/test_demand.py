@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 from medha.config import RouterModel
 from medha.demand import REFUSED_RATIO, UNSERVED_S, WINDOW_S, Demand
 from medha.errors import Refusal
-from medha.messages import ClassDemand, ModelDemand, RouterDemand
+from medha.messages import ClassDemand, Load, LoadReport, ModelDemand, RouterDemand
 from medha.metrics import RATIO
 from medha.request import Request, Slo, SloClass
+from medha_router.detokenizer import Vocabulary
+from medha_router.fleet import Fleet, Replica
 from medha_router.learning import Models
 
 Routers = Callable[..., Any]
@@ -190,6 +193,64 @@ def test_what_is_published_later_is_served_and_what_is_not_any_more_is_forgotten
     models.forget(frozenset(), 200.0)
     models.forget(frozenset(), 300.0)
     assert set(models) == {"other"}
+
+
+def serving(models: Models, hello: Any, tokenizer: bytes) -> None:
+    """The model is served, by a replica that said this."""
+    fleet = Fleet(None, timeout_s=5.0)
+    replica = fleet.greet(b"r0", hello, 0.0)
+    assert isinstance(replica, Replica)
+    load = Load(free_pages=(64,), total_pages=(64,), page_tokens=16)
+    fleet.report(replica, LoadReport(load), 0.0)
+    model = models[hello.model]
+    model.met(replica).vocabulary = Vocabulary(tokenizer)
+    model.opened([replica], 0.0)
+    assert model.ready
+
+
+def test_how_long_requests_are_held_is_taken_over_while_replicas_serve(
+    tmp_path: Path, make_hello: Callable[..., Any], byte_level_json: bytes
+) -> None:
+    """A controller may be quicker than the file, and what may be scaled to zero may change."""
+    path = tmp_path / "models.json"
+    models = Models((), forget_s=1.0, file=path)
+    models.learn(make_hello(), others=False)
+    serving(models, make_hello(), byte_level_json)
+    learned = models["tiny"].config
+    for hold_s in (60.0, 0.0, 600.0):
+        published(path, hold_s=hold_s)
+        models.refresh()
+        assert models["tiny"].config == msgspec.structs.replace(learned, hold_s=hold_s)
+    published(path, name="other")
+    models.refresh()
+    assert models["tiny"].config.hold_s == 0.0
+
+
+def test_without_replicas_what_is_published_counts_again(
+    tmp_path: Path, make_hello: Callable[..., Any]
+) -> None:
+    """The classes were changed while replicas served that knew the former ones."""
+    path = tmp_path / "models.json"
+    models = Models((), forget_s=1.0, file=path)
+    models.learn(make_hello(), others=False)
+    published(path)
+    models.refresh()
+    models.forget(frozenset({"tiny"}), 1.0)
+    assert set(models["tiny"].classes) == {"default", "eager", "patient"}
+    models.forget(frozenset(), 2.0)
+    assert set(models["tiny"].classes) == {"default"}
+    assert models["tiny"].config.hold_s == 60.0
+
+
+def test_a_file_that_was_written_twice_at_once_is_read_twice(tmp_path: Path) -> None:
+    """A clock of files ticks every few milliseconds."""
+    path = tmp_path / "models.json"
+    published(path)
+    models, seen = Models((), forget_s=1.0, file=path), path.stat()
+    path.write_text(path.read_text().replace('"hold_s":60.0', '"hold_s":600.0'))
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    models.refresh()
+    assert models["tiny"].config.hold_s == 600.0
 
 
 def test_a_file_that_does_not_decode_leaves_the_models_as_they_were(
