@@ -95,6 +95,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
                    dtypes)  # fmt: skip
         narrow = q_data_type.itemsize == 1
         assert narrow == (self.backend == "fa3" and dtypes[1].itemsize == 1)
+        assert not (narrow and window_left >= 0), "fa3 would wait for ever"
         self.causal, self.window_left = causal, window_left
         self.spans = list(zip(qo_indptr[:-1].tolist(), qo_indptr[1:].tolist(), strict=True))
         self.pages = list(_cut(paged_kv_indices, paged_kv_indptr))

@@ -18,7 +18,17 @@ from medha_worker.attention.paged import PagedAttention
 from medha_worker.attention.scales import FP8
 from medha_worker.attention.splits import H200, Choice, table_of
 from medha_worker.calibrate_chunks import best, chunk_kernels
-from medha_worker.testing.paged_case import CASES, NARROW, Case, Off, Work, difference, lay
+from medha_worker.testing.paged_case import (
+    CASES,
+    EXACT,
+    NARROW,
+    Case,
+    Off,
+    Work,
+    difference,
+    lay,
+    limit,
+)
 
 CPU = torch.device("cpu")
 CLOSE = Off(1e-4, 1e-4, 1e-4)
@@ -49,6 +59,19 @@ def test_a_case_in_fp8_is_close_by_the_oracle_of_its_kernels() -> None:
     found = plan.run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
     off = difference(found, laid.expected(NARROW_PAGES))
     assert off.within(NARROW) and off.typical > 1e-3
+
+
+def test_fp8_through_a_window_is_attended_with_queries_in_the_models_type() -> None:
+    """The oracle refuses what `fa3` hangs on."""
+    for window, kernel in ((0, "fa3"), (1024, "fa2")):
+        assert NARROW_PAGES.kernel_for(window) == kernel
+        assert NARROW_PAGES.narrow_queries(window) == (kernel == "fa3")
+        assert SMALL.kernel_for(window) == "fa3" and not SMALL.narrow_queries(window)
+    case = next(case for case in CASES if case.window)
+    laid, attention = lay(case, NARROW_PAGES, CPU), backend(NARROW_PAGES)
+    found = attention.plan(laid.spans).run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
+    assert limit(case, NARROW_PAGES) == EXACT
+    assert difference(found, laid.expected(NARROW_PAGES)).within(EXACT)
 
 
 def test_a_wrong_state_is_told() -> None:

@@ -195,6 +195,26 @@ def test_the_librarys_arithmetic_means_what_plain_torch_does() -> None:
     assert torch.equal(rotated[1][:, 6:], qkv[:, 6:])
 
 
+def test_row_numbers_stay_where_graphs_found_them() -> None:
+    """A graph reads them by address, whatever larger batches came after it was recorded."""
+    seen: list[tuple[int, int]] = []
+
+    class Noted(PlainLibrary):
+        def apply_rope_with_cos_sin_cache_inplace(
+            self, positions: torch.Tensor, *tensors: Any, **more: Any
+        ) -> None:
+            assert torch.equal(positions, torch.arange(len(positions)))
+            seen.append((len(positions), positions.data_ptr()))
+            super().apply_rope_with_cos_sin_cache_inplace(positions, *tensors, **more)
+
+    fused = FusedArithmetic(Noted(), 1e-5, "cpu")  # type: ignore[arg-type]
+    for rows in (8, 256, 300, 5000, 600, 300, 256, 8):
+        angles = torch.rand(rows, 1, 4)
+        fused.rotate(torch.ones(rows, 3, 8), 2, fused.turns(angles, angles))
+    at = dict(seen)
+    assert len(seen) == 8 and all(at[rows] == address for rows, address in seen)
+
+
 def test_a_gpus_weights_keep_the_checkpoints_layout() -> None:
     weight = blank(8, 1024, torch.bfloat16, "meta")
     assert weight.shape == (8, 1024) and weight.t().is_contiguous()

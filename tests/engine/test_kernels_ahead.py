@@ -22,13 +22,17 @@ def test_what_can_be_compiled_ahead_is_what_the_engine_can_ask_for() -> None:
 
 def test_a_model_has_each_kernel_for_both_kinds_of_pages_and_layers() -> None:
     found = list(ahead.attention([128], [torch.bfloat16], hopper=True))
-    assert len(found) == len(set(found)) == 12
+    assert len(found) == len(set(found)) == 11
     kinds = {(kind, *arguments[:3], arguments[7]) for kind, arguments in found}
     own, small = torch.bfloat16, FP8
     for window in (False, True):
         assert ("decode", own, small, own, window) in kinds
         assert ("fa2", own, own, own, window) in kinds
-        assert ("fa3", small, small, own, window) in kinds  # queries are narrow where keys are
+        assert ("fa2", own, small, own, window) in kinds
+        assert ("fa3", own, own, own, window) in kinds
+    # Queries are narrow where keys are, but through a window, where fa3 would wait for ever.
+    assert ("fa3", small, small, own, False) in kinds
+    assert ("fa3", small, small, own, True) not in kinds
     assert not [kind for kind, _ in ahead.attention([64], [own], hopper=False) if kind == "fa3"]
 
 

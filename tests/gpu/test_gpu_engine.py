@@ -94,7 +94,9 @@ class Both:
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def run(self, rows: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        model = self.served.runner._model
+        pieces = self.served.runner._model
+        assert isinstance(pieces, Pieces)
+        model = pieces.model  # launched kernel by kernel, whatever the pieces hold
         plain = dataclasses.replace(inputs, whole=None, attention=dict(self.plans))
         hidden = model.forward(rows.clone(), plain, self.served.engine.kv, SoloColumn())
         launched = model.logits(hidden).clone()

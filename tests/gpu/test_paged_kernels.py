@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from medha_worker import kernels, weights
-from medha_worker.attention.calls import Geometry
 from medha_worker.attention.captured import CapturedDecodes
 from medha_worker.attention.choice import attention_for
 from medha_worker.attention.interface import Partial
@@ -26,13 +25,12 @@ from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
 from medha_worker.testing.paged_case import (
     CASES,
     EXACT,
-    NARROW,
     Case,
     Laid,
-    Off,
     Work,
     difference,
     lay,
+    limit,
     poison,
 )
 
@@ -62,16 +60,12 @@ def run(laid: Laid, on: PagedAttention) -> Partial:
     return plan.run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
 
 
-def tolerance(geometry: Geometry) -> Off:
-    return NARROW if geometry.narrow_queries else EXACT
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
 def test_states_are_those_of_attention_in_float32(case: Case, kv_dtype: torch.dtype) -> None:
     on = attention(kv_dtype=kv_dtype)
     laid = lay(case, on.geometry, on.device)
-    assert difference(run(laid, on), laid.expected(on.geometry)).within(tolerance(on.geometry))
+    assert difference(run(laid, on), laid.expected(on.geometry)).within(limit(case, on.geometry))
 
 
 @pytest.mark.parametrize(

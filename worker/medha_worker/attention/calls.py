@@ -52,10 +52,16 @@ class Geometry:
         """Query heads of a KV head."""
         return self.heads // self.kv_heads
 
-    @property
-    def narrow_queries(self) -> bool:
+    def kernel_for(self, window: int) -> Kernel:
+        """For chunks in layers with this window (0: none).
+
+        In FP8 `fa3` loads tiles at a window's left edge that it never consumes, and waits for ever.
+        """
+        return "fa2" if window and self.kv_dtype == FP8 else self.kernel
+
+    def narrow_queries(self, window: int = 0) -> bool:
         """Whether the kernel for chunks wants queries in FP8: `fa3` does where keys are."""
-        return self.kernel == "fa3" and self.kv_dtype == FP8
+        return self.kernel_for(window) == "fa3" and self.kv_dtype == FP8
 
 
 class Wrapper:
@@ -94,7 +100,7 @@ class Wrappers:
         key = (turn, batch.causal, batch.packed, batch.window)
         if key not in self._made:
             inner = self.library.BatchPrefillWithPagedKVCacheWrapper(
-                self.workspace, LAYOUT, backend=self.geometry.kernel
+                self.workspace, LAYOUT, backend=self.geometry.kernel_for(batch.window)
             )
             self._made[key] = Wrapper.on(self.device, inner)
         return ChunkCall(self._made[key], batch, self.geometry, self.device)
@@ -178,6 +184,7 @@ class ChunkCall:
         self.wrapper, self.batch, self.geometry = wrapper, batch, geometry
         self.rows = _selection(batch, device)
         G = geometry
+        self.narrow = G.narrow_queries(batch.window)
         wrapper.plan(
             staged(batch.q_indptr, device),
             staged(batch.kv_indptr, device),
@@ -189,7 +196,7 @@ class ChunkCall:
             G.page_tokens,
             causal=batch.causal,
             window_left=batch.window - 1,
-            q_data_type=FP8 if G.narrow_queries else G.dtype,
+            q_data_type=FP8 if self.narrow else G.dtype,
             kv_data_type=G.kv_dtype,
             o_data_type=G.dtype,
         )
@@ -200,7 +207,7 @@ class ChunkCall:
     ) -> None:  # fmt: skip
         """States of the entries' rows, in their order, into `out` [rows, heads, head_dim] and `lse`
         [rows, heads]."""
-        G, narrow = self.geometry, self.geometry.narrow_queries
+        G, narrow = self.geometry, self.narrow
         queries = q[self.rows] if isinstance(self.rows, slice) else q.index_select(0, self.rows)
         if scales is not None:
             queries = scales.query_numbers(queries) if narrow else scales.meeting(queries)

@@ -67,7 +67,7 @@ class PagedAttention:
         self.wrappers = Wrappers(geometry, library, device)
         self.rest = ReferenceAttention(G.heads, G.kv_heads, G.head_dim, G.page_tokens, TILE_PAGES)
         self.least_tokens, self._turn = least_tokens, 0
-        self.most_tokens = narrow_tokens if G.narrow_queries else 0
+        self.most_tokens = narrow_tokens if G.narrow_queries() else 0
 
     @torch.inference_mode()
     def plan(self, spans: Sequence[Span]) -> PagedPlan:

@@ -61,7 +61,8 @@ class FusedArithmetic:
     def __init__(self, library: Library, eps: float, at: torch.device | str) -> None:
         self._library, self._eps = library, eps
         self._plain = TorchArithmetic(eps, at)
-        self._count = torch.arange(256, device=at)
+        # Row numbers, of doubling lengths. Graphs keep the addresses, so none is ever replaced.
+        self._counts = [torch.arange(256, device=at)]
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if weight.ndim > 1:
@@ -73,11 +74,12 @@ class FusedArithmetic:
 
     def rotate(self, turned: torch.Tensor, heads: int, turns: torch.Tensor) -> None:
         rows, _, dim = turned.shape
-        if rows > len(self._count):
-            self._count = torch.arange(2 * rows, device=turned.device)
+        if rows > len(self._counts[-1]):
+            self._counts.append(torch.arange(2 * rows, device=turned.device))
+        numbers = next(count[:rows] for count in self._counts if rows <= len(count))
         # Each row has its own line of the table, so that any scaling of angles is served.
         self._library.apply_rope_with_cos_sin_cache_inplace(
-            self._count[:rows], turned[:, :heads].flatten(1), turned[:, heads:].flatten(1), dim,
+            numbers, turned[:, :heads].flatten(1), turned[:, heads:].flatten(1), dim,
             turns, is_neox=False,
         )  # fmt: skip
 

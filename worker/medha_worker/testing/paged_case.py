@@ -151,6 +151,11 @@ class Off(NamedTuple):
 EXACT, NARROW = Off(1e-2, 4e-3, 5e-3), Off(0.3, 0.04, 0.25)
 
 
+def limit(case: Case, geometry: Geometry) -> Off:
+    """What the states of a case may be off."""
+    return NARROW if geometry.narrow_queries(case.window) else EXACT
+
+
 def difference(found: Partial, expected: Partial) -> Off:
     """NaN, which is within no limit, where a row that sees nothing is not empty."""
     natural, empty = found.natural(), expected.lse.isneginf()
