@@ -252,14 +252,18 @@ class Fleet:
         self.api.request("DELETE", path, json={"gracePeriodSeconds": 0})
 
     def run(self, name: str) -> None:
-        """The pod runs and is ready."""
+        """The pod runs and is ready, unless somebody has deleted it meanwhile."""
         kinds = ("PodScheduled", "Initialized", "ContainersReady", "Ready")
         conditions = [{"type": kind, "status": "True", "lastTransitionTime": NOW} for kind in kinds]
         address = self.address(name)
         status = {"phase": "Running", "podIP": address, "conditions": conditions}
         status["podIPs"] = [{"ip": address}]
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}/status"
-        self._merge(path, {"status": status})
+        try:
+            self._merge(path, {"status": status})
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != 404:
+                raise
 
     def played(self, what: Callable[[], T], why: str = "", within_s: float = PATIENCE_S) -> T:
         """`until`, with the kubelets at work."""
