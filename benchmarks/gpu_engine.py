@@ -1,35 +1,34 @@
 """The engine's targets on one GPU, measured in one run: Llama-3-8B's shape, random weights, bf16.
 
     python benchmarks/gpu_engine.py --json table.json
-    python benchmarks/gpu_engine.py --rows tpot burst
+    python benchmarks/gpu_engine.py --rows tpot burst --profile here.json
+    python benchmarks/gpu_engine.py --rows prefill900k       alone, as it takes minutes
     python benchmarks/gpu_engine.py --device cpu --shape tiny      the logic alone: no verdicts
 
 The scheduler that serves decides, and the runner of a rank computes, in one process; long contexts
 that only decodes need are filled, not computed. Targets are stated for one H200, as parts of what
-vLLM 0.24.0 took there (see docs/performance.md). Exits with 1 when one is missed, and with 2 where
-there is no GPU.
+vLLM 0.24.0 took there (see docs/performance.md). Each row is printed, and the file written, as it
+comes; one that breaks is a row too. Exits with 1 when a target is missed or a row broke, and with 2
+where there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
+import functools
 import pathlib
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from medha.errors import UserError
-from medha.profile import CPU_CORE, H200, Profile
-from medha.request import Slo
+from medha.errors import SpecError, UserError
+from medha.predictor import Predictor
+from medha.profile import CPU_CORE, H200, Profile, decode
+from medha.topology import Topology
 from medha_worker.attention.choice import attention_for
 from medha_worker.attention.interface import Span
 from medha_worker.calibrate import machine
@@ -37,8 +36,10 @@ from medha_worker.device import Device, device_of
 from medha_worker.kv.pages import KvPages
 from medha_worker.testing.checkpoint import TinyModel, write_config
 from medha_worker.testing.served import Served, Story, Wish
+from medha_worker.testing.sheet import Row, Sheet
+from medha_worker.testing.stopwatch import Stopwatch
+from medha_worker.testing.workbench import PAGE_TOKENS, Workbench
 
-PAGE_TOKENS = 64
 LLAMA_3_8B = TinyModel(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256,
     max_tokens=1 << 20, rope_theta=500_000.0, dtype="bfloat16",
@@ -52,108 +53,88 @@ LONG_TOKENS, LONG_PART, PART = 131_072, 0.9, 1.0
 BURST_S = 11.3
 COUNTED = 32  # tokens of which a decode's time is the mean
 SHORT_CHUNK, CHUNKS = 64, (64, 128, 256, 512, 2048)
-
-
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the table; `met` None: nothing to judge by, as it is no GPU's time; `value` None:
-    it could not be measured here, `note` says why."""
-
-    row: str
-    what: str
-    value: float | None = None
-    unit: str = ""
-    target: float = 0.0
-    least: bool = False
-    met: bool | None = None
-    note: str = ""
-
-
-class Bench:
-    """The replica that rows are measured on, made when first needed, of one KV type at a time.
-
-    `scale`: lengths are divided by it (1 on a GPU; a dry run on a CPU is small).
-    """
-
-    def __init__(self, device: Device, shape: TinyModel, folder: pathlib.Path, pool: int) -> None:
-        self.device, self.model, self.folder, self.pool = device, shape, folder, pool
-        self.timed = device.at.type == "cuda"
-        self.scale = 1 if self.timed else 64
-        self._served: Served | None = None
-        self._kv = ""
-
-    def tokens(self, count: int) -> int:
-        return max(4, count // self.scale)
-
-    def served(self, kv_dtype: str = "auto", pool_tokens: int = 0) -> Served:
-        """A replica whose pool holds at least `pool_tokens`, warmed up."""
-        if self._served is not None and self._kv == kv_dtype:
-            return self._served
-        self._served = None
-        gc.collect()
-        if self.timed:
-            torch.cuda.empty_cache()
-        profile: Profile = H200 if self.timed else CPU_CORE
-        self._kv = kv_dtype
-        self._served = Served(
-            self.folder, self.device, profile=profile, kv_dtype=kv_dtype,
-            dtype="bfloat16" if self.timed else "float32",
-            pages=max(self.pool, self.tokens(pool_tokens)) // PAGE_TOKENS + 64,
-            slo=Slo(ttft_floor_s=0.15, ttft_multiplier=1.15, tpot_s=0.025),
-        )  # fmt: skip
-        for _ in range(3):
-            mixed = [Wish(prompt_tokens=self.tokens(n), output_tokens=8) for n in (128, 2048, 8192)]
-            self._served.play(mixed + [Wish(prompt_tokens=8, output_tokens=16)] * 8)
-        return self._served
-
-    def wait(self, work: Callable[[], object]) -> float:
-        """Seconds until the device has done `work`."""
-        self.device.fetch().wait()
-        began = time.perf_counter()
-        work()
-        self.device.fetch().wait()
-        return time.perf_counter() - began
-
-    def copy_bytes_per_s(self) -> float:
-        source = torch.zeros(1 << (30 if self.timed else 22), dtype=torch.uint8,
-                             device=self.device.at)  # fmt: skip
-        target = torch.empty_like(source)
-        best_s = min(self.wait(lambda: target.copy_(source)) for _ in range(8))
-        return 2.0 * source.nbytes / best_s
-
-    def row(self, row: str, what: str, value: float, unit: str, target: float, *,
-            least: bool = False, note: str = "") -> Row:  # fmt: skip
-        met = (value >= target if least else value <= target) if self.timed else None
-        return Row(row=row, what=what, value=value, unit=unit, target=target, least=least, met=met,
-                   note=note)  # fmt: skip
+# How far a predicted prefill may be off, and from which length on.
+MISS, JUDGED_TOKENS = 0.05, 32768
+LONGEST = 900_000
 
 
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def ttft(bench: Bench) -> Iterator[Row]:
+def ttft(bench: Workbench) -> Iterator[Row]:
     """One prompt at a time on an idle replica; of short ones the best of several."""
     served = bench.served()
     for tokens, theirs_s in TTFT_S.items():
         part = LONG_PART if tokens >= LONG_TOKENS else PART
-        wish = Wish(prompt_tokens=bench.tokens(tokens), output_tokens=1)
-        rounds = 5 if tokens < 32768 else 1
-        best_s = min(served.play([wish])[0].ttft_s for _ in range(rounds))
-        shape = served.shape
-        flops = shape.layers * (
-            shape.attention_flops(wish.prompt_tokens, 0) + shape.linear_flops(wish.prompt_tokens)
-        )
-        note = f"{flops / best_s / 1e12:,.0f} TFLOP/s of causal work" if bench.timed else ""
-        yield bench.row("ttft", f"TTFT alone, {tokens:,} tokens", 1e3 * best_s, "ms",
-                        1e3 * part * theirs_s, note=note)  # fmt: skip
+        rounds = 5 if tokens < JUDGED_TOKENS else 1
+        yield from _alone(bench, served, "ttft", tokens, 1e3 * part * theirs_s, rounds)
 
 
-def tpot(bench: Bench) -> Iterator[Row]:
+def prefill900k(bench: Workbench) -> Iterator[Row]:
+    """900 K tokens really computed, keys in FP8: minutes, so it is measured when it is named."""
+    served = bench.served("fp8_e4m3" if bench.timed else "auto", LONGEST + 4096)
+    expected_s = served.predictor.prefill_s(bench.tokens(LONGEST))
+    if expected_s > bench.patience_s:
+        raise SpecError(
+            "--patience", bench.patience_s, f"must be at least the {expected_s:,.0f} s that 900 K"
+            " tokens should take here", "give more, or leave this row out",
+        )  # fmt: skip
+    yield from _alone(bench, served, "prefill900k", LONGEST, 0.0, 1)
+
+
+def _alone(
+    bench: Workbench, served: Served, row: str, tokens: int, target_ms: float, rounds: int
+) -> Iterator[Row]:
+    """The best TTFT of `rounds` prompts alone, and how well it was predicted when it came."""
+    wish = Wish(prompt_tokens=bench.tokens(tokens), output_tokens=1)
+    tried = []
+    for _ in range(rounds):
+        expected_s = served.predictor.prefill_s(wish.prompt_tokens)
+        tried.append((served.play([wish])[0].ttft_s, expected_s))
+    best_s, expected_s = min(tried)
+    shape = served.shape
+    flops = shape.layers * (
+        shape.attention_flops(wish.prompt_tokens, 0) + shape.linear_flops(wish.prompt_tokens)
+    )
+    note = f"{flops / best_s / 1e12:,.0f} TFLOP/s of causal work" if bench.timed else ""
+    yield bench.row(row, f"TTFT alone, {tokens:,} tokens", 1e3 * best_s, "ms", target_ms, note=note)
+    by_profile_s = Predictor(bench.profile, shape, Topology()).prefill_s(wish.prompt_tokens)
+    note = (f"predicted {1e3 * expected_s:,.1f} ms, measured {1e3 * best_s:,.1f} ms;"
+            f" {bench.profile.name} alone says {1e3 * by_profile_s:,.1f} ms")  # fmt: skip
+    limit = 100.0 * MISS if tokens >= JUDGED_TOKENS else 0.0
+    yield bench.row(row, "… its prediction was off by", 100.0 * abs(expected_s / best_s - 1.0), "%",
+                    limit, note=note)  # fmt: skip
+
+
+def tpot(bench: Workbench) -> Iterator[Row]:
     """One decode at a time, its context filled."""
     served = bench.served()
     for tokens, theirs_s in TPOT_S.items():
         took_s = decode_s(served, bench.tokens(tokens))
         yield bench.row("tpot", f"TPOT alone after {tokens:,} tokens", 1e3 * took_s, "ms",
                         1e3 * 0.9 * theirs_s)  # fmt: skip
+
+
+def host(bench: Workbench) -> Iterator[Row]:
+    """64 decodes: what an iteration costs the host, and whether the device hides it."""
+    served = bench.served()
+    context, tokens = bench.tokens(2048), bench.tokens(2048) + 128
+    wishes = [Wish(prompt_tokens=context, output_tokens=tokens, filled=True)] * 64
+    watch = Stopwatch(served)
+    with watch:
+        served.play(wishes, lambda _: len(watch.of(64)) >= 4 * COUNTED)
+    turns = watch.of(64)[COUNTED:]
+    spent_s = np.array([turn.host_s for turn in turns])
+    parts = ", ".join(f"{name} {1e3 * float(np.median([turn.parts_s[name] for turn in turns])):.2f}"
+                      for name in watch.parts)  # fmt: skip
+    device_ms = 1e3 * float(np.median([turn.device_s for turn in turns]))
+    note = (f"p99 {1e3 * float(np.quantile(spent_s, 0.99)):.2f} ms over {len(turns)} batches;"
+            f" {parts}; the device {device_ms:.2f} ms")  # fmt: skip
+    yield bench.row("host", "the host's time of a batch of 64 decodes, p50",
+                    1e3 * float(np.median(spent_s)), "ms", 1.0, note=note)  # fmt: skip
+    behind = [turn.behind for turn in turns]
+    yield bench.row("host", "… batches launched before the one before was done",
+                    100.0 * sum(behind) / len(behind), "%", 95.0, least=True)  # fmt: skip
 
 
 def decode_s(served: Served, context: int) -> float:
@@ -163,7 +144,7 @@ def decode_s(served: Served, context: int) -> float:
     return float(np.median(gaps[-COUNTED:]))
 
 
-def convoy(bench: Bench) -> Iterator[Row]:
+def convoy(bench: Workbench) -> Iterator[Row]:
     """32 decodes run, a 128 K prompt arrives, and 2 K prompts every 0.7 s."""
     served = bench.served()
     apart_s, count = (0.7, 24) if bench.timed else (0.0, 4)
@@ -186,7 +167,7 @@ def convoy(bench: Bench) -> Iterator[Row]:
     yield bench.row("convoy", "… TTFT of the 128 K prompt", whole.ttft_s, "s", 12.0)
 
 
-def queue(bench: Bench) -> Iterator[Row]:
+def queue(bench: Workbench) -> Iterator[Row]:
     """A 384 K prompt prefills, and a 2 K prompt comes every 2 s."""
     served = bench.served()
     apart_s, count = (2.0, 40) if bench.timed else (0.0, 4)
@@ -201,7 +182,7 @@ def queue(bench: Bench) -> Iterator[Row]:
     yield bench.row("queue", "… TTFT of the 384 K prompt", ttft_s, "s", 75.0)
 
 
-def _shorts(bench: Bench, row: str, stories: list[Story], p50_ms: float) -> Iterator[Row]:
+def _shorts(bench: Workbench, row: str, stories: list[Story], p50_ms: float) -> Iterator[Row]:
     """TTFT of the 2 K prompts that came while the long one ran."""
     found = [1e3 * story.ttft_s for story in stories]
     note = f"{len(found)} came"
@@ -222,7 +203,7 @@ def _told(stories: Sequence[Story], long: Wish, short: Sequence[Wish]) -> bool:
     return bool(_of(told, [long])) and len(_of(told, short)) == len(_of(stories, short))
 
 
-def chunks(bench: Bench) -> Iterator[Row]:
+def chunks(bench: Workbench) -> Iterator[Row]:
     """Attention alone of one layer: per token, a chunk of 64 beside the best chunk, over 1 M."""
     m, device = bench.model, bench.device
     dtype = torch.bfloat16 if bench.timed else torch.float32
@@ -249,7 +230,7 @@ def chunks(bench: Bench) -> Iterator[Row]:
                     more, "%", 10.0, note=f"the best is {best}")  # fmt: skip
 
 
-def long_decode(bench: Bench) -> Iterator[Row]:
+def long_decode(bench: Workbench) -> Iterator[Row]:
     """One sequence of 900 K tokens, keys in FP8: bytes that a token must read, per second."""
     narrow = "fp8_e4m3" if bench.timed else "auto"
     context = bench.tokens(900_000)
@@ -264,7 +245,7 @@ def long_decode(bench: Bench) -> Iterator[Row]:
                     least=True, note=note)  # fmt: skip
 
 
-def burst(bench: Bench) -> Iterator[Row]:
+def burst(bench: Workbench) -> Iterator[Row]:
     """256 requests of 1,024 in and 256 out, all at once."""
     served = bench.served()
     count = 256 if bench.timed else 12
@@ -276,29 +257,15 @@ def burst(bench: Bench) -> Iterator[Row]:
                     note=f"{rate:,.0f} tokens/s")  # fmt: skip
 
 
-ROWS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+ROWS: dict[str, Callable[[Workbench], Iterator[Row]]] = {
     "ttft": ttft, "tpot": tpot, "convoy": convoy, "queue": queue, "burst": burst,
-    "chunks": chunks, "decode": long_decode,
+    "chunks": chunks, "decode": long_decode, "host": host, "prefill900k": prefill900k,
 }  # fmt: skip
+# Longer than all others together: measured when it is named.
+NAMED = ("prefill900k",)
 
 
-# --- table ----------------------------------------------------------------------------------------
-
-
-def show(rows: list[Row], title: str) -> None:
-    table = Table(title=title)
-    for column in ("what", "measured", "target", "verdict", ""):
-        table.add_column(column)
-    for row in rows:
-        if row.value is None:
-            table.add_row(row.what, "—", "", "not measured", row.note)
-            continue
-        verdict = "not timed" if row.met is None else "met" if row.met else "MISSED"
-        table.add_row(
-            row.what, f"{row.value:,.4g} {row.unit}",
-            f"{'≥' if row.least else '≤'} {row.target:,.4g} {row.unit}", verdict, row.note,
-        )  # fmt: skip
-    Console(width=140).print(table)
+# --- table-----------------------------------------------------------------------------------------
 
 
 def pool_tokens(given: int, device: Device, shape: TinyModel) -> int:
@@ -318,34 +285,51 @@ def main() -> int:
     given = arguments()
     try:
         device = device_of(given.device)
+        profile = profile_of(given.profile, device)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    rows: list[Row] = []
+    shape, name = SHAPES[given.shape], machine(device.at.type)
+    console = Console(width=140)
+    console.print(f"{given.shape} on {name}, profile {profile.name}", highlight=False)
+    head = {"machine": name, "shape": given.shape, "profile": profile.name,
+            "torch": str(torch.__version__)}  # fmt: skip
+    sheet = Sheet(console, given.json, head)
     with tempfile.TemporaryDirectory() as folder:
-        shape = SHAPES[given.shape]
         write_config(pathlib.Path(folder), shape)
         pool = pool_tokens(given.pool_tokens, device, shape)
-        bench = Bench(device, shape, pathlib.Path(folder), pool)
-        name = machine(device.at.type)
+        bench = Workbench(device, shape, pathlib.Path(folder), pool, profile, given.patience)
         for row in given.rows:
-            try:
-                rows.extend(ROWS[row](bench))
-            except UserError as error:
-                rows.append(Row(row=row, what=f"the rest of {row}", note=str(error)))
-    show(rows, f"{given.shape} on {name}")
-    if given.json is not None:
-        found = {"machine": name, "shape": given.shape, "rows": msgspec.to_builtins(rows)}
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if any(row.met is False for row in rows) else 0
+            if not sheet.section(row, functools.partial(ROWS[row], bench)):
+                bench.clear()
+    return sheet.close()
+
+
+def profile_of(file: pathlib.Path | None, device: Device) -> Profile:
+    """What the scheduler predicts with; raises SpecError where the file holds none."""
+    if file is None:
+        return H200 if device.at.type == "cuda" else CPU_CORE
+    try:
+        return decode(file.read_bytes(), str(file))
+    except OSError as error:
+        raise SpecError(
+            "--profile",
+            str(file),
+            f"must be readable ({error.strerror})",
+            "name what `medha calibrate` wrote",
+        ) from None
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, default=[r for r in ROWS if r not in NAMED]
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--json", type=pathlib.Path, help="write the table there too")
+    parser.add_argument("--profile", type=pathlib.Path, help="of `medha calibrate`; else shipped")
+    parser.add_argument("--patience", type=float, default=450.0, help="seconds for one request")
     parser.add_argument("--pool-tokens", type=int, default=0, help="0: as many as fit")
     return parser.parse_args()
 

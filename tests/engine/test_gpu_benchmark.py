@@ -7,19 +7,21 @@ import pathlib
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 
 from medha.config import Scheduling
 from medha.messages import BatchTokens, RankReport
-from medha.profile import CPU_CORE
+from medha.profile import CPU_CORE, encode
 from medha_worker.device import CPU
 from medha_worker.runner import Flight
 from medha_worker.testing.checkpoint import TinyModel, write_config
 from medha_worker.testing.served import Served, Wish
+from medha_worker.testing.stopwatch import Stopwatch
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_engine.py"
-ROWS = ("ttft", "tpot", "convoy", "queue", "burst", "chunks", "decode")
+ROWS = ("ttft", "tpot", "convoy", "queue", "burst", "chunks", "decode", "host")
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +54,42 @@ def test_a_dry_run_has_every_row_and_judges_none(tmp_path: pathlib.Path) -> None
     assert ended.returncode == 0, ended.stderr
     told = json.loads((tmp_path / "table.json").read_text())
     assert {row["row"] for row in told["rows"]} == set(ROWS)
-    assert all(row["met"] is None and row["value"] > 0 for row in told["rows"])
+    assert all(row["met"] is None and row["value"] >= 0 for row in told["rows"])
+    assert told["whole"] and told["profile"] == "cpu-core"
     assert "MISSED" not in ended.stdout and "not timed" in ended.stdout
+
+
+def test_a_long_prompt_is_computed_when_named_unless_it_takes_too_long(
+    tmp_path: pathlib.Path,
+) -> None:
+    dry = ("--device", "cpu", "--shape", "tiny", "--rows", "prefill900k")
+    slow = tmp_path / "slow.json"
+    lame = dict.fromkeys(("linear_flops_per_s", "attention_flops_per_s"), 1e4)
+    slow.write_bytes(encode(msgspec.structs.replace(CPU_CORE, name="slow", **lame)))
+    ended = run(*dry, "--profile", str(slow), "--json", str(tmp_path / "table.json"))
+    assert ended.returncode == 0 and "--patience is 450" in ended.stdout, ended.stderr
+    told = json.loads((tmp_path / "table.json").read_text())
+    assert told["profile"] == "slow" and [row["value"] for row in told["rows"]] == [None]
+
+
+def test_a_profile_that_is_none_is_one_sentence_and_status_two(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "p.json").write_text("{}")
+    for file, said in (("p.json", "must hold a profile"), ("none.json", "must be readable")):
+        ended = run("--device", "cpu", "--shape", "tiny", "--profile", str(tmp_path / file))
+        assert ended.returncode == 2 and ended.stdout == ""
+        assert ended.stderr.count("\n") == 1 and said in ended.stderr
+
+
+def test_the_stopwatch_knows_every_batch_and_leaves_nothing_behind(served: Served) -> None:
+    watch, own = Stopwatch(served), (served.scheduler, served.runner)
+    with watch:
+        served.play([Wish(prompt_tokens=40, output_tokens=30)] * 4)
+    assert (served.scheduler, served.runner) == own
+    assert len(watch.of(4)) > 10 and sum(turn.rows for turn in watch.turns) == 4 * (40 + 29)
+    for turn in watch.turns:
+        assert set(turn.parts_s) == set(Stopwatch.parts) and turn.host_s > 0
+        assert turn.parts_s["launch"] > 0 and turn.device_s > 0
+        assert not turn.behind, "on a CPU a batch is done when it was launched"
 
 
 def test_a_wish_gets_all_its_tokens_in_order_of_time(served: Served) -> None:

@@ -1,0 +1,107 @@
+"""A table of measurements that nothing loses: each row is printed and written as it comes.
+
+A benchmark on a borrowed GPU ends when its time is over, or when one kernel fails. What was
+measured until then is on the screen and in the file; a section that fails becomes a row that says
+with what, and the next one goes on.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from medha.errors import UserError
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One line: `value` in `unit`, which keeps its `target` (`met`), or does not, or has none to
+    keep (None). `value` None: not measured, `note` says why; `failed`: as something broke."""
+
+    row: str
+    what: str
+    value: float | None = None
+    unit: str = ""
+    target: float = 0.0
+    least: bool = False
+    met: bool | None = None
+    failed: bool = False
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.failed:
+            return "FAILED"
+        if self.value is None:
+            return "not measured"
+        if self.met is None:
+            return "not timed" if self.target else ""
+        return "met" if self.met else "MISSED"
+
+
+class Sheet:
+    """Rows by section, on `console` and in the file at `path` as they come; `head`: what else the
+    file says."""
+
+    def __init__(self, console: Console, path: pathlib.Path | None, head: dict[str, Any]) -> None:
+        self.rows: list[Row] = []
+        self.head, self._console, self._path = head, console, path
+        self._whole = False
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing failed and no target was missed."""
+        return not any(row.failed or row.met is False for row in self.rows)
+
+    def section(self, name: str, rows: Callable[[], Iterable[Row]]) -> bool:
+        """Take all `rows`; False when they ended in an error, which is the last of them. What a
+        person can mend is no failure: it was not measured."""
+        self._console.print(f"[bold]{name}[/bold]")
+        try:
+            for row in rows():
+                self.add(row)
+        except UserError as error:
+            self.add(Row(row=name, what=f"the rest of {name}", note=str(error)))
+            return False
+        except Exception as error:
+            traceback.print_exc()
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            text = f"{type(error).__name__}: {lines[0] if lines else 'it says nothing'}"
+            self.add(Row(row=name, what=f"the rest of {name}", failed=True, note=text[:500]))
+            return False
+        return True
+
+    def add(self, row: Row) -> None:
+        """Print a row, and write the file with it."""
+        self.rows.append(row)
+        self._console.print(_line(row), highlight=False, markup=False, soft_wrap=True)
+        self._write()
+
+    def close(self) -> int:
+        """Say what was missed; the exit status of the benchmark."""
+        self._whole = True
+        self._write()
+        bad = [row for row in self.rows if row.failed or row.met is False]
+        for row in bad:
+            self._console.print(f"{row.verdict}: {row.row}: {row.what}", highlight=False,
+                                markup=False, soft_wrap=True)  # fmt: skip
+        return 0 if self.good else 1
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        told = self.head | {"whole": self._whole, "rows": self.rows}
+        fresh = self._path.with_name(self._path.name + ".part")
+        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n")
+        fresh.replace(self._path)
+
+
+def _line(row: Row) -> str:
+    value = "—" if row.value is None else f"{row.value:,.4g} {row.unit}"
+    target = f"{'≥' if row.least else '≤'} {row.target:,.4g} {row.unit}" if row.target else ""
+    cells = f"  {row.what:<64} {value:>18}  {target:<18} {row.verdict:<12} {row.note}"
+    return cells.rstrip()
