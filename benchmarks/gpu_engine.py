@@ -31,10 +31,12 @@ from medha.profile import CPU_CORE, H200, Profile, decode
 from medha.topology import Topology
 from medha_worker.attention.choice import attention_for
 from medha_worker.attention.interface import Span
+from medha_worker.attention.reference import ReferenceAttention
 from medha_worker.calibrate import machine
 from medha_worker.device import Device, device_of
 from medha_worker.kv.pages import KvPages
 from medha_worker.testing.checkpoint import TinyModel, write_config
+from medha_worker.testing.paged_case import EXACT, difference
 from medha_worker.testing.served import Served, Story, Wish
 from medha_worker.testing.sheet import Row, Sheet
 from medha_worker.testing.stopwatch import Stopwatch
@@ -212,17 +214,22 @@ def chunks(bench: Workbench) -> Iterator[Row]:
     kv = KvPages(range(1), count, m.kv_heads, PAGE_TOKENS, m.head_dim, dtype, device.at)
     kv.memory.normal_()
     kernel = attention_for(m.heads, m.kv_heads, m.head_dim, PAGE_TOKENS, dtype, dtype, device.at)
+    plain = ReferenceAttention(m.heads, m.kv_heads, m.head_dim, PAGE_TOKENS, tile_pages=32)
     each_s = {}
     for rows in CHUNKS:
-        pages = np.arange((prefix + rows) // PAGE_TOKENS, dtype=np.int64)
-        plan = kernel.plan([Span(0, rows, prefix, pages, True)])
+        places = torch.arange(prefix, prefix + rows, device=device.at)
+        span = Span(0, rows, prefix, np.arange((prefix + rows) // PAGE_TOKENS), True)
+        plan = kernel.plan([span])
         q = torch.randn(rows, m.heads, m.head_dim, device=device.at).to(dtype)
         k, v = torch.randn(2, rows, m.kv_heads, m.head_dim, device=device.at).to(dtype)
+        kv.write(0, torch.cat((k, v), 1), (places // PAGE_TOKENS, places % PAGE_TOKENS))
 
-        def run(plan=plan, q=q, k=k, v=v) -> object:  # type: ignore[no-untyped-def]
-            return plan.run(q, k, v, kv.pool(0))
-
-        run()
+        run = functools.partial(plan.run, q, k, v, kv.pool(0))
+        found = run()
+        if rows == SHORT_CHUNK:
+            off = difference(found, plain.plan([span]).run(q.float(), k, v, kv.pool(0)))
+            yield bench.row("chunks", "64 rows over 1 M: off from float32", 100.0 * off.worst, "%",
+                            100.0 * EXACT.worst)  # fmt: skip
         each_s[rows] = min(bench.wait(run) for _ in range(5)) / rows
     best = min(each_s, key=lambda rows: each_s[rows])
     more = 100.0 * (each_s[SHORT_CHUNK] / each_s[best] - 1.0)

@@ -57,6 +57,19 @@ def test_a_section_that_breaks_is_a_row_and_the_next_one_goes_on(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_an_attempt_that_breaks_is_its_row() -> None:
+    sheet = Sheet(Console(file=io.StringIO()), None, {})
+
+    def measure() -> Row:
+        raise ValueError("no such kernel")
+
+    sheet.attempt("exact", "a decode", measure)
+    sheet.attempt("exact", "a product", lambda: next(fast()))
+    assert [(row.what, row.failed) for row in sheet.rows] == [("a decode", True),
+                                                              ("a product", False)]  # fmt: skip
+    assert sheet.rows[0].note == "ValueError: no such kernel"
+
+
 def test_what_a_person_can_mend_is_not_measured_and_no_failure() -> None:
     sheet = Sheet(Console(file=io.StringIO()), None, {})
 

@@ -57,6 +57,14 @@ class Sheet:
         """Whether nothing failed and no target was missed."""
         return not any(row.failed or row.met is False for row in self.rows)
 
+    def attempt(self, row: str, what: str, measure: Callable[[], Row]) -> None:
+        """Take one row; what breaks it is the row."""
+        try:
+            self.add(measure())
+        except Exception as error:
+            traceback.print_exc()
+            self.add(Row(row=row, what=what, failed=True, note=_text(error)))
+
     def section(self, name: str, rows: Callable[[], Iterable[Row]]) -> bool:
         """Take all `rows`; False when they ended in an error, which is the last of them. What a
         person can mend is no failure: it was not measured."""
@@ -69,9 +77,7 @@ class Sheet:
             return False
         except Exception as error:
             traceback.print_exc()
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            text = f"{type(error).__name__}: {lines[0] if lines else 'it says nothing'}"
-            self.add(Row(row=name, what=f"the rest of {name}", failed=True, note=text[:500]))
+            self.add(Row(row=name, what=f"the rest of {name}", failed=True, note=_text(error)))
             return False
         return True
 
@@ -98,6 +104,12 @@ class Sheet:
         fresh = self._path.with_name(self._path.name + ".part")
         fresh.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n")
         fresh.replace(self._path)
+
+
+def _text(error: Exception) -> str:
+    """Its kind and the first line of what it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'it says nothing'}"[:500]
 
 
 def _line(row: Row) -> str:
