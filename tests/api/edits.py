@@ -1,7 +1,8 @@
 """Random changes of a MedhaReplica, made from the schema of its definition.
 
 `Edits.valid` gives a merge patch with one field that fits its own schema (rules between fields may
-still refuse it), `Edits.invalid` one with a field that does not.
+still refuse it) and is not what a document has already, `Edits.invalid` one with a field that does
+not fit.
 """
 
 from __future__ import annotations
@@ -53,10 +54,12 @@ class Edits:
         self._leaves = list(leaves(spec, ("spec",)))
         self._strict = [each for each in self._leaves if _bounded(each[1])]
 
-    def valid(self) -> tuple[Path_, dict[str, Any]]:
-        path, schema = self._dice.choice(self._leaves)
-        value = None if self._dice.random() < 0.1 else self._value(schema, path[-1] in COUNTS)
-        return path, _patch(path, value)
+    def valid(self, document: dict[str, Any]) -> tuple[Path_, dict[str, Any]]:
+        while True:
+            path, schema = self._dice.choice(self._leaves)
+            value = None if self._dice.random() < 0.1 else self._value(schema, path[-1] in COUNTS)
+            if value != _found(document, path):
+                return path, _patch(path, value)
 
     def invalid(self) -> tuple[Path_, dict[str, Any]]:
         path, schema = self._dice.choice(self._strict)
@@ -114,6 +117,13 @@ def _fits(word: str, schema: Schema) -> bool:
     pattern = schema.get("pattern", "")
     long = schema.get("minLength", 0) <= len(word) <= schema.get("maxLength", 1 << 20)
     return long and re.search(pattern, word) is not None
+
+
+def _found(document: Any, path: Path_) -> Any:
+    """What stands at a path; None if nothing does."""
+    for name in path:
+        document = document.get(name) if isinstance(document, dict) else None
+    return document
 
 
 def _patch(path: Path_, value: Any) -> dict[str, Any]:
