@@ -7,9 +7,11 @@ was done to it, the operator must live on and end with the same pods.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import re
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +22,8 @@ Start = Callable[..., Operator]
 
 pytestmark = pytest.mark.timeout(600)
 
+LEASE_S = 15.0
+"""As it is by default."""
 POD_NAMES = ["llama-0-g0-s0", "llama-0-g0-s1"]
 
 
@@ -122,6 +126,42 @@ def test_an_api_server_that_is_away_for_a_while_finds_the_operator_at_work_again
     away.clear()
     fleet.played(lambda: fleet.is_ready("llama"))
     assert operator.leads()
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["refused", "done-and-not-told"])
+def test_a_lease_write_that_fails_once_costs_no_leadership_for_long(
+    fleet: Fleet, start_operator: Start, proxy: Proxy, done: bool
+) -> None:
+    """With each status once: it writes the Lease again in time, and goes on with its work."""
+    operator = start_operator(MEDHA_LEASE_S=str(LEASE_S))
+    until(operator.leads)
+    fleet.create("llama", replicas=0)
+    told_s: dict[int, float] = {}
+
+    def renewed_s() -> float:
+        return max(each.at_s for each in proxy.done if _renews(each.call) and each.status == 200)
+
+    def renewed_after(status: int) -> bool:
+        return status in told_s and renewed_s() > told_s[status]
+
+    def fail_once(status: int, call: Call) -> Answer | None:
+        if status in told_s or not _renews(call):
+            return None
+        told_s[status] = time.monotonic()
+        return Answer(status, "SaidByTheTest")
+
+    for number, status in enumerate((400, 403, 409, 422, 500), start=1):
+        setattr(proxy, "after" if done else "before", functools.partial(fail_once, status))
+        until(functools.partial(renewed_after, status))
+        assert renewed_s() - told_s[status] <= LEASE_S
+        until(operator.leads)
+        fleet.change("llama", {"replicas": number % 2})
+        fleet.played(lambda: fleet.is_ready("llama"))
+        assert operator.alive() and operator.process.poll() is None
+
+
+def _renews(call: Call) -> bool:
+    return call.verb == "PUT" and "/leases/" in call.path
 
 
 def test_answers_that_are_no_answers_end_nothing(
