@@ -86,7 +86,7 @@ def test_one_writes_the_other_takes_over_in_time_and_no_pod_is_made_twice(
         assert leader.own[-1].at_s < other.own[0].at_s
     with capsys.disabled():
         print(f"\ntaken over after {', '.join(f'{each:.1f}' for each in took_s)} s")  # noqa: T201
-    assert min(took_s) <= LEASE_S  # each of them, where nothing else keeps the machine busy
+    assert max(took_s) <= LEASE_S
     made = pods_made(copies)
     assert sorted(made) == sorted(fleet.pods()) and set(made.values()) == {1}
 
