@@ -30,12 +30,14 @@ class LiftGate(msgspec.Struct, frozen=True):
 
 
 class DeletePod(msgspec.Struct, frozen=True):
-    """With the UID as precondition; `grace_s` None leaves the pod's own."""
+    """With the UID as precondition; `grace_s` None leaves the pod's own. `if_lost` names a node:
+    unless the API server says at that moment that it is gone or silent, the pod stays."""
 
     pod: str
     uid: str
     why: str
     grace_s: int | None = None
+    if_lost: str = ""
 
 
 class DeleteObject(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from medha_operator.actions import (
     LookAgain,
     Tell,
 )
-from medha_operator.client import KINDS, PODS, REPLICAS, REQUEST_S, Client, ClusterError
+from medha_operator.client import KINDS, NODES, PODS, REPLICAS, REQUEST_S, Client, ClusterError
 from medha_operator.events import Events
 from medha_operator.lease import Lease
 from medha_operator.names import GANG_GATE
@@ -124,7 +124,9 @@ class Writer:
                 self._watches.pods(namespace).learn(projections.pod(answer))
             case LiftGate(pod, uid):
                 await self._lift(namespace, pod, uid)
-            case DeletePod(pod, uid, _, grace_s):
+            case DeletePod(pod, uid, _, grace_s, if_lost):
+                if if_lost:
+                    await self._must_be_lost(if_lost)
                 await self._delete_pod((namespace, pod), uid, grace_s)
             case DeleteObject(kind, name):
                 await self._delete_object(kind, (namespace, name))
@@ -165,6 +167,19 @@ class Writer:
             store.learn(projections.pod(answer))
         else:
             store.forget_uid(key, uid)
+
+    async def _must_be_lost(self, name: str) -> None:
+        """What we know of a node may be old: a pod whose node answers after all stays."""
+        try:
+            body = await self._client.get(NODES, "", name)
+        except ClusterError as error:
+            if error.status != 404:
+                raise
+            return
+        node = projections.node(body)
+        if not node.value.silent:
+            self._watches.nodes.learn(node)
+            raise ClusterError(409, "NodeAnswers", f"node {name} answers: its pods stay")
 
     async def _delete_object(self, kind: str, key: Key) -> None:
         store = self._watches.things(kind, key[0])

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from medha.spec import seconds
 from medha_operator import growth, restarts
-from medha_operator.actions import DeletePod, LiftGate
+from medha_operator.actions import LiftGate
 from medha_operator.look import Look
 from medha_operator.misfits import Misfit
 from medha_operator.placement import Nodes
@@ -115,7 +115,7 @@ def _mend(look: Look, replica: Replica, group: Group) -> None:
 
 
 def _take_down(look: Look, replica: Replica, group: Group, fault: Fault) -> None:
-    if fault.elsewhere:
+    if fault.lost:
         beside = [each.node for each in replica.present if not restarts.is_lost(each, look.nodes)]
         placed = look.room.place_group(beside)
         if isinstance(placed, Misfit) and not look.fits_without(replica.ordinal):
@@ -126,8 +126,7 @@ def _take_down(look: Look, replica: Replica, group: Group, fault: Fault) -> None
         look.again_s.append(look.now_s)
         return
     for each in group.present:
-        grace = 0 if restarts.is_lost(each, look.nodes) else restarts.GRACE_S
-        look.actions.append(DeletePod(each.name, each.uid, fault.why, grace))
+        look.delete([each], fault.why, restarts.GRACE_S, fault.lost)
     told = f"{look.name(replica)} starts KVP group {group.index} anew: {fault.why}"
     look.tell("GroupFailed", told, warning=True)
 

@@ -120,7 +120,11 @@ class Look:
         )
         self.actions.append(CreatePod(pod(self.resource, start, self.settings)))
 
-    def delete(self, pods: Iterable[PodView], why: str) -> None:
+    def delete(
+        self, pods: Iterable[PodView], why: str, grace_s: int | None = None, lost: str = ""
+    ) -> None:
+        """By force where nobody would confirm the end; `lost` is the node that all this is for."""
         for each in pods:
-            grace = 0 if restarts.is_lost(each, self.nodes) else None
-            self.actions.append(DeletePod(each.name, each.uid, why, grace))
+            forced = restarts.is_lost(each, self.nodes)
+            within_s, node = (0, each.node) if forced else (grace_s, lost)
+            self.actions.append(DeletePod(each.name, each.uid, why, within_s, node))

@@ -23,7 +23,6 @@ from medha_operator.actions import (
     Action,
     ApplyObject,
     DeleteObject,
-    DeletePod,
     Drain,
     LookAgain,
 )
@@ -145,9 +144,7 @@ def _free_names(look: Look) -> None:
     """A pod whose node is dead is never confirmed as gone: without force its name stays."""
     for each in look.observed.pods:
         if each.deleting and restarts.is_lost(each, look.nodes):
-            look.actions.append(
-                DeletePod(each.name, each.uid, f"its node {each.node} is gone", grace_s=0)
-            )
+            look.delete([each], f"its node {each.node} is gone")
 
 
 def _create(look: Look, rollout: Rollout) -> Rollout:

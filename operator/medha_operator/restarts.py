@@ -28,13 +28,14 @@ GRACE_S = 5
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """A group's attempt is over, and why. `elsewhere`: only if there is another place for it."""
+    """A group's attempt is over, and why. `lost`: the node that does not answer; then it is over
+    only if there is another place for it."""
 
     ordinal: int
     group: int
     attempt: int
     why: str
-    elsewhere: bool = False
+    lost: str = ""
 
 
 def fault_of(
@@ -44,12 +45,11 @@ def fault_of(
     present = group.present
     if not present:
         return None
-    elsewhere = False
+    lost = ""
     why = _pod_fault(group, now_s)
     if not why:
-        lost = next((pod for pod in present if is_lost(pod, nodes)), None)
-        if lost is not None:
-            why, elsewhere = f"node {lost.node} does not answer", True
+        lost = next((pod.node for pod in present if is_lost(pod, nodes)), "")
+        why = f"node {lost} does not answer" if lost else ""
     if not why:
         stray = next((pod for pod in present if _has_no_home(pod, nodes)), None)
         if stray is not None:
@@ -64,7 +64,7 @@ def fault_of(
         group=group.index,
         attempt=group.attempt,
         why=why[:300],
-        elsewhere=elsewhere,
+        lost=lost,
     )
 
 
@@ -94,7 +94,8 @@ def _pod_fault(group: Group, now_s: float) -> str:
 
 
 def is_lost(pod: PodView, nodes: Mapping[str, NodeView]) -> bool:
-    """Its node is dead or cut off, or gone. No nodes at all: they are not known yet."""
+    """Its node is dead or cut off, or gone, as far as we know: whoever deletes for it has the API
+    server asked again (`if_lost`). No nodes at all: they are not known yet."""
     if not pod.node or not nodes:
         return False
     node = nodes.get(pod.node)

@@ -101,6 +101,8 @@ class Cluster:
         """Pods whose ranks were told to leave, by UID; they come back when they are wanted."""
         self.refused = ""
         """Why the router does not take replicas in."""
+        self.unseen: set[str] = set()
+        """Nodes that are there, which the operator does not know yet."""
         self.done: list[Action] = []
         self._since = Since()
         self._uids = itertools.count(1)
@@ -114,7 +116,7 @@ class Cluster:
             objects=dict(self.objects),
             reports=self.reports(),
             reports_since_s=self.reports_since_s,
-            nodes=tuple(self.nodes.values()),
+            nodes=tuple(each for each in self.nodes.values() if each.name not in self.unseen),
             previous=self.status,
         )
 
@@ -147,9 +149,10 @@ class Cluster:
             case LiftGate(pod, uid):
                 assert self.pods[pod].uid == uid
                 self.change(pod, gated=False)
-            case DeletePod(pod, uid, _, grace_s):
+            case DeletePod(pod, uid, _, grace_s, if_lost):
                 assert self.pods[pod].uid == uid
-                self._delete(pod, grace_s)
+                if not if_lost or self._is_lost(if_lost):
+                    self._delete(pod, grace_s)
             case Drain(ordinal, address):
                 leader = self.pods[self._leader(ordinal)]
                 assert address == f"{leader.ip}:{CONTROLLER_OPS_PORT}"
@@ -171,6 +174,9 @@ class Cluster:
             gated="schedulingGates" in spec,
             created_s=self.now_s,
         )
+
+    def _is_lost(self, node: str) -> bool:
+        return node not in self.nodes or self.nodes[node].silent
 
     def _delete(self, pod: str, grace_s: int | None) -> None:
         if grace_s == 0 or not self.pods[pod].node:

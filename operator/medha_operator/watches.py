@@ -55,7 +55,8 @@ class Watches:
                 store = self._things[kind.kind, scope] = world.thing_store()
                 project = functools.partial(projections.thing, kind.kind)
                 self._watch(kind, scope, store, project, OURS, partial=True)
-        self._watch(NODES, ALL, world.node_store(), projections.node)
+        self.nodes = world.node_store()
+        self._watch(NODES, ALL, self.nodes, projections.node)
 
     def pods(self, namespace: str) -> Store[Pod]:
         return self._pods[ALL if ALL in self._pods else namespace]

@@ -143,14 +143,23 @@ class Fleet:
         for name in self.nodes:
             self.api.delete(f"/api/v1/nodes/{name}")
 
+    def add_node(self) -> str:
+        """One more."""
+        self.nodes.append(f"{self.namespace}-node-{len(self.nodes)}")
+        self._make_node(self.nodes[-1])
+        return self.nodes[-1]
+
+    def change_node(self, name: str, spec: Mapping[str, Any], ready: str = "True") -> None:
+        """Its spec, and what its condition Ready says."""
+        self._merge(f"/api/v1/nodes/{name}", {"spec": spec})
+        self._merge(f"/api/v1/nodes/{name}/status", {"status": {"conditions": _ready(ready)}})
+
     def _make_node(self, name: str) -> None:
         labels = {**self.selector, "kubernetes.io/hostname": name}
         labels |= {"topology.kubernetes.io/rack": "r", "topology.kubernetes.io/zone": "z"}
         made = self.api.post("/api/v1/nodes", json={"metadata": {"name": name, "labels": labels}})
         made.raise_for_status()
-        condition = {"type": "Ready", "status": "True", "reason": "Test", "message": ""}
-        condition |= {"lastHeartbeatTime": NOW, "lastTransitionTime": NOW}
-        status = {"allocatable": ROOM, "capacity": ROOM, "conditions": [condition]}
+        status = {"allocatable": ROOM, "capacity": ROOM, "conditions": _ready("True")}
         self._merge(f"/api/v1/nodes/{name}/status", {"status": status})
         self._merge(f"/api/v1/nodes/{name}", {"spec": {"taints": None}})
 
@@ -298,3 +307,9 @@ class Fleet:
     def _merge(self, path: str, change: Mapping[str, Any]) -> None:
         headers = {"Content-Type": "application/merge-patch+json"}
         self.api.patch(path, json=change, headers=headers).raise_for_status()
+
+
+def _ready(status: str) -> list[dict[str, str]]:
+    """The conditions of a node."""
+    condition = {"type": "Ready", "status": status, "reason": "Test", "message": ""}
+    return [condition | {"lastHeartbeatTime": NOW, "lastTransitionTime": NOW}]

@@ -15,6 +15,8 @@ from tests.api.proxy import Proxy
 from tests.api.rights import Right, documented, refused, used
 from tests.api.server import ApiServer
 
+from medha_operator.observed import UNREACHABLE
+
 Start = Callable[..., Operator]
 
 pytestmark = pytest.mark.timeout(900)
@@ -66,6 +68,14 @@ def test_every_right_is_used_and_none_is_missing(
     fleet.played(comes_again)  # and is bound, no further
     until(lambda: asked("GET", "/events"), "it waits for its volumes, and somebody asks why")
     fleet.played(lambda: fleet.is_ready("llama"))
+
+    home = next(iter(fleet.pods().values()))["spec"]["nodeName"]
+    silent = {"taints": [{"key": UNREACHABLE, "effect": "NoExecute"}]}
+    fleet.change_node(home, silent, ready="Unknown")
+    fleet.played(
+        lambda: all(each["spec"].get("nodeName") != home for each in fleet.pods().values())
+    )
+    fleet.played(lambda: fleet.is_ready("llama") and asked("GET", f"/nodes/{home}"))
 
     granted: set[Right] = set().union(*(row.rights for row in documented()))
     found = used(api_server.audit, proxy.account)

@@ -166,6 +166,25 @@ def test_pods_of_a_dead_node_are_removed_by_force_and_made_elsewhere() -> None:
     assert [each.grace_s for each in forced] == [0]
 
 
+def test_pods_of_a_node_that_is_only_not_known_yet_stay() -> None:
+    """What is known of nodes is older than what is known of pods, as after a lagging list."""
+    cluster = Cluster(resource(parallelism={"tp": 8, "spp": 2}), rack("r1", 4))
+    cluster.settle()
+    before = dict(cluster.pods)
+    home = cluster.pods["tiny-0-g0-s0"].node
+    cluster.unseen.add(home)
+    for _ in range(5):
+        cluster.look()
+        cluster.turn()
+    assert cluster.pods == before
+    asked = [each for each in cluster.done if isinstance(each, DeletePod)]
+    assert asked and {each.if_lost for each in asked} == {home}  # its siblings' end, too
+    cluster.unseen.clear()
+    cluster.settle()
+    assert cluster.pods == before
+    assert cluster.condition("Ready")["status"] == "True"
+
+
 def test_a_node_that_says_itself_that_it_is_not_ready_keeps_its_pods() -> None:
     cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])
     cluster.settle()
