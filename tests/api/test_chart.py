@@ -24,13 +24,11 @@ HOUSE = Path(__file__).resolve().parents[2]
 Objects = list[dict[str, Any]]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# Kinds of other projects that the chart may render, by group and plural name.
-OTHERS = {
-    ("monitoring.coreos.com", "podmonitors"): "PodMonitor",
-    ("monitoring.coreos.com", "servicemonitors"): "ServiceMonitor",
-    ("monitoring.coreos.com", "prometheusrules"): "PrometheusRule",
-    ("gateway.networking.k8s.io", "httproutes"): "HTTPRoute",
-}
+# Kinds of other projects that the chart may render: those whose definitions are beside this file,
+# and by group and plural name those of which only the name is known.
+DEFINED = tuple(sorted(Path(__file__).parent.glob("monitoring.coreos.com_*.yaml")))
+MONITORS = {"PodMonitor", "ServiceMonitor", "PrometheusRule"}
+OTHERS = {("gateway.networking.k8s.io", "httproutes"): "HTTPRoute"}
 APIS = ("monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1")
 EVERYTHING = {
     "router.ingress": {"enabled": True, "host": "llm.example.com", "tlsSecret": "cert"},
@@ -79,7 +77,7 @@ def rendered(run_helm: Run) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def other_kinds(run_kubectl: Run) -> None:
-    """The API server knows the kinds of other projects, if not what their fields are."""
+    """The API server knows the kinds of other projects, and the fields of most."""
     loose = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     documents = [
         {
@@ -99,7 +97,7 @@ def other_kinds(run_kubectl: Run) -> None:
         }
         for (group, plural), kind in OTHERS.items()
     ]  # fmt: skip
-    text = yaml.safe_dump_all(documents)
+    text = yaml.safe_dump_all([*documents, *(yaml.safe_load(d.read_text()) for d in DEFINED)])
     made = run_kubectl("apply", "-f", "-", text=text)
     assert made.returncode == 0, made.stderr
     run_kubectl("wait", "--for=condition=Established", "--timeout=60s", "-f", "-", text=text)
@@ -128,8 +126,23 @@ def test_the_api_server_takes_the_chart_with_every_option_and_other_apis(
 ) -> None:
     text = rendered(namespace, EVERYTHING, apis=APIS)
     kinds = {each["kind"] for each in yaml.safe_load_all(text)}
-    assert set(OTHERS.values()) | {"Ingress", "NetworkPolicy"} <= kinds
+    assert set(OTHERS.values()) | MONITORS | {"Ingress", "NetworkPolicy"} <= kinds
     apply_dry(run_kubectl, namespace, text)
+
+
+@pytest.mark.usefixtures("other_kinds")
+@pytest.mark.parametrize("right, wrong", [
+    ("podMetricsEndpoints:", "podMetricEndpoints:"), ("interval: 15s", "interval: 15 seconds"),
+    ("podTargetLabels: [", "podTargetLabels: [[], "), ("endpoints:", "endPoints:"),
+    ("expr:", "expression:"),
+])  # fmt: skip
+def test_a_monitor_or_a_rule_with_a_wrong_field_is_turned_away(
+    rendered: Callable[..., str], run_kubectl: Run, namespace: str, right: str, wrong: str
+) -> None:
+    text = rendered(namespace, apis=APIS)
+    assert right in text
+    with pytest.raises(AssertionError, match=r"unknown field|Invalid value"):
+        apply_dry(run_kubectl, namespace, text.replace(right, wrong))
 
 
 def test_the_api_server_takes_the_chart_of_the_kind(run_helm: Run, run_kubectl: Run) -> None:
