@@ -100,9 +100,10 @@ class Demand:
                 del self._held[model]
 
     def of(
-        self, model: str, now: float, *, backlog_s: float = 0.0, waiting: int = 0, running: int = 0
-    ) -> ModelDemand:
-        """The window that ends now."""
+        self, model: str, now: float, *, backlog_s: float = 0.0, waiting: int = 0, running: int = 0,
+        stranded: int = 0,
+    ) -> ModelDemand:  # fmt: skip
+        """The window that ends now. `stranded`: of those that wait, for whom no replica is left."""
         cells = self._recent(model, now)
         ended: collections.Counter[tuple[str, bool]] = collections.Counter()
         for cell in cells:
@@ -114,7 +115,7 @@ class Demand:
             alone_counts=tuple(map(sum, zip(*(cell.alone for cell in cells), strict=True))),
             work_s=sum(cell.work_s for cell in cells),
             backlog_s=backlog_s,
-            held=max(self._held[model], int(unserved)),
+            held=max(self._held[model] + stranded, int(unserved)),
             waiting=waiting,
             running=running,
             classes=tuple(

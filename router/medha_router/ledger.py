@@ -109,15 +109,19 @@ class Ledger:
             self._log.info("cancelled: the client left", extra={"fields": {"request": answer.id}})
 
     def expire(self, now: float, queue_timeout_s: float, no_replica_timeout_s: float) -> None:
-        """End what waited too long for a replica, or for room."""
+        """End what waited too long for a replica, or for room: the time of the one is not time of
+        the other. Where none is left, requests are held as long as those that come to none."""
         for answer in list(self._answers.values()):
             waiting = [run for run in answer.runs if run.peer is None and not run.done]
             if not waiting:
                 continue
             model = self._of(answer)
-            waited_s = now - min(run.waiting_since_s for run in waiting)
-            served = all(model.serves(run.edition) for run in waiting)
-            if not served and waited_s > no_replica_timeout_s:
+            answer.held = answer.held or not model.ready
+            since_s = min(run.waiting_since_s for run in waiting)
+            waited_s = now - max(since_s, model.turned_s)
+            if not all(model.serves(run.edition) for run in waiting):
+                if waited_s <= model.patience_s(no_replica_timeout_s):
+                    continue
                 error = Refusal("no_replica", "the replicas of this model are gone: retry later",
                                 retry_after_s=5.0)  # fmt: skip
             elif waited_s > max(queue_timeout_s, answer.promise_s or 0.0):

@@ -32,6 +32,7 @@ class ServedModel:
         self.editions: dict[str, Edition] = {}
         self._births = 0
         self.unservable = ""
+        self.turned_s = float("-inf")  # when it became ready, or stopped to be
         self._open = asyncio.Event()
 
     @property
@@ -72,7 +73,10 @@ class ServedModel:
             left = serving and key not in serving and not self.dispatch.waits_for(key)
             if left and not edition.broken:
                 del self.editions[key]
-        if any(edition.open for edition in self.editions.values()):
+        opens = any(edition.open for edition in self.editions.values())
+        if opens != self.ready:
+            self.turned_s = now
+        if opens:
             self._open.set()
         else:
             self._open.clear()
@@ -99,6 +103,10 @@ class ServedModel:
     @property
     def ready(self) -> bool:
         return self._open.is_set()
+
+    def patience_s(self, no_replica_timeout_s: float) -> float:
+        """How long requests wait for a replica: longer where the first one is brought for them."""
+        return no_replica_timeout_s if self.ready else max(no_replica_timeout_s, self.config.hold_s)
 
     async def wait_open(self, timeout_s: float) -> None:
         """Hold until a replica serves; raises Refusal when none did in time."""

@@ -83,6 +83,7 @@ def demand_page(
             demand.of(
                 name, now, backlog_s=sum(item.work_s for item in items), waiting=len(items),
                 running=sum(len(replica.sent) for replica in fleet.of(name)),
+                stranded=0 if model.ready else len(items),
             )
         )  # fmt: skip
     return RouterDemand(window_s=WINDOW_S, models=tuple(found))

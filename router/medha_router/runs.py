@@ -85,7 +85,7 @@ class Answer:
         self.runs: list[Run] = []
         self.promise_s: float | None = None
         self.predicted_s: float | None = None
-        self.held = False  # it came when no replica was there
+        self.held = False  # no replica was there when it came, or while it waited
         self._deltas: collections.deque[tuple[int, Delta]] = collections.deque()
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None

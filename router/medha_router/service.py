@@ -160,7 +160,7 @@ class Service:
         while not model.ready:
             if self._holding >= self._config.max_queue:
                 raise Refusal("overloaded", "too many requests wait for a replica: retry later")
-            wait_s = max(self._config.no_replica_timeout_s, model.config.hold_s)
+            wait_s = model.patience_s(self._config.no_replica_timeout_s)
             with self._demand.holding(model.name):
                 await self._hold(model.wait_open(wait_s))
         return model.edition()
