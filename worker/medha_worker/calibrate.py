@@ -4,11 +4,12 @@
 
 Weights and cached keys are drawn at random, so config.json is enough. What is measured is
 `medha.measuring`'s plan, round after round until the time is over (so that a pause of the machine
-spoils one round and no size), told as JSON lines on stdout. A batch's time is that of the real
-path: inputs built, model run, tokens sampled. One thread is timed by its own clock, which stands
-still while others have the core: as on an idle machine; a GPU until it is done. An operator's is
-that of one layer; products run over the weights of all layers in turn, as a batch does, so that no
-cache holds them.
+spoils one round and no size), told as JSON lines on stdout. A batch runs as it is served: by the
+rank's runner, with its graphs and pieces. One thread is timed by its own clock, which stands still
+while others have the core: as on an idle machine. A GPU's time is what the runner tells of a batch
+that was launched behind another, as the scheduler learns it. An operator's is that of one layer, on
+a GPU of launches that were recorded; products run over the weights of all layers in turn, as a
+batch does, so that no cache holds them.
 """
 
 from __future__ import annotations
@@ -19,85 +20,99 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
 import torch
-from torch.nn import functional
 
 from medha.batch import Batch, Chunk
 from medha.calibration import Entries, Operator
+from medha.config import WorkerConfig
 from medha.errors import SpecError, UserError
 from medha.measuring import Begun, Bounds, Chunks, Measured, Plan, Rounds, Told, plan_for
-from medha.messages import Sampling, SequenceStart, Step, to_bytes
+from medha.messages import Sampling, SequenceStart, StageDone, Step, to_bytes
 from medha.profile import ChunkKernel
-from medha_worker import sampler, weights
+from medha.topology import Coordinate, Topology
+from medha_worker import sampler
 from medha_worker.attention.choice import attention_for
 from medha_worker.attention.interface import Attention, Span
-from medha_worker.attention.splits import Choice
+from medha_worker.attention.splits import H200, Choice
 from medha_worker.calibrate_chunks import chunk_kernels
 from medha_worker.device import Device, device_of
-from medha_worker.engine import arithmetic_for, dtype_of
-from medha_worker.inputs import InputBuilder, seen
-from medha_worker.kv.pages import KvPages
+from medha_worker.engine import Engine, arithmetic_for, dtype_of
+from medha_worker.graphs import Record, RecordCuda
+from medha_worker.inputs import seen
 from medha_worker.model.config import read_config
-from medha_worker.model.decoder import Decoder
-from medha_worker.model.dummy import DummyCheckpoint
+from medha_worker.model.layers import Linear
 from medha_worker.model.rope import Rotary
-from medha_worker.parallel.interface import SoloColumn, SoloTensorParallel
-from medha_worker.seats import Seats
-from medha_worker.sequences import PageTable, Sequences
+from medha_worker.parallel.mesh import Mesh, Wiring
+from medha_worker.sequences import PageTable
 
 MOST_ROUNDS = 9
 GREEDY = Sampling(temperature=0.0)
+
+
+AT = Coordinate(0, 0, 0)
+# The batch that a timed one is launched behind: long enough to hide the host.
+BEFORE: Entries = ((512, 0, False),)
+
+
+class Timed(Protocol):
+    """What `measure` asks."""
+
+    def operator_s(self, operator: Operator) -> float: ...
+
+    def batch_s(self, entries: Entries) -> float: ...
 
 
 class Bench:
     """The model of `checkpoint` alone on its device, with a pool of `pages` that is full."""
 
     def __init__(
-        self, checkpoint: pathlib.Path, dtype: torch.dtype, pages: int, page_tokens: int,
-        device: Device,
+        self, checkpoint: pathlib.Path, dtype: str, pages: int, page_tokens: int, device: Device,
+        *, ahead: bool | None = None, record: Record | None = None,
     ) -> None:  # fmt: skip
-        self.config = config = read_config(checkpoint)
-        layers = range(config.layers)
-        self.device, at = device, device.at
-        source = DummyCheckpoint(checkpoint, at)
-        self.weights = weights.load(source, config, layers, 0, 1, dtype, device=at)
-        self.kv = KvPages(layers, pages, config.kv_heads, page_tokens, config.head_dim, dtype, at)
+        """`ahead`: time batches behind others; `record`: operators from recordings. By default
+        both on a GPU."""
+        self.config, self.device, at = read_config(checkpoint), device, device.at
+        config = WorkerConfig(
+            replica="calibrate", model="calibrate", checkpoint=str(checkpoint),
+            topology=Topology(), max_context_tokens=pages * page_tokens, device=at.type,
+            dtype=dtype, kv_pages=pages, page_tokens=page_tokens, dummy_weights=True,
+            rank_bind="ipc://unused",
+        )  # fmt: skip
+        engine = Engine(config, AT, device, lambda *_: None)
+        self.dtype, self.kv, self.weights = engine.dtype, engine.kv, engine.weights
         self.kv.memory.normal_(generator=torch.Generator(at).manual_seed(0))
+        mesh = Mesh(AT, Topology(), incarnation="calibrate", interface="lo", timeout_s=1.0)
+        self.runner = engine.runner(Wiring(None, None), mesh, sampler.draw)
+        cuda = at.type == "cuda"
+        self._ahead = cuda if ahead is None else ahead
+        self._record = RecordCuda() if record is None and cuda else record
         alone = at.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if alone else time.perf_counter
-        self.dtype, self._steps, self._seqs, self._page = dtype, 0, 0, 0
-        attention = attention_for(
-            config.heads, config.kv_heads, config.head_dim, page_tokens, dtype, dtype, at
-        )
-        arithmetic = arithmetic_for(attention, config.norm_eps, device)
-        self.model = Decoder(config, layers, SoloTensorParallel(), self.weights, arithmetic)
-        rotary = Rotary(config.rope, config.head_dim, at, arithmetic.turns)
-        self._inputs = InputBuilder(
-            Sequences(0, Seats(device)), attention, rotary, self.kv, config.vocab, embeds=True,
-            windows=config.windows_in(layers), device=device,
-        )  # fmt: skip
+        self._steps, self._seqs, self._page = 0, 0, 0
+        self.arithmetic = arithmetic_for(self._kernel(1), self.config.norm_eps, device)
 
     # --- whole batches --------------------------------------------------------------------------
 
     def batch_s(self, entries: Entries) -> float:
         """Seconds of one batch, whose last rows are sampled; its sequences end with it."""
-        step = self._step(entries)
-
-        def run() -> None:
-            inputs = self._inputs.build(step)
-            hidden = self.model.forward(inputs.tokens, inputs, self.kv, SoloColumn())
-            logits = self.model.logits(hidden[inputs.yield_rows])
-            draws = [state.draw(at) for _, state, at in inputs.yielding]
-            sampler.sample(logits, draws, self.device)
-
-        took_s = self._took(run)
-        ends = tuple(chunk.seq for chunk in step.batch.chunks)
+        if self._ahead:
+            before, step = self._step(BEFORE), self._step(entries)
+            flights = [self.runner.begin(each) for each in (before, step)]
+            *_, reports = [self.runner.finish(flight) for flight in flights]
+            took_s = sum(each.elapsed_s for each in reports if isinstance(each, StageDone))
+            chunks = before.batch.chunks + step.batch.chunks
+        else:
+            step = self._step(entries)
+            took_s = self._took(lambda: self.runner.run(step))
+            chunks = step.batch.chunks
         self._steps += 1
         gone = Batch(number=self._steps, generation=0, chunks=())
-        self._inputs.sequences.apply(Step(step=self._steps, batch=gone, tokens=b"", ends=ends))
+        ends = tuple(chunk.seq for chunk in chunks)
+        self.runner.run(Step(step=self._steps, batch=gone, tokens=b"", ends=ends))
         return took_s
 
     def _step(self, entries: Entries) -> Step:
@@ -136,7 +151,13 @@ class Bench:
         }[operator.kind](operator)
         every = operator.kind == "linear" or self.device.at.type != "cpu"
         layers = self.config.layers if every else min(2, self.config.layers)
-        return self._took(lambda: [run(layer) for layer in range(layers)]) / layers
+
+        def work() -> torch.Tensor:
+            for layer in range(layers):
+                run(layer)
+            return self.kv.memory[:0]
+
+        return self._took(work if self._record is None else self._record(work)[1]) / layers
 
     def _took(self, work: Callable[[], object]) -> float:
         """Seconds until the device has done `work`."""
@@ -167,17 +188,17 @@ class Bench:
         hidden, both = self._random(rows, c.hidden), self._random(rows, 2 * c.intermediate)
         qkv = self._random(rows, c.heads + 2 * c.kv_heads, c.head_dim)
         T, places = self.kv.page_tokens, torch.arange(rows, device=self.device.at)
-        turns = self._inputs.rotary.turns(places, [(rows, rows)])
-        slots = (places // T, places % T)
+        rotary = Rotary(c.rope, c.head_dim, self.device.at, self.arithmetic.turns)
+        turns = rotary.turns(places, [(rows, rows)])
+        slots, given = (places // T, places % T), _Given(both)
 
         def run(layer: int) -> None:
             own = self.weights.layers[layer]
             for norm in (own.attention_norm, own.mlp_norm):
-                hidden.add_(self.model.arithmetic.norm(hidden, norm))
-            self.model.arithmetic.rotate(qkv[:, : c.heads + c.kv_heads], c.heads, turns)
-            self.kv.write(layer, qkv[:, c.heads :], slots)
-            gate, up = both.chunk(2, dim=-1)
-            functional.silu(gate).mul_(up)
+                self.arithmetic.norm(hidden, norm)
+            self.arithmetic.rotate(qkv[:, : c.heads + c.kv_heads], c.heads, turns)
+            self.kv.write(layer, self.kv.kept(layer, qkv[:, c.heads :]), slots)
+            self.arithmetic.gated(given, both)
 
         return run
 
@@ -190,9 +211,7 @@ class Bench:
         for row in range(count):
             pages = np.array(self._pages(operator.keys + length), dtype=np.int64)
             spans.append(Span(row, length, operator.keys, pages, True))
-        kernel = attention_for(
-            heads, kv_heads, c.head_dim, T, self.dtype, self.dtype, self.device.at
-        )
+        kernel = self._kernel(tp)
         chunk = Chunk(0, operator.keys, length, (0,), 0)
         plans = {
             window: kernel.plan(
@@ -209,15 +228,18 @@ class Bench:
 
     def chunk_kernels(self) -> tuple[ChunkKernel, ...]:
         """How prefixes are best cut for small chunks, over as many keys as the pool holds."""
-        c, T = self.config, self.kv.page_tokens
+        pool = self.kv.pool(0)[: self.kv.pages]
+        return chunk_kernels(
+            lambda table: self._kernel(1, table), pool, self.config.heads, self.dtype
+        )
 
-        def backend(table: Sequence[Choice]) -> Attention:
-            return attention_for(
-                c.heads, c.kv_heads, c.head_dim, T, self.dtype, self.dtype, self.device.at,
-                table=table,
-            )  # fmt: skip
-
-        return chunk_kernels(backend, self.kv.pool(0), c.heads, self.dtype)
+    def _kernel(self, tp: int, table: Sequence[Choice] = H200) -> Attention:
+        """Attention of one of `tp` shards."""
+        c = self.config
+        return attention_for(
+            c.heads // tp, c.kv_heads // tp, c.head_dim, self.kv.page_tokens, self.dtype,
+            self.dtype, self.device.at, table=table,
+        )  # fmt: skip
 
     def copy_bytes_per_s(self) -> float:
         """A plain copy of the pool's first pages: bytes read and written."""
@@ -231,14 +253,31 @@ class Bench:
         return torch.randn(shape, generator=dice).to(self.device.at, self.dtype)
 
 
-def measure(bench: Bench, plan: Plan, seconds: float, tell: Callable[[Told], None]) -> None:
-    """All items once, untimed for the first of them, then again while there is time."""
+class _Given(Linear):
+    """A product that is there already, so that what follows it runs alone."""
+
+    def __init__(self, made: torch.Tensor) -> None:
+        super().__init__(made)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def measure(
+    bench: Timed, plan: Plan, seconds: float, tell: Callable[[Told], None], *, cold: bool = False
+) -> None:
+    """All items once, untimed for the first of them, then again while there is time.
+
+    `cold`: what runs for the first time takes longer (kernels are loaded, or compiled), so that all
+    items run untimed first, and count at least twice.
+    """
     jobs: list[Callable[[], float]] = [
         *(lambda part=part: bench.operator_s(part) for part in plan.operators),
         *(lambda entries=entries: bench.batch_s(entries) for entries in plan.batches),
         *(lambda entries=entries: bench.batch_s(entries) for entries in plan.unseen),
     ]
-    jobs[0](), jobs[-1]()
+    for job in jobs if cold else (jobs[0], jobs[-1]):
+        job()
     began, rounds, done = time.perf_counter(), MOST_ROUNDS, 0
     while done < rounds:
         for index, job in enumerate(jobs):
@@ -246,7 +285,7 @@ def measure(bench: Bench, plan: Plan, seconds: float, tell: Callable[[Told], Non
         done += 1
         if done == 1:
             first_s = time.perf_counter() - began
-            rounds = max(1, min(MOST_ROUNDS, int(seconds / first_s)))
+            rounds = max(1 + cold, min(MOST_ROUNDS, int(seconds / first_s)))
             tell(Rounds(rounds))
 
 
@@ -288,7 +327,8 @@ def run(given: argparse.Namespace) -> None:
             " the model was made for", f"use {config.max_context_tokens} or less",
         )  # fmt: skip
     pages = 2 * (given.keys // T) + -(-given.rows // T) + 64
-    bench = Bench(given.checkpoint, dtype_of("--dtype", given.dtype), pages, T, device)
+    dtype_of("--dtype", given.dtype)
+    bench = Bench(given.checkpoint, given.dtype, pages, T, device)
     item = float(bench.dtype.itemsize)
     shape = config.shape(item, item)
     bounds = Bounds(rows=given.rows, keys=given.keys, page_tokens=T, pool_tokens=pages * T)
@@ -299,8 +339,9 @@ def run(given: argparse.Namespace) -> None:
             copy_bytes_per_s=bench.copy_bytes_per_s(),
         )
     )  # fmt: skip
-    measure(bench, plan, given.seconds, _write)
-    if device.at.type == "cuda":
+    cuda = device.at.type == "cuda"
+    measure(bench, plan, given.seconds, _write, cold=cuda)
+    if cuda:
         _write(Chunks(bench.chunk_kernels()))
 
 

@@ -65,7 +65,7 @@ class Engine:
             checkpoint = DummyCheckpoint(folder, device.at)
         else:
             checkpoint = weights.Checkpoint(folder)
-        self._weights = weights.load(
+        self.weights = weights.load(
             checkpoint,
             self.model_config,
             self.layers,
@@ -75,7 +75,7 @@ class Engine:
             progress,
             device.at,
         )
-        self.kv = _pool(config, self.model_config, self.layers, at.shard, self._weights)
+        self.kv = _pool(config, self.model_config, self.layers, at.shard, self.weights)
         self.epochs = PageEpochs(self.kv.pages)
         self.copies = Copies(at.group, self.epochs)
 
@@ -97,7 +97,7 @@ class Engine:
             table=_chunk_table(config.profile, shape.heads // tp.size, self.kv.kv_heads),
         )
         arithmetic = arithmetic_for(attention, shape.norm_eps, self.device)
-        model = Decoder(shape, self.layers, tp, self._weights, arithmetic)
+        model = Decoder(shape, self.layers, tp, self.weights, arithmetic)
         inputs = InputBuilder(
             Sequences(at.group, Seats(self.device)),
             attention,

@@ -171,7 +171,7 @@ def run_calibrate(
     seconds: Annotated[float, typer.Option(min=1.0, help="measure about so long")] = 60.0,
     tolerance: Annotated[
         float, typer.Option(min=0.001, help="error that 95 % of unseen batches must keep")
-    ] = 0.25,
+    ] = 0.08,
 ) -> None:
     """Measure this machine, fit a profile to it, and say how well it predicts."""
     from medha.cli.calibrate import Options, calibrate

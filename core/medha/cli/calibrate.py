@@ -43,7 +43,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     keys: int = 4096
     page_tokens: int = 64
     seconds: float = 60.0
-    tolerance: float = 0.25
+    tolerance: float = 0.08
 
 
 class Figures(msgspec.Struct, kw_only=True):
