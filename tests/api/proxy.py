@@ -158,6 +158,13 @@ class Proxy:
         await asyncio.sleep(0.25)  # connections end in their own time
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        """The answer; where the server is gone, the connection is cut."""
+        try:
+            return await self._answered(request)
+        except aiohttp.ClientError:
+            return self._told(request, Answer(0))
+
+    async def _answered(self, request: web.Request) -> web.StreamResponse:
         agent, body = request.headers.get("User-Agent", ""), await request.read()
         call = Call(request.method, request.path, dict(request.query), agent, body)
         self.calls.append(call)

@@ -1,7 +1,7 @@
 """The API server itself dies and comes back: under load, and after a minute's silence.
 
-An API server of the tests' own, since it is killed. Pods that were well before must not be touched:
-not one write to them, so that what they serve goes on.
+An API server of the tests' own, since it is killed; the proxy before it stays. Pods that were well
+before must not be touched: not one write to them, so that what they serve goes on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.api.fleet import Fleet, Operator, until
+from tests.api.rights import documented, forbidden
 from tests.api.server import Server
+from tests.api.stage import Stage, new_proxy
 
 HOUSE = Path(__file__).resolve().parents[2]
 AWAY_S = 60.0
@@ -62,7 +64,9 @@ class World:
 
 
 @pytest.fixture
-def world(server_programs: tuple[Path, Path], kubectl: Path, tmp_path: Path) -> Iterator[World]:
+def world(
+    server_programs: tuple[Path, Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[World]:
     server = Server(tmp_path, server_programs)
     with contextlib.ExitStack() as stack:
         stack.callback(server.end)
@@ -71,10 +75,14 @@ def world(server_programs: tuple[Path, Path], kubectl: Path, tmp_path: Path) -> 
         learn_the_kind(api)
         api.post("/api/v1/namespaces", json={"metadata": {"name": "test"}}).raise_for_status()
         fleet = Fleet(api, "test")
-        operator = Operator(server.where.kubeconfig, "test", tmp_path / "operator.log")
-        stack.callback(operator.kill)
-        yield World(server, fleet, operator)
-        print((tmp_path / "operator.log").read_text()[-8000:])  # noqa: T201
+        proxy = stack.enter_context(new_proxy(server.where).running())
+        stage = Stage(api, "test", proxy, tmp_path)
+        failures = request.session.testsfailed
+        yield World(server, fleet, stage.start())
+        stage.end(failed=request.session.testsfailed > failures)
+        # A server that has just started forbids for a moment what is granted.
+        granted = set().union(*(row.rights for row in documented()))
+        assert forbidden(server.where.audit) - granted == set()
 
 
 def learn_the_kind(api: httpx.Client) -> None:
