@@ -21,6 +21,7 @@ from medha.profile import H200
 from medha_worker import sampler
 from medha_worker.attention.interface import Span
 from medha_worker.device import CPU, Device, device_of
+from medha_worker.graphs import RecordCuda
 from medha_worker.inputs import StepInputs, WholeBatch
 from medha_worker.kv.pages import KvPages
 from medha_worker.parallel.interface import KvpColumn, SoloColumn
@@ -158,6 +159,17 @@ def test_batches_in_pieces_are_what_launched_ones_are(served: Served) -> None:
     assert len({len(launched) for launched, _ in twice.seen}) > 3
     for launched, found in twice.seen:
         torch.testing.assert_close(found, launched, rtol=0.05, atol=0.1)
+
+
+def test_recordings_share_one_stream_and_so_one_workspace_of_products(device: Device) -> None:
+    record = RecordCuda()
+    with torch.inference_mode():
+        x = torch.randn(64, 1024, device=device.at, dtype=torch.bfloat16)
+        record(lambda: x @ x.t())
+        before = torch.cuda.memory_reserved()
+        for _ in range(40):
+            record(lambda: x @ x.t())
+    assert torch.cuda.memory_reserved() - before < 100 << 20
 
 
 def test_a_batch_is_launched_while_another_runs(served: Served) -> None:

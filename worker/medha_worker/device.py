@@ -87,6 +87,9 @@ class CudaDevice:
     def __init__(self) -> None:
         self.at = torch.device("cuda", 0)
         torch.cuda.set_device(self.at)
+        # Sums of a product that was cut along its length stay in float32 until all are added.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
     def upload(self, *arrays: Array) -> list[torch.Tensor]:
         block = torch.empty(block_bytes(arrays), dtype=torch.uint8, pin_memory=True)

@@ -23,7 +23,7 @@ from medha_worker.attention.paged import PagedAttention
 from medha_worker.attention.scales import FP8, Scales
 from medha_worker.attention.splits import Choice, table_of
 from medha_worker.device import Device
-from medha_worker.graphs import SIZES, FixedPlan, Graphs, RecordCuda, recorded
+from medha_worker.graphs import MOST_BYTES, SIZES, FixedPlan, Graphs, RecordCuda, recorded
 from medha_worker.inputs import InputBuilder
 from medha_worker.kv.epochs import PageEpochs
 from medha_worker.kv.fetches import Copies
@@ -110,8 +110,9 @@ class Engine:
         )
         stage: Decoder | Pieces = model
         if isinstance(attention, PagedAttention) and tp.size == 1 and not config.deterministic:
-            inputs.choose = self._graphs(model, attention, inputs).choose
-            stage = Pieces(model, self._turns(inputs), RecordCuda())
+            record = RecordCuda()
+            inputs.choose = self._graphs(model, attention, inputs, record).choose
+            stage = Pieces(model, self._turns(inputs), record, most_bytes=2 * MOST_BYTES)
         alone = wiring.tp is None and wiring.spp is None and config.topology.kvp_max == 1
         return Runner(
             at,
@@ -130,7 +131,9 @@ class Engine:
             patience_s=None if alone else config.collective_timeout_s,
         )
 
-    def _graphs(self, model: Decoder, attention: PagedAttention, inputs: InputBuilder) -> Graphs:
+    def _graphs(
+        self, model: Decoder, attention: PagedAttention, inputs: InputBuilder, record: RecordCuda
+    ) -> Graphs:
         """Recorded here, so that a rank which says it is ready has them."""
         kv = self.kv
 
@@ -141,7 +144,7 @@ class Engine:
         sizes = [size for size in SIZES if size <= most]
         with torch.inference_mode():
             return recorded(
-                self.at.group, model, kv, self._turns(inputs), fixed, inputs.windows, RecordCuda(),
+                self.at.group, model, kv, self._turns(inputs), fixed, inputs.windows, record,
                 sizes=sizes,
             )  # fmt: skip
 

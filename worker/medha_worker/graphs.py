@@ -179,23 +179,28 @@ def recorded(
 
 
 class RecordCuda:
-    """Records launches into CUDA graphs that share one pool of memory."""
+    """Records launches into CUDA graphs that share one pool of memory.
+
+    On one stream, first tried and then recorded: cuBLAS keeps a workspace for each that it sees.
+    """
 
     def __init__(self) -> None:
         self._before = torch.cuda.memory_reserved()
         self._pool = torch.cuda.graph_pool_handle()
+        self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Work) -> tuple[torch.Tensor, Replay]:
         # Libraries choose and allocate on first use, which no graph may hold.
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
             for _ in range(2):
                 work()
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(self._aside)
         graph = torch.cuda.CUDAGraph()
         # Other threads (the mover) may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"
+        ):
             out = work()
         return out, graph.replay
 

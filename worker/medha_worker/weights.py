@@ -1,7 +1,8 @@
 """Read a rank's share of a checkpoint: its layers, its TP slices, nothing else.
 
-Files are safetensors (one, or several behind an index), memory-mapped; each slice goes straight to
-the device and there once into the fused, transposed tensor that the model uses. safetensors checks
+Files are safetensors (one, or several behind an index), memory-mapped; each slice is read into
+pageable memory, copied to the device, and there once into the fused, transposed tensor that the
+model uses: on a GPU the driver's own staging, not pinned memory, carries it. safetensors checks
 every header against its file's length before anything is read; what is missing, corrupt or of
 another shape raises CheckpointError naming the file, the tensor and the remedy.
 """
