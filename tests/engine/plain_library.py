@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import torch
+from tests.engine import tiled_kernel
 
 NO_KEYS = -5e4
 
@@ -24,6 +25,7 @@ class _Planned:
         self.causal, self.window_left, self.page_size = False, -1, 0
         self.heads = (0, 0, 0)
         self.dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3
+        self.part_keys = 0
 
     def _plan(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
@@ -56,6 +58,13 @@ class _Planned:
             numbers = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
             kv = numbers[ids.long()].view(cache.dtype).float().permute(1, 2, 0, 3, 4).flatten(2, 3)
             kv = kv[:, :, :count].repeat_interleave(heads // kv_heads, dim=1)
+            if self.part_keys:
+                own, sums = tiled_kernel.attend(
+                    q[first:end].float(), kv, heads // kv_heads, self.causal, self.window_left,
+                    self.part_keys,
+                )  # fmt: skip
+                out[first:end], lse[first:end] = own.to(out.dtype), sums
+                continue
             scores = torch.einsum("nhd,htd->nht", q[first:end].float(), kv[0])
             scores *= (scale_q * scale_k / math.sqrt(dim)).view(1, -1, 1)
             row = torch.arange(count - (end - first), count).view(-1, 1, 1)
@@ -87,6 +96,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
         num_kv_heads: int, head_dim_qk: int, page_size: int, *, causal: bool = False,
         window_left: int = -1, q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None, o_data_type: torch.dtype | None = None,
+        fixed_split_size: int | None = None,
     ) -> None:  # fmt: skip
         assert qo_indptr.dtype == torch.int32 and len(qo_indptr) == len(paged_kv_indptr)
         dtypes = (q_data_type, kv_data_type or q_data_type, o_data_type or q_data_type)
@@ -97,6 +107,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
         assert narrow == (self.backend == "fa3" and dtypes[1].itemsize == 1)
         assert not (narrow and window_left >= 0), "fa3 would wait for ever"
         self.causal, self.window_left = causal, window_left
+        if fixed_split_size is not None:
+            assert self.backend == "fa2"
+            packed = int(qo_indptr[-1]) * (num_qo_heads // num_kv_heads) // (len(qo_indptr) - 1)
+            assert 64 < packed <= 128, "another tile, or several for an entry"
+            self.part_keys = fixed_split_size * page_size
         self.spans = list(zip(qo_indptr[:-1].tolist(), qo_indptr[1:].tolist(), strict=True))
         self.pages = list(_cut(paged_kv_indices, paged_kv_indptr))
         self.lengths = _lengths(self.pages, paged_kv_last_page_len, page_size)
@@ -133,13 +148,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_Planned):
         num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, *,
         window_left: int = -1, q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None, o_data_type: torch.dtype | None = None,
-        fixed_split_size: int | None = None,
     ) -> None:  # fmt: skip
         dtypes = (q_data_type, kv_data_type or q_data_type, o_data_type or q_data_type)
         heads = (num_qo_heads, num_kv_heads, head_dim)
         self._plan(indptr, indices, last_page_len, heads, page_size, dtypes)
         assert q_data_type.itemsize > 1
-        assert fixed_split_size is None or self.use_tensor_cores
         self.window_left = window_left
         given = (indptr, indices, last_page_len)
         if self.buffers[0] is None:

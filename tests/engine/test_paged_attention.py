@@ -197,7 +197,7 @@ def test_what_does_not_fit_a_graph_is_refused() -> None:
     assert not captured.fits([decode, decode])  # the second is not in row 1
     with pytest.raises(ValueError, match="do not fit 2 rows"):
         captured.plan([chunk])
-    fixed = CapturedDecodes(paged(decodes="tensor", split_pages=3), 2, 8, spare=PAGES)
+    fixed = CapturedDecodes(paged(kernel="fa2", split_pages=3), 2, 8, spare=PAGES)
     assert fixed.fits([]) and not fixed.fits([decode])
 
 
@@ -239,12 +239,6 @@ def test_pages_in_fp8_are_attended_to_as_the_values_that_they_stand_for(kernel: 
     atol = 0.1 if kernel == "fa3" else 1e-5
     assert torch.allclose(found.out, expected.out, atol=atol)
     assert torch.allclose(found.natural().lse, expected.lse, atol=atol)
-
-
-def test_rows_of_a_deterministic_batch_run_on_tensor_cores_with_fixed_splits() -> None:
-    attention = paged(decodes="tensor", split_pages=3)
-    found, expected = run([Work(30, 1, True), Work(5, 1, True)], 0, attention)
-    assert same(found, expected)
 
 
 def test_a_missing_library_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

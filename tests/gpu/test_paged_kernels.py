@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 
+from medha.batch import Chunk
 from medha_worker import kernels, weights
 from medha_worker.attention.captured import CapturedDecodes
 from medha_worker.attention.choice import attention_for
-from medha_worker.attention.interface import Partial
+from medha_worker.attention.interface import Partial, Span
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.attention.scales import FP8
+from medha_worker.inputs import seen
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.config import read_config
+from medha_worker.sequences import PageTable
 from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
 from medha_worker.testing.paged_case import (
     CASES,
@@ -79,14 +82,36 @@ def test_heads_of_other_shapes_have_kernels_too(shape: tuple[int, int, int]) -> 
     assert difference(run(laid, on), laid.expected(on.geometry)).within(EXACT)
 
 
-def test_a_deterministic_batch_gives_a_row_the_same_bits_beside_any_others() -> None:
-    on = attention(deterministic=True)
-    many = lay(Case("", (Work(70_000, 1), Work(900, 1), Work(40, 1))), on.geometry, on.device)
-    whole = run(many, on)
-    alone = dataclasses.replace(many, spans=many.spans[:1])
-    single = run(alone, on)
-    assert torch.equal(whole.out[0], single.out[0]) and torch.equal(whole.lse[0], single.lse[0])
-    assert difference(whole, many.expected(on.geometry)).within(EXACT)
+@pytest.mark.parametrize("window", [0, 1024])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+def test_a_deterministic_batch_gives_a_row_the_same_bits_in_any_chunk_beside_any_others(
+    kv_dtype: torch.dtype, window: int
+) -> None:
+    """The last rows of 70,000 in one chunk, then in others and as decodes, among strangers."""
+    on = attention(kv_dtype=kv_dtype, deterministic=True)
+    tokens, last = 70_000, 300
+    case = Case("", (Work(tokens - last, last), Work(900, 1), Work(40, 70)), window)
+    laid = lay(case, on.geometry, on.device)
+    on.spare = len(laid.pool) - 1
+    whole = run(laid, on)
+    assert difference(whole, laid.expected(on.geometry)).within(limit(case, on.geometry))
+    pages, own = laid.spans[0].pages, slice(0, last)
+    logical = laid.spans[0].sight.logical if laid.spans[0].sight else np.arange(len(pages))
+    for sizes in ((1, 31, 64, 4, 200), (299, 1), (150, 150)):
+        start = tokens - last
+        for number, size in enumerate(sizes):
+            at = start - (tokens - last)
+            held = start - int(logical[0]) * 64
+            count = -(-(held + size) // 64)
+            there = Span(at, size, held, pages[:count], True)
+            table = PageTable(zip(logical[:count].tolist(), pages.tolist(), strict=False))
+            chunk = Chunk(0, start, size, (0,), 0)
+            mine = seen(there, chunk, table, window, 64, always=True)
+            beside = laid.spans[1:] if number % 2 else []
+            found = run(dataclasses.replace(laid, spans=[mine, *beside]), on)
+            for these, those in ((found.out, whole.out), (found.lse, whole.lse)):
+                assert torch.equal(these[own][at : at + size], those[own][at : at + size])
+            start += size
 
 
 def test_pages_beyond_two_billion_numbers_of_a_layer_are_found() -> None:

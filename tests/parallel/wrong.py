@@ -63,10 +63,10 @@ def sees_a_window_per_group() -> None:
     """Each shard shows its newest tokens, as if its pages followed each other up to the chunk."""
     right = inputs.seen
 
-    def seen(span, chunk, pages, window, page_tokens):  # type: ignore[no-untyped-def]
+    def seen(span, chunk, pages, window, page_tokens, always=False):  # type: ignore[no-untyped-def]
         packed = PageTable(enumerate(span.pages.tolist()))
         shift = chunk.start - span.held
         moved = msgspec.structs.replace(chunk, start=chunk.start - shift)
-        return right(span, moved, packed, window, page_tokens)
+        return right(span, moved, packed, window, page_tokens, always)
 
     inputs.seen = seen

@@ -74,7 +74,8 @@ class InputBuilder:
     """Builds the inputs of one rank's steps, in step order.
 
     `embeds`: this rank is in the first stage, so every row needs its token; `vocab` bounds them.
-    `windows`: those of its layers (0: a layer that sees all).
+    `windows`: those of its layers (0: a layer that sees all). `always`: whether layers with a
+    window have it where all is in sight too, so that a row's kernel does not depend on its batch.
     """
 
     def __init__(
@@ -88,10 +89,11 @@ class InputBuilder:
         windows: tuple[int, ...] = (0,),
         device: Device = CPU,
         choose: Choose = lambda chunks, spans: None,
+        always: bool = False,
     ) -> None:
         self.sequences, self.attention, self.rotary, self.kv = sequences, attention, rotary, kv
         self.device, self.seats, self.choose = device, sequences.seats, choose
-        self.vocab, self.embeds, self.windows = vocab, embeds, windows
+        self.vocab, self.embeds, self.windows, self.always = vocab, embeds, windows, always
 
     @torch.inference_mode()
     def build(self, step: Step) -> StepInputs:
@@ -109,7 +111,7 @@ class InputBuilder:
         spans = self._lay(chunks, states, starts)
         by_window = {
             window: [
-                seen(span, chunk, state.pages, window, self.kv.page_tokens)
+                seen(span, chunk, state.pages, window, self.kv.page_tokens, self.always)
                 for span, chunk, state in zip(spans, chunks, states, strict=True)
             ]
             for window in self.windows
@@ -266,9 +268,12 @@ class _Rows(NamedTuple):
     written: torch.Tensor
 
 
-def seen(span: Span, chunk: Chunk, pages: PageTable, window: int, page_tokens: int) -> Span:
-    """The span of a chunk as a layer with `window` has it (0: none): the pages in sight alone."""
-    if not window or chunk.end <= window:
+def seen(
+    span: Span, chunk: Chunk, pages: PageTable, window: int, page_tokens: int, always: bool = False
+) -> Span:
+    """The span of a chunk as a layer with `window` has it (0: none): the pages in sight alone, and
+    the window where something is out of sight, or `always`."""
+    if not window or (chunk.end <= window and not always):
         return span
     logical, ids = pages.since(max(0, chunk.start - window + 1) // page_tokens)
     unseen = len(span.pages) - len(ids)  # full ones, as they are before the chunk's

@@ -10,12 +10,14 @@ library says of a row without is not −∞.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from medha_worker.attention.blocks import TILE, Blocks
 from medha_worker.attention.scales import FP8, Scales
 from medha_worker.attention.splits import Batch
 from medha_worker.kernels import Library
@@ -33,8 +35,9 @@ class Geometry:
     """What all calls of a rank have in common.
 
     `kernel`: for chunks, `fa3` (Hopper) or `fa2`; `decodes`: whether single rows run on CUDA cores
-    or on tensor cores; `split_pages`: the fixed length of what they split keys into, 0: as the
-    library likes, which depends on the batch (on tensor cores alone).
+    or on tensor cores; `split_pages`: the fixed length of what keys are split into (`fa2` alone),
+    with which all rows run in blocks (see `blocks`); 0: as the library likes, which depends on the
+    batch.
     """
 
     heads: int
@@ -62,6 +65,11 @@ class Geometry:
     def narrow_queries(self, window: int = 0) -> bool:
         """Whether the kernel for chunks wants queries in FP8: `fa3` does where keys are."""
         return self.kernel_for(window) == "fa3" and self.kv_dtype == FP8
+
+    @property
+    def most_parts(self) -> int:
+        """Parts of a tile's keys whose states the library's workspace holds."""
+        return max(1, WORKSPACE_BYTES // (TILE * self.heads * (self.head_dim + 1) * 4) - 1)
 
 
 class Wrapper:
@@ -95,9 +103,14 @@ class Wrappers:
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._made: dict[tuple[object, ...], Wrapper] = {}
 
-    def chunks(self, turn: int, batch: Batch) -> ChunkCall:
-        """Plan a call for chunks on the wrapper of `turn` for such calls."""
-        key = (turn, batch.causal, batch.packed, batch.window)
+    def blocks(self, turn: int, batches: Sequence[Blocks]) -> tuple[BlockCall, ...]:
+        """Plan calls for blocks, each on a wrapper of its own."""
+        calls = ((batch, self.chunks(turn, batch, at)) for at, batch in enumerate(batches))
+        return tuple(BlockCall(call, batch, self.device) for batch, call in calls)
+
+    def chunks(self, turn: int, batch: Batch, number: int = 0) -> ChunkCall:
+        """Plan a call for chunks on the wrapper of `turn` for such calls, number `number`."""
+        key = (turn, batch.causal, batch.packed, batch.window, number)
         if key not in self._made:
             inner = self.library.BatchPrefillWithPagedKVCacheWrapper(
                 self.workspace, LAYOUT, backend=self.geometry.kernel_for(batch.window)
@@ -141,7 +154,6 @@ def plan_decodes(wrapper: Wrapper, batch: Batch, geometry: Geometry, device: tor
         q_data_type=G.dtype,
         kv_data_type=G.kv_dtype,
         o_data_type=G.dtype,
-        **({"fixed_split_size": G.split_pages} if G.split_pages else {}),
     )
 
 
@@ -199,6 +211,7 @@ class ChunkCall:
             q_data_type=FP8 if self.narrow else G.dtype,
             kv_data_type=G.kv_dtype,
             o_data_type=G.dtype,
+            **({"fixed_split_size": G.split_pages} if G.split_pages else {}),
         )
 
     def run(
@@ -224,6 +237,26 @@ class ChunkCall:
             unfold(sums, lse)
         if scales is not None and not narrow:
             scales.restore(out)
+
+
+class BlockCall:
+    """Entries of one size, planned, whose idle rows are dropped."""
+
+    def __init__(self, call: ChunkCall, batch: Blocks, device: torch.device) -> None:
+        self._call = call
+        self._kept = to_device(batch.kept, device)
+        self._rows = to_device(batch.rows[batch.kept], device)
+
+    def run(
+        self, q: torch.Tensor, pool: torch.Tensor, scales: Scales | None, out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """States of the entries' rows of `q` into `out` and `lse`, which stand for the batch."""
+        own = out.new_empty(len(self._call.batch.rows), *out.shape[1:])
+        sums = lse.new_empty(own.shape[:2])
+        self._call.run(q, pool, scales, own, sums)
+        out.index_copy_(0, self._rows, own.index_select(0, self._kept))
+        lse.index_copy_(0, self._rows, sums.index_select(0, self._kept))
 
 
 def fold(q: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from medha.errors import SetupError
 from medha_worker import kernels
 from medha_worker.attention.calls import Geometry
 from medha_worker.attention.cpu import cpu_attention
@@ -20,8 +21,8 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 # Query heads of a KV head that the decode kernel on CUDA cores is made for.
 GROUPS = (1, 2, 3, 4, 8)
-# Where keys are split for single rows that must not depend on their batch: every 512 pages.
-SPLIT_PAGES = 512
+# Where keys are split for rows that must not depend on their batch: after so many tokens.
+SPLIT_TOKENS = 32_768
 
 
 def attention_for(
@@ -34,20 +35,27 @@ def attention_for(
     device: torch.device | str,
     *,
     deterministic: bool = False,
+    spare: int = 0,
     table: Sequence[Choice] = H200,
 ) -> Attention:
     """Attention of a rank with `heads` over `kv_heads` in `dtype`, with pages of `kv_dtype`.
 
-    `deterministic`: a row's state does not depend on the rows beside it. Raises SetupError when
-    the device's kernels are not there.
+    `deterministic`: a row's state does not depend on the rows beside it (see `blocks`); `spare`: a
+    page that nobody owns. Raises SetupError when the device's kernels are not there, or not for
+    this.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return cpu_attention(heads, kv_heads, head_dim, page_tokens, kv_dtype)
     if head_dim not in HEAD_DIMS or dtype not in DTYPES or kv_dtype not in (dtype, FP8):
+        if deterministic:
+            raise SetupError(
+                f"arithmetic is Deterministic, with head_dim {head_dim}, dtype {dtype} and pages of"
+                f" {kv_dtype}: on a GPU it needs head_dim in {HEAD_DIMS}, bfloat16 or float16, and"
+                " pages of that type or FP8; set spec.engine.arithmetic to Fast, or device to cpu"
+            )
         return ReferenceAttention(heads, kv_heads, head_dim, page_tokens, tile_pages=32)
-    hopper = torch.cuda.get_device_capability(device)[0] == 9
-    tensor = deterministic or heads // kv_heads not in GROUPS
+    hopper = torch.cuda.get_device_capability(device)[0] == 9 and not deterministic
     geometry = Geometry(
         heads=heads,
         kv_heads=kv_heads,
@@ -56,7 +64,8 @@ def attention_for(
         dtype=dtype,
         kv_dtype=kv_dtype,
         kernel="fa3" if hopper else "fa2",
-        decodes="tensor" if tensor else "cores",
-        split_pages=SPLIT_PAGES if deterministic else 0,
+        decodes="cores" if heads // kv_heads in GROUPS else "tensor",
+        split_pages=max(1, SPLIT_TOKENS // page_tokens) if deterministic else 0,
     )
-    return PagedAttention(geometry, kernels.flashinfer(), device, table=table if hopper else ())
+    library, cuts = kernels.flashinfer(), table if hopper else ()
+    return PagedAttention(geometry, library, device, table=cuts, spare=spare)

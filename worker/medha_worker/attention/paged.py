@@ -3,6 +3,7 @@
     single rows          the decode kernel, which splits keys by itself
     chunks               one causal entry each; where a chunk is small and what it follows is long,
                          its prefix in parts and the chunk's own tail apart, merged (see `splits`)
+    deterministic        `blocks` of one size instead, so that no row's bits depend on another's
     windows over holes   plain torch: rows of a shared sequence in a layer with a window, whose
                          shard of the keys is not one run
 
@@ -19,13 +20,22 @@ from collections.abc import Sequence
 
 import torch
 
-from medha_worker.attention.calls import ChunkCall, DecodeCall, Geometry, Wrappers, to_device
+from medha_worker.attention.blocks import Blocks, block_rows, lay_blocks
+from medha_worker.attention.calls import (
+    BlockCall,
+    ChunkCall,
+    DecodeCall,
+    Geometry,
+    Wrappers,
+    to_device,
+)
 from medha_worker.attention.interface import LogBase, Partial, Span
 from medha_worker.attention.reference import ReferenceAttention, ReferencePlan
 from medha_worker.attention.scales import Scales
 from medha_worker.attention.splits import (
     H200,
     LEAST_TOKENS,
+    Batch,
     Choice,
     Merges,
     lay,
@@ -48,7 +58,8 @@ class PagedAttention:
     """Attention of one rank on one CUDA device; implements `interface.Attention`.
 
     `table`, `least_tokens`, `narrow_tokens`: how prefixes are cut (see `splits` and NARROW_TOKENS);
-    `turns`: how many plans are held at a time.
+    `turns`: how many plans are held at a time; `spare`: a page that nobody owns, which blocks read
+    where all is masked.
     """
 
     def __init__(
@@ -61,12 +72,13 @@ class PagedAttention:
         least_tokens: int = LEAST_TOKENS,
         narrow_tokens: int = NARROW_TOKENS,
         turns: int = 4,
+        spare: int = 0,
     ) -> None:
         G = self.geometry = geometry
         self.library, self.device, self.table, self.turns = library, device, tuple(table), turns
         self.wrappers = Wrappers(geometry, library, device)
         self.rest = ReferenceAttention(G.heads, G.kv_heads, G.head_dim, G.page_tokens, TILE_PAGES)
-        self.least_tokens, self._turn = least_tokens, 0
+        self.least_tokens, self.spare, self._turn = least_tokens, spare, 0
         self.most_tokens = narrow_tokens if G.narrow_queries() else 0
 
     @torch.inference_mode()
@@ -75,17 +87,23 @@ class PagedAttention:
         G, T = self.geometry, self.geometry.page_tokens
         runs = [span for span in spans if sees_a_run(span, T)]
         rest = [span for span in spans if not sees_a_run(span, T)]
-        single = lay_singles([span for span in runs if span.length == 1], T)
-        batches = lay(
-            [span for span in runs if span.length > 1], T, G.group, self.table,
-            self.least_tokens, self.most_tokens,
-        )  # fmt: skip
+        single, batches, blocks = None, tuple[Batch, ...](), tuple[Blocks, ...]()
+        if G.split_pages:
+            rows, most = block_rows(G.group), G.most_parts
+            blocks = lay_blocks(runs, T, rows, G.split_pages, most, self.spare)
+        else:
+            single = lay_singles([span for span in runs if span.length == 1], T)
+            batches = lay(
+                [span for span in runs if span.length > 1], T, G.group, self.table,
+                self.least_tokens, self.most_tokens,
+            )  # fmt: skip
         self._turn = (self._turn + 1) % self.turns
         return PagedPlan(
             self,
             None if single is None else self.wrappers.decodes(self._turn, single),
             tuple(self.wrappers.chunks(self._turn, batch) for batch in batches),
             merges(batches),
+            self.wrappers.blocks(self._turn, blocks),
             self.rest.plan(rest) if rest else None,
             [slice(s.start, s.start + s.length) for s in runs if not s.held and not s.tail],
             [slice(s.start, s.start + s.length) for s in rest],
@@ -101,11 +119,12 @@ class PagedPlan:
         single: DecodeCall | None,
         chunks: tuple[ChunkCall, ...],
         states: Merges,
+        blocks: tuple[BlockCall, ...],
         rest: ReferencePlan | None,
         bare: list[slice],
         rest_rows: list[slice],
     ) -> None:
-        self.attention, self.single, self.chunks = attention, single, chunks
+        self.attention, self.single, self.chunks, self.blocks = attention, single, chunks, blocks
         self.rest, self.bare, self.rest_rows = rest, bare, rest_rows
         # One call whose rows are nobody else's writes them where they belong.
         direct = len(chunks) == 1 and not len(states.several) and isinstance(chunks[0].rows, slice)
@@ -124,6 +143,8 @@ class PagedPlan:
         elif self.chunks:
             rows = self.chunks[0].rows
             self.chunks[0].run(q, pool, scales, out[rows], lse[rows])
+        for block in self.blocks:
+            block.run(q, pool, scales, out, lse)
         if self.rest is not None:
             self.rest.fill(q, k, v, pool, Partial(out, lse), scales)
             for rows in self.rest_rows:

@@ -131,7 +131,7 @@ def lay(
     that does not see a run.
     """
     kinds: dict[tuple[bool, bool], list[_Entry]] = {}
-    window = _window(spans, page_tokens)
+    window = window_of(spans, page_tokens)
     for span in spans:
         full = span.held // page_tokens
         choice = choose(table, span.length, full * page_tokens, least_tokens)
@@ -163,7 +163,7 @@ def lay_singles(spans: Sequence[Span], page_tokens: int) -> Batch | None:
 
     Raises ValueError for a span that does not see a run.
     """
-    window = _window(spans, page_tokens)
+    window = window_of(spans, page_tokens)
     entries = []
     for span in spans:
         tokens = span.held + span.tail
@@ -172,8 +172,8 @@ def lay_singles(spans: Sequence[Span], page_tokens: int) -> Batch | None:
     return _batch(False, False, entries, page_tokens, 1, window) if entries else None
 
 
-def _window(spans: Sequence[Span], page_tokens: int) -> int:
-    """The one window of all spans, 0 for none."""
+def window_of(spans: Sequence[Span], page_tokens: int) -> int:
+    """The one window of all spans, 0 for none; raises ValueError where one does not see a run."""
     for span in spans:
         if not sees_a_run(span, page_tokens):
             raise ValueError(f"rows from {span.start} on see pages apart: no kernel's window")
@@ -216,13 +216,14 @@ def _batch(
         causal=causal,
         packed=packed,
         rows=np.concatenate(starts),
-        q_indptr=_indptr(lengths),
-        kv_indptr=_indptr([len(each.pages) for each in entries]),
+        q_indptr=indptr(lengths),
+        kv_indptr=indptr([len(each.pages) for each in entries]),
         pages=np.concatenate([each.pages for each in entries]).astype(np.int32),
         last_page=np.array([(each.tokens - 1) % page_tokens + 1 for each in entries], np.int32),
         window=window,
     )
 
 
-def _indptr(counts: Sequence[int]) -> Ints:
+def indptr(counts: Sequence[int]) -> Ints:
+    """Where each begins and the last ends, laid end to end."""
     return np.cumsum([0, *counts]).astype(np.int32)

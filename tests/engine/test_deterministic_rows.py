@@ -1,0 +1,207 @@
+"""`deterministic` on a GPU, as far as a CPU shows it: what kernels get depends on a row alone.
+
+The oracle of the kernel walks keys as FlashInfer's does, tile by tile (see `tiled_kernel`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine.test_engine_attention import (
+    GROUP,
+    HEADS,
+    KV_HEADS,
+    PAGES,
+    D,
+    T,
+    Work,
+    run,
+    same,
+    work,
+)
+from tests.engine.test_paged_attention import paged
+
+from medha.batch import Chunk
+from medha.errors import SetupError
+from medha_worker.attention import blocks
+from medha_worker.attention.blocks import block_rows, lay_blocks
+from medha_worker.attention.choice import attention_for
+from medha_worker.attention.interface import Partial, Plan, Span
+from medha_worker.attention.paged import PagedAttention
+from medha_worker.attention.scales import Scales
+from medha_worker.inputs import seen
+from medha_worker.sequences import PageTable
+
+SPARE = PAGES
+TOKENS = 100
+
+
+@functools.cache  # its workspace takes longer to clear than a test runs
+def fixed(split_pages: int = 12) -> PagedAttention:
+    attention = paged(kernel="fa2", split_pages=split_pages)
+    attention.spare = SPARE
+    return attention
+
+
+@settings(max_examples=30)
+@given(st.lists(work, min_size=1, max_size=5), st.integers(0, 3), st.sampled_from([3, 12]))
+def test_any_mix_of_spans_agrees_with_plain_attention_in_blocks(
+    works: list[Work], seed: int, split_pages: int
+) -> None:
+    assert same(*run(works, seed, fixed(split_pages)))
+
+
+class Beside:
+    """Over the pool and a spare page behind it."""
+
+    def __init__(self, attention: PagedAttention) -> None:
+        self._attention = attention
+
+    def plan(self, spans: Sequence[Span]) -> Plan:
+        self._plan = self._attention.plan(spans)
+        return self
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor,
+        scales: Scales | None = None,
+    ) -> Partial:  # fmt: skip
+        return self._plan.run(q, k, v, torch.cat((pool, torch.zeros_like(pool[:1]))), scales)
+
+
+@settings(max_examples=20)
+@given(st.lists(work, min_size=1, max_size=4), st.booleans(), st.integers(0, 3), st.integers(1, 40))
+def test_blocks_see_the_window_of_their_layers_alone(
+    works: list[Work], holes: bool, seed: int, window: int
+) -> None:
+    one = [dataclasses.replace(each, window=window, holes=holes) for each in works]
+    assert same(*run(one, seed, Beside(fixed(3))))
+
+
+@dataclasses.dataclass
+class Prompt:
+    """A sequence of TOKENS tokens whose pages stand in a pool, what does not follow being 7."""
+
+    pool: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    pages: list[int]
+
+    def states(
+        self, attention: PagedAttention, lengths: Sequence[int], window: int, beside: bool
+    ) -> bytes:
+        """Of all rows, attended in chunks of these lengths, each beside other chunks."""
+        found, start = list[torch.Tensor](), 0
+        for length in lengths:
+            spans = [self.span(0, start, length, window)]
+            rows = list(range(start, start + length))
+            if beside:  # of the same keys, as other sequences would bring others
+                spans.append(self.span(length, TOKENS - 9, 9, window))
+                spans.append(self.span(length + 9, start, 1, window))
+                rows += [*range(TOKENS - 9, TOKENS), start]
+            if len(found) % 2:
+                spans.reverse()
+            at = attention.plan(spans).run(self.q[rows], self.k[rows], self.v[rows], self.pool)
+            found.append(torch.cat((at.out[:length].flatten(), at.lse[:length].flatten())))
+            start += length
+        outs = [each[: -length * HEADS] for each, length in zip(found, lengths, strict=True)]
+        sums = [each[-length * HEADS :] for each, length in zip(found, lengths, strict=True)]
+        return torch.cat(outs + sums).numpy().tobytes()
+
+    def span(self, row: int, start: int, length: int, window: int) -> Span:
+        held = self.pages[: -(-(start + length) // T)]
+        whole = Span(row, length, start, np.array(held, dtype=np.int64), True)
+        table = PageTable(enumerate(held))
+        return seen(whole, Chunk(0, start, length, (0,), 0), table, window, T, always=True)
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Prompt:
+    dice = torch.Generator().manual_seed(0)
+    pages = np.random.default_rng(0).permutation(PAGES)[: -(-TOKENS // T)].tolist()
+    pool = torch.full((PAGES + 1, 2, KV_HEADS, T, D), 7.0)
+    pool[SPARE] = 0.0
+    keys = torch.randn(TOKENS, 2, KV_HEADS, D, generator=dice)
+    for at in range(TOKENS):
+        pool[pages[at // T], :, :, at % T] = keys[at]
+    q = torch.randn(TOKENS, HEADS, D, generator=dice) * 2
+    return Prompt(pool, q, keys[:, 0], keys[:, 1], pages)
+
+
+def cut(sizes: Sequence[int]) -> list[int]:
+    """TOKENS in chunks of these sizes, again and again."""
+    found, left = list[int](), TOKENS
+    for size in itertools.cycle(sizes):
+        found.append(min(size, left))
+        left -= found[-1]
+        if not left:
+            return found
+    return found
+
+
+@pytest.mark.parametrize("window", [0, 30], ids=lambda window: f"window {window}")
+def test_a_row_has_the_same_bytes_in_any_chunk_beside_any_others(
+    prompt: Prompt, window: int
+) -> None:
+    """In one chunk, in chunks that end anywhere, as decodes, alone and in company."""
+    whole = prompt.states(fixed(), [TOKENS], window, beside=False)
+    for sizes, beside in (([1], False), ([17, 50, 1, 5], True), ([42], False), ([43, 1, 1], True)):
+        assert prompt.states(fixed(), cut(sizes), window, beside) == whole, sizes
+
+
+def test_keys_that_are_split_elsewhere_would_be_seen(prompt: Prompt) -> None:
+    whole = prompt.states(fixed(), [TOKENS], 0, beside=False)
+    assert prompt.states(fixed(5), [TOKENS], 0, beside=False) != whole
+
+
+@pytest.mark.parametrize("wrong", ["blocks in a window", "no pages before a window"])
+def test_a_window_that_begins_elsewhere_would_be_seen(
+    prompt: Prompt, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    entries = blocks._entries
+
+    def other(
+        span: Span, page_tokens: int, rows: int, split_pages: int, window: int
+    ) -> Iterator[blocks._Entry]:
+        if wrong == "blocks in a window":
+            yield from entries(span, page_tokens, rows, split_pages, 0)
+        else:
+            for each in entries(span, page_tokens, rows, split_pages, window):
+                yield each._replace(tokens=each.tokens - each.lead, lead=0)
+
+    whole = prompt.states(fixed(), [TOKENS], 30, beside=False)
+    monkeypatch.setattr(blocks, "_entries", other)
+    assert prompt.states(fixed(), cut([43, 1, 1]), 30, beside=False) != whole
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16, 48, 64])
+def test_an_entry_fills_one_tile_and_takes_the_largest(group: int) -> None:
+    assert 64 < block_rows(group) * group <= 128
+
+
+def test_calls_hold_no_more_states_than_the_librarys_workspace() -> None:
+    pages = np.arange(100, dtype=np.int64)
+    spans = [Span(40 * n, 40, 4 * (20 * n + 1), pages[: 20 * n + 11], True) for n in range(4)]
+    calls = lay_blocks(spans, T, 16, 10, 12)
+    counts = [[-(-int(n) // 10) for n in np.diff(call.kv_indptr)] for call in calls]
+    cut_up = [parts for parts in counts if max(parts) > 1]
+    assert cut_up and all(sum(parts) <= 12 for parts in cut_up)
+    assert all(max(parts) == 1 for parts in counts if parts not in cut_up)
+    rows = np.concatenate([call.rows[call.kept] for call in calls])
+    assert sorted(rows.tolist()) == list(range(160)), "each row once"
+    assert all(set(np.diff(call.q_indptr)) == {16} for call in calls)
+
+
+def test_shapes_without_kernels_that_keep_bits_are_refused_on_a_gpu() -> None:
+    for head_dim, dtype in ((96, torch.bfloat16), (128, torch.float32)):
+        with pytest.raises(SetupError, match=r"Deterministic.*set spec.engine.arithmetic to Fast"):
+            attention_for(8, 2, head_dim, 64, dtype, dtype, "cuda", deterministic=True)
+    assert GROUP == 3  # what the cases above stand for: no divisor of a tile
