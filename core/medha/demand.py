@@ -62,9 +62,13 @@ class Demand:
         self.arrived(model, request, now)
         return self._slack(model, request, first_s, alone_s, now)
 
-    def refused(self, model: str, request: Request, refusal: Refusal, now: float) -> float | None:
+    def refused(
+        self, model: str, request: Request, refusal: Refusal, now: float, idle_tpot_s: float = 0.0
+    ) -> float | None:
         """Refused: a miss, and its slack is what was missing. None: no replica more would help."""
+        steady = _steady(request, idle_tpot_s)
         hopeless = (refusal.idle_ttft_s or 0.0) > request.ttft_deadline_s
+        hopeless = hopeless or (refusal.code == "overloaded" and not steady)
         if refusal.code in ("no_replica", "context_length_exceeded") or hopeless:
             return None
         first_s = request.ttft_deadline_s - REFUSED_RATIO * max(request.work_s, WORK_FLOOR_S)
@@ -73,12 +77,15 @@ class Demand:
         ratio = self._slack(model, request, first_s, request.work_s, now)
         if ratio is not None:
             self.arrived(model, request, now)
-            self.ended(model, request.slo_class, False, now)
+            self.over(model, request, False, now, idle_tpot_s)
         return ratio
 
-    def over(self, model: str, request: Request, met: bool, now: float) -> None:
-        """It has ended. That an idle replica would have missed it too is no lack of replicas."""
-        if met or _feasible(request):
+    def over(
+        self, model: str, request: Request, met: bool, now: float, idle_tpot_s: float = 0.0
+    ) -> None:
+        """It has ended. That an idle replica would have missed it too is no lack of replicas;
+        `idle_tpot_s`: the time per token that one is expected to take for it alone."""
+        if met or (_feasible(request) and _steady(request, idle_tpot_s)):
             self.ended(model, request.slo_class, met, now)
 
     def ended(self, model: str, slo_class: str, met: bool, now: float) -> None:
@@ -158,3 +165,8 @@ class Demand:
 def _feasible(request: Request) -> bool:
     """An idle replica could do it in time."""
     return request.work_s <= request.ttft_deadline_s
+
+
+def _steady(request: Request, idle_tpot_s: float) -> bool:
+    """An idle replica's tokens would follow each other as fast as they should."""
+    return request.max_output_tokens == 1 or idle_tpot_s <= request.tpot_s

@@ -133,6 +133,10 @@ class Dispatch:
             for standing in self._able(edition)
         )
 
+    def idle_tpot_s(self, prompt_tokens: int, edition: str) -> float:
+        """TPOT that the best replica for it would have for it alone."""
+        return min(each.idle_tpot_s(prompt_tokens) for each in self._able(edition))
+
     def admit(self, run: Run, slo_class: SloClass, now: float) -> Verdict:
         """Let a run wait, with or without a promise; raises Refusal."""
         newcomer = _newcomer(run)

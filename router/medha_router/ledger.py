@@ -98,7 +98,7 @@ class Ledger:
     def fail(self, answer: Answer, error: MedhaError, now: float) -> None:
         """The answer ends with an error, all its runs with it. Twice is once."""
         if self._end(answer, now):
-            self._meter.failed(answer, now)
+            self._meter.failed(answer, error, now)
             self._log.warning("failed: %s", error, extra={"fields": {"request": answer.id}})
             answer.fail(error)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from medha import metrics
 from medha.demand import WORK_FLOOR_S, Demand, slack_ratio
-from medha.errors import Refusal
+from medha.errors import MedhaError, Refusal
 from medha.scheduling.placement import Option
 from medha.scheduling.queue import Queued
 from medha_router.runs import Answer, Run
@@ -46,7 +46,10 @@ class Meter:
         self._to.add("medha_slo_missed_total", 1, *_of_run(run))
         self._to.add("medha_slo_attained_total", 0, *_of_run(run))
         self._to.add("medha_requests_total", 1, *_of_run(run), "refused")
-        self._arrived(run, self._demand.refused(_model(run), run.request, refusal, now))
+        self._arrived(
+            run,
+            self._demand.refused(_model(run), run.request, refusal, now, run.idle_tpot_s),
+        )
 
     def arrived(self, run: Run, option: Option, age_s: float, now: float) -> None:
         """Taken, `age_s` after its arrival."""
@@ -117,11 +120,13 @@ class Meter:
         self._to.add("medha_slo_attained_total", 1, *labels)
         self._demand.over(_model(run), request, True, now)
 
-    def failed(self, answer: Answer, now: float) -> None:
+    def failed(self, answer: Answer, error: MedhaError, now: float) -> None:
+        """A miss; one replica more would have been of use only to what found no room."""
         self._ended(answer, "failed")
+        room = isinstance(error, Refusal) and error.code in ("overloaded", "deadline_infeasible")
         for run in answer.runs:
             if not run.done:
-                self._missed(run, now)
+                self._missed(run, now, preventable=room)
                 self._break_promise(run)
 
     def cancelled(self, answer: Answer) -> None:
@@ -163,10 +168,10 @@ class Meter:
         if ratio is not None:
             self._to.observe("medha_arrival_slack_ratio", ratio, *_of_class(run))
 
-    def _missed(self, run: Run, now: float) -> None:
+    def _missed(self, run: Run, now: float, preventable: bool = True) -> None:
         self._to.add("medha_slo_missed_total", 1, *_of_run(run))
-        if not run.answer.held:  # whoever waited for the first replica had to be late
-            self._demand.over(_model(run), run.request, False, now)
+        if preventable and not run.answer.held:  # who waited for the first replica had to be late
+            self._demand.over(_model(run), run.request, False, now, run.idle_tpot_s)
 
     def _first_token(self, run: Run, ttft_s: float, ratio: float | None) -> None:
         labels, request = _of_class(run), run.request

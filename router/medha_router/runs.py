@@ -29,10 +29,11 @@ class Run:
 
     def __init__(
         self, *, answer: Answer, index: int, prompt: Prompt, request: Request, sampling: Sampling,
-        output: Output, salt: bytes, edition: str,
+        output: Output, salt: bytes, edition: str, idle_tpot_s: float,
     ) -> None:  # fmt: skip
         self.answer, self.index, self.prompt, self.request = answer, index, prompt, request
         self.edition = edition  # replicas of no other may read its tokens
+        self.idle_tpot_s = idle_tpot_s  # of the best of them, if it were alone there
         self.sampling, self.output, self.salt = sampling, output, salt
         self.peer: bytes | None = None
         self.waiting_since_s = request.arrival_s

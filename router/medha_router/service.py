@@ -194,6 +194,7 @@ class Service:
         for place, prompt in enumerate(prompts):
             most = self._most(ask, model, prompt)
             request = self._request(answer, model, edition, prompt, most, slo)
+            idle_tpot_s = model.dispatch.idle_tpot_s(prompt.length, edition.key)
             for index in range(place * ask.n, (place + 1) * ask.n):
                 sampling = msgspec.structs.replace(
                     ask.sampling, seed=(seed + index) & MAX_INT64, stop_tokens=ends
@@ -202,7 +203,7 @@ class Service:
                 answer.runs.append(
                     Run(answer=answer, index=index, prompt=prompt, request=mine, salt=salt,
                         sampling=sampling, output=_output(ask, edition, ends),
-                        edition=edition.key)
+                        edition=edition.key, idle_tpot_s=idle_tpot_s)
                 )  # fmt: skip
 
     def retell(self, run: Run, model: ServedModel, edition: Edition, prompt: Prompt) -> None:
@@ -218,6 +219,7 @@ class Service:
         run.sampling = msgspec.structs.replace(run.sampling, stop_tokens=ends)
         run.output = _output(ask, edition, ends)
         run.prompt, run.edition = prompt, edition.key
+        run.idle_tpot_s = model.dispatch.idle_tpot_s(prompt.length, edition.key)
 
     def _ends(self, ask: Ask, edition: Edition) -> tuple[int, ...]:
         """Tokens that end an output of it; raises RequestError where the request names others."""

@@ -52,6 +52,16 @@ def test_without_a_promise_the_first_token_waits_for_promises_and_not_for_a_guar
     assert busy.first_s(promised=True) == min(busy.finish_s, busy.earliest_s)
 
 
+def test_a_sequence_alone_takes_every_stage_and_what_its_groups_share() -> None:
+    one = standing()
+    assert one.idle_tpot_s(1000) == one.predicted_tpot_s(newcomer())
+    staged = standing(spp=4)
+    assert staged.idle_tpot_s(1000) == 4 * staged.predictor.batch_s([(1, 1000, True)])
+    spread = standing(kvp_max=8)
+    assert groups_needed(2_000_000, spread.predictor) > 1
+    assert one.idle_tpot_s(1000) < spread.idle_tpot_s(2_000_000) < one.idle_tpot_s(2_000_000)
+
+
 def test_prefix_hits_shorten_the_work_and_win_the_place() -> None:
     here, there = standing("a"), standing("b")
     chosen = place(newcomer(prompt_tokens=60_000), [here, there], {"b": 50_000}, 0.0)

@@ -15,7 +15,7 @@ import pytest
 from medha.config import RouterModel
 from medha.demand import REFUSED_RATIO, UNSERVED_S, WINDOW_S, Demand
 from medha.errors import Refusal
-from medha.messages import ClassDemand, Load, LoadReport, ModelDemand, RouterDemand
+from medha.messages import ClassDemand, Failed, Load, LoadReport, ModelDemand, RouterDemand
 from medha.metrics import RATIO
 from medha.request import Request, Slo, SloClass
 from medha_router.detokenizer import Vocabulary
@@ -31,6 +31,13 @@ def demand_of(running: Any, model: str = "tiny") -> ModelDemand:
     assert found.window_s == WINDOW_S
     (of,) = [each for each in found.models if each.model == model]
     return of
+
+
+def reported_misses(running: Any) -> float:
+    lines = running.ops.get("/metrics").text.splitlines()
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith("medha_slo_missed_total{")
+    )
 
 
 def above(counts: tuple[int, ...], ratio: float) -> int:
@@ -81,6 +88,53 @@ def test_what_not_even_an_idle_replica_could_do_in_time_is_no_miss_either() -> N
     demand.over("m", msgspec.structs.replace(hopeless, work_s=0.5), False, 1.0)
     demand.over("m", hopeless, True, 1.0)
     assert demand.of("m", 1.0).classes == (ClassDemand(name="default", met=1, missed=1),)
+
+
+def test_a_time_per_token_that_no_idle_replica_meets_is_no_miss() -> None:
+    demand = Demand()
+    fast = Request(
+        id="f", arrival_s=0.0, prompt_tokens=9, max_output_tokens=9, ttft_deadline_s=1.0,
+        work_s=0.5, tpot_s=0.01,
+    )  # fmt: skip
+    demand.over("m", fast, False, 1.0, idle_tpot_s=0.02)
+    assert demand.refused("m", fast, Refusal("overloaded", ""), 1.0, idle_tpot_s=0.02) is None
+    assert demand.of("m", 1.0) == ModelDemand(model="m")
+    late = Refusal("deadline_infeasible", "", earliest_ttft_s=2.0, idle_ttft_s=0.6)
+    assert demand.refused("m", fast, late, 1.0, idle_tpot_s=0.02) == -2.0
+    found = demand.of("m", 1.0)
+    assert found.classes == () and sum(found.slack_counts) == 1  # its first token is another matter
+    demand.over("m", fast, True, 1.0, idle_tpot_s=0.02)
+    demand.over("m", fast, False, 1.0, idle_tpot_s=0.005)
+    single = msgspec.structs.replace(fast, max_output_tokens=1)
+    demand.over("m", single, False, 1.0, idle_tpot_s=0.02)
+    assert demand.of("m", 1.0).classes == (ClassDemand(name="default", met=1, missed=2),)
+
+
+def test_who_asks_for_tokens_faster_than_any_replica_brings_no_replicas(
+    running_with: Routers, eventually: Callable[..., None]
+) -> None:
+    """It is a missed SLO all the same, wherever that is reported."""
+    running = running_with()
+    running.open()
+    hurried = {"x-medha-slo-tpot-ms": "0.0001"}
+    running.client.completions.create(
+        model="tiny", prompt="say hello", max_tokens=20, extra_headers=hurried
+    )
+    eventually(lambda: reported_misses(running) == 1, EVENTUALLY_S)
+    found = demand_of(running)
+    assert found.classes == () and sum(found.slack_counts) == 1
+
+
+@pytest.mark.parametrize(("code", "missed"), [("memory", 0), ("overloaded", 1)])
+def test_of_requests_that_fail_only_those_without_room_are_misses_that_replicas_prevent(
+    running_with: Routers, code: str, missed: int
+) -> None:
+    running = running_with()
+    running.open().fails = Failed("x", code, "it is given up")
+    with pytest.raises(openai.InternalServerError):
+        running.client.completions.create(model="tiny", prompt="say hello", max_tokens=20)
+    assert reported_misses(running) == 1
+    assert sum(each.missed for each in demand_of(running).classes) == missed
 
 
 def test_slack_is_counted_beside_what_an_idle_replica_would_have_left() -> None:

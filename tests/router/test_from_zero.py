@@ -114,6 +114,7 @@ class Waiting:
             answer=self.answer, index=0, prompt=Prompt(bytes(16), b""), salt=b"",
             request=Request(id="a.0", arrival_s=0.0, prompt_tokens=4), sampling=ask.sampling,
             output=Output(vocabulary), edition=replica.edition,
+            idle_tpot_s=0.0,
         )  # fmt: skip
         self.answer.runs.append(run)
         self.model.dispatch.resume(run, 0.0)

@@ -205,6 +205,15 @@ class Standing:
         none = self.predictor.batch_s([(1, 0, True)])
         return max(self.load.predicted_tpot_s, none) + one - none
 
+    def idle_tpot_s(self, prompt_tokens: int) -> float:
+        """TPOT of a sequence that has this replica to itself, at its first tokens: each passes
+        every stage, and the groups that its prompt fills share the work."""
+        topology = self.predictor.topology
+        groups = max(1, min(topology.kvp_max, groups_needed(prompt_tokens, self.predictor)))
+        load = self.predictor.load()
+        load.add_decode(-(-prompt_tokens // groups), groups)
+        return topology.spp * load.seconds()
+
     def _recounted(self) -> None:
         """Bring the margins up to date: what the Load says, and everything held beside it.
 
