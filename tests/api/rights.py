@@ -7,8 +7,9 @@ it needs beyond them fails a test. What it did with them is told by the API serv
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -51,21 +52,52 @@ def documented() -> list[Row]:
 def grant(api: httpx.Client, namespace: str, account: str) -> None:
     """Bind the account to one role per place: its namespace, and the cluster."""
     for cluster in (False, True):
-        rules = [
-            {"apiGroups": [row.group], "resources": [row.resource], "verbs": list(row.verbs)}
-            for row in documented()
-            if (row.where == "cluster") == cluster
-        ]
-        assert rules
         kind = "ClusterRole" if cluster else "Role"
         place = ROOT if cluster else f"{ROOT}/namespaces/{namespace}"
         metadata = {"metadata": {"name": account}}
-        made = api.post(f"{place}/{kind.lower()}s", json=metadata | {"rules": rules})
-        made.raise_for_status()
+        role = metadata | {"rules": _rules(cluster, frozenset())}
+        api.post(f"{place}/{kind.lower()}s", json=role).raise_for_status()
         to = {"apiGroup": RBAC, "kind": kind, "name": account}
         who = {"apiGroup": RBAC, "kind": "User", "name": account}
         binding = metadata | {"roleRef": to, "subjects": [who]}
         api.post(f"{place}/{kind.lower()}bindings", json=binding).raise_for_status()
+
+
+def refuse_creation(
+    api: httpx.Client, namespace: str, account: str, kinds: Set[tuple[str, str]]
+) -> None:
+    """The account may do in its namespace all but create these, by group and plural name."""
+    api.patch(
+        f"{ROOT}/namespaces/{namespace}/roles/{account}", json={"rules": _rules(False, kinds)},
+        headers={"Content-Type": "application/merge-patch+json"},
+    ).raise_for_status()  # fmt: skip
+
+
+def may(api: httpx.Client, namespace: str, account: str, kind: tuple[str, str]) -> bool:
+    """Whether the account may create these there."""
+    asked = {"namespace": namespace, "verb": "create", "group": kind[0], "resource": kind[1]}
+    answer = api.post(
+        "/apis/authorization.k8s.io/v1/subjectaccessreviews",
+        json={"spec": {"user": account, "resourceAttributes": asked}},
+    )
+    return bool(answer.raise_for_status().json()["status"]["allowed"])
+
+
+def _rules(cluster: bool, without: Set[tuple[str, str]]) -> list[dict[str, Any]]:
+    rules = [
+        {
+            "apiGroups": [row.group],
+            "resources": [row.resource],
+            "verbs": [
+                verb for verb in row.verbs
+                if verb != "create" or (row.group, row.resource) not in without
+            ],
+        }
+        for row in documented()
+        if (row.where == "cluster") == cluster
+    ]  # fmt: skip
+    assert rules
+    return rules
 
 
 def take_back(api: httpx.Client, account: str) -> None:
