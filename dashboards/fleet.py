@@ -6,11 +6,14 @@ from dashboards.panels import Board, Panel, Row
 from dashboards.queries import Query, count_rate, level, quantiles, rate
 
 HITS, ASKED = "medha_prefix_cache_hits_total", "medha_prefix_cache_queries_total"
+KEPT = "exported_namespace"
 USED = level("medha_kv_pages", "model", state="used")
 
 
 def _gpu(title: str, says: str, metric: str, unit: str) -> Panel:
-    expr = f'avg by (Hostname, gpu) ({metric}{{namespace=~"$namespace"}})'
+    # Its `namespace` is that of the pod that has the GPU, unless Prometheus puts its own over it.
+    own, kept = (f'{metric}{{{label}=~"$namespace"}}' for label in ("namespace", KEPT))
+    expr = f"avg by (Hostname, gpu) ({own} or {kept})"
     return Panel(title=title, says=f"{says} From NVIDIA's DCGM exporter, where it runs.",
                  unit=unit, width=8,
                  queries=(Query(expr, "{{Hostname}} GPU {{gpu}}"),))  # fmt: skip

@@ -16,6 +16,7 @@ import pytest
 from tests.api.fleet import Fleet, Operator, until
 from tests.api.server import ApiServer, Server
 from tests.conftest import program
+from tests.scraped.gpus import Exporter
 from tests.scraped.local_fleet import LocalFleet
 from tests.scraped.watcher import Prometheus, Target, wait_for
 
@@ -93,9 +94,13 @@ def scraped(
             *(Target("controller", each, "team") for each in fleet.controllers),
             Target("pod", fleet.pod, "team"),
         ]
+        # The exporter's own labels stand in one monitor, and not in the other, as people have it.
+        for node, honours in (("node-a", True), ("node-b", False)):
+            exporter = stack.enter_context(contextlib.closing(Exporter(node)))
+            targets.append(Target("gpu", exporter.address, "gpus", honours))
         missing = operator if isinstance(operator, str) else ""
         if isinstance(operator, Operator):
-            targets.append(Target("operator", f"127.0.0.1:{operator.port}", "medha-system"))
+            targets.append(Target("operator", f"127.0.0.1:{operator.port}", "medha-system", True))
         watcher = Prometheus(prometheus, tmp_path_factory.mktemp("prometheus"), targets)
         stack.callback(watcher.close)
         wait_for(watcher, [each.address for each in targets])

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.api.fleet import Operator
 from tests.scraped.conftest import Scraped
 
 from medha.metrics import CATALOGUE, Metric
+from medha.spec import API_VERSION, KIND, parse
+from medha_operator.keda import scaled_object
 
 pytestmark = pytest.mark.timeout(1500)
 
 HOUSE = Path(__file__).resolve().parents[2]
 BOARDS = {path.stem: json.loads(path.read_text()) for path in (HOUSE / "dashboards").glob("*.json")}
 COMPARISON = re.compile(r"(>=|<=|==|!=|>|<)(?!=)")
-
-ELSEWHERE = "DCGM_"  # nothing here has GPUs
 
 
 def panels(board: dict[str, Any]) -> list[tuple[str, str]]:
@@ -30,20 +31,63 @@ def panels(board: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def seen(expr: str) -> bool:
-    return ELSEWHERE not in expr
-
-
 @pytest.mark.parametrize("name", BOARDS)
 def test_every_expression_of_a_dashboard_brings_numbers(name: str, scraped: Scraped) -> None:
     if name == "operator" and scraped.missing:
         pytest.skip(scraped.missing)
     empty = []
     for title, expr in panels(BOARDS[name]):
-        found = scraped.prometheus.range(expr, scraped.start, scraped.end)  # none errs, at least
-        if seen(expr) and not any(series.points for series in found):
+        found = scraped.prometheus.range(expr, scraped.start, scraped.end)
+        if not any(series.points for series in found):
             empty.append(f"{title}: {expr}")
     assert empty == []
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_variable_of_a_dashboard_offers_what_is_there(name: str, scraped: Scraped) -> None:
+    offered = {
+        each["name"]: scraped.prometheus.values(each["query"], scraped.start, scraped.end)
+        for each in BOARDS[name]["templating"]["list"]
+        if each["type"] == "query"
+    }
+    places = {"team", "medha-system"}
+    assert offered == {
+        "namespace": sorted(places), "model": ["tiny"], "class": ["default", "eager", "patient"],
+    }  # fmt: skip
+
+
+def test_gpus_of_a_chosen_namespace_are_shown_however_they_are_scraped(scraped: Scraped) -> None:
+    gpus = [(title, expr) for title, expr in panels(BOARDS["fleet"]) if "DCGM_" in expr]
+    assert len(gpus) == 3
+    for title, expr in gpus:
+        found = scraped.prometheus.range(expr, scraped.start, scraped.end, namespace="team")
+        shown = {(each.labels["Hostname"], each.labels["gpu"]) for each in found if each.points}
+        assert shown == {("node-a", "0"), ("node-b", "0")}, title
+
+
+def test_what_keda_asks_brings_the_number_that_the_operator_exports(
+    scraped: Scraped, operator: Operator | str
+) -> None:
+    if isinstance(operator, str):
+        pytest.skip(scraped.missing)
+    document = {
+        "apiVersion": API_VERSION, "kind": KIND,
+        "metadata": {"name": "llama", "namespace": "team", "uid": "1"},
+        "spec": {
+            "model": {
+                "name": "llama", "source": {"hostPath": {"path": "/m"}}, "maxContextTokens": 4096,
+            },
+            "autoscaling": {"mode": "External", "minReplicas": 1, "maxReplicas": 2},
+        },
+    }  # fmt: skip
+    resource = parse(document)
+    assert resource.spec.autoscaling is not None
+    made = scaled_object(resource, resource.spec.autoscaling, "http://prometheus:9090")
+    (trigger,) = made["spec"]["triggers"]
+    query = trigger["metadata"]["query"]
+    (exported,) = operator.shown("medha_desired_replicas").values()
+    assert scraped.prometheus.value(query) == exported == 1.0
+    assert scraped.prometheus.value(query.replace("llama", "other")) is None
 
 
 def test_every_expression_of_the_alerts_brings_numbers(scraped: Scraped) -> None:

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from dashboards.pictures import Line, drawn
 from tests.scraped.conftest import Scraped
-from tests.scraped.test_expressions import BOARDS, panels, seen
+from tests.scraped.test_expressions import BOARDS
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -37,8 +37,7 @@ def test_every_panel_of_a_dashboard_is_drawn_with_its_data(name: str, scraped: S
 
     board = BOARDS[name]
     picture = drawn(board, ask, (scraped.start, scraped.end))
-    unseen = {title for title, expr in panels(board) if not seen(expr)}
-    assert picture.count("no data here") == len(unseen)
+    assert "no data here" not in picture
     ElementTree.fromstring(picture)
     assert len(picture.encode()) < MOST_BYTES
     if folder := os.environ.get("MEDHA_PICTURES"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
@@ -27,11 +28,13 @@ VARIABLES = {
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A process: its kind, `address:port`, and the namespace that its pod would be in."""
+    """A process: its kind, `address:port`, the namespace that its pod would be in, and whether the
+    labels that it shows itself stand (of the operator they do: the chart has it so)."""
 
     job: str
     address: str
     namespace: str
+    honours: bool = False
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -53,8 +56,7 @@ class Prometheus:
                        "evaluation_interval": "1s"},
             "rule_files": [str(HOUSE / "dashboards" / "alerts.yaml")],
             "scrape_configs": [
-                # As the chart has it: the operator's own labels stand.
-                {"job_name": each.job, "honor_labels": each.job == "operator",
+                {"job_name": each.job, "honor_labels": each.honours,
                  "static_configs": [{"targets": [each.address],
                                      "labels": {"namespace": each.namespace}}]}
                 for each in _apart(targets)
@@ -84,10 +86,9 @@ class Prometheus:
             each["metric"]["instance"]: float(each["value"][1]) for each in found["data"]["result"]
         }
 
-    def range(self, expr: str, start: float, end: float) -> list[Series]:
-        """A panel's expression over a time, as Grafana asks for it."""
-        for name, value in {"$__range": f"{max(1, int(end - start))}s", **VARIABLES}.items():
-            expr = expr.replace(name, value)
+    def range(self, expr: str, start: float, end: float, **chosen: str) -> list[Series]:
+        """A panel's expression over a time, as Grafana asks for it; `chosen`: its variables."""
+        expr = _chosen(expr, {"$__range": f"{max(1, int(end - start))}s"}, chosen)
         step_s = max(STEP_S, math.ceil((end - start) / MOST_POINTS))
         answer = self._client.post(
             "/api/v1/query_range",
@@ -95,6 +96,26 @@ class Prometheus:
         ).json()
         assert answer["status"] == "success", f"{expr}: {answer.get('error')}"
         return [_series(each) for each in answer["data"]["result"]]
+
+    def values(self, query: str, start: float, end: float, **chosen: str) -> list[str]:
+        """What a variable of a dashboard may be, by its `label_values(series, label)`, as Grafana
+        asks for it."""
+        found = re.fullmatch(r"label_values\((.+), (\w+)\)", query)
+        assert found, query
+        asked: dict[str, str | float] = {"start": start, "end": end}
+        asked["match[]"] = _chosen(found[1], {}, chosen)
+        answer = self._client.get(f"/api/v1/label/{found[2]}/values", params=asked).json()
+        assert answer["status"] == "success", f"{query}: {answer.get('error')}"
+        values: list[str] = answer["data"]
+        return values
+
+    def value(self, expr: str) -> float | None:
+        """What one number is now, as KEDA asks for it; None if there is none."""
+        answer = self._client.get("/api/v1/query", params={"query": expr}).json()
+        assert answer["status"] == "success", f"{expr}: {answer.get('error')}"
+        found = answer["data"]["result"]
+        assert len(found) <= 1, found
+        return float(found[0]["value"][1]) if found else None
 
     def jobs_of(self, series: str, start: float, end: float) -> set[str]:
         """The kinds of process that showed a series at any time."""
@@ -116,6 +137,14 @@ class Prometheus:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _chosen(expr: str, times: Mapping[str, str], chosen: Mapping[str, str]) -> str:
+    """With every variable's value in its place."""
+    named = {f"${name}": value for name, value in chosen.items()}
+    for name, value in {**VARIABLES, **times, **named}.items():
+        expr = expr.replace(name, value)
+    return expr
 
 
 def _apart(targets: Iterable[Target]) -> list[Target]:
