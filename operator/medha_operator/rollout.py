@@ -7,7 +7,8 @@
 Replicas are replaced one by one: a new one is made beside the stale ones where there is room (one
 more than asked for, never two), and a stale one retires when enough others serve. One that serves
 nobody goes at once. Where there is no room for a new one, a stale one retires first if the new one
-then fits. Of equals, whoever has the least work to lose goes.
+then fits. Of equals, whoever has the least work to lose goes. What a scale-down sent away counts
+for nothing: should more be wanted while it still drains, others are made in its stead.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def roll(
         serving -= each.ready
         retiring[each.ordinal] = UPDATED if each.outdated else CORDONED
         stale.remove(each)
-    room = max(0, wanted + SURGE - len(replicas))
+    leaving = sum(why == SCALED_DOWN for why in retiring.values())
+    room = max(0, wanted + SURGE - len(replicas) + leaving)
     missing = min(max(0, wanted - len(fresh)), room)
     return Rollout(
         retiring=retiring,

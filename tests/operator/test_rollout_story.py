@@ -95,6 +95,44 @@ def test_the_replica_with_the_least_work_goes_when_fewer_are_wanted() -> None:
     assert cluster.ordinals == {0}
 
 
+def test_more_are_made_at_once_while_those_of_a_scale_down_still_drain() -> None:
+    cluster = Cluster(resource(replicas=8), [node("a", 16)])
+    cluster.settle()
+    cluster.load = {0: 20_000} | dict.fromkeys(range(1, 8), 10_000)
+    cluster.update(replicas=1)
+    for _ in range(3):
+        cluster.look()
+        cluster.turn()
+    assert len(cluster.ordinals) == 8 and len(cluster.draining) == 7
+    cluster.update(replicas=7)
+    for _ in range(5):
+        cluster.look()
+        cluster.turn()
+    assert cluster.ordinals == set(range(14))
+    assert cluster.status["readyReplicas"] == 7
+    cluster.load.clear()
+    cluster.settle()
+    assert cluster.ordinals == {0, *range(8, 14)}
+
+
+def test_an_update_surges_by_one_beside_those_of_a_scale_down_too() -> None:
+    cluster = Cluster(resource(replicas=4), [node("a", 16)])
+    cluster.settle()
+    cluster.load = {0: 20_000, 1: 20_000, 2: 10_000, 3: 10_000}
+    cluster.update(replicas=2)
+    cluster.look()
+    leaving = {pod.ordinal for pod in cluster.pods.values() if pod.uid in cluster.draining}
+    assert len(leaving) == 2
+    cluster.update(replicas=2, template={"image": "worker:2"})
+    for _ in range(30):
+        cluster.look()
+        cluster.turn()
+        assert len(cluster.ordinals - leaving) <= 3
+        assert sum(pod.ready for pod in cluster.pods.values()) >= 2
+    assert leaving < cluster.ordinals
+    assert cluster.status["readyReplicas"] == 2
+
+
 def test_a_replica_on_a_cordoned_node_is_replaced_before_it_drains() -> None:
     cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])
     cluster.settle()
