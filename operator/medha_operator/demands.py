@@ -1,7 +1,7 @@
 """What the routers say of demand: `GET /demand` on the ops port of each, now and then.
 
 Routers are found by their common name, asked anew of DNS every few seconds, so that one that came
-or left is noticed. Of a router that does not answer the last word stays, with its time.
+or left is noticed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import aiohttp
 import msgspec
 
 from medha.messages import RouterDemand
-from medha_operator.signals import STALE_S, Demand
+from medha_operator.routers import Routers
+from medha_operator.signals import Demand
 
 log = logging.getLogger("medha.operator.demands")
 
@@ -33,9 +34,8 @@ class Demands:
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
         )
-        self._addresses: tuple[str, ...] = ()
+        self._routers = Routers()
         self._found_s = float("-inf")
-        self._heard: dict[str, tuple[float, RouterDemand]] = {}
 
     async def close(self) -> None:
         await self._session.close()
@@ -43,24 +43,11 @@ class Demands:
     async def ask(self) -> None:
         """Ask all of them once."""
         await self._find()
-        await asyncio.gather(*(self._ask(address) for address in self._addresses))
+        await asyncio.gather(*(self._ask(address) for address in self._routers.addresses))
 
     def of(self, model: str) -> Demand:
         """What they said of a model."""
-        now_s = time.monotonic()
-        said = [self._heard[each] for each in self._addresses if each in self._heard]
-        fresh = len(said) == len(self._addresses) > 0
-        return Demand(
-            window_s=max((each.window_s for _, each in said), default=1.0),
-            fresh=fresh and all(now_s - at_s <= STALE_S for at_s, _ in said),
-            models=tuple(
-                each
-                for at_s, one in said
-                if now_s - at_s <= STALE_S
-                for each in one.models
-                if each.model == model
-            ),
-        )
+        return self._routers.demand(model, time.monotonic())
 
     async def _find(self) -> None:
         """A name that is not resolved leaves those that were known."""
@@ -76,9 +63,7 @@ class Demands:
         except (OSError, TimeoutError) as error:
             log.debug("routers %s: %r", self._host, error)
             return
-        self._addresses = tuple(sorted({str(each[4][0]) for each in found}))
-        for gone in self._heard.keys() - set(self._addresses):
-            del self._heard[gone]
+        self._routers.found((str(each[4][0]) for each in found), now_s)
 
     async def _ask(self, address: str) -> None:
         host = f"[{address}]" if ":" in address else address
@@ -86,6 +71,6 @@ class Demands:
             async with self._session.get(f"http://{host}:{self._port}/demand") as answer:
                 if answer.status == 200 and (answer.content_length or 0) <= MAX_BYTES:
                     said = _DEMAND.decode(await answer.read())
-                    self._heard[address] = (time.monotonic(), said)
+                    self._routers.said(address, said, time.monotonic())
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             log.debug("router %s: no demand: %r", address, error)
