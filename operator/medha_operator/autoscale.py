@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -31,27 +31,38 @@ from medha_operator.observe import Resource, World
 from medha_operator.projections import Key
 from medha_operator.published import Published
 from medha_operator.reconcile import UNEXPECTED
+from medha_operator.rounds import each_in_turn
 from medha_operator.scaled_objects import ScaledObjects
 from medha_operator.settings import Settings
+from medha_operator.signals import STALE_S
+from medha_operator.starts import starts_of
 from medha_operator.voices import Scaling, heard, judged
 
 log = logging.getLogger("medha.operator.autoscale")
 
 LONGEST_PAUSE_S, SLO_PAUSE_S, LONGEST_LOOK_S = 15.0, 30.0, 30.0
-KEPT = 500
+ASK_AGAIN_S = STALE_S / 3
+"""What routers said this long ago is asked again within a round: it must not become stale in it."""
+KEPT_OF_EACH, KEPT_OF_ALL, KEPT_AT_LEAST = 500, 20_000, 60
+"""Looks that are kept: some 700 bytes each."""
 
 
 class _Known(msgspec.Struct):
-    """What is remembered of one resource while this process leads."""
+    """What is remembered of one resource, also while another one leads: a moment without the Lease
+    is no reason to begin anew, and `medha.scaling` sees itself what is too long ago."""
 
+    uid: str
     memory: Memory = Memory()
     cold_start_s: float = signals.USUAL_START_S
+    starts: dict[str, float] = {}
+    """How long each leader pod took to start, by its UID."""
     wrote: str = ""
     """Version of the resource that our last write was made for: until another is seen we wait."""
     written: int | None = None
-    """How many replicas we last wrote, or tried to."""
+    """How many replicas we last wrote, or tried to; or whoever led before us may have."""
     slo_s: float = float("-inf")
-    scaling: Scaling = Scaling()
+    scaling: Scaling | None = None
+    """None while nothing was decided since we lead."""
 
 
 class Autoscaler:
@@ -69,17 +80,17 @@ class Autoscaler:
         self._known: dict[Key, _Known] = {}
         self._journals: dict[Key, Journal] = {}
         self._shown: set[Key] = set()
+        self._asked_s = float("-inf")
 
     async def run(self) -> None:
         """Look until cancelled."""
         while True:
             await asyncio.sleep(min(LONGEST_PAUSE_S, self._settings.report_s))
             if not self._leads():
-                self._forget(set())
+                self._stand_by()
                 continue
             try:
-                async with asyncio.timeout(LONGEST_LOOK_S):
-                    await self._look_at_all()
+                await self._look_at_all()
             except NotLeading:
                 continue
             except (MedhaError, TimeoutError) as error:
@@ -98,25 +109,24 @@ class Autoscaler:
         return {"/".join(key): journal for key, journal in list(self._journals.items())}
 
     async def _look_at_all(self) -> None:
-        resources = {seen.key: seen.value for seen in self._world.replicas}
-        living = {key: each for key, each in resources.items() if not each.deleting}
-        self._forget(set(living))
-        if living:
-            await self._demands.ask()
-        for key, each in living.items():
-            if each.replica is not None:
-                try:
-                    await self._look(key, each, each.replica)
-                except MedhaError as error:
-                    if isinstance(error, NotLeading):
-                        raise
-                    log.warning("%s/%s: not scaled: %s", *key, error)
+        living = [seen for seen in self._world.replicas if not seen.value.deleting]
+        self._forget({seen.key: seen.uid for seen in living})
+        await each_in_turn([seen.key for seen in living], self._turn, LONGEST_LOOK_S, self._metrics)
         await self._published.publish(
-            each.replica for each in living.values() if each.replica is not None
+            seen.value.replica for seen in living if seen.value.replica is not None
         )
 
+    async def _turn(self, key: Key) -> None:
+        """A look at one resource, as it is by now."""
+        if time.monotonic() - self._asked_s >= min(ASK_AGAIN_S, self._settings.report_s):
+            await self._demands.ask()
+            self._asked_s = time.monotonic()
+        seen = self._world.replicas.get(key)
+        if seen is not None and not seen.value.deleting and seen.value.replica is not None:
+            await self._look(key, seen.value, seen.value.replica)
+
     async def _look(self, key: Key, resource: Resource, replica: MedhaReplica) -> None:
-        known = self._known.setdefault(key, _Known())
+        known = self._known.setdefault(key, _Known(uid=resource.meta.uid))
         demand = self._demands.of(replica.spec.model.name)
         line, asked = recall(resource.status).scaling, replica.spec.autoscaling
         now_s = time.time()
@@ -124,6 +134,8 @@ class Autoscaler:
         if asked is not None:
             decision = self._decide(key, known, replica, asked, demand, now_s)
             hold_s = signals.policy_of(asked).down_after_s
+            if known.scaling is None and not resource.authors:
+                known.written = replica.spec.replicas  # the former leader's, which left no word
             said = heard(
                 asked, replica.spec.replicas, resource.authors, line, hold_s, now_s, known.written
             )
@@ -133,23 +145,25 @@ class Autoscaler:
             scaling = msgspec.structs.replace(scaling, line=said, verdict=verdict)
         elif line is not None and line.has_object and not await self._scaled_objects.gone(key):
             scaling = msgspec.structs.replace(scaling, line=line)
-        if scaling != known.scaling:
-            known.scaling = scaling
+        before, known.scaling = known.scaling or Scaling(), scaling
+        if scaling != before:
             self._wake(key)
 
     def _decide(
         self, key: Key, known: _Known, replica: MedhaReplica, asked: Autoscaling,
         demand: signals.Demand, now_s: float,
     ) -> Decision:  # fmt: skip
-        policy = signals.policy_of(asked)
+        policy, pods = signals.policy_of(asked), self._world.pods_of(key)
+        known.starts = starts_of(pods, known.starts)
+        known.cold_start_s = max(known.starts.values(), default=known.cold_start_s)
         seen = signals.signals_of(
-            replica, demand, self._world.pods_of(key), self._world.reports.get(key, {}), now_s,
-            room=key not in self._world.waiting, cold_start_s=known.cold_start_s,
+            replica, demand, pods, self._world.reports.get(key, {}), now_s,
+            room=key not in self._world.homeless, cold_start_s=known.cold_start_s,
         )  # fmt: skip
-        known.cold_start_s = seen.cold_start_s
         decision, known.memory = decide(policy, known.memory, seen)
         look = Record(policy=policy, signals=seen, decision=decision)
-        self._journals[key] = self._journals.get(key, Journal()).noted(look, KEPT)
+        journal = self._journals.get(key, Journal())
+        self._journals[key] = journal.noted(look, kept(len(self._journals)))
         self._metrics.set("medha_desired_replicas", decision.replicas, *key)
         self._shown.add(key)
         return decision
@@ -221,8 +235,16 @@ class Autoscaler:
             known.slo_s = now_s
         return {**before, **found}
 
-    def _forget(self, living: set[Key]) -> None:
-        for key in self._known.keys() - living:
+    def _stand_by(self) -> None:
+        """Whoever leads knows how many replicas there should be."""
+        for known in self._known.values():
+            known.scaling = None
+        while self._shown:
+            self._metrics.drop("medha_desired_replicas", *self._shown.pop())
+
+    def _forget(self, living: Mapping[Key, str]) -> None:
+        """Of all but these, by their UIDs."""
+        for key in [each for each, of in self._known.items() if living.get(each) != of.uid]:
             del self._known[key]
             self._journals.pop(key, None)
         for key in self._shown - {
@@ -234,3 +256,8 @@ class Autoscaler:
         }:
             self._shown.discard(key)
             self._metrics.drop("medha_desired_replicas", *key)
+
+
+def kept(journals: int) -> int:
+    """How many looks to keep of each, where there are so many journals."""
+    return max(KEPT_AT_LEAST, min(KEPT_OF_EACH, KEPT_OF_ALL // max(1, journals)))

@@ -50,6 +50,8 @@ class World:
         self.usage = Usage()
         self.waiting: set[Key] = set()
         """Resources that found no place, or not enough of it."""
+        self.homeless: set[Key] = set()
+        """Those of them of which a replica found none; the others but lack further groups."""
         self.reports: dict[Key, dict[int, ReportView]] = {}
         self.reports_since_s = 0.0
         self.complaints: dict[str, str] = {}
@@ -126,9 +128,17 @@ class World:
         for key in self.waiting:
             self._wake(key, ROOM_DELAY_S)
 
+    def note_waiting(self, key: Key, *, replicas: bool, groups: bool) -> None:
+        """Whether replicas of a resource, or further groups of them, find no place now."""
+        for waiting, does in ((self.waiting, replicas or groups), (self.homeless, replicas)):
+            if does:
+                waiting.add(key)
+            else:
+                waiting.discard(key)
+
     def _replica_changed(self, key: Key, old: Resource | None, new: Resource | None) -> None:
         if new is None:
-            self.waiting.discard(key)
+            self.note_waiting(key, replicas=False, groups=False)
             self.reports.pop(key, None)
             if old is not None:
                 self._parsed.pop(old.meta.uid, None)

@@ -27,7 +27,7 @@ from medha_operator.keys import Keys
 from medha_operator.lease import NotLeading
 from medha_operator.observe import Resource, World
 from medha_operator.observed import Observed
-from medha_operator.plan import Decision, decide
+from medha_operator.plan import decide
 from medha_operator.projections import Key
 from medha_operator.queue import WorkQueue
 from medha_operator.settings import Settings
@@ -97,7 +97,7 @@ class Reconciler:
         if seen is None or seen.value.deleting:
             self._told_s.pop(key, None)
             self._metrics.drop("medha_replica_condition", *key)
-            self._world.waiting.discard(key)
+            self._world.note_waiting(key, replicas=False, groups=False)
             self._keys.forget(key[0])
             return False
         resource = seen.value
@@ -125,7 +125,9 @@ class Reconciler:
             replica, observed, self._settings, generation=resource.generation, decision=decision,
             scaling=self._scaling(resource.meta.key),
         )  # fmt: skip
-        self._note_waiting(resource.meta.key, decision)
+        self._world.note_waiting(
+            resource.meta.key, replicas=bool(decision.misfits), groups=bool(decision.stunted)
+        )
         steps = [each for each in decision.actions if not isinstance(each, LookAgain)]
         for step in decision.actions:
             if isinstance(step, LookAgain):
@@ -166,12 +168,6 @@ class Reconciler:
         self._told_s[key] = time.monotonic()
         await self._writer.write_status(resource, told)
         await self._writer.carry_out(resource, changes(key[1], resource.status, told), lambda: None)
-
-    def _note_waiting(self, key: Key, decision: Decision) -> None:
-        if decision.misfits or decision.stunted:
-            self._world.waiting.add(key)
-        else:
-            self._world.waiting.discard(key)
 
 
 def _essence(told: Mapping[str, Any]) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from medha_operator.actions import CreatePod, DeletePod, LiftGate, LookAgain, Tell
+from medha_operator.observe import World
 from medha_operator.story import changes
 from medha_operator.testing import Cluster, node, rack, resource
 
@@ -121,6 +122,26 @@ def test_a_group_grows_beside_its_replica_and_is_removed_when_its_controller_let
     cluster.settle()
     assert cluster.places == {"tiny-0-g0-s0": "r2-0"}
     assert cluster.status["kvpGroups"] == 1
+
+
+def test_a_group_without_a_place_keeps_no_replica_from_one() -> None:
+    """Racks are full of the one resource's own groups; another replica would find a place."""
+    three = {"tp": 8, "kvp": {"max": 3}}
+    cluster = Cluster(
+        resource(parallelism=three, placement={"packLevel": RACK}),
+        [*rack("r1", 2), *rack("r2", 1)],
+    )
+    cluster.settle()
+    cluster.wanted[0] = 3
+    cluster.settle()
+    key, world = ("team", "tiny"), World(lambda key, after_s: None)
+    decision = cluster.look()
+    assert decision.stunted
+    world.note_waiting(key, replicas=bool(decision.misfits), groups=bool(decision.stunted))
+    assert key in world.waiting and key not in world.homeless
+    cluster.update(replicas=2, parallelism=three, placement={"packLevel": RACK})
+    cluster.settle()
+    assert cluster.status["readyReplicas"] == 2
 
 
 def test_fewer_groups_than_run_are_never_a_reason_to_delete_one() -> None:

@@ -1,0 +1,70 @@
+"""What an autoscaler knows after a loss of the Lease, and what the next one makes of its last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from tests.api.fleet import Fleet, Operator, until
+from tests.api.played import Router
+from tests.api.proxy import Answer, Call, Proxy
+
+from medha.scaling import Journal, replay
+
+Start = Callable[..., Operator]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def journal(operator: Operator) -> Journal:
+    found = msgspec.json.decode(operator.scaling(), type=dict[str, Journal])
+    return next(iter(found.values()), Journal())
+
+
+def replicas(fleet: Fleet) -> int:
+    return int(fleet.api.get(fleet.path("llama")).json()["spec"]["replicas"])
+
+
+def test_a_moment_without_the_lease_is_no_reason_to_begin_anew(
+    served: Fleet, start_operator: Start, router: Router, proxy: Proxy
+) -> None:
+    operator = start_operator(**router.settings)
+    served.create("llama", autoscaling={"maxReplicas": 3})
+    served.played(lambda: served.is_ready("llama") and len(journal(operator).looks) > 3)
+    proxy.before = lambda call: Answer(0) if "/leases" in call.path else None
+    until(lambda: operator.metric("medha_operator_leading") == 0.0)
+    until(lambda: operator.metric("medha_desired_replicas") is None)
+    last = journal(operator).looks[-1]
+    proxy.trust()
+    until(lambda: operator.leads() and operator.metric("medha_desired_replicas") == 1.0)
+    until(lambda: journal(operator).looks[-1] != last)
+    found = journal(operator)
+    assert last in found.looks
+    assert replay(found) == [each.decision for each in found.looks]
+
+
+def test_a_zero_that_the_former_operator_wrote_before_it_died_is_nobody_elses(
+    served: Fleet, start_operator: Start, router: Router, proxy: Proxy
+) -> None:
+    """The API server forgets who wrote a zero to /scale, and no status tells of it."""
+    first = start_operator(**router.settings)
+    asked = {"minReplicas": 0, "maxReplicas": 3, "scaleDownStabilization": "3s"}
+    served.create("llama", autoscaling=asked)
+
+    def die(call: Call) -> Answer | None:
+        if call.verb == "PUT" and call.path.endswith("/scale"):
+            first.process.kill()
+            return Answer(0)
+        return None
+
+    proxy.after = die
+    served.played(lambda: first.process.poll() is not None)
+    assert replicas(served) == 0 and served.status("llama")["scaling"]["replicas"] == 1
+    proxy.trust()
+    served.change("llama", {"autoscaling": {"scaleDownStabilization": "10m"}})
+    with router.held("llama"):  # if it were another's word, this would wait for so long
+        second = start_operator("two", **router.settings)
+        until(second.leads)
+        served.played(lambda: replicas(served) == 1 and served.is_ready("llama"))
+    assert served.condition("llama", "ScalingActive")["reason"] == "Scaling"
