@@ -224,8 +224,8 @@ class Course:
             if time.monotonic() - max([began_s, *self._dying.died_s[-1:]]) > PATIENCE_S:
                 raise AssertionError(f"{name} does not come to its end\n{self._fleet.shown()}")
             time.sleep(0.05)
-        done = [each for each in self._proxy.done[first:] if each.call.writes]
-        own = [each for each in done if each.call.own]
+        done = [each for each in self._proxy.done[first:] if each.call.writes and not each.placed]
+        own = [each for each in done if each.own]
         late_s, late = self._late(done, deaths)
         return Phase(
             name=name, writes=len(own), deaths=self._dying.deaths - deaths, made=made(own),
@@ -260,7 +260,7 @@ class Course:
         return self._dying.works()
 
     def _writes(self) -> int:
-        return sum(each.call.own for each in self._proxy.done[self._begin :])
+        return sum(each.own for each in self._proxy.done[self._begin :])
 
     def _replicas(self) -> int:
         return int(self._api.get(self._fleet.path(self._name)).json()["spec"]["replicas"])

@@ -4,8 +4,9 @@ Nothing of the API is imitated here: what is not tampered with is the server's o
 made as the account that the proxy was given, and all that passes is kept:
 
     calls       every request, as it was sent
-    done        every answer of the server's, with its body where something was written
-    told        every event of a watch, whether it was passed on or not
+    done        every answer of the server's, with its body where something was written; and, marked
+                as such, every answer that a test gave in the server's place
+    told        every event of a watch, and how many times it was passed on
 
     drop        `before` or `after` gives Answer(0): not done, or done and not told
     refuse      any other Answer, in the server's place
@@ -74,13 +75,19 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """A call as the server answered it; `answer` is kept of writes, former ones of reads for
-    `older`."""
+    """A call as the server answered it, or a test in its place (`placed`; what was done and not
+    told has both). `answer` is kept of writes, former ones of reads for `older`."""
 
     call: Call
     status: int
     answer: bytes
     at_s: float
+    placed: bool = False
+
+    @property
+    def own(self) -> bool:
+        """The server's answer to a write of the operator's."""
+        return self.call.own and not self.placed
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -120,7 +127,7 @@ class Proxy:
 
     def last_write_s(self) -> float:
         """When the last write was answered, those to the Lease left out (monotonic clock)."""
-        return next((each.at_s for each in reversed(self.done) if each.call.own), 0.0)
+        return next((each.at_s for each in reversed(self.done) if each.own), 0.0)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Proxy]:
@@ -171,10 +178,10 @@ class Proxy:
         if (pause_s := self.delay(call)) > 0.0:
             await asyncio.sleep(pause_s)
         if (answer := self.before(call)) is not None:
-            return self._told(request, answer)
+            return self._placed(request, call, answer)
         if self.twice(call):
             async with self._asked(request, body) as first:
-                await first.read()
+                self._note(call, first.status, await first.read())
         async with self._asked(request, body) as got:
             if call.watches and got.status == 200:
                 self._note(call, got.status, b"")
@@ -182,7 +189,7 @@ class Proxy:
             found = await got.read()
             self._note(call, got.status, found)
             if (answer := self.after(call)) is not None:
-                return self._told(request, answer)
+                return self._placed(request, call, answer)
             kept = {"Content-Type": got.headers.get("Content-Type", "application/json")}
             if not call.writes and (back := self.older(call)):
                 known = self._old[_where(call)]
@@ -223,8 +230,9 @@ class Proxy:
                         await answer.write(each + b"\n")
         return answer
 
-    @staticmethod
-    def _told(request: web.Request, answer: Answer) -> web.Response:
+    def _placed(self, request: web.Request, call: Call, answer: Answer) -> web.Response:
+        kept = answer.body if call.writes else b""
+        self.done.append(Done(call, answer.status, kept, time.monotonic(), placed=True))
         if not answer.status and request.transport is not None:
             request.transport.abort()
         status = answer.status or 500

@@ -70,7 +70,12 @@ def _out_of_step(done: Iterable[Done]) -> Iterator[str]:
     """A status speaks of a generation that is there, and never of an earlier one than before."""
     last: dict[str, int] = {}
     for each in done:
-        if each.call.verb != "PUT" or not each.call.path.endswith("/status") or each.status != 200:
+        if (
+            each.placed
+            or each.call.verb != "PUT"
+            or not each.call.path.endswith("/status")
+            or each.status != 200
+        ):
             continue
         found = msgspec.json.decode(each.answer)
         meta, status = found["metadata"], found.get("status") or {}
