@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from medha.errors import MedhaError, Refusal
+from medha.errors import MedhaError, Refusal, RequestError
 from medha.messages import Abort, RouterMessage
 from medha_router.faults import StreamBroken
 from medha_router.fleet import Fleet, Replica
@@ -99,7 +99,9 @@ class Ledger:
         """The answer ends with an error, all its runs with it. Twice is once."""
         if self._end(answer, now):
             self._meter.failed(answer, error, now)
-            self._log.warning("failed: %s", error, extra={"fields": {"request": answer.id}})
+            # The message of a RequestError may show what the client sent.
+            told = error.code if isinstance(error, RequestError) else error
+            self._log.warning("failed: %s", told, extra={"fields": {"request": answer.id}})
             answer.fail(error)
 
     def cancel(self, answer: Answer, now: float) -> None:

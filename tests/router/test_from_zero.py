@@ -13,7 +13,7 @@ import pytest
 from medha.adapters.prometheus import Metrics
 from medha.config import RouterModel
 from medha.demand import Demand
-from medha.errors import Refusal
+from medha.errors import MedhaError, Refusal, RequestError
 from medha.messages import Load, LoadReport, ModelDemand, RouterDemand
 from medha.request import Request, Slo, SloClass
 from medha_router.detokenizer import Vocabulary
@@ -127,6 +127,9 @@ class Waiting:
     def closes(self, now: float) -> None:
         self.model.opened([], now)
 
+    def fails(self, error: MedhaError) -> None:
+        self._ledger.fail(self.answer, error, 0.0)
+
     def refused(self, now: float) -> str:
         """Why it waits no longer; empty while it does."""
         self._ledger.expire(now, 120.0, 30.0)
@@ -172,3 +175,11 @@ def test_who_waited_for_a_replica_from_zero_had_to_be_late(
     one.opens(101.0)
     assert one.refused(300.0) == "overloaded"
     assert one.demand.of("tiny", 300.0).classes == ()
+
+
+def test_of_a_request_that_cannot_be_made_into_tokens_anew_no_word_is_logged(
+    waiting: Callable[[float], Waiting], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A chat template that refuses messages may repeat them."""
+    waiting(0.0).fails(RequestError("messages refused: quokka", code="invalid_value"))
+    assert "failed: invalid_value" in caplog.text and "quokka" not in caplog.text
