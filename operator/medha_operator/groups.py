@@ -75,7 +75,9 @@ def grow(look: Look, replica: Replica) -> None:
     missing = growth.missing_groups(replica, wanted)
     if missing or any(not each.ready for each in replica.groups.values()):
         look.growing.append(replica.ordinal)
-    for index in missing:
+    # The last target may be of before a group was given back: the controller is asked first.
+    asked = replica.report is not None or replica.silent
+    for index in missing if asked else ():
         if attempt := look.attempt(replica.ordinal, index):
             beside = [each.node or each.target for each in replica.present]
             placed = look.room.place_group(beside, apart=look.apart(replica.ordinal))

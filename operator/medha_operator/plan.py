@@ -108,7 +108,8 @@ def decide(resource: MedhaReplica, observed: Observed, settings: Settings) -> De
 
 
 def _objects(look: Look, rollout: Rollout) -> list[Action]:
-    """Write what is missing or other than wanted; remove what former replicas had of their own."""
+    """Write what is missing or other than wanted; remove what former replicas had of their own. One
+    that has to wait before it is made anew keeps it."""
     ordinals = {
         each
         for each, replica in look.replicas.items()
@@ -132,10 +133,14 @@ def _objects(look: Look, rollout: Rollout) -> list[Action]:
         ("ConfigMap", names.config_name(look.resource.name, pod.ordinal, pod.spec_hash))
         for pod in look.observed.pods
     }
+    name = look.resource.name
+    for ordinal in rollout.pending:
+        kept.add(("ConfigMap", names.config_name(name, ordinal, look.hash)))
+        kept.add(("NetworkPolicy", names.policy_name(name, ordinal)))
     found += [
-        DeleteObject(kind, name)
-        for kind, name in sorted(there)
-        if kind in ("ConfigMap", "NetworkPolicy") and (kind, name) not in kept
+        DeleteObject(*each)
+        for each in sorted(there)
+        if each[0] in ("ConfigMap", "NetworkPolicy") and each not in kept
     ]
     return found
 

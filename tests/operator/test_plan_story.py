@@ -8,10 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from medha_operator.actions import CreatePod, DeletePod, LiftGate, LookAgain, Tell
+from medha_operator.actions import CreatePod, DeleteObject, DeletePod, LiftGate, LookAgain, Tell
 from medha_operator.observe import World
+from medha_operator.plan import decide
+from medha_operator.settings import Flows
 from medha_operator.story import changes
-from medha_operator.testing import Cluster, node, rack, resource
+from medha_operator.testing import SETTINGS, Cluster, node, rack, resource
 
 RACK = "topology.kubernetes.io/rack"
 
@@ -162,6 +164,42 @@ def test_a_group_that_was_just_made_stays_for_a_while_when_the_pressure_is_gone(
     (again,) = cluster.look().actions
     assert isinstance(again, LookAgain)
     assert again.at_s == cluster.now_s + 30
+
+
+def test_a_group_given_back_is_not_made_again_by_an_operator_that_has_not_asked_yet() -> None:
+    """The former one died after its deletions, before the status told of them."""
+    cluster = Cluster(resource(parallelism={"kvp": {"max": 2}}), [node("a")])
+    cluster.wanted[0] = 2
+    cluster.settle()
+    cluster.release(0, 1)
+    cluster.turn(60.0)
+    for action in decide(cluster.resource, cluster.observed(), cluster.settings).actions:
+        cluster.carry_out(action)
+    cluster.turn()
+    cluster.reports_since_s = cluster.now_s
+    assert list(cluster.pods) == ["tiny-0-g0-s0"] and cluster.status["groups"][0]["wanted"] == 2
+    for _ in range(5):
+        cluster.look()
+        cluster.turn()
+        assert list(cluster.pods) == ["tiny-0-g0-s0"]
+    assert cluster.status["groups"][0]["wanted"] == 1
+
+
+def test_a_replica_that_is_made_anew_keeps_what_was_made_for_it_meanwhile() -> None:
+    flows = msgspec.structs.replace(SETTINGS, worker_flows=Flows())
+    cluster = Cluster(resource(), [node("a")], flows)
+    cluster.settle()
+    before = dict(cluster.objects)
+    assert {kind for kind, _ in before} >= {"ConfigMap", "NetworkPolicy"}
+    cluster.change("tiny-0-g0-s0", phase="Failed", ready=False)
+    while cluster.pods:
+        cluster.look()
+        cluster.turn(0.1)
+    assert not [each for each in cluster.look().actions if isinstance(each, CreatePod)]
+    assert cluster.objects == before
+    cluster.settle()
+    assert cluster.pods["tiny-0-g0-s0"].attempt == 2
+    assert not [each for each in cluster.done if isinstance(each, DeleteObject)]
 
 
 def test_a_grown_group_that_fails_is_repaired_even_while_its_controller_is_silent() -> None:
