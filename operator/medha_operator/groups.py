@@ -57,6 +57,9 @@ def _start_anew(look: Look, replica: Replica, gone: dict[int, int]) -> None:
 def grow(look: Look, replica: Replica) -> None:
     """Groups beyond the base: those that are wanted come, those that are done go."""
     cooldown_s = seconds(look.resource.spec.scheduling.release_cooldown)
+    # A new operator asks the controller first: was a group given back that the status still wants,
+    # or that a part is missing of?
+    asked = replica.report is not None or replica.silent
     for index, group in replica.groups.items():
         if index < replica.least:
             continue
@@ -66,7 +69,8 @@ def grow(look: Look, replica: Replica) -> None:
             continue
         if done:
             look.again_s.append(done)
-        _mend(look, replica, group)
+        if asked or group.complete or group.gated:
+            _mend(look, replica, group)
         if group.complete and group.held:
             _let_go(look, [group])
     if not replica.ready:
@@ -75,8 +79,6 @@ def grow(look: Look, replica: Replica) -> None:
     missing = growth.missing_groups(replica, wanted)
     if missing or any(not each.ready for each in replica.groups.values()):
         look.growing.append(replica.ordinal)
-    # The last target may be of before a group was given back: the controller is asked first.
-    asked = replica.report is not None or replica.silent
     for index in missing if asked else ():
         if attempt := look.attempt(replica.ordinal, index):
             beside = [each.node or each.target for each in replica.present]

@@ -34,6 +34,8 @@ def released(replica: Replica, group: Group, cooldown_s: float, now_s: float) ->
         return False
     if any(each.group == group.index and each.state != "absent" for each in report.groups):
         return False
+    if not group.complete and not group.gated:
+        return True  # a part of it went already
     # A pod that was just made is absent, too: pressure that comes back soon finds it there.
     over_s = max(pod.seen_since_s for pod in group.present) + cooldown_s
     return True if now_s >= over_s else over_s

@@ -185,6 +185,21 @@ def test_a_group_given_back_is_not_made_again_by_an_operator_that_has_not_asked_
     assert cluster.status["groups"][0]["wanted"] == 1
 
 
+def test_a_group_of_which_a_part_was_given_back_is_not_taken_for_one_that_failed() -> None:
+    """The operator died between its deletions."""
+    cluster = Cluster(resource(parallelism={"spp": 2, "kvp": {"max": 2}}), rack("r1", 4))
+    cluster.wanted[0] = 2
+    cluster.settle()
+    cluster.release(0, 1)
+    del cluster.pods["tiny-0-g1-s0"]
+    cluster.reports_since_s = cluster.now_s
+    for _ in range(5):
+        cluster.look()
+        cluster.turn()
+    assert sorted(cluster.pods) == ["tiny-0-g0-s0", "tiny-0-g0-s1"]
+    assert not cluster.status.get("restarts")
+
+
 def test_a_replica_that_is_made_anew_keeps_what_was_made_for_it_meanwhile() -> None:
     flows = msgspec.structs.replace(SETTINGS, worker_flows=Flows())
     cluster = Cluster(resource(), [node("a")], flows)
