@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.api.fleet import Fleet, Operator
+from tests.api.fleet import Fleet, Operator, until
 from tests.api.played import Leaders, Router
 from tests.api.proxy import Proxy
 from tests.api.rights import forbidden
@@ -140,5 +140,7 @@ def keda(api: httpx.Client, run_kubectl: Kubectl) -> Iterator[str]:
     applied = run_kubectl("apply", "--server-side", "-f", str(KEDA))
     assert applied.returncode == 0, applied.stderr
     run_kubectl("wait", "--for=condition=Established", "--timeout=60s", "-f", str(KEDA))
-    yield "/apis/keda.sh/v1alpha1"
+    path = "/apis/keda.sh/v1alpha1"
+    until(lambda: api.get(f"{path}/scaledobjects").is_success, "it is served")  # a moment later
+    yield path
     run_kubectl("delete", "--wait", "--timeout=60s", "-f", str(KEDA))

@@ -21,6 +21,7 @@ KINDS = (
     ("pods", "api/v1"), ("services", "api/v1"), ("configmaps", "api/v1"), ("secrets", "api/v1"),
     ("poddisruptionbudgets", "apis/policy/v1"), ("networkpolicies", "apis/networking.k8s.io/v1"),
 )  # fmt: skip
+POLICIES = "networkpolicies"
 OBJECT = re.compile(r"/(?:api/v1|apis/[^/]+/[^/]+)/namespaces/[^/]+/([a-z]+)(?:/([^/]+))?")
 DIFFER = {
     "uid", "resourceVersion", "creationTimestamp", "managedFields", "lastTransitionTime", "podIP",
@@ -33,9 +34,7 @@ Objects = dict[str, list[dict[str, Any]]]
 
 
 def made(done: Iterable[Done]) -> dict[str, int]:
-    """How often an object of each kind, and a pod of each place, came to be. Left out are Events,
-    and NetworkPolicies: one goes with the number of a replica, and stays where that is free in time
-    for the next."""
+    """How often an object of each kind, and a pod of each place, came to be; Events left out."""
     return _counted(each for each in done if each.status == 201)
 
 
@@ -48,7 +47,7 @@ def _counted(done: Iterable[Done]) -> dict[str, int]:
     found: collections.Counter[str] = collections.Counter()
     for each in done:
         place = OBJECT.fullmatch(each.call.path)
-        if place is None or place[1] in ("events", "networkpolicies"):
+        if place is None or place[1] == "events":
             continue
         kind, name = place[1], place[2] or _name(each.answer)
         found[f"{kind} {name.partition('-g')[2]}" if kind == "pods" else kind] += 1
@@ -76,10 +75,11 @@ def plain(found: Objects, namespace: str) -> dict[str, Any]:
 
 
 def _quieten(status: dict[str, Any]) -> None:
-    """Messages, and what controllers count, are told a few seconds late where nothing else is new,
-    so that what they are depends on when one looks."""
+    """Messages, and what controllers and routers count, are told a few seconds late where nothing
+    else is new, so that what they are depends on when one looks."""
     for each in status.get("conditions", ()):
         each.pop("message", None)
+    status.pop("slo", None)
     for each in status.get("groups", ()):
         del each["wanted"], each["generation"]
 

@@ -274,6 +274,12 @@ class Fleet:
             if error.response.status_code != 404:
                 raise
 
+    def tell(self, name: str, status: Mapping[str, Any]) -> None:
+        """The pod's status has this, and it is not ready any more."""
+        conditions = [{"type": "Ready", "status": "False", "lastTransitionTime": NOW}]
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}/status"
+        self._merge(path, {"status": {"conditions": conditions, **status}})
+
     def played(self, what: Callable[[], T], why: str = "", within_s: float = PATIENCE_S) -> T:
         """`until`, with the kubelets at work."""
 

@@ -169,7 +169,7 @@ class Proxy:
         try:
             return await self._answered(request)
         except aiohttp.ClientError:
-            return self._told(request, Answer(0))
+            return self._instead(request, Answer(0))
 
     async def _answered(self, request: web.Request) -> web.StreamResponse:
         agent, body = request.headers.get("User-Agent", ""), await request.read()
@@ -233,6 +233,10 @@ class Proxy:
     def _placed(self, request: web.Request, call: Call, answer: Answer) -> web.Response:
         kept = answer.body if call.writes else b""
         self.done.append(Done(call, answer.status, kept, time.monotonic(), placed=True))
+        return self._instead(request, answer)
+
+    @staticmethod
+    def _instead(request: web.Request, answer: Answer) -> web.Response:
         if not answer.status and request.transport is not None:
             request.transport.abort()
         status = answer.status or 500

@@ -132,8 +132,10 @@ class Scene(msgspec.Struct, frozen=True):
     stage: Stage
     nursery: Nursery
 
-    def start(self) -> Operator:
-        return self.stage.start(nursery=self.nursery, MEDHA_WORKER_FLOWS=FLOWS)
+    def start(self, **settings: str) -> Operator:
+        return self.stage.start(
+            nursery=self.nursery, via=self.proxy, hurry=1.0, MEDHA_WORKER_FLOWS=FLOWS, **settings
+        )
 
 
 @contextlib.contextmanager

@@ -6,18 +6,21 @@ Several are walked at once, each on a thread with a scene of its own: they wait 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
-from tests.api.lives import Course, Dying, Phase
+from tests.api.ends import KINDS, POLICIES
+from tests.api.lives import SCALED_OBJECTS, Course, Dying, Phase
+from tests.api.played import Router
 from tests.api.proxy import Proxy
 from tests.api.stage import Scene
 
 EVERY = ("create", "scale_up", "grow", "update", "roll_back", "scale_down", "delete")
 COURSES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "short": (("create", "scale_down", "delete"), {"parallelism": {"spp": 1}}),
+    "short": (("create", "lose_a_pod", "scale_down", "delete"), {"parallelism": {"spp": 1}}),
     "small": (EVERY, {"parallelism": {"spp": 1, "kvp": {"min": 1, "max": 2}}}),
     "staged": (EVERY, {"parallelism": {"spp": 2, "kvp": {"min": 1, "max": 2}}}),
     "deep": (
@@ -25,7 +28,23 @@ COURSES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"parallelism": {"spp": 4, "kvp": {"min": 1, "max": 2}}},
     ),
     "wide": (EVERY, {"replicas": 2, "parallelism": {"spp": 2, "kvp": {"min": 1, "max": 2}}}),
+    "lossy": (
+        ("create", "grow", "lose_a_pod", "shrink", "take_a_pod", "delete"),
+        {
+            "parallelism": {"spp": 2, "kvp": {"min": 1, "max": 2}},
+            "scheduling": {"releaseCooldown": "1s"},
+        },
+    ),
+    "scaled": (
+        ("create", "autoscale", "cap", "hand_to_keda", "take_back", "delete"),
+        {"parallelism": {"spp": 1}},
+    ),
 }
+REPLACING = ("update", "roll_back")
+"""Phases in which replicas replace others: a new one may get the number of an old one, and with it
+the old one's NetworkPolicy, if that is free by then."""
+
+PROMETHEUS = "http://prometheus.monitoring:9090"
 
 Scenes = Callable[..., contextlib.AbstractContextManager[Scene]]
 
@@ -45,12 +64,16 @@ CALM = Trouble("calm")
 def walk(scenes: Scenes, course: str, trouble: Trouble) -> list[Phase]:
     """One course from beginning to end."""
     phases, spec = COURSES[course]
-    with scenes() as scene:
+    kinds = (*KINDS, SCALED_OBJECTS) if "hand_to_keda" in phases else KINDS
+    with scenes() as scene, contextlib.closing(Router()) as router:
         least = spec["parallelism"].get("kvp", {}).get("min", 1)
         scene.leaders.least = lambda pod: int(least)
-        dying = Dying(scene.start, scene.proxy, trouble.spared, trouble.told)
+        start = functools.partial(scene.start, **router.settings, MEDHA_PROMETHEUS=PROMETHEUS)
+        dying = Dying(start, scene.proxy, trouble.spared, trouble.told)
         trouble.tamper(scene.proxy)
-        made = Course(scene.api, scene.fleet, scene.leaders, scene.proxy, dying, **spec)
+        made = Course(
+            scene.api, scene.fleet, scene.leaders, router, scene.proxy, dying, kinds, **spec
+        )
         return list(made.walk(phases))
 
 
@@ -67,10 +90,27 @@ def divergences(calm: list[Phase], troubled: list[Phase]) -> list[str]:
         f"{one.name}{line}"
         for plain, one in zip(calm, troubled, strict=True)
         for line in (
-            *differences(plain.made, one.made, ": made"),
-            *differences(plain.deleted, one.deleted, ": deleted"),
+            *_miscounted(plain, one),
             *differences(plain.end, one.end, ": "),
         )
+    ]
+
+
+def _miscounted(plain: Phase, one: Phase) -> list[str]:
+    """What was made or deleted more often or less. Of NetworkPolicies, where their number depends
+    on which numbers of replicas were free, no more may be made than replicas were, and as many more
+    or less are deleted as are made."""
+    made, deleted = (dict(one.made), dict(plain.made)), (dict(one.deleted), dict(plain.deleted))
+    found = []
+    if one.name in REPLACING:
+        extra = [each[0].pop(POLICIES, 0) - each[1].pop(POLICIES, 0) for each in (made, deleted)]
+        most = one.made.get("pods g0-s0", 0)
+        if extra[0] != extra[1] or one.made.get(POLICIES, 0) > most:
+            found.append(f": {POLICIES}: {one.made} made, {one.deleted} deleted")
+    return [
+        *found,
+        *differences(made[1], made[0], ": made"),
+        *differences(deleted[1], deleted[0], ": deleted"),
     ]
 
 
