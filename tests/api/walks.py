@@ -104,7 +104,7 @@ def _miscounted(plain: Phase, one: Phase) -> list[str]:
     found = []
     if one.name in REPLACING:
         extra = [each[0].pop(POLICIES, 0) - each[1].pop(POLICIES, 0) for each in (made, deleted)]
-        most = one.made.get("pods g0-s0", 0)
+        most = one.made.get("pods 0-s0", 0)
         if extra[0] != extra[1] or one.made.get(POLICIES, 0) > most:
             found.append(f": {POLICIES}: {one.made} made, {one.deleted} deleted")
     return [
