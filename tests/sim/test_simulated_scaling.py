@@ -118,6 +118,17 @@ def test_clients_in_a_hurry_at_an_idle_fleet_bring_no_replica_and_keep_none(
     assert [(count, why) for _, count, why in scaled.play(apart)] == [(1, "Surplus")]
 
 
+def test_tokens_faster_than_any_replica_makes_them_bring_no_replica() -> None:
+    slo = msgspec.structs.replace(RELEGATING.slo, tpot_s=0.0001)
+    scaled = Scaled(slo_class=msgspec.structs.replace(RELEGATING, slo=slo))
+    apart = [
+        Arrival(id=f"a-{number}", arrival_s=2.0 * number, prompt_tokens=500, output_tokens=20)
+        for number in range(299)
+    ]
+    assert scaled.play(apart) == []
+    assert not any(record.good for record in scaled.fleet.records())
+
+
 def test_refusals_alone_bring_replicas_up_to_the_most_and_no_more() -> None:
     scaled = Scaled(slo_class=REFUSING, until_s=240.0)
     changes = scaled.play(poisson([(90_000, 1)], 1.0, 240, seed=2))

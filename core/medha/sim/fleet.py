@@ -172,7 +172,7 @@ class Fleet:
                 self.usage, now, now - request.arrival_s,
             )  # fmt: skip
         except Refusal as refusal:
-            self._demand.refused(MODEL, request, refusal, now)
+            self._demand.refused(MODEL, request, refusal, now, self._idle_tpot_s(request))
             self.refused.append(_refused(request, refusal.code))
             return
         option = verdict.option
@@ -223,7 +223,16 @@ class Fleet:
         over = replica.over[self._counted[name] :]
         self._counted[name] += len(over)
         for live in over:
-            self._demand.over(MODEL, live.request, replica.record(live).good, self.loop.now)
+            idle_tpot_s = self._idle_tpot_s(live.request)
+            good = replica.record(live).good
+            self._demand.over(MODEL, live.request, good, self.loop.now, idle_tpot_s)
+
+    def _idle_tpot_s(self, request: Request) -> float:
+        """The best that any replica there is could do for it alone."""
+        return min(
+            (each.idle_tpot_s(request.prompt_tokens) for each in self.standings.values()),
+            default=0.0,
+        )
 
     def _let_go(self, replica: SimReplica) -> None:
         """One that leaves is gone once nothing runs there and nothing is promised to it."""
