@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
+from typing import Any
 
 import pytest
+from tests.gpu.conftest import needs
 
 from medha_worker.testing.compiling import arch_of, specs, wanted
 
@@ -29,6 +31,23 @@ def test_plain_kernels_through_windows_are_left_to_the_gpus_that_run_them() -> N
 
 def test_architectures_are_called_as_the_compiler_calls_them() -> None:
     assert [arch_of(8, 0), arch_of(8, 9), arch_of(9, 0)] == ["8.0", "8.9", "9.0a"]
+
+
+class Chosen:
+    """A test as pytest collects it."""
+
+    def __init__(self, name: str, *head_dims: int) -> None:
+        self.name, self._marks = name, [pytest.mark.kernels(*head_dims).mark]
+
+    def iter_markers(self, name: str) -> list[pytest.Mark]:
+        return [mark for mark in self._marks if mark.name == name]
+
+
+def test_chosen_tests_say_which_heads_they_attend_and_in_which_pages() -> None:
+    chosen: list[Any] = [Chosen("test_a[bf16]", 128), Chosen("test_a[fp8]", 128),
+                         Chosen("test_b", 64, 128)]  # fmt: skip
+    assert needs(chosen) == [(64, False), (128, False), (128, True)]
+    assert needs(chosen[:1]) == [(128, False)] and needs([]) == []
 
 
 @pytest.mark.skipif(

@@ -31,7 +31,10 @@ from medha_worker.sampler import Draw
 from medha_worker.testing.checkpoint import TinyModel, write_config
 from medha_worker.testing.served import Served, Wish
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+    pytest.mark.kernels(64),
+]
 
 MODEL = TinyModel(layers=4, hidden=512, heads=8, kv_heads=2, head_dim=64, intermediate=1408,
                   vocab=4096, max_tokens=65_536)  # fmt: skip

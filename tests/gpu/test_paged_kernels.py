@@ -1,7 +1,6 @@
 """Every path of the CUDA backend against attention in float32, over poisoned memory.
 
-Kernels are compiled when first used, one after the other; benchmarks/gpu_kernels.py compiles most
-of them side by side, and is better run first.
+Kernels are compiled first, in one build for all tests that are chosen (see conftest.py).
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import pathlib
 import numpy as np
 import pytest
 import torch
+from benchmarks import gpu_kernels
+from benchmarks.gpu_kernels import LONG, SINGLES
 
 from medha.batch import Chunk
 from medha_worker import kernels, weights
@@ -37,9 +38,12 @@ from medha_worker.testing.paged_case import (
     poison,
 )
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="a CUDA device is needed, and none is here"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="a CUDA device is needed, and none is here"
+    ),
+    pytest.mark.kernels(128),
+]
 
 
 def attention(
@@ -71,11 +75,20 @@ def test_states_are_those_of_attention_in_float32(case: Case, kv_dtype: torch.dt
     assert difference(run(laid, on), laid.expected(on.geometry)).within(limit(case, on.geometry))
 
 
+@pytest.mark.parametrize("case", [*LONG, *SINGLES], ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_sums_over_a_million_keys_and_rows_in_graphs_are_exact(case: Case, name: str) -> None:
+    singles = case in SINGLES
+    for how in ("tensor cores", "a graph") if singles else ("",):
+        row = gpu_kernels.off(name, case, how)
+        assert row.met, f"{row.what}: {row.note}"
+
+
+@pytest.mark.kernels(64, 256)
 @pytest.mark.parametrize(
     "shape", [(28, 4, 128), (8, 8, 64), (8, 4, 256)], ids=["groups of 7", "no groups", "wide heads"]
 )
 def test_heads_of_other_shapes_have_kernels_too(shape: tuple[int, int, int]) -> None:
-    """Few cases, as kernels are compiled for each shape."""
     on = attention(*shape)
     works = (Work(9000, 1), Work(120_000, 33), Work(70, 1), Work(0, 65), Work(64 * 90, 20, False))
     laid = lay(Case("", works), on.geometry, on.device)

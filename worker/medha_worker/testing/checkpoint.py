@@ -28,6 +28,7 @@ class TinyModel(msgspec.Struct, frozen=True, kw_only=True):
     """What to write; the default has a million parameters. `files` > 1 shards the weights.
 
     `family` is a model_type; in layers from `window_from` on a token sees `window` tokens (0: all).
+    It copies from up to `reach` tokens back, given a `rope_theta` that turns slowly enough.
     `rope` goes into config.json as it is (`rope_theta` beside `rope_scaling` when `old_rope`).
     """
 
@@ -48,6 +49,7 @@ class TinyModel(msgspec.Struct, frozen=True, kw_only=True):
     old_rope: bool = False
     dtype: str = "float32"
     files: int = 1
+    reach: int = 4096
     seed: int = 0
 
 
@@ -92,6 +94,7 @@ def write_checkpoint(folder: pathlib.Path, model: TinyModel = TinyModel()) -> pa
         tied=model.tied,
         biased=config.qkv_bias,
         head_norms=config.head_norms,
+        reach=model.reach,
         frequencies=frequencies(config.rope, model.head_dim, 0).numpy(),
     )
     dtype = getattr(torch, model.dtype)

@@ -41,7 +41,8 @@ NOISE = 0.08  # what each random head and MLP adds to an entry of the residual s
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dimensions:
-    """Sizes of the model and its rotary frequencies [head_dim / 2], fastest first."""
+    """Sizes of the model, its rotary frequencies [head_dim / 2], fastest first, and how many tokens
+    back it copies from."""
 
     layers: int
     hidden: int
@@ -54,6 +55,7 @@ class Dimensions:
     frequencies: Array
     biased: bool = False
     head_norms: bool = False
+    reach: int = 4096
 
     @property
     def code(self) -> int:
@@ -62,8 +64,8 @@ class Dimensions:
 
     @property
     def slow(self) -> npt.NDArray[np.int64]:
-        """Pairs that turn less than half a radian in 4,096 tokens, or the two slowest."""
-        count = max(2, int((self.frequencies * 4096 < 0.5).sum()))
+        """Pairs that turn less than half a radian in `reach` tokens, or the two slowest."""
+        count = max(2, int((self.frequencies * self.reach < 0.5).sum()))
         return np.arange(self.head_dim // 2 - count, self.head_dim // 2)
 
     @property
@@ -170,8 +172,9 @@ def _biases(sizes: Dimensions, dice: np.random.Generator) -> dict[str, Array]:
 
 def _constant_key(sizes: Dimensions) -> Array:
     """Equal weight on the five fastest pairs, such that a distance of one off costs 5 (as far as
-    weights of a sensible size reach)."""
-    fast = min(5, sizes.head_dim // 2)
+    weights of a sensible size reach); on ten where more distances than those of a few thousand
+    tokens are to look different."""
+    fast = min(5 if sizes.reach <= 4096 else 10, sizes.head_dim // 2)
     cost = float((1 - np.cos(sizes.frequencies[:fast])).sum())
     key = np.zeros(sizes.head_dim, dtype=np.float32)
     key[:fast] = min(5.0 / cost, 12.0) ** 0.5 * sizes.head_dim**0.25

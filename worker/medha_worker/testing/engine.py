@@ -16,15 +16,22 @@ from medha.batch import Batch, Chunk
 from medha.messages.fields import Logprob, Sampling
 from medha.messages.ranks import SequenceStart, Step
 from medha_worker import sampler, weights
-from medha_worker.attention.cpu import cpu_attention
+from medha_worker.attention.captured import CapturedDecodes
+from medha_worker.attention.choice import attention_for
 from medha_worker.attention.interface import Attention
+from medha_worker.attention.paged import PagedAttention
 from medha_worker.attention.scales import FP8
+from medha_worker.device import CPU, Device
+from medha_worker.engine import arithmetic_for
+from medha_worker.graphs import FixedPlan, Record, recorded
 from medha_worker.inputs import InputBuilder, StepInputs
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.config import read_config
 from medha_worker.model.decoder import Decoder
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.interface import SoloColumn, SoloTensorParallel
+from medha_worker.pieces import Pieces
+from medha_worker.seats import Seats
 from medha_worker.sequences import Sequences
 
 Tokens = npt.NDArray[np.int32]
@@ -53,35 +60,59 @@ class SoloEngine:
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
         attention: Attention | None = None,
+        device: Device = CPU,
     ) -> None:
-        config = read_config(folder)
+        config, at, kv_dtype = read_config(folder), device.at, kv_dtype or dtype
         layers, tp = range(config.layers), SoloTensorParallel()
-        loaded = weights.load(weights.Checkpoint(folder), config, layers, 0, 1, dtype)
+        loaded = weights.load(weights.Checkpoint(folder), config, layers, 0, 1, dtype, device=at)
         self.config = config
-        self.model = Decoder(config, layers, tp, loaded)
-        rotary, kv_dtype = Rotary(config.rope, config.head_dim), kv_dtype or dtype
+        self.attention = attention or attention_for(
+            config.heads, config.kv_heads, config.head_dim, page_tokens, dtype, kv_dtype, at
+        )
+        arithmetic = arithmetic_for(self.attention, config.norm_eps, device)
+        self.model = Decoder(config, layers, tp, loaded, arithmetic)
+        rotary = Rotary(config.rope, config.head_dim, at, arithmetic.turns)
         scales = (
             weights.kv_scales(loaded, config.kv_heads, config.head_dim, rotary.scale)
             if kv_dtype == FP8 else ()
         )  # fmt: skip
         self.kv = KvPages(
-            layers, pages, config.kv_heads, page_tokens, config.head_dim, kv_dtype, scales=scales
-        )
-        self.attention = attention or cpu_attention(
-            config.heads, config.kv_heads, config.head_dim, page_tokens, kv_dtype
-        )
+            layers, pages, config.kv_heads, page_tokens, config.head_dim, kv_dtype, at,
+            scales=scales, spare=int(isinstance(self.attention, PagedAttention)),
+        )  # fmt: skip
         self.inputs = InputBuilder(
-            Sequences(0),
+            Sequences(0, Seats(device)),
             self.attention,
             rotary,
             self.kv,
             config.vocab,
             embeds=True,
             windows=config.windows_in(layers),
+            device=device,
         )
         self._free = list(range(pages))[::-1]
         self._running: dict[int, _Running] = {}
         self._steps = 0
+
+    def record(self, record: Record, sizes: Sequence[int], cuts: Sequence[int]) -> None:
+        """From now on replay decodes of up to the largest of `sizes`, and run batches of up to the
+        largest of `cuts` rows in pieces, as a rank on a GPU does; over paged kernels alone."""
+        model, kv, attention = self.model, self.kv, self.attention
+        assert isinstance(attention, PagedAttention)
+
+        def fixed(rows: int, window: int) -> FixedPlan:
+            return CapturedDecodes(attention, rows, kv.pages, spare=kv.pages, window=window)
+
+        @torch.inference_mode()
+        def turns(rows: int) -> torch.Tensor:
+            nowhere = torch.zeros(rows, dtype=torch.int64, device=kv.memory.device)
+            return self.inputs.rotary.turns(nowhere, [(rows, 0)])
+
+        with torch.inference_mode():
+            graphs = recorded(0, model, kv, turns, fixed, self.inputs.windows, record, sizes=sizes)
+        self.inputs.choose = graphs.choose
+        # It takes the place of its decoder.
+        self.model = Pieces(model, turns, record, sizes=cuts)  # type: ignore[assignment]
 
     def start(
         self, seq: int, prompt: Tokens, sampling: Sampling = GREEDY, rope_tokens: int = 0
