@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +30,12 @@ from tests.engine.test_engine_attention import (
     work,
 )
 from tests.engine.test_paged_attention import paged
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from medha.batch import Chunk
 from medha.errors import SetupError
+from medha.messages import Sampling
+from medha_worker import sampler, weights
 from medha_worker.attention import blocks
 from medha_worker.attention.blocks import block_rows, lay_blocks
 from medha_worker.attention.choice import attention_for
@@ -38,7 +43,13 @@ from medha_worker.attention.interface import Partial, Plan, Span
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.attention.scales import Scales
 from medha_worker.inputs import seen
+from medha_worker.model.layers import Linear
+from medha_worker.rank import set_environment
+from medha_worker.sampler import Draw
 from medha_worker.sequences import PageTable
+from medha_worker.testing.checkpoint import FAMILIES, TinyModel
+from medha_worker.testing.engine import SoloEngine
+from medha_worker.testing.prompts import recalling
 
 SPARE = PAGES
 TOKENS = 100
@@ -205,3 +216,78 @@ def test_shapes_without_kernels_that_keep_bits_are_refused_on_a_gpu() -> None:
         with pytest.raises(SetupError, match=r"Deterministic.*set spec.engine.arithmetic to Fast"):
             attention_for(8, 2, head_dim, 64, dtype, dtype, "cuda", deterministic=True)
     assert GROUP == 3  # what the cases above stand for: no divisor of a tile
+
+
+class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Of the products that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows = set[int]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.rows.add(len(args[-2]))
+        assert func.overloadpacket not in (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 50])
+def test_products_in_blocks_have_one_shape_and_mean_the_same(count: int) -> None:
+    dice = torch.Generator().manual_seed(count)
+    plain = Linear(torch.randn(24, 40, generator=dice), torch.randn(40, generator=dice))
+    blocked = dataclasses.replace(plain, rows=16)
+    x, onto = torch.randn(count, 24, generator=dice), torch.randn(count, 40, generator=dice)
+    expected, found = onto.clone(), onto.clone()
+    with Shapes() as shapes:
+        product = blocked(x)
+        blocked.onto(x, found)
+    assert shapes.rows == {16}
+    plain.onto(x, expected)
+    torch.testing.assert_close(product, plain(x))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_model_in_blocks_makes_no_product_of_another_shape(
+    checkpoint: Callable[[TinyModel], pathlib.Path],
+) -> None:
+    """Whatever a batch holds; and it draws what the model does that is not."""
+    model = FAMILIES["qwen3"]
+    folder = checkpoint(model)
+    prompts = [recalling(length, model.vocab, length) for length in (40, 9, 70)]
+    expected = SoloEngine(folder, pages=64, page_tokens=16).generate(prompts, 8, chunk=24)
+    engine = SoloEngine(folder, pages=64, page_tokens=16)
+    held = engine.model.weights
+    flat = weights.in_blocks(held, 32)
+    for layer in flat.layers:
+        for name in ("qkv", "out", "gate_up", "down"):
+            linear = getattr(layer, name)
+            unpaneled = dataclasses.replace(linear, weight=linear.by_output().t())
+            object.__setattr__(layer, name, unpaneled)
+    assert flat.head is not None
+    head = dataclasses.replace(flat.head, weight=flat.head.by_output().t())
+    engine.model.weights = dataclasses.replace(flat, head=head)
+    with Shapes() as shapes:
+        assert engine.generate(prompts, 8, chunk=24) == expected
+    assert shapes.rows == {32}
+
+
+def test_rows_drawn_one_by_one_draw_what_they_do_together() -> None:
+    logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(0)) * 3
+    draws = [
+        Draw(Sampling(temperature=0.4 * (i % 3), top_k=9 * (i % 2), top_p=0.9, seed=i), i, 0)
+        for i in range(9)
+    ]  # fmt: skip
+    together, alone = (sampler.draw(logits, draws, alone=each).read() for each in (False, True))
+    assert together == alone
+
+
+def test_products_of_a_deterministic_rank_get_no_memory_to_be_cut_in() -> None:
+    plain, fixed_ones = dict[str, str](), {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    set_environment(plain, "lo", "cuda")
+    set_environment(fixed_ones, "lo", "cuda", deterministic=True)
+    assert not any(name.startswith("CUBLAS") for name in plain)
+    assert fixed_ones["CUBLASLT_WORKSPACE_SIZE"] == "1"
+    assert fixed_ones["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "what a person set stays"

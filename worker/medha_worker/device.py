@@ -82,14 +82,19 @@ class _Here:
 
 
 class CudaDevice:
-    """The process's first GPU, and the stream that the calling thread launches into."""
+    """The process's first GPU, and the stream that the calling thread launches into.
 
-    def __init__(self) -> None:
+    `deterministic`: no product is cut along its length, whatever its shape.
+    """
+
+    def __init__(self, deterministic: bool = False) -> None:
         self.at = torch.device("cuda", 0)
         torch.cuda.set_device(self.at)
         # Sums of a product that was cut along its length stay in float32 until all are added.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        products: Any = torch.backends.cuda.matmul
+        allowed = (False, not deterministic)  # to sum in narrow types, to cut
+        products.allow_bf16_reduced_precision_reduction = allowed
+        products.allow_fp16_reduced_precision_reduction = allowed
 
     def upload(self, *arrays: Array) -> list[torch.Tensor]:
         block = torch.empty(block_bytes(arrays), dtype=torch.uint8, pin_memory=True)
@@ -130,8 +135,9 @@ class _OnItsWay:
 CPU = CpuDevice()
 
 
-def device_of(name: str) -> Device:
-    """`cpu` or `cuda`; raises SetupError for what this machine does not have."""
+def device_of(name: str, deterministic: bool = False) -> Device:
+    """`cpu` or `cuda`, the latter `deterministic` or not; raises SetupError for what this machine
+    does not have."""
     if name == "cpu":
         return CPU
     if name != "cuda":
@@ -141,7 +147,7 @@ def device_of(name: str) -> Device:
             "device is cuda: torch finds no GPU that it can use here; set device to cpu, or run"
             " where there are an NVIDIA GPU, its driver and torch built for CUDA"
         )
-    return CudaDevice()
+    return CudaDevice(deterministic)
 
 
 def block_bytes(arrays: Sequence[Array]) -> int:

@@ -43,6 +43,9 @@ from medha_worker.seats import Seats
 from medha_worker.sequences import Sequences
 
 Progress = Callable[[int, int], None]
+# Rows of each product where a row's bits must not depend on how many there are: enough for most
+# batches of decodes in one, and half of what a GPU can do with large ones.
+PRODUCT_ROWS = 128
 
 
 class Engine:
@@ -65,7 +68,7 @@ class Engine:
             checkpoint = DummyCheckpoint(folder, device.at)
         else:
             checkpoint = weights.Checkpoint(folder)
-        self.weights = weights.load(
+        held = weights.load(
             checkpoint,
             self.model_config,
             self.layers,
@@ -75,6 +78,9 @@ class Engine:
             progress,
             device.at,
         )
+        # On a CPU products of float32 keep a row's bits as they are.
+        self.blocked = config.deterministic and device.at.type == "cuda"
+        self.weights = weights.in_blocks(held, PRODUCT_ROWS) if self.blocked else held
         self.kv = _pool(config, self.model_config, self.layers, at.shard, self.weights)
         self.epochs = PageEpochs(self.kv.pages)
         self.copies = Copies(at.group, self.epochs)
@@ -94,6 +100,7 @@ class Engine:
             self.kv.memory.dtype,
             self.device.at,
             deterministic=config.deterministic,
+            spare=self.kv.pages,
             table=_chunk_table(config.profile, shape.heads // tp.size, self.kv.kv_heads),
         )
         arithmetic = arithmetic_for(attention, shape.norm_eps, self.device)
@@ -107,6 +114,7 @@ class Engine:
             embeds=at.stage == 0,
             windows=shape.windows_in(self.layers),
             device=self.device,
+            always=self.blocked,
         )
         stage: Decoder | Pieces = model
         if isinstance(attention, PagedAttention) and tp.size == 1 and not config.deterministic:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import functools
 import logging
 import os
 import pathlib
@@ -308,10 +309,17 @@ def _transfer(
 
 
 def set_environment(
-    environment: dict[str, str] | os._Environ[str], interface: str, device: str = "cpu"
+    environment: dict[str, str] | os._Environ[str],
+    interface: str,
+    device: str = "cpu",
+    deterministic: bool = False,
 ) -> None:
     """What UCX and NIXL read, where nobody set it: shared memory and TCP on one interface, and
-    between GPUs of one machine what CUDA has."""
+    between GPUs of one machine what CUDA has. `deterministic`: nor do products get memory in which
+    to add up parts of themselves."""
+    if deterministic:
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+        environment.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
     cuda = ",cuda_copy,cuda_ipc" if device == "cuda" else ""
     environment.setdefault("UCX_TLS", f"tcp,sm,self{cuda}")
     # A peer's silence is told by whoever waits for the device, and not by ending the process.
@@ -326,13 +334,17 @@ def set_environment(
 def run(
     config: WorkerConfig,
     at: Coordinate,
-    sample: Sample = sampler.draw,
+    sample: Sample | None = None,
     ready_file: pathlib.Path | None = None,
 ) -> int:
     """Be the rank `at` of `config`'s replica; returns the exit status."""
     torch.set_num_threads(config.threads_per_rank)
-    set_environment(os.environ, config.interface, config.device)
-    return Rank(config, at, sample, device_of(config.device), ready_file).serve()
+    blocked = config.deterministic and config.device == "cuda"
+    set_environment(os.environ, config.interface, config.device, blocked)
+    device = device_of(config.device, blocked)
+    if sample is None:
+        sample = functools.partial(sampler.draw, alone=blocked)
+    return Rank(config, at, sample, device, ready_file).serve()
 
 
 def _arguments(environment: Mapping[str, str]) -> argparse.Namespace:

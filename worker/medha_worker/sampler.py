@@ -95,9 +95,12 @@ def sample(
 
 
 @torch.inference_mode()
-def draw(logits: torch.Tensor, draws: Sequence[Draw], device: Device = CPU) -> Drawn:
+def draw(
+    logits: torch.Tensor, draws: Sequence[Draw], device: Device = CPU, *, alone: bool = False
+) -> Drawn:
     """Draw a token for each row of `logits` [n, vocab] float32, on the device that holds them.
 
+    `alone`: rows that are not greedy one by one, as a GPU sums several in another order than one.
     NaN counts as −∞. A row without any finite logit yields the row's first stop token (else 0),
     which ends the sequence rather than the rank.
     """
@@ -109,7 +112,12 @@ def draw(logits: torch.Tensor, draws: Sequence[Draw], device: Device = CPU) -> D
     ends, rows = device.upload(stops, np.array(hot, dtype=np.int64))
     if hot:
         heated = scores.clone() if len(hot) == len(draws) else scores[rows]
-        tokens.index_copy_(0, rows, _draw(heated, [draws[i] for i in hot], device))
+        warm = [draws[i] for i in hot]
+        if alone:
+            each = [_draw(heated[i : i + 1], warm[i : i + 1], device) for i in range(len(warm))]
+            tokens.index_copy_(0, rows, torch.cat(each))
+        else:
+            tokens.index_copy_(0, rows, _draw(heated, warm, device))
     tokens = torch.where(best.isneginf(), ends, tokens)
     asked = [i for i, one in enumerate(draws) if one.sampling.logprobs is not None]
     told = _logprobs(raw, tokens, draws, asked, device) if asked else ()

@@ -47,6 +47,23 @@ class Weights:
         return self.layers[0].attention_norm.device
 
 
+def in_blocks(held: Weights, rows: int) -> Weights:
+    """The same weights, with products of so many rows each (see `Linear`)."""
+
+    def cut(linear: Linear) -> Linear:
+        return dataclasses.replace(linear, rows=rows)
+
+    layers = tuple(
+        dataclasses.replace(
+            layer, qkv=cut(layer.qkv), out=cut(layer.out), gate_up=cut(layer.gate_up),
+            down=cut(layer.down),
+        )
+        for layer in held.layers
+    )  # fmt: skip
+    head = None if held.head is None else cut(held.head)
+    return dataclasses.replace(held, layers=layers, head=head)
+
+
 def kv_scales(held: Weights, kv_heads: int, head_dim: int, stretch: float) -> tuple[Scales, ...]:
     """Scales of FP8 pages of the layers that are held; `stretch`: what the rotation multiplies by.
 

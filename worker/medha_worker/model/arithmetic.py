@@ -60,14 +60,16 @@ class FusedArithmetic:
 
     def __init__(self, library: Library, eps: float, at: torch.device | str) -> None:
         self._library, self._eps = library, eps
-        self._plain = TorchArithmetic(eps, at)
         # Row numbers, of doubling lengths. Graphs keep the addresses, so none is ever replaced.
         self._counts = [torch.arange(256, device=at)]
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if weight.ndim > 1:
-            return self._plain.norm(x, weight)
-        return self._library.rmsnorm(x, weight, self._eps)
+        if weight.ndim == 1:
+            return self._library.rmsnorm(x, weight, self._eps)
+        # Of each head; torch's own sums run in an order that follows the number of rows.
+        heads = x.reshape(-1, x.shape[-1])
+        ones = torch.ones_like(weight[0])
+        return self._library.rmsnorm(heads, ones, self._eps).view(x.shape).mul_(weight)
 
     def turns(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return torch.cat((cos, sin), dim=-1).squeeze(1)

@@ -20,13 +20,20 @@ WIDE, PANEL = 512, 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Linear:
-    """x·W + b with `weight` [in, out], or [panels, in, out / panels] as `paneled` makes it."""
+    """x·W + b with `weight` [in, out], or [panels, in, out / panels] as `paneled` makes it.
+
+    `rows`: how many each product has, the last filled up with zeros, so that a GPU takes the same
+    kernel for any batch and a row's bits depend on it alone; 0: all at once.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
+    rows: int = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight.ndim == 2:
+        if self.rows:
+            out = self._in_blocks(x)
+        elif self.weight.ndim == 2:
             out = torch.mm(x, self.weight)
         else:
             panels, _, width = self.weight.shape
@@ -36,7 +43,9 @@ class Linear:
 
     def onto(self, x: torch.Tensor, sum_: torch.Tensor) -> None:
         """sum ← sum + x·W + b, in place."""
-        if self.weight.ndim == 2:
+        if self.rows:
+            sum_.add_(self._in_blocks(x))
+        elif self.weight.ndim == 2:
             sum_.addmm_(x, self.weight)
         else:
             self._by_panel(sum_).baddbmm_(x.expand(len(self.weight), -1, -1), self.weight)
@@ -47,6 +56,17 @@ class Linear:
         """The weight as [out, in]."""
         weight = self.weight
         return weight.t() if weight.ndim == 2 else weight.transpose(1, 2).flatten(0, 1)
+
+    def _in_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """x·W, from memory of its own: kernels are chosen by alignment too."""
+        count = -(-len(x) // self.rows) * self.rows
+        filled = x.new_zeros(count, x.shape[1])
+        filled[: len(x)] = x
+        out = x.new_empty(count, self.weight.shape[1])
+        for first in range(0, count, self.rows):
+            block = slice(first, first + self.rows)
+            torch.mm(filled[block], self.weight, out=out[block])
+        return out[: len(x)]
 
     def _by_panel(self, out: torch.Tensor) -> torch.Tensor:
         """`out` [rows, out] seen as [panels, rows, out / panels]."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -98,17 +99,19 @@ class Served:
         slo: Slo = Slo(),  # noqa: B008
         settings: Scheduling = Scheduling(ahead_s=AHEAD_S),  # noqa: B008
         clock: Callable[[], float] = time.perf_counter,
+        deterministic: bool = False,
     ) -> None:
         topology = Topology()
         config = WorkerConfig(
             replica="served", model="served", checkpoint=str(folder), topology=topology,
             max_context_tokens=pages * page_tokens, device=device.at.type, dtype=dtype,
             kv_dtype=kv_dtype, kv_pages=pages, page_tokens=page_tokens, dummy_weights=True,
-            rank_bind="ipc://unused",
+            rank_bind="ipc://unused", deterministic=deterministic,
         )  # fmt: skip
         self.engine = Engine(config, AT, device, lambda *_: None)
         mesh = Mesh(AT, topology, incarnation="served", interface="lo", timeout_s=1.0)
-        self.runner = self.engine.runner(Wiring(None, None), mesh, sampler.draw)
+        sample = functools.partial(sampler.draw, alone=self.engine.blocked)
+        self.runner = self.engine.runner(Wiring(None, None), mesh, sample)
         self.shape = self.engine.model_config.shape(
             float(self.engine.dtype.itemsize), float(self.engine.kv.memory.dtype.itemsize)
         )
