@@ -12,6 +12,7 @@ from tests.engine import plain_library
 
 from medha import profile
 from medha.profile import CPU_CORE, ChunkKernel
+from medha_worker import engine
 from medha_worker.attention.calls import Geometry
 from medha_worker.attention.interface import Attention
 from medha_worker.attention.paged import PagedAttention
@@ -72,6 +73,21 @@ def test_fp8_through_a_window_is_attended_with_queries_in_the_models_type() -> N
     found = attention.plan(laid.spans).run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
     assert limit(case, NARROW_PAGES) == EXACT
     assert difference(found, laid.expected(NARROW_PAGES)).within(EXACT)
+
+
+def test_a_pool_that_leaves_too_little_for_states_in_fp8_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """2,048 rows after 900 K tokens are cut in 64 parts; in bfloat16 nothing is cut so often."""
+    shape = Geometry(
+        heads=32, kv_heads=8, head_dim=128, page_tokens=64, dtype=torch.bfloat16, kv_dtype=FP8
+    )
+    room = backend(shape).room_bytes
+    assert 3.0 < room / 1e9 < 3.5 and backend(SMALL).room_bytes == 0
+    engine.tell_room(room, room)
+    assert not caplog.records
+    engine.tell_room(1 << 30, room)
+    assert "1.0 GiB of the GPU are free" in caplog.text and "kvMemory lower" in caplog.text
 
 
 def test_a_wrong_state_is_told() -> None:

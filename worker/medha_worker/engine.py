@@ -6,6 +6,7 @@ threads and sockets.
 
 from __future__ import annotations
 
+import logging
 import pathlib
 from collections.abc import Callable
 
@@ -41,6 +42,8 @@ from medha_worker.pieces import Pieces
 from medha_worker.runner import Runner, Sample
 from medha_worker.seats import Seats
 from medha_worker.sequences import Sequences
+
+_LOG = logging.getLogger("medha.rank")
 
 Progress = Callable[[int, int], None]
 # Rows of each product where a row's bits must not depend on how many there are: enough for most
@@ -121,6 +124,8 @@ class Engine:
             record = RecordCuda()
             inputs.choose = self._graphs(model, attention, inputs, record).choose
             stage = Pieces(model, self._turns(inputs), record, most_bytes=2 * MOST_BYTES)
+        if isinstance(attention, PagedAttention):
+            tell_room(torch.cuda.mem_get_info()[0], attention.room_bytes)
         alone = wiring.tp is None and wiring.spp is None and config.topology.kvp_max == 1
         return Runner(
             at,
@@ -173,6 +178,16 @@ def _chunk_table(profile: str, heads: int, kv_heads: int) -> tuple[Choice, ...]:
         return table_of((), heads, kv_heads)
     measured = decode(pathlib.Path(profile).read_bytes(), profile)
     return table_of(measured.chunk_kernels, heads, kv_heads)
+
+
+def tell_room(free_bytes: int, room_bytes: int) -> None:
+    """Warn where the pool leaves less than attention may take."""
+    if free_bytes < room_bytes:
+        _LOG.warning(
+            "%.1f GiB of the GPU are free beside weights, pool and graphs: chunks of 2,048 tokens"
+            " after a million in FP8 take up to %.1f GiB; set spec.engine.kvPages or kvMemory lower"
+            " where contexts are that long", free_bytes / 2**30, room_bytes / 2**30,
+        )  # fmt: skip
 
 
 def arithmetic_for(attention: Attention, eps: float, device: Device) -> Arithmetic:

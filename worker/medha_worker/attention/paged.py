@@ -35,6 +35,7 @@ from medha_worker.attention.scales import Scales
 from medha_worker.attention.splits import (
     H200,
     LEAST_TOKENS,
+    MOST_STATES,
     Batch,
     Choice,
     Merges,
@@ -80,6 +81,14 @@ class PagedAttention:
         self.rest = ReferenceAttention(G.heads, G.kv_heads, G.head_dim, G.page_tokens, TILE_PAGES)
         self.least_tokens, self.spare, self._turn = least_tokens, spare, 0
         self.most_tokens = narrow_tokens if G.narrow_queries() else 0
+
+    @property
+    def room_bytes(self) -> int:
+        """Memory beside the pool that a large chunk after a very long prefix takes at most: queries
+        and states of all parts, and those states once more, by row, where they are merged."""
+        G = self.geometry
+        each = G.heads * (3 * G.head_dim * G.dtype.itemsize + 2 * torch.float32.itemsize)
+        return MOST_STATES * each if self.most_tokens else 0
 
     @torch.inference_mode()
     def plan(self, spans: Sequence[Span]) -> PagedPlan:
