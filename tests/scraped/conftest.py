@@ -14,7 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.api.fleet import Fleet, Operator, until
+from tests.api.rights import forbidden
 from tests.api.server import ApiServer, Server
+from tests.api.stage import Stage, new_proxy
 from tests.conftest import program
 from tests.scraped.gpus import Exporter
 from tests.scraped.local_fleet import LocalFleet
@@ -45,6 +47,7 @@ def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer |
     try:
         server.start()
         yield server.where
+        assert forbidden(server.where.audit) == set(), "the operator asked for more than its rights"
     finally:
         server.end()
 
@@ -68,9 +71,10 @@ def operator(
         fleet = Fleet(api, "team")
         stack.callback(fleet.close)
         until(lambda: api.get(fleet.path()).status_code == 200)
-        log = tmp_path_factory.mktemp("operator") / "operator.log"
-        started = Operator(api_server.kubeconfig, "team", log)
-        stack.callback(started.kill)
+        proxy = stack.enter_context(new_proxy(api_server).running())
+        stage = Stage(api, "team", proxy, tmp_path_factory.mktemp("operator"))
+        started = stage.start()
+        stack.callback(stage.end, failed=True)  # it need not be at rest
         until(started.leads)
         scaled = {"mode": "External", "minReplicas": 1, "maxReplicas": 2}
         fleet.create("llama", autoscaling=scaled)
