@@ -30,7 +30,9 @@ pytestmark = pytest.mark.timeout(900)
 WHOLE = os.environ.get("MEDHA_OUTAGES") == "whole"
 HURRY = 10.0
 AWAY_S = 600.0 if WHOLE else 180.0
-TOLD_S = 90.0
+TOLD_S, SPARE_S = 90.0, 5.0
+"""How soon a stuck operator must be found dead, and what half a second of a busy machine is by an
+operator's clock."""
 USUAL = {"MEDHA_RESYNC_S": "30", "MEDHA_LEASE_S": "15", "MEDHA_REPORT_S": "2"}
 
 
@@ -71,8 +73,8 @@ def found_dead_in_time(operator: Operator, tamper: Callable[[], None]) -> None:
     until(lambda: not operator.alive(), "its liveness probe is told")
     ((began_s, _),) = logged(operator, MOMENT)
     ((red_s, said),) = logged(operator, red)
-    assert red_s - began_s <= TOLD_S + LOOK_S
-    assert int(re.findall(r"\d+", said)[0]) <= TOLD_S + LOOK_S
+    assert red_s - began_s <= TOLD_S + LOOK_S + SPARE_S
+    assert int(re.findall(r"\d+", said)[0]) <= TOLD_S + LOOK_S + SPARE_S
 
 
 @pytest.mark.parametrize("tamper", [TAMPERS[name] for name in CHOSEN], ids=CHOSEN)
