@@ -81,6 +81,8 @@ class Autoscaler:
         self._journals: dict[Key, Journal] = {}
         self._shown: set[Key] = set()
         self._asked_s = float("-inf")
+        self._began_s = time.monotonic()
+        """When we began to lead."""
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -88,6 +90,7 @@ class Autoscaler:
             await asyncio.sleep(min(LONGEST_PAUSE_S, self._settings.report_s))
             if not self._leads():
                 self._stand_by()
+                self._began_s = time.monotonic()
                 continue
             try:
                 await self._look_at_all()
@@ -133,6 +136,9 @@ class Autoscaler:
         scaling = Scaling(slo=self._slo(known, resource, demand))
         if asked is not None:
             decision = self._decide(key, known, replica, asked, demand, now_s)
+            told = line is not None and line.mode == asked.mode
+            if told and decision.why == "NoData" and self._is_new(known):
+                return  # what was told before stands until those that were just asked have answered
             hold_s = signals.policy_of(asked).down_after_s
             if known.scaling is None and not resource.authors:
                 known.written = replica.spec.replicas  # the former leader's, which left no word
@@ -223,6 +229,10 @@ class Autoscaler:
         if said.has_object and line is not None and await self._scaled_objects.gone(key):
             return msgspec.structs.replace(said, scaled_object="Absent")
         return said
+
+    def _is_new(self, known: _Known) -> bool:
+        """Nothing was decided yet, and whoever is to answer may still do so."""
+        return known.scaling is None and time.monotonic() - self._began_s < STALE_S
 
     def _slo(self, known: _Known, resource: Resource, demand: signals.Demand) -> dict[str, object]:
         """What the status says of it, with something new only now and then."""

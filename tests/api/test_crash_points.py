@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(3000)
 
 WHOLE = os.environ.get("MEDHA_CRASH_POINTS") == "whole"
 CONVERGED_S = 10.0
-CHOSEN = ("small", "staged", "wide", "deep", "lossy") if WHOLE else ("short",)
+CHOSEN = ("small", "staged", "wide", "deep", "lossy", "scaled") if WHOLE else ("short",)
 BEFORE = Trouble("before", spared=1)
 AFTER = Trouble("after", spared=0, told=True)
 
