@@ -145,7 +145,8 @@ class Proxy:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(30)  # type: ignore[arg-type]
 
     async def _start(self) -> None:
-        connector = aiohttp.TCPConnector(ssl=self._ssl, limit=200)
+        # Watches of operators that were killed stay until something comes for them: no limit.
+        connector = aiohttp.TCPConnector(ssl=self._ssl, limit=0)
         self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         app = web.Application(client_max_size=16 << 20)
         app.router.add_route("*", "/{path:.*}", self._pass_on)

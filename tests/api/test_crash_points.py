@@ -35,11 +35,11 @@ def test_wherever_the_operator_dies_the_fleet_ends_as_if_it_had_not(
     calm, before, after = walk_all(scenes, course, (CALM, BEFORE, AFTER))
     assert sum(each.deaths for each in calm) == 0
     found = [line for died in (before, after) for line in divergences(calm, died)]
+    told = f"{report(course, calm, before, after, found)}\n  {time.monotonic() - began_s:.0f} s"
     with capsys.disabled():
-        print(report(course, calm, before, after, found))  # noqa: T201
-        print(f"  {time.monotonic() - began_s:.0f} s")  # noqa: T201
-    assert found == []
-    assert max(each.late_s for each in (*before, *after)) <= CONVERGED_S
+        print(told)  # noqa: T201
+    assert found == [], told
+    assert max(each.late_s for each in (*before, *after)) <= CONVERGED_S, told
 
 
 def report(

@@ -52,6 +52,7 @@ def test_one_lost_event_is_made_up_for_with_the_next_resync(
 ) -> None:  # fmt: skip
     """Each of these would never be known without it: nothing else tells of them."""
     start_operator(MEDHA_RESYNC_S=str(RESYNC_S))
+    until(lambda: any(each.watches and each.agent.startswith("kopf/") for each in proxy.calls))
     took_s: dict[str, float] = {}
     core = f"/api/v1/namespaces/{served.namespace}"
 
