@@ -245,7 +245,8 @@ def test_killing_either_end_of_moves_leaves_no_move_open(
         driver.prefill(seq, (320,))
     victim = Coordinate(0 if end == "source" else 1, 0, 0)
     moves = {driver.move(seq, (page,), 0, 1) for page in range(19) for seq in range(1, 7)}
-    rig.until(lambda: len(rig.copied) > 5, "copies")
+    if end == "source":  # a target that has answered some has soon answered all
+        rig.until(lambda: len(rig.copied) > 5, "copies")
     rig.kill(victim)
     began = time.monotonic()
     assert ended(rig, victim)

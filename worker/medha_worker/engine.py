@@ -124,7 +124,7 @@ class Engine:
             record = RecordCuda()
             inputs.choose = self._graphs(model, attention, inputs, record).choose
             stage = Pieces(model, self._turns(inputs), record, most_bytes=2 * MOST_BYTES)
-        if isinstance(attention, PagedAttention):
+        if isinstance(attention, PagedAttention) and self.device.at.type == "cuda":
             tell_room(torch.cuda.mem_get_info()[0], attention.room_bytes)
         alone = wiring.tp is None and wiring.spp is None and config.topology.kvp_max == 1
         return Runner(
