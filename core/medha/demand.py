@@ -49,7 +49,7 @@ class Demand:
         self._unserved_s: dict[str, float] = {}
 
     def arrived(self, model: str, request: Request, now: float) -> None:
-        """It brings work; whether its slack says something of the replicas, its other calls tell."""
+        """It brings work; `taken` and `refused` count its slack, where that says something."""
         self._cell(model, now).work_s += request.work_s
 
     def taken(
