@@ -15,7 +15,7 @@
 # kernels ahead for GPUs of ARCHS and models of KERNELS, tens of minutes once: the image has no C++
 # compiler, and a pod no place that outlives it. A model of another head size or type wants KERNELS to
 # name it, or BASE=$BUILDER, which compiles when a pod first needs a kernel. NIXL for CUDA 12 is left
-# out: it is never loaded beside a torch for CUDA 13.
+# out: it is never loaded together with a torch for CUDA 13.
 # DEVICE=cpu installs requirements/worker.txt, and leaves out two thirds that are only ever used beside
 # a GPU: Triton and CUDA's libraries too. Where torch is linked with one, an empty one of its name takes
 # its place: nothing of it is called, and Python is told to look for a library's functions only when
@@ -121,10 +121,10 @@ WORKDIR /build
 COPY --from=worker-packages /opt/medha /opt/medha
 COPY core/medha/__init__.py core/medha/errors.py medha/
 COPY core/medha/compiled/__init__.py medha/compiled/
-COPY worker/medha_worker/__init__.py worker/medha_worker/ahead.py worker/medha_worker/kernels.py \
-    worker/medha_worker/toolkit.py medha_worker/
+COPY worker/medha_worker/__init__.py worker/medha_worker/precompile_kernels.py worker/medha_worker/flashinfer.py \
+    worker/medha_worker/nvcc.py medha_worker/
 RUN --mount=type=cache,target=/var/cache/kernels FLASHINFER_WORKSPACE_BASE=/var/cache/kernels \
-    /opt/medha/bin/python -m medha_worker.ahead /kernels --archs "$ARCHS" $KERNELS
+    /opt/medha/bin/python -m medha_worker.precompile_kernels /kernels --archs "$ARCHS" $KERNELS
 
 FROM tools AS cpu-kernels
 RUN mkdir /kernels

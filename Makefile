@@ -1,4 +1,4 @@
-# Everything a person or a machine runs in this repository. `make` alone lists the targets.
+# All commands of this repository. `make` alone lists the targets.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -8,15 +8,15 @@ UV     := $(VENV)/bin/uv
 # Ready once the virtual environment holds exactly what requirements/dev.txt locks.
 READY  := $(VENV)/.ready
 # Code that exists in this checkout (images carry only some of it).
-CODE   := $(wildcard core operator router worker tests examples benchmarks dashboards \
+CODE   := $(wildcard core operator router worker tests examples demos benchmarks dashboards \
               hatch_build.py)
-# Installing compiles them; where one is missing or older than its sources, that happens again.
+# Installation compiles the kernels; it runs again if one is missing or older than its sources.
 KERNELS := worker/medha_worker/attention/singles.kernel.so core/medha/scheduling/lars.kernel.so
 
 # What `make prometheus` unpacks.
 PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/medha-prometheus
 
-# Short forms of what `make test-api` does at length, where an API server's programs are.
+# Short forms of the campaigns of `make test-api`, if an API server's programs are installed.
 QUICK := tests/api/test_crash_points.py tests/api/test_edit_fuzz.py
 
 # Tests run one worker per core of a small machine; torch gets one thread in each.
@@ -47,23 +47,23 @@ $(UV):
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --require-hashes -r requirements/bootstrap.txt
 
-demo: $(READY) ## start a small fleet on this machine and watch short prompts pass a long one
-	$(PY) examples/demo.py
+demo: $(READY) ## start a small fleet on this machine; short prompts overtake a long one
+	$(PY) demos/local.py
 
-demo-cluster: $(READY) ## from nothing to a served model on a Kubernetes cluster, and back to nothing
-	$(PY) -m examples.demo_cluster
+demo-cluster: $(READY) ## install, serve, scale, update and remove a model on a Kubernetes cluster
+	$(PY) -m demos.cluster
 
 images: $(READY) ## build the operator's, the router's and the worker's image (DEVICE=cpu: smaller)
-	$(PY) -m examples.images $(if $(DEVICE),--device $(DEVICE))
+	$(PY) -m demos.images $(if $(DEVICE),--device $(DEVICE))
 
 test: $(READY) ## run every test that needs neither a GPU nor a cluster
 	$(PYTEST)
 	$(PYTEST) $(QUICK)
 
-# What the long campaigns of tests/api are told; without it each has a short form, or none.
+# Full length of the long campaigns of tests/api; without it they are short, or skipped.
 WHOLE := MEDHA_CRASH_POINTS=whole MEDHA_EDIT_FUZZ=whole MEDHA_OUTAGES=whole
 
-test-api: $(READY) ## run all that needs a real Kubernetes API server, campaigns too (SHORT=1: their short forms)
+test-api: $(READY) ## run all tests that need a Kubernetes API server (SHORT=1: short campaigns)
 	$(if $(SHORT),,$(WHOLE)) $(PYTEST) tests/api
 
 outages: $(READY) ## leave the operator ten minutes without an API server, on a clock ten times as fast
@@ -75,10 +75,10 @@ crash-points: $(READY) ## kill the operator at every write of a fleet's life, re
 edit-fuzz: $(READY) ## change a MedhaReplica at random, validly and not, thousands of times
 	MEDHA_EDIT_FUZZ=whole $(PY) -m pytest -s tests/api/test_edit_fuzz.py
 
-test-cluster: $(READY) ## run the tests on a whole cluster, where one can be made (SHORT=1: the first of them)
+test-cluster: $(READY) ## run the tests on a whole cluster, if one can be created (SHORT=1: the first file)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rsP tests/cluster$(if $(SHORT),/test_first_answers.py)
 
-test-dashboards: $(READY) ## have a real Prometheus scrape a real fleet, and ask it every panel and alert
+test-dashboards: $(READY) ## scrape a real fleet with a real Prometheus and query every panel and alert
 	@command -v prometheus >/dev/null || test -x $(PROMETHEUS)/usr/bin/prometheus || \
 	    $(MAKE) --no-print-directory prometheus || true
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/scraped
@@ -90,29 +90,29 @@ prometheus: ## unpack Debian's prometheus and promtool into the cache, where tes
 dashboards: $(READY) ## write dashboards/*.json and the chart's copies from the catalogue of metrics
 	$(PY) -m dashboards
 
-check: $(READY) ## lint, format, types, layers, and the tests that guard the house
+check: $(READY) ## check lint, format, types, layers and the repository's tests
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/ruff format --check $(CODE)
 	$(VENV)/bin/mypy $(CODE)
 	$(VENV)/bin/lint-imports
 	$(PYTEST) tests/repo
 
-compile: $(READY) ## make machine code of the scheduler again, after a change (it runs without, slower)
+compile: $(READY) ## compile the scheduler again after a change (optional: sources run slower)
 	$(PY) hatch_build.py
 
-format: $(READY) ## put the code into its one format
+format: $(READY) ## format the code
 	$(VENV)/bin/ruff check --fix $(CODE)
 	$(VENV)/bin/ruff format $(CODE)
 
 bench: $(READY) ## measure the scheduler and the engine on this machine
 	-$(PY) hatch_build.py
-	for script in benchmarks/*.py; do $(PY) $$script || [ $$? -eq 2 ] || exit 1; done
+	for script in benchmarks/*.py; do $(PY) -m benchmarks.$$(basename $$script .py) || [ $$? -eq 2 ] || exit 1; done
 
 # `make lock LOCK_ARGS=--upgrade` moves every version; plain `make lock` only follows pyproject.toml.
 COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
     --no-annotate --no-emit-index-url --no-emit-find-links -c requirements/constraints.txt $(LOCK_ARGS)
 
-lock: | $(UV) ## compile requirements/*.txt again from pyproject.toml
+lock: | $(UV) ## lock requirements/*.txt from pyproject.toml
 	$(COMPILE) pyproject.toml --extra operator -o requirements/operator.txt
 	$(COMPILE) pyproject.toml --extra router -o requirements/router.txt
 	$(COMPILE) pyproject.toml --extra worker -o requirements/worker.txt

@@ -1,9 +1,8 @@
-"""Compiles the worker's attention kernel and the scheduler's, each beside its source, when the
-project is installed, and the modules that decide with mypyc, where that can be done.
+"""Compile the kernels of worker and scheduler, and the deciding modules with mypyc, at install.
 
-The kernels need a C compiler, $CC or the first of those below, and nothing of Python's: both are
-plain C. The modules need mypyc and Python's headers, and run uncompiled without them.
-Images without the worker run no scheduler, and have nothing to compile.
+The kernels are plain C and need a C compiler only: $CC, or the first of those below. Each library
+lies next to its source. The modules need mypyc and Python's headers, and run uncompiled without
+them. Images without the worker run no scheduler and have nothing to compile.
 
     python hatch_build.py       compiles the modules again, after a change
 """
@@ -28,24 +27,37 @@ WORKER = pathlib.Path("worker/medha_worker")
 SOURCES = (WORKER / "attention/singles.c", pathlib.Path("core/medha/scheduling/lars.c"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared")
-# A decision is the same on every machine, and a replay repeats it: no product melts into a sum.
+# A decision is the same on every machine and in a replay: no fused multiply-add.
 CONTRACT = "-ffp-contract=off"
 EXACT = {"lars.c": (CONTRACT,)}
 
 CORE, COMPILED = pathlib.Path("core"), pathlib.Path("core/medha/compiled")
-# What a decision runs through, and the end of a batch. (mypyc does not take `native`, which has a
-# structure of ctypes; messages are msgspec's.)
+# Modules that take part in a decision or complete a batch. (mypyc cannot compile `native`, which
+# has a ctypes structure; `interface` holds msgspec structs.)
 MODULES = (
-    "medha.corrections", "medha.costs", "medha.predictor", "medha.products",
+    "medha.corrections",
+    "medha.predictor",
     *(
-        f"medha.scheduling.{name}" for name in (
-            "ahead", "blocks", "crews", "decodes", "endings", "growth", "inflight", "lars",
-            "ledger", "losses", "members", "outlook", "packer", "plan", "policies", "pressure",
-            "progress", "promises", "scheduler", "sequence", "shares", "spans", "starts", "turns",
-            "waiting",
+        f"medha.scheduling.{name}"
+        for name in (
+            "batch_builder",
+            "block_pool",
+            "feasibility",
+            "group_selection",
+            "kv_groups",
+            "lifecycle",
+            "membership",
+            "policies",
+            "prefill_admission",
+            "promises",
+            "running",
+            "scheduler",
+            "sequence",
+            "state",
+            "waiting_queue",
         )
     ),
-)  # fmt: skip
+)
 NEEDED = ("mypyc", "setuptools", "msgspec", "numpy")
 TRANSLATE = """
 from mypyc.build import mypycify
@@ -61,7 +73,7 @@ setup(name="medha", ext_modules=found, script_args=["--quiet", "build_ext", "--i
 
 
 class Kernels(BuildHookInterface):  # type: ignore[type-arg]
-    """hatchling's view of them."""
+    """hatchling's hook."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if not pathlib.Path(self.root, WORKER).exists():
@@ -76,7 +88,7 @@ class Kernels(BuildHookInterface):  # type: ignore[type-arg]
 
 
 def compile_kernel(source: pathlib.Path, library: pathlib.Path) -> None:
-    """Make `library`; processes that have the one before loaded keep that."""
+    """Compile `library`; processes that have loaded the previous one keep it."""
     fresh = library.with_suffix(f".{os.getpid()}.so")
     flags = FLAGS + EXACT.get(source.name, ())
     command = [*compiler(), *flags, "-o", str(fresh), str(source), "-lm"]
@@ -90,7 +102,7 @@ def compile_kernel(source: pathlib.Path, library: pathlib.Path) -> None:
 
 
 def compile_modules(root: pathlib.Path) -> bool:
-    """Make machine code of MODULES and note of what; False, and said so, where it cannot be."""
+    """Compile MODULES and record their sources; False, with a message, if that is impossible."""
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     headers = pathlib.Path(sysconfig.get_path("include"), "Python.h")
     if lacking or not headers.exists():
@@ -99,24 +111,28 @@ def compile_modules(root: pathlib.Path) -> bool:
         return False
     door = _door(root)
     sources = {name: f"{name.replace('.', '/')}.py" for name in MODULES}
-    with tempfile.TemporaryDirectory() as made:
-        copy = pathlib.Path(made, CORE)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder, CORE)
         leave = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(root / CORE, copy, ignore=leave)
         script = (TRANSLATE + COMPILE).format(files=[*sources.values()], contract=CONTRACT)
         environment = {**os.environ, "CC": shlex.join(compiler())}
         done = subprocess.run(
-            [sys.executable, "-c", script], cwd=copy, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [sys.executable, "-c", script],
+            cwd=copy,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         if done.returncode:
-            said = done.stdout[-4000:]
-            sys.stderr.write(f"the scheduler is not compiled, and slower:\n{said}\n")
+            output = done.stdout[-4000:]
+            sys.stderr.write(f"the scheduler is not compiled, and slower:\n{output}\n")
             return False
         suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
         built = {name: copy / f"{name.replace('.', '/')}{suffix}" for name in MODULES}
         built[door.SHARED] = copy / f"{door.SHARED}{suffix}"
-        for name, library in built.items():  # who has the one before loaded keeps that
+        for name, library in built.items():  # processes keep the library they have loaded
             fresh = root / COMPILED / f"{name}.{os.getpid()}.so"
             shutil.copyfile(library, fresh)
             fresh.replace(root / COMPILED / f"{name}.so")
@@ -129,7 +145,7 @@ def compile_modules(root: pathlib.Path) -> bool:
 
 
 def _door(root: pathlib.Path) -> Any:
-    """medha.compiled, before there is a medha to import: it needs nothing but Python."""
+    """Load medha.compiled before medha can be imported: it needs only Python."""
     spec = importlib.util.spec_from_file_location("door", root / COMPILED / "__init__.py")
     assert spec is not None and spec.loader is not None
     door = importlib.util.module_from_spec(spec)
@@ -141,8 +157,8 @@ def compiler() -> list[str]:
     if chosen := os.environ.get("CC"):
         return shlex.split(chosen)
     for name in COMPILERS:
-        if found := shutil.which(name):
-            return [found]
+        if path := shutil.which(name):
+            return [path]
     raise SystemExit(
         f"none of {', '.join(COMPILERS)} is installed: the worker's attention kernel and the"
         " scheduler need a C compiler; install one, or name it in CC"

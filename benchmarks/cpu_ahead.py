@@ -1,12 +1,12 @@
-"""What it brings to decide a batch while another runs: real processes on the CPU, side by side.
+"""Gain of deciding a batch while another runs: real processes on the CPU.
 
-    python benchmarks/cpu_ahead.py
-    python benchmarks/cpu_ahead.py --decodes 1 16 64 --tp 2
+    python -m benchmarks.cpu_ahead
+    python -m benchmarks.cpu_ahead --decodes 1 16 64 --tp 2
 
-Two replicas, one with `ahead_s` and one without, each a controller and its ranks, take turns; each
-row compares the time between two tokens, as clients see it, for so many decodes at once: the best
-of the rounds. A rank needs a core of its own beside its controller's: with fewer they take turns
-and nothing can be hidden.
+Two replicas, one with `ahead_s` and one without, each a controller and its ranks, take turns. Each
+row compares the time between two tokens, as clients see it, for a number of concurrent decodes: the
+best of the rounds. A rank needs its own core, separate from its controller's; otherwise they share
+one and nothing can overlap.
 """
 
 from __future__ import annotations
@@ -24,38 +24,48 @@ import time
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from tests.support.recalling_prompts import recalling
+from tests.support.replica_processes import ReplicaProcesses
 
 from medha.config import Scheduling, WorkerConfig
 from medha.topology import Topology
-from medha_worker.testing.checkpoint import DEMO, write_checkpoint
-from medha_worker.testing.processes import Fleet
-from medha_worker.testing.prompts import recalling
+from medha_worker.model.checkpoint_writer import DEMO, write_checkpoint
 
 PROMPT_TOKENS, PAGE_TOKENS = 64, 64
 
 
-def fleet_of(folder: pathlib.Path, checkpoint: pathlib.Path, ahead_s: float, tp: int) -> Fleet:
+def fleet_of(
+    folder: pathlib.Path, checkpoint: pathlib.Path, ahead_s: float, tp: int
+) -> ReplicaProcesses:
     folder.mkdir()
     config = WorkerConfig(
-        replica=folder.name, model="bench", checkpoint=str(checkpoint),
-        max_context_tokens=DEMO.max_tokens, topology=Topology(tp=tp), page_tokens=PAGE_TOKENS,
-        kv_pages=1024, scheduling=Scheduling(ahead_s=ahead_s, prefix_cache=False), rank_bind="",
-        rank_timeout_s=60.0, router_timeout_s=1e6, log_level="info",
-    )  # fmt: skip
-    fleet = Fleet(folder, config)
+        replica=folder.name,
+        model="bench",
+        checkpoint=str(checkpoint),
+        max_context_tokens=DEMO.max_tokens,
+        topology=Topology(tp=tp),
+        page_tokens=PAGE_TOKENS,
+        kv_pages=1024,
+        scheduling=Scheduling(ahead_s=ahead_s, prefix_cache=False),
+        rank_bind="",
+        rank_timeout_s=60.0,
+        router_timeout_s=1e6,
+        log_level="info",
+    )
+    fleet = ReplicaProcesses(folder, config)
     fleet.until_ready()
     return fleet
 
 
-def gap_s(fleet: Fleet, decodes: int, tokens: int, round_: int) -> float:
+def gap_s(fleet: ReplicaProcesses, decodes: int, tokens: int, round_: int) -> float:
     """Seconds between two tokens of one client while all decode, on average."""
     names = [f"r{round_}-{decodes}-{n}" for n in range(decodes)]
     for n, name in enumerate(names):
         fleet.submit(name, recalling(PROMPT_TOKENS, DEMO.vocab, n).tolist(), tokens)
-    heard = [fleet.heard[name] for name in names]
+    replies = [fleet.replies[name] for name in names]
 
     def least() -> int:
-        return min(len(one.tokens) for one in heard)
+        return min(len(reply.tokens) for reply in replies)
 
     while least() < 8:
         fleet.turn()

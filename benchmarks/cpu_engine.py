@@ -1,13 +1,12 @@
-"""The CPU engine beside transformers, in one run, on one thread: what paging and chunking cost, and
-what batching brings.
+"""The CPU engine against transformers on one thread: the cost of paging and chunking, and the gain
+of batching.
 
-    python benchmarks/cpu_engine.py
-    python benchmarks/cpu_engine.py --model-size large --contexts 32 2048 --no-prefill
+    python -m benchmarks.cpu_engine
+    python -m benchmarks.cpu_engine --model-size large --contexts 32 2048 --no-prefill
 
-Both run the same checkpoint in float32 and take turns; each row compares the best of its rounds in
-seconds of CPU time, which is wall time on an idle machine, and says what the ratio is by the wall
-clock. Exits with 1 when a target is missed. What two stages bring beside one is measured by
-cpu_pipeline.py.
+Both run the same checkpoint in float32 and take turns. Each row compares the best rounds in seconds
+of CPU time (wall time on an idle machine), and shows the ratio by the wall clock too. Exits with 1
+if a target is missed. cpu_pipeline.py measures two stages against one.
 """
 
 from __future__ import annotations
@@ -29,24 +28,36 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from tests.support.recalling_prompts import recalling
+from tests.support.solo_engine import SoloEngine, Tokens
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from medha_worker.testing.checkpoint import DEMO, TinyModel, write_checkpoint
-from medha_worker.testing.engine import SoloEngine, Tokens
-from medha_worker.testing.prompts import recalling
+from medha_worker.model.checkpoint_writer import DEMO, TinyModel, write_checkpoint
 
 # 4, 8 and 20 million parameters. The demo's model is the one to judge by: its weights do not drown
 # what paging, chunking and batching cost.
 MODELS = {
     "small": TinyModel(
-        layers=6, hidden=192, heads=6, kv_heads=2, head_dim=32, intermediate=576, vocab=4096,
+        layers=6,
+        hidden=192,
+        heads=6,
+        kv_heads=2,
+        head_dim=32,
+        intermediate=576,
+        vocab=4096,
     ),
     "demo": DEMO,
     "large": TinyModel(
-        layers=10, hidden=384, heads=6, kv_heads=2, head_dim=64, intermediate=1088, vocab=4096,
+        layers=10,
+        hidden=384,
+        heads=6,
+        kv_heads=2,
+        head_dim=64,
+        intermediate=1088,
+        vocab=4096,
         max_tokens=131_072,
     ),
-}  # fmt: skip
+}
 PROMPT_TOKENS, CHUNK_TOKENS = 8192, 1024
 DECODES, CONTEXTS_TOKENS, STEPS = 16, (128, 512, 1024), 24
 
@@ -68,7 +79,7 @@ class Clock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What each side needs for `tokens` tokens; the target is the ratio of CPU times."""
+    """Print the times of both sides for `tokens` tokens; the target is the ratio of CPU times."""
 
     what: str
     tokens: int
@@ -89,7 +100,7 @@ def best(rounds: int, *runs: Callable[[], Clock]) -> list[Clock]:
     """The shortest of each run's times, of either clock; runs take turns."""
     times = [[run() for run in runs] for _ in range(rounds)]
     return [
-        Clock(min(each.cpu_s for each in column), min(each.wall_s for each in column))
+        Clock(min(clock.cpu_s for clock in column), min(clock.wall_s for clock in column))
         for column in zip(*times, strict=True)
     ]
 
@@ -144,9 +155,14 @@ class _Stamp(LogitsProcessor):  # type: ignore[misc]
 def _generate(model: Any, prompts: list[Tokens], count: int, stamps: list[Clock]) -> None:
     ids = torch.from_numpy(np.stack(prompts).astype(np.int64))
     model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
-        eos_token_id=None, pad_token_id=0, logits_processor=LogitsProcessorList([_Stamp(stamps)]),
-    )  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        logits_processor=LogitsProcessorList([_Stamp(stamps)]),
+    )
 
 
 def show(rows: list[Row]) -> None:
@@ -156,8 +172,15 @@ def show(rows: list[Row]) -> None:
     for row in rows:
         mine, other = (row.tokens / side.cpu_s for side in (row.ours, row.theirs))
         wall = row.theirs.wall_s / row.ours.wall_s
-        table.add_row(row.what, f"{mine:,.0f}", f"{other:,.0f}", f"{row.ratio:.2f}",
-                      f"{wall:.2f}", f"≥ {row.target}", "met" if row.met else "MISSED")  # fmt: skip
+        table.add_row(
+            row.what,
+            f"{mine:,.0f}",
+            f"{other:,.0f}",
+            f"{row.ratio:.2f}",
+            f"{wall:.2f}",
+            f"≥ {row.target}",
+            "met" if row.met else "MISSED",
+        )
     Console(width=120).print(table)
 
 
@@ -182,12 +205,20 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="the best of so many counts")
-    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS_TOKENS,
-                        help="tokens of the prompts before decodes")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds; the best counts")
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=CONTEXTS_TOKENS,
+        help="tokens of the prompts before decodes",
+    )
     parser.add_argument("--model-size", choices=MODELS, default="demo")
-    parser.add_argument("--checkpoint", type=pathlib.Path, help="a folder to read a Llama from"
-                        " instead: config.json and *.safetensors")  # fmt: skip
+    parser.add_argument(
+        "--checkpoint",
+        type=pathlib.Path,
+        help="a folder to read a Llama from instead: config.json and *.safetensors",
+    )
     parser.add_argument("--no-prefill", action="store_true", help="decodes only")
     return parser.parse_args()
 

@@ -1,10 +1,10 @@
-"""What stream pipeline parallelism brings: one long prompt through one stage, and through two.
+"""Gain of stream pipeline parallelism: a long prompt through one stage, and through two.
 
-    python benchmarks/cpu_pipeline.py
+    python -m benchmarks.cpu_pipeline
 
-Real rank processes on the CPU backend, one thread each, float32, a model of 100 million parameters;
-one rank and the two stages take turns, so a busy machine slows both, and the best of their rounds
-count. Needs two free cores. Exits with 1 when the target is missed.
+Real rank processes on the CPU backend, one thread each, float32, a model of 100 million parameters.
+One rank and two stages take turns, so a busy machine slows both, and their best rounds count. Needs
+two free cores. Exits with 1 if the target is missed.
 """
 
 from __future__ import annotations
@@ -21,22 +21,28 @@ import tempfile
 import time
 
 from rich.console import Console
+from tests.support.driver import Driver
+from tests.support.rank_rig import ForkServer, Rig
+from tests.support.recalling_prompts import recalling
 
 from medha.config import WorkerConfig
 from medha.topology import Topology
-from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
-from medha_worker.testing.driver import Driver
-from medha_worker.testing.prompts import recalling
-from medha_worker.testing.rig import Nursery, Rig
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 MODEL = TinyModel(
-    layers=16, hidden=768, heads=12, kv_heads=4, head_dim=64, intermediate=2048, vocab=4096,
+    layers=16,
+    hidden=768,
+    heads=12,
+    kv_heads=4,
+    head_dim=64,
+    intermediate=2048,
+    vocab=4096,
     max_tokens=8192,
-)  # fmt: skip
+)
 PAGE_TOKENS, TARGET = 64, 1.5
 
 
-def rig_of(checkpoint: pathlib.Path, spp: int, tokens: int, nursery: Nursery) -> Rig:
+def rig_of(checkpoint: pathlib.Path, spp: int, tokens: int, fork_server: ForkServer) -> Rig:
     folder = checkpoint.parent / f"spp{spp}"
     folder.mkdir()
     config = WorkerConfig(
@@ -51,7 +57,7 @@ def rig_of(checkpoint: pathlib.Path, spp: int, tokens: int, nursery: Nursery) ->
         rank_timeout_s=120.0,
         log_level="warning",
     )
-    return Rig(config, folder, nursery, vocab=MODEL.vocab, record=False, patience_s=300.0)
+    return Rig(config, folder, fork_server, vocab=MODEL.vocab, record=False, patience_s=300.0)
 
 
 def prefill_s(driver: Driver, seq: int, tokens: int, chunk: int) -> float:
@@ -76,11 +82,11 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         checkpoint = write_checkpoint(pathlib.Path(folder) / "model", MODEL)
-        nursery = Nursery()
-        stack.callback(nursery.close)
+        fork_server = ForkServer()
+        stack.callback(fork_server.close)
         drivers = {}
         for spp in (1, 2):
-            rig = rig_of(checkpoint, spp, chosen.tokens, nursery)
+            rig = rig_of(checkpoint, spp, chosen.tokens, fork_server)
             stack.callback(rig.close)
             rig.start([0])
             drivers[spp] = Driver(rig, PAGE_TOKENS, 2 * (chosen.tokens // PAGE_TOKENS + 1))
@@ -89,13 +95,13 @@ def main() -> int:
         for seq in range(chosen.rounds):
             for spp, driver in drivers.items():
                 times[spp].append(prefill_s(driver, seq, chosen.tokens, chosen.chunk))
-    one, two = min(times[1]), min(times[2])
-    verdict = "met" if one / two >= TARGET else "MISSED"
+    one_s, two_s = min(times[1]), min(times[2])
+    verdict = "met" if one_s / two_s >= TARGET else "MISSED"
     console.print(
-        f"prefill of {chosen.tokens} tokens in chunks of {chosen.chunk}: one rank {one:.2f} s, "
-        f"two stages {two:.2f} s, {one / two:.2f} × (target ≥ {TARGET} ×): {verdict}"
+        f"prefill of {chosen.tokens} tokens in chunks of {chosen.chunk}: one rank {one_s:.2f} s, "
+        f"two stages {two_s:.2f} s, {one_s / two_s:.2f} × (target ≥ {TARGET} ×): {verdict}"
     )
-    return 0 if one / two >= TARGET else 1
+    return 0 if one_s / two_s >= TARGET else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The attention kernels of the CUDA backend on this GPU: first exact, then how fast.
 
-    python benchmarks/gpu_kernels.py
-    python benchmarks/gpu_kernels.py --json kernels.json --types bf16 --quick
+    python -m benchmarks.gpu_kernels
+    python -m benchmarks.gpu_kernels --json kernels.json --types bf16 --quick
 
 Every path is first compared with attention in float32, over memory that was poisoned; then each is
 timed by the device's clock as the engine runs it, with its plans, its gathers and its merges. The
@@ -28,17 +28,8 @@ import msgspec
 import numpy as np
 import torch
 from rich.console import Console
-
-from medha.errors import UserError
-from medha_worker.attention.captured import CapturedDecodes
-from medha_worker.attention.choice import attention_for
-from medha_worker.attention.interface import Partial, Span
-from medha_worker.attention.paged import PagedAttention
-from medha_worker.attention.scales import FP8, Scales
-from medha_worker.calibrate_chunks import device_times_s
-from medha_worker.graphs import RecordCuda
-from medha_worker.testing.compiling import compile_kernels
-from medha_worker.testing.paged_case import (
+from tests.support.compiling import compile_kernels
+from tests.support.paged_case import (
     CASES,
     Case,
     Laid,
@@ -48,7 +39,16 @@ from medha_worker.testing.paged_case import (
     limit,
     poison,
 )
-from medha_worker.testing.sheet import Row, Sheet
+from tests.support.sheet import Row, Sheet
+
+from medha.errors import UserError
+from medha_worker.attention.backend import attention_for
+from medha_worker.attention.fp8_scales import FP8, Scales
+from medha_worker.attention.graph_decode import GraphDecodes
+from medha_worker.attention.kernel_interface import Partial, Span
+from medha_worker.attention.paged import PagedAttention
+from medha_worker.chunk_profiler import device_times_s
+from medha_worker.graphs import CudaGraphRecorder
 
 HEADS, KV_HEADS, HEAD_DIM, T = 32, 8, 128, 64
 MILLION = 1 << 20
@@ -67,7 +67,7 @@ def row(section: str, what: str, value: float, unit: str, target: float = 0.0) -
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class KernelBench:
     """Pools of a million tokens of one layer, in both types, and the backends over them."""
 
     device: torch.device
@@ -112,9 +112,12 @@ def backend(dtype: torch.dtype, tensor: bool = False, narrow_tokens: int = 0) ->
     decodes = "tensor" if tensor else chosen.geometry.decodes
     geometry = dataclasses.replace(chosen.geometry, decodes=decodes)
     return PagedAttention(
-        geometry, chosen.library, chosen.device, table=chosen.table,
+        geometry,
+        chosen.library,
+        chosen.device,
+        table=chosen.table,
         narrow_tokens=narrow_tokens or chosen.most_tokens,
-    )  # fmt: skip
+    )
 
 
 # Sums as long as they get, and what single rows run on instead of CUDA cores.
@@ -130,7 +133,7 @@ SINGLES = (
 
 
 def exact(sheet: Sheet, name: str) -> None:
-    """How far each path over pages of type `name` is from attention in float32."""
+    """Measure the error of each path over pages of type `name` against float32 attention."""
     for case in (*CASES, *LONG):
         sheet.attempt("exact", f"{name}: {case.name}", functools.partial(off, name, case))
     for case in SINGLES:
@@ -144,28 +147,28 @@ def off(name: str, case: Case, how: str = "") -> Row:
     on = backend(TYPES[name], how == "tensor cores")
     most, laid = limit(case, on.geometry), lay(case, on.geometry, on.device)
     if how == "a graph":
-        found = _replayed(on, laid)
+        states = _replayed(on, laid)
     else:
         plan = on.plan(laid.spans)
         poison(on.device)
-        found = plan.run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
-    seen = difference(found, laid.expected(on.geometry))
+        states = plan.run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
+    seen = difference(states, laid.expected(on.geometry))
     what = f"{name}: {case.name}" + (f" on {how}" if how else "")
-    told = row("exact", what, 100 * seen.worst, "% off", -100 * most.worst)
+    measured = row("exact", what, 100 * seen.worst, "% off", -100 * most.worst)
     note = f"typically {100 * seen.typical:.2f} %, lse {seen.lse:.1e}"
-    return msgspec.structs.replace(told, met=seen.within(most), note=note)
+    return msgspec.structs.replace(measured, met=seen.within(most), note=note)
 
 
 def _replayed(on: PagedAttention, laid: Laid) -> Partial:
     """The states of a graph that was recorded for no rows, and is replayed for these."""
-    captured = CapturedDecodes(on, len(laid.q), len(laid.pool), spare=len(laid.pool) - 1)
+    captured = GraphDecodes(on, len(laid.q), len(laid.pool), spare=len(laid.pool) - 1)
     captured.plan([])
     states = captured.run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
 
     def work() -> torch.Tensor:
         return captured.run(laid.q, laid.k, laid.v, laid.pool, laid.scales).out
 
-    _, replay = RecordCuda()(work)
+    _, replay = CudaGraphRecorder()(work)
     captured.plan(laid.spans)
     poison(on.device)
     replay()
@@ -173,20 +176,20 @@ def _replayed(on: PagedAttention, laid: Laid) -> Partial:
 
 
 def sums() -> Iterator[Row]:
-    """How FP8 loses as a sum grows."""
+    """Measure how FP8 loses precision as a sum grows."""
     for tokens in (16_384, 131_072, MILLION // 2):
         laid = lay(Case("", (Work(tokens, 512),)), backend(FP8).geometry, torch.device("cuda"))
         expected = laid.expected(backend(FP8).geometry)
         for part in (4096, 16_384, 65_536, tokens):
             if part <= tokens:
                 plan = backend(FP8, narrow_tokens=part).plan(laid.spans)
-                found = plan.run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
-                typical = difference(found, expected).typical
+                states = plan.run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
+                typical = difference(states, expected).typical
                 what = f"fp8: {tokens:,} keys, sums of {part:,}, typically"
                 yield row("sums", what, 100 * typical, "% off")
 
 
-def ceilings(bench: Bench) -> Iterator[Row]:
+def ceilings(bench: KernelBench) -> Iterator[Row]:
     a, b = torch.randn(2, 8192, 8192, device=bench.device, dtype=BF16)
     yield row(
         "ceilings", "product 8192³", 2 * 8192**3 / bench.seconds(lambda: a @ b) / 1e12, "TFLOP/s"
@@ -200,7 +203,7 @@ def ceilings(bench: Bench) -> Iterator[Row]:
     yield row("ceilings", "device copy", copied(bench), "GB/s")
 
 
-def copied(bench: Bench) -> float:
+def copied(bench: KernelBench) -> float:
     """GB/s read and written."""
     source = bench.pools[BF16].view(-1)[: 1 << 30]
     target = torch.empty_like(source)
@@ -210,7 +213,7 @@ def copied(bench: Bench) -> float:
 CHUNKS = {32: 422, 64: 498, 128: 554, 256: 555, 512: 542, 2048: 545}
 
 
-def chunks(bench: Bench) -> Iterator[Row]:
+def chunks(bench: KernelBench) -> Iterator[Row]:
     rates = {}
     for length, best in CHUNKS.items():
         took_s = bench.layer_s(BF16, [Work(MILLION - 4096, length)])
@@ -233,7 +236,7 @@ def _flops(held: int, length: int) -> float:
     return 4.0 * HEADS * HEAD_DIM * (length * held + length * (length + 1) / 2)
 
 
-def decodes(bench: Bench) -> Iterator[Row]:
+def decodes(bench: KernelBench) -> Iterator[Row]:
     copy = copied(bench)
     for name, dtype in TYPES.items():
         if dtype not in bench.pools:
@@ -249,10 +252,10 @@ def decodes(bench: Bench) -> Iterator[Row]:
                 yield row("decodes", what, rate, "GB/s", 0.0 if tensor else target)
 
 
-def plans(bench: Bench) -> Iterator[Row]:
-    """What a plan costs the CPU, arrays included."""
+def plans(bench: KernelBench) -> Iterator[Row]:
+    """Measure the CPU time of a plan, arrays included."""
     on, pool = bench.attentions[BF16, False], len(bench.pools[BF16])
-    captured = CapturedDecodes(on, 64, pool, spare=pool - 1)
+    captured = GraphDecodes(on, 64, pool, spare=pool - 1)
     for name, works, plan in (
         ("64 decodes × 8 K", [Work(8128, 1)] * 64, on.plan),
         ("64 decodes × 8 K, for a graph", [Work(8128, 1)] * 64, captured.plan),
@@ -268,18 +271,21 @@ def plans(bench: Bench) -> Iterator[Row]:
         yield row("plans", f"plan of {name}", 1e6 * statistics.median(times), "µs", -PLAN_US)
 
 
-def pools(device: torch.device, types: list[str]) -> Bench:
+def pools(device: torch.device, types: list[str]) -> KernelBench:
     shape = (MILLION // T + 1, 2, KV_HEADS, T, HEAD_DIM)
     wide = torch.empty(shape, device=device, dtype=BF16).normal_()
-    found = {BF16: wide}
+    pools_by_type = {BF16: wide}
     if "fp8" in types:
-        found[FP8] = torch.empty(shape, device=device, dtype=FP8)
+        pools_by_type[FP8] = torch.empty(shape, device=device, dtype=FP8)
         for first in range(0, len(wide), 1024):  # in pieces: a pool is four gigabytes
-            found[FP8][first : first + 1024] = wide[first : first + 1024].to(FP8)
+            pools_by_type[FP8][first : first + 1024] = wide[first : first + 1024].to(FP8)
     ones = torch.ones(KV_HEADS, device=device)
-    made = {(dtype, tensor): backend(dtype, tensor)
-            for dtype in found for tensor in (False, True)}  # fmt: skip
-    return Bench(device, found, made, Scales(ones, ones, ones), 10)
+    attentions = {
+        (dtype, tensor): backend(dtype, tensor)
+        for dtype in pools_by_type
+        for tensor in (False, True)
+    }
+    return KernelBench(device, pools_by_type, attentions, Scales(ones, ones, ones), 10)
 
 
 def main() -> int:

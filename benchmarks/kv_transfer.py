@@ -1,12 +1,12 @@
-"""How fast pages of KV cross between two processes, beside what UCX's own tool measures.
+"""Rate of KV pages between two processes, against UCX's own tool.
 
-    python benchmarks/kv_transfer.py [--links sm tcp] [--device cuda] [--json FILE]
+    python -m benchmarks.kv_transfer [--links sm tcp] [--device cuda] [--json FILE]
 
-Two processes on this machine move pages as ranks do (movers, NIXL over UCX; the taker reads), in
-turn with `ucx_perftest -t ucp_get` over the same transports, and the medians are compared. The
-target is 70 % of what the tool measures, with 64 MB of pages or more. The tool is in Debian's
-`ucx-utils`, and in UCX_PERFTEST where that names another. Exits with 1 where the target is missed,
-with 2 where the tool, or the device, is missing.
+Two processes on this machine move pages as ranks do (page movers, NIXL over UCX; the target reads),
+in turn with `ucx_perftest -t ucp_get` over the same transports; medians are compared. The goal is
+70 % of the tool's rate, with 64 MB of pages or more. The tool is in Debian's `ucx-utils`;
+UCX_PERFTEST may name another. Exits with 1 if the goal is missed, with 2 if the tool or the device
+is missing.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from rich.table import Table
 
 from medha.batch import Move
 from medha.messages import Fetched, FetchPages, Offered, Peer, RankReport
-from medha_worker.kv.epochs import PageEpochs
-from medha_worker.kv.fetches import Copies
-from medha_worker.kv.grants import Grant
-from medha_worker.kv.mover import Mover
-from medha_worker.kv.pages import KvPages
+from medha_worker.kv.fetches import MoveTargets
+from medha_worker.kv.page_leases import PageLease
+from medha_worker.kv.page_mover import PageMover
+from medha_worker.kv.pages import KvPages, PageEpochs
 
 # Llama-3-8B: 8 KV heads of 128 in bfloat16, pages of 64 tokens: 256 KiB a layer.
 KV_HEADS, HEAD_DIM, PAGE_TOKENS = 8, 128, 64
@@ -49,7 +48,7 @@ TOOL_BYTES = 64 << 20
 
 
 class End:
-    """One rank's end, as `rank` puts it together."""
+    """An end of a link, assembled as in `rank`."""
 
     def __init__(self, group: int, pages: int, layers: int, device: str, checked: bool) -> None:
         from medha_worker.kv.nixl_transfer import NixlTransfer  # UCX reads its settings now
@@ -58,37 +57,42 @@ class End:
         self.kv = KvPages(range(layers), pages, KV_HEADS, PAGE_TOKENS, HEAD_DIM, dtype, device)
         self.kv.memory.copy_(torch.randn(self.kv.memory.shape[-1]))
         self.group, self.said = group, queue.SimpleQueue[RankReport | Exception]()
-        self.copies = Copies(group, PageEpochs(pages))
+        self.copies = MoveTargets(group, PageEpochs(pages))
         transfer = NixlTransfer(f"g{group}-{os.getpid()}", self.kv, 0 if device == "cuda" else None)
         self.peer = Peer(
-            group=group, agent=transfer.agent, metadata=transfer.metadata, bases=self.kv.bases,
-            page_bytes=self.kv.page_bytes, pages=pages,
-        )  # fmt: skip
-        self.mover = Mover(
+            group=group,
+            agent=transfer.agent,
+            metadata=transfer.metadata,
+            bases=self.kv.bases,
+            page_bytes=self.kv.page_bytes,
+            pages=pages,
+        )
+        self.mover = PageMover(
             transfer, self.kv, self.copies, self.said.put, self.said.put, checked=checked
         )
         self.mover.start()
 
     def answer(self) -> RankReport:
-        found = self.said.get(timeout=PATIENCE_S)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        report = self.said.get(timeout=PATIENCE_S)
+        if isinstance(report, Exception):
+            raise report
+        return report
 
 
 def give(chosen: argparse.Namespace) -> int:
-    """The source: tells how to reach it, then grants what it is asked for, until its input ends."""
+    """Run the source: print how to reach it, then lease the requested moves until its input
+    ends."""
     # NIXL writes lines of its own to standard output.
-    told = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     end = End(0, chosen.pages, chosen.layers, chosen.device, not chosen.unchecked)
-    told.write(msgspec.json.encode(end.peer) + b"\n")
+    output.write(msgspec.json.encode(end.peer) + b"\n")
     end.mover.connect(msgspec.json.decode(sys.stdin.readline(), type=Peer))
     for line in sys.stdin:
         move = msgspec.json.decode(line, type=Move)
         end.mover.withdraw(move.id - 1)
-        end.mover.offer(Grant(move, (1,) * len(move.from_pages), float("inf")))
-        told.write(msgspec.json.encode(end.answer()) + b"\n")
+        end.mover.offer(PageLease(move, (1,) * len(move.from_pages), float("inf")))
+        output.write(msgspec.json.encode(end.answer()) + b"\n")
     end.mover.stop()
     return 0
 
@@ -149,7 +153,7 @@ def tool() -> str | None:
 
 
 def link_bytes_per_s(program: str, size: int, device: str) -> float:
-    """What the tool says of reads of `size` bytes between two processes of its own."""
+    """Return the tool's rate for reads of `size` bytes between two processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -162,9 +166,11 @@ def link_bytes_per_s(program: str, size: int, device: str) -> float:
         until = time.monotonic() + 20.0
         while True:  # until the other one listens
             done = subprocess.run(
-                [program, "127.0.0.1", *options, "-f"], capture_output=True, text=True,
+                [program, "127.0.0.1", *options, "-f"],
+                capture_output=True,
+                text=True,
                 timeout=PATIENCE_S,
-            )  # fmt: skip
+            )
             if done.returncode == 0 or time.monotonic() > until or server.poll() is not None:
                 break
     finally:
@@ -179,18 +185,18 @@ def link_bytes_per_s(program: str, size: int, device: str) -> float:
 
 def take(chosen: argparse.Namespace) -> int:
     """The taker: one link, in turn with the tool; a line of JSON with the rates of each round."""
-    found: dict[str, list[float]] = {"ours": [], "tool": []}
+    rates: dict[str, list[float]] = {"ours": [], "tool": []}
     size = chosen.pages * chosen.layers * 2 * KV_HEADS * PAGE_TOKENS * HEAD_DIM * 2
     with contextlib.ExitStack() as stack:
         taken = Taken(chosen, stack)
         taken.bytes_per_s()  # connects
         for _ in range(chosen.rounds):
-            found["ours"].append(taken.bytes_per_s())
+            rates["ours"].append(taken.bytes_per_s())
             if program := tool():
-                found["tool"].append(
+                rates["tool"].append(
                     link_bytes_per_s(program, min(size, TOOL_BYTES), chosen.device)
                 )
-    print(json.dumps(found))
+    print(json.dumps(rates))
     return 0
 
 
@@ -198,16 +204,19 @@ def compare(chosen: argparse.Namespace) -> int:
     """All links, each by a process of its own, as UCX reads its settings once."""
     console = Console(width=120)
     size = chosen.pages * chosen.layers * 2 * KV_HEADS * PAGE_TOKENS * HEAD_DIM * 2
-    table = Table(title=f"Moves of {size / 2**20:.0f} MiB of pages beside ucx_perftest, GB/s")
+    table = Table(title=f"Moves of {size / 2**20:.0f} MiB of pages, against ucx_perftest, GB/s")
     for column in ("link", "UCX_TLS", "pages moved", "ucx_perftest", "ratio", "target", ""):
         table.add_column(column, justify="left" if column in ("link", "UCX_TLS") else "right")
-    told: dict[str, object] = {"bytes": size, "device": chosen.device, "links": {}}
+    result: dict[str, object] = {"bytes": size, "device": chosen.device, "links": {}}
     worst = float("inf")
     for link in chosen.links:
         transports = LINKS[link] + (CUDA if chosen.device == "cuda" else "")
         environment = {
-            "UCX_TLS": transports, "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "error", **os.environ,
-        }  # fmt: skip
+            "UCX_TLS": transports,
+            "UCX_NET_DEVICES": "lo",
+            "UCX_LOG_LEVEL": "error",
+            **os.environ,
+        }
         command = [sys.executable, __file__, "--role", "taker", *sys.argv[1:]]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
         if done.returncode:
@@ -218,13 +227,18 @@ def compare(chosen: argparse.Namespace) -> int:
         worst = min(worst, ours / theirs) if rates["tool"] else worst
         verdict = "" if not rates["tool"] else "met" if ours >= TARGET * theirs else "MISSED"
         table.add_row(
-            link, environment["UCX_TLS"], f"{ours / 1e9:.2f}", f"{theirs / 1e9:.2f}",
-            f"{ours / theirs:.2f}", f"{TARGET:.2f}", verdict,
-        )  # fmt: skip
-        cast(dict[str, object], told["links"])[link] = {**rates, "ratio": ours / theirs}
+            link,
+            environment["UCX_TLS"],
+            f"{ours / 1e9:.2f}",
+            f"{theirs / 1e9:.2f}",
+            f"{ours / theirs:.2f}",
+            f"{TARGET:.2f}",
+            verdict,
+        )
+        cast(dict[str, object], result["links"])[link] = {**rates, "ratio": ours / theirs}
     console.print(table)
     if chosen.json:
-        chosen.json.write_text(json.dumps(told, indent=1) + "\n")
+        chosen.json.write_text(json.dumps(result, indent=1) + "\n")
     if tool() is None:
         console.print("ucx_perftest is missing: nothing is judged; install ucx-utils")
         return 2

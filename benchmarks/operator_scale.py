@@ -1,14 +1,14 @@
-"""How the operator bears a large fleet: 200 MedhaReplicas of 8 pods, from nothing, on two cores.
+"""The operator's load from a large fleet: 200 new MedhaReplicas of 8 pods on two cores.
 
-    python benchmarks/operator_scale.py                    on a cluster of its own
-    python benchmarks/operator_scale.py --resources 1000   the larger fleet
-    python benchmarks/operator_scale.py --keep             on the cluster of $KUBECONFIG
+    python -m benchmarks.operator_scale                    on a cluster of its own
+    python -m benchmarks.operator_scale --resources 1000   the larger fleet
+    python -m benchmarks.operator_scale --keep             on the cluster of $KUBECONFIG
 
-A cluster of its own needs root and a cluster tool ($MEDHA_CLUSTER_TOOL, or the one beside this
-checkout); its fake nodes run nothing, but pods on them become Running and Ready, so what is
-measured is the operator with the API server, etcd, the scheduler and all controllers on the same
-two cores. Times count from the first POST of a MedhaReplica. Writes are those that the operator's
-own metrics count by the API server's answers.
+A cluster of its own needs root and a cluster tool ($MEDHA_CLUSTER_TOOL, or the one next to this
+checkout). Its fake nodes run nothing, but pods on them become Running and Ready. The measurement
+thus covers the operator with API server, etcd, scheduler and all controllers on the same two
+cores. Times count from the first POST of a MedhaReplica. Writes are those that the operator's own
+metrics count by the API server's answers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.afterwards import afterwards
+from demos.run_afterwards import run_afterwards
 
-from medha.cli.children import bound
+from medha.cli.local_fleet.child_process import killed_with_parent
 from medha.spec import API_VERSION
-from medha_operator.client import NODES, PODS, REPLICAS, Client, Kind
-from medha_operator.login import login
+from medha_operator.kube.client import NODES, PODS, REPLICAS, Kind, KubeClient, login
 
 HOUSE = Path(__file__).resolve().parents[1]
 TOOL = HOUSE.parent / "shared/kubernetes/cluster"
@@ -49,7 +48,7 @@ NODES_AT_MOST = 200
 
 
 class Measured(msgspec.Struct):
-    """What one run showed; seconds since the first POST, MiB."""
+    """The results of a run: seconds since the first POST, MiB."""
 
     pods_s: float = 0.0
     ready_s: float = 0.0
@@ -61,7 +60,7 @@ class Measured(msgspec.Struct):
 
 
 def targets(resources: int) -> dict[str, float]:
-    """Of a larger fleet no time is asked: there two cores wait for the API server, not for us."""
+    """Targets; a larger fleet has none for times, as there the cores wait for the API server."""
     times = {"pods_s": 40.0, "ready_s": 50.0, "cpu_s": 20.0} if resources <= 200 else {}
     rss_mib = 150.0 if resources <= 200 else 300.0
     writes = {"pod_writes": 3.0, "status_writes": 5.0, "idle_writes": 0.0}
@@ -70,12 +69,12 @@ def targets(resources: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def cluster(tool: str, nodes: int, grace_s: int) -> Iterator[str]:
-    """A cluster of its own with fake nodes; gives its kubeconfig."""
+    """Start a cluster with fake nodes; yields its kubeconfig."""
     name = ["--name", "scale"]
     up = [tool, "up", *name, "--nodes", "1", "--fake-nodes", str(nodes)]
     up += ["--node-grace", str(grace_s)]
-    with afterwards(tool, "down", *name):
-        subprocess.run(bound(*up), check=True)
+    with run_afterwards(tool, "down", *name):
+        subprocess.run(killed_with_parent(*up), check=True)
         shown = subprocess.run([tool, "env", *name], check=True, capture_output=True, text=True)
         yield re.findall(r"KUBECONFIG=(\S+)", shown.stdout)[0].strip("'\"")
 
@@ -94,7 +93,7 @@ class Operator:
         }
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                bound(
+                killed_with_parent(
                     sys.executable, *os.environ.get("PROFILE", "").split(), "-m", "medha_operator"
                 ),
                 env=environment,
@@ -108,17 +107,17 @@ class Operator:
             text = httpx.get(f"http://127.0.0.1:{self._port}/metrics").text
         except httpx.HTTPError:
             return {}
-        found = {}
+        counts = {}
         for name, labels, value in re.findall(r"^(\w+)(\{.*\})? (\S+)$", text, flags=re.M):
             pairs = re.findall(r'(\w+)="([^"]*)"', labels)
-            found[name, frozenset(pairs)] = float(value)
-        return found
+            counts[name, frozenset(pairs)] = float(value)
+        return counts
 
     def leads(self) -> bool:
         return self.metrics().get(("medha_operator_leading", frozenset())) == 1.0
 
     def writes(self, *kinds: str) -> float:
-        """Writes so far: of these kinds, or of all but the Lease."""
+        """Number of writes so far: of these kinds, or of all but the Lease."""
         total = 0.0
         for (name, labels), value in self.metrics().items():
             kind = dict(labels).get("kind", "")
@@ -127,12 +126,12 @@ class Operator:
         return total
 
     def writes_by_kind(self) -> str:
-        found = {
-            " ".join(dict(labels)[each] for each in ("verb", "kind", "code")): value
+        writes = {
+            " ".join(dict(labels)[label] for label in ("verb", "kind", "code")): value
             for (name, labels), value in self.metrics().items()
             if name == "medha_operator_writes_total"
         }
-        return ", ".join(f"{name}: {value:.0f}" for name, value in sorted(found.items()))
+        return ", ".join(f"{name}: {value:.0f}" for name, value in sorted(writes.items()))
 
     def cpu_s(self) -> float:
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -164,8 +163,8 @@ def resource(number: int, pods: int) -> bytes:
     return msgspec.json.encode(document | {"metadata": metadata, "spec": spec})
 
 
-async def prepare(client: Client) -> None:
-    """The resource's definition and a namespace."""
+async def prepare(client: KubeClient) -> None:
+    """Install the CRD and create a namespace."""
     definition = yaml.safe_load((HOUSE / "crds/medha.dev_medhareplicas.yaml").read_text())
     kind = Kind("apiextensions.k8s.io", "v1", "customresourcedefinitions", "", namespaced=False)
     name = definition["metadata"]["name"]
@@ -179,11 +178,11 @@ async def prepare(client: Client) -> None:
         await asyncio.sleep(0.2)
 
 
-async def widen(client: Client, nodes: int, devices: int) -> None:
+async def widen(client: KubeClient, nodes: int, devices: int) -> None:
     """Give each fake node this many GPUs, and room for as many pods.
 
-    A fake node has 8, and one thread renews the leases of all: a thousand fall silent on two
-    busy cores, so a larger fleet gets larger nodes instead of more.
+    A fake node has 8 GPUs, and one thread renews the leases of all: on two busy cores a thousand
+    nodes would fall silent, so a larger fleet gets larger nodes instead of more.
     """
     room = {"nvidia.com/gpu": str(devices), "pods": str(devices + 10)}
     room |= {"cpu": "512", "memory": "4Ti"}
@@ -194,7 +193,7 @@ async def widen(client: Client, nodes: int, devices: int) -> None:
         await client._call("PATCH", path, body=body, headers=headers)
 
 
-async def create(client: Client, count: int, pods: int) -> None:
+async def create(client: KubeClient, count: int, pods: int) -> None:
     numbers = iter(range(count))
 
     async def some() -> None:
@@ -204,17 +203,17 @@ async def create(client: Client, count: int, pods: int) -> None:
     await asyncio.gather(*(some() for _ in range(8)))
 
 
-async def pods_there(client: Client) -> int:
-    """How many, without listing them: one, and the count of the rest."""
+async def pods_there(client: KubeClient) -> int:
+    """Count the pods with a list of one, which gives the number of the rest."""
     body = await client._call("GET", PODS.path(SPACE), query={"limit": "1"})
     page: dict[str, Any] = msgspec.json.decode(body)
     return len(page["items"]) + int(page["metadata"].get("remainingItemCount", 0))
 
 
 class Watcher:
-    """Follows the MedhaReplicas: a list would keep the API server busy with our asking."""
+    """Watches the MedhaReplicas; repeated lists would load the API server."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: KubeClient) -> None:
         self._client, self._ready = client, set[str]()
         self._since = ""
 
@@ -239,7 +238,7 @@ class Watcher:
 
 
 async def measure(operator: Operator, count: int, pods: int, idle_s: float) -> Measured:
-    client, seen = Client(login), Measured()
+    client, seen = KubeClient(login), Measured()
     try:
         while not operator.leads():
             await asyncio.sleep(0.2)
@@ -266,7 +265,7 @@ async def measure(operator: Operator, count: int, pods: int, idle_s: float) -> M
         await creating
         watching.cancel()
         seen.cpu_s = operator.cpu_s() - before_s
-        await asyncio.sleep(10.0)  # the last news
+        await asyncio.sleep(10.0)  # the last events
         statuses = operator.writes(REPLICAS.plural)
         seen.pod_writes = (operator.writes() - statuses) / (count * pods)
         seen.status_writes = statuses / count
@@ -281,7 +280,7 @@ async def measure(operator: Operator, count: int, pods: int, idle_s: float) -> M
 
 
 def show(seen: Measured, wanted: dict[str, float]) -> bool:
-    """A table beside the targets; whether all of them are kept."""
+    """Print a table with the targets; returns true if all are met."""
     names = {
         "pods_s": "all pods exist after (s)",
         "ready_s": "all Ready after (s)",
@@ -296,8 +295,8 @@ def show(seen: Measured, wanted: dict[str, float]) -> bool:
     for name, text in names.items():
         value, limit = getattr(seen, name), wanted.get(name, float("inf"))
         kept &= value <= limit
-        asked = f"{limit:9.2f}" if name in wanted else f"{'-':>9}"
-        print(f"{text:34} {value:9.2f} {asked} {'' if value <= limit else ' missed'}")
+        limit_text = f"{limit:9.2f}" if name in wanted else f"{'-':>9}"
+        print(f"{text:34} {value:9.2f} {limit_text} {'' if value <= limit else ' missed'}")
     return kept
 
 
@@ -336,7 +335,7 @@ def main() -> int:
 
 
 async def _prepared(nodes: int, devices: int) -> None:
-    client = Client(login)
+    client = KubeClient(login)
     try:
         await prepare(client)
         if devices > 8:

@@ -1,6 +1,6 @@
-"""How long predictions and the router's decisions take: `python benchmarks/predictor.py`.
+"""Time of predictions and of the router's decisions: `python -m benchmarks.predictor`.
 
-Goals: a what-if inside the packer ≤ 5 µs, the prefill table to ten million tokens ≤ 2 s, ten
+Goals: a what-if inside the batch builder ≤ 5 µs, the prefill table to ten million tokens ≤ 2 s, ten
 thousand queued requests re-ordered in ≤ 2 ms.
 """
 
@@ -11,9 +11,9 @@ import statistics
 import time
 from collections.abc import Callable
 
+from medha.fleet.request_queue import QueuedRequest, RequestQueue
 from medha.predictor import Predictor
 from medha.profile import A100
-from medha.scheduling.queue import Queue, Queued
 from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
@@ -43,14 +43,18 @@ def main() -> None:
     print(f"table to 10 M      {1e3 * (time.perf_counter() - start):8.2f} ms")
     print(f"prefill_s          {microseconds(lambda: of.prefill_s(777_777), 10_000):8.2f} µs")
 
-    rng, queue = random.Random(0), Queue()
+    rng, queue = random.Random(0), RequestQueue()
     for index in range(10_000):
         queue.add(
-            Queued(
-                id=str(index), arrival_s=rng.uniform(0, 9), due_s=rng.uniform(0, 100),
-                work_s=rng.uniform(0.01, 50), promised=rng.random() < 0.8, replica=f"r{index % 4}",
+            QueuedRequest(
+                id=str(index),
+                arrival_s=rng.uniform(0, 9),
+                due_s=rng.uniform(0, 100),
+                work_s=rng.uniform(0.01, 50),
+                promised=rng.random() < 0.8,
+                replica=f"r{index % 4}",
             )
-        )  # fmt: skip
+        )
     print(f"order of 10,000    {microseconds(lambda: queue.order(1.0), 10) / 1e3:8.2f} ms")
     print(f"heads of 4         {microseconds(lambda: queue.heads(1.0), 10) / 1e3:8.2f} ms")
 

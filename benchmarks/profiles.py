@@ -1,12 +1,12 @@
-"""How well the shipped profiles predict public timings of operators, where these are at hand.
+"""Accuracy of the shipped profiles against public timings of operators, where these are available.
 
-    python benchmarks/profiles.py [FOLDER]       FOLDER: ../shared/data/profiles unless named
+    python -m benchmarks.profiles [FOLDER]       FOLDER: ../shared/data/profiles by default
 
-Compares what a layer of a model takes but for its attention, at every batch size and every number
-of shards in the files of FOLDER, with what the profile says: on the third of the batch sizes that
-no coefficient was fitted to. Beside it what no law can do better: the nearest times that only grow
-with the batch, drawn through each shard's own timings, and how far timings of one batch lie apart.
-Only coefficients are kept in the project, none of the timings. Exits with 2 where there are none.
+Compares measured and predicted time of a layer without its attention, for every batch size and
+shard count in FOLDER's files, on the third of batch sizes that no coefficient was fitted to. Also
+shows the limit of any law: the nearest times that only grow with the batch, drawn through each
+shard count's timings, and the spread between timings of one batch. The project keeps coefficients
+only, no timings. Exits with 2 if there are none.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from medha.calibration import Operator, operator_s
-from medha.costs import Costs
 from medha.model import ModelShape
+from medha.predictor import Costs
 from medha.profile import SHIPPED, Profile
 from medha.topology import Topology
 
@@ -41,7 +41,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Timings:
-    """One file: rows and shards of each batch, its seconds per layer, measured and predicted."""
+    """Rows and shards of each batch in a file, with measured and predicted seconds per layer."""
 
     def __init__(self, profile: Profile, file: pathlib.Path, most_rows: int) -> None:
         costs: dict[str, Costs] = {}
@@ -76,18 +76,18 @@ class Timings:
 
     @property
     def floor(self) -> Floats:
-        """What `errors` would be with the best times that only grow with the rows."""
-        found = np.zeros(len(self.rows))
+        """Errors of the best times that only grow with the rows."""
+        errors = np.zeros(len(self.rows))
         for tp in np.unique(self.shards):
             (at,) = np.nonzero(self.shards == tp)
             at = at[np.argsort(self.rows[at], kind="stable")]
             logs = np.log(self.measured[at])
-            found[at] = np.abs(np.exp(growing(logs) - logs) - 1.0)
-        return found
+            errors[at] = np.abs(np.exp(growing(logs) - logs) - 1.0)
+        return errors
 
     @property
     def repeated(self) -> float:
-        """How far the timings of one batch that was timed twice lie apart at most."""
+        """Largest spread between timings of a batch that was timed twice."""
         apart = 0.0
         for tp in np.unique(self.shards):
             for count in np.unique(self.rows):
@@ -106,16 +106,20 @@ class Timings:
 
 
 def shape_of(row: dict[str, str]) -> ModelShape:
-    """One layer of the model of a file's row."""
+    """Return a layer's shape of the model in a file's row."""
     return ModelShape(
-        layers=1, hidden=int(row["n_embd"]), heads=int(row["n_head"]),
-        kv_heads=int(row["n_kv_head"]), head_dim=128, intermediate=int(row["n_expanded_embd"]),
+        layers=1,
+        hidden=int(row["n_embd"]),
+        heads=int(row["n_head"]),
+        kv_heads=int(row["n_kv_head"]),
+        head_dim=128,
+        intermediate=int(row["n_expanded_embd"]),
         vocab=int(row["vocab_size"]),
-    )  # fmt: skip
+    )
 
 
 def growing(values: Floats) -> Floats:
-    """The nearest values, by squares, none of which is less than the one before."""
+    """Return the nearest non-decreasing values, by least squares."""
     means: list[float] = []
     counts: list[int] = []
     for value in values.tolist():
@@ -134,7 +138,7 @@ def main() -> int:
     if not folder.is_dir():
         sys.stderr.write(f"{folder} is no folder of timings: name one\n")
         return 2
-    table = Table(title="Shipped profiles beside public timings: a layer without its attention")
+    table = Table(title="Shipped profiles against public timings: a layer without its attention")
     for column in (
         "profile",
         "timings",
@@ -150,17 +154,20 @@ def main() -> int:
         table.add_column(column, justify="left" if column in ("profile", "timings") else "right")
     for name, file, most_rows, layers in FILES:
         if (folder / file).is_file():
-            found = Timings(SHIPPED[name], folder / file, most_rows)
-            unseen = found.unseen
-            off = found.errors[unseen]
-            together = found.predicted[unseen].sum() / found.measured[unseen].sum() - 1.0
+            timings = Timings(SHIPPED[name], folder / file, most_rows)
+            unseen = timings.unseen
+            off = timings.errors[unseen]
+            together = timings.predicted[unseen].sum() / timings.measured[unseen].sum() - 1.0
             parts = (off.mean(), np.quantile(off, 0.95), off.max(), together)
-            rest = (np.quantile(found.floor, 0.95), found.repeated)
-            rows, seconds = found.good_from(layers)
+            rest = (np.quantile(timings.floor, 0.95), timings.repeated)
+            rows, seconds = timings.good_from(layers)
             table.add_row(
-                name, file, str(len(off)), *(f"{100 * part:.1f} %" for part in (*parts, *rest)),
+                name,
+                file,
+                str(len(off)),
+                *(f"{100 * part:.1f} %" for part in (*parts, *rest)),
                 f"{rows} rows, {1e3 * seconds:.0f} ms",
-            )  # fmt: skip
+            )
     Console(width=160).print(table)
     return 0
 

@@ -1,12 +1,12 @@
-"""How long a scheduling decision takes with 1,000 waiting prefills and 256 running decodes.
+"""Time of a scheduling decision with 1,000 waiting prefills and 256 running decodes.
 
-    python benchmarks/scheduler.py          prints p50 and p99 beside the targets
+    python -m benchmarks.scheduler          prints p50, p99 and the targets
 
 Targets: `next_batch` p50 ≤ 150 µs, p99 ≤ 500 µs; one prediction ≤ 5 µs.
 Eight H100-class GPUs serve an 8B model; prompts are log-normal around 1,000 tokens,
-one in twenty has 100,000 to 500,000. Every batch that is formed is acknowledged and completed, and
-who leaves is replaced, so the population stays what it is. Judged by processor time of the thread,
-which on an idle machine is the wall time printed beside it.
+one in twenty has 100,000 to 500,000. Every batch is acknowledged and completed, and
+finished requests are replaced, so that the population stays constant. Processor time of the thread
+counts; on an idle machine it equals the wall time, which is printed too.
 """
 
 from __future__ import annotations
@@ -28,9 +28,15 @@ from medha.scheduling.scheduler import Scheduler
 from medha.topology import Topology
 
 MODEL = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256,
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=14336,
+    vocab=128256,
     max_context_tokens=1 << 20,
-)  # fmt: skip
+)
 TARGETS_US = {"next_batch p50": 150.0, "next_batch p99": 500.0, "prediction": 5.0}
 
 
@@ -66,14 +72,19 @@ class Population:
         within_s = max(0.5, 1.5 * work_s) + self.dice.uniform(0.0, 60.0)
         self.plan.submit(
             Request(
-                id=f"r{self.count}", arrival_s=self.now, prompt_tokens=tokens, tpot_s=0.1,
-                max_output_tokens=4_096, ttft_deadline_s=within_s, work_s=work_s,
+                id=f"r{self.count}",
+                arrival_s=self.now,
+                prompt_tokens=tokens,
+                tpot_s=0.1,
+                max_output_tokens=4_096,
+                ttft_deadline_s=within_s,
+                work_s=work_s,
             ),
             self.now,
-        )  # fmt: skip
+        )
 
     def turn(self, refill: bool = True) -> tuple[float, float, float]:
-        """One batch: (wall and processor seconds to form it, wall seconds to complete it)."""
+        """Run a batch; return (wall, processor) seconds to form and wall seconds to complete it."""
         began, spent = time.perf_counter(), time.thread_time()
         batch = self.plan.next_batch(self.now, frozenset({0}))
         spent, formed = time.thread_time() - spent, time.perf_counter()
@@ -109,7 +120,7 @@ def quantile(values: list[float], part: float) -> float:
 
 
 def prediction_s(people: Population, count: int = 20_000) -> float:
-    """Processor seconds of one prediction: a chunk beside the decodes and some prompts."""
+    """Return the processor seconds of one prediction: a chunk with the decodes and some prompts."""
     dice, loads = random.Random(1), []
     for _ in range(64):
         load = people.predictor.load()
@@ -117,12 +128,12 @@ def prediction_s(people: Population, count: int = 20_000) -> float:
         for _ in range(dice.randint(0, 8)):
             load.add_chunk(dice.randint(16, 2_000), dice.choice([0, 4_096]), yields=True)
         loads.append(load)
-    asked = [
+    chunks = [
         (loads[n % 64], 32 * dice.randint(1, 64), dice.choice([0, 1_000, 300_000]))
         for n in range(count)
     ]
     began = time.thread_time()
-    for load, length, keys in asked:
+    for load, length, keys in chunks:
         load.seconds_with(length, keys)
     return (time.thread_time() - began) / count
 
@@ -150,8 +161,10 @@ def main() -> int:
     print(f"  {'machine code':16} {compiled.stale() or 'in use'}")
     for name, value in measured.items():
         target = TARGETS_US[name]
-        print(f"  {name:16} {value:8.1f} µs   target {target:5.0f} µs   "
-              f"{'ok' if value <= target else 'MISSED'}")  # fmt: skip
+        print(
+            f"  {name:16} {value:8.1f} µs   target {target:5.0f} µs   "
+            f"{'ok' if value <= target else 'MISSED'}"
+        )
     print(f"  {'wall p50':16} {quantile(wall, 0.5):8.1f} µs   p99 {quantile(wall, 0.99):.1f} µs")
     print(f"  {'complete p50':16} {quantile(closed, 0.5):8.1f} µs   (acknowledge and complete)")
     return 0

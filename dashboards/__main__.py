@@ -1,4 +1,4 @@
-"""Writes dashboards/*.json, and the copies of them and of the alerts that the chart mounts."""
+"""Write dashboards/*.json, and the chart's copies of the dashboards and alerts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ HERE = pathlib.Path(__file__).resolve().parent
 CHART = HERE.parent / "charts" / "medha"
 BOARDS = (slo.BOARD, scheduling.BOARD, fleet.BOARD, operations.BOARD)
 
-# Metrics that no dashboard draws, and why not.
+# Metrics that no dashboard shows, with the reason.
 UNDRAWN = {
-    "vllm:": "repeats a metric of ours for other systems' dashboards and pickers",
+    "vllm:": "repeats a Medha metric for other systems' dashboards and pickers",
 }
 
 
 def files() -> dict[pathlib.Path, str]:
-    """What is written, by path."""
-    made = {f"dashboards/{board.name}.json": as_json(board) for board in BOARDS}
-    made["alerts.yaml"] = (HERE / "alerts.yaml").read_text()
-    here = {HERE.parent / name: text for name, text in made.items() if name.endswith(".json")}
-    return here | {CHART / "files" / name: text for name, text in made.items()}
+    """Text of each generated file, by path."""
+    texts = {f"dashboards/{board.name}.json": as_json(board) for board in BOARDS}
+    texts["alerts.yaml"] = (HERE / "alerts.yaml").read_text()
+    here = {HERE.parent / name: text for name, text in texts.items() if name.endswith(".json")}
+    return here | {CHART / "files" / name: text for name, text in texts.items()}
 
 
 if __name__ == "__main__":

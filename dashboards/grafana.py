@@ -48,10 +48,10 @@ Made = timeseries.Panel | heatmap.Panel | stat.Panel | statetimeline.Panel
 
 def as_json(board: Board) -> str:
     """The file's text: keys in order, so that a change shows where it is."""
-    made = (
+    builder = (
         dashboard.Dashboard(board.title)
         .uid(f"medha-{board.name}")
-        .description(board.says)
+        .description(board.description)
         .tags(["medha"])
         .editable()
         .tooltip(DashboardCursorSync.CROSSHAIR)
@@ -60,23 +60,23 @@ def as_json(board: Board) -> str:
         .refresh("30s")
         .link(dashboard.DashboardLink("Medha").as_dropdown(True).tags(["medha"]).keep_time(True))
     )
-    _add_variables(made)
+    _add_variables(builder)
     for row in board.rows:
-        made.with_row(dashboard.Row(row.title))
+        builder.with_row(dashboard.Row(row.title))
         for panel in row.panels:
-            made.with_panel(_made(panel))
-    built = made.build()
-    for number, each in enumerate(built.panels or (), start=1):
-        each.id_val = number
+            builder.with_panel(_made(panel))
+    built = builder.build()
+    for number, built_panel in enumerate(built.panels or (), start=1):
+        built_panel.id_val = number
     return json.dumps(built, cls=JSONEncoder, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def _add_variables(made: dashboard.Dashboard) -> None:
-    made.with_variable(
+def _add_variables(builder: dashboard.Dashboard) -> None:
+    builder.with_variable(
         dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
     )
     for name, label, query in VARIABLES:
-        made.with_variable(
+        builder.with_variable(
             dashboard.QueryVariable(name)
             .label(label)
             .datasource(SOURCE)
@@ -86,7 +86,9 @@ def _add_variables(made: dashboard.Dashboard) -> None:
             .all_value(".*")
             .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
         )
-    made.with_variable(dashboard.CustomVariable("objective").label("Objective").values(OBJECTIVES))
+    builder.with_variable(
+        dashboard.CustomVariable("objective").label("Objective").values(OBJECTIVES)
+    )
 
 
 def _made(panel: Panel) -> Made:
@@ -97,12 +99,12 @@ def _made(panel: Panel) -> Made:
         "number": _number,
         "states": _states,
     }
-    made = kinds[panel.kind](panel)
-    made.title(panel.title).description(panel.says).datasource(SOURCE)
-    made.span(panel.width).height(panel.height)
+    builder = kinds[panel.kind](panel)
+    builder.title(panel.title).description(panel.description).datasource(SOURCE)
+    builder.span(panel.width).height(panel.height)
     for letter, query in zip("ABCDEF", panel.queries, strict=False):
-        made.with_target(_target(panel, query).ref_id(letter))
-    return made
+        builder.with_target(_target(panel, query).ref_id(letter))
+    return builder
 
 
 def _target(panel: Panel, query: Query) -> prometheus.Dataquery:

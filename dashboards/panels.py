@@ -1,4 +1,4 @@
-"""What a dashboard is made of: rows of panels, each with a question that it answers."""
+"""Parts of a dashboard: rows of panels, each with queries and a description."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Kind = Literal["lines", "areas", "heat", "number", "states"]
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
-    """One picture. `unit` is Grafana's; `width` of 24, `height` in its rows."""
+    """Panel. `unit` is Grafana's; `width` in 24ths of the screen, `height` in Grafana's rows."""
 
     title: str
-    says: str
+    description: str
     queries: tuple[Query, ...]
     kind: Kind = "lines"
     unit: str = "short"
@@ -31,11 +31,11 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Board(msgspec.Struct, frozen=True):
-    """A dashboard; its file and its address are named after `name`."""
+    """Dashboard; its file and its address are named after `name`."""
 
     name: str
     title: str
-    says: str
+    description: str
     rows: tuple[Row, ...]
 
     @property

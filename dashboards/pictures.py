@@ -17,8 +17,18 @@ import msgspec
 
 COLUMN, ROW, GAP = 50.0, 26.0, 8.0
 INK, PALE, GRID, PAPER = "#24292f", "#6e7781", "#e6e8eb", "#ffffff"
-COLOURS = ("#3b6fb6", "#d9822b", "#3f9c5a", "#b5483f", "#7b5ea7", "#2a9d9d", "#c15c9c", "#8a8d3a",
-           "#5b6770", "#a0703c")  # fmt: skip
+COLOURS = (
+    "#3b6fb6",
+    "#d9822b",
+    "#3f9c5a",
+    "#b5483f",
+    "#7b5ea7",
+    "#2a9d9d",
+    "#c15c9c",
+    "#8a8d3a",
+    "#5b6770",
+    "#a0703c",
+)
 LEGEND, LEGEND_WIDE, MOST_LEGENDS = 13.0, 160.0, 9
 MARGIN, NAMES = 52.0, 190.0
 
@@ -35,7 +45,7 @@ Ask = Callable[[str, str], Sequence[Line]]
 
 
 class _Frame(msgspec.Struct, frozen=True):
-    """Where a panel's data are drawn, and the range of times and values that they have."""
+    """Area of a panel's data, and the range of times and values."""
 
     x: float
     y: float
@@ -53,7 +63,7 @@ class _Frame(msgspec.Struct, frozen=True):
 
 def drawn(board: Mapping[str, Any], ask: Ask, times: tuple[float, float]) -> str:
     """The whole dashboard as one SVG."""
-    bottom = max(each["gridPos"]["y"] + each["gridPos"]["h"] for each in board["panels"])
+    bottom = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in board["panels"])
     width, height = 24 * COLUMN + GAP, bottom * ROW + 40.0
     parts = [_text(GAP + 4, 24, board["title"], size=17, bold=True)]
     for panel in board["panels"]:
@@ -77,13 +87,17 @@ def drawn(board: Mapping[str, Any], ask: Ask, times: tuple[float, float]) -> str
 
 
 def _panel(
-    panel: Mapping[str, Any], ask: Ask, box: tuple[float, float, float, float],
+    panel: Mapping[str, Any],
+    ask: Ask,
+    box: tuple[float, float, float, float],
     times: tuple[float, float],
-) -> str:  # fmt: skip
+) -> str:
     lines = [
-        line for target in panel["targets"] for line in ask(target["expr"], target["legendFormat"])
+        line
+        for target in panel["targets"]
+        for line in ask(target["expr"], target["legendFormat"])
         if line.points
-    ]  # fmt: skip
+    ]
     x, y, w, h = box
     if not lines:
         return _text(x + w / 2, y + h / 2, "no data here", anchor="middle", colour=PALE)
@@ -145,7 +159,7 @@ def _piled(lines: Sequence[Line]) -> list[Line]:
 
 
 def _runs(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-    """Points without a gap between them: a gap in time is a gap in the line."""
+    """Split points at gaps in time: a gap in time is a gap in the line."""
     step = min((b[0] - a[0] for a, b in itertools.pairwise(points)), default=1.0)
     runs = [[points[0]]]
     for point in points[1:]:
@@ -185,7 +199,7 @@ def _heat(lines: Sequence[Line], frame: _Frame, unit: str) -> str:
 
 
 def _states(lines: Sequence[Line], frame: _Frame) -> str:
-    """One bar per line, of two colours."""
+    """Draw a bar per line, in two colours."""
     tall = min(22.0, frame.height / len(lines))
     parts = []
     for number, line in enumerate(lines):
@@ -223,14 +237,20 @@ def _scale(frame: _Frame, unit: str) -> str:
 def _clock(frame: _Frame) -> str:
     begun, ended = frame.times
     return "".join(
-        _text(frame.at(begun + tick, 0.0)[0], frame.y + frame.height + 14, f"{tick:g} s", size=10,
-              anchor="middle", colour=PALE)
+        _text(
+            frame.at(begun + tick, 0.0)[0],
+            frame.y + frame.height + 14,
+            f"{tick:g} s",
+            size=10,
+            anchor="middle",
+            colour=PALE,
+        )
         for tick in ticks(0.0, ended - begun)
-    )  # fmt: skip
+    )
 
 
 def _legends(lines: Sequence[Line], box: tuple[float, float, float, float]) -> str:
-    """In columns below a picture."""
+    """Draw the legends in columns below a picture."""
     x, y, w, h = box
     columns = _columns(w)
     wide, rows = (w - MARGIN) / columns, math.ceil(len(lines) / columns)
@@ -249,14 +269,20 @@ def _legends(lines: Sequence[Line], box: tuple[float, float, float, float]) -> s
 
 
 def _columns(width: float) -> int:
-    """How many legends fit side by side."""
+    """Number of legends that fit into a row."""
     return max(1, int((width - MARGIN) / LEGEND_WIDE))
 
 
 def _text(
-    x: float, y: float, text: str, *, size: int = 12, anchor: str = "start", bold: bool = False,
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: int = 12,
+    anchor: str = "start",
+    bold: bool = False,
     colour: str = INK,
-) -> str:  # fmt: skip
+) -> str:
     weight = ' font-weight="600"' if bold else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
@@ -265,18 +291,18 @@ def _text(
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers from low to high, some `about` of them."""
+    """Round numbers from low to high, about `about` of them."""
     raw = (high - low) / about
     if raw <= 0.0:
         return [low]
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(each * power for each in (1.0, 2.0, 5.0, 10.0) if each * power >= raw)
+    step = next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= raw)
     first = math.ceil(low / step - 1e-9)
     return [round(number * step, 12) for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def said(value: float, unit: str) -> str:
-    """A value in its unit, as short as people write it."""
+    """Format a value with its unit, in short form."""
     match unit:
         case "percentunit":
             return f"{value * 100:.3g} %"

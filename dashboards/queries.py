@@ -1,9 +1,9 @@
-"""PromQL from the catalogue of metrics: a name that it lacks, or a label, is an error here.
+"""PromQL from the catalogue of metrics; an unknown metric or label raises ValueError.
 
-Every query is narrowed by the dashboards' variables as far as a metric has their labels, looks back
-over `$__rate_interval` (what the screen shows per point) or `$__range` (the whole screen), never
-over a process's lifetime. Processes of two kinds may show one metric (a router's queue, a replica's
-queue); `of` tells whose is meant, by a metric that only that kind shows at the same address.
+Every query filters by the dashboards' variables for which the metric has labels. It looks back over
+`$__rate_interval` (a point of the screen) or `$__range` (the whole screen), never over a process's
+lifetime. Two kinds of process may export the same metric (queues of routers and of replicas); `of`
+selects one kind by a metric that only this kind exports at the same address.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Query(msgspec.Struct, frozen=True):
 
 
 def level(name: str, *by: str, how: str = "sum", of: Exporter | None = None, **fixed: str) -> str:
-    """A gauge as it is, joined over processes by `how`."""
+    """Current value of a gauge, aggregated over processes by `how`."""
     _known(name, "gauge", by)
     return f"{how}{_by(by)} ({_of(_series(name, '', fixed), name, of)})"
 
@@ -38,20 +38,20 @@ def rate(name: str, *by: str, of: Exporter | None = None, **fixed: str) -> str:
 
 
 def increase(name: str, *by: str, **fixed: str) -> str:
-    """Events of a counter over all that is shown."""
+    """Events of a counter over the time range shown."""
     _known(name, "counter", by)
     return f"sum{_by(by)} (increase({_series(name, '', fixed)}[{WHOLE}]))"
 
 
 def share(part: str, *others: str, by: tuple[str, ...] = (), over: str = STEP) -> str:
-    """A counter as its part of itself and others, 0 to 1; nothing where nothing happened."""
+    """Share of a counter in the sum of itself and others, 0 to 1; no value without events."""
     _known(part, "counter", by)
-    whole = " + ".join(_rate(each, "", by, over, None, {}) for each in (part, *others))
+    whole = " + ".join(_rate(addend, "", by, over, None, {}) for addend in (part, *others))
     return f"{_rate(part, '', by, over, None, {})} / ({whole} > 0)"
 
 
 def quantile(q: float, name: str, *by: str, **fixed: str) -> str:
-    """A histogram's quantile of what came lately."""
+    """Quantile of a histogram's recent observations."""
     _known(name, "histogram", by)
     return f"histogram_quantile({q:g}, {_rate(name, '_bucket', ('le', *by), STEP, None, fixed)})"
 
@@ -63,20 +63,20 @@ def quantiles(name: str, *by: str, at: tuple[float, ...] = (0.5, 0.9, 0.99)) -> 
 
 
 def mean(name: str, *by: str, **fixed: str) -> str:
-    """The mean of what a histogram took in lately; nothing where it took in nothing."""
+    """Mean of a histogram's recent observations; no value without observations."""
     _known(name, "histogram", by)
     total, count = (_rate(name, end, by, STEP, None, fixed) for end in ("_sum", "_count"))
     return f"{total} / ({count} > 0)"
 
 
 def sum_rate(name: str, *by: str, **fixed: str) -> str:
-    """What a histogram takes in per second, all of it together."""
+    """Sum of a histogram's observations per second."""
     _known(name, "histogram", by)
     return _rate(name, "_sum", by, STEP, None, fixed)
 
 
 def count_rate(name: str, *by: str, **fixed: str) -> str:
-    """How often per second a histogram takes something in."""
+    """Number of a histogram's observations per second."""
     _known(name, "histogram", by)
     return _rate(name, "_count", by, STEP, None, fixed)
 
@@ -90,7 +90,7 @@ def heat(name: str, **fixed: str) -> Query:
 def _known(name: str, kind: str, by: tuple[str, ...]) -> Metric:
     metric = METRICS.get(name)
     if metric is None or metric.kind != kind:
-        raise ValueError(f"{name} is no {kind} of the catalogue")
+        raise ValueError(f"{name} is not a {kind} of the catalogue")
     if unknown := set(by) - {*metric.labels, "namespace", "pod", "instance"}:
         raise ValueError(f"{name} has no label {', '.join(sorted(unknown))}")
     return metric
@@ -99,7 +99,9 @@ def _known(name: str, kind: str, by: tuple[str, ...]) -> Metric:
 def _series(name: str, end: str, fixed: dict[str, str]) -> str:
     labels = METRICS[name].labels
     given = {"namespace": "$namespace"} | {
-        each: f"${each}" for each in VARIABLES if each in labels and each not in fixed
+        variable: f"${variable}"
+        for variable in VARIABLES
+        if variable in labels and variable not in fixed
     }
     if unknown := set(fixed) - set(labels):
         raise ValueError(f"{name} has no label {', '.join(sorted(unknown))}")
@@ -118,7 +120,7 @@ def _of(series: str, name: str, of: Exporter | None) -> str:
     exporters = METRICS[name].exporters
     ambiguous = len(exporters) > 1 and "model" in METRICS[name].labels
     if ambiguous != (of is not None):
-        raise ValueError(f"{name} is shown by {', '.join(exporters)}: of which is {of}?")
+        raise ValueError(f"{name} is exported by {', '.join(exporters)}: set `of`, which is {of}")
     if of is None:
         return series
     return f"{series} and on (instance, model) {_series(MARKS[of], '', {})}"

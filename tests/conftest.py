@@ -24,22 +24,22 @@ def cluster_tool() -> Path | None:
 
 
 def programs() -> Path | None:
-    """The folder of Kubernetes' programs: KUBEBUILDER_ASSETS, or what the cluster tool unpacks."""
+    """Folder of Kubernetes' programs: KUBEBUILDER_ASSETS, or the cluster tool's assets."""
     if folder := os.environ.get("KUBEBUILDER_ASSETS"):
         return Path(folder)
     if tool := cluster_tool():
-        told = subprocess.run([tool, "assets"], capture_output=True, text=True, timeout=100)
-        return Path(told.stdout.strip()) if told.returncode == 0 else None
+        assets = subprocess.run([tool, "assets"], capture_output=True, text=True, timeout=100)
+        return Path(assets.stdout.strip()) if assets.returncode == 0 else None
     return None
 
 
 def program(name: str) -> Path:
-    """One of them, or of PATH; skips the test where it is neither."""
+    """Path of a program of that folder or of PATH; skips the test if there is none."""
     folder = programs()
     if folder is not None and (folder / name).is_file():
         return folder / name
-    if found := shutil.which(name):
-        return Path(found)
+    if path := shutil.which(name):
+        return Path(path)
     pytest.skip(
         f"{name} is not here: put it on PATH, or name the folder of Kubernetes' programs in "
         "KUBEBUILDER_ASSETS"
@@ -47,14 +47,13 @@ def program(name: str) -> Path:
 
 
 def of_prometheus(name: str) -> Path:
-    """`prometheus` or `promtool`: of PATH, or of the folder where `make prometheus` unpacks them;
-    skips the test where they are neither."""
+    """Path of `prometheus` or `promtool`; skips the test if neither PATH nor the cache has it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     unpacked = cache / "medha-prometheus" / "usr" / "bin" / name
     if unpacked.is_file():
         return unpacked
-    if found := shutil.which(name):
-        return Path(found)
+    if path := shutil.which(name):
+        return Path(path)
     pytest.skip(
         f"{name} is not here: put it on PATH, or run `make prometheus`, which takes Debian's"
     )

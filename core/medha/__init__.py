@@ -1,9 +1,9 @@
-"""Medha's core: every decision as pure code, shared by operator, router, worker and simulator."""
+"""Core of Medha: every decision as pure code, shared by operator, router, worker and simulator."""
 
 from medha import compiled
 
 PROTOCOL = 1
-"""Version of every message that crosses ZeroMQ; peers with another number are refused by name."""
+"""Version of the ZeroMQ messages; a peer with another version is refused."""
 
 COMPILED = compiled.install()
-"""Whether the modules that decide run as machine code."""
+"""True if the decision modules run as machine code."""

@@ -1,4 +1,4 @@
-"""Chunk, Batch and Move: what one iteration computes; plan, broadcast and log line in one.
+"""Chunk, Batch and Move: the work of one iteration; plan, broadcast and log line in one.
 
 A chunk is the tokens [start, start + length) of one sequence:
 
@@ -6,9 +6,9 @@ A chunk is the tokens [start, start + length) of one sequence:
                | KV held  | computed here       |
     shard      groups g0 < g1 < … hold full older pages; `tail` holds the newest pages and the chunk
 
-Every participant runs the chunk's rows; older shards attend without a mask, the tail causally over
-what it holds, and the partial states are merged in ascending group order. Only `tail` stores the
-chunk's keys and values, in `pages` after filling its last partial page.
+Every group runs the chunk's rows. Older shards attend without a mask, the tail causally over its
+shard; the partial states merge in ascending group order. Only `tail` stores the chunk's keys and
+values: first in its last partial page, then in `pages`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Tokens of one sequence in one iteration; a decode is a chunk of one with `decode` true.
 
-    `pages` are the page ids newly taken in group `tail` by this chunk, in logical order; the first
-    holds logical page ceil(start / page_tokens). `yields`: the last row's logits are sampled.
+    `pages`: ids of pages that this chunk newly allocates in group `tail`, in logical order; the
+    first holds logical page ceil(start / page_tokens). `yields`: the last row's logits are sampled.
     """
 
     seq: int
@@ -38,12 +38,12 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     @property
     def shared(self) -> bool:
-        """Spans several KVP groups, so partial attention is exchanged."""
+        """True if the chunk spans several KVP groups, which exchange partial attention."""
         return len(self.groups) > 1
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Full pages of a sequence that change group: copied in the background, switched by a batch.
+    """Full pages of a sequence that change group: a background copy, then a switch by a batch.
 
     `logical` page indices of the sequence, `from_pages` their ids in group `source`, `to_pages` the
     ids reserved for them in group `target`; the three have equal length.
@@ -59,14 +59,14 @@ class Move(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One iteration: decodes first, then prefill chunks; one replica-wide `number`, from 1.
+    """Work of an iteration: decodes first, then prefill chunks; `number` is replica-wide, from 1.
 
     `generation`: the KVP columns' generation that shared chunks use. `switches`: ids of copied
     moves whose ownership changes before this batch; each belongs to a sequence with a chunk here
-    whose groups hold both ends, so every rank concerned sees it at the same number. `ended`:
-    sequences whose pages came back since the batch before (finished, aborted, or taken back for
-    recomputation); the controller tells every group that knew them with its next step.
-    `predicted_s`: seconds per stage that the packer expects.
+    whose groups hold both ends, so every rank concerned applies it at the same number. `ended`:
+    sequences whose pages were freed since the previous batch (finished, aborted or preempted); the
+    controller sends them to every group that held them, with its next step. `predicted_s`: expected
+    seconds per stage.
     """
 
     number: int
@@ -78,7 +78,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """KVP groups that take part, ascending: those of its chunks."""
+        """KVP groups of the batch's chunks, ascending."""
         return tuple(sorted({group for chunk in self.chunks for group in chunk.groups}))
 
     @property
@@ -91,10 +91,10 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a yielding chunk brought: whether the sequence ends with this token.
+    """Outcome of a yielding chunk. `finished`: the sequence ends with this token.
 
-    `block_hash` names the page that the tokens before the sampled one just completed, if any, so
-    that generated text can be found by a later turn of the same conversation.
+    `block_hash` names the page that the tokens before the sampled one completed, if any, so that a
+    later turn of the same conversation can reuse generated text.
     """
 
     seq: int

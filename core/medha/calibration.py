@@ -1,10 +1,9 @@
-"""Fits a profile to measured batches, from a guess: a dozen noisy samples are enough.
+"""Fit of a profile to measured batches, starting from a guess; a dozen noisy samples suffice.
 
-For the controller's warm-up on a CPU and for `medha calibrate`, which measures single operators
-too. Every coefficient is fitted as guess × e^θ, so none can become zero or negative; what the
-samples say nothing of stays at the guess, as a weak prior holds every θ. Residuals are relative
-(log measured − log predicted), of the median of equal batches, with Huber's weights: one sample
-that a pause of the machine spoiled moves little. It measures nothing itself.
+For the controller's warm-up on a CPU and for `medha calibrate`, which also measures single
+operators. Every coefficient is fitted as guess × e^θ and stays positive. A weak prior on θ keeps a
+coefficient at the guess if the samples do not constrain it. Residuals are relative (log measured −
+log predicted), of the median of equal batches, with Huber's weights against outliers.
 """
 
 from __future__ import annotations
@@ -17,21 +16,23 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from medha.costs import Costs
 from medha.model import ModelShape
-from medha.predictor import Predictor
+from medha.predictor import Costs, Predictor
 from medha.profile import CPU_CORE, Profile
 from medha.topology import Topology
 
 RATES = (
-    "linear_flops_per_s", "linear_bytes_per_s", "attention_flops_per_s", "attention_bytes_per_s",
-)  # fmt: skip
+    "linear_flops_per_s",
+    "linear_bytes_per_s",
+    "attention_flops_per_s",
+    "attention_bytes_per_s",
+)
 LATENCIES = ("batch_s", "layer_s", "sequence_s")
-# What only operators tell apart; the power of the roofline moves as power − 1.
+# Fitted only with operators; the power of the roofline is fitted as power − 1.
 SHAPES = ("elementwise_bytes_per_s", "attention_half_rows", "roofline_power")
-FLOORS = ("elementwise_s", "product_s")  # the same, where the guess has them
+FLOORS = ("elementwise_s", "product_s")  # likewise, if the guess has them
 NOISE = 0.05  # relative error of one measurement
-ROUGH = 0.15  # how far an operator alone may be from what it takes in a batch
+ROUGH = 0.15  # relative difference of an operator alone and within a batch
 DOUBT = 2.0  # of the guess, in powers of e
 
 Floats = npt.NDArray[np.float64]
@@ -42,7 +43,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A measured batch in one group: (length, keys held before, decode) entries, and its seconds.
+    """A measured batch of one group: entries (length, keys held before, decode) and seconds.
 
     `seconds`: of the slowest stage.
     """
@@ -54,9 +55,9 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Operator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of one layer, as one of `tp` shards runs it.
 
-    `linear`: its matrix products over `rows`; `elementwise`: norms, rotation, activation, sums and
-    what else moves through memory; `attention`: of `rows` of one prompt after `keys`; `decode`: of
-    `rows` sequences that each hold `keys`.
+    `linear`: the matrix products over `rows`; `elementwise`: norms, rotation, activation, sums and
+    other memory-bound work; `attention`: of `rows` of one prompt after `keys`; `decode`: of `rows`
+    sequences that each hold `keys`.
     """
 
     kind: Literal["linear", "elementwise", "attention", "decode"]
@@ -79,12 +80,14 @@ def operator_s(operator: Operator, costs: Costs) -> float:
 
 
 def fit(
-    samples: Sequence[Sample], shape: ModelShape, topology: Topology,
-    guess: Profile = CPU_CORE, name: str = "measured",
+    samples: Sequence[Sample],
+    shape: ModelShape,
+    topology: Topology,
+    guess: Profile = CPU_CORE,
+    name: str = "measured",
     operators: Sequence[tuple[Operator, float]] = (),
-) -> Profile:  # fmt: skip
-    """The profile that explains the samples, and seconds of operators, best; the guess, renamed,
-    when there are no samples."""
+) -> Profile:
+    """Fit a profile to samples and operator times; without samples, return the renamed guess."""
     batches, seconds = _medians((sample.entries, sample.seconds) for sample in samples)
     if not batches:
         return msgspec.structs.replace(guess, name=name)
@@ -98,9 +101,9 @@ def fit(
         moved = _moved(guess, fields, theta, name)
         of = Predictor(moved, shape, topology)
         by_tp = {part.tp: Costs(moved, shape, Topology(tp=part.tp)) for part in parts}
-        found = [of.batch_s(entries) for entries in batches]
-        found += [operator_s(part, by_tp[part.tp]) for part in parts]
-        logs: Floats = np.log(np.array(found))
+        times_s = [of.batch_s(entries) for entries in batches]
+        times_s += [operator_s(part, by_tp[part.tp]) for part in parts]
+        logs: Floats = np.log(np.array(times_s))
         return logs
 
     theta = np.zeros(len(fields))
@@ -132,7 +135,7 @@ def fit(
 def misses(
     profile: Profile, samples: Iterable[Sample], shape: ModelShape, topology: Topology
 ) -> list[tuple[Sample, float]]:
-    """Each different batch with the median of what it took, and predicted / measured − 1."""
+    """Distinct batches with their median seconds, each with predicted / measured − 1."""
     of = Predictor(profile, shape, topology)
     batches, seconds = _medians((sample.entries, sample.seconds) for sample in samples)
     return [
@@ -142,12 +145,12 @@ def misses(
 
 
 def _medians(measured: Iterable[tuple[K, float]]) -> tuple[list[K], list[float]]:
-    """What was measured, once each, and the median of what it took; nonsense is left out."""
-    found: dict[K, list[float]] = {}
-    for what, seconds in measured:
-        if what and math.isfinite(seconds) and seconds > 0.0:
-            found.setdefault(what, []).append(seconds)
-    return list(found), [float(np.median(times)) for times in found.values()]
+    """Distinct items and the median of their seconds, without invalid measurements."""
+    times_of: dict[K, list[float]] = {}
+    for item, seconds in measured:
+        if item and math.isfinite(seconds) and seconds > 0.0:
+            times_of.setdefault(item, []).append(seconds)
+    return list(times_of), [float(np.median(times)) for times in times_of.values()]
 
 
 def _moved(guess: Profile, fields: Sequence[str], theta: Floats, name: str) -> Profile:
@@ -172,10 +175,13 @@ def _cost(predicted: Floats, target: Floats, theta: Floats, noise: Floats) -> tu
 
 
 def _step(
-    predicted: Callable[[Floats], Floats], theta: Floats, residual: Floats, noise: Floats,
+    predicted: Callable[[Floats], Floats],
+    theta: Floats,
+    residual: Floats,
+    noise: Floats,
     damping: float,
-) -> Floats:  # fmt: skip
-    """One damped Gauss-Newton step (Levenberg-Marquardt) with a numerical Jacobian."""
+) -> Floats:
+    """A damped Gauss-Newton step (Levenberg-Marquardt) with a numerical Jacobian."""
     here = predicted(theta)
     columns = []
     for index in range(len(theta)):

@@ -1,7 +1,7 @@
-"""What each process is told at its start: one frozen type each, decoded once, never written to.
+"""Configs of the processes: one frozen type per program, decoded once at its start.
 
-The operator (or `medha up`) renders these from a MedhaReplica; the processes decode the same
-types from a JSON file. Secrets are paths of files, never values.
+The operator (or `medha up`) renders them from a MedhaReplica; the processes decode the same types
+from a JSON file. Secrets are given as paths of files, never as values.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from medha.topology import Topology
 POLICIES = ("lars", "lars-paper", "lars-paper-no-sharing", "lrs", "edf", "srpf", "fcfs")
 
 STALL_S = 1.0
-"""A process that did not run for so long excuses its peers' silence by as much."""
+"""A process that did not run for longer than this extends its peers' timeouts by the pause."""
 CLOSED_S = 1.0
-"""Who has said nothing for so long after its connection ended is dead. One that lives dials again
-after 0.05 s to 0.5 s, and then introduces itself."""
+"""A peer that has not reconnected so long after its connection closed is dead: a live one dials
+again after 0.05 s to 0.5 s."""
 
 AHEAD_S = 0.01
-"""Long enough for a decision, a message and a batch's inputs, and two ticks of a controller."""
+"""Time for a decision, a message, the inputs of a batch, and two ticks of a controller."""
 
 RANK_PORT, STORE_PORT = 7900, 7901
-"""Ports of a leader pod: where ranks dial their controller, and the rendezvous store."""
+"""Ports of a leader pod: the controller's for ranks, and the rendezvous store's."""
 POD_OPS_PORT, CONTROLLER_OPS_PORT = 8090, 8091
-"""Ports for probes and metrics: of every pod, and of the controller in the leader pod."""
+"""Ports for probes and metrics: every pod's, and the controller's in the leader pod."""
 
 Port = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -40,12 +40,12 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `budget` is `slack` (from the decodes' credit), `fixed` (`fixed_s`) or `tokens` (a static
     number of tokens per batch, `batch_tokens`, as in Sarathi and vLLM, with no time limit).
-    `long_prefill_threshold_tokens`: at most so many tokens of one prompt per batch (vLLM's remedy).
+    `long_prefill_threshold_tokens`: limit of the tokens of one prompt per batch (as in vLLM).
     `long_tokens` None: a prompt is long when its remaining work exceeds 8 budgets.
-    `max_bucket_loss`: of each length bucket at most this part is dropped from the promise set.
+    `max_bucket_loss`: largest part of a length bucket that may be dropped from the promise set.
     `tbt_guard`, `margin_guard`: parts of a budget kept back from credit and from margins.
-    `ahead_s`: in a replica of one stage the next batch is decided when the one that runs has no
-    more than this left; 0: when it is done.
+    `ahead_s`: a replica of one stage decides the next batch when the running one has at most this
+    time left; 0: when it is done.
     """
 
     policy: str = "lars"
@@ -77,14 +77,14 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ahead_s: float = 0.0
 
     def lead_s(self, spp: int) -> float:
-        """`ahead_s` where it counts: a pipeline has batches in flight anyway."""
+        """`ahead_s` for one stage; 0 for a pipeline, which has several batches in flight anyway."""
         return self.ahead_s if spp == 1 else 0.0
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """CURVE key files of a process: its own secret key, and the public keys that it accepts.
 
-    `server_public`: of the one to dial; `allowed`: of those that may connect here. A controller
+    `server_public`: of the peer to dial; `allowed`: of peers that may connect. A controller
     dials routers (`WorkerConfig.curve`), its ranks dial it (`rank_curve`). Files hold one Z85 key
     per line.
     """
@@ -95,9 +95,9 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class RouterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a router knows of a model before any replica has said Hello.
+    """Model that a router serves before any replica has sent Hello.
 
-    `hold_s`: requests wait at least so long for its first replica, since one is brought for them.
+    `hold_s`: requests wait at least this long for the first replica, which is being started.
     """
 
     name: str
@@ -108,13 +108,13 @@ class RouterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One router process. `fleet_bind` is where controllers dial, e.g. `tcp://127.0.0.1:7800`.
+    """Config of a router. `fleet_bind`: address for controllers, e.g. `tcp://127.0.0.1:7800`.
 
-    With `learn` it also serves the models that replicas introduce, and forgets one
+    With `learn` the router also serves models that replicas introduce, and removes a model
     `forget_model_s` after its last replica left. In its first `learn_s` it holds requests for
-    models that it does not know yet. `models_file` names more models, as `models` does, and may
-    change; it may be missing. `api_keys` is a file of API keys, a line each, as
-    `medha_router.keys` reads it; without one the public port is open to everybody.
+    unknown models. `models_file` holds more models in the form of `models`; it may change, and may
+    be missing. `api_keys`: file of API keys, one per line (see `medha_router.auth`); without it the
+    public port is open.
     """
 
     host: str = "127.0.0.1"
@@ -142,15 +142,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One replica's controller and ranks; every process of the replica decodes the same file.
+    """Config of a replica's controller and ranks, which all decode the same file.
 
-    `rank_bind` is where ranks dial (an `ipc://` path, or `tcp://` between pods); `store_bind` is
+    `rank_bind`: address for ranks (an `ipc://` path, or `tcp://` between pods); `store_bind` is
     `host:port` of the rendezvous store that the controller serves (port 0: any); data between ranks
     goes through `interface` alone. `rank_curve` guards a TCP `rank_bind`: its `secret` is a rank's,
-    `server_public` the controller's, `allowed` whom the controller lets in; the controller listens
-    with `curve.secret`. `kv_pages` is the number of pages per group, 0 derives it from `kv_bytes`
+    `server_public` the controller's, `allowed` those of the ranks; the controller listens with
+    `curve.secret`. `kv_pages` is the number of pages per group, 0 derives it from `kv_bytes`
     per rank. `device` is `cpu` or `cuda`. `dtype` and `kv_dtype` are torch names (`kv_dtype` auto:
-    as dtype; or `fp8_e4m3`). `dummy_weights`: drawn at random instead of read, to measure speed.
+    as dtype; or `fp8_e4m3`). `dummy_weights`: random weights, to measure speed.
     """
 
     replica: str
@@ -189,9 +189,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_level: str = "info"
 
     def listening_curve(self) -> Curve | None:
-        """Keys with which the controller listens for its ranks; None inside one machine.
+        """Keys of the controller's socket for ranks; None inside one machine.
 
-        Raises SpecError for TCP without keys: whoever reaches that port would command the replica.
+        Raises SpecError for TCP without keys: any peer could then control the replica.
         """
         ranks = self.rank_curve
         if ranks is None:
@@ -201,14 +201,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise SpecError(
                 "curve",
                 "absent",
-                "must be given with rank_curve: the controller listens with its secret",
+                "must be given with rank_curve: the controller listens with its secret key",
                 "name the controller's key files",
             )
         return Curve(secret=self.curve.secret, allowed=ranks.allowed)
 
 
 def _check_private(rank_bind: str) -> None:
-    """Without keys only this machine may reach the ranks' link."""
+    """Raises SpecError if other machines could reach the ranks' link without keys."""
     if rank_bind.startswith("tcp://") and not rank_bind.startswith("tcp://127."):
         raise SpecError(
             "rank_bind",
@@ -242,5 +242,5 @@ def read(kind: type[C], path: pathlib.Path) -> C:
             "--config",
             str(path),
             f"must hold a {kind.__name__} ({error})",
-            "render it anew with this version",
+            "render it again with this version",
         ) from None

@@ -1,12 +1,11 @@
-"""What measured batches teach the predictor: a factor for attention and one for the rest.
+"""Online corrections of the predictor: per regime, a factor for attention and one for the rest.
 
     seconds = factor · (rest + skew · attention)      per regime
 
-One factor alone cannot be right for small batches and large ones at once: the first are mostly
-linear layers and what every batch costs, the last mostly attention over what came before, and a
-machine that is slower than its profile in one need not be in the other. What a batch misses by is
-shared between both in proportion to their parts of it, so each learns from the batches that it
-rules. A regime that was not measured yet follows its nearest that was.
+A single factor cannot fit small and large batches at once: small ones are mostly linear layers and
+fixed costs, large ones mostly attention over the context, and a machine can deviate from its
+profile in only one of them. The error of a batch is split between both factors in proportion to
+their share of its time. A regime without measurements follows the nearest measured one.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import math
 
 REGIMES = ("decode", "decode-shared", "mixed", "mixed-shared", "prefill", "prefill-shared")
 PREFILL = 4
-# Whom a regime follows until it is measured itself, in the order in which they are brought along.
+# (regime, the regime that it follows until it is measured), in order of update.
 _FOLLOWERS = ((1, 0), (2, PREFILL), (3, 2), (5, PREFILL))
 
 # Factors, skews, batches seen, relative errors: each by regime.
 Row = tuple[float, ...]
 Learned = tuple[Row, Row, Row, Row]
 
-# A batch in so many counts, once a regime is known; the first ones count for more.
+# Weight of a batch in a settled regime is 1 / SETTLED; the first batches weigh more.
 SETTLED = 10
-# One sample counts for at most this ratio, so a pause of the machine moves little.
+# Ratio at which a sample is clipped, so that a pause of the machine changes little.
 MOST_RATIO = 2.0
 LOWEST, HIGHEST = 1.0 / 1024.0, 1024.0
 
@@ -40,9 +39,9 @@ class Corrections:
         self.seen, self.errors = [0.0] * count, [error] * count
 
     def observe(self, regime: int, predicted_s: float, measured_s: float, attention: float) -> None:
-        """A batch took `measured_s`; `attention` is that part of `predicted_s`, in [0, 1].
+        """Learn from a batch; `attention` is the share of attention in `predicted_s`, in [0, 1].
 
-        The logarithm of the ratio is shared out along its gradient, so a settled regime's
+        The logarithm of the ratio is distributed along its gradient, so a settled regime's
         prediction moves by at least a tenth of the miss and each factor by at most 7 % of itself.
         """
         if predicted_s <= 0.0 or measured_s <= 0.0:
@@ -65,13 +64,13 @@ class Corrections:
         self.errors[regime] += 0.05 * (min(1.0, abs(miss)) - self.errors[regime])
 
     def learned(self) -> Learned:
-        """All that observation changed."""
+        """State that observation changed."""
         return tuple(self.factors), tuple(self.skews), tuple(self.seen), tuple(self.errors)
 
     def restore(self, learned: Learned) -> None:
-        """Take over what others have learned."""
+        """Replace the state by another predictor's."""
         self.factors[:], self.skews[:], self.seen[:], self.errors[:] = learned
 
     def _set(self, regime: int, factor: float, attention_factor: float) -> None:
-        factor, other = (min(HIGHEST, max(LOWEST, one)) for one in (factor, attention_factor))
+        factor, other = (min(HIGHEST, max(LOWEST, value)) for value in (factor, attention_factor))
         self.factors[regime], self.skews[regime] = factor, other / factor

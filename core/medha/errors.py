@@ -1,27 +1,27 @@
-"""The exception tree: errors are split by whose fault they are and who can mend them.
+"""Exception tree, split by whose fault an error is and who can fix it.
 
     MedhaError
-    ├── UserError            the person or client can mend it: exit code 2, HTTP 4xx
+    ├── UserError            the user or client can fix it: exit code 2, HTTP 4xx
     │   ├── SpecError        a field of a MedhaReplica or a setting
     │   ├── CheckpointError  a model file: missing, corrupt, or of another shape
     │   ├── SetupError       this machine: a port in use, no GPU, a missing package
     │   └── RequestError     a request's body or header
-    ├── Refusal              admission says no, and when it would say yes: HTTP 429 or 503
-    ├── ProtocolError        a peer sent what it must not
+    ├── Refusal              admission refuses and names the earliest feasible time: 400, 429 or 503
+    ├── ProtocolError        a peer sent an invalid message
     └── EngineError          a rank, a transfer or a collective failed while serving
 
-Every message names the thing, its value, what was expected and what to do.
+Every message names the field, its value, the expectation and the remedy.
 """
 
 from __future__ import annotations
 
 
 class MedhaError(Exception):
-    """Root of all errors that Medha raises on purpose."""
+    """Root of all errors that Medha raises."""
 
 
 class UserError(MedhaError):
-    """The person or client can mend it."""
+    """Error that the user or client can fix."""
 
 
 class SpecError(UserError):
@@ -40,11 +40,11 @@ class CheckpointError(UserError):
 
 
 class SetupError(UserError):
-    """This machine lacks something: a free port, a GPU, a package; the message says what to do."""
+    """A missing resource of the machine: a free port, a GPU, a package."""
 
 
 class RequestError(UserError):
-    """A request that cannot be served as it stands.
+    """An invalid request.
 
     `status` is the HTTP status (4xx), `code` and `param` follow OpenAI's error object.
     """
@@ -57,12 +57,12 @@ class RequestError(UserError):
 
 
 class Refusal(MedhaError):
-    """Admission says no.
+    """Refusal by admission.
 
     `code` is one of `deadline_infeasible`, `overloaded`, `rate_limit_exceeded`,
     `context_length_exceeded`, `no_replica`; `earliest_ttft_s` is the TTFT that could be promised
-    (seconds after arrival, None if unknown), `idle_ttft_s` the one that an idle replica could
-    promise; `retry_after_s` the time until room is expected.
+    (seconds after arrival, None if unknown), `idle_ttft_s` the TTFT of an idle replica;
+    `retry_after_s` the time until capacity is expected.
     """
 
     def __init__(

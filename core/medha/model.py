@@ -1,4 +1,4 @@
-"""The shape of a model: the few numbers from which time, memory and placement follow."""
+"""Shape of a model: the few numbers that determine time, memory and placement."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A decoder-only transformer with gated MLP and grouped-query attention.
 
     Counts are whole-model; `param_bytes` and `kv_bytes` are bytes per parameter and per cached
-    scalar (2 for bfloat16, 4 for float32, 1 for FP8). In `window_layers` of the layers a token sees
-    `window_tokens`, its own included; what lies further back stays cached, as others see it.
+    scalar (2 for bfloat16, 4 for float32, 1 for FP8). In `window_layers` of the layers a token
+    attends to `window_tokens`, its own included; older tokens stay cached for the other layers.
     """
 
     layers: int
@@ -61,7 +61,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def windowed_share(self) -> float:
-        """Of the layers, those that see a window only."""
+        """Share of layers that attend to a window only."""
         return self.window_layers / self.layers if self.window_tokens else 0.0
 
     def attention_flops(self, chunk: int, prefix: int) -> float:

@@ -1,16 +1,16 @@
-"""How long a batch takes, the largest chunk that fits a time, and how long a prefill takes.
+"""Predictor of batch times, of the largest chunk within a time budget, and of prefill times.
 
-Predicts from a machine's profile, a model's shape and a topology; serves the packer (per chunk),
-the scheduler and admission (per request), and the simulator (in place of the GPU). Per layer and
+Applies a machine's profile to a model's shape and a topology. Serves the batch builder (per chunk),
+the scheduler and admission (per request) and the simulator (in place of the GPU). Per layer and
 rank, with rows summed over the batch and attention summed over its entries:
 
     t_layer = products(rows) + elementwise + Σ attention + all-reduce + KVP
     t_stage = layers·t_layer [+ head on the last] + batch + entries·sequence + point-to-point
 
-(Medha, section 4.4, with a smooth roofline, and in steps of a tile where those are known, see
-`products`.) Every term grows with a chunk's length, so the largest chunk is found by interpolation
-and halving. It measures nothing: `observe` is told, and
-corrects attention and the rest (see `corrections`).
+(Medha, section 4.4, with a smooth roofline, and in steps of tiles where known, see `Products`.)
+Every term grows with a chunk's length, so interpolation and bisection find the largest chunk.
+`observe` takes measured times and corrects attention and the rest (see `corrections`). Plain
+floats, because the batch builder calls this code thousands of times a second.
 """
 
 from __future__ import annotations
@@ -18,34 +18,393 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable
+from math import pow as power
 
 from medha.corrections import PREFILL, Corrections, Learned
-from medha.costs import BatchLoad, Costs
-from medha.model import ModelShape
+from medha.model import ModelShape, pairs
 from medha.profile import Profile
-from medha.topology import Topology
+from medha.topology import Topology, kv_heads_of, stage_layers
 
-__all__ = ["BatchLoad", "Predictor"]
-
-
-REMEMBERED = 4096  # lengths of prompts
-# Of a limit of so few steps all is tried at once; after so many guesses the rest is halved.
+REMEMBERED = 4096  # lengths of prompts, steps of rows
+# Up to SHORT_STEPS the whole limit is tried first; after GUESSES interpolations, bisect.
 SHORT_STEPS, GUESSES = 128, 8
 
 # Uncorrected seconds of all but attention, and of attention.
 Parts = tuple[float, float]
 
 
-class Predictor:
-    """Times of batches and prefills; the only state is the online correction and a lazy table.
+class Products:
+    """Seconds of one rank's matrix products, of 1/`tp` of a layer and of the head.
 
-    `budget_s`: time per batch of the adaptive chunks behind `prefill_s`.
+    A GPU computes in tiles. Per product of `rows` with a matrix of depth K and N columns, on S
+    multiprocessors:
+
+        waves   = ⌈rows / tile_rows⌉ · ⌈N / tile_columns⌉ / S, rounded up by `wave_share`
+        t_flop  = min over tiles of 2·K·tile_rows·tile_columns·S·waves / (flops per s · efficiency)
+        t       = (t_mem^p + t_flop^p)^(1/p) + product_s
+
+    So 136 rows cost as much as 192 or 256, and time grows in steps of the smallest tile; each step
+    is computed once. Without tiles (a CPU, or a machine with unknown tiles) all products of a layer
+    are one: `(t_mem^p + (rows·t_flop)^p)^(1/p)`. The result is never less than rows · `flop`.
+    """
+
+    __slots__ = (
+        "_bytes_s",
+        "_heads",
+        "_inverse",
+        "_layer",
+        "_of_head",
+        "_of_layer",
+        "_p",
+        "_product_s",
+        "_share",
+        "_spots",
+        "_steps",
+        "_tiles",
+        "flop",
+        "head_flop",
+        "head_mem",
+        "mem",
+    )
+
+    def __init__(self, profile: Profile, shape: ModelShape, tp: int) -> None:
+        self._p, self._inverse = profile.roofline_power, 1.0 / profile.roofline_power
+        self._bytes_s = shape.param_bytes / profile.linear_bytes_per_s
+        weights, head = (shape.attention_params + shape.mlp_params) / tp, shape.vocab / tp
+        head_weights = head * shape.hidden
+        self.mem = power(weights * self._bytes_s, self._p)
+        self.flop = 2.0 * weights / profile.linear_flops_per_s
+        self.head_mem = power(head_weights * self._bytes_s, self._p)
+        self.head_flop = 2.0 * head_weights / profile.linear_flops_per_s
+        self._product_s, self._share = profile.product_s, profile.wave_share
+        self._spots = float(profile.multiprocessors)
+        # (rows, columns, seconds of a wave of them per unit of depth)
+        self._tiles = tuple(
+            (
+                tile.rows,
+                float(tile.columns),
+                2.0
+                * tile.rows
+                * tile.columns
+                * self._spots
+                / (profile.linear_flops_per_s * tile.efficiency),
+            )
+            for tile in profile.tiles
+        )
+        self._steps = min((tile.rows for tile in profile.tiles), default=1)
+        hidden, inner = float(shape.hidden), shape.intermediate / tp
+        queries = shape.heads * shape.head_dim / tp
+        kept = 2.0 * shape.kv_heads * shape.head_dim / tp
+        # (depth, columns): into attention, out of it, into the gated MLP, out of it; the head
+        self._of_layer = (
+            (hidden, queries + kept),
+            (queries, hidden),
+            (hidden, 2.0 * inner),
+            (inner, hidden),
+        )
+        self._of_head = ((hidden, head),)
+        self._layer: dict[int, float] = {}
+        self._heads: dict[int, float] = {}
+
+    def layer(self, rows: int) -> float:
+        """Seconds of a layer's products over `rows`; non-decreasing in `rows`."""
+        if not self._tiles:
+            return power(self.mem + power(rows * self.flop, self._p), self._inverse)
+        return self._looked_up(self._layer, self._of_layer, -(-rows // self._steps))
+
+    def head(self, rows: int) -> float:
+        """Seconds of the vocabulary projection of `rows`."""
+        if not self._tiles:
+            return power(self.head_mem + power(rows * self.head_flop, self._p), self._inverse)
+        return self._looked_up(self._heads, self._of_head, -(-rows // self._steps))
+
+    def _looked_up(
+        self, known: dict[int, float], products: tuple[tuple[float, float], ...], step: int
+    ) -> float:
+        seconds = known.get(step)
+        if seconds is None:
+            if len(known) >= REMEMBERED:
+                known.clear()
+            seconds = 0.0
+            for depth, columns in products:
+                seconds += self._product(depth, columns, step * self._steps)
+            known[step] = seconds
+        return seconds
+
+    def _product(self, depth: float, columns: float, rows: int) -> float:
+        best_s = math.inf
+        for tile_rows, tile_columns, wave_s in self._tiles:
+            tiles = -(-rows // tile_rows) * math.ceil(columns / tile_columns)
+            waves = tiles / self._spots
+            waves += self._share * (math.ceil(waves) - waves)
+            best_s = min(best_s, depth * wave_s * waves)
+        mem = power(depth * columns * self._bytes_s, self._p)
+        return power(mem + power(best_s, self._p), self._inverse) + self._product_s
+
+
+class Costs:
+    """Seconds per unit of work of one rank: a profile applied to a shape and a topology."""
+
+    __slots__ = (
+        "_heads_s",
+        "_least",
+        "all_reduce_row",
+        "all_reduce_s",
+        "batch_s",
+        "byte",
+        "corrections",
+        "elementwise",
+        "factors",
+        "first",
+        "flop",
+        "half",
+        "heads",
+        "kvp_row",
+        "kvp_s",
+        "last",
+        "layer_s",
+        "p2p_row",
+        "p2p_s",
+        "products",
+        "sequence_s",
+        "skews",
+        "stages",
+        "window",
+        "windowed",
+    )
+
+    def __init__(self, profile: Profile, shape: ModelShape, topology: Topology) -> None:
+        tp, activation = topology.tp, max(shape.param_bytes, 2.0)
+        self.products = Products(profile, shape, tp)
+        moved = (8.0 * shape.hidden + 3.0 * shape.intermediate / tp) * activation
+        self.elementwise = moved / profile.elementwise_bytes_per_s
+        self._least = profile.elementwise_s * profile.elementwise_s
+
+        self.heads = shape.heads / tp
+        kv_heads = len(kv_heads_of(0, tp, shape.kv_heads))
+        self.half = profile.attention_half_rows
+        self.flop = 4.0 * shape.head_dim / profile.attention_flops_per_s
+        self.byte = 2.0 * kv_heads * shape.head_dim * shape.kv_bytes / profile.attention_bytes_per_s
+        self.windowed, self.window = shape.windowed_share, shape.window_tokens
+
+        row_bytes = shape.hidden * activation
+        ring = 2.0 * (tp - 1) / tp
+        self.all_reduce_s = 2.0 * profile.all_reduce_latency_s if tp > 1 else 0.0
+        self.all_reduce_row = 2.0 * ring * row_bytes / profile.all_reduce_bytes_per_s
+        piped = topology.spp > 1
+        self.p2p_s = profile.p2p_latency_s if piped else 0.0
+        self.p2p_row = row_bytes / profile.p2p_bytes_per_s if piped else 0.0
+        self.kvp_s = profile.kvp_latency_s
+        self.kvp_row = self.heads * (shape.head_dim + 1) * 4.0 / profile.kvp_bytes_per_s
+
+        self.layer_s, self.batch_s = profile.layer_s, profile.batch_s
+        self.sequence_s = profile.sequence_s
+        self.stages = tuple(len(layers) for layers in stage_layers(shape.layers, topology.spp))
+        self.first, self.last = self.stages[0], self.stages[-1]
+        self.corrections = Corrections(profile.error)
+        self.factors, self.skews = self.corrections.factors, self.corrections.skews
+        self._heads_s: dict[int, float] = {}
+
+    def layer(self, rows: int, attention_s: float, kvp_rows: int) -> float:
+        """Seconds of one layer."""
+        seconds = (
+            self.products.layer(rows)
+            + self.small(rows, self.all_reduce_row)
+            + attention_s
+            + self.all_reduce_s
+            + self.layer_s
+        )
+        return seconds + self.kvp_s + kvp_rows * self.kvp_row if kvp_rows else seconds
+
+    def small(self, rows: int, extra: float = 0.0) -> float:
+        """Seconds of the elementwise operators of one layer, plus `extra` per row."""
+        if not self._least:
+            return rows * (self.elementwise + extra)
+        moved_s = rows * self.elementwise
+        return math.sqrt(self._least + moved_s * moved_s) + rows * extra
+
+    def attention(self, length: int, keys: int, tail: bool) -> float:
+        """Seconds of a chunk's attention, mean of all layers; the rate grows with chunk × heads."""
+        seen = length * (keys + 0.5 * (length + 1)) if tail else float(length * keys)
+        flop = self.flop * seen * (self.heads + self.half / length)
+        byte = self.byte * (keys + length if tail else keys)
+        seconds = math.sqrt(flop * flop + byte * byte)
+        if self.windowed:
+            near = min(keys, self.window)
+            seen = pairs(length, keys, self.window) if tail else float(length * near)
+            flop = self.flop * seen * (self.heads + self.half / length)
+            byte = self.byte * (near + length if tail else near)
+            seconds += self.windowed * (math.sqrt(flop * flop + byte * byte) - seconds)
+        return seconds
+
+    def decodes(self, count: int, keys: int) -> float:
+        """Seconds of the attention of `count` decodes, mean of all layers.
+
+        `keys`: tokens that all of them read together, their own included.
+        """
+        seen = float(keys)
+        if self.windowed:
+            seen += self.windowed * (min(keys, count * self.window) - keys)
+        flop, byte = self.flop * seen * self.heads, self.byte * seen
+        return math.sqrt(flop * flop + byte * byte)
+
+    def head(self, yields: int) -> float:
+        """Seconds of the vocabulary projection of `yields` rows; cached."""
+        if len(self._heads_s) > 4096:
+            self._heads_s.clear()
+        seconds = self.products.head(yields)
+        self._heads_s[yields] = seconds
+        return seconds
+
+    def slowest(self, rows: int, layer_s: float, yields: int, entries: int) -> float:
+        """Seconds of the slowest stage: the first has the most layers, the last has the head."""
+        ends = self.last * layer_s
+        if yields:
+            ends += self._heads_s.get(yields) or self.head(yields)
+        starts = self.first * layer_s + self.p2p_s + rows * self.p2p_row
+        return (starts if starts > ends else ends) + self.batch_s + entries * self.sequence_s
+
+
+class BatchLoad:
+    """Load of one KVP group in one batch, summed entry by entry.
+
+    A shared entry is added to the load of each participating group with the keys that the group
+    holds; each computes all of its rows. The batch takes as long as its slowest group.
+    """
+
+    __slots__ = ("_costs", "attention_s", "chunks", "decodes", "kvp_rows", "rows", "yields")
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self.rows = self.yields = self.decodes = self.chunks = self.kvp_rows = 0
+        self.attention_s = 0.0
+
+    def copy(self) -> BatchLoad:
+        twin = BatchLoad(self._costs)
+        twin.rows, twin.yields, twin.kvp_rows = self.rows, self.yields, self.kvp_rows
+        twin.decodes, twin.chunks = self.decodes, self.chunks
+        twin.attention_s = self.attention_s
+        return twin
+
+    def add_decode(self, keys: int, groups: int = 1, tail: bool = True) -> None:
+        """Add one token of a sequence; this group already holds `keys` of its tokens."""
+        self.attention_s += self._costs.decodes(1, keys + tail)
+        self.rows += 1
+        self.yields += 1
+        self.decodes += 1
+        self.kvp_rows += groups - 1
+
+    def add_decodes(self, count: int, keys: int, groups: int = 1) -> None:
+        """Add `count` decodes that read `keys` tokens in all, their own included; O(1).
+
+        A decode's attention is linear in the keys that it reads, so their sum is enough. With a
+        window, all decodes count as equally long.
+        """
+        self.attention_s += self._costs.decodes(count, keys)
+        self.rows += count
+        self.yields += count
+        self.decodes += count
+        self.kvp_rows += count * (groups - 1)
+
+    def add_chunk(
+        self, length: int, keys: int, groups: int = 1, tail: bool = True, yields: bool = False
+    ) -> None:
+        """Add `length` prompt tokens after `keys` older tokens that this group holds.
+
+        `groups`: number of groups that share the chunk; `tail`: this group holds the chunk's own
+        keys too; `yields`: its last row is sampled (the head runs).
+        """
+        self.attention_s += self._costs.attention(length, keys, tail)
+        self.rows += length
+        self.yields += yields
+        self.chunks += 1
+        self.kvp_rows += length * (groups - 1)
+
+    @property
+    def regime(self) -> int:
+        """Index into REGIMES: which corrections apply."""
+        kind = 2 * (self.decodes == 0) + (self.chunks > 0 and self.decodes > 0)
+        return 2 * kind + (self.kvp_rows > 0)
+
+    def seconds(self) -> float:
+        """Predicted seconds of the slowest stage; 0 when empty."""
+        if not self.rows:
+            return 0.0
+        costs, regime = self._costs, self.regime
+        layer_s = costs.layer(self.rows, self.attention_s * costs.skews[regime], self.kvp_rows)
+        seconds = costs.slowest(self.rows, layer_s, self.yields, self.decodes + self.chunks)
+        return seconds * costs.factors[regime]
+
+    @property
+    def attention(self) -> float:
+        """Share of attention in `seconds`, in [0, 1]."""
+        costs, regime, seconds = self._costs, self.regime, self.seconds()
+        attention_s = costs.first * self.attention_s * costs.skews[regime] * costs.factors[regime]
+        return min(1.0, attention_s / seconds) if seconds else 0.0
+
+    def seconds_with(
+        self, length: int, keys: int, groups: int = 1, tail: bool = True, yields: bool = False
+    ) -> float:
+        """Seconds with that chunk added; strictly increasing in `length`."""
+        costs = self._costs
+        rows, kvp_rows = self.rows + length, self.kvp_rows + length * (groups - 1)
+        regime = (2 if self.decodes else PREFILL) + (kvp_rows > 0)
+        attention_s = self.attention_s + costs.attention(length, keys, tail)
+        layer_s = costs.layer(rows, attention_s * costs.skews[regime], kvp_rows)
+        entries = self.decodes + self.chunks + 1
+        seconds = costs.slowest(rows, layer_s, self.yields + yields, entries)
+        return seconds * costs.factors[regime]
+
+    def most(self, keys: int, budget_s: float, tail: bool = True) -> tuple[float, float]:
+        """Upper bound of prompt tokens that fit within `budget_s`, and the cost of one more there.
+
+        The bound counts only operations that a token takes in any case.
+        """
+        costs = self._costs
+        row_s = costs.products.flop + costs.elementwise + costs.all_reduce_row
+        factors, skews, at = costs.factors, costs.skews, 2 if self.decodes else PREFILL
+        factor, skew = min(factors[at], factors[at + 1]), min(skews[at], skews[at + 1])
+        # Attention's operations, of layers without a window: flop · (heads + half / length) ·
+        # length · (keys + length / 2)
+        flop, keys_seen = (1.0 - costs.windowed) * skew * costs.flop, keys + 0.5 * tail
+        left_s = budget_s / (factor * costs.first) - skew * self.attention_s - self.rows * row_s
+        left_s -= flop * costs.half * keys_seen
+        if left_s <= 0.0:
+            left_s = 0.0
+        each_s = row_s + flop * (keys_seen * costs.heads + 0.5 * tail * costs.half)
+        last_s = math.sqrt(each_s * each_s + 2.0 * tail * flop * costs.heads * left_s)
+        return 2.0 * left_s / (each_s + last_s), factor * costs.first * last_s
+
+    def stage_s(self, stage: int) -> float:
+        """Predicted seconds of one stage; the largest of all stages is `seconds`."""
+        if not self.rows:
+            return 0.0
+        costs = self._costs
+        attention_s = self.attention_s * costs.skews[self.regime]
+        seconds = costs.stages[stage] * costs.layer(self.rows, attention_s, self.kvp_rows)
+        if stage == len(costs.stages) - 1:
+            if self.yields:
+                seconds += costs.head(self.yields)
+        else:
+            seconds += costs.p2p_s + self.rows * costs.p2p_row
+        entries = self.decodes + self.chunks
+        return (seconds + costs.batch_s + entries * costs.sequence_s) * costs.factors[self.regime]
+
+
+class Predictor:
+    """Predicted times of batches and prefills. State: online corrections and a lazy table.
+
+    `budget_s`: time budget of a batch for the adaptive chunks of `prefill_s`.
     """
 
     def __init__(
-        self, profile: Profile, shape: ModelShape, topology: Topology,
-        budget_s: float = 0.1, step_tokens: int = 32,
-    ) -> None:  # fmt: skip
+        self,
+        profile: Profile,
+        shape: ModelShape,
+        topology: Topology,
+        budget_s: float = 0.1,
+        step_tokens: int = 32,
+    ) -> None:
         self.profile, self.shape, self.topology = profile, shape, topology
         self.budget_s, self.step_tokens = budget_s, step_tokens
         self._costs = Costs(profile, shape, topology)
@@ -61,7 +420,7 @@ class Predictor:
         self._head_s = self._costs.head(1)
 
     def load(self) -> BatchLoad:
-        """An empty batch of one group, to be added to."""
+        """Empty load of one group."""
         return BatchLoad(self._costs)
 
     def batch_s(self, entries: Iterable[tuple[int, int, bool]]) -> float:
@@ -75,13 +434,20 @@ class Predictor:
         return load.seconds()
 
     def largest_chunk(
-        self, load: BatchLoad, keys: int, limit_tokens: int, budget_s: float, step_tokens: int = 32,
-        groups: int = 1, tail: bool = True, yields: bool = False,
-    ) -> int:  # fmt: skip
-        """Most tokens of a prompt that `load` can take within `budget_s`; 0 when none fit.
+        self,
+        load: BatchLoad,
+        keys: int,
+        limit_tokens: int,
+        budget_s: float,
+        step_tokens: int = 32,
+        groups: int = 1,
+        tail: bool = True,
+        yields: bool = False,
+    ) -> int:
+        """Largest number of prompt tokens that fit into `load` within `budget_s`; 0 if none.
 
         A multiple of `step_tokens`, or `limit_tokens` itself (`yields`: the chunk of the full limit
-        samples). A shared chunk is the smallest of the answers for its groups.
+        samples). A shared chunk is the smallest of the results for its groups.
         """
         if limit_tokens <= 0:
             return 0
@@ -114,7 +480,7 @@ class Predictor:
         return below * step_tokens
 
     def prefill_s(self, tokens: int, cached: int = 0) -> float:
-        """T(n): seconds until the first token of `tokens`, of which `cached` are held, when idle.
+        """T(n): seconds until the first token on an idle replica that caches `cached` tokens.
 
         Adaptive chunks of `budget_s`, one after the other through the pipeline (a proportionate
         flow shop: Σ t + (spp − 1) · max t), KVP groups joining as the context grows. Also the
@@ -123,12 +489,12 @@ class Predictor:
         return self._prefill_s(tokens, cached)[0]
 
     def busy_s(self, tokens: int, cached: int = 0) -> float:
-        """Seconds of `prefill_s` that the slowest stage works: Σ t, without the drain."""
+        """Busy seconds of the slowest stage within `prefill_s`: Σ t, without the drain."""
         whole_s, drain_s = self._prefill_s(tokens, cached)
         return whole_s - drain_s
 
     def _prefill_s(self, tokens: int, cached: int) -> tuple[float, float]:
-        """(T(n), how much of it the pipeline drains)."""
+        """T(n), and the seconds of it in which the pipeline drains."""
         if tokens <= cached:
             return 0.0, 0.0
         (keys, groups), length = self._shard(cached), tokens - cached
@@ -146,13 +512,13 @@ class Predictor:
             rest_s, attention_s = self._share(cached)
             spent -= rest_s + skew * attention_s
         rows = min(length, self._chunks[1])
-        unsent_s = costs.p2p_s + rows * costs.p2p_row  # the last stage hands nothing on
+        unsent_s = costs.p2p_s + rows * costs.p2p_row  # the last stage sends nothing
         total = max(spent, slowest) + (self.topology.spp - 1) * slowest - unsent_s
         drain = (self.topology.spp - 1) * slowest
         return (total + self._head_s) * factor, drain * factor
 
     def step_s(self, tokens: int) -> float:
-        """Seconds by which a batch grows with one more step of a prompt that holds `tokens`."""
+        """Seconds that one more step adds, for a prompt with `tokens` computed."""
         keys, groups = self._shard(tokens)
         probe, step = self._empty.seconds_with, self.step_tokens
         return probe(2 * step, keys, groups) - probe(step, keys, groups)
@@ -160,35 +526,34 @@ class Predictor:
     def move_s(self, tokens: int) -> float:
         """Seconds to copy the KV of `tokens` from one group to another (all stages at once)."""
         kv_bytes = tokens * self._costs.first * self.shape.kv_bytes_per_token_layer
-        each = kv_bytes / min(self.topology.tp, self.shape.kv_heads)
-        return self.profile.transfer_latency_s + each / self.profile.transfer_bytes_per_s
+        shard_bytes = kv_bytes / min(self.topology.tp, self.shape.kv_heads)
+        return self.profile.transfer_latency_s + shard_bytes / self.profile.transfer_bytes_per_s
 
     def observe(self, load: BatchLoad, predicted_s: float, measured_s: float) -> None:
-        """Learn from a batch that was predicted and measured; `load`: of its fullest group."""
+        """Learn from a measured batch; `load`: the load of its fullest group."""
         self._corrections.observe(load.regime, predicted_s, measured_s, load.attention)
 
     @property
     def correction(self) -> float:
-        """Factor by which prefills exceed the profile, their attention aside."""
+        """Correction factor of prefills, without attention."""
         return self._costs.factors[PREFILL]
 
     @property
     def error(self) -> float:
-        """Relative error of the batches that hold chunks, exponentially weighted."""
+        """Relative error of batches with chunks, exponentially weighted."""
         errors = self._corrections.errors
         return max(errors[2], errors[PREFILL])
 
     def learned(self) -> Learned:
-        """All that observation changed."""
+        """State that observation changed."""
         return self._corrections.learned()
 
     def restore(self, learned: Learned) -> None:
-        """Take over what another predictor of the same profile has learned (a router, from
-        LoadReport)."""
+        """Replace the learned state by another predictor's (a router: from LoadReport)."""
         self._corrections.restore(learned)
 
     def _keys_within(self, budget_s: float) -> int:
-        """Context at which one step of a prompt still fits twice into the budget."""
+        """Longest context at which two steps of a prompt fit into the budget."""
         load, low, high = BatchLoad(self._costs), 1024, 1 << 40
         if self.topology.kvp_max == 1:
             return high
@@ -205,7 +570,7 @@ class Predictor:
         return max(min(tokens, self.tokens_per_group), -(-tokens // active)), active
 
     def _extend(self, tokens: int) -> None:
-        """Lay knots up to `tokens`; each spans one chunk, or many equal ones far from zero."""
+        """Extend the table up to `tokens`; a knot spans one chunk, or many far from 0."""
         corrections = self._corrections
         kept = corrections.learned()
         corrections.restore(Corrections(0.0).learned())
@@ -228,7 +593,7 @@ class Predictor:
             corrections.restore(kept)
 
     def _parts(self, length: int, keys: int, groups: int) -> Parts:
-        """A chunk alone."""
+        """Uncorrected seconds of a chunk alone."""
         costs = self._costs
         attention_s = costs.attention(length, keys, tail=True)
         layer_s = costs.layer(length, attention_s, length * (groups - 1))
@@ -236,8 +601,10 @@ class Predictor:
         return whole_s - costs.first * attention_s, costs.first * attention_s
 
     def _spent_on(self, tokens: int) -> tuple[Parts, Parts]:
-        """Of a whole prefill of `tokens`: its stage's time, and its slowest chunk's; kept, as the
-        remaining work of a waiting prompt is asked for again with every chunk."""
+        """Stage seconds of a whole prefill of `tokens`, and those of its slowest chunk.
+
+        Cached: the remaining work of a waiting prompt is needed again with every chunk.
+        """
         self._extend(tokens)
         after = bisect.bisect_left(self._knots, tokens)
         before = after - 1
@@ -257,7 +624,7 @@ class Predictor:
         return spent
 
     def _share(self, tokens: int) -> Parts:
-        """The stage's time up to `tokens`, linear between knots."""
+        """Stage seconds up to `tokens`, linear between knots."""
         if self._knots[-1] < tokens:
             self._extend(tokens)
         after = bisect.bisect_left(self._knots, tokens)

@@ -1,8 +1,8 @@
-"""A machine's coefficients: the few rates and latencies from which batch times follow.
+"""Profile of a machine: the few rates and latencies that determine batch times.
 
-A profile is data, one JSON object: shipped for a class of machines or for one CPU core, a rough
-guess, or measured by `medha calibrate`. It knows no model and no topology; `medha.predictor` puts
-the three together. Rates are per rank (one GPU or one CPU process), all costs are positive.
+A profile is one JSON object: shipped for a class of machines or for one CPU core, or measured by
+`medha calibrate`. It is independent of model and topology; `medha.predictor` combines the three.
+Rates are per rank (one GPU or one CPU process); all costs are positive.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class ChunkKernel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a GPU attends fastest for chunks of up to `rows` rows with `heads` over `kv_heads`: the
-    prefix in `parts`, the query heads of a KV head folded into rows or not."""
+    """Fastest attention kernel of a GPU for chunks of up to `rows` rows, per head counts.
+
+    `parts`: splits of the prefix; `packed`: query heads of a KV head are folded into rows.
+    """
 
     heads: int
     kv_heads: int
@@ -30,8 +32,10 @@ class ChunkKernel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Tile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one multiprocessor computes of a product at a time, and the part of the device's rate
-    that kernels with such tiles reach."""
+    """Tile of a matrix product on one multiprocessor.
+
+    `efficiency`: share of the device's rate that kernels with such tiles reach.
+    """
 
     rows: Annotated[int, msgspec.Meta(ge=1)]
     columns: Annotated[int, msgspec.Meta(ge=1)]
@@ -42,16 +46,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Rates per second and latencies in seconds of one rank.
 
     * linear layers: `t = (t_mem^p + t_flop^p)^(1/p)`, `p` is `roofline_power`; with `tiles` each
-      product by itself, in waves of tiles on `multiprocessors`, see `medha.products`;
-    * `elementwise_s`: the least that norms, rotation, activation and sums of one layer take;
+      product by itself, in waves of tiles on `multiprocessors`, see `medha.predictor.Products`;
+    * `elementwise_s`: lower bound of norms, rotation, activation and sums of one layer;
     * `attention_half_rows`: chunk × heads at which prefill attention reaches half its rate;
     * `layer_s`, `batch_s`, `sequence_s`: fixed cost per layer, per batch and stage, per entry;
     * all-reduce, point-to-point, KVP exchange and page transfer: latency + bytes / rate.
 
     `valid_rows`, `valid_keys`: the largest batch and context measured (0: not measured); beyond
-    them times follow the law. `error`: relative error of the fit (root mean square).
-    `chunk_kernels`: by `heads`, then ascending `rows`; where there is none for a shape, or none at
-    all, the shipped table serves (on GPUs alone).
+    them, times follow the formula. `error`: relative error of the fit (root mean square).
+    `chunk_kernels`: by `heads`, then ascending `rows`; for a shape without an entry the shipped
+    table is used (GPUs only).
     """
 
     name: str
@@ -85,7 +89,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def encode(profile: Profile) -> bytes:
-    """The profile as JSON, as Hello carries it and as a file holds it."""
+    """Encode as JSON, for Hello and for files."""
     return msgspec.json.format(msgspec.json.encode(profile), indent=1)
 
 
@@ -98,12 +102,12 @@ def decode(data: bytes, source: str = "profile") -> Profile:
             source,
             data[:80].decode("utf-8", "replace"),
             f"must hold a profile ({error})",
-            "write it anew with `medha calibrate`",
+            "write it again with `medha calibrate`",
         ) from None
 
 
 def shipped(name: str) -> Profile:
-    """A profile of this package; profiles/README.md says where each is from."""
+    """Read a profile of this package; profiles/README.md names their origins."""
     file = importlib.resources.files("medha") / "profiles" / f"{name}.json"
     return decode(file.read_bytes(), f"medha/profiles/{name}.json")
 
@@ -113,5 +117,5 @@ SHIPPED = {profile.name: profile for profile in (CPU_CORE, A100, H100, H200)}
 
 
 def guess_for(device: str) -> Profile:
-    """From which to fit what is measured on a `device` of this kind."""
+    """Initial guess of a fit for this kind of device."""
     return CPU_CORE if device == "cpu" else H100

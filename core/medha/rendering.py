@@ -1,7 +1,7 @@
-"""From a MedhaReplica to what its processes are told: one rendering for machine and cluster.
+"""Rendering of a MedhaReplica into the WorkerConfig of its processes.
 
-Pure. The resource says what is computed; `Site` says where: addresses, folders, keys. `medha up`
-and the operator make a Site each, everything else is the same.
+Pure. The resource defines what is computed, `Site` where: addresses, folders, keys. `medha up` and
+the operator each build a Site; everything else is the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POLICIES = {
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a replica's processes run: see the fields of the same name in WorkerConfig."""
+    """Addresses and paths of a replica's processes; see the same fields in WorkerConfig."""
 
     checkpoint: str
     routers: tuple[str, ...]
@@ -41,9 +41,9 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
 
 
-def worker_config(of: MedhaReplica, name: str, site: Site) -> WorkerConfig:
-    """What the processes of the replica called `name` are told."""
-    spec = of.spec
+def worker_config(resource: MedhaReplica, name: str, site: Site) -> WorkerConfig:
+    """Config of the processes of the replica `name`."""
+    spec = resource.spec
     cuda = spec.device.kind == "Cuda"
     dtype = ("bfloat16" if cuda else "float32") if spec.model.dtype == "auto" else spec.model.dtype
     return WorkerConfig(
@@ -78,9 +78,11 @@ def worker_config(of: MedhaReplica, name: str, site: Site) -> WorkerConfig:
     )
 
 
-def scheduling_of(spec: resource.Scheduling, cuda: bool) -> Scheduling:
-    """The scheduler's settings, from the resource's words; `cuda`: a GPU computes beside the host,
-    which has a batch ready when one ends."""
+def scheduling_of(spec: resource.SchedulingSpec, cuda: bool) -> Scheduling:
+    """Scheduler settings from the resource.
+
+    `cuda`: a GPU computes in parallel with the host, which can decide the next batch early.
+    """
     budget = spec.batch_budget
     ahead = cuda if spec.decide_ahead == "Auto" else spec.decide_ahead == "Enabled"
     return Scheduling(

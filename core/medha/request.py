@@ -1,6 +1,6 @@
-"""Request and Slo: a few numbers, a deadline, and what follows from them.
+"""Request, SLO and QoS class.
 
-Times are seconds on the reader's own monotonic clock; only durations cross the wire.
+Times are seconds on the process's own monotonic clock; only durations are sent to other processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class SloClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A QoS class: its targets, its weight, its reserved share, and what happens when infeasible.
+    """QoS class: targets, weight and reserved share.
 
     `when_infeasible` is `refuse` (429 at once) or `relegate` (accepted without a promise).
     """
@@ -37,11 +37,11 @@ class SloClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One prompt to serve, as the scheduler sees it.
+    """Request as the scheduler sees it.
 
     `work_s` is W: predicted prefill seconds of the uncached tokens on an idle replica.
-    `ttft_deadline_s` is D, seconds after `arrival_s`. `promised` says that admission gave a promise
-    for D; `None` lets the scheduler decide on arrival.
+    `ttft_deadline_s` is D, seconds after `arrival_s`. `promised`: admission gave a promise for
+    D; `None`: the scheduler decides on arrival.
     """
 
     id: str
@@ -58,10 +58,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def due_s(self) -> float:
-        """When the first token is due."""
+        """Due time of the first token."""
         return self.arrival_s + self.ttft_deadline_s
 
     @property
     def total_tokens(self) -> int:
-        """The longest that the sequence can become."""
+        """Maximum length of the sequence."""
         return self.prompt_tokens + self.max_output_tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc
 
 from medha.batch import Batch, BatchResult, Sampled
 from medha.config import Scheduling
@@ -18,19 +18,25 @@ from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import Profile
 from medha.request import Request
-from medha.scheduling.decisions import Recorded
-from medha.scheduling.scheduler import Admitted, Completed, Scheduler
+from medha.scheduling.interface import Admitted, Completed, SchedulerInterface
+from medha.scheduling.scheduler import Scheduler
 from medha.topology import Topology
 
 TOKEN_S = 1e-4
 
 
 def shape(layers: int = 4, max_context_tokens: int = 1 << 20) -> ModelShape:
-    """A model whose head costs nothing beside its layers."""
+    """Return a model whose head costs nothing compared to its layers."""
     return ModelShape(
-        layers=layers, hidden=1024, heads=8, kv_heads=8, head_dim=128, intermediate=4096, vocab=8,
+        layers=layers,
+        hidden=1024,
+        heads=8,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=4096,
+        vocab=8,
         max_context_tokens=max_context_tokens,
-    )  # fmt: skip
+    )
 
 
 def profile(
@@ -62,39 +68,62 @@ def topology(
 
 
 def request(
-    id: str, prompt_tokens: int = 100, arrival_s: float = 0.0, *, within_s: float = 0.5,
-    output_tokens: int = 1, tpot_s: float = 0.03, promised: bool | None = None,
+    id: str,
+    prompt_tokens: int = 100,
+    arrival_s: float = 0.0,
+    *,
+    within_s: float = 0.5,
+    output_tokens: int = 1,
+    tpot_s: float = 0.03,
+    promised: bool | None = None,
     work_s: float = 0.0,
-) -> Request:  # fmt: skip
+) -> Request:
     """A request whose first token is due `within_s` after its arrival."""
     return Request(
-        id=id, arrival_s=arrival_s, prompt_tokens=prompt_tokens, max_output_tokens=output_tokens,
-        ttft_deadline_s=within_s, tpot_s=tpot_s, promised=promised, work_s=work_s,
-    )  # fmt: skip
+        id=id,
+        arrival_s=arrival_s,
+        prompt_tokens=prompt_tokens,
+        max_output_tokens=output_tokens,
+        ttft_deadline_s=within_s,
+        tpot_s=tpot_s,
+        promised=promised,
+        work_s=work_s,
+    )
 
 
 def predictor(
-    layout: Topology | None = None, *, token_s: float = TOKEN_S, key_s: float = 0.0,
-    batch_s: float = 0.0, budget_s: float = 0.1,
-) -> Predictor:  # fmt: skip
+    layout: Topology | None = None,
+    *,
+    token_s: float = TOKEN_S,
+    key_s: float = 0.0,
+    batch_s: float = 0.0,
+    budget_s: float = 0.1,
+) -> Predictor:
     """An exact predictor for the machine of `profile`."""
     machine = profile(token_s, key_s, batch_s)
     return Predictor(machine, shape(), layout or topology(), budget_s=budget_s)
 
 
 def scheduler(
-    layout: Topology | None = None, settings: Scheduling | None = None, *, pages: int = 10_000,
-    page_tokens: int = 64, max_context_tokens: int = 1 << 20, token_s: float = TOKEN_S,
-    key_s: float = 0.0, batch_s: float = 0.0, join: bool = True,
-) -> Scheduler:  # fmt: skip
+    layout: Topology | None = None,
+    settings: Scheduling | None = None,
+    *,
+    pages: int = 10_000,
+    page_tokens: int = 64,
+    max_context_tokens: int = 1 << 20,
+    token_s: float = TOKEN_S,
+    key_s: float = 0.0,
+    batch_s: float = 0.0,
+    join: bool = True,
+) -> Scheduler:
     """A scheduler whose groups 0 .. kvp_min-1 have joined at time 0 with generation 1."""
     layout, settings = layout or topology(), settings or Scheduling()
     budget_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
     times = predictor(layout, token_s=token_s, key_s=key_s, batch_s=batch_s, budget_s=budget_s)
-    made = Scheduler(layout, shape(), times, settings, pages, page_tokens, max_context_tokens)
+    built = Scheduler(layout, shape(), times, settings, pages, page_tokens, max_context_tokens)
     for group in range(layout.kvp_min if join else 0):
-        made.group_joined(group, 1, 0.0)
-    return made
+        built.group_joined(group, 1, 0.0)
+    return built
 
 
 class Driven:
@@ -105,9 +134,12 @@ class Driven:
     """
 
     def __init__(
-        self, plan: Scheduler | Recorded, *, seconds: Callable[[Batch, int], float] | None = None,
-        stops: Callable[[str, int], bool] = lambda name, count: False,
-    ) -> None:  # fmt: skip
+        self,
+        plan: SchedulerInterface,
+        *,
+        seconds: abc.Callable[[Batch, int], float] | None = None,
+        stops: abc.Callable[[str, int], bool] = lambda name, count: False,
+    ) -> None:
         self.plan, self.now = plan, 0.0
         self._lead_s = plan.settings.lead_s(plan.topology.spp)
         self.seconds = seconds or (lambda batch, stage: batch.predicted_s)
@@ -119,19 +151,19 @@ class Driven:
         self.finished: dict[str, Completed] = {}
         self.emitted: dict[int, int] = {}
         self._busy_until: dict[tuple[int, int], float] = {}
-        self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self._events: list[tuple[float, int, abc.Callable[[], object]]] = []
         self._order = 0
         self._id_of: dict[int, str] = {}
 
-    def at(self, when_s: float, act: Callable[[], object]) -> None:
+    def at(self, when_s: float, act: abc.Callable[[], object]) -> None:
         """Do something at that moment, before the next decision."""
         self._order += 1
         heapq.heappush(self._events, (when_s, self._order, act))
 
-    def submit(self, requests: Iterable[Request], hashes: Sequence[bytes] = ()) -> None:
+    def submit(self, requests: abc.Iterable[Request], hashes: abc.Sequence[bytes] = ()) -> None:
         """Let requests arrive, each at its own arrival time."""
-        for one in requests:
-            self.at(one.arrival_s, functools.partial(self._arrive, one, hashes))
+        for arriving in requests:
+            self.at(arriving.arrival_s, functools.partial(self._arrive, arriving, hashes))
 
     def run(self, until_s: float = float("inf")) -> None:
         """Go on until nothing happens any more, or until that moment."""
@@ -142,21 +174,22 @@ class Driven:
             self._decide()
 
     def in_time(self, id: str) -> bool:
-        """Whether its first token came by its deadline (a nanosecond of rounding allowed)."""
+        """Return whether the first token met its deadline (a nanosecond of rounding allowed)."""
         return self.first_s.get(id, float("inf")) <= self.requests[id].due_s + 1e-9
 
-    def _arrive(self, one: Request, hashes: Sequence[bytes]) -> None:
-        admitted = self.plan.submit(one, self.now, hashes)
-        self.admitted[one.id], self.requests[one.id] = admitted, one
-        self._id_of[admitted.seq] = one.id
+    def _arrive(self, arriving: Request, hashes: abc.Sequence[bytes]) -> None:
+        admitted = self.plan.submit(arriving, self.now, hashes)
+        self.admitted[arriving.id], self.requests[arriving.id] = admitted, arriving
+        self._id_of[admitted.seq] = arriving.id
 
     def _decide(self) -> None:
         groups = range(self.plan.topology.kvp_max)
         while True:
             free = {
-                one for one in groups
-                if self._lead_s or self._busy_until.get((one, 0), 0.0) <= self.now
-            }  # fmt: skip
+                group
+                for group in groups
+                if self._lead_s or self._busy_until.get((group, 0), 0.0) <= self.now
+            }
             batch = self.plan.next_batch(self.now, frozenset(free))
             if batch is None:
                 return
@@ -182,32 +215,32 @@ class Driven:
                 count = self.emitted[chunk.seq] = self.emitted.get(chunk.seq, 0) + 1
                 sampled.append(Sampled(chunk.seq, self.stops(name, count)))
                 self.first_s.setdefault(name, self.now)
-        for one in self.plan.complete(batch.number, BatchResult(tuple(sampled)), self.now):
-            self.finished[one.request_id] = one
+        for completed in self.plan.complete(batch.number, BatchResult(tuple(sampled)), self.now):
+            self.finished[completed.request_id] = completed
 
 
 def leftovers(plan: Scheduler) -> dict[str, object]:
-    """What an idle scheduler should not have any more; empty when everything came back.
+    """Return what an idle scheduler should no longer hold; empty if everything was freed.
 
-    Raises AssertionError when its page accounting is inconsistent.
+    Raises AssertionError if its page accounting is inconsistent.
     """
-    pool, groups = plan._pool, plan._groups
+    pool, groups = plan._state.pool, plan._state.groups
     for pages in pool.groups.values():
         pages.check()
-    found: dict[str, object] = {
+    remains: dict[str, object] = {
         "held pages": {g: p.total - p.unused for g, p in pool.groups.items() if p.unused < p.total},
         "reserved pages": {g: p.reserved for g, p in pool.groups.items() if p.reserved},
         "claimed pages": pool.claimed,
-        "waiting": [one.id for rows in groups.waiting.values() for one in rows.sequences],
-        "pending seconds": sum(groups.pending_s(group) for group in groups.generation),
-        "sequences": sorted(plan._endings.sequences),
-        "batches in flight": sorted(plan._flights.by_number),
-        "running": plan._starts.running,
-        "decodes": len(plan._decodes),
-        "decodes foreseen": plan._outlook.counted(),
+        "waiting": [sequence.id for rows in groups.running.values() for sequence in rows.sequences],
+        "pending seconds": sum(groups.queues.pending_s(group) for group in groups.running),
+        "sequences": sorted(plan._state.sequences),
+        "batches in flight": sorted(plan._state.in_flight.by_number),
+        "running": plan._admission.started_count,
+        "decodes": len(plan._state.running),
+        "decodes foreseen": plan._forecast.counted(),
         "decodes ready or away": sum(
-            len(one.chunks) + one.away + sum(one.keys.values())
-            for one in plan._decodes.cohorts.values()
+            len(decodes.chunks) + decodes.in_flight + sum(decodes.keys.values())
+            for decodes in plan._state.running.by_groups.values()
         ),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in remains.items() if value}

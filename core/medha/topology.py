@@ -1,4 +1,4 @@
-"""KVP × SPP × TP arithmetic: which rank is where, which layers it holds, which peers it has.
+"""KVP × SPP × TP arithmetic: coordinates, layers and peers of ranks.
 
 A replica is `kvp_max` KVP groups × `spp` stages × `tp` ranks; ranks are numbered group-major:
 
@@ -13,7 +13,7 @@ from medha.errors import SpecError
 
 
 class Coordinate(msgspec.Struct, frozen=True, order=True):
-    """Where a rank stands: KVP group, SPP stage, TP shard (each from 0)."""
+    """Coordinate of a rank: KVP group, SPP stage, TP shard (each from 0)."""
 
     group: int
     stage: int
@@ -38,7 +38,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def world(self) -> int:
-        """Ranks of the replica at its largest."""
+        """Ranks of the replica with all KVP groups."""
         return self.kvp_max * self.ranks_per_group
 
     def rank(self, at: Coordinate) -> int:
@@ -63,9 +63,11 @@ def stage_layers(layers: int, spp: int) -> tuple[range, ...]:
     """
     if spp > layers:
         raise SpecError(
-            "spec.parallelism.spp", spp, f"must be at most the model's {layers} layers",
+            "spec.parallelism.spp",
+            spp,
+            f"must be at most the model's {layers} layers",
             f"use 1 to {layers}",
-        )  # fmt: skip
+        )
     size, extra = divmod(layers, spp)
     bounds = [stage * size + min(stage, extra) for stage in range(spp + 1)]
     return tuple(range(bounds[i], bounds[i + 1]) for i in range(spp))
@@ -74,8 +76,8 @@ def stage_layers(layers: int, spp: int) -> tuple[range, ...]:
 def kv_heads_of(shard: int, tp: int, kv_heads: int) -> range:
     """KV heads that a TP shard holds; tp > kv_heads replicates each head tp / kv_heads times."""
     if tp <= kv_heads:
-        each = kv_heads // tp
-        return range(shard * each, (shard + 1) * each)
+        heads = kv_heads // tp
+        return range(shard * heads, (shard + 1) * heads)
     head = shard * kv_heads // tp
     return range(head, head + 1)
 
@@ -83,10 +85,14 @@ def kv_heads_of(shard: int, tp: int, kv_heads: int) -> range:
 def check_tp(tp: int, heads: int, kv_heads: int) -> None:
     """Raises SpecError unless `tp` divides heads, and divides or is a multiple of KV heads."""
     if heads % tp or (kv_heads % tp and tp % kv_heads):
-        choices = [n for n in range(1, heads + 1)
-                   if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]  # fmt: skip
+        choices = [
+            n
+            for n in range(1, heads + 1)
+            if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+        ]
         raise SpecError(
-            "spec.parallelism.tp", tp,
+            "spec.parallelism.tp",
+            tp,
             f"must divide the model's {heads} attention heads and fit its {kv_heads} KV heads",
             f"use one of {', '.join(map(str, choices))}",
-        )  # fmt: skip
+        )

@@ -1,4 +1,4 @@
-"""`python -m medha_operator`: the operator process, told everything by its environment."""
+"""`python -m medha_operator`: the operator process, configured by its environment."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 
 from medha.adapters.logs import start_logs
 from medha.errors import UserError
-from medha_operator.process import Process
+from medha_operator.app import OperatorApp
 from medha_operator.settings import Settings, from_environment
 
 
 async def serve(settings: Settings) -> None:
-    await Process(settings).serve()
+    await OperatorApp(settings).serve()
 
 
 def main() -> int:

@@ -18,12 +18,14 @@ class Flows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`namespaces` empty: all of them. `router` is the fleet address that controllers dial (empty:
-    the chart's Service in our own namespace), `worker_image` what pods run unless
-    `spec.template.image` says otherwise; times in seconds. `prometheus`: where KEDA asks for
-    metrics. `worker_flows`: what goes in and out of a replica's pods besides what they say to each
-    other; None: no NetworkPolicy is made. `scrape`: pods carry the annotations by which a
-    Prometheus without its operator finds them."""
+    """Settings of the operator; times in seconds.
+
+    `namespaces` empty means all. `router` is the fleet address that controllers dial (empty: the
+    chart's Service in the operator's namespace), `worker_image` the pods' image unless
+    `spec.template.image` is set, `prometheus` the address that KEDA queries. `worker_flows` are the
+    flows to and from a replica's pods besides those among them; None: no NetworkPolicy. `scrape`
+    adds the annotations by which a Prometheus without its operator discovers pods.
+    """
 
     namespace: str
     worker_image: str
@@ -43,15 +45,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     worker_flows: Flows | None = None
     scrape: bool = False
 
-    @property
-    def router_host(self) -> str:
-        """Name or address of all routers, whose ops ports are asked for demand."""
-        return self.fleet_address.partition("://")[2].rpartition(":")[0].strip("[]")
+    def __post_init__(self) -> None:
+        if not self.router:
+            router = f"tcp://medha-router-fleet.{self.namespace}:7800"
+            msgspec.structs.force_setattr(self, "router", router)
 
     @property
-    def fleet_address(self) -> str:
-        """Where controllers dial the routers."""
-        return self.router or f"tcp://medha-router-fleet.{self.namespace}:7800"
+    def router_host(self) -> str:
+        """Name or address of all routers; the operator polls their ops ports for demand."""
+        return self.router.partition("://")[2].rpartition(":")[0].strip("[]")
 
 
 _LISTS = frozenset({"namespaces"})
@@ -59,23 +61,23 @@ _JSON = frozenset({"worker_flows"})
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings:
-    """`MEDHA_<FIELD>` for each field; lists are separated by commas, flows are JSON. Raises
+    """Read `MEDHA_<FIELD>` for each field; lists are comma-separated, flows are JSON. Raises
     SpecError."""
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for field in msgspec.structs.fields(Settings):
         name = f"MEDHA_{field.name.upper()}"
         text = environ.get(name, "")
         if text:
-            found[field.name] = _read(field.name, name, text)
+            values[field.name] = _read(field.name, name, text)
         elif field.required:
             raise SpecError(name, "", "must be set", "set it in the operator's Deployment")
     try:
-        return msgspec.convert(found, Settings, strict=False)
+        return msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
         field_name = str(error).rpartition("$.")[2].strip("`")
         name = f"MEDHA_{field_name.upper()}"
         raise SpecError(
-            name, environ.get(name, ""), f"must fit its type ({error})", "mend its value"
+            name, environ.get(name, ""), f"must fit its type ({error})", "correct its value"
         ) from None
 
 
@@ -84,5 +86,7 @@ def _read(field: str, name: str, text: str) -> object:
         try:
             return msgspec.json.decode(text)
         except msgspec.DecodeError as error:
-            raise SpecError(name, text[:80], f"must be JSON ({error})", "mend its value") from None
+            raise SpecError(
+                name, text[:80], f"must be JSON ({error})", "correct its value"
+            ) from None
     return text.split(",") if field in _LISTS else text

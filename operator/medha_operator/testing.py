@@ -1,7 +1,7 @@
-"""For test suites: builders, and a small cluster that obeys a plan as a real one would.
+"""Builders for test suites, and a small cluster that carries out plans as a real one would.
 
-`Cluster` is a model of the world around the planner, for properties over long histories; what the
-API server itself does is tested on a real one.
+`Cluster` is a model of everything around the planner, for properties over long histories; the API
+server's own behaviour is tested on a real one.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ import msgspec
 from medha.config import CONTROLLER_OPS_PORT
 from medha.messages import GroupStatus, ReplicaStatus
 from medha.spec import MedhaReplica, parse
-from medha_operator import names
-from medha_operator.actions import (
+from medha_operator.planning.node_placement import pod_requirements
+from medha_operator.planning.planner import PlanDecision, decide
+from medha_operator.planning.resource_status import status
+from medha_operator.resources import labels as names
+from medha_operator.resources.actions import (
     Action,
     ApplyObject,
     CreatePod,
     DeleteObject,
     DeletePod,
     Drain,
-    LiftGate,
-    LookAgain,
+    RemoveSchedulingGate,
+    RequeueAt,
 )
-from medha_operator.manifests import content_hash, key
-from medha_operator.observed import (
+from medha_operator.resources.manifests import content_hash, key, replica_name
+from medha_operator.resources.views import (
     UNREACHABLE,
     NodeView,
     Observed,
+    PodTimers,
     PodView,
     ReportView,
     Taint,
 )
-from medha_operator.plan import Decision, decide
 from medha_operator.settings import Settings
-from medha_operator.since import Since
-from medha_operator.status import status
-from medha_operator.wants import want_of
 
 SETTINGS = Settings(namespace="medha", worker_image="worker:1")
 NOW_S = 1_800_000_000.0
 
 
 def resource(name: str = "tiny", generation: int = 1, **spec: Any) -> MedhaReplica:
-    """A small MedhaReplica; `spec` in the words of its YAML."""
+    """Build a small MedhaReplica; `spec` is written as in YAML."""
     plain = {
         "model": {
             "name": "m",
@@ -67,26 +67,26 @@ def resource(name: str = "tiny", generation: int = 1, **spec: Any) -> MedhaRepli
 
 
 def node(name: str, gpus: int = 8, **changes: Any) -> NodeView:
-    """A node with devices and plenty of the rest; `labels` by keyword."""
+    """Build a node with devices and plenty of the rest; `labels` by keyword."""
     labels = {"kubernetes.io/hostname": name, **changes.pop("labels", {})}
     room = {"nvidia.com/gpu": gpus, "cpu": 64_000, "memory": 1 << 40, "pods": 110}
     return NodeView(name=name, labels=labels, allocatable=room, **changes)
 
 
 def rack(name: str, nodes: int, gpus: int = 8, **changes: Any) -> tuple[NodeView, ...]:
-    """Nodes `<name>-0`, … of one rack."""
+    """Build nodes `<name>-0`, … of one rack."""
     labels = {"topology.kubernetes.io/rack": name}
-    return tuple(node(f"{name}-{each}", gpus, labels=labels, **changes) for each in range(nodes))
+    return tuple(node(f"{name}-{index}", gpus, labels=labels, **changes) for index in range(nodes))
 
 
 class Cluster:
-    """Nodes, pods and controllers; `look` is one turn of the operator, `turn` one of the rest."""
+    """Nodes, pods and controllers; `reconcile` is an operator step, `turn` one of the rest."""
 
     def __init__(
         self, resource: MedhaReplica, nodes: Iterable[NodeView], settings: Settings = SETTINGS
     ) -> None:
         self.resource, self.settings = resource, settings
-        self.nodes = {each.name: each for each in nodes}
+        self.nodes = {node.name: node for node in nodes}
         self.pods: dict[str, PodView] = {}
         self.objects: dict[tuple[str, str], str] = {}
         self.status: dict[str, Any] = {}
@@ -96,15 +96,15 @@ class Cluster:
         self.load: dict[int, int] = {}
         self.draining: set[str] = set()
         self.hung: set[str] = set()
-        """Pods, by UID, whose ranks were given up by their controller and do not come back."""
+        """UIDs of pods whose controller gave up on their ranks, which do not recover."""
         self.left: set[str] = set()
-        """Pods whose ranks were told to leave, by UID; they come back when they are wanted."""
+        """UIDs of pods whose ranks were released; they join again when they are wanted."""
         self.refused = ""
-        """Why the router does not take replicas in."""
+        """The reason why the router refuses replicas."""
         self.unseen: set[str] = set()
-        """Nodes that are there, which the operator does not know yet."""
+        """Nodes that exist and that the operator does not know yet."""
         self.done: list[Action] = []
-        self._since = Since()
+        self._timers = PodTimers()
         self._uids = itertools.count(1)
 
     # --- the operator ---------------------------------------------------------------------------
@@ -112,33 +112,34 @@ class Cluster:
     def observed(self) -> Observed:
         return Observed(
             now_s=self.now_s,
-            pods=self._since.told((self.pods[name] for name in sorted(self.pods)), self.now_s),
+            pods=self._timers.with_times(
+                (self.pods[name] for name in sorted(self.pods)), self.now_s
+            ),
             objects=dict(self.objects),
             reports=self.reports(),
-            reports_since_s=self.reports_since_s,
-            nodes=tuple(each for each in self.nodes.values() if each.name not in self.unseen),
-            previous=self.status,
+            polled_since_s=self.reports_since_s,
+            nodes=tuple(node for node in self.nodes.values() if node.name not in self.unseen),
+            previous_status=self.status,
         )
 
-    def look(self) -> Decision:
-        """Plan, carry out, write the status; returns what was decided."""
-        seen = self.observed()
-        decision = decide(self.resource, seen, self.settings)
+    def reconcile(self) -> PlanDecision:
+        """Plan, execute and write the status; returns the decision."""
+        observed = self.observed()
+        decision = decide(self.resource, observed, self.settings)
         for action in decision.actions:
-            self.carry_out(action)
-        told = status(
+            self.execute(action)
+        after = status(
             self.resource,
-            seen,
-            self.settings,
+            observed,
+            decision,
             generation=self.resource.generation,
-            decision=decision,
         )
-        self.status = msgspec.json.decode(msgspec.json.encode(told))
-        assert self.status == told
+        self.status = msgspec.json.decode(msgspec.json.encode(after))
+        assert self.status == after
         self.done += decision.actions
         return decision
 
-    def carry_out(self, action: Action) -> None:
+    def execute(self, action: Action) -> None:
         match action:
             case ApplyObject(manifest):
                 self.objects[key(manifest)] = content_hash(manifest)
@@ -146,7 +147,7 @@ class Cluster:
                 del self.objects[kind, name]
             case CreatePod(manifest):
                 self._create(manifest)
-            case LiftGate(pod, uid):
+            case RemoveSchedulingGate(pod, uid):
                 assert self.pods[pod].uid == uid
                 self.change(pod, gated=False)
             case DeletePod(pod, uid, _, grace_s, if_lost):
@@ -161,7 +162,7 @@ class Cluster:
     def _create(self, manifest: Mapping[str, Any]) -> None:
         metadata, spec = manifest["metadata"], manifest["spec"]
         name, labels = metadata["name"], metadata["labels"]
-        assert name not in self.pods, f"pod {name} is there already"
+        assert name not in self.pods, f"pod {name} exists already"
         self.pods[name] = PodView(
             name=name,
             uid=f"{name}#{next(self._uids)}",
@@ -184,7 +185,7 @@ class Cluster:
         else:
             self.change(pod, deleting=True)
 
-    # --- the rest of the world ------------------------------------------------------------------
+    # --- nodes, pods and controllers --------------------------------------------------------------
 
     def change(self, pod: str, **fields: Any) -> None:
         self.pods[pod] = msgspec.structs.replace(self.pods[pod], **fields)
@@ -193,12 +194,12 @@ class Cluster:
         self.nodes[name] = msgspec.structs.replace(self.nodes[name], **fields)
 
     def power(self, name: str, on: bool) -> None:
-        """A node dies, or comes back."""
+        """Switch a node off, or on again."""
         taints = () if on else (Taint(UNREACHABLE, effect="NoExecute"),)
         self.change_node(name, ready=on, taints=taints)
 
     def turn(self, seconds: float = 1.0) -> None:
-        """The scheduler binds, kubelets start and end pods, work gets done, time passes."""
+        """Let time pass: the scheduler binds, kubelets start and end pods, requests finish."""
         self.now_s += seconds
         for name, pod in list(self.pods.items()):
             if pod.node:
@@ -209,7 +210,7 @@ class Cluster:
             self.load[ordinal] = max(0, self.load[ordinal] - 1)
 
     def _tend(self, name: str, pod: PodView) -> None:
-        """What the kubelet of the pod's node does, while there is one."""
+        """Act as the kubelet of the pod's node, if that runs."""
         home = self.nodes.get(pod.node)
         leads = pod.group == pod.stage == 0
         if home is None or not home.ready:
@@ -230,22 +231,23 @@ class Cluster:
         home = self.nodes.get(target)
         if home is None or not home.ready or not home.schedulable:
             return False
-        there = sum(pod.node == target and pod.phase in ("Pending", "Running")
-                    for pod in self.pods.values())  # fmt: skip
+        there = sum(
+            pod.node == target and pod.phase in ("Pending", "Running") for pod in self.pods.values()
+        )
         return all(
             home.allocatable.get(name, 0) - home.used.get(name, 0) >= need * (there + 1)
-            for name, need in want_of(self.resource).requests.items()
+            for name, need in pod_requirements(self.resource).requests.items()
         )
 
     def reports(self) -> dict[int, ReportView]:
-        """What controllers of running leader pods on living nodes say."""
-        found = {}
+        """Report as the controllers of running leader pods on living nodes."""
+        reports = {}
         for pod in self.pods.values():
             alive = pod.node in self.nodes and self.nodes[pod.node].ready
             alive = alive and self.now_s >= self.reports_since_s + 2.0
             if pod.group == pod.stage == 0 and pod.phase == "Running" and pod.ip and alive:
-                found[pod.ordinal] = ReportView(status=self._report(pod), at_s=self.now_s)
-        return found
+                reports[pod.ordinal] = ReportView(status=self._report(pod), at_s=self.now_s)
+        return reports
 
     def _report(self, leader: PodView) -> ReplicaStatus:
         groups: dict[int, list[PodView]] = {}
@@ -258,7 +260,7 @@ class Cluster:
         )
         draining = leader.uid in self.draining
         return ReplicaStatus(
-            replica=names.replica_name(self.resource.name, leader.ordinal),
+            replica=replica_name(self.resource.name, leader.ordinal),
             ready=leader.ready and not draining,
             draining=draining,
             generation=sum(line.state == "running" for line in lines),
@@ -270,17 +272,17 @@ class Cluster:
             restart_groups=tuple(
                 index
                 for index in sorted(groups)
-                if any(each.uid in self.hung for each in groups[index])
+                if any(pod.uid in self.hung for pod in groups[index])
             ),
         )
 
     def _state(self, pods: list[PodView]) -> str:
-        if not pods or all(each.uid in self.left or not each.ip for each in pods):
+        if not pods or all(pod.uid in self.left or not pod.ip for pod in pods):
             return "absent"
-        return "running" if all(each.ready for each in pods) else "starting"
+        return "running" if all(pod.ready for pod in pods) else "starting"
 
     def release(self, ordinal: int, group: int) -> None:
-        """The controller lets a group go that holds nothing."""
+        """Release a group that holds nothing, as the controller does."""
         self.wanted[ordinal] = group
         for pod in self.pods.values():
             if (pod.ordinal, pod.group) == (ordinal, group):
@@ -290,20 +292,20 @@ class Cluster:
     def _leader(self, ordinal: int) -> str:
         return f"{self.resource.name}-{ordinal}-g0-s0"
 
-    # --- asked by tests -------------------------------------------------------------------------
+    # --- assertions and steps of tests -----------------------------------------------------------
 
     @property
     def places(self) -> dict[str, str]:
-        """Pod -> node."""
+        """Map pods to nodes."""
         return {name: pod.node for name, pod in sorted(self.pods.items())}
 
     def condition(self, type: str) -> dict[str, Any]:
-        found: dict[str, Any]
-        (found,) = [each for each in self.status["conditions"] if each["type"] == type]
-        return found
+        condition: dict[str, Any]
+        (condition,) = [entry for entry in self.status["conditions"] if entry["type"] == type]
+        return condition
 
     def update(self, **spec: Any) -> None:
-        """A person applies this spec."""
+        """Apply a spec as a person does."""
         self.resource = resource(generation=self.resource.generation + 1, **spec)
 
     @property
@@ -311,12 +313,12 @@ class Cluster:
         return {pod.ordinal for pod in self.pods.values()}
 
     def settle(self, turns: int = 60) -> None:
-        """Turn by turn until nothing happens any more, however long one waits."""
+        """Alternate `reconcile` and `turn` until nothing changes, back-off included."""
         for _ in range(turns):
             before = (dict(self.pods), dict(self.objects), self.status, dict(self.load))
-            actions = self.look().actions
+            actions = self.reconcile().actions
             self.turn()
-            waits = [each.at_s for each in actions if isinstance(each, LookAgain)]
+            waits = [action.at_s for action in actions if isinstance(action, RequeueAt)]
             if before != (self.pods, self.objects, self.status, self.load):
                 continue
             if not actions:

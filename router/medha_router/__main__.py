@@ -11,7 +11,7 @@ import uvloop
 from medha.adapters.logs import start_logs
 from medha.config import RouterConfig, read
 from medha.errors import UserError
-from medha_router.router import serve
+from medha_router.app import serve
 
 
 def main() -> int:

@@ -1,159 +1,213 @@
-"""The public port's routes: FastAPI, thin; every failure leaves as OpenAI's error object.
-
-Reads a body once and within bounds, lets `openai` and `slo` say what is asked, and hands it to the
-service. Nothing is decided here.
-"""
+"""The composition root of the router process: creates every part and connects them."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from typing import Any
+import pathlib
+import random
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from fastapi import FastAPI
 
-from medha.errors import MedhaError, RequestError
-from medha.messages import from_bytes
-from medha_router import faults, openai
-from medha_router.answers import AnswerResponse
-from medha_router.bodies import Bodies
-from medha_router.detokenizer import text_of
-from medha_router.keys import ApiKeys, Gate
-from medha_router.replies import Shapes, model_shape
-from medha_router.runs import Answer
+from medha.adapters.prometheus import Metrics, OpsServer, Route, Tick
+from medha.config import RouterConfig
+from medha.errors import SetupError, SpecError
+from medha.fleet.demand import DemandWindow
+from medha.messages import RouterDemand
+from medha_router import ops
+from medha_router.auth import ApiKeys
+from medha_router.models import ModelRegistry
+from medha_router.replica_client import ReplicaClient
+from medha_router.replica_link import LinkLoop, ReplicaLink, listen
+from medha_router.replicas import ReplicaTable
+from medha_router.request_table import RequestTable, RouterState
+from medha_router.retokenize import Retokenizer
+from medha_router.router_metrics import RouterMetrics
+from medha_router.routes import make_app
+from medha_router.server import DrainingServer, server_of
 from medha_router.service import Service
-from medha_router.slo import read_slo
+from medha_router.tokenization.pool import TokenizerPool
+from medha_router.tokenization.tokenizer_files import FileStore
 
-GONE = 499  # the client closed its request; nobody reads this
-
-
-def make_app(
-    service: Service, *, max_body_bytes: int, keepalive_s: float, keys: ApiKeys | None = None
-) -> FastAPI:
-    """The application of the public port; without `keys` it is open to everybody."""
-    app = FastAPI(title="Medha", docs_url=None, redoc_url=None, openapi_url=None)
-    bodies = Bodies(max_body_bytes)
-    _serve_generations(app, service, bodies, keepalive_s)
-    _serve_models(app, service)
-    _serve_tokens(app, service, bodies)
-    _serve_faults(app)
-    if keys is not None:
-        app.add_middleware(Gate, keys=keys)
-    return app
+MEASURE_S = 1.0
 
 
-def _serve_generations(app: FastAPI, service: Service, bodies: Bodies, keepalive_s: float) -> None:
-    async def generate(request: Request, chat: bool) -> Response:
-        body = await bodies.read(request)
-        ask = openai.read_chat(body) if chat else openai.read_completion(body)
-        slo = read_slo(request.headers)
-        name = service.new_id()
-        tenant = getattr(request.state, "tenant", "")
+class Router:
+    """The parts of one router, on the running event loop."""
 
-        def shapes(answer: Answer) -> Shapes:
-            return Shapes(
-                chat=chat, id=name, model=ask.model, created=answer.created,
-            )  # fmt: skip
+    def __init__(
+        self, config: RouterConfig, link: ReplicaLink, metrics: Metrics, tokens: TokenizerPool
+    ) -> None:
+        self._config = config
+        clock = time.monotonic  # the loop's own time does not advance within a turn
+        self.tick = Tick()
+        self._demand = DemandWindow()
+        self._metrics = RouterMetrics(metrics, self._demand)
+        names = None if config.learn else frozenset(model.name for model in config.models)
+        self._replicas = ReplicaTable(names, config.replica_timeout_s)
+        published = pathlib.Path(config.models_file) if config.models_file else None
+        self._models = ModelRegistry(config.models, config.forget_model_s, published)
+        self._requests = RequestTable(
+            self._models, self._replicas, self._metrics, link.send, self._changed
+        )
+        folder = pathlib.Path(config.run_dir, "tokenizers") if config.run_dir else None
+        state = RouterState(
+            f"router-{secrets.token_hex(6)}",
+            self._models,
+            self._replicas,
+            self._requests,
+            self._metrics,
+            link.send,
+            clock,
+        )
+        self._client = ReplicaClient(state, FileStore(folder), tokens)
+        generator = random.Random(secrets.randbits(256))  # faster than a system call for each id
+        self.service = Service(
+            config, state, tokens, self._demand, wall_s=time.time, draw_bits=generator.getrandbits
+        )
+        self._keys = ApiKeys(pathlib.Path(config.api_keys)) if config.api_keys else None
+        self._retokenizer = Retokenizer(state, self.service)
+        self._clock, self._measured_s = clock, float("-inf")
+        self._link = link
+        self._link_loop = LinkLoop(link, self._client, clock, self._ticked)
 
-        return AnswerResponse(
-            name,
-            ask,
-            lambda: service.begin(name, ask, slo, tenant),
-            service.cancel,
-            shapes,
-            keepalive_s,
+    def app(self) -> FastAPI:
+        """Make the application of the public port."""
+        return make_app(
+            self.service,
+            max_body_bytes=self._config.max_body_bytes,
+            keepalive_s=self._config.keepalive_s,
+            keys=self._keys,
         )
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await generate(request, True)
+    def routes(self, drain: Callable[[], None]) -> dict[str, Route]:
+        """Make the routes of the ops port."""
+        return ops.routes(asyncio.get_running_loop(), self.page, self.demand, drain)
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await generate(request, False)
+    def page(self) -> dict[str, object]:
+        return ops.queue_page(self._models, self._replicas, self._clock())
 
+    def demand(self) -> RouterDemand:
+        return ops.demand_page(self._models, self._replicas, self._demand, self._clock())
 
-def _serve_models(app: FastAPI, service: Service) -> None:
-    def shape(name: str) -> dict[str, Any]:
-        model = service.model(name)
-        return model_shape(name, service.started, model.max_context_tokens)
+    def start(self) -> None:
+        self._link_loop.start()
 
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return _json({"object": "list", "data": [shape(name) for name in sorted(service.models)]})
+    async def stop(self) -> None:
+        await self._link_loop.stop()
+        await self._retokenizer.stop()
+        await self._client.settled()
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        return _json(shape(name))
+    def _changed(self) -> None:
+        self._link_loop.changed()
 
+    def _ticked(self) -> None:
+        """Prove liveness and expire requests; every MEASURE_S also refresh files and gauges."""
+        self.tick()
+        self._retokenizer.tick()
+        now = self._clock()
+        self._requests.expire(now, self._config.queue_timeout_s, self._config.no_replica_timeout_s)
+        if now - self._measured_s >= MEASURE_S:
+            self._measured_s = now
+            if self._keys is not None:
+                self._keys.refresh()
+            self._measure(now)
+            self._models.refresh()
+            self._models.forget(frozenset(replica.hello.model for replica in self._replicas), now)
+            self._demand.forget(self._models)
 
-def _serve_tokens(app: FastAPI, service: Service, bodies: Bodies) -> None:
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = openai.read_body(await bodies.read(request), openai.TokenizeBody)
-        chat = bool(bytes(body.messages))
-        if chat == bool(bytes(body.prompt)):
-            raise RequestError(
-                "give either prompt or messages", code="invalid_value", param="prompt"
+    def _measure(self, now: float) -> None:
+        rejected, self._link.rejected = self._link.rejected, 0
+        self._metrics.rejected(rejected)
+        for name, model in self._models.items():
+            replicas = self._replicas.of(name)
+            draining = sum(replica.draining for replica in replicas)
+            serving = sum(replica.open for replica in replicas)
+            running = sum(len(replica.sent) for replica in replicas)
+            self._metrics.queue(name, model.dispatcher.waiting(now), running, now)
+            self._metrics.replicas(
+                name, serving=serving, draining=draining, joining=len(replicas) - serving - draining
             )
-        prompt, model = await service.encode(
-            body.model,
-            chat=chat,
-            raw=bytes(body.messages if chat else body.prompt),
-            special=body.add_special_tokens is not False,
-            opening=body.add_generation_prompt is not False,
+
+
+class RunningRouter(msgspec.Struct, frozen=True):
+    """A router with open ports: its addresses and servers."""
+
+    router: Router
+    server: DrainingServer
+    public: socket.socket
+    ops_port: int
+    fleet_address: str
+
+    @property
+    def url(self) -> str:
+        host, port = self.public.getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    async def serve(self) -> None:
+        """Serve until a signal or a drain request, and until all requests have ended."""
+        await self.server.serve(sockets=[self.public])
+
+
+@contextlib.asynccontextmanager
+async def opened(config: RouterConfig, tokens: TokenizerPool) -> AsyncIterator[RunningRouter]:
+    """Open a router with all its ports on the running loop. Raises SetupError and SpecError."""
+    if not config.models and not config.learn:
+        raise SpecError(
+            "models",
+            "empty",
+            "must name a model where `learn` is false",
+            "name one, or let the router learn models from its replicas",
         )
-        return _json({
-            "count": prompt.length,
-            "max_model_len": model.max_context_tokens,
-            "tokens": from_bytes(prompt.tokens).tolist(),
-        })  # fmt: skip
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        body = openai.read_body(await bodies.read(request), openai.DetokenizeBody)
-        vocabulary = await service.vocabulary(body.model)
-        wrong = [token for token in body.tokens if not 0 <= token < vocabulary.size]
-        if wrong:
-            raise RequestError(
-                f"tokens holds {wrong[0]}: this model's vocabulary has {vocabulary.size} tokens",
-                code="invalid_value", param="tokens",
-            )  # fmt: skip
-        return _json({"prompt": text_of(vocabulary, body.tokens)})
-
-
-def _serve_faults(app: FastAPI) -> None:
-    @app.exception_handler(MedhaError)
-    async def known(request: Request, error: Exception) -> Response:
-        return faults.response(faults.fault_of(error))
-
-    @app.exception_handler(ClientDisconnect)
-    async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=GONE)
-
-    @app.exception_handler(HTTPException)
-    async def routing(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        headers = dict(getattr(error, "headers", None) or {})
-        path, method = request.url.path[:80], request.method[:20]
-        if status == 404:
-            fault = faults.plain(404, f"there is no {path} here", code="not_found")
-        elif status == 405:
-            fault = faults.plain(
-                405, f"{method} is not allowed on {path}; use {headers.get('Allow', 'another')}",
-                code="method_not_allowed", headers=headers,
-            )  # fmt: skip
-        else:
-            fault = faults.plain(status, "the request cannot be served", headers=headers)
-        return faults.response(fault)
-
-    @app.exception_handler(Exception)
-    async def unknown(request: Request, error: Exception) -> Response:
-        logging.getLogger("medha.router").error("a route failed", exc_info=error)
-        return faults.response(faults.fault_of(error))
+    with contextlib.ExitStack() as stack:
+        public = _bound(config.host, config.port)
+        stack.callback(public.close)
+        link = listen(config)
+        stack.callback(link.close)
+        metrics = Metrics("router")
+        router = Router(config, link, metrics, tokens)
+        service = router.service
+        server = server_of(router.app(), service.drain, lambda: service.live == 0)
+        ops_server = OpsServer(
+            config.host,
+            config.ops_port,
+            metrics,
+            alive=router.tick.alive,
+            ready=lambda: service.ready,
+            routes=router.routes(server.finish),
+        )
+        stack.callback(ops_server.close)
+        router.start()
+        try:
+            yield RunningRouter(router, server, public, ops_server.port, link.address)
+        finally:
+            for task in (tasks := list(server.server_state.tasks)):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await router.stop()
 
 
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+async def serve(config: RouterConfig) -> None:
+    """Run one router until it has drained. Raises SetupError."""
+    tokens = TokenizerPool(config.tokenizer_workers)
+    with contextlib.closing(tokens):
+        async with opened(config, tokens) as router:
+            logging.getLogger("medha.router").info(
+                "serving", extra={"fields": {"url": router.url, "fleet": router.fleet_address}}
+            )
+            await router.serve()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=2048)
+    except OSError as error:
+        raise SetupError(
+            f"port {host}:{port} cannot be opened ({error.strerror}): free it or choose another"
+        ) from None

@@ -1,38 +1,111 @@
-"""A model as this router serves it: its classes and limits, and the editions that serve it.
+"""The models that a router serves, and their versions.
 
-Decides when a model may be asked (`ready`), by which of its editions, and what its name, class and
-context limit mean for a request.
+    ModelRegistry   every served model: from the config, the operator's file, or its replicas
+    ServedModel     one model: QoS classes, limits, dispatcher, versions
+    ModelVersion    replicas that can continue each other's requests
+
+A rolling update may bring replicas with other weights, another tokenizer or another page size. Both
+versions serve until it ends. A request belongs to one version and only its replicas serve it. While
+the request has no token yet, it may change to another version (see `retokenize`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import logging
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from medha import prefix
 from medha.config import RouterModel
 from medha.errors import Refusal, RequestError
+from medha.fleet.dispatcher import Dispatcher
+from medha.fleet.prefix_index import salt_of
+from medha.messages import Hello
 from medha.request import SloClass
-from medha_router.dispatch import Dispatch
-from medha_router.editions import Edition
-from medha_router.encoding import Prompt
-from medha_router.fleet import Replica
-from medha_router.slo import SloAsk
+from medha_router.generation import Generation
+from medha_router.protocol import SloOverride
+from medha_router.replicas import FILES, ConnectedReplica
+from medha_router.tokenization.detokenizer import Vocabulary
+from medha_router.tokenization.wire import Encode, Prompt, TokenizerFiles
+
+
+class ModelVersion:
+    """Replicas of a model with the same weights, tokenizer and pages.
+
+    `hello` is the latest of its replicas. `vocabulary` is None until the tokenizer has loaded;
+    `broken` holds the error if it cannot. `open` are the replicas that take new requests.
+    """
+
+    def __init__(self, key: str, hello: Hello, sequence: int) -> None:
+        self.key, self.hello, self.sequence = key, hello, sequence
+        self.broken = ""
+        self.vocabulary: Vocabulary | None = None
+        self.open: tuple[ConnectedReplica, ...] = ()
+        self.closed_s = float("-inf")
+
+    @property
+    def tokenizer_key(self) -> str:
+        """The hashes of its tokenizer files, joined."""
+        return ":".join(self.hello.files.get(name, "") for name in FILES)
+
+    @property
+    def sent(self) -> int:
+        """Number of this router's requests that its open replicas serve."""
+        return sum(len(replica.sent) for replica in self.open)
+
+    def files(self, data: dict[str, bytes]) -> TokenizerFiles:
+        """Return the tokenizer files, given file contents by name."""
+        tokenizer, config, template = (data.get(name, b"") for name in FILES)
+        return TokenizerFiles(
+            key=self.tokenizer_key, tokenizer=tokenizer, config=config, template=template
+        )
+
+    def set_open(self, replicas: tuple[ConnectedReplica, ...], now: float) -> None:
+        """Set the replicas that take new requests: none before the tokenizer has loaded."""
+        was_open = bool(self.open)
+        self.open = replicas if self.vocabulary is not None else ()
+        if was_open and not self.open:
+            self.closed_s = now
+
+    def encode_job(
+        self,
+        *,
+        chat: bool,
+        raw: bytes,
+        salt: bytes,
+        texts: bool = False,
+        special: bool = True,
+        generation_prompt: bool = True,
+    ) -> Encode:
+        """Return the tokenizer job for a prompt of this version."""
+        return Encode(
+            key=self.tokenizer_key,
+            chat=chat,
+            raw=raw,
+            page_tokens=self.hello.page_tokens,
+            salt=salt,
+            add_special_tokens=special,
+            generation_prompt=generation_prompt,
+            texts=texts,
+        )
 
 
 class ServedModel:
-    """One model: `dispatch` holds its queue, `editions` its versions; usually it has one."""
+    """A model with its versions. `dispatcher` holds its queue; `versions` usually has one entry.
+
+    `ready_changed_s` is the last time that the model became ready, or stopped being so.
+    """
 
     def __init__(self, config: RouterModel) -> None:
         self.config = config
-        self.classes = {each.name: each for each in config.classes}
-        self.dispatch = Dispatch(config.classes)
-        self.editions: dict[str, Edition] = {}
-        self._births = 0
+        self.classes = {slo_class.name: slo_class for slo_class in config.classes}
+        self.dispatcher: Dispatcher[Generation] = Dispatcher(config.classes)
+        self.versions: dict[str, ModelVersion] = {}
+        self._last_sequence = 0
         self.unservable = ""
-        self.turned_s = float("-inf")  # when it became ready, or stopped to be
+        self.ready_changed_s = float("-inf")
         self._open = asyncio.Event()
 
     @property
@@ -41,75 +114,78 @@ class ServedModel:
 
     @property
     def max_context_tokens(self) -> int:
-        """The router's limit, or the replicas' where that is lower."""
+        """The lowest limit of the router's config and of the replicas."""
         limits = [self.config.max_context_tokens]
-        limits += [each.max_context_tokens for each in self.dispatch.standings]
+        limits += [estimate.max_context_tokens for estimate in self.dispatcher.estimates]
         return min(limits)
 
     def adopt(self, config: RouterModel, at_least: int) -> None:
-        """Other classes, and a limit that is no lower than `at_least` on the router's side."""
+        """Replace classes and context limit; the configured limit is at least `at_least`."""
         limit = max(config.max_context_tokens, at_least)
         self.config = msgspec.structs.replace(config, max_context_tokens=limit)
-        self.classes = {each.name: each for each in config.classes}
-        self.dispatch.reclass(config.classes)
+        self.classes = {slo_class.name: slo_class for slo_class in config.classes}
+        self.dispatcher.set_classes(config.classes)
 
-    def met(self, replica: Replica) -> Edition:
-        """The edition of a replica that was taken in."""
-        edition = self.editions.get(replica.edition)
-        if edition is None:
-            self._births += 1
-            edition = Edition(replica.edition, replica.hello, self._births)
-            self.editions[edition.key] = edition
-        edition.hello = replica.hello
-        return edition
+    def version_for(self, replica: ConnectedReplica) -> ModelVersion:
+        """Return the version of a registered replica; create it if it is new."""
+        version = self.versions.get(replica.version)
+        if version is None:
+            self._last_sequence += 1
+            version = ModelVersion(replica.version, replica.hello, self._last_sequence)
+            self.versions[version.key] = version
+        version.hello = replica.hello
+        return version
 
-    def opened(self, replicas: Iterable[Replica], now: float) -> None:
-        """These are its replicas: some may take requests now, or none may any more."""
-        serving: dict[str, list[Replica]] = {}
+    def update_replicas(self, replicas: Iterable[ConnectedReplica], now: float) -> None:
+        """Update which versions and replicas take requests; drop versions without replicas."""
+        serving: dict[str, list[ConnectedReplica]] = {}
         for replica in replicas:
-            serving.setdefault(replica.edition, []).extend([replica] if replica.open else [])
-        for key, edition in list(self.editions.items()):
-            edition.serves(tuple(serving.get(key, ())), now)
-            left = serving and key not in serving and not self.dispatch.waits_for(key)
-            if left and not edition.broken:
-                del self.editions[key]
-        opens = any(edition.open for edition in self.editions.values())
+            serving.setdefault(replica.version, []).extend([replica] if replica.open else [])
+        for key, version in list(self.versions.items()):
+            version.set_open(tuple(serving.get(key, ())), now)
+            unused = serving and key not in serving and not self.dispatcher.waiting_for(key)
+            if unused and not version.broken:
+                del self.versions[key]
+        opens = any(version.open for version in self.versions.values())
         if opens != self.ready:
-            self.turned_s = now
+            self.ready_changed_s = now
         if opens:
             self._open.set()
         else:
             self._open.clear()
 
-    def serves(self, edition: str) -> bool:
-        """A replica of this edition may take requests."""
-        return edition in self.editions and bool(self.editions[edition].open)
+    def serves(self, version: str) -> bool:
+        """Return True if a replica of this version takes requests."""
+        return version in self.versions and bool(self.versions[version].open)
 
-    def edition(self) -> Edition:
-        """The edition for a new request: the one with the fewest requests per open replica, of
-        equals the latest. Raises Refusal when none is open."""
-        able = [each for each in self.editions.values() if each.open]
-        if not able:
+    def choose_version(self) -> ModelVersion:
+        """Choose the version for a new request; raises Refusal if none is open.
+
+        It is the version with the fewest requests per open replica; of equals, the latest.
+        """
+        candidates = [version for version in self.versions.values() if version.open]
+        if not candidates:
             raise Refusal("no_replica", "the replicas of this model are gone: retry later")
-        if len(able) == 1:
-            return able[0]
+        if len(candidates) == 1:
+            return candidates[0]
         return min(
-            able,
-            key=lambda each: (
-                (self.dispatch.waits_for(each.key) + each.sent) / len(each.open), -each.birth,
+            candidates,
+            key=lambda version: (
+                (self.dispatcher.waiting_for(version.key) + version.sent) / len(version.open),
+                -version.sequence,
             ),
-        )  # fmt: skip
+        )
 
     @property
     def ready(self) -> bool:
         return self._open.is_set()
 
     def patience_s(self, no_replica_timeout_s: float) -> float:
-        """How long requests wait for a replica: longer where the first one is brought for them."""
+        """Return how long requests wait for a replica: longer if the operator starts one."""
         return no_replica_timeout_s if self.ready else max(no_replica_timeout_s, self.config.hold_s)
 
     async def wait_open(self, timeout_s: float) -> None:
-        """Hold until a replica serves; raises Refusal when none did in time."""
+        """Wait until a replica serves; raises Refusal after `timeout_s`."""
         if self._open.is_set():
             return
         try:
@@ -123,33 +199,149 @@ class ServedModel:
                 retry_after_s=5.0,
             ) from None
 
-    def slo_class(self, ask: SloAsk) -> SloClass:
-        """The class of a request; raises RequestError when there is none of that name."""
-        name = ask.slo_class or self.config.default_class
+    def slo_class(self, slo: SloOverride) -> SloClass:
+        """Return the QoS class of a request; raises RequestError if the name is unknown."""
+        name = slo.slo_class or self.config.default_class
         if name not in self.classes:
             raise RequestError(
                 f"x-medha-class is {name[:80]!r}: this model has {', '.join(sorted(self.classes))}",
-                code="unknown_class", param="x-medha-class",
-            )  # fmt: skip
+                code="unknown_class",
+                param="x-medha-class",
+            )
         return self.classes[name]
 
     def salt(self, tenant: str) -> bytes:
-        return prefix.salt_of(self.name, tenant)
+        return salt_of(self.name, tenant)
 
-    def output_tokens(self, prompt: Prompt, asked: int | None, default: int, chat: bool) -> int:
-        """How many tokens may follow `prompt`; raises RequestError when the context overflows."""
+    def output_tokens(self, prompt: Prompt, requested: int | None, default: int, chat: bool) -> int:
+        """Return the limit of output tokens; raises RequestError if the context is too short."""
         limit, length = self.max_context_tokens, prompt.length
         where = "messages" if chat else "prompt"
         if length == 0:
             raise RequestError(
-                f"{where} makes no token: send some text", code="invalid_value", param=where
+                f"{where} has no tokens: send some text", code="invalid_value", param=where
             )
-        wanted = asked if asked is not None else 1
+        wanted = requested if requested is not None else 1
         if length + wanted > limit:
             raise RequestError(
                 f"This model's maximum context length is {limit} tokens. However, you requested "
                 f"{length + wanted} tokens ({length} in the {where}, {wanted} in the completion). "
                 f"Please reduce the length of the {where} or completion.",
-                code="context_length_exceeded", param=where,
-            )  # fmt: skip
-        return wanted if asked is not None else min(limit - length, default)
+                code="context_length_exceeded",
+                param=where,
+            )
+        return wanted if requested is not None else min(limit - length, default)
+
+
+class ModelRegistry(Mapping[str, ServedModel]):
+    """Every served model by name.
+
+    A router that learns takes name, context limit and classes of a model from the Hello of its
+    replicas. The latest Hello decides, as a rolling update may change the classes; the context
+    limit is the lowest of the serving replicas. A learned model is forgotten `forget_s` after its
+    last replica left.
+
+    The operator publishes `file`, which may not exist yet: models without replicas that get one on
+    the first request. `hold_s`, the time that requests wait for it, always comes from the file. The
+    other fields of the file hold only while the model has no replica.
+    """
+
+    def __init__(
+        self, configured: Iterable[RouterModel], forget_s: float, file: pathlib.Path | None = None
+    ) -> None:
+        self._models = {model.name: ServedModel(model) for model in configured}
+        self._configured = frozenset(self._models)
+        self._forget_s = forget_s
+        self._left_s: dict[str, float] = {}
+        self._log = logging.getLogger("medha.router")
+        self._file, self._file_version = file, (0, 0, 0)
+        self._published: dict[str, RouterModel] = {}
+        self.refresh()
+
+    def __getitem__(self, name: str) -> ServedModel:
+        return self._models[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def learn(self, hello: Hello, others: bool) -> None:
+        """Learn the model of a new replica; `others` is True if it has more replicas."""
+        if hello.model in self._configured:
+            return
+        learned = learned_model(hello, self._hold_s(hello.model))
+        model = self._models.get(hello.model)
+        if model is None:
+            self._models[hello.model] = ServedModel(learned)
+            self._log.info("serving %s from now on", hello.model)
+            return
+        if others and learned.classes != model.config.classes:
+            self._log.warning(
+                "replica %s changes the classes of %s to %s: the latest Hello decides",
+                hello.replica,
+                hello.model,
+                ", ".join(slo_class.name for slo_class in learned.classes),
+            )
+        model.adopt(learned, at_least=model.config.max_context_tokens if others else 0)
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed; an invalid file changes nothing."""
+        if self._file is None:
+            return
+        try:
+            status = self._file.stat()
+            version = status.st_mtime_ns, status.st_ino, status.st_size
+            if version == self._file_version:
+                return
+            self._file_version = version
+            models = msgspec.json.decode(self._file.read_bytes(), type=tuple[RouterModel, ...])
+        except FileNotFoundError:
+            return  # not published yet
+        except (OSError, msgspec.MsgspecError) as error:
+            self._log.error("kept the former models of %s: %s", self._file, error)
+            return
+        self._published = {
+            model.name: model for model in models if model.name not in self._configured
+        }
+        for name, published in self._published.items():
+            if name not in self._models:
+                self._models[name] = ServedModel(published)
+                self._log.info("serving %s from now on, as published", name)
+        for name, model in self._models.items():
+            if name not in self._configured:
+                model.config = msgspec.structs.replace(model.config, hold_s=self._hold_s(name))
+
+    def forget(self, served: frozenset[str], now: float) -> None:
+        """Forget learned models that had no replica for `forget_s`; `served` have replicas.
+
+        A published model without replicas gets the configuration of the file again.
+        """
+        for name in [name for name in self._models if name not in self._configured]:
+            model, published = self._models[name], self._published.get(name)
+            if published is not None and name not in served and model.config != published:
+                model.adopt(published, at_least=0)
+            if name in served or published is not None or len(model.dispatcher):
+                self._left_s.pop(name, None)
+            elif now - self._left_s.setdefault(name, now) > self._forget_s:
+                del self._models[name], self._left_s[name]
+                self._log.info("stopped serving %s: no replica came back", name)
+
+    def _hold_s(self, name: str) -> float:
+        """Return how long requests wait for a first replica, from the file."""
+        published = self._published.get(name)
+        return published.hold_s if published is not None else 0.0
+
+
+def learned_model(hello: Hello, hold_s: float) -> RouterModel:
+    """Return the model as a replica describes it."""
+    classes = hello.classes or (SloClass(),)
+    names = [slo_class.name for slo_class in classes]
+    return RouterModel(
+        name=hello.model,
+        max_context_tokens=hello.max_context_tokens,
+        classes=classes,
+        default_class="default" if "default" in names else names[0],
+        hold_s=hold_s,
+    )

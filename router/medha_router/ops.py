@@ -1,7 +1,7 @@
-"""What the ops port tells of this router: who waits and why, and the drain.
+"""Routes of the router's ops port: waiting requests, demand, drain.
 
-Routes run on the ops server's threads; they ask the event loop for a snapshot and say so when it
-does not answer in time.
+They run on the threads of the ops server and take snapshots on the event loop. If the loop does not
+respond in time, the status is 503.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any, TypeVar
 import msgspec
 
 from medha.adapters.prometheus import Reply, Route, json_reply
-from medha.demand import WINDOW_S, Demand
+from medha.fleet.demand import WINDOW_S, DemandWindow
+from medha.fleet.request_queue import QueuedRequest
 from medha.messages import RouterDemand
-from medha.scheduling.queue import Queued
-from medha_router.fleet import Fleet
-from medha_router.metering import queued_slack
+from medha_router.generation import Generation
 from medha_router.models import ServedModel
-from medha_router.runs import Run
+from medha_router.replicas import ReplicaTable
+from medha_router.router_metrics import queued_slack
 
 SNAPSHOT_S = 2.0
-SHOWN = 1000
+MAX_LISTED = 1000
 
 T = TypeVar("T")
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that waits; times in seconds, `slack_ratio` relative to its work."""
+class WaitingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A waiting request as JSON. `slack_ratio` is slack divided by work."""
 
     id: str
     age_s: float
@@ -44,70 +44,77 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-def queue_page(models: Mapping[str, ServedModel], fleet: Fleet, now: float) -> dict[str, Any]:
-    """`/debug/queue`: every model's waiting requests, most urgent first, and its replicas."""
+def queue_page(
+    models: Mapping[str, ServedModel], replicas: ReplicaTable, now: float
+) -> dict[str, Any]:
+    """Return `/debug/queue`: waiting requests of each model by urgency, and its replicas."""
     page: dict[str, Any] = {}
     for name, model in models.items():
-        items = model.dispatch.waiting(now)
+        items = model.dispatcher.waiting(now)
         page[name] = {
             "open": model.ready,
             "waiting": len(items),
-            "cached_pages": model.dispatch.cached_pages,
+            "cached_pages": model.dispatcher.cached_pages,
             "requests": [
-                _waiting(item, run, now)
-                for item in items[:SHOWN]
-                if (run := model.dispatch.run(item.id)) is not None
+                _waiting(item, generation, now)
+                for item in items[:MAX_LISTED]
+                if (generation := model.dispatcher.get(item.id)) is not None
             ],
             "replicas": [
                 {
                     "name": replica.name,
-                    "open": replica.open and model.serves(replica.edition),
+                    "open": replica.open and model.serves(replica.version),
                     "draining": replica.draining,
                     "running": len(replica.sent),
                     "load": replica.load,
                 }
-                for replica in fleet.of(name)
+                for replica in replicas.of(name)
             ],
         }
     return page
 
 
 def demand_page(
-    models: Mapping[str, ServedModel], fleet: Fleet, demand: Demand, now: float
+    models: Mapping[str, ServedModel], replicas: ReplicaTable, demand: DemandWindow, now: float
 ) -> RouterDemand:
-    """`/demand`: what clients wanted of each model lately."""
-    found = []
+    """Return `/demand`: recent demand for each model."""
+    demands = []
     for name, model in models.items():
-        items = model.dispatch.waiting(now)
-        found.append(
+        items = model.dispatcher.waiting(now)
+        demands.append(
             demand.of(
-                name, now, backlog_s=sum(item.work_s for item in items), waiting=len(items),
-                running=sum(len(replica.sent) for replica in fleet.of(name)),
+                name,
+                now,
+                backlog_s=sum(item.work_s for item in items),
+                waiting=len(items),
+                running=sum(len(replica.sent) for replica in replicas.of(name)),
                 stranded=0 if model.ready else len(items),
             )
-        )  # fmt: skip
-    return RouterDemand(window_s=WINDOW_S, models=tuple(found))
+        )
+    return RouterDemand(window_s=WINDOW_S, models=tuple(demands))
 
 
 def routes(
-    loop: asyncio.AbstractEventLoop, page: Callable[[], dict[str, Any]],
-    demand: Callable[[], RouterDemand], drain: Callable[[], None],
-) -> dict[str, Route]:  # fmt: skip
-    """The routes that a router adds to its ops port."""
+    loop: asyncio.AbstractEventLoop,
+    page: Callable[[], dict[str, Any]],
+    demand: Callable[[], RouterDemand],
+    drain: Callable[[], None],
+) -> dict[str, Route]:
+    """Make the routes that a router adds to its ops port."""
 
     async def snapshot() -> dict[str, Any]:
         return page()
 
-    async def demanded() -> RouterDemand:
+    async def demand_snapshot() -> RouterDemand:
         return demand()
 
     def debug_queue() -> Reply:
-        found = _on_loop(loop, snapshot())
-        return json_reply(found) if found is not None else _silent()
+        queue = _on_loop(loop, snapshot())
+        return json_reply(queue) if queue is not None else _unresponsive()
 
     def show_demand() -> Reply:
-        found = _on_loop(loop, demanded())
-        return json_reply(found) if found is not None else _silent()
+        demand = _on_loop(loop, demand_snapshot())
+        return json_reply(demand) if demand is not None else _unresponsive()
 
     def start_drain() -> Reply:
         loop.call_soon_threadsafe(drain)
@@ -121,7 +128,7 @@ def routes(
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of a coroutine on the loop; None when the loop does not answer in time."""
+    """Run a coroutine on the loop and return its result; None after SNAPSHOT_S."""
     future = asyncio.run_coroutine_threadsafe(work, loop)
     try:
         return future.result(SNAPSHOT_S)
@@ -130,12 +137,12 @@ def _on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T
         return None
 
 
-def _silent() -> Reply:
-    return Reply(b"the event loop does not answer; see /healthz\n", 503)
+def _unresponsive() -> Reply:
+    return Reply(b"the event loop does not respond; see /healthz\n", 503)
 
 
-def _waiting(item: Queued, run: Run, now: float) -> Waiting:
-    return Waiting(
+def _waiting(item: QueuedRequest, generation: Generation, now: float) -> WaitingRequest:
+    return WaitingRequest(
         id=item.id,
         age_s=now - item.arrival_s,
         due_in_s=item.due_s - now,
@@ -143,18 +150,18 @@ def _waiting(item: Queued, run: Run, now: float) -> Waiting:
         slack_s=item.due_s - now - item.work_s,
         slack_ratio=queued_slack(item, now),
         promised=item.promised,
-        slo_class=run.request.slo_class,
-        prompt_tokens=run.request.prompt_tokens,
+        slo_class=generation.request.slo_class,
+        prompt_tokens=generation.request.prompt_tokens,
         replica=item.replica,
-        why=_why(item, run),
+        why=_reason(item, generation),
     )
 
 
-def _why(item: Queued, run: Run) -> str:
-    if run.moves:
-        return "its replica was lost; waits for another"
+def _reason(item: QueuedRequest, generation: Generation) -> str:
+    if generation.moves:
+        return "lost its replica; waits for another"
     if not item.replica:
-        return "no replica has room for it before its deadline"
+        return "no replica has room before its deadline"
     if item.promised:
         return f"promised on {item.replica}; waits for its grant"
-    return f"without a promise; placed on {item.replica}, behind what was promised"
+    return f"without a promise; placed on {item.replica}, behind promised requests"

@@ -21,7 +21,7 @@ def front() -> Iterator[Front]:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, Curve]:
-    """A router's keys, those of a controller that it lets in, and those of a stranger."""
+    """Keys of a router, of a controller that it admits, and of a stranger."""
     names = ("router", "friend", "stranger")
     public = {name: write_keys(tmp_path / f"{name}.secret") for name in names}
     for name in names:

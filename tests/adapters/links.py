@@ -9,7 +9,7 @@ from medha.adapters.sockets import Dialer, Listener
 from medha.config import Curve
 from medha.messages import Codec, LoadReport, RouterMessage, Welcome
 from medha.messages.fields import Load
-from medha.messages.fleet import ReplicaMessage
+from medha.messages.routing import ReplicaMessage
 
 Front = Listener[RouterMessage, ReplicaMessage]
 Back = Dialer[ReplicaMessage, RouterMessage]

@@ -1,4 +1,4 @@
-"""A listener tells whose connection has ended, and is not kept busy by those who never spoke."""
+"""A listener reports ended connections, and silent strangers do not keep it busy."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ from medha.config import Curve
 
 
 def next_closed(front: Front) -> tuple[bytes, ...]:
-    """Whose connections have ended, as soon as one has."""
+    """Wait until a connection has ended; return the peers."""
     end = time.monotonic() + 20.0
-    while not (told := front.closed()):
+    while not (peers := front.closed()):
         assert time.monotonic() < end, "no connection has ended"
         time.sleep(0.005)
-    return told
+    return peers
 
 
 @pytest.mark.parametrize("kind", ["tcp", "ipc", "curve"])
-def test_the_end_of_a_connection_is_told_once_its_last_words_are_read(
+def test_an_ended_connection_is_reported_once_its_messages_are_read(
     kind: str, tmp_path: Path, keys: dict[str, Curve]
 ) -> None:
     bind = f"ipc://{tmp_path}/x.sock" if kind == "ipc" else "tcp://127.0.0.1:0"
     mine, theirs = (keys["router"], keys["friend"]) if kind == "curve" else (None, None)
-    with closing(listen(bind, mine)) as front, closing(dial(front.address, b"two", theirs)) as two:
-        with closing(dial(front.address, curve=theirs)) as one:
-            exchange(front, one)
+    with (
+        closing(listen(bind, mine)) as front,
+        closing(dial(front.address, b"two", theirs)) as second,
+    ):
+        with closing(dial(front.address, curve=theirs)) as first:
+            exchange(front, first)
             assert front.closed() == ()
-            assert one.send(REPORT)
+            assert first.send(REPORT)
             until(lambda: front._socket.poll(0))
-        assert two.send(REPORT)
-        assert front.closed() == ()  # it has said something that was not received yet
+        assert second.send(REPORT)
+        assert front.closed() == ()  # a message of the peer was not received yet
         assert {front.receive(5.0), front.receive(5.0)} == {(b"one", REPORT), (b"two", REPORT)}
         assert next_closed(front) == (b"one",)
         assert front.closed() == ()
@@ -44,7 +47,7 @@ def test_the_end_of_a_connection_is_told_once_its_last_words_are_read(
         assert next_closed(front) == (b"one",)
 
 
-def test_a_thousand_strangers_who_come_and_go_block_nobody(front: Front) -> None:
+def test_a_thousand_strangers_that_disconnect_block_no_peer(front: Front) -> None:
     host, port = front.address.removeprefix("tcp://").split(":")
     for _ in range(1000):
         with socket.create_connection((host, int(port))) as stranger:

@@ -1,4 +1,4 @@
-"""The ops port tells the truth about a process, whatever the process is busy with."""
+"""The ops port shows the true state of a process, even while the process is busy."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ STATUS = ReplicaStatus(
 
 def samples(metrics: Metrics) -> dict[str, float]:
     """Every sample as `name{label="value"}` -> value."""
-    found = {}
+    values = {}
     for family in text_string_to_metric_families(metrics.text().decode()):
         for sample in family.samples:
             labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
-            found[f"{sample.name}{{{labels}}}"] = sample.value
-    return found
+            values[f"{sample.name}{{{labels}}}"] = sample.value
+    return values
 
 
 def broken() -> Reply:
@@ -63,15 +63,15 @@ def server() -> Iterator[OpsServer]:
             ready=lambda: False,
             routes=routes,
         )
-    ) as made:
-        yield made
+    ) as ops_server:
+        yield ops_server
 
 
 def get(server: OpsServer, path: str) -> httpx.Response:
     return httpx.get(f"http://127.0.0.1:{server.port}{path}", timeout=5, trust_env=False)
 
 
-def test_health_and_readiness_are_told_apart(server: OpsServer) -> None:
+def test_health_and_readiness_are_separate(server: OpsServer) -> None:
     assert get(server, "/healthz").status_code == 200
     assert get(server, "/readyz").status_code == 503
 
@@ -130,24 +130,24 @@ def test_the_metrics_page_shows_what_was_measured() -> None:
     metrics.observe("medha_request_ttft_seconds", 0.2, "m", "interactive", "1k")
     metrics.add("medha_promises_total", 2, "m", "interactive", "given")
     metrics.set("medha_queue_requests", 7, "m")
-    found = samples(metrics)
+    values = samples(metrics)
     labels = 'class="interactive",length="1k",model="m"'
-    assert found[f"medha_request_ttft_seconds_count{{{labels}}}"] == 1
-    assert found['medha_promises_total{class="interactive",model="m",outcome="given"}'] == 2
-    assert found['medha_queue_requests{model="m"}'] == 7
+    assert values[f"medha_request_ttft_seconds_count{{{labels}}}"] == 1
+    assert values['medha_promises_total{class="interactive",model="m",outcome="given"}'] == 2
+    assert values['medha_queue_requests{model="m"}'] == 7
 
 
 def test_aliases_repeat_the_values_under_the_gateways_names() -> None:
     metrics = Metrics("router")
     metrics.set("medha_queue_requests", 7, "m")
     metrics.observe("medha_request_ttft_seconds", 0.2, "m", "c", "1k")
-    found = samples(metrics)
-    assert found['vllm:num_requests_waiting{model_name="m"}'] == 7
+    values = samples(metrics)
+    assert values['vllm:num_requests_waiting{model_name="m"}'] == 7
     assert (
-        found['vllm:time_to_first_token_seconds_count{class="c",length="1k",model_name="m"}'] == 1
+        values['vllm:time_to_first_token_seconds_count{class="c",length="1k",model_name="m"}'] == 1
     )
     assert (
-        found[
+        values[
             'vllm:time_to_first_token_seconds_bucket{class="c",le="0.2",length="1k",model_name="m"}'
         ]
         == 1
@@ -163,7 +163,7 @@ def test_the_used_share_of_pages_is_used_over_all() -> None:
 
 
 @pytest.mark.parametrize("exporter", ["router", "controller", "operator"])
-def test_every_metric_of_a_process_can_be_made_and_shown(exporter: str) -> None:
+def test_every_metric_of_a_process_can_be_set_and_exported(exporter: str) -> None:
     metrics = Metrics(exporter)  # type: ignore[arg-type]
     for metric in exported_by(exporter):  # type: ignore[arg-type]
         if not metric.alias_of:
@@ -175,21 +175,21 @@ def test_every_metric_of_a_process_can_be_made_and_shown(exporter: str) -> None:
 
 
 def test_two_processes_metrics_share_nothing() -> None:
-    one, two = Metrics("router"), Metrics("router")
-    one.set("medha_queue_requests", 7, "m")
-    assert 'medha_queue_requests{model="m"}' not in samples(two)
+    first, second = Metrics("router"), Metrics("router")
+    first.set("medha_queue_requests", 7, "m")
+    assert 'medha_queue_requests{model="m"}' not in samples(second)
 
 
-def test_a_gauge_of_what_is_gone_is_shown_no_more() -> None:
+def test_a_dropped_gauge_is_no_longer_exported() -> None:
     metrics = Metrics("operator")
     for name, condition in (("a", "Ready"), ("a", "Placed"), ("b", "Ready")):
         metrics.set("medha_replica_condition", 1, "default", name, condition)
     metrics.drop("medha_replica_condition", "default", "a")
     metrics.drop("medha_replica_condition", "default", "never-seen")
-    shown = [each for each in samples(metrics) if each.startswith("medha_replica_condition")]
+    shown = [sample for sample in samples(metrics) if sample.startswith("medha_replica_condition")]
     assert shown == ['medha_replica_condition{condition="Ready",name="b",namespace="default"}']
     metrics.drop("medha_replica_condition")
-    assert not any(each.startswith("medha_replica_condition") for each in samples(metrics))
+    assert not any(sample.startswith("medha_replica_condition") for sample in samples(metrics))
 
 
 def test_a_metric_that_is_not_exported_here_is_a_mistake() -> None:
@@ -199,7 +199,7 @@ def test_a_metric_that_is_not_exported_here_is_a_mistake() -> None:
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """The stream of a process's log; the test's own logging stands again afterwards."""
+    """The stream of a process's log; restores the test's own logging."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     stream = io.StringIO()

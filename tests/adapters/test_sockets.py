@@ -1,4 +1,4 @@
-"""Links carry typed messages, and nothing that comes to their port can break them."""
+"""Links carry typed messages, and no input to their port can break them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_receiving_ends_when_the_time_is_over(front: Front) -> None:
     assert 0.015 < time.monotonic() - begun < 2.0
 
 
-def test_what_is_sent_before_the_listener_exists_waits_for_it(tmp_path: Path) -> None:
+def test_a_message_sent_before_the_listener_exists_waits_for_it(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/late.sock"
     with closing(dial(address)) as back:
         assert back.send(REPORT)
@@ -62,7 +62,7 @@ def test_what_is_sent_before_the_listener_exists_waits_for_it(tmp_path: Path) ->
             assert front.receive(5.0) == (b"one", REPORT)
 
 
-def test_a_listener_that_comes_back_is_dialled_again_within_a_second(tmp_path: Path) -> None:
+def test_a_restarted_listener_is_dialled_again_within_a_second(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/again.sock"
     front = listen(address)
     with closing(dial(address)) as back:
@@ -103,7 +103,7 @@ def test_waking_ends_a_wait_early_and_only_once(front: Front) -> None:
     assert wait([front], 0.01) is False
 
 
-def test_too_many_posts_are_refused_not_kept(front: Front) -> None:
+def test_posts_to_a_full_outbox_are_refused(front: Front) -> None:
     results = [front.post(b"nobody", RouterBeat()) for _ in range(5000)]
     assert results.count(True) == 4096 and results[-1] is False
     assert wait([front], 1.0) is True
@@ -154,7 +154,7 @@ def test_an_event_loop_awaits_messages_while_it_sends(front: Front) -> None:
 
 
 def test_a_reader_on_an_event_loop_misses_nothing_while_others_send(front: Front) -> None:
-    """Sending consumes the descriptor's signal; the reader must hear of its message anyway."""
+    """Sending consumes the descriptor's signal; the reader must get its message anyway."""
 
     async def flood(back: Back) -> int:
         async def read() -> int:
@@ -201,9 +201,15 @@ def raw(address: str, *, name: bytes = b"evil") -> Iterator[zmq.Socket[bytes]]:
 
 def test_bytes_that_do_not_decode_are_counted_and_dropped(front: Front) -> None:
     junk = [
-        b"", b"\xc1", b"junk", b"\x80\x04\x95.", b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000,
-        DOWN.encode(RouterBeat()), UP.encode(REPORT) + b"x",
-    ]  # fmt: skip
+        b"",
+        b"\xc1",
+        b"junk",
+        b"\x80\x04\x95.",
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+        DOWN.encode(RouterBeat()),
+        UP.encode(REPORT) + b"x",
+    ]
     for peer in raw(front.address):
         for data in junk:
             peer.send(data)
@@ -226,7 +232,7 @@ def test_no_bytes_ever_raise_out_of_a_link(data: bytes) -> None:
         assert received is not None
 
 
-def test_an_oversized_message_cuts_its_sender_off_and_nobody_else(tmp_path: Path) -> None:
+def test_an_oversized_message_disconnects_only_its_sender(tmp_path: Path) -> None:
     with (
         closing(listen("tcp://127.0.0.1:0", limit=1000)) as front,
         closing(dial(front.address)) as back,
@@ -284,7 +290,7 @@ def test_a_listener_with_another_key_is_not_trusted(keys: dict[str, Curve], tmp_
         assert front.receive(0.5) is None and back.handshakes == 0
 
 
-def test_a_key_added_to_the_list_is_let_in_without_a_restart(keys: dict[str, Curve]) -> None:
+def test_a_key_added_to_the_list_is_admitted_without_a_restart(keys: dict[str, Curve]) -> None:
     allowed = Path(keys["router"].allowed)
     stranger = Path(keys["stranger"].secret).with_suffix(".public").read_text()
     with closing(listen(curve=keys["router"])) as front:
@@ -293,7 +299,7 @@ def test_a_key_added_to_the_list_is_let_in_without_a_restart(keys: dict[str, Cur
             exchange(front, back)
 
 
-def test_an_unreadable_list_lets_nobody_in(keys: dict[str, Curve]) -> None:
+def test_an_unreadable_list_admits_no_peer(keys: dict[str, Curve]) -> None:
     with closing(listen(curve=keys["router"])) as front:
         Path(keys["router"].allowed).unlink()
         with closing(dial(front.address, curve=keys["friend"])) as back:
@@ -306,7 +312,7 @@ def test_secret_keys_are_for_their_owner_alone_and_never_overwritten(tmp_path: P
     public = write_keys(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert zmq.curve_public(read_keys(str(path))[0]).decode() == public
-    with pytest.raises(SetupError, match="cannot be made"):
+    with pytest.raises(SetupError, match="cannot be created"):
         write_keys(path)
 
 

@@ -1,7 +1,8 @@
-"""A real API server with its etcd and nothing else: no kubelet, so pods stay what the API makes.
+"""A real API server with its etcd and nothing else: without kubelets, pods stay as the API has
+them.
 
-Started once per worker of the test run, on loopback, with credentials of its own. Found as
-tests/conftest.py says, skipped where it is not.
+Started once per worker of the test run, on loopback, with credentials of its own; skipped if the
+programs are missing (see tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.fleet import Fleet, Operator, until
-from tests.api.played import Leaders, Router
 from tests.api.proxy import Proxy
-from tests.api.rights import forbidden
+from tests.api.rights import missing_rights
 from tests.api.server import ApiServer, Server
 from tests.api.stage import Scene, Stage, new_namespace, new_proxy, scene
+from tests.api.stand_ins import Leaders, Router
 
 HOUSE = Path(__file__).resolve().parents[2]
 KEDA = Path(__file__).with_name("keda.sh_scaledobjects.yaml")
@@ -34,7 +35,7 @@ def api_server(
     try:
         server.start()
         yield server.where
-        assert forbidden(server.where.audit) == set(), "an operator asked for more than its rights"
+        assert missing_rights(server.where.audit) == set(), "an operator exceeded its rights"
     finally:
         server.end()
 
@@ -51,7 +52,7 @@ Kubectl = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="session")
 def run_kubectl(api_server: ApiServer, kubectl: Path, tmp_path_factory: Any) -> Kubectl:
-    """`kubectl` as administrator: words of the command, text for its standard input."""
+    """Run `kubectl` as administrator with these arguments and this standard input."""
     cache = tmp_path_factory.mktemp("kubectl")
 
     def run(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
@@ -65,7 +66,7 @@ def run_kubectl(api_server: ApiServer, kubectl: Path, tmp_path_factory: Any) -> 
 
 @pytest.fixture(scope="session")
 def crd(run_kubectl: Kubectl) -> None:
-    """The API server knows MedhaReplica."""
+    """Install the CRD."""
     applied = run_kubectl("apply", "--server-side", "-f", str(HOUSE / "crds"))
     assert applied.returncode == 0, applied.stderr
     run_kubectl("wait", "--for=condition=Established", "--timeout=60s", "-f", str(HOUSE / "crds"))
@@ -80,18 +81,21 @@ def namespace(api: httpx.Client) -> str:
 @pytest.fixture
 def fleet(api: httpx.Client, namespace: str, crd: None) -> Iterator[Fleet]:
     """A namespace with two nodes, whose kubelets the test plays."""
-    made = Fleet(api, namespace)
-    yield made
-    made.close()
+    fleet = Fleet(api, namespace)
+    yield fleet
+    fleet.close()
 
 
 @pytest.fixture
 def start_operator(
-    api: httpx.Client, crd: None, namespace: str, tmp_path: Path, proxy: Proxy,
+    api: httpx.Client,
+    crd: None,
+    namespace: str,
+    tmp_path: Path,
+    proxy: Proxy,
     request: pytest.FixtureRequest,
-) -> Iterator[Callable[..., Operator]]:  # fmt: skip
-    """Starts operators that serve the test's namespace, and ends those that still run. They all
-    talk through the proxy, which knows what they may not say."""
+) -> Iterator[Callable[..., Operator]]:
+    """Start operators in the test's namespace; all use the proxy, which checks the rules."""
     stage = Stage(api, namespace, proxy, tmp_path)
     failures = request.session.testsfailed
     yield stage.start
@@ -102,33 +106,33 @@ def start_operator(
 def scenes(
     api_server: ApiServer, crd: None, tmp_path: Path
 ) -> Callable[..., contextlib.AbstractContextManager[Scene]]:
-    """Makes stages for whole lives, as many as there are threads that want one."""
+    """Make stages for whole lives, as many as threads want one."""
     return functools.partial(scene, api_server, tmp_path)
 
 
 @pytest.fixture
 def proxies(api_server: ApiServer) -> Iterator[Callable[[], Proxy]]:
-    """More of them, where it matters which operator says what. Ask for it before start_operator."""
+    """Make more proxies, to distinguish operators. Request it before start_operator."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(new_proxy(api_server).running())
 
 
 @pytest.fixture
 def proxy(api_server: ApiServer) -> Iterator[Proxy]:
-    """What an operator is put behind."""
-    with new_proxy(api_server).running() as made:
-        yield made
+    """The proxy that operators use by default."""
+    with new_proxy(api_server).running() as proxy:
+        yield proxy
 
 
 @pytest.fixture
 def router() -> Iterator[Router]:
-    with contextlib.closing(Router()) as made:
-        yield made
+    with contextlib.closing(Router()) as router:
+        yield router
 
 
 @pytest.fixture
 def served(fleet: Fleet) -> Iterator[Fleet]:
-    """A fleet whose leaders answer."""
+    """A fleet whose controllers answer."""
     with contextlib.closing(Leaders()) as leaders:
         fleet.address = leaders.address
         yield fleet
@@ -136,7 +140,7 @@ def served(fleet: Fleet) -> Iterator[Fleet]:
 
 @pytest.fixture
 def keda(api: httpx.Client, run_kubectl: Kubectl) -> Iterator[str]:
-    """The API server knows KEDA's own definition of a ScaledObject."""
+    """Install KEDA's own CRD of ScaledObject."""
     applied = run_kubectl("apply", "--server-side", "-f", str(KEDA))
     assert applied.returncode == 0, applied.stderr
     run_kubectl("wait", "--for=condition=Established", "--timeout=60s", "-f", str(KEDA))

@@ -1,8 +1,7 @@
-"""Random changes of a MedhaReplica, made from the schema of its definition.
+"""Random changes of a MedhaReplica, generated from the CRD's schema.
 
-`Edits.valid` gives a merge patch with one field that fits its own schema (rules between fields may
-still refuse it) and is not what a document has already, `Edits.invalid` one with a field that does
-not fit.
+`Edits.valid` returns a merge patch of one field that fits the field's schema (rules between fields
+may still refuse it) and changes the document; `Edits.invalid` one of a field that does not fit.
 """
 
 from __future__ import annotations
@@ -17,42 +16,60 @@ import yaml
 
 CRD = Path(__file__).resolve().parents[2] / "crds/medha.dev_medhareplicas.yaml"
 WORDS = (
-    "1", "2", "0.5", "1.5", "3", "10ms", "250ms", "3s", "90s", "2m", "1h", "64Mi", "1Gi", "gpu",
-    "models/llama", "some-name", "topology.kubernetes.io/rack", "kubernetes.io/hostname",
-    "https://models.example/llama", "localhost/other:2", "example.com/device",
-)  # fmt: skip
+    "1",
+    "2",
+    "0.5",
+    "1.5",
+    "3",
+    "10ms",
+    "250ms",
+    "3s",
+    "90s",
+    "2m",
+    "1h",
+    "64Mi",
+    "1Gi",
+    "gpu",
+    "models/llama",
+    "some-name",
+    "topology.kubernetes.io/rack",
+    "kubernetes.io/hostname",
+    "https://models.example/llama",
+    "localhost/other:2",
+    "example.com/device",
+)
 SAME = ("spec.model.source",)
-"""Not changed field by field: exactly one of its parts may be there."""
-MOST = 3
-"""Larger numbers come seldom: they rarely fit, and what fits is made pod by pod."""
+"""Not changed field by field: exactly one of its parts may be set."""
+USUAL_MAX = 3
+"""Larger numbers are rare: they seldom fit, and pods are created one by one."""
 COUNTS = ("replicas", "minReplicas", "maxReplicas")
-"""Never larger: as many fleets' pods are made one by one."""
+"""Never larger: that many pods would be created one by one."""
 
 Path_ = tuple[str, ...]
 Schema = dict[str, Any]
 
 
 def leaves(schema: Schema, path: Path_) -> Iterator[tuple[Path_, Schema]]:
-    """Fields with a value of their own."""
+    """Yield the fields that hold a value of their own."""
     if ".".join(path) in SAME:
         return
     properties = schema.get("properties")
     if not properties:
         yield path, schema
         return
-    for name, each in properties.items():
-        yield from leaves(each, (*path, name))
+    for name, part in properties.items():
+        yield from leaves(part, (*path, name))
 
 
 class Edits:
-    """Draws changes with one die."""
+    """Draws changes from one random generator."""
 
     def __init__(self, dice: random.Random) -> None:
         document = yaml.safe_load(CRD.read_text())
         spec = document["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
         self._dice = dice
         self._leaves = list(leaves(spec, ("spec",)))
-        self._strict = [each for each in self._leaves if _bounded(each[1])]
+        self._strict = [leaf for leaf in self._leaves if _bounded(leaf[1])]
 
     def valid(self, document: dict[str, Any]) -> tuple[Path_, dict[str, Any]]:
         while True:
@@ -72,7 +89,7 @@ class Edits:
         match schema.get("type"):
             case "integer":
                 low, high = schema.get("minimum", 0), schema.get("maximum", 1 << 20)
-                usual = list(range(low, min(high, MOST) + 1))
+                usual = list(range(low, min(high, USUAL_MAX) + 1))
                 return dice.choice(usual) if usual and (few or dice.random() < 0.9) else high
             case "array":
                 most = min(2, schema.get("maxItems", 2))
@@ -80,22 +97,22 @@ class Edits:
             case "object":
                 return self._object(schema)
         if schema.get("x-kubernetes-int-or-string") or schema.get("type") == "string":
-            return dice.choice([each for each in WORDS if _fits(each, schema)] or ["x"])
+            return dice.choice([word for word in WORDS if _fits(word, schema)] or ["x"])
         return {}
 
     def _object(self, schema: Schema) -> dict[str, Any]:
         if "properties" in schema:
             required = schema.get("required", ())
             return {
-                name: self._value(each)
-                for name, each in schema["properties"].items()
+                name: self._value(part)
+                for name, part in schema["properties"].items()
                 if name in required or self._dice.random() < 0.3
             }
         inner = schema.get("additionalProperties")
         return {"a-key": self._value(inner)} if isinstance(inner, dict) else {}
 
     def _wrong(self, schema: Schema) -> Any:
-        """Beyond a bound, of another type, or no word of an enum."""
+        """Draw a value beyond a bound, of another type, or outside an enum."""
         ways: list[Any] = [["a list"]] if schema.get("type") != "array" else ["no list"]
         if "enum" in schema:
             ways.append("Nonsense")
@@ -105,7 +122,7 @@ class Edits:
         if schema.get("type") == "string" and "maxLength" in schema:
             ways.append("x" * (schema["maxLength"] + 1))
         if "pattern" in schema:
-            ways += [each for each in ("!!", "", "-1") if not re.search(schema["pattern"], each)]
+            ways += [word for word in ("!!", "", "-1") if not re.search(schema["pattern"], word)]
         return self._dice.choice(ways)
 
 
@@ -120,7 +137,7 @@ def _fits(word: str, schema: Schema) -> bool:
 
 
 def _found(document: Any, path: Path_) -> Any:
-    """What stands at a path; None if nothing does."""
+    """The value at a path; None if there is none."""
     for name in path:
         document = document.get(name) if isinstance(document, dict) else None
     return document
@@ -129,5 +146,5 @@ def _found(document: Any, path: Path_) -> Any:
 def _patch(path: Path_, value: Any) -> dict[str, Any]:
     for name in reversed(path):
         value = {name: value}
-    found: dict[str, Any] = value
-    return found
+    patch: dict[str, Any] = value
+    return patch

@@ -1,7 +1,7 @@
-"""What the tests of the operator share: the process itself, and a hand that plays the kubelets.
+"""Shared by the tests of the operator: the operator as a process, and a fleet's nodes and pods.
 
-There is neither scheduler nor kubelet here. `Kubelets` binds the pods that may be bound to the
-nodes that they name and says that they run; everything else is the API server's own doing.
+There is neither a scheduler nor a kubelet here. `Fleet.play` binds pods to the nodes they name
+and marks them as running; the API server is real.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-from tests.api.nursery import Born, Nursery
+from tests.api.operator_forks import ForkedOperator, ForkServer
 
-from medha.cli.children import bound
+from medha.cli.local_fleet.child_process import killed_with_parent
 from medha.spec import API_VERSION
 
 T = TypeVar("T")
@@ -31,22 +31,28 @@ HOUSE = Path(__file__).resolve().parents[2]
 
 
 def until(what: Callable[[], T], why: str = "", within_s: float = PATIENCE_S) -> T:
-    """The first true value of `what`."""
+    """Poll `what` and return its first true value."""
     end = time.monotonic() + within_s
-    while not (found := what()):
+    while not (value := what()):
         if time.monotonic() > end:
-            raise AssertionError(f"not within {within_s:.0f} s: {why or what}; last was {found!r}")
+            raise AssertionError(f"not within {within_s:.0f} s: {why or what}; last was {value!r}")
         time.sleep(0.05)
-    return found
+    return value
 
 
 class Operator:
-    """A process of its own, serving one namespace."""
+    """An operator in a process of its own, serving one namespace."""
 
     def __init__(
-        self, kubeconfig: Path, namespace: str, log: Path, name: str = "one",
-        nursery: Nursery | None = None, hurry: float = 1.0, **settings: str,
-    ) -> None:  # fmt: skip
+        self,
+        kubeconfig: Path,
+        namespace: str,
+        log: Path,
+        name: str = "one",
+        fork_server: ForkServer | None = None,
+        speed: float = 1.0,
+        **settings: str,
+    ) -> None:
         self.name, self.log = name, log
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDHA_")}
         environment |= {
@@ -62,22 +68,25 @@ class Operator:
             "MEDHA_LEASE_S": str(LEASE_S),
             **settings,
         }
-        self.process: Born | subprocess.Popen[bytes]
-        if nursery is not None:
-            self.process = nursery.bear(environment, log)
+        self.process: ForkedOperator | subprocess.Popen[bytes]
+        if fork_server is not None:
+            self.process = fork_server.start(environment, log)
             return
-        program = ("medha_operator",) if hurry == 1.0 else ("tests.api.hurried", str(hurry))
+        program = ("medha_operator",) if speed == 1.0 else ("tests.api.fast_clock", str(speed))
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                bound(sys.executable, "-m", *program), cwd=HOUSE,
-                env=environment, stdout=file, stderr=file,
-            )  # fmt: skip
+                killed_with_parent(sys.executable, "-m", *program),
+                cwd=HOUSE,
+                env=environment,
+                stdout=file,
+                stderr=file,
+            )
 
     @property
     def port(self) -> int:
-        told = self.log.read_text() if self.log.exists() else ""
-        found = re.search(r'"ops_port":(\d+)', told)
-        return int(found.group(1)) if found else 0
+        text = self.log.read_text() if self.log.exists() else ""
+        match = re.search(r'"ops_port":(\d+)', text)
+        return int(match.group(1)) if match else 0
 
     def alive(self) -> bool:
         return self._ask("/healthz").status_code == 200
@@ -89,32 +98,32 @@ class Operator:
         return self.ready() and "medha_operator_leading 1.0" in self._ask("/metrics").text
 
     def metric(self, name: str) -> float | None:
-        """The value of a metric, whatever its labels; None while it is not shown."""
-        found = re.search(rf"^{name}(?:\{{.*\}})? (\S+)$", self._ask("/metrics").text, flags=re.M)
-        return float(found.group(1)) if found else None
+        """The value of a metric, whatever its labels; None if it is not exported."""
+        match = re.search(rf"^{name}(?:\{{.*\}})? (\S+)$", self._ask("/metrics").text, flags=re.M)
+        return float(match.group(1)) if match else None
 
     def scaling(self) -> bytes:
-        """The looks at each resource, as it shows them."""
+        """The journals that `GET /scaling` returns."""
         return self._ask("/scaling").content
 
     def writes(self) -> float:
-        """Answers to its writes so far, those to the Lease left out."""
+        """Number of its writes that were answered, without those to the Lease."""
         lines = re.findall(
             r"^medha_operator_writes_total\{(.*)\} (\S+)$", self._ask("/metrics").text, flags=re.M
         )
         return sum(float(count) for labels, count in lines if 'kind="leases"' not in labels)
 
     def shown(self, name: str) -> dict[str, float]:
-        """A metric's values by their labels, as they are written."""
-        found = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", self._ask("/metrics").text, flags=re.M)
-        return {labels: float(value) for labels, value in found}
+        """Values of a metric by their labels, as text."""
+        rows = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", self._ask("/metrics").text, flags=re.M)
+        return {labels: float(value) for labels, value in rows}
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(20)
 
     def end(self) -> int:
-        """The politest way; its exit code."""
+        """End it with SIGTERM; returns its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -128,7 +137,7 @@ class Operator:
 
 
 class Fleet:
-    """One namespace of an API server, its nodes, and the pods in it."""
+    """A namespace of an API server, its nodes, and the pods in it."""
 
     def __init__(self, api: httpx.Client, namespace: str, nodes: int = 2) -> None:
         self.api, self.namespace = api, namespace
@@ -144,21 +153,21 @@ class Fleet:
             self.api.delete(f"/api/v1/nodes/{name}")
 
     def add_node(self) -> str:
-        """One more."""
+        """Add a node; returns its name."""
         self.nodes.append(f"{self.namespace}-node-{len(self.nodes)}")
         self._make_node(self.nodes[-1])
         return self.nodes[-1]
 
     def change_node(self, name: str, spec: Mapping[str, Any], ready: str = "True") -> None:
-        """Its spec, and what its condition Ready says."""
+        """Change the node's spec and the status of its condition Ready."""
         self._merge(f"/api/v1/nodes/{name}", {"spec": spec})
         self._merge(f"/api/v1/nodes/{name}/status", {"status": {"conditions": _ready(ready)}})
 
     def _make_node(self, name: str) -> None:
         labels = {**self.selector, "kubernetes.io/hostname": name}
         labels |= {"topology.kubernetes.io/rack": "r", "topology.kubernetes.io/zone": "z"}
-        made = self.api.post("/api/v1/nodes", json={"metadata": {"name": name, "labels": labels}})
-        made.raise_for_status()
+        reply = self.api.post("/api/v1/nodes", json={"metadata": {"name": name, "labels": labels}})
+        reply.raise_for_status()
         status = {"allocatable": ROOM, "capacity": ROOM, "conditions": _ready("True")}
         self._merge(f"/api/v1/nodes/{name}/status", {"status": status})
         self._merge(f"/api/v1/nodes/{name}", {"spec": {"taints": None}})
@@ -166,7 +175,7 @@ class Fleet:
     # --- MedhaReplicas --------------------------------------------------------------------------
 
     def path(self, name: str = "", part: str = "") -> str:
-        end = "".join(f"/{each}" for each in (name, part) if each)
+        end = "".join(f"/{segment}" for segment in (name, part) if segment)
         return f"/apis/{API_VERSION}/namespaces/{self.namespace}/medhareplicas{end}"
 
     def create(self, name: str, **spec: Any) -> dict[str, Any]:
@@ -181,16 +190,16 @@ class Fleet:
             "drainTimeout": "1s",
         }
         document = {"apiVersion": API_VERSION, "kind": "MedhaReplica", "metadata": {"name": name}}
-        made = self.api.post(self.path(), json=document | {"spec": plain | spec})
-        assert made.status_code == 201, made.text
-        found: dict[str, Any] = made.json()
-        return found
+        reply = self.api.post(self.path(), json=document | {"spec": plain | spec})
+        assert reply.status_code == 201, reply.text
+        resource: dict[str, Any] = reply.json()
+        return resource
 
     def change(self, name: str, spec: Mapping[str, Any]) -> None:
         self._merge(self.path(name), {"spec": spec})
 
     def owned(self, name: str) -> set[str]:
-        """Fields of its spec of which the API server knows who wrote them."""
+        """Fields of the resource's spec that have a field manager."""
         metadata = self.api.get(self.path(name)).json()["metadata"]
         return {
             field
@@ -199,41 +208,43 @@ class Fleet:
         }
 
     def status(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.api.get(self.path(name)).json().get("status", {})
-        return found
+        status: dict[str, Any] = self.api.get(self.path(name)).json().get("status", {})
+        return status
 
     def condition(self, name: str, kind: str = "Ready") -> dict[str, Any]:
-        """With the generation that the status was made from."""
+        """The condition of this type; empty if there is none."""
         status = self.status(name)
-        found = [each for each in status.get("conditions", []) if each["type"] == kind]
-        return found[0] if found else {}
+        conditions = [
+            condition for condition in status.get("conditions", []) if condition["type"] == kind
+        ]
+        return conditions[0] if conditions else {}
 
     def is_ready(self, name: str) -> bool:
-        found = self.api.get(self.path(name)).json()
-        told = found.get("status", {})
+        resource = self.api.get(self.path(name)).json()
+        status = resource.get("status", {})
         return (
-            told.get("observedGeneration") == found["metadata"]["generation"]
-            and told.get("readyReplicas") == found["spec"].get("replicas", 1)
+            status.get("observedGeneration") == resource["metadata"]["generation"]
+            and status.get("readyReplicas") == resource["spec"].get("replicas", 1)
             and self.condition(name).get("status") == "True"
         )
 
     # --- pods -----------------------------------------------------------------------------------
 
     def list(self, kind: str, group: str = "api/v1") -> list[dict[str, Any]]:
-        found = self.api.get(f"/{group}/namespaces/{self.namespace}/{kind}")
-        items: list[dict[str, Any]] = found.json()["items"]
+        reply = self.api.get(f"/{group}/namespaces/{self.namespace}/{kind}")
+        items: list[dict[str, Any]] = reply.json()["items"]
         return items
 
     def pods(self) -> dict[str, dict[str, Any]]:
-        """Pods that are not about to go."""
+        """The pods that are not being deleted, by name."""
         return {
-            each["metadata"]["name"]: each
-            for each in self.list("pods")
-            if "deletionTimestamp" not in each["metadata"]
+            pod["metadata"]["name"]: pod
+            for pod in self.list("pods")
+            if "deletionTimestamp" not in pod["metadata"]
         }
 
-    def list_of_pods_of(self, name: str) -> Callable[[], bool]:
-        """Whether a resource has any pod."""
+    def has_pods(self, name: str) -> Callable[[], bool]:
+        """Make a function that returns true if the resource has any pod."""
         return lambda: any(pod.startswith(f"{name}-") for pod in self.pods())
 
     def play(self) -> None:
@@ -250,18 +261,18 @@ class Fleet:
             elif pod["status"]["phase"] == "Pending":
                 self.run(name)
 
-    def groups_beside(self, leader: str) -> int:
-        """KVP groups that a leader's replica had when last played."""
+    def group_count(self, leader: str) -> int:
+        """Number of KVP groups of a leader's replica at the last `play`."""
         replica = leader.removesuffix("g0-s0")
-        names = [each["metadata"]["name"] for each in self._seen]
-        return len({each.rpartition("-")[0] for each in names if each.startswith(replica)})
+        names = [pod["metadata"]["name"] for pod in self._seen]
+        return len({pod.rpartition("-")[0] for pod in names if pod.startswith(replica)})
 
     def remove(self, name: str) -> None:
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
         self.api.request("DELETE", path, json={"gracePeriodSeconds": 0})
 
     def run(self, name: str) -> None:
-        """The pod runs and is ready, unless somebody has deleted it meanwhile."""
+        """Mark the pod as running and ready, unless it was deleted."""
         kinds = ("PodScheduled", "Initialized", "ContainersReady", "Ready")
         conditions = [{"type": kind, "status": "True", "lastTransitionTime": NOW} for kind in kinds]
         address = self.address(name)
@@ -274,14 +285,14 @@ class Fleet:
             if error.response.status_code != 404:
                 raise
 
-    def tell(self, name: str, status: Mapping[str, Any]) -> None:
-        """The pod's status has this, and it is not ready any more."""
+    def set_not_ready(self, name: str, status: Mapping[str, Any]) -> None:
+        """Merge `status` into the pod's status and mark the pod as not ready."""
         conditions = [{"type": "Ready", "status": "False", "lastTransitionTime": NOW}]
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}/status"
         self._merge(path, {"status": {"conditions": conditions, **status}})
 
     def played(self, what: Callable[[], T], why: str = "", within_s: float = PATIENCE_S) -> T:
-        """`until`, with the kubelets at work."""
+        """Poll as `until` does, with scheduler and kubelets played."""
 
         def look() -> T:
             self.play()
@@ -293,11 +304,11 @@ class Fleet:
             raise AssertionError(f"{error}\n{self.shown()}") from None
 
     def shown(self) -> str:
-        """How things are, for a test that failed."""
+        """The state of pods and resources, for the message of a failed test."""
         lines = [f"{name}: {pod['status']}" for name, pod in self.pods().items()]
         lines += [
-            f"{each['metadata']['name']}: {each.get('status')}"
-            for each in self.api.get(self.path()).json()["items"]
+            f"{resource['metadata']['name']}: {resource.get('status')}"
+            for resource in self.api.get(self.path()).json()["items"]
         ]
         return "\n".join(lines)
 

@@ -1,19 +1,19 @@
-"""A reverse proxy before a real API server, at which a test may tamper with what passes.
+"""A reverse proxy before a real API server, through which a test may tamper with calls.
 
-Nothing of the API is imitated here: what is not tampered with is the server's own answer. Calls are
-made as the account that the proxy was given, and all that passes is kept:
+Nothing of the API is imitated: without tampering, the client gets the server's own answers. Calls
+are made as the account that the proxy was given, and everything is recorded:
 
-    calls       every request, as it was sent
-    done        every answer of the server's, with its body where something was written; and, marked
-                as such, every answer that a test gave in the server's place
-    told        every event of a watch, and how many times it was passed on
+    calls         every request, as it was sent
+    done          every answer of the server, with its body if it was a write; and, marked as such,
+                  every answer that a test gave in the server's place
+    watch_lines   every event of a watch, and how many times it was passed on
 
-    drop        `before` or `after` gives Answer(0): not done, or done and not told
-    refuse      any other Answer, in the server's place
-    delay       `delay` gives seconds
-    duplicate   `twice`: the server gets the call twice, the client one answer; `events` may repeat
-    go back     `older`: a GET is answered as it was so many answers ago
-    kill        whatever `before` and `after` do to the client, see tests/api/lives.py
+    drop          `before` or `after` returns Answer(0): not executed, or executed but not answered
+    refuse        any other Answer, in the server's place
+    delay         `delay` returns seconds
+    duplicate     `twice`: the server gets the call twice, the client one answer; so may `events`
+    go back       `older`: a GET gets the answer of that many answers ago
+    kill          whatever `before` and `after` do to the client, see tests/api/life.py
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OLD = 50
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One request: `writes` says whether it may change anything."""
+    """A request; `writes` is true if it may change anything."""
 
     verb: str
     path: str
@@ -53,30 +53,33 @@ class Call(msgspec.Struct, frozen=True):
 
     @property
     def own(self) -> bool:
-        """A write of the operator's that is not the Lease's."""
+        """True for a write of the operator's own, other than to the Lease."""
         return self.writes and "/leases" not in self.path
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the client is told instead; status 0 cuts the connection."""
+    """An answer in the server's place; status 0 cuts the connection."""
 
     status: int
     reason: str = ""
     page: bytes = b""
-    """Instead of a reason in the API's own form."""
+    """A body to send instead of a reason in the API's own form."""
 
     @property
     def body(self) -> bytes:
         if self.page:
             return self.page
-        said = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
-        told = {"code": self.status, "reason": self.reason, "message": "said by the test"}
-        return msgspec.json.encode(said | told)
+        header = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
+        details = {"code": self.status, "reason": self.reason, "message": "said by the test"}
+        return msgspec.json.encode(header | details)
 
 
 class Done(msgspec.Struct, frozen=True):
-    """A call as the server answered it, or a test in its place (`placed`; what was done and not
-    told has both). `answer` is kept of writes, former ones of reads for `older`."""
+    """A call with its answer: the server's, or a test's in its place (`placed`).
+
+    A call that was executed but not answered has both. `answer` is the body of a write; former
+    answers to reads are kept for `older`.
+    """
 
     call: Call
     status: int
@@ -86,12 +89,12 @@ class Done(msgspec.Struct, frozen=True):
 
     @property
     def own(self) -> bool:
-        """The server's answer to a write of the operator's."""
+        """True for the server's answer to a write of the operator's own."""
         return self.call.own and not self.placed
 
 
-class Told(msgspec.Struct, frozen=True):
-    """An event of a watch, and as how many lines the client got it."""
+class WatchLine(msgspec.Struct, frozen=True):
+    """An event of a watch, and the number of lines that the client got for it."""
 
     path: str
     agent: str
@@ -101,8 +104,11 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Proxy:
-    """Runs on a thread of its own. `before` answers instead of the server, `after` when the server
-    has done what was asked; `events` changes the lines of a watch."""
+    """Runs in a thread of its own.
+
+    `before` answers instead of the server, `after` once the server has executed the call; `events`
+    changes the lines of a watch.
+    """
 
     def __init__(self, url: str, token: str, authority: str, account: str = "") -> None:
         self._url, self._token, self.account = url, token, account
@@ -112,12 +118,12 @@ class Proxy:
         self._old: dict[str, collections.deque[bytes]] = {}
         self.calls: list[Call] = []
         self.done: list[Done] = []
-        self.told: list[Told] = []
+        self.watch_lines: list[WatchLine] = []
         self.url = ""
         self.trust()
 
     def trust(self) -> None:
-        """Tamper with nothing (any more)."""
+        """Stop tampering."""
         self.before: Callable[[Call], Answer | None] = lambda call: None
         self.after: Callable[[Call], Answer | None] = lambda call: None
         self.delay: Callable[[Call], float] = lambda call: 0.0
@@ -126,8 +132,8 @@ class Proxy:
         self.events: Callable[[Call, bytes], list[bytes]] = lambda call, line: [line]
 
     def last_write_s(self) -> float:
-        """When the last write was answered, those to the Lease left out (monotonic clock)."""
-        return next((each.at_s for each in reversed(self.done) if each.own), 0.0)
+        """Time of the last answer to a write, without those to the Lease (monotonic clock)."""
+        return next((reply.at_s for reply in reversed(self.done) if reply.own), 0.0)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Proxy]:
@@ -145,7 +151,7 @@ class Proxy:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(30)  # type: ignore[arg-type]
 
     async def _start(self) -> None:
-        # Watches of operators that were killed stay until something comes for them: no limit.
+        # Watches of killed operators stay open until the next event, so there is no limit.
         connector = aiohttp.TCPConnector(ssl=self._ssl, limit=0)
         self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         app = web.Application(client_max_size=16 << 20)
@@ -163,10 +169,10 @@ class Proxy:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await self._session.close()
-        await asyncio.sleep(0.25)  # connections end in their own time
+        await asyncio.sleep(0.25)  # connections close later
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        """The answer; where the server is gone, the connection is cut."""
+        """Answer a request; if the server is gone, cut the connection."""
         try:
             return await self._answered(request)
         except aiohttp.ClientError:
@@ -187,33 +193,36 @@ class Proxy:
             if call.watches and got.status == 200:
                 self._note(call, got.status, b"")
                 return await self._stream(request, call, got)
-            found = await got.read()
-            self._note(call, got.status, found)
+            content = await got.read()
+            self._note(call, got.status, content)
             if (answer := self.after(call)) is not None:
                 return self._placed(request, call, answer)
             kept = {"Content-Type": got.headers.get("Content-Type", "application/json")}
             if not call.writes and (back := self.older(call)):
                 known = self._old[_where(call)]
-                found = known[max(0, len(known) - 1 - back)]
-            return web.Response(body=found, status=got.status, headers=kept)
+                content = known[max(0, len(known) - 1 - back)]
+            return web.Response(body=content, status=got.status, headers=kept)
 
     def _asked(
         self, request: web.Request, body: bytes
     ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """The same call to the server."""
+        """Send the same call to the server."""
         headers = {k: v for k, v in request.headers.items() if k not in DROPPED}
         headers["Authorization"] = f"Bearer {self._token}"
         if self.account:
             headers["Impersonate-User"] = self.account
         return self._session.request(
-            request.method, self._url + request.path_qs, data=body or None, headers=headers,
+            request.method,
+            self._url + request.path_qs,
+            data=body or None,
+            headers=headers,
             timeout=aiohttp.ClientTimeout(total=None),
-        )  # fmt: skip
+        )
 
-    def _note(self, call: Call, status: int, found: bytes) -> None:
-        self.done.append(Done(call, status, found if call.writes else b"", time.monotonic()))
+    def _note(self, call: Call, status: int, content: bytes) -> None:
+        self.done.append(Done(call, status, content if call.writes else b"", time.monotonic()))
         if status == 200 and not (call.writes or call.watches):
-            self._old.setdefault(_where(call), collections.deque(maxlen=OLD)).append(found)
+            self._old.setdefault(_where(call), collections.deque(maxlen=OLD)).append(content)
 
     async def _stream(
         self, request: web.Request, call: Call, got: aiohttp.ClientResponse
@@ -226,9 +235,9 @@ class Proxy:
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
                     passed = self.events(call, line)
-                    self.told.append(_told(call, line, len(passed)))
-                    for each in passed:
-                        await answer.write(each + b"\n")
+                    self.watch_lines.append(_watch_line(call, line, len(passed)))
+                    for copy in passed:
+                        await answer.write(copy + b"\n")
         return answer
 
     def _placed(self, request: web.Request, call: Call, answer: Answer) -> web.Response:
@@ -259,16 +268,16 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 def event(line: bytes) -> tuple[str, str]:
-    """Type of a watch's event, and the name of what it is about (none of a bookmark)."""
-    found = _EVENT.decode(line)
-    return found.type, found.object.metadata.name
+    """The type of a watch event, and the name of its object (none of a bookmark)."""
+    change = _EVENT.decode(line)
+    return change.type, change.object.metadata.name
 
 
-def _told(call: Call, line: bytes, times: int) -> Told:
-    return Told(call.path, call.agent, *event(line), times)
+def _watch_line(call: Call, line: bytes, times: int) -> WatchLine:
+    return WatchLine(call.path, call.agent, *event(line), times)
 
 
 def _where(call: Call) -> str:
-    """What is asked, so that former answers to the same are found."""
-    asked = {name: value for name, value in call.query.items() if name != "continue"}
-    return f"{call.path} {sorted(asked.items())}"
+    """The key of a call, under which former answers to the same call are kept."""
+    query = {name: value for name, value in call.query.items() if name != "continue"}
+    return f"{call.path} {sorted(query.items())}"

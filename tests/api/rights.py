@@ -1,7 +1,7 @@
-"""What docs/operator.md grants the operator, given to an account, and what that used of it.
+"""The rights that charts/medha/README.md grants the operator, given to an account, and their use.
 
-Every operator of these tests acts as an account with those rights and no others, so that whatever
-it needs beyond them fails a test. What it did with them is told by the API server's audit log.
+Every operator of these tests acts as an account with those rights and no others, so that a call
+beyond them fails a test. The API server's audit log shows which rights were used.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ RBAC = "rbac.authorization.k8s.io"
 ROOT = f"/apis/{RBAC}/v1"
 
 Right = tuple[str, str, str]
-"""Group, resource (with its part), verb."""
+"""Group, resource (with its subresource), verb."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A line of the table. `where`: all or own (both are the test's namespace), or cluster."""
+    """A row of the table. `where`: all or own (both mean the test's namespace), or cluster."""
 
     group: str
     resource: str
@@ -36,16 +36,16 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def documented() -> list[Row]:
-    """The table, a line for each resource."""
+    """Read the table, with one row per resource."""
     lines = re.findall(
         r"^\| (\S+) \| (`.*?`) \| ([a-z, ]+) \| (all|own|cluster) \|",
-        (HOUSE / "docs/operator.md").read_text(),
+        (HOUSE / "charts/medha/README.md").read_text(),
         flags=re.M,
     )
     return [
-        Row("" if group == "core" else group.strip("`"), each, tuple(verbs.split(", ")), where)
+        Row("" if group == "core" else group.strip("`"), resource, tuple(verbs.split(", ")), where)
         for group, resources, verbs, where in lines
-        for each in re.findall(r"`(.*?)`", resources)
+        for resource in re.findall(r"`(.*?)`", resources)
     ]
 
 
@@ -66,19 +66,21 @@ def grant(api: httpx.Client, namespace: str, account: str) -> None:
 def refuse_creation(
     api: httpx.Client, namespace: str, account: str, kinds: Set[tuple[str, str]]
 ) -> None:
-    """The account may do in its namespace all but create these, by group and plural name."""
+    """Take from the account, in its namespace, the right to create these, by group and plural
+    name."""
     api.patch(
-        f"{ROOT}/namespaces/{namespace}/roles/{account}", json={"rules": _rules(False, kinds)},
+        f"{ROOT}/namespaces/{namespace}/roles/{account}",
+        json={"rules": _rules(False, kinds)},
         headers={"Content-Type": "application/merge-patch+json"},
-    ).raise_for_status()  # fmt: skip
+    ).raise_for_status()
 
 
-def may(api: httpx.Client, namespace: str, account: str, kind: tuple[str, str]) -> bool:
-    """Whether the account may create these there."""
-    asked = {"namespace": namespace, "verb": "create", "group": kind[0], "resource": kind[1]}
+def may_create(api: httpx.Client, namespace: str, account: str, kind: tuple[str, str]) -> bool:
+    """Return true if the account may create these there."""
+    right = {"namespace": namespace, "verb": "create", "group": kind[0], "resource": kind[1]}
     answer = api.post(
         "/apis/authorization.k8s.io/v1/subjectaccessreviews",
-        json={"spec": {"user": account, "resourceAttributes": asked}},
+        json={"spec": {"user": account, "resourceAttributes": right}},
     )
     return bool(answer.raise_for_status().json()["status"]["allowed"])
 
@@ -89,49 +91,50 @@ def _rules(cluster: bool, without: Set[tuple[str, str]]) -> list[dict[str, Any]]
             "apiGroups": [row.group],
             "resources": [row.resource],
             "verbs": [
-                verb for verb in row.verbs
+                verb
+                for verb in row.verbs
                 if verb != "create" or (row.group, row.resource) not in without
             ],
         }
         for row in documented()
         if (row.where == "cluster") == cluster
-    ]  # fmt: skip
+    ]
     assert rules
     return rules
 
 
-def take_back(api: httpx.Client, account: str) -> None:
-    """What was granted in the cluster; the rest stays in its namespace."""
+def revoke(api: httpx.Client, account: str) -> None:
+    """Take back the rights in the cluster; those in the namespace go with it."""
     for kind in ("clusterrolebindings", "clusterroles"):
         api.delete(f"{ROOT}/{kind}/{account}")
 
 
-def refused(audit: Path, account: str) -> list[str]:
-    """What the account asked for and may not do."""
+def forbidden_requests(audit: Path, account: str) -> list[str]:
+    """Requests of the account that were refused as forbidden."""
     return [
-        f"{each.verb} {each.request_uri}"
-        for each in _events(audit, account)
-        if each.response_status is not None and each.response_status.code == 403
+        f"{event.verb} {event.request_uri}"
+        for event in _events(audit, account)
+        if event.response_status is not None and event.response_status.code == 403
     ]
 
 
-def forbidden(audit: Path) -> set[Right]:
-    """What any account of an operator asked for without the right to it."""
+def missing_rights(audit: Path) -> set[Right]:
+    """Rights that any operator's account lacked for a request."""
     return {
-        (each.object_ref.api_group, each.object_ref.whole, each.verb)
-        for each in _events(audit)
-        if each.object_ref is not None
-        and each.annotations.get("authorization.k8s.io/decision") == "forbid"
+        (event.object_ref.api_group, event.object_ref.whole, event.verb)
+        for event in _events(audit)
+        if event.object_ref is not None
+        and event.annotations.get("authorization.k8s.io/decision") == "forbid"
     }
 
 
-def used(audit: Path, account: str) -> set[Right]:
-    """Rights with which the account was let in."""
+def used_rights(audit: Path, account: str) -> set[Right]:
+    """Rights that allowed a request of the account."""
     return {
-        (each.object_ref.api_group, each.object_ref.whole, each.verb)
-        for each in _events(audit, account)
-        if each.object_ref is not None
-        and each.annotations.get("authorization.k8s.io/decision") == "allow"
+        (event.object_ref.api_group, event.object_ref.whole, event.verb)
+        for event in _events(audit, account)
+        if event.object_ref is not None
+        and event.annotations.get("authorization.k8s.io/decision") == "allow"
     }
 
 
@@ -163,7 +166,7 @@ class _Event(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def _events(audit: Path, account: str = "") -> Iterator[_Event]:
-    """Of this account, or of all that somebody acts as."""
+    """Events of this account, or of every impersonated one."""
     decoder = msgspec.json.Decoder(_Event)
     for line in _lines(audit):
         event = decoder.decode(line)
@@ -173,9 +176,9 @@ def _events(audit: Path, account: str = "") -> Iterator[_Event]:
 
 
 def _lines(audit: Path) -> Iterable[str]:
-    """Of the log, and of its earlier parts."""
+    """Lines of the log and of its rotated parts."""
     for path in sorted(audit.parent.glob(f"{audit.stem}*{audit.suffix}")):
         with path.open() as file:
             for line in file:
-                if line.endswith("\n"):  # the last one may still be being written
+                if line.endswith("\n"):  # the last line may be incomplete
                     yield line

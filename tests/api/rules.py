@@ -1,6 +1,6 @@
-"""What holds of everything that an operator says to the API server, whatever a test is about.
+"""Rules for every call of an operator to the API server, in every test.
 
-`broken` looks at a proxy's calls and gives a sentence for each that should not have been made.
+`broken` checks a proxy's calls and returns a sentence for each that breaks a rule.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ LABEL = ("app.kubernetes.io/managed-by", "medha-operator")
 
 
 def broken(calls: Iterable[Call], done: Iterable[Done]) -> list[str]:
-    """Calls against the rules, and statuses that are out of step."""
-    found = [f"{call.verb} {call.path}: {why}" for call in calls for why in _wrong(call)]
-    return found + list(_out_of_step(done))
+    """List the calls that break a rule, and the statuses that are out of step."""
+    faults = [f"{call.verb} {call.path}: {why}" for call in calls for why in _wrong(call)]
+    return faults + list(_out_of_step(done))
 
 
 def behind(resources: Iterable[dict[str, Any]]) -> list[str]:
-    """Resources at rest whose status is not of what they ask for now."""
+    """List the resources at rest whose status is not of their latest generation."""
     return [
-        f"{meta['name']}: generation {told} is told of {meta['generation']}"
-        for each in resources
-        if "deletionTimestamp" not in (meta := each["metadata"])
-        and (told := each.get("status", {}).get("observedGeneration", 0)) != meta["generation"]
+        f"{meta['name']}: generation {observed} is told of {meta['generation']}"
+        for resource in resources
+        if "deletionTimestamp" not in (meta := resource["metadata"])
+        and (observed := resource.get("status", {}).get("observedGeneration", 0))
+        != meta["generation"]
     ]
 
 
@@ -62,27 +63,30 @@ def _wrong(call: Call) -> Iterator[str]:
 def _document(call: Call) -> dict[str, Any]:
     if not call.writes or not call.body:
         return {}
-    found: dict[str, Any] = msgspec.json.decode(call.body)
-    return found
+    document: dict[str, Any] = msgspec.json.decode(call.body)
+    return document
 
 
 def _out_of_step(done: Iterable[Done]) -> Iterator[str]:
-    """A status speaks of a generation that is there, and never of an earlier one than before."""
+    """A status must name an existing generation, and never an earlier one than before."""
     last: dict[str, int] = {}
-    for each in done:
+    for reply in done:
         if (
-            each.placed
-            or each.call.verb != "PUT"
-            or not each.call.path.endswith("/status")
-            or each.status != 200
+            reply.placed
+            or reply.call.verb != "PUT"
+            or not reply.call.path.endswith("/status")
+            or reply.status != 200
         ):
             continue
-        found = msgspec.json.decode(each.answer)
-        meta, status = found["metadata"], found.get("status") or {}
-        told = status.get("observedGeneration", 0)
-        every = [told, *(one.get("observedGeneration", 0) for one in status.get("conditions", ()))]
+        document = msgspec.json.decode(reply.answer)
+        meta, status = document["metadata"], document.get("status") or {}
+        observed = status.get("observedGeneration", 0)
+        every = [
+            observed,
+            *(condition.get("observedGeneration", 0) for condition in status.get("conditions", ())),
+        ]
         if max(every) > meta["generation"]:
-            yield f"{each.call.path}: generation {max(every)} of {meta['generation']} is told"
-        if told < last.get(meta["uid"], 0):
-            yield f"{each.call.path}: generation {told} after {last[meta['uid']]}"
-        last[meta["uid"]] = told
+            yield f"{reply.call.path}: generation {max(every)} of {meta['generation']} is told"
+        if observed < last.get(meta["uid"], 0):
+            yield f"{reply.call.path}: generation {observed} after {last[meta['uid']]}"
+        last[meta["uid"]] = observed

@@ -1,6 +1,6 @@
-"""An API server with its etcd as processes of the test's own: started, stopped, started again.
+"""An API server and its etcd as processes that a test starts and stops.
 
-It keeps its port, its credentials and what it stores for as long as its folder is there.
+Port, credentials and stored objects last as long as the folder.
 """
 
 from __future__ import annotations
@@ -16,21 +16,25 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from medha.cli.children import bound
+from medha.cli.local_fleet.child_process import killed_with_parent
 
 START_S = 120.0
 
 
 AUDIT = {
-    "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
     "rules": [{"level": "Metadata", "users": ["proxy"]}, {"level": "None"}],
-}  # fmt: skip
-"""What proxies ask, as whom, and whether it was allowed."""
+}
+"""Log the requests of proxies, as which account, and whether they were allowed."""
 
 
 class ApiServer(msgspec.Struct, frozen=True):
-    """Where the API server is, and what lets an administrator in. What is asked with `watched`, an
-    administrator's token too, stands in the log `audit`."""
+    """Address and credentials of the API server.
+
+    `watched` is an administrator's token whose requests are written to the log `audit`.
+    """
 
     url: str
     token: str
@@ -40,7 +44,7 @@ class ApiServer(msgspec.Struct, frozen=True):
     audit: Path
 
     def client(self, account: str = "") -> httpx.Client:
-        """A client for it; `account` is who to act as (`system:serviceaccount:ns:name`)."""
+        """Make a client; `account` is the user to impersonate (`system:serviceaccount:ns:name`)."""
         headers = {"Authorization": f"Bearer {self.token}"}
         if account:
             headers["Impersonate-User"] = account
@@ -57,13 +61,18 @@ def free_port() -> int:
 
 
 def write_credentials(folder: Path, url: str) -> ApiServer:
-    """Administrators' tokens, a signing key for service accounts, a kubeconfig, a policy."""
-    found = ApiServer(
-        url, secrets.token_hex(16), secrets.token_hex(16), folder / "certs/apiserver.crt",
-        folder / "config", folder / "audit.log",
-    )  # fmt: skip
+    """Write the administrators' tokens, a key for service accounts, a kubeconfig and an audit
+    policy."""
+    server = ApiServer(
+        url,
+        secrets.token_hex(16),
+        secrets.token_hex(16),
+        folder / "certs/apiserver.crt",
+        folder / "config",
+        folder / "audit.log",
+    )
     (folder / "tokens.csv").write_text(
-        f"{found.token},admin,admin,system:masters\n{found.watched},proxy,proxy,system:masters\n"
+        f"{server.token},admin,admin,system:masters\n{server.watched},proxy,proxy,system:masters\n"
     )
     (folder / "audit.json").write_text(json.dumps(AUDIT))
     key = folder / "accounts.key"
@@ -71,38 +80,62 @@ def write_credentials(folder: Path, url: str) -> ApiServer:
         ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", key], check=True
     )
     named = {"name": "test"}
-    cluster = {"server": url, "certificate-authority": str(found.authority)}
-    found.kubeconfig.write_text(json.dumps({
-        "apiVersion": "v1", "kind": "Config", "current-context": "test",
-        "clusters": [named | {"cluster": cluster}],
-        "users": [named | {"user": {"token": found.token}}],
-        "contexts": [named | {"context": {"cluster": "test", "user": "test"}}],
-    }))  # fmt: skip
-    return found
+    cluster = {"server": url, "certificate-authority": str(server.authority)}
+    server.kubeconfig.write_text(
+        json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "test",
+                "clusters": [named | {"cluster": cluster}],
+                "users": [named | {"user": {"token": server.token}}],
+                "contexts": [named | {"context": {"cluster": "test", "user": "test"}}],
+            }
+        )
+    )
+    return server
 
 
 def commands(folder: Path, programs: tuple[Path, Path], port: int) -> list[list[str]]:
-    """etcd and kube-apiserver, one command line each."""
+    """Command lines of etcd and kube-apiserver."""
     etcd, apiserver = map(str, programs)
     store = f"http://127.0.0.1:{free_port()}"
     key = folder / "accounts.key"
     return [
-        [etcd, f"--data-dir={folder / 'etcd'}", "--unsafe-no-fsync", "--log-level=warn",
-         f"--listen-client-urls={store}", f"--advertise-client-urls={store}",
-         "--listen-peer-urls=http://127.0.0.1:0"],
-        [apiserver, f"--etcd-servers={store}", "--bind-address=127.0.0.1", f"--secure-port={port}",
-         f"--cert-dir={folder / 'certs'}", f"--token-auth-file={folder / 'tokens.csv'}",
-         "--authorization-mode=RBAC", "--disable-admission-plugins=ServiceAccount",
-         "--service-account-issuer=https://localhost", f"--service-account-key-file={key}",
-         f"--service-account-signing-key-file={key}", "--service-cluster-ip-range=10.0.0.0/16",
-         "--advertise-address=192.0.2.1", "--endpoint-reconciler-type=none",
-         f"--audit-policy-file={folder / 'audit.json'}", f"--audit-log-path={folder / 'audit.log'}",
-         "--audit-log-maxsize=100", "--audit-log-maxbackup=3"],
-    ]  # fmt: skip
+        [
+            etcd,
+            f"--data-dir={folder / 'etcd'}",
+            "--unsafe-no-fsync",
+            "--log-level=warn",
+            f"--listen-client-urls={store}",
+            f"--advertise-client-urls={store}",
+            "--listen-peer-urls=http://127.0.0.1:0",
+        ],
+        [
+            apiserver,
+            f"--etcd-servers={store}",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={port}",
+            f"--cert-dir={folder / 'certs'}",
+            f"--token-auth-file={folder / 'tokens.csv'}",
+            "--authorization-mode=RBAC",
+            "--disable-admission-plugins=ServiceAccount",
+            "--service-account-issuer=https://localhost",
+            f"--service-account-key-file={key}",
+            f"--service-account-signing-key-file={key}",
+            "--service-cluster-ip-range=10.0.0.0/16",
+            "--advertise-address=192.0.2.1",
+            "--endpoint-reconciler-type=none",
+            f"--audit-policy-file={folder / 'audit.json'}",
+            f"--audit-log-path={folder / 'audit.log'}",
+            "--audit-log-maxsize=100",
+            "--audit-log-maxbackup=3",
+        ],
+    ]
 
 
 def ready(server: ApiServer) -> bool:
-    """Whether it answers and has made its first namespace."""
+    """Return true if the server answers and has created its first namespace."""
     try:
         with server.client() as client:
             path = "/api/v1/namespaces/default"
@@ -112,7 +145,7 @@ def ready(server: ApiServer) -> bool:
 
 
 class Server:
-    """etcd and kube-apiserver; `where` tells how to reach the latter."""
+    """etcd and kube-apiserver as child processes; `where` is the latter's address."""
 
     def __init__(self, folder: Path, programs: tuple[Path, Path]) -> None:
         port = free_port()
@@ -121,26 +154,30 @@ class Server:
         self._running: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start what does not run, and return when the API answers."""
+        """Start what does not run; returns once the API server answers."""
         while len(self._running) < len(self._commands):
             with self._log(len(self._running)).open("ab") as log:
                 command = self._commands[len(self._running)]
-                self._running.append(subprocess.Popen(bound(*command), stdout=log, stderr=log))
+                self._running.append(
+                    subprocess.Popen(killed_with_parent(*command), stdout=log, stderr=log)
+                )
         end = time.monotonic() + START_S
         while not ready(self.where):
-            if time.monotonic() > end or any(each.poll() is not None for each in self._running):
-                told = "\n".join(self._log(each).read_text()[-2000:] for each in (0, 1))
-                raise AssertionError(f"no API server after {START_S:.0f} s:\n{told}")
+            if time.monotonic() > end or any(
+                process.poll() is not None for process in self._running
+            ):
+                logs = "\n".join(self._log(number).read_text()[-2000:] for number in (0, 1))
+                raise AssertionError(f"no API server after {START_S:.0f} s:\n{logs}")
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """The API is gone without a word; what it stored stays."""
+        """Kill both; the stored objects stay."""
         process = self._running.pop()
         process.kill()
         process.wait(20)
 
     def end(self) -> None:
-        """Both are gone; the API server takes long to end by itself while somebody watches."""
+        """End both; the API server is killed, as with open watches it takes long to end."""
         for process in self._running[1:]:
             process.kill()
         for process in self._running[:1]:

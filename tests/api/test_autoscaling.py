@@ -1,4 +1,4 @@
-"""The operator scales what asks for it, by what routers and controllers say; or lets KEDA do it."""
+"""The operator scales resources by the reports of routers and controllers, or leaves it to KEDA."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import httpx
 import msgspec
 import pytest
 from tests.api.fleet import Fleet, Operator
-from tests.api.played import Router
 from tests.api.proxy import Call, Proxy
+from tests.api.stand_ins import Router
 
 from medha.config import RouterModel
 
@@ -35,8 +35,8 @@ def active(fleet: Fleet) -> str:
 
 
 @contextlib.contextmanager
-def kept_up(make: Callable[[], None]) -> Iterator[None]:
-    """Meanwhile a load goes on: a window of it is made anew every second."""
+def under_load(make: Callable[[], None]) -> Iterator[None]:
+    """Repeat a load in the background: offer a window of it every second."""
     ended = threading.Event()
 
     def work() -> None:
@@ -53,12 +53,12 @@ def kept_up(make: Callable[[], None]) -> Iterator[None]:
         thread.join(20)
 
 
-def test_refusals_bring_a_replica_and_idleness_takes_it_again(
+def test_refusals_add_a_replica_and_idleness_removes_it(
     served: Fleet, start_operator: Start, router: Router, tmp_path: Path
 ) -> None:
     operator = start_operator(**router.settings)
     served.create("llama", autoscaling=SOON)
-    with kept_up(lambda: router.offer("llama", -1.0, 0.9)):
+    with under_load(lambda: router.offer("llama", -1.0, 0.9)):
         served.played(lambda: replicas(served) == 2, "more replicas")
         served.played(lambda: served.is_ready("llama"))
     slo = served.status("llama")["slo"]
@@ -74,14 +74,18 @@ def test_refusals_bring_a_replica_and_idleness_takes_it_again(
     )
     assert again.returncode == 0, again.stderr
     assert "looks come out the same" in again.stdout and "from 2 to 1 replicas" in again.stdout
-    told = [each["note"] for each in served.list("events", "apis/events.k8s.io/v1")
-            if each["reason"] == "Scaled"]  # fmt: skip
-    assert sorted(note[:25] for note in told) == [
-        "from 1 to 2 replicas (Lit", "from 2 to 1 replicas (Sur",
-    ]  # fmt: skip
+    events = [
+        event["note"]
+        for event in served.list("events", "apis/events.k8s.io/v1")
+        if event["reason"] == "Scaled"
+    ]
+    assert sorted(note[:25] for note in events) == [
+        "from 1 to 2 replicas (Lit",
+        "from 2 to 1 replicas (Sur",
+    ]
 
 
-def test_without_word_of_the_routers_nothing_changes_and_that_is_said(
+def test_without_data_of_the_routers_nothing_changes_and_the_condition_says_so(
     served: Fleet, start_operator: Start, router: Router
 ) -> None:
     start_operator(**router.settings)
@@ -91,27 +95,32 @@ def test_without_word_of_the_routers_nothing_changes_and_that_is_said(
     served.played(lambda: active(served) == "NoData")
     assert served.condition("llama", "ScalingActive")["status"] == "False"
     served.change("llama", {"autoscaling": {"scaleDownStabilization": "1s"}})
-    asked = router.asked
-    served.played(lambda: router.asked > asked + 30)
+    polls = router.polls
+    served.played(lambda: router.polls > polls + 30)
     assert replicas(served) == 2
     router.silent = False
     served.played(lambda: replicas(served) == 1)
 
 
-def test_another_writer_is_named_and_its_word_stands_for_a_while(
+def test_another_writer_is_named_and_its_number_stands_for_a_while(
     served: Fleet, start_operator: Start, router: Router, api: httpx.Client
 ) -> None:
     start_operator(**router.settings)
     served.create("llama", autoscaling={"maxReplicas": 3, "scaleDownStabilization": "8s"})
     served.played(lambda: served.is_ready("llama") and active(served) == "Scaling")
     answer = api.patch(
-        served.path("llama", "scale"), json={"spec": {"replicas": 3}}, headers=MERGE,
+        served.path("llama", "scale"),
+        json={"spec": {"replicas": 3}},
+        headers=MERGE,
         params={"fieldManager": "somebody-else"},
-    )  # fmt: skip
+    )
     assert answer.status_code == 200
     served.played(lambda: active(served) == "OutsideWriter")
-    said = served.condition("llama", "ScalingActive")
-    assert said["status"] == "False" and "somebody-else set spec.replicas to 3" in said["message"]
+    condition = served.condition("llama", "ScalingActive")
+    assert (
+        condition["status"] == "False"
+        and "somebody-else set spec.replicas to 3" in condition["message"]
+    )
     assert replicas(served) == 3
     served.played(lambda: replicas(served) < 3)
     served.played(lambda: replicas(served) == 1 and active(served) == "Scaling")
@@ -137,7 +146,7 @@ def test_a_number_whose_write_got_no_answer_is_written_again(
     assert stalled
 
 
-def test_a_model_at_zero_is_brought_back_by_the_first_request(
+def test_the_first_request_starts_a_model_that_was_scaled_to_zero(
     served: Fleet, start_operator: Start, router: Router, api: httpx.Client
 ) -> None:
     start_operator(**router.settings)
@@ -148,12 +157,12 @@ def test_a_model_at_zero_is_brought_back_by_the_first_request(
     with router.held("llama"):
         served.played(lambda: replicas(served) == 1)
         served.played(lambda: served.is_ready("llama") and bool(served.pods()))
-    found = api.get(f"/api/v1/namespaces/{served.namespace}/configmaps/medha-models").json()
-    (model,) = msgspec.json.decode(found["data"]["models.json"], type=tuple[RouterModel, ...])
+    config_map = api.get(f"/api/v1/namespaces/{served.namespace}/configmaps/medha-models").json()
+    (model,) = msgspec.json.decode(config_map["data"]["models.json"], type=tuple[RouterModel, ...])
     assert (model.name, model.max_context_tokens, model.hold_s > 0.0) == ("llama", 4096, True)
 
 
-def test_after_zero_the_operator_knows_its_own_numbers_from_those_of_others(
+def test_after_zero_the_operator_distinguishes_its_own_numbers_from_others(
     served: Fleet, start_operator: Start, router: Router, api: httpx.Client
 ) -> None:
     """The API server forgets who wrote a zero to /scale, and who writes there after it."""
@@ -161,7 +170,10 @@ def test_after_zero_the_operator_knows_its_own_numbers_from_those_of_others(
     served.create("llama", autoscaling={**SOON, "minReplicas": 0})
     served.played(lambda: replicas(served) == 0 and not served.pods())
     assert "f:replicas" not in served.owned("llama")
-    later = {"minReplicas": 1, "scaleDownStabilization": "10m"}  # for so long others would be heard
+    later = {
+        "minReplicas": 1,
+        "scaleDownStabilization": "10m",
+    }  # OutsideWriter would last
     served.change("llama", {"autoscaling": later})
     served.played(lambda: replicas(served) == 1 and served.is_ready("llama"))
     served.change("llama", {"autoscaling": {"minReplicas": 2}})
@@ -172,8 +184,8 @@ def test_after_zero_the_operator_knows_its_own_numbers_from_those_of_others(
         served.path("llama", "scale"), json={"spec": {"replicas": 3}}, headers=MERGE
     ).raise_for_status()
     served.played(lambda: active(served) == "OutsideWriter")
-    said = served.condition("llama", "ScalingActive")["message"]
-    assert said.startswith("somebody set spec.replicas to 3")
+    message = served.condition("llama", "ScalingActive")["message"]
+    assert message.startswith("an unknown writer set spec.replicas to 3")
 
 
 def test_external_exports_a_number_and_writes_nothing(
@@ -182,7 +194,7 @@ def test_external_exports_a_number_and_writes_nothing(
     operator = start_operator(**router.settings)
     served.create("llama", autoscaling={**SOON, "mode": "External"})
     served.played(lambda: served.is_ready("llama") and active(served) == "Exported")
-    with kept_up(lambda: router.offer("llama", -1.0, 0.9)):
+    with under_load(lambda: router.offer("llama", -1.0, 0.9)):
         served.played(lambda: operator.metric("medha_desired_replicas") == 2.0)
     assert replicas(served) == 1
     served.change("llama", {"autoscaling": None})
@@ -190,7 +202,7 @@ def test_external_exports_a_number_and_writes_nothing(
     served.played(lambda: not served.condition("llama", "ScalingActive"))
 
 
-def test_where_keda_is_it_gets_a_scaled_object_that_goes_before_the_operator_writes(
+def test_a_scaled_object_exists_with_keda_and_goes_before_the_operator_writes(
     served: Fleet, start_operator: Start, router: Router, api: httpx.Client, keda: str
 ) -> None:
     where = "http://prometheus.monitoring:9090"
@@ -198,24 +210,26 @@ def test_where_keda_is_it_gets_a_scaled_object_that_goes_before_the_operator_wri
     path = f"{keda}/namespaces/{served.namespace}/scaledobjects/llama"
     served.create("llama", autoscaling={**SOON, "mode": "External"})
     served.played(lambda: api.get(path).status_code == 200)
-    found = api.get(path).json()
-    spec = found["spec"]
+    scaled_object = api.get(path).json()
+    spec = scaled_object["spec"]
     assert spec["scaleTargetRef"] == {
-        "apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica", "name": "llama",
-    }  # fmt: skip
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaReplica",
+        "name": "llama",
+    }
     assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (1, 3)
     (trigger,) = spec["triggers"]
     assert trigger["metadata"]["serverAddress"] == where
     assert trigger["metadata"]["query"] == (
         f'max(medha_desired_replicas{{namespace="{served.namespace}",name="llama"}})'
     )
-    assert found["metadata"]["ownerReferences"][0]["name"] == "llama"
+    assert scaled_object["metadata"]["ownerReferences"][0]["name"] == "llama"
     served.played(lambda: active(served) == "Exported")
-    version = found["metadata"]["resourceVersion"]
+    version = scaled_object["metadata"]["resourceVersion"]
     served.change("llama", {"autoscaling": {"maxReplicas": 5}})
     served.played(lambda: api.get(path).json()["spec"]["maxReplicaCount"] == 5)
     assert api.get(path).json()["metadata"]["resourceVersion"] != version
-    with kept_up(lambda: router.offer("llama", -1.0, 0.9)):
+    with under_load(lambda: router.offer("llama", -1.0, 0.9)):
         served.change("llama", {"autoscaling": {"mode": "Builtin"}})
 
         def written() -> bool:
@@ -226,7 +240,7 @@ def test_where_keda_is_it_gets_a_scaled_object_that_goes_before_the_operator_wri
         served.played(written)
 
 
-def test_without_the_address_of_prometheus_keda_gets_nothing_and_that_is_said(
+def test_without_the_address_of_prometheus_there_is_no_scaled_object_but_a_reason(
     served: Fleet, start_operator: Start, router: Router, keda: str
 ) -> None:
     start_operator(**router.settings)
@@ -235,16 +249,18 @@ def test_without_the_address_of_prometheus_keda_gets_nothing_and_that_is_said(
     assert "MEDHA_PROMETHEUS" in served.condition("llama", "ScalingActive")["message"]
 
 
-def test_a_scaled_object_that_a_person_made_is_left_alone(
+def test_a_scaled_object_made_by_a_person_is_not_touched(
     served: Fleet, start_operator: Start, router: Router, api: httpx.Client, keda: str
 ) -> None:
     document = {
-        "apiVersion": "keda.sh/v1alpha1", "kind": "ScaledObject", "metadata": {"name": "llama"},
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": {"name": "llama"},
         "spec": {
             "scaleTargetRef": {"name": "other"},
             "triggers": [{"type": "cron", "metadata": {"timezone": "UTC"}}],
         },
-    }  # fmt: skip
+    }
     path = f"{keda}/namespaces/{served.namespace}/scaledobjects"
     assert api.post(path, json=document).status_code == 201
     start_operator(**router.settings, MEDHA_PROMETHEUS="http://prometheus:9090")

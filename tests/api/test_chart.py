@@ -1,4 +1,4 @@
-"""The charts on a real API server: accepted, admitted as restricted, upgraded, and gone."""
+"""The charts on a real API server: accepted, admitted as restricted, upgraded and uninstalled."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ import yaml
 
 from medha.spec import parse
 from medha.topology import Coordinate
-from medha_operator import pods
-from medha_operator.client import KINDS
-from medha_operator.manifests import objects
+from medha_operator.kube.client import KINDS
+from medha_operator.resources.manifests import PodAssignment, objects, pod_manifest
 from medha_operator.settings import Settings, from_environment
 
 HOUSE = Path(__file__).resolve().parents[2]
 Objects = list[dict[str, Any]]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# Kinds of other projects that the chart may render: those whose definitions are beside this file,
-# and by group and plural name those of which only the name is known.
+# Kinds of other projects that the chart may render: those whose CRDs are in this folder, and, by
+# group and plural name, those known by name only.
 DEFINED = tuple(sorted(Path(__file__).parent.glob("monitoring.coreos.com_*.yaml")))
 MONITORS = {"PodMonitor", "ServiceMonitor", "PrometheusRule"}
 OTHERS = {("gateway.networking.k8s.io", "httproutes"): "HTTPRoute"}
@@ -46,7 +45,7 @@ def settings(values: dict[str, Any]) -> list[str]:
 
 @pytest.fixture(scope="session")
 def run_helm(helm: Path, api_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """`helm` as administrator of the API server, in the charts' folder."""
+    """Run `helm` as administrator of the API server, in the charts' folder."""
     home = tmp_path_factory.mktemp("helm")
     places = {f"HELM_{part}_HOME": str(home / part) for part in ("CACHE", "CONFIG", "DATA")}
     places["HOME"] = str(home)
@@ -54,8 +53,12 @@ def run_helm(helm: Path, api_server: Any, tmp_path_factory: pytest.TempPathFacto
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(helm), f"--kubeconfig={api_server.kubeconfig}", *words],
-            cwd=HOUSE / "charts", env=places, capture_output=True, text=True, timeout=100,
-        )  # fmt: skip
+            cwd=HOUSE / "charts",
+            env=places,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
 
     return run
 
@@ -66,9 +69,14 @@ def rendered(run_helm: Run) -> Callable[..., str]:
         namespace: str, values: dict[str, Any] | None = None, *, apis: Sequence[str] = ()
     ) -> str:
         done = run_helm(
-            "template", "medha", "medha", f"--namespace={namespace}", "--kube-version=1.36.0",
-            *(f"--api-versions={api}" for api in apis), *settings(values or {}),
-        )  # fmt: skip
+            "template",
+            "medha",
+            "medha",
+            f"--namespace={namespace}",
+            "--kube-version=1.36.0",
+            *(f"--api-versions={api}" for api in apis),
+            *settings(values or {}),
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -77,7 +85,7 @@ def rendered(run_helm: Run) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def other_kinds(run_kubectl: Run) -> None:
-    """The API server knows the kinds of other projects, and the fields of most."""
+    """Install the CRDs of other projects' kinds, most with their fields."""
     loose = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     documents = [
         {
@@ -91,52 +99,68 @@ def other_kinds(run_kubectl: Run) -> None:
                 "group": group,
                 "scope": "Namespaced",
                 "names": {"kind": kind, "plural": plural},
-                "versions": [{"name": "v1", "served": True, "storage": True,
-                              "schema": {"openAPIV3Schema": loose}}],
+                "versions": [
+                    {
+                        "name": "v1",
+                        "served": True,
+                        "storage": True,
+                        "schema": {"openAPIV3Schema": loose},
+                    }
+                ],
             },
         }
         for (group, plural), kind in OTHERS.items()
-    ]  # fmt: skip
+    ]
     text = yaml.safe_dump_all([*documents, *(yaml.safe_load(d.read_text()) for d in DEFINED)])
-    made = run_kubectl("apply", "-f", "-", text=text)
-    assert made.returncode == 0, made.stderr
+    applied = run_kubectl("apply", "-f", "-", text=text)
+    assert applied.returncode == 0, applied.stderr
     run_kubectl("wait", "--for=condition=Established", "--timeout=60s", "-f", "-", text=text)
 
 
 def apply_dry(run_kubectl: Run, namespace: str, text: str) -> None:
-    """The API server would take all of it as it stands."""
+    """Check with a dry run that the API server accepts all of it."""
     done = run_kubectl(
-        "apply", "--dry-run=server", "--validate=strict", f"--namespace={namespace}", "-f", "-",
+        "apply",
+        "--dry-run=server",
+        "--validate=strict",
+        f"--namespace={namespace}",
+        "-f",
+        "-",
         text=text,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     assert done.stdout.count("(server dry run)") == len([*yaml.safe_load_all(text)])
 
 
-def test_the_api_server_takes_the_chart_without_other_apis(
+def test_the_api_server_accepts_the_chart_without_other_apis(
     rendered: Callable[..., str], run_kubectl: Run, namespace: str
 ) -> None:
     apply_dry(run_kubectl, namespace, rendered(namespace))
 
 
 @pytest.mark.usefixtures("other_kinds")
-def test_the_api_server_takes_the_chart_with_every_option_and_other_apis(
+def test_the_api_server_accepts_the_chart_with_every_option_and_other_apis(
     rendered: Callable[..., str], run_kubectl: Run, namespace: str
 ) -> None:
     text = rendered(namespace, EVERYTHING, apis=APIS)
-    kinds = {each["kind"] for each in yaml.safe_load_all(text)}
+    kinds = {document["kind"] for document in yaml.safe_load_all(text)}
     assert set(OTHERS.values()) | MONITORS | {"Ingress", "NetworkPolicy"} <= kinds
     apply_dry(run_kubectl, namespace, text)
 
 
 @pytest.mark.usefixtures("other_kinds")
-@pytest.mark.parametrize("right, wrong", [
-    ("podMetricsEndpoints:", "podMetricEndpoints:"), ("interval: 15s", "interval: 15 seconds"),
-    ("podTargetLabels: [", "podTargetLabels: [[], "), ("endpoints:", "endPoints:"),
-    ("expr:", "expression:"),
-])  # fmt: skip
-def test_a_monitor_or_a_rule_with_a_wrong_field_is_turned_away(
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("podMetricsEndpoints:", "podMetricEndpoints:"),
+        ("interval: 15s", "interval: 15 seconds"),
+        ("podTargetLabels: [", "podTargetLabels: [[], "),
+        ("endpoints:", "endPoints:"),
+        ("expr:", "expression:"),
+    ],
+)
+def test_a_monitor_or_a_rule_with_a_wrong_field_is_refused(
     rendered: Callable[..., str], run_kubectl: Run, namespace: str, right: str, wrong: str
 ) -> None:
     text = rendered(namespace, apis=APIS)
@@ -145,32 +169,34 @@ def test_a_monitor_or_a_rule_with_a_wrong_field_is_turned_away(
         apply_dry(run_kubectl, namespace, text.replace(right, wrong))
 
 
-def test_the_api_server_takes_the_chart_of_the_kind(run_helm: Run, run_kubectl: Run) -> None:
+def test_the_api_server_accepts_the_chart_of_the_crds(run_helm: Run, run_kubectl: Run) -> None:
     text = run_helm("template", "crds", "medha-crds", "--kube-version=1.36.0").stdout
-    done = run_kubectl("apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f", "-",
-                       text=text)  # fmt: skip
+    done = run_kubectl(
+        "apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f", "-", text=text
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["plain", "everything"])
-def test_the_api_server_takes_what_the_charts_operator_makes_around_a_replica(
+def test_the_api_server_accepts_the_objects_that_the_charts_operator_makes(
     rendered: Callable[..., str], api: httpx.Client, namespace: str, values: dict[str, Any]
 ) -> None:
     (operator,) = [
-        each for each in yaml.safe_load_all(rendered(namespace, values))
-        if (each["kind"], each["metadata"]["name"]) == ("Deployment", "medha-operator")
-    ]  # fmt: skip
+        document
+        for document in yaml.safe_load_all(rendered(namespace, values))
+        if (document["kind"], document["metadata"]["name"]) == ("Deployment", "medha-operator")
+    ]
     environment = {
-        each["name"]: str(each.get("value", namespace))
-        for each in operator["spec"]["template"]["spec"]["containers"][0]["env"]
+        variable["name"]: str(variable.get("value", namespace))
+        for variable in operator["spec"]["template"]["spec"]["containers"][0]["env"]
     }
     tiny = yaml.safe_load((HOUSE / "examples/kubernetes/tiny.yaml").read_text())
     tiny["metadata"] |= {"namespace": namespace, "uid": "1"}
-    made = objects(parse(tiny), [0, 1], "abc", from_environment(environment))
-    assert [each["kind"] for each in made].count("NetworkPolicy") == 2
-    for each in made:
-        path = KINDS[each["kind"]].path(namespace)
-        reply = api.post(f"{path}?dryRun=All&fieldValidation=Strict", json=each)
+    manifests = objects(parse(tiny), [0, 1], "abc", from_environment(environment))
+    assert [manifest["kind"] for manifest in manifests].count("NetworkPolicy") == 2
+    for manifest in manifests:
+        path = KINDS[manifest["kind"]].path(namespace)
+        reply = api.post(f"{path}?dryRun=All&fieldValidation=Strict", json=manifest)
         assert reply.status_code == 201, reply.text
         assert "warning" not in reply.headers
 
@@ -180,13 +206,16 @@ def test_the_api_server_takes_what_the_charts_operator_makes_around_a_replica(
 
 @pytest.fixture
 def restricted(api: httpx.Client, namespace: str) -> str:
-    """A namespace that lets in restricted pods only, and says what is wrong with others."""
-    labels = {"pod-security.kubernetes.io/enforce": "restricted",
-              "pod-security.kubernetes.io/warn": "restricted"}  # fmt: skip
+    """A namespace that admits restricted pods only, and gives the reason if it refuses one."""
+    labels = {
+        "pod-security.kubernetes.io/enforce": "restricted",
+        "pod-security.kubernetes.io/warn": "restricted",
+    }
     done = api.patch(
-        f"/api/v1/namespaces/{namespace}", json={"metadata": {"labels": labels}},
+        f"/api/v1/namespaces/{namespace}",
+        json={"metadata": {"labels": labels}},
         headers={"Content-Type": "application/merge-patch+json"},
-    )  # fmt: skip
+    )
     assert done.status_code == 200
     return namespace
 
@@ -200,11 +229,11 @@ def test_every_pod_of_the_chart_is_restricted(
     rendered: Callable[..., str], api: httpx.Client, restricted: str
 ) -> None:
     seen = []
-    for each in yaml.safe_load_all(rendered(restricted)):
-        if each["kind"] not in ("Deployment", "Pod"):
+    for document in yaml.safe_load_all(rendered(restricted)):
+        if document["kind"] not in ("Deployment", "Pod"):
             continue
-        template = each if each["kind"] == "Pod" else each["spec"]["template"]
-        name = each["metadata"]["name"]
+        template = document if document["kind"] == "Pod" else document["spec"]["template"]
+        name = document["metadata"]["name"]
         pod = {"metadata": template["metadata"] | {"name": name}, "spec": template["spec"]}
         reply = admit(api, restricted, pod)
         assert reply.status_code == 201, reply.text
@@ -222,15 +251,21 @@ DEVICES = {"Cpu": {"kind": "Cpu"}, "Cuda": {"kind": "Cuda"}}
 
 
 def worker_pod(namespace: str, source: dict[str, Any], device: str) -> dict[str, Any]:
-    resource = parse({
-        "apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica",
-        "metadata": {"name": "llama", "namespace": namespace, "uid": "1"},
-        "spec": {"model": {"name": "llama", "source": source, "maxContextTokens": 4096},
-                 "device": DEVICES[device], "parallelism": {"tp": 2}},
-    })  # fmt: skip
-    start = pods.Start(ordinal=0, at=Coordinate(0, 0, 0), node="a", spec_hash="1", gated=True)
+    resource = parse(
+        {
+            "apiVersion": "medha.dev/v1alpha1",
+            "kind": "MedhaReplica",
+            "metadata": {"name": "llama", "namespace": namespace, "uid": "1"},
+            "spec": {
+                "model": {"name": "llama", "source": source, "maxContextTokens": 4096},
+                "device": DEVICES[device],
+                "parallelism": {"tp": 2},
+            },
+        }
+    )
+    start = PodAssignment(ordinal=0, at=Coordinate(0, 0, 0), node="a", spec_hash="1", gated=True)
     settings = Settings(namespace="medha-system", worker_image="localhost/medha-worker:dev")
-    return json.loads(json.dumps(pods.pod(resource, start, settings)))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(pod_manifest(resource, start, settings)))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -243,7 +278,7 @@ def test_every_pod_of_the_operator_is_restricted(
     assert "warning" not in reply.headers
 
 
-def test_a_pod_that_is_not_restricted_is_turned_away(api: httpx.Client, restricted: str) -> None:
+def test_a_pod_that_is_not_restricted_is_refused(api: httpx.Client, restricted: str) -> None:
     pod = worker_pod(restricted, {"hostPath": {"path": "/models"}}, "Cpu")
     reply = admit(api, restricted, pod)
     assert reply.status_code == 403
@@ -254,18 +289,18 @@ def test_a_pod_that_is_not_restricted_is_turned_away(api: httpx.Client, restrict
 
 
 def everything(run_kubectl: Run, namespace: str) -> set[str]:
-    """Every object of a namespace, and every cluster-wide one that names it."""
+    """Every object of a namespace, and every cluster-wide one with the namespace in its name."""
     kinds = run_kubectl(
         "api-resources", "--verbs=list", "--namespaced", "-o", "name"
     ).stdout.split()
     kinds.remove("events")
-    found = run_kubectl("get", ",".join(kinds), f"--namespace={namespace}", "-o", "name")
+    listed = run_kubectl("get", ",".join(kinds), f"--namespace={namespace}", "-o", "name")
     wide = run_kubectl("get", "clusterroles,clusterrolebindings", "-o", "name").stdout.split()
-    return {*found.stdout.split(), *(each for each in wide if f"/{namespace}-" in each)}
+    return {*listed.stdout.split(), *(name for name in wide if f"/{namespace}-" in name)}
 
 
 @pytest.mark.usefixtures("crd")
-def test_a_release_is_installed_upgraded_and_gone(
+def test_a_release_is_installed_upgraded_and_uninstalled(
     run_helm: Run, run_kubectl: Run, api: httpx.Client, namespace: str
 ) -> None:
     before = everything(run_kubectl, namespace)
@@ -276,7 +311,7 @@ def test_a_release_is_installed_upgraded_and_gone(
     assert f"kubectl --namespace {namespace} port-forward service/medha-router" in installed.stdout
     assert "is missing" not in installed.stdout
 
-    # What the operator does: it fills in the keys and takes the lease.
+    # The operator's part: it fills in the keys and takes the Lease.
     secret = f"/api/v1/namespaces/{namespace}/secrets/medha-keys"
     merge = {"Content-Type": "application/merge-patch+json"}
     keys = {"router.secret": "YQ==", "controller.public": "Yg=="}
@@ -284,8 +319,9 @@ def test_a_release_is_installed_upgraded_and_gone(
     lease = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/medha-operator"
     held = api.get(lease).json()
     held["spec"] = {"holderIdentity": "medha-operator-1", "leaseDurationSeconds": 12}
-    held["metadata"] = {key: held["metadata"][key]
-                        for key in ("name", "namespace", "resourceVersion")}  # fmt: skip
+    held["metadata"] = {
+        key: held["metadata"][key] for key in ("name", "namespace", "resourceVersion")
+    }
     assert api.put(lease, json=held).status_code == 200
 
     upgraded = run_helm("upgrade", "medha", "medha", place, *settings({"router.replicas": 3}))
@@ -296,15 +332,15 @@ def test_a_release_is_installed_upgraded_and_gone(
     assert api.get(router).json()["spec"]["replicas"] == 3
     assert len(everything(run_kubectl, namespace)) > len(before) + 15
 
-    # Keys of the API are made once, and what somebody adds to them stays.
+    # The keys of the API are made once, and additions to them stay.
     wanted = settings({"router.apiKeys.enabled": True})
     upgraded = run_helm("upgrade", "medha", "medha", place, *wanted)
     assert upgraded.returncode == 0, upgraded.stderr
     assert "get secret medha-router-api-keys -o jsonpath='{.data.key}'" in upgraded.stdout
     assert 'curl -H "Authorization: Bearer $KEY" localhost' in upgraded.stdout
     secret = f"/api/v1/namespaces/{namespace}/secrets/medha-router-api-keys"
-    made = api.get(secret).json()["data"]
-    more = {**made, "keys": base64.b64encode(b"# mine").decode()}
+    keys = api.get(secret).json()["data"]
+    more = {**keys, "keys": base64.b64encode(b"# mine").decode()}
     assert api.patch(secret, json={"data": more}, headers=merge).status_code == 200
     assert run_helm("upgrade", "medha", "medha", place, *wanted).returncode == 0
     assert api.get(secret).json()["data"] == more

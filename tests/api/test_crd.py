@@ -1,4 +1,4 @@
-"""A real API server refuses what is wrong, fills in what is left out, scales and explains."""
+"""A real API server refuses invalid specs, fills in defaults, scales and explains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import yaml
 
-from medha.spec import API_VERSION, Spec, parse
+from medha.spec import API_VERSION, MedhaReplicaSpec, parse
 
 pytestmark = pytest.mark.usefixtures("crd")
 
@@ -22,7 +22,7 @@ TABLE = yaml.safe_load((HOUSE / "tests/spec/refused.yaml").read_text())
 CRD = yaml.safe_load((HOUSE / "crds/medha.dev_medhareplicas.yaml").read_text())
 SCHEMA = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 
-# Not worth a line of its own in the resource below: lists hold nothing by default.
+# Lists are empty by default, so they have no line in the resource below.
 FULL: dict[str, Any] = {
     "slo.classes": [{"name": "a", "ttft": {}, "tpot": "1s", "whenInfeasible": "Refuse"}],
     "autoscaling": {"maxReplicas": 4},
@@ -31,7 +31,7 @@ FULL: dict[str, Any] = {
 
 
 def put(path: str, value: Any, document: Any = TABLE["valid"]) -> dict[str, Any]:
-    """`document` with the field at a dotted path changed; a copy."""
+    """Copy `document` and change the field at a dotted path."""
     changed: dict[str, Any] = copy.deepcopy(document)
     at: Any = changed
     *parents, last = path.split(".")
@@ -47,10 +47,10 @@ def post(api: httpx.Client, document: dict[str, Any], *, dry: bool = True) -> ht
 
 
 def leaves(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every field that holds a plain value, by a path that `put` understands."""
+    """Yield every field with a plain value, by a path that `put` accepts."""
     if "properties" in schema:
-        for name, each in schema["properties"].items():
-            yield from leaves(each, f"{path}.{name}" if path else name)
+        for name, part in schema["properties"].items():
+            yield from leaves(part, f"{path}.{name}" if path else name)
     elif schema.get("type") == "array" and "properties" in schema["items"]:
         if not schema["items"].get("x-kubernetes-preserve-unknown-fields"):
             yield from leaves(schema["items"], f"{path}.0")
@@ -77,7 +77,7 @@ def wrong(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("path", LEAVES)
-def test_each_field_wrong_in_turn_is_refused_by_its_name(path: str, api: httpx.Client) -> None:
+def test_each_invalid_field_is_refused_by_its_name(path: str, api: httpx.Client) -> None:
     base = TABLE["valid"]
     for start, value in FULL.items():
         if path.startswith(start):
@@ -85,10 +85,10 @@ def test_each_field_wrong_in_turn_is_refused_by_its_name(path: str, api: httpx.C
     assert post(api, base).status_code == 201
     for value in wrong(LEAVES[path]):
         reply = post(api, put(f"spec.{path}", value, base))
-        said = reply.json()["message"]
+        message = reply.json()["message"]
         name = "spec." + path.replace(".0.", "[0].")
-        assert reply.status_code in (400, 422), (value, said)
-        assert name in said, (value, said)
+        assert reply.status_code in (400, 422), (value, message)
+        assert name in message, (value, message)
 
 
 def test_every_field_of_the_schema_was_tried() -> None:
@@ -99,7 +99,7 @@ def test_every_field_of_the_schema_was_tried() -> None:
 @pytest.mark.parametrize(
     "case", TABLE["cases"], ids=[f"{c['rule']}:{n}" for n, c in enumerate(TABLE["cases"])]
 )
-def test_a_rule_between_fields_is_refused_with_the_words_that_medha_uses(
+def test_a_broken_rule_between_fields_is_refused_in_medhas_words(
     case: dict[str, Any], api: httpx.Client
 ) -> None:
     document = TABLE["valid"]
@@ -108,10 +108,12 @@ def test_a_rule_between_fields_is_refused_with_the_words_that_medha_uses(
     reply = post(api, document)
     assert reply.status_code == 422
     causes = reply.json()["details"]["causes"]
-    told = [f"{cause.get('field', '')} {cause['message']}" for cause in causes]
+    messages = [f"{cause.get('field', '')} {cause['message']}" for cause in causes]
     field = case["rule"].replace("[]", "[0]") if "api" not in case else "spec.slo.classes[1]"
-    assert any(field in each and case.get("api", case["says"]) in each for each in told), told
-    assert not any("rule evaluation" in each for each in told)
+    assert any(
+        field in message and case.get("api", case["says"]) in message for message in messages
+    ), messages
+    assert not any("rule evaluation" in message for message in messages)
 
 
 def test_an_unknown_field_is_refused_by_its_name(api: httpx.Client) -> None:
@@ -121,13 +123,13 @@ def test_an_unknown_field_is_refused_by_its_name(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("name", ["a" * 41, "a.b", "Tiny", "-tiny"])
-def test_a_name_that_pods_could_not_bear_is_refused(name: str, api: httpx.Client) -> None:
+def test_a_name_that_is_invalid_for_pods_is_refused(name: str, api: httpx.Client) -> None:
     reply = post(api, put("metadata.name", name))
     assert reply.status_code == 422
     assert "metadata.name" in reply.json()["message"]
 
 
-def test_what_is_left_out_is_filled_in_as_medha_would(api: httpx.Client) -> None:
+def test_defaults_are_those_of_medha(api: httpx.Client) -> None:
     reply = post(api, TABLE["valid"])
     assert reply.status_code == 201, reply.text
     stored = reply.json()
@@ -139,26 +141,26 @@ def test_what_is_left_out_is_filled_in_as_medha_would(api: httpx.Client) -> None
 
 def without_none(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: without_none(each) for key, each in value.items() if each is not None}
-    return [without_none(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: without_none(part) for key, part in value.items() if part is not None}
+    return [without_none(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def test_every_example_is_accepted(api: httpx.Client) -> None:
     files = sorted((HOUSE / "examples").rglob("*.yaml"))
-    documents = [each for file in files for each in yaml.safe_load_all(file.read_text())]
-    ours = [each for each in documents if each["apiVersion"] == API_VERSION]
+    documents = [document for file in files for document in yaml.safe_load_all(file.read_text())]
+    ours = [document for document in documents if document["apiVersion"] == API_VERSION]
     assert len(ours) >= 3
     for document in ours:
         assert post(api, document).status_code == 201, document
 
 
-def test_scale_reads_and_writes_the_replicas_and_tells_the_selector(
+def test_scale_reads_and_writes_the_replicas_and_shows_the_selector(
     api: httpx.Client, run_kubectl: Any
 ) -> None:
-    made = post(api, put("metadata.name", "scaled"), dry=False)
-    assert made.status_code == 201
+    reply = post(api, put("metadata.name", "scaled"), dry=False)
+    assert reply.status_code == 201
     path = f"/apis/{API_VERSION}/namespaces/default/medhareplicas/scaled"
-    status = made.json() | {"status": {"replicas": 1, "selector": "medha.dev/role=leader"}}
+    status = reply.json() | {"status": {"replicas": 1, "selector": "medha.dev/role=leader"}}
     assert api.put(f"{path}/status", json=status).status_code == 200
     scale = api.get(f"{path}/scale").json()
     assert scale["spec"] == {"replicas": 1}
@@ -172,13 +174,22 @@ def test_scale_reads_and_writes_the_replicas_and_tells_the_selector(
 
 
 def test_people_see_the_columns_and_read_the_fields(api: httpx.Client, run_kubectl: Any) -> None:
-    made = post(api, put("metadata.name", "shown"), dry=False)
+    reply = post(api, put("metadata.name", "shown"), dry=False)
     path = f"/apis/{API_VERSION}/namespaces/default/medhareplicas/shown"
-    ready = {"type": "Ready", "status": "True", "reason": "Serving", "message": "all serve",
-             "lastTransitionTime": "2026-01-01T00:00:00Z"}  # fmt: skip
-    status = {"replicas": 2, "kvpGroups": 3, "conditions": [ready],
-              "slo": {"attainmentPercent": 99, "slackP10": "0.31"}}  # fmt: skip
-    assert api.put(f"{path}/status", json=made.json() | {"status": status}).status_code == 200
+    ready = {
+        "type": "Ready",
+        "status": "True",
+        "reason": "Serving",
+        "message": "all serve",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+    status = {
+        "replicas": 2,
+        "kvpGroups": 3,
+        "conditions": [ready],
+        "slo": {"attainmentPercent": 99, "slackP10": "0.31"},
+    }
+    assert api.put(f"{path}/status", json=reply.json() | {"status": status}).status_code == 200
     header, row = run_kubectl("get", "medha", "shown").stdout.splitlines()
     names = ["NAME", "READY", "REPLICAS", "TP", "SPP", "KVP", "ATTAINMENT", "SLACK", "AGE"]
     assert header.split() == names
@@ -190,12 +201,13 @@ def test_people_see_the_columns_and_read_the_fields(api: httpx.Client, run_kubec
     assert api.delete(path).status_code == 200
 
 
-def test_a_status_cannot_be_slipped_in_with_the_spec(api: httpx.Client) -> None:
+def test_a_status_sent_with_the_spec_is_dropped(api: httpx.Client) -> None:
     reply = post(api, put("status.replicas", 7))
     assert reply.status_code == 201
     assert "status" not in json.loads(reply.text)
 
 
 def test_the_default_spec_of_medha_needs_only_a_model() -> None:
-    needed = [each.encode_name for each in msgspec.structs.fields(Spec) if each.required]
+    fields = msgspec.structs.fields(MedhaReplicaSpec)
+    needed = [field.encode_name for field in fields if field.required]
     assert needed == SCHEMA["required"] == ["model"]

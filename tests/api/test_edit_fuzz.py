@@ -1,12 +1,13 @@
-"""Chains of ten random edits, made from the kind's schema: each is followed, or it is said why not.
+"""Chains of ten random edits, drawn from the CRD's schema: each is carried out, or refused with a
+reason.
 
-Many resources are edited at once, each at its own pace. After an edit its resource must come to
-rest: made over to what is asked, or with a reason why it cannot be. An edit counts if it raised the
-generation; one that changed nothing is drawn again. What the API server refuses changes nothing,
-and what does not fit the schema it must refuse. An edit that leaves the resource not Ready is
-mostly taken back, which must heal it (else a chain that went wrong would stay wrong); the others
-are built upon. At the end of a chain the first spec comes back, and must heal everything. `make
-edit-fuzz` does thousands; without it a few short chains are done.
+Many resources are edited at once, each at its own pace. After an edit the resource must come to
+rest: in the desired state, or with a reason why it cannot be. An edit counts if it raised the
+generation; one that changed nothing is drawn again. The API server must refuse edits that do not
+fit the schema, and a refused edit changes nothing. Most edits that leave the resource not Ready are
+undone, which must heal it (or a broken chain would stay broken); the next edits build on the
+others. At the end of a chain the first spec returns and must heal everything. `make edit-fuzz` does
+thousands of edits; otherwise a few short chains run.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import time
 from typing import Any, Literal
 
 import pytest
+from tests.api.courses import Scenes
 from tests.api.edits import Edits
 from tests.api.fleet import Fleet
 from tests.api.stage import Scene
-from tests.api.walks import Scenes
 
 pytestmark = pytest.mark.timeout(7200)
 
 WHOLE = os.environ.get("MEDHA_EDIT_FUZZ") == "whole"
 AT_ONCE, CHAINS, EDITS = (26, 8, 10) if WHOLE else (6, 1, 7)
-"""Valid edits: the product. Of invalid ones a quarter as many come beside them, and some more: in
-the whole form these are at least 2,000 and 500."""
+"""The number of valid edits is the product; a quarter as many invalid ones are added, and some
+more. The whole form has at least 2,000 and 500."""
 NODES = 60 if WHOLE else 20
 TAKEN_BACK = 0.75
 INVALID_EVERY = 3
@@ -40,7 +41,7 @@ Document = dict[str, Any]
 
 
 class Fuzz:
-    """What all chains share: the fleet, one die, and the sums."""
+    """The state that all chains share: the fleet, one random generator, and the counts."""
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
         self.fleet, self.dice = fleet, random.Random(seed)
@@ -49,16 +50,16 @@ class Fuzz:
         self.reasons: collections.Counter[str] = collections.Counter()
 
     def run(self, names: list[str]) -> None:
-        """A chain after the other on each resource, until all have had theirs."""
-        chains = {each: Chain(self, each) for each in names}
-        while any(each.step != "over" for each in chains.values()):
+        """Run the chains of all resources until every one is over."""
+        chains = {name: Chain(self, name) for name in names}
+        while any(chain.step != "over" for chain in chains.values()):
             self.fleet.play()
-            for found in self.fleet.api.get(self.fleet.path()).json()["items"]:
-                chains[found["metadata"]["name"]].look(found)
+            for resource in self.fleet.api.get(self.fleet.path()).json()["items"]:
+                chains[resource["metadata"]["name"]].advance(resource)
 
 
 class Chain:
-    """One resource: what was done to it last, and what comes next once it is at rest."""
+    """The edits of one resource: the last step, and the next one once it is at rest."""
 
     def __init__(self, fuzz: Fuzz, name: str) -> None:
         self._fuzz, self._name = fuzz, name
@@ -68,25 +69,25 @@ class Chain:
         self.step: Literal["heal", "edit", "undo", "over"] = "heal"
         self._since_s = time.monotonic()
 
-    def look(self, found: Document) -> None:
-        """Go on if the resource has come to rest."""
+    def advance(self, resource: Document) -> None:
+        """Take the next step if the resource has come to rest."""
         if self.step == "over":
             return
-        ready = rests(found)
-        if ready is None or (self.step != "edit" and not well(found)):
+        ready = rests(resource)
+        if ready is None or (self.step != "edit" and not well(resource)):
             waited_s = time.monotonic() - self._since_s
-            assert waited_s < PATIENCE_S, f"{self.step} does not come to rest: {found}"
+            assert waited_s < PATIENCE_S, f"{self.step} does not come to rest: {resource}"
             return
-        assert ready["status"] == "True" or ready["message"], found
+        assert ready["status"] == "True" or ready["message"], resource
         self._fuzz.reasons[f"{ready['status']} {ready['reason']}"] += 1
         self._fuzz.counts[f"rests after {self.step}"] += 1
-        self._go_on(found)
+        self._next_step(resource)
         self._since_s = time.monotonic()
 
-    def _go_on(self, found: Document) -> None:
-        if well(found) and found["spec"]["replicas"]:  # with none, nothing was tried of it
-            self._well = found["spec"]
-        if not well(found) and self._fuzz.dice.random() < TAKEN_BACK:
+    def _next_step(self, resource: Document) -> None:
+        if well(resource) and resource["spec"]["replicas"]:  # with no replica it was not tried
+            self._well = resource["spec"]
+        if not well(resource) and self._fuzz.dice.random() < TAKEN_BACK:
             self._put("undo", self._well)
         elif self._edits == EDITS:
             self._edits = 0
@@ -99,77 +100,83 @@ class Chain:
             self.step = "over"
 
     def _edit(self) -> None:
-        """A valid edit that changes something, and after every third an invalid one."""
+        """Make a valid edit that changes something, and after every third an invalid one."""
         self.step = "edit"
-        while self._tried(*self._fuzz.edits.valid(self._found())) != "valid":
+        while self._try(*self._fuzz.edits.valid(self._read())) != "valid":
             continue
         if self._edits % INVALID_EVERY == 0:
             field, patch = self._fuzz.edits.invalid()
-            assert self._tried(field, patch) == "invalid", (field, patch)
+            assert self._try(field, patch) == "invalid", (field, patch)
 
-    def _tried(self, field: tuple[str, ...], patch: Document) -> str:
-        """What the API server made of it: a valid edit, an invalid one, or none at all."""
+    def _try(self, field: tuple[str, ...], patch: Document) -> str:
+        """Try an edit; returns the outcome: valid, invalid, or without a change."""
         api, path = self._fuzz.fleet.api, self._fuzz.fleet.path(self._name)
         while True:
-            before = self._found()
+            before = self._read()
             at = {"metadata": {"resourceVersion": before["metadata"]["resourceVersion"]}}
             answer = api.patch(path, json=patch | at, headers=MERGE)
             if answer.status_code != 409:  # the operator wrote meanwhile
                 break
         if answer.status_code == 200:
             raised = answer.json()["metadata"]["generation"] > before["metadata"]["generation"]
-            said = "valid" if raised else "changed nothing"
+            outcome = "valid" if raised else "changed nothing"
         else:
             assert answer.status_code in (400, 422), (field, patch, answer.text)
-            assert unscaled(self._found()) == unscaled(before), (field, patch)
-            said = "invalid"
-        self._fuzz.counts[said] += 1
-        return said
+            assert unscaled(self._read()) == unscaled(before), (field, patch)
+            outcome = "invalid"
+        self._fuzz.counts[outcome] += 1
+        return outcome
 
-    def _found(self) -> Document:
-        found: Document = self._fuzz.fleet.api.get(self._fuzz.fleet.path(self._name)).json()
-        return found
+    def _read(self) -> Document:
+        resource: Document = self._fuzz.fleet.api.get(self._fuzz.fleet.path(self._name)).json()
+        return resource
 
     def _put(self, step: Literal["heal", "undo"], spec: Document) -> None:
-        """This spec again, whoever writes the status meanwhile."""
+        """Write this spec again, even if the operator writes the status meanwhile."""
         self.step = step
         api, path = self._fuzz.fleet.api, self._fuzz.fleet.path(self._name)
         while True:
-            found = self._found()
-            answer = api.put(path, json={**found, "spec": spec})
+            resource = self._read()
+            answer = api.put(path, json={**resource, "spec": spec})
             if answer.status_code != 409:
                 break
         assert answer.status_code == 200, answer.text
 
 
-def unscaled(found: Document) -> Document:
-    """Its spec without what the operator may write itself."""
-    return {name: value for name, value in found["spec"].items() if name != "replicas"}
+def unscaled(resource: Document) -> Document:
+    """The spec without the field that the operator may write itself."""
+    return {name: value for name, value in resource["spec"].items() if name != "replicas"}
 
 
-def rests(found: Document) -> Document | None:
-    """The condition Ready of a resource at which nothing is on its way any more."""
-    status = found.get("status", {})
-    if status.get("observedGeneration") != found["metadata"]["generation"]:
+def rests(resource: Document) -> Document | None:
+    """The condition Ready of a resource at rest; None while it changes."""
+    status = resource.get("status", {})
+    if status.get("observedGeneration") != resource["metadata"]["generation"]:
         return None
-    by_type = {each["type"]: each for each in status.get("conditions", ())}
+    by_type = {condition["type"]: condition for condition in status.get("conditions", ())}
     ready, updated = by_type["Ready"], by_type.get("Updated", {})
     if ready["reason"] == "SpecRefused":
         return dict(ready)
     if ready["status"] == updated.get("status") == "True":
         return dict(ready) if by_type["Draining"]["status"] == "False" else None
-    told = {each.get("reason", "") for each in (ready, updated) if each["status"] != "True"}
-    return dict(ready) if told.isdisjoint(ON_ITS_WAY) else None
+    reasons = {
+        condition.get("reason", "")
+        for condition in (ready, updated)
+        if condition["status"] != "True"
+    }
+    return dict(ready) if reasons.isdisjoint(ON_ITS_WAY) else None
 
 
-def well(found: Document) -> bool:
-    """It serves, and what it is asked for now: not only what it was asked for before."""
-    by_type = {each["type"]: each["status"] for each in found["status"]["conditions"]}
+def well(resource: Document) -> bool:
+    """Return true if it serves, by its present spec and not only by a former one."""
+    by_type = {
+        condition["type"]: condition["status"] for condition in resource["status"]["conditions"]
+    }
     return bool(by_type["Ready"] == by_type.get("Updated") == "True")
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_every_edit_is_followed_or_refused_with_a_reason_and_the_first_spec_heals(
+def test_every_edit_is_carried_out_or_refused_with_a_reason_and_the_first_spec_heals(
     scenes: Scenes, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     began_s = time.monotonic()
@@ -182,7 +189,7 @@ def test_every_edit_is_followed_or_refused_with_a_reason_and_the_first_spec_heal
 
 
 def fuzzed(scene: Scene, seed: int, capsys: pytest.CaptureFixture[str]) -> collections.Counter[str]:
-    scene.leaders.least = scene.fleet.groups_beside
+    scene.leaders.least = scene.fleet.group_count
     operator = scene.start()
     fuzz = Fuzz(scene.fleet, seed)
     try:

@@ -1,8 +1,8 @@
-"""A fleet's whole life while the API server refuses each write once, or each event is lost once.
+"""A fleet's whole life while each write is refused once, or each watch event is lost once.
 
-Whatever is refused or lost, each phase must end as it does when nothing goes wrong: the same
-objects, the same made and deleted, each as often. All walks of a test go on at the same time. With
-`make crash-points` the life is the one with two stages and every phase; without it a shorter one.
+Whatever is refused or lost, each phase must end as without trouble: the same objects, created and
+deleted equally often. All walks of a test run at the same time. `make crash-points` uses the
+course with two stages and every phase; otherwise a shorter one is walked.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from tests.api.courses import Scenes, Trouble, divergences, walk_all
 from tests.api.proxy import Answer, Call, Proxy, event
-from tests.api.walks import Scenes, Trouble, divergences, walk_all
 
 pytestmark = pytest.mark.timeout(3000)
 
@@ -24,14 +24,14 @@ WHOLE = os.environ.get("MEDHA_CRASH_POINTS") == "whole"
 COURSE = "staged" if WHOLE else "short"
 GONE = "kopf/ medhareplicas DELETED llama 1"
 SURPLUS = 20
-"""One in so many events may have come when nothing went wrong, and to nobody else."""
+"""Share of events, as one in N, that may occur only in the walk without trouble."""
 HASH = re.compile(r"(?<=-)[0-9a-f]{10}$")
 REFUSALS = (400, 403, 409, 422, 500)
 PARTS = 8 if WHOLE else 4
 
 
 class Refusing:
-    """Each write is refused with this status the first time that it is tried, and not done."""
+    """Refuses each write with this status the first time it is tried, without executing it."""
 
     def __init__(self, status: int) -> None:
         self._status = status
@@ -47,7 +47,7 @@ class Refusing:
         meta = msgspec.json.decode(call.body).get("metadata") or {}
         write = call.verb, call.path, meta.get("name", "")
         if write in self._refused:
-            self._refused.remove(write)  # it is done; the next one of this kind is another
+            self._refused.remove(write)  # it is executed; the next one of this kind is another
             return None
         self._refused.add(write)
         self.count += 1
@@ -55,8 +55,7 @@ class Refusing:
 
 
 class Losing:
-    """Events never come, each of these once: by what it is about, and which of those it is. All
-    that came are known by then; those about what belongs to other fleets do not count."""
+    """Loses each event once, by subject and occurrence; events of other fleets do not count."""
 
     def __init__(self, chosen: Callable[[str], bool]) -> None:
         self._chosen = chosen
@@ -75,8 +74,8 @@ class Losing:
         foreign = name.startswith("test-") and not name.startswith(f"{namespace}-")
         if kind == "BOOKMARK" or foreign:
             return [line]
-        said = HASH.sub("HASH", name.replace(namespace, "NAMESPACE"))
-        about = f"{call.agent[:5]} {call.path.rpartition('/')[2]} {kind} {said}"
+        plain_name = HASH.sub("HASH", name.replace(namespace, "NAMESPACE"))
+        about = f"{call.agent[:5]} {call.path.rpartition('/')[2]} {kind} {plain_name}"
         self._about[about] += 1
         key = f"{about} {self._about[about]}"
         self.met.add(key)
@@ -87,7 +86,7 @@ class Losing:
 
 
 def in_part(part: int) -> Callable[[str], bool]:
-    """Two of the parts have each event, so that it is lost even where it does not come in one."""
+    """Choose two of the parts for each event, so that it is lost even if one part never has it."""
 
     def chosen(key: str) -> bool:
         drawn = zlib.crc32(key.encode())
@@ -98,12 +97,13 @@ def in_part(part: int) -> Callable[[str], bool]:
 
 
 def walked(
-    scenes: Scenes, tampers: dict[str, Callable[[Proxy], None]],
+    scenes: Scenes,
+    tampers: dict[str, Callable[[Proxy], None]],
     calmly: Callable[[Proxy], None] = lambda proxy: None,
-) -> dict[str, list[str]]:  # fmt: skip
-    """Where each of them differs from a walk in which nothing goes wrong."""
+) -> dict[str, list[str]]:
+    """List, per tamper, the differences from a walk without trouble."""
     calm = Trouble("calm", tamper=calmly)
-    troubles = [Trouble(name, tamper=each) for name, each in tampers.items()]
+    troubles = [Trouble(name, tamper=tamper) for name, tamper in tampers.items()]
     plain, *others = walk_all(scenes, COURSE, (calm, *troubles))
     return {name: divergences(plain, other) for name, other in zip(tampers, others, strict=True)}
 
@@ -112,11 +112,11 @@ def test_each_write_may_be_refused_once_with_any_status(
     scenes: Scenes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tampers = {str(status): Refusing(status) for status in REFUSALS}
-    found = lines(walked(scenes, dict(tampers)))
-    counts = {name: each.count for name, each in tampers.items()}
+    faults = lines(walked(scenes, dict(tampers)))
+    counts = {name: tamper.count for name, tamper in tampers.items()}
     with capsys.disabled():
-        print(f"\nwrites refused once: {counts}, {len(found)} divergences", *found, sep="\n  ")  # noqa: T201
-    assert found == []
+        print(f"\nwrites refused once: {counts}, {len(faults)} divergences", *faults, sep="\n  ")  # noqa: T201
+    assert faults == []
     assert min(counts.values()) >= 15
 
 
@@ -126,23 +126,23 @@ def test_each_event_of_a_watch_may_be_lost(
     calm = Losing(lambda key: False)
     tampers = {f"part {part}": Losing(in_part(part)) for part in range(PARTS)}
     differ = walked(scenes, dict(tampers), calm)
-    for name, each in tampers.items():
-        if GONE in each.lost:  # it keeps up what it does not know to be gone; that is collected
-            differ[name] = [line for line in differ[name] if not line.startswith("delete: made")]
-    lost = set[str]().union(*(each.lost for each in tampers.values()))
+    for name, tamper in tampers.items():
+        if GONE in tamper.lost:  # without it the operator creates objects that are then collected
+            differ[name] = [line for line in differ[name] if not line.startswith("delete: created")]
+    lost = set[str]().union(*(tamper.lost for tamper in tampers.values()))
     left = calm.met - lost
-    found = lines(differ)
-    counts = {name: f"{len(each.lost)} of {len(each.met)}" for name, each in tampers.items()}
+    faults = lines(differ)
+    counts = {name: f"{len(tamper.lost)} of {len(tamper.met)}" for name, tamper in tampers.items()}
     with capsys.disabled():
-        print(f"\nevents lost: {counts}, {len(found)} divergences", *found, sep="\n  ")  # noqa: T201
+        print(f"\nevents lost: {counts}, {len(faults)} divergences", *faults, sep="\n  ")  # noqa: T201
         print(f"  {len(calm.met)} when calm, of which came to nobody else:", *left, sep="\n    ")  # noqa: T201
-    assert found == []
+    assert faults == []
     assert GONE in lost
-    # How often a status or a pod changes depends on how busy the machine is: a last one may be one
+    # How often a status or a pod changes depends on the machine's load: a last event may be one
     # more than elsewhere.
     assert not [key for key in left if key.endswith(" 1")]
     assert len(left) <= len(calm.met) / SURPLUS
 
 
 def lines(differ: dict[str, list[str]]) -> list[str]:
-    return [f"{name}: {line}" for name, each in differ.items() for line in each]
+    return [f"{name}: {line}" for name, rows in differ.items() for line in rows]

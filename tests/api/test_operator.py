@@ -1,4 +1,4 @@
-"""The operator on a real API server: what people do to a resource, and what it does about it."""
+"""The operator on a real API server: changes to a resource, and the operator's reaction."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ def test_a_resource_becomes_ready_pods_and_is_left_alone_after_that(
     fleet.create("llama", replicas=2)
     fleet.played(lambda: fleet.is_ready("llama"))
     assert sorted(fleet.pods()) == [
-        "llama-0-g0-s0", "llama-0-g0-s1", "llama-1-g0-s0", "llama-1-g0-s1",
-    ]  # fmt: skip
+        "llama-0-g0-s0",
+        "llama-0-g0-s1",
+        "llama-1-g0-s0",
+        "llama-1-g0-s1",
+    ]
     status = fleet.status("llama")
     assert status["replicas"] == status["readyReplicas"] == 2
-    told = [each["reason"] for each in fleet.list("events", "apis/events.k8s.io/v1")]
-    assert told.count("Placed") == 2
+    reasons = [event["reason"] for event in fleet.list("events", "apis/events.k8s.io/v1")]
+    assert reasons.count("Placed") == 2
     before = settled(operator)
     time.sleep(8.0)  # four resyncs
     assert operator.writes() == before
@@ -39,38 +42,38 @@ def test_a_resource_becomes_ready_pods_and_is_left_alone_after_that(
     assert operator.end() == 0
 
 
-def test_no_pod_of_a_gang_is_let_go_before_all_of_them_stand(
+def test_no_pod_of_a_gang_is_ungated_before_all_of_them_exist(
     fleet: Fleet, start_operator: Start
 ) -> None:
-    made: list[tuple[str, bool]] = []
+    bindings: list[tuple[str, bool]] = []
     start_operator()
     fleet.create("gang", parallelism={"spp": 4})
 
-    def all_lifted() -> bool:
+    def all_ungated() -> bool:
         pods = fleet.pods().values()
-        made.append((str(len(pods)), all(not each["spec"].get("schedulingGates") for each in pods)))
-        some = any(not each["spec"].get("schedulingGates") for each in pods)
+        bindings.append(
+            (str(len(pods)), all(not pod["spec"].get("schedulingGates") for pod in pods))
+        )
+        some = any(not pod["spec"].get("schedulingGates") for pod in pods)
         assert len(pods) == 4 or not some
-        return len(pods) == 4 and made[-1][1]
+        return len(pods) == 4 and bindings[-1][1]
 
-    until(all_lifted)
+    until(all_ungated)
 
 
-def test_pods_find_keys_that_fit_each_other(
-    api: httpx.Client, fleet: Fleet, start_operator: Start
-) -> None:
+def test_pods_get_matching_keys(api: httpx.Client, fleet: Fleet, start_operator: Start) -> None:
     start_operator()
     fleet.create("llama")
     until(lambda: len(fleet.pods()) == 2)
-    found = secret(api, fleet, "medha-worker-keys")
+    keys = secret(api, fleet, "medha-worker-keys")
     whole = secret(api, fleet, "medha-keys")
     for pair in ("router", "controller", "rank"):
         private = whole["data"][f"{pair}.secret"]
         public = base64.b64decode(whole["data"][f"{pair}.public"]).strip()
         assert zmq.curve_public(base64.b64decode(private).strip()) == public
-    assert "router.secret" not in found["data"]
-    assert found["data"].items() <= whole["data"].items()
-    assert [each["name"] for each in found["metadata"]["ownerReferences"]] == ["llama"]
+    assert "router.secret" not in keys["data"]
+    assert keys["data"].items() <= whole["data"].items()
+    assert [owner["name"] for owner in keys["metadata"]["ownerReferences"]] == ["llama"]
     assert "ownerReferences" not in whole["metadata"]
 
 
@@ -95,7 +98,7 @@ def test_replicas_follow_the_scale_subresource_up_and_down(
     assert scale(api, fleet)["selector"] == "medha.dev/replica=llama,medha.dev/role=leader"
 
 
-def test_a_change_is_acted_on_at_once_and_not_with_the_resync(
+def test_a_change_is_reconciled_at_once_and_not_with_the_resync(
     fleet: Fleet, start_operator: Start
 ) -> None:
     until(start_operator(MEDHA_RESYNC_S="60").leads)
@@ -103,12 +106,12 @@ def test_a_change_is_acted_on_at_once_and_not_with_the_resync(
     for name in ("a", "b", "c"):
         began = time.monotonic()
         fleet.create(name)
-        until(fleet.list_of_pods_of(name))
+        until(fleet.has_pods(name))
         waits.append(time.monotonic() - began)
-    assert min(waits) < 20.0  # 0.2 s where nothing else runs; the next resync is a minute away
+    assert min(waits) < 20.0  # 0.2 s on an idle machine; the next resync is a minute away
 
 
-def test_an_update_makes_the_new_replica_before_the_old_one_goes(
+def test_an_update_creates_the_new_replica_before_the_old_one_is_deleted(
     fleet: Fleet, start_operator: Start
 ) -> None:
     start_operator()
@@ -121,7 +124,7 @@ def test_an_update_makes_the_new_replica_before_the_old_one_goes(
     def updated() -> bool:
         fleet.play()
         pods = fleet.pods().values()
-        ready = [each for each in pods if is_ready(each)]
+        ready = [pod for pod in pods if is_ready(pod)]
         seen.append(len(ready))
         assert len(ready) >= 2, "the old replica went before the new one was ready"
         return len(pods) == 2 and not before & hashes(fleet)
@@ -129,40 +132,44 @@ def test_an_update_makes_the_new_replica_before_the_old_one_goes(
     until(updated)
     assert max(seen) == 4
     fleet.played(lambda: fleet.is_ready("llama"))
-    images = {each["spec"]["containers"][0]["image"] for each in fleet.pods().values()}
+    images = {pod["spec"]["containers"][0]["image"] for pod in fleet.pods().values()}
     assert images == {"localhost/other:1"}
-    configs = [each["metadata"]["name"] for each in fleet.list("configmaps")]
+    configs = [document["metadata"]["name"] for document in fleet.list("configmaps")]
     until(lambda: len([name for name in configs if name.startswith("llama-")]) >= 1)
     until(lambda: len(ours(fleet, "configmaps")) == 1)
 
 
-def test_a_pod_that_is_taken_away_comes_back(fleet: Fleet, start_operator: Start) -> None:
+def test_a_deleted_pod_is_created_again(fleet: Fleet, start_operator: Start) -> None:
     start_operator()
     fleet.create("llama")
     fleet.played(lambda: fleet.is_ready("llama"))
-    before = {name: each["metadata"]["uid"] for name, each in fleet.pods().items()}
+    before = {name: pod["metadata"]["uid"] for name, pod in fleet.pods().items()}
     fleet.remove("llama-0-g0-s1")
     fleet.played(lambda: "llama-0-g0-s1" in fleet.pods())
     fleet.played(lambda: fleet.is_ready("llama"))
-    after = {name: each["metadata"]["uid"] for name, each in fleet.pods().items()}
+    after = {name: pod["metadata"]["uid"] for name, pod in fleet.pods().items()}
     assert after.keys() == before.keys()
     assert after["llama-0-g0-s1"] != before["llama-0-g0-s1"]
 
 
-def test_everything_is_owned_by_the_resource_and_nothing_is_made_for_a_deleted_one(
+def test_every_object_is_owned_by_the_resource_and_none_is_made_for_a_deleted_one(
     api: httpx.Client, fleet: Fleet, start_operator: Start
 ) -> None:
     operator = start_operator(MEDHA_WORKER_FLOWS=FLOWS)
     uid = fleet.create("llama")["metadata"]["uid"]
     fleet.played(lambda: fleet.is_ready("llama"))
-    kinds = (("pods", "api/v1"), ("services", "api/v1"), ("configmaps", "api/v1"),
-             ("poddisruptionbudgets", "apis/policy/v1"),
-             ("networkpolicies", "apis/networking.k8s.io/v1"))  # fmt: skip
+    kinds = (
+        ("pods", "api/v1"),
+        ("services", "api/v1"),
+        ("configmaps", "api/v1"),
+        ("poddisruptionbudgets", "apis/policy/v1"),
+        ("networkpolicies", "apis/networking.k8s.io/v1"),
+    )
     for kind, group in kinds:
-        found = ours(fleet, kind, group)
-        assert found
-        for each in found:
-            assert [owner["uid"] for owner in each["metadata"]["ownerReferences"]] == [uid]
+        documents = ours(fleet, kind, group)
+        assert documents
+        for document in documents:
+            assert [owner["uid"] for owner in document["metadata"]["ownerReferences"]] == [uid]
     settled(operator)
     api.delete(fleet.path("llama")).raise_for_status()
     until(lambda: api.get(fleet.path("llama")).status_code == 404)
@@ -174,23 +181,24 @@ def test_everything_is_owned_by_the_resource_and_nothing_is_made_for_a_deleted_o
 
 def test_each_replica_has_a_policy_while_it_has_pods(fleet: Fleet, start_operator: Start) -> None:
     def policies() -> dict[str, dict[str, Any]]:
-        found = fleet.list("networkpolicies", "apis/networking.k8s.io/v1")
-        return {each["metadata"]["name"]: each["spec"] for each in found}
+        policies = fleet.list("networkpolicies", "apis/networking.k8s.io/v1")
+        return {policy["metadata"]["name"]: policy["spec"] for policy in policies}
 
     start_operator(MEDHA_WORKER_FLOWS=FLOWS)
     fleet.create("llama", replicas=2)
     until(lambda: len(fleet.pods()) == 4)
-    assert set(policies()) == {"llama-0", "llama-1"}  # there before the first pod
+    assert set(policies()) == {"llama-0", "llama-1"}  # it exists before the first pod
     own = {"matchLabels": {"medha.dev/replica": "llama", "medha.dev/ordinal": "1"}}
     assert policies()["llama-1"]["ingress"] == [
-        {"from": [{"podSelector": own}]}, {"ports": [{"port": 8091, "protocol": "TCP"}]},
-    ]  # fmt: skip
+        {"from": [{"podSelector": own}]},
+        {"ports": [{"port": 8091, "protocol": "TCP"}]},
+    ]
     fleet.change("llama", {"replicas": 1})
     fleet.played(lambda: set(policies()) == {"llama-0"})
     assert not any(name.startswith("llama-1") for name in fleet.pods())
 
 
-def test_a_spec_that_only_the_operator_can_refuse_leaves_the_running_fleet_alone(
+def test_a_spec_refused_by_the_operator_alone_leaves_the_fleet_running(
     fleet: Fleet, start_operator: Start
 ) -> None:
     operator = start_operator()
@@ -206,24 +214,29 @@ def test_a_spec_that_only_the_operator_can_refuse_leaves_the_running_fleet_alone
     fleet.played(lambda: fleet.is_ready("llama"))
 
 
-def test_a_model_that_is_not_on_the_node_is_told_from_what_the_kubelet_says(
+def test_a_model_missing_on_the_node_is_reported_from_the_kubelets_event(
     api: httpx.Client, fleet: Fleet, start_operator: Start
 ) -> None:
     operator = start_operator()
     fleet.create("llama", parallelism={"spp": 1})
     until(lambda: "llama-0-g0-s0" in fleet.pods())
     pod = fleet.pods()["llama-0-g0-s0"]
-    fleet.play()  # bound, and no further
-    told = 'MountVolume.SetUp failed for volume "model" : hostPath type check failed: /models is '
+    fleet.play()  # bound, but not started
+    note = 'MountVolume.SetUp failed for volume "model" : hostPath type check failed: /models is '
     about = {"kind": "Pod", "namespace": fleet.namespace, "name": pod["metadata"]["name"]}
     event = {
-        "metadata": {"name": "llama-0-g0-s0.1"}, "type": "Warning", "reason": "FailedMount",
-        "involvedObject": about | {"uid": pod["metadata"]["uid"]}, "count": 7,
-        "message": told + "not a directory", "source": {"component": "kubelet"},
-        "firstTimestamp": NOW, "lastTimestamp": NOW,
-    }  # fmt: skip
-    made = api.post(f"/api/v1/namespaces/{fleet.namespace}/events", json=event)
-    assert made.status_code == 201, made.text
+        "metadata": {"name": "llama-0-g0-s0.1"},
+        "type": "Warning",
+        "reason": "FailedMount",
+        "involvedObject": about | {"uid": pod["metadata"]["uid"]},
+        "count": 7,
+        "message": note + "not a directory",
+        "source": {"component": "kubelet"},
+        "firstTimestamp": NOW,
+        "lastTimestamp": NOW,
+    }
+    reply = api.post(f"/api/v1/namespaces/{fleet.namespace}/events", json=event)
+    assert reply.status_code == 201, reply.text
     until(lambda: fleet.condition("llama")["reason"] == "ModelMissing")
     message = fleet.condition("llama")["message"]
     assert message.startswith(
@@ -232,11 +245,11 @@ def test_a_model_that_is_not_on_the_node_is_told_from_what_the_kubelet_says(
     assert message.endswith(
         "put the whole checkpoint there on every node, or correct spec.model.source.hostPath.path"
     )
-    fleet.played(lambda: fleet.is_ready("llama"))  # somebody put it there
+    fleet.played(lambda: fleet.is_ready("llama"))  # another owner created it
     assert operator.alive()
 
 
-def test_a_pod_that_the_api_server_refuses_is_told_and_mended_by_a_better_spec(
+def test_a_refused_pod_is_reported_and_a_better_spec_repairs_it(
     fleet: Fleet, start_operator: Start
 ) -> None:
     operator = start_operator()
@@ -248,7 +261,7 @@ def test_a_pod_that_the_api_server_refuses_is_told_and_mended_by_a_better_spec(
     fleet.played(lambda: fleet.is_ready("llama"))
 
 
-def test_a_name_that_somebody_else_took_is_waited_for(
+def test_a_name_taken_by_another_object_is_waited_for(
     api: httpx.Client, fleet: Fleet, start_operator: Start
 ) -> None:
     pods = f"/api/v1/namespaces/{fleet.namespace}/pods"
@@ -281,11 +294,11 @@ def test_one_of_two_operators_writes_and_the_other_takes_over(
     fleet.played(lambda: "llama-0-g0-s0" in fleet.pods() and fleet.is_ready("llama"))
     third = start_operator("third")
     until(third.ready)
-    assert second.end() == 0  # politely: the lease is let go
+    assert second.end() == 0  # it ends and releases the Lease
     until(third.leads)
 
 
-def test_conditions_are_shown_by_the_one_that_leads_for_what_is_there(
+def test_only_the_leader_exports_conditions_and_only_of_existing_resources(
     fleet: Fleet, start_operator: Start
 ) -> None:
     first = start_operator("first")
@@ -303,7 +316,7 @@ def test_conditions_are_shown_by_the_one_that_leads_for_what_is_there(
 
 
 def settled(operator: Operator) -> float:
-    """Its writes, once there are no more of them."""
+    """The number of its writes, once there are no more."""
     last = -1.0
     while (now := operator.writes()) != last:
         last = now
@@ -312,27 +325,31 @@ def settled(operator: Operator) -> float:
 
 
 def secret(api: httpx.Client, fleet: Fleet, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = api.get(f"/api/v1/namespaces/{fleet.namespace}/secrets/{name}").json()
-    return found
+    document: dict[str, Any] = api.get(
+        f"/api/v1/namespaces/{fleet.namespace}/secrets/{name}"
+    ).json()
+    return document
 
 
 def scale(api: httpx.Client, fleet: Fleet) -> dict[str, Any]:
-    found: dict[str, Any] = api.get(fleet.path("llama", "scale")).json()["status"]
-    return found
+    status: dict[str, Any] = api.get(fleet.path("llama", "scale")).json()["status"]
+    return status
 
 
 def hashes(fleet: Fleet) -> set[str]:
-    return {each["metadata"]["labels"]["medha.dev/spec-hash"] for each in fleet.pods().values()}
+    return {pod["metadata"]["labels"]["medha.dev/spec-hash"] for pod in fleet.pods().values()}
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
     conditions = pod["status"].get("conditions", [])
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+    return any(
+        condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions
+    )
 
 
 def ours(fleet: Fleet, kind: str, group: str = "api/v1") -> list[dict[str, Any]]:
     return [
-        each
-        for each in fleet.list(kind, group)
-        if "medha.dev/replica" in each["metadata"].get("labels", {})
+        document
+        for document in fleet.list(kind, group)
+        if "medha.dev/replica" in document["metadata"].get("labels", {})
     ]

@@ -1,7 +1,7 @@
 """The operator against an API server that refuses, stalls, forgets and goes away.
 
-A proxy tampers with what passes between the two; all else is the real server's own doing. Whatever
-was done to it, the operator must live on and end with the same pods.
+A proxy tampers with the calls between the two; the rest is the real server's behaviour. After
+every trouble the operator must still live and end with the same pods.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Start = Callable[..., Operator]
 pytestmark = pytest.mark.timeout(600)
 
 LEASE_S = 15.0
-"""As it is by default."""
+"""The default of the operator's setting."""
 POD_NAMES = ["llama-0-g0-s0", "llama-0-g0-s1"]
 
 
@@ -34,16 +34,16 @@ def test_every_write_may_fail_the_first_time_done_or_not(
     faults = itertools.cycle(itertools.product((0, 403, 409, 422, 429, 500), (True, False)))
     faulty = itertools.islice(faults, 4 * first, None)
     seen: dict[tuple[str, str], tuple[int, bool]] = {}
-    told: set[tuple[str, str]] = set()
+    events: set[tuple[str, str]] = set()
 
     def once(call: Call, done: bool) -> Answer | None:
         write = (call.verb, call.path)
-        if not call.own or write in told:
+        if not call.own or write in events:
             return None
         status, when = seen[write] if write in seen else seen.setdefault(write, next(faulty))
         if when != done:
             return None
-        told.add(write)
+        events.add(write)
         return Answer(status, "SaidByTheTest")
 
     proxy.before = lambda call: once(call, False)
@@ -52,14 +52,14 @@ def test_every_write_may_fail_the_first_time_done_or_not(
     fleet.create("llama")
     fleet.played(lambda: fleet.is_ready("llama"), within_s=300.0)
     assert sorted(fleet.pods()) == POD_NAMES
-    assert len(told) >= 8
+    assert len(events) >= 8
     assert operator.process.poll() is None
 
 
 def test_a_deleted_pod_that_answers_late_is_not_deleted_twice(
     fleet: Fleet, start_operator: Start, proxy: Proxy
 ) -> None:
-    """The answer to every DELETE is lost: the next one carries the same UID and finds nothing."""
+    """The answer to every DELETE is lost: the next one carries the same UID and gets a 404."""
     deleted: collections.Counter[str] = collections.Counter()
 
     def lose(call: Call) -> Answer | None:
@@ -78,7 +78,7 @@ def test_a_deleted_pod_that_answers_late_is_not_deleted_twice(
 
 
 @pytest.mark.parametrize("code", [403, 410, 500])
-def test_a_watch_that_ends_with_an_error_begins_again(
+def test_a_watch_that_ends_with_an_error_is_started_again(
     fleet: Fleet, start_operator: Start, proxy: Proxy, code: int
 ) -> None:
     counts = itertools.count(1)
@@ -99,7 +99,7 @@ def test_a_watch_that_ends_with_an_error_begins_again(
     assert operator.alive()
 
 
-def test_what_no_watch_tells_is_seen_by_the_resync(
+def test_the_resync_repairs_what_watches_miss(
     fleet: Fleet, start_operator: Start, proxy: Proxy
 ) -> None:
     proxy.events = lambda call, line: []
@@ -111,7 +111,7 @@ def test_what_no_watch_tells_is_seen_by_the_resync(
     assert operator.alive()
 
 
-def test_an_api_server_that_is_away_for_a_while_finds_the_operator_at_work_again(
+def test_the_operator_works_again_after_an_outage_of_the_api_server(
     fleet: Fleet, start_operator: Start, proxy: Proxy
 ) -> None:
     operator = start_operator()
@@ -129,17 +129,19 @@ def test_an_api_server_that_is_away_for_a_while_finds_the_operator_at_work_again
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["refused", "done-and-not-told"])
-def test_a_lease_write_that_fails_once_costs_no_leadership_for_long(
+def test_one_failed_lease_write_costs_leadership_only_briefly(
     fleet: Fleet, start_operator: Start, proxy: Proxy, done: bool
 ) -> None:
-    """With each status once: it writes the Lease again in time, and goes on with its work."""
+    """Fail with each status once: the operator writes the Lease again in time and works on."""
     operator = start_operator(MEDHA_LEASE_S=str(LEASE_S))
     until(operator.leads)
     fleet.create("llama", replicas=0)
     told_s: dict[int, float] = {}
 
     def renewed_s() -> float:
-        return max(each.at_s for each in proxy.done if _renews(each.call) and each.status == 200)
+        return max(
+            reply.at_s for reply in proxy.done if _renews(reply.call) and reply.status == 200
+        )
 
     def renewed_after(status: int) -> bool:
         return status in told_s and renewed_s() > told_s[status]
@@ -164,10 +166,10 @@ def _renews(call: Call) -> bool:
     return call.verb == "PUT" and "/leases/" in call.path
 
 
-def test_answers_that_are_no_answers_end_nothing(
+def test_answers_of_a_middlebox_do_no_harm(
     fleet: Fleet, start_operator: Start, proxy: Proxy
 ) -> None:
-    """Something between the two says that all is well, in HTML."""
+    """A middlebox answers 200 with HTML."""
     operator = start_operator()
     fleet.create("llama")
     fleet.played(lambda: fleet.is_ready("llama"))
@@ -175,18 +177,18 @@ def test_answers_that_are_no_answers_end_nothing(
     proxy.before = lambda call: page
     seen = len(proxy.calls)
     fleet.change("llama", {"replicas": 2})
-    asked = {"nodes", "medha-operator", "medhareplicas"}
-    until(lambda: asked <= {each.path.rpartition("/")[2] for each in proxy.calls[seen:]})
+    kinds = {"nodes", "medha-operator", "medhareplicas"}
+    until(lambda: kinds <= {call.path.rpartition("/")[2] for call in proxy.calls[seen:]})
     until(lambda: not operator.leads())
     assert operator.process.poll() is None
     proxy.trust()
     fleet.played(lambda: fleet.is_ready("llama") and len(fleet.pods()) == 4)
 
 
-def test_an_operator_killed_at_any_write_leaves_nothing_that_the_next_one_cannot_mend(
+def test_the_next_operator_repairs_what_one_killed_at_any_write_has_left(
     fleet: Fleet, start_operator: Start, proxy: Proxy
 ) -> None:
-    """Each of its lives ends at the next write of a kind not seen before, done but not told."""
+    """Each operator dies at the next write of a kind not seen before: executed, not answered."""
     current: list[Operator] = []
     seen: set[str] = set()
 

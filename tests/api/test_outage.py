@@ -1,7 +1,7 @@
 """The API server itself dies and comes back: under load, and after a minute's silence.
 
-An API server of the tests' own, since it is killed; the proxy before it stays. Pods that were well
-before must not be touched: not one write to them, so that what they serve goes on.
+The test has an API server of its own, since it is killed; the proxy before it stays. Pods that were
+healthy before must not be touched, not by a single write, so that they keep serving.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.api.fleet import Fleet, Operator, until
-from tests.api.rights import documented, forbidden
+from tests.api.rights import documented, missing_rights
 from tests.api.server import Server
 from tests.api.stage import Stage, new_proxy
 
@@ -27,8 +27,8 @@ BUSY = ("busy-0", "busy-1", "busy-2")
 pytestmark = pytest.mark.timeout(900)
 
 
-class World:
-    """A server, a namespace in it, an operator of that namespace, and what its probe was told."""
+class Outage:
+    """A server, a namespace in it, its operator, and the results of its liveness probe."""
 
     def __init__(self, server: Server, fleet: Fleet, operator: Operator) -> None:
         self.server, self.fleet, self.operator = server, fleet, operator
@@ -36,7 +36,7 @@ class World:
 
     @contextlib.contextmanager
     def probed(self) -> Iterator[None]:
-        """Meanwhile the liveness probe is asked every moment."""
+        """Call the liveness probe repeatedly in the background."""
         ended = threading.Event()
 
         def ask() -> None:
@@ -55,117 +55,122 @@ class World:
             probe.join(60)
 
     def pods(self, name: str) -> dict[str, tuple[str, str]]:
-        """UID and version of each pod of a resource, those that are about to go included."""
+        """UID and version of each pod of a resource, those being deleted included."""
         return {
-            each["metadata"]["name"]: (each["metadata"]["uid"], each["metadata"]["resourceVersion"])
-            for each in self.fleet.list("pods")
-            if each["metadata"]["labels"].get("medha.dev/replica") == name
+            pod["metadata"]["name"]: (pod["metadata"]["uid"], pod["metadata"]["resourceVersion"])
+            for pod in self.fleet.list("pods")
+            if pod["metadata"]["labels"].get("medha.dev/replica") == name
         }
 
 
 @pytest.fixture
-def world(
+def outage(
     server_programs: tuple[Path, Path], tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[World]:
+) -> Iterator[Outage]:
     server = Server(tmp_path, server_programs)
     with contextlib.ExitStack() as stack:
         stack.callback(server.end)
         server.start()
         api = stack.enter_context(server.where.client())
-        learn_the_kind(api)
+        install_crd(api)
         api.post("/api/v1/namespaces", json={"metadata": {"name": "test"}}).raise_for_status()
         fleet = Fleet(api, "test")
         proxy = stack.enter_context(new_proxy(server.where).running())
         stage = Stage(api, "test", proxy, tmp_path)
         failures = request.session.testsfailed
-        yield World(server, fleet, stage.start())
+        yield Outage(server, fleet, stage.start())
         stage.end(failed=request.session.testsfailed > failures)
-        # A server that has just started forbids for a moment what is granted.
+        # A server that has just started refuses for a moment what is granted.
         granted = set().union(*(row.rights for row in documented()))
-        assert forbidden(server.where.audit) - granted == set()
+        assert missing_rights(server.where.audit) - granted == set()
 
 
-def learn_the_kind(api: httpx.Client) -> None:
-    """The API server knows MedhaReplica."""
+def install_crd(api: httpx.Client) -> None:
+    """Install the CRD."""
     (path,) = (HOUSE / "crds").glob("*.yaml")
-    made = api.post(
-        "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", content=path.read_bytes(),
+    reply = api.post(
+        "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
+        content=path.read_bytes(),
         headers={"Content-Type": "application/yaml"},
-    )  # fmt: skip
-    assert made.status_code == 201, made.text
+    )
+    assert reply.status_code == 201, reply.text
     kind = "/apis/medha.dev/v1alpha1/namespaces/default/medhareplicas"
     until(lambda: api.get(kind).status_code == 200)
 
 
-def scale(world: World, ended: threading.Event) -> None:
-    """Somebody scales the busy ones up and down all the time; what fails is not tried again."""
-    with world.server.where.client() as api:
+def scale(outage: Outage, ended: threading.Event) -> None:
+    """Scale the busy resources up and down all the time; failures are not retried."""
+    with outage.server.where.client() as api:
         for name, replicas in itertools.cycle(itertools.product(BUSY, (2, 1, 3))):
             if ended.wait(0.1):
                 return
             with contextlib.suppress(httpx.HTTPError):
                 api.patch(
-                    world.fleet.path(name), json={"spec": {"replicas": replicas}}, timeout=5.0,
+                    outage.fleet.path(name),
+                    json={"spec": {"replicas": replicas}},
+                    timeout=5.0,
                     headers={"Content-Type": "application/merge-patch+json"},
-                )  # fmt: skip
+                )
 
 
-def test_an_api_server_that_dies_under_load_costs_no_change_and_doubles_no_pod(
-    world: World,
+def test_an_api_server_that_dies_under_load_loses_no_change_and_doubles_no_pod(
+    outage: Outage,
 ) -> None:
-    fleet = world.fleet
+    fleet = outage.fleet
     for name in ("calm", *BUSY):
         fleet.create(name, replicas=1)
     fleet.played(lambda: all(fleet.is_ready(name) for name in ("calm", *BUSY)))
-    calm = world.pods("calm")
+    calm = outage.pods("calm")
     ended = threading.Event()
-    client = threading.Thread(target=scale, args=(world, ended))
-    with world.probed():
+    client = threading.Thread(target=scale, args=(outage, ended))
+    with outage.probed():
         client.start()
         try:
             for _ in range(3):
                 end = time.monotonic() + 3.0
                 while time.monotonic() < end:
                     fleet.play()
-                world.server.kill()
-                world.server.start()
+                outage.server.kill()
+                outage.server.start()
         finally:
             ended.set()
             client.join(60)
         for name in BUSY:
             fleet.change(name, {"replicas": 2})
         fleet.played(lambda: all(fleet.is_ready(name) for name in ("calm", *BUSY)))
-        fleet.played(lambda: all(len(world.pods(name)) == 4 for name in BUSY))
-    assert world.pods("calm") == calm
-    assert world.dead == []
+        fleet.played(lambda: all(len(outage.pods(name)) == 4 for name in BUSY))
+    assert outage.pods("calm") == calm
+    assert outage.dead == []
     for name in BUSY:
         labels = [
-            tuple(each["metadata"]["labels"][f"medha.dev/{part}"]
-                  for part in ("ordinal", "kvp-group", "spp-stage"))
-            for each in fleet.list("pods")
-            if each["metadata"]["labels"]["medha.dev/replica"] == name
-        ]  # fmt: skip
+            tuple(
+                pod["metadata"]["labels"][f"medha.dev/{part}"]
+                for part in ("ordinal", "kvp-group", "spp-stage")
+            )
+            for pod in fleet.list("pods")
+            if pod["metadata"]["labels"]["medha.dev/replica"] == name
+        ]
         assert len(set(labels)) == len(labels) == 4
 
 
-def test_a_minute_without_an_api_server_touches_nothing_and_is_made_good_afterwards(
-    world: World,
+def test_a_minute_without_an_api_server_touches_nothing_and_is_caught_up_with(
+    outage: Outage,
 ) -> None:
-    fleet, operator = world.fleet, world.operator
+    fleet, operator = outage.fleet, outage.operator
     fleet.create("calm", replicas=2)
     fleet.create("grows", replicas=1)
     fleet.played(lambda: fleet.is_ready("calm") and fleet.is_ready("grows"))
-    before = {name: world.pods(name) for name in ("calm", "grows")}
-    fleet.change("grows", {"replicas": 2})  # nobody may have acted on it yet
-    with world.probed():
-        world.server.kill()
-        time.sleep(AWAY_S)  # its length is what is tested
+    before = {name: outage.pods(name) for name in ("calm", "grows")}
+    fleet.change("grows", {"replicas": 2})  # the operator may not have acted on it yet
+    with outage.probed():
+        outage.server.kill()
+        time.sleep(AWAY_S)  # the length of the outage is the subject
         assert operator.process.poll() is None
-        world.server.start()
+        outage.server.start()
         fleet.create("late")
         fleet.played(lambda: all(fleet.is_ready(name) for name in ("calm", "grows", "late")))
         until(operator.leads)
-    assert world.dead == []
-    assert world.pods("calm") == before["calm"]
-    grown = world.pods("grows")
+    assert outage.dead == []
+    assert outage.pods("calm") == before["calm"]
+    grown = outage.pods("grows")
     assert len(grown) == 4 and before["grows"].items() <= grown.items()

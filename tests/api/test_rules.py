@@ -1,4 +1,4 @@
-"""The rules that every test of the operator checks find what is against them."""
+"""The rules that every operator test checks detect calls that break them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def call(verb: str, path: str, body: Any = None, **query: str) -> Call:
         (call("GET", "/api/v1/secrets", watch="1"), "Secrets are listed"),
     ],
 )
-def test_a_call_against_a_rule_is_found(bad: Call, says: str) -> None:
-    (found,) = broken([bad], [])
-    assert says in found
+def test_a_call_that_breaks_a_rule_is_reported(bad: Call, says: str) -> None:
+    (fault,) = broken([bad], [])
+    assert says in fault
 
 
-def test_what_the_rules_allow_is_not_found() -> None:
+def test_allowed_calls_are_not_reported() -> None:
     good = [
         call("DELETE", f"{ROOT}/pods/p", {"preconditions": {"uid": "1"}}),
         call("PUT", KIND, {"metadata": {"resourceVersion": "1"}}),
@@ -49,7 +49,7 @@ def test_what_the_rules_allow_is_not_found() -> None:
     assert broken(good, []) == []
 
 
-def told(generation: int, observed: int, condition: int) -> Done:
+def status_write(generation: int, observed: int, condition: int) -> Done:
     answer = {
         "metadata": {"uid": "1", "generation": generation},
         "status": {
@@ -61,13 +61,13 @@ def told(generation: int, observed: int, condition: int) -> Done:
     return Done(put, 200, msgspec.json.encode(answer), 0.0)
 
 
-def test_a_status_of_a_generation_that_is_not_there_or_is_over_is_found() -> None:
-    assert broken([], [told(1, 1, 1), told(3, 2, 2)]) == []
-    assert "generation 2 of 1" in broken([], [told(1, 1, 2)])[0]
-    assert "generation 1 after 2" in broken([], [told(2, 2, 2), told(2, 1, 1)])[0]
+def test_a_status_of_a_missing_or_former_generation_is_reported() -> None:
+    assert broken([], [status_write(1, 1, 1), status_write(3, 2, 2)]) == []
+    assert "generation 2 of 1" in broken([], [status_write(1, 1, 2)])[0]
+    assert "generation 1 after 2" in broken([], [status_write(2, 2, 2), status_write(2, 1, 1)])[0]
 
 
-def test_a_resource_at_rest_whose_status_is_of_an_earlier_spec_is_found() -> None:
+def test_a_resource_at_rest_with_a_status_of_an_earlier_spec_is_reported() -> None:
     meta = {"name": "m", "generation": 3}
     assert behind([{"metadata": meta, "status": {"observedGeneration": 3}}]) == []
     assert "generation 2" in behind([{"metadata": meta, "status": {"observedGeneration": 2}}])[0]

@@ -1,4 +1,5 @@
-"""What an autoscaler knows after a loss of the Lease, and what the next one makes of its last."""
+"""The autoscaler's memory after a loss of the Lease, and the next operator's view of its last
+writes."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from tests.api.fleet import Fleet, Operator, until
-from tests.api.played import Router
 from tests.api.proxy import Answer, Call, Proxy
+from tests.api.stand_ins import Router
 
-from medha.scaling import Journal, replay
+from medha.fleet.autoscaling import Journal, replay
 
 Start = Callable[..., Operator]
 
@@ -18,15 +19,15 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def journal(operator: Operator) -> Journal:
-    found = msgspec.json.decode(operator.scaling(), type=dict[str, Journal])
-    return next(iter(found.values()), Journal())
+    journals = msgspec.json.decode(operator.scaling(), type=dict[str, Journal])
+    return next(iter(journals.values()), Journal())
 
 
 def replicas(fleet: Fleet) -> int:
     return int(fleet.api.get(fleet.path("llama")).json()["spec"]["replicas"])
 
 
-def test_a_moment_without_the_lease_is_no_reason_to_begin_anew(
+def test_a_moment_without_the_lease_keeps_the_autoscalers_memory(
     served: Fleet, start_operator: Start, router: Router, proxy: Proxy
 ) -> None:
     operator = start_operator(**router.settings)
@@ -39,18 +40,18 @@ def test_a_moment_without_the_lease_is_no_reason_to_begin_anew(
     proxy.trust()
     until(lambda: operator.leads() and operator.metric("medha_desired_replicas") == 1.0)
     until(lambda: journal(operator).looks[-1] != last)
-    found = journal(operator)
-    assert last in found.looks
-    assert replay(found) == [each.decision for each in found.looks]
+    journal_kept = journal(operator)
+    assert last in journal_kept.looks
+    assert replay(journal_kept) == [record.decision for record in journal_kept.looks]
 
 
-def test_a_zero_that_the_former_operator_wrote_before_it_died_is_nobody_elses(
+def test_a_zero_written_by_the_former_operator_before_it_died_is_its_own(
     served: Fleet, start_operator: Start, router: Router, proxy: Proxy
 ) -> None:
-    """The API server forgets who wrote a zero to /scale, and no status tells of it."""
+    """The API server forgets who wrote a zero to /scale, and no status records it."""
     first = start_operator(**router.settings)
-    asked = {"minReplicas": 0, "maxReplicas": 3, "scaleDownStabilization": "3s"}
-    served.create("llama", autoscaling=asked)
+    autoscaling = {"minReplicas": 0, "maxReplicas": 3, "scaleDownStabilization": "3s"}
+    served.create("llama", autoscaling=autoscaling)
 
     def die(call: Call) -> Answer | None:
         if call.verb == "PUT" and call.path.endswith("/scale"):
@@ -63,9 +64,9 @@ def test_a_zero_that_the_former_operator_wrote_before_it_died_is_nobody_elses(
     assert replicas(served) == 0 and served.status("llama")["scaling"]["replicas"] == 1
     proxy.trust()
     served.change("llama", {"autoscaling": {"scaleDownStabilization": "10m"}})
-    with router.held("llama"):  # if it were another's word, this would wait for so long
+    with router.held("llama"):  # for another writer's number the wait would be this long
         second = start_operator("two", **router.settings)
         until(second.leads)
         served.played(lambda: replicas(served) == 1 and served.is_ready("llama"))
-        # One that has just become ready was not heard yet.
+        # A replica that has just become ready has not reported yet.
         served.played(lambda: served.condition("llama", "ScalingActive")["reason"] == "Scaling")

@@ -1,8 +1,8 @@
-"""An operator that is shown the past as it starts, or everything twice: it destroys nothing by it.
+"""An operator that sees outdated lists at its start, or everything twice, destroys nothing.
 
-Lists that the API server gave before, with the versions of then, are given in place of its present
-ones, and what came since is not told (a replica of it that lags behind does just that); calls reach
-it twice, and events come twice or late.
+Former lists of the API server, with their versions, take the place of its present ones, and later
+events are held back (a replica of the API server that lags behind does just that); calls reach it
+twice, and events arrive twice or late.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from tests.api.fleet import Fleet, Operator, until
 from tests.api.proxy import Answer, Call, Proxy
 
-from medha_operator.client import PARTIAL_LIST
+from medha_operator.kube.client import PARTIAL_LIST
 
 Start = Callable[..., Operator]
 
@@ -26,7 +26,7 @@ WHOLE = ("medhareplicas", "nodes", "pods")
 
 
 class Past:
-    """What operators are told of some kinds from a moment on: nothing but how they were then."""
+    """Serves former lists of some kinds, as of one moment."""
 
     def __init__(self, fleet: Fleet, proxy: Proxy) -> None:
         self._fleet, self._proxy = fleet, proxy
@@ -34,16 +34,16 @@ class Past:
         self._calls: dict[str, Call] = {}
         self._kinds: tuple[str, ...] = ()
         self.served: set[str] = set()
-        """What was asked and answered with what is not so (any more)."""
+        """Calls that were answered with outdated content."""
 
     def take(self) -> None:
-        """The moment is now: every list that operators have asked for yet is kept."""
-        asked = [each for each in self._proxy.calls if self._lists(each)]
-        self._calls = {_asked(each): each for each in asked}
+        """Keep every list of operators up to now."""
+        lists = [call for call in self._proxy.calls if self._lists(call)]
+        self._calls = {_asked(call): call for call in lists}
         self._then = {name: self._now(call) for name, call in self._calls.items()}
 
     def show(self, *kinds: str) -> None:
-        """From now on these kinds are told of as they were; some of them are otherwise now."""
+        """From now on, serve these kinds as they were; some have changed since."""
         self._kinds = kinds
         self.other = {
             name
@@ -87,7 +87,7 @@ def uids(fleet: Fleet) -> Mapping[str, str]:
 
 
 def more_replicas(fleet: Fleet, past: Past) -> None:
-    """One where there are two by now."""
+    """See one replica where there are two."""
     fleet.create("llama", parallelism={"spp": 1})
     fleet.played(lambda: fleet.is_ready("llama"))
     past.take()
@@ -96,7 +96,7 @@ def more_replicas(fleet: Fleet, past: Past) -> None:
 
 
 def fewer_replicas(fleet: Fleet, past: Past) -> None:
-    """Two where there is one left."""
+    """See two replicas where one is left."""
     fleet.create("llama", replicas=2, parallelism={"spp": 1})
     fleet.played(lambda: fleet.is_ready("llama"))
     past.take()
@@ -104,8 +104,8 @@ def fewer_replicas(fleet: Fleet, past: Past) -> None:
     fleet.played(lambda: fleet.is_ready("llama") and len(fleet.pods()) == 1)
 
 
-def another_of_its_name(fleet: Fleet, past: Past) -> None:
-    """A pod where another one bears its name by now."""
+def newer_pod(fleet: Fleet, past: Past) -> None:
+    """See a former pod where a newer one has its name."""
     fleet.create("llama", parallelism={"spp": 1})
     fleet.played(lambda: fleet.is_ready("llama"))
     (name,) = fleet.pods()
@@ -114,15 +114,15 @@ def another_of_its_name(fleet: Fleet, past: Past) -> None:
     fleet.played(lambda: bool(fleet.pods()) and fleet.is_ready("llama"))
 
 
-def another_node(fleet: Fleet, past: Past) -> None:
-    """Two nodes with room where there is a third, and on it what is running."""
+def newer_node(fleet: Fleet, past: Past) -> None:
+    """See two nodes with room where there is a third, with the running pods."""
     past.take()
-    for each in fleet.nodes:
-        fleet.change_node(each, {"unschedulable": True})
+    for node in fleet.nodes:
+        fleet.change_node(node, {"unschedulable": True})
     home = fleet.add_node()
     fleet.create("llama", parallelism={"spp": 2})
     fleet.played(lambda: fleet.is_ready("llama"))
-    assert {each["spec"]["nodeName"] for each in fleet.pods().values()} == {home}
+    assert {pod["spec"]["nodeName"] for pod in fleet.pods().values()} == {home}
 
 
 @pytest.mark.parametrize(
@@ -133,15 +133,18 @@ def another_node(fleet: Fleet, past: Past) -> None:
         (more_replicas, ["medhareplicas", "pods", "services", "configmaps"]),
         (fewer_replicas, ["medhareplicas"]),
         (fewer_replicas, ["pods"]),
-        (another_of_its_name, ["pods"]),
-        (another_node, ["nodes"]),
+        (newer_pod, ["pods"]),
+        (newer_node, ["nodes"]),
     ],
-    ids=lambda each: each.__name__ if callable(each) else "-".join(each),
+    ids=lambda part: part.__name__ if callable(part) else "-".join(part),
 )
 def test_a_stale_view_at_the_start_leads_to_no_deletion(
-    fleet: Fleet, start_operator: Start, proxy: Proxy,
-    change: Callable[[Fleet, Past], None], kinds: list[str],
-) -> None:  # fmt: skip
+    fleet: Fleet,
+    start_operator: Start,
+    proxy: Proxy,
+    change: Callable[[Fleet, Past], None],
+    kinds: list[str],
+) -> None:
     past = Past(fleet, proxy)
     first = start_operator()
     until(first.leads)
@@ -152,18 +155,21 @@ def test_a_stale_view_at_the_start_leads_to_no_deletion(
     second = start_operator(name="two")
     until(second.leads)
     seen = len(proxy.calls)
-    until(lambda: sum(each.path.endswith("/nodes") for each in proxy.calls[seen:]) >= 3)
+    until(lambda: sum(call.path.endswith("/nodes") for call in proxy.calls[seen:]) >= 3)
     assert past.served == past.other
     assert before <= uids(fleet).items()
     proxy.trust()
     fleet.played(lambda: fleet.is_ready("llama") and len(fleet.pods()) == len(before))
     assert uids(fleet).items() == before
-    deleted = [each.call for each in proxy.done[done:] if each.status == 200
-               and each.call.verb == "DELETE" and "/pods/" in each.call.path]  # fmt: skip
-    assert not [each for each in deleted if each.path.rpartition("/")[2] in dict(before)]
+    deleted = [
+        reply.call
+        for reply in proxy.done[done:]
+        if reply.status == 200 and reply.call.verb == "DELETE" and "/pods/" in reply.call.path
+    ]
+    assert not [call for call in deleted if call.path.rpartition("/")[2] in dict(before)]
 
 
-def test_writes_that_come_twice_and_events_that_come_twice_or_late_make_nothing_twice(
+def test_duplicated_writes_and_duplicated_or_late_events_create_nothing_twice(
     fleet: Fleet, start_operator: Start, proxy: Proxy
 ) -> None:
     proxy.twice = lambda call: call.own

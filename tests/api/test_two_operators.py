@@ -1,6 +1,6 @@
-"""Two operators at once: one writes, the other takes over in time, and nothing is made twice.
+"""Two operators at once: one writes, the other takes over in time, and nothing is created twice.
 
-Each talks through a proxy of its own, so that it is known who said what, and when.
+Each uses a proxy of its own, which shows the calls of each with their times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Proxies = Callable[[], Proxy]
 pytestmark = pytest.mark.timeout(900)
 
 LEASE_S = 15.0
-"""As it is by default: another copy takes over within so long."""
+"""The default: another copy takes over within this time."""
 
 
 class Copy:
@@ -33,19 +33,19 @@ class Copy:
 
     @property
     def own(self) -> list[Done]:
-        return [each for each in self.proxy.done if each.call.own]
+        return [reply for reply in self.proxy.done if reply.call.own]
 
     def led_from_s(self) -> float:
-        """When it first wrote its name into the Lease; 0 if it never did."""
-        for each in self.proxy.done:
-            if each.call.writes and not each.call.own and each.status == 200:
-                spec = msgspec.json.decode(each.answer)["spec"]
+        """Time of its first write to the Lease as holder; 0 if there was none."""
+        for reply in self.proxy.done:
+            if reply.call.writes and not reply.call.own and reply.status == 200:
+                spec = msgspec.json.decode(reply.answer)["spec"]
                 if spec.get("holderIdentity") == self.name:
-                    return each.at_s
+                    return reply.at_s
         return 0.0
 
     def dies_at_its_next_pod(self) -> None:
-        """As it makes one: that is done, and it does not hear of it."""
+        """Kill it when it creates its next pod: the write is executed but not answered."""
 
         def after(call: Call) -> Answer | None:
             if call.verb == "POST" and call.path.endswith("/pods"):
@@ -56,15 +56,21 @@ class Copy:
 
 
 def pods_made(copies: Iterable[Copy]) -> dict[str, int]:
-    """How often each pod was made."""
-    posts = [each for copy in copies for each in copy.own
-             if each.call.verb == "POST" and each.call.path.endswith("/pods")]  # fmt: skip
+    """Number of times each pod was created."""
+    posts = [
+        reply
+        for copy in copies
+        for reply in copy.own
+        if reply.call.verb == "POST" and reply.call.path.endswith("/pods")
+    ]
     return collections.Counter(
-        msgspec.json.decode(each.answer)["metadata"]["name"] for each in posts if each.status == 201
+        msgspec.json.decode(reply.answer)["metadata"]["name"]
+        for reply in posts
+        if reply.status == 201
     )
 
 
-def test_one_writes_the_other_takes_over_in_time_and_no_pod_is_made_twice(
+def test_one_writes_and_the_other_takes_over_in_time_without_creating_a_pod_twice(
     fleet: Fleet, proxies: Proxies, start_operator: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copies = [Copy(start_operator, proxies, "copy-0")]
@@ -85,13 +91,13 @@ def test_one_writes_the_other_takes_over_in_time_and_no_pod_is_made_twice(
         took_s.append(other.led_from_s() - died_s)
         assert leader.own[-1].at_s < other.own[0].at_s
     with capsys.disabled():
-        print(f"\ntaken over after {', '.join(f'{each:.1f}' for each in took_s)} s")  # noqa: T201
+        print(f"\ntaken over after {', '.join(f'{seconds:.1f}' for seconds in took_s)} s")  # noqa: T201
     assert max(took_s) <= LEASE_S
-    made = pods_made(copies)
-    assert sorted(made) == sorted(fleet.pods()) and set(made.values()) == {1}
+    pods = pods_made(copies)
+    assert sorted(pods) == sorted(fleet.pods()) and set(pods.values()) == {1}
 
 
-def test_a_leader_that_was_asleep_while_another_took_over_writes_nothing_when_it_wakes(
+def test_a_leader_that_slept_through_a_takeover_writes_nothing_when_it_wakes(
     fleet: Fleet, proxies: Proxies, start_operator: Start
 ) -> None:
     first = Copy(start_operator, proxies, "first")

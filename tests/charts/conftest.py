@@ -1,4 +1,4 @@
-"""Charts rendered by Helm itself; skipped, with the reason, where it is not."""
+"""Charts rendered by Helm itself; skipped, with the reason, if Helm is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 HOUSE = Path(__file__).resolve().parents[2]
-# Helm takes the version from a cluster; here there is none to ask.
+# Helm reads the version from a cluster; here there is none.
 KUBERNETES = "--kube-version=1.36.0"
 
 Objects = list[dict[str, Any]]
@@ -21,7 +21,7 @@ Render = Callable[..., Objects]
 
 @pytest.fixture(scope="session")
 def run_helm(helm: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`helm` with words of a command, in the charts' folder."""
+    """Run `helm` with these arguments, in the charts' folder."""
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -43,12 +43,12 @@ def render(run_helm: Callable[..., subprocess.CompletedProcess[str]]) -> Render:
         words += [f"--set-json={key}={json.dumps(value)}" for key, value in (values or {}).items()]
         done = run_helm(*words)
         assert done.returncode == 0, done.stderr
-        return [each for each in yaml.safe_load_all(done.stdout) if each]
+        return [document for document in yaml.safe_load_all(done.stdout) if document]
 
     return rendered
 
 
 @pytest.fixture(scope="session")
 def objects(render: Render) -> Objects:
-    """The chart's objects as its own values have them."""
+    """The chart's objects with its default values."""
     return render()

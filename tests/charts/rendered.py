@@ -1,4 +1,4 @@
-"""What tests look for among rendered objects."""
+"""Helpers to find objects among those a chart renders."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ Objects = list[dict[str, Any]]
 Render = Callable[..., Objects]
 
 
-def one(objects: Objects, kind: str, name: str) -> dict[str, Any]:
-    (found,) = [o for o in objects if (o["kind"], o["metadata"]["name"]) == (kind, name)]
-    return found
+def select(objects: Objects, kind: str, name: str) -> dict[str, Any]:
+    (document,) = [o for o in objects if (o["kind"], o["metadata"]["name"]) == (kind, name)]
+    return document
 
 
 def kinds(objects: Objects) -> set[str]:
-    return {each["kind"] for each in objects}
+    return {document["kind"] for document in objects}
 
 
 def template(objects: Objects, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = one(objects, "Deployment", name)["spec"]["template"]
-    return found
+    pod: dict[str, Any] = select(objects, "Deployment", name)["spec"]["template"]
+    return pod
 
 
 def environment(objects: Objects) -> dict[str, str]:
-    """The operator's, with what the cluster would fill in."""
+    """The operator's environment, with the fields that a cluster would fill in."""
     (container,) = template(objects, "medha-operator")["spec"]["containers"]
     return {
-        each["name"]: each.get(
-            "value", each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+        variable["name"]: variable.get(
+            "value", variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
         )
-        for each in container["env"]
+        for variable in container["env"]
     }

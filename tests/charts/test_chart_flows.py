@@ -1,4 +1,4 @@
-"""Who may talk to whom: the policies allow the flows of docs/kubernetes.md, and no others."""
+"""Network policies allow the flows of docs/kubernetes.md, and no others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from medha_operator.manifests import network_policies
+from medha_operator.resources.manifests import network_policies
 from medha_operator.settings import from_environment
 from medha_operator.testing import resource
 
@@ -55,32 +55,37 @@ VALUES = {
 
 
 def policies_of(objects: Objects) -> Objects:
-    """Those of the chart, and those that its operator makes of two replicas."""
+    """The policies of the chart, and those that its operator makes for two replicas."""
     (operator,) = [
-        each for each in objects
-        if each["kind"] == "Deployment" and each["metadata"]["name"] == "medha-operator"
-    ]  # fmt: skip
+        document
+        for document in objects
+        if document["kind"] == "Deployment" and document["metadata"]["name"] == "medha-operator"
+    ]
     (container,) = operator["spec"]["template"]["spec"]["containers"]
-    told = {each["name"]: each.get("value", "given") for each in container["env"]}
-    settings = from_environment({name: told[name] for name in told if name != "MEDHA_REPORT_S"})
+    environment = {
+        variable["name"]: variable.get("value", "given") for variable in container["env"]
+    }
+    settings = from_environment(
+        {name: environment[name] for name in environment if name != "MEDHA_REPORT_S"}
+    )
     tiny = msgspec.structs.replace(resource("tiny"), namespace="models")
     return [
-        *(each for each in objects if each["kind"] == "NetworkPolicy"),
+        *(document for document in objects if document["kind"] == "NetworkPolicy"),
         *network_policies(tiny, (0, 1), settings),
     ]
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    for each in selector.get("matchExpressions", ()):
-        assert each["operator"] == "Exists"
-        if each["key"] not in labels:
+    for expression in selector.get("matchExpressions", ()):
+        assert expression["operator"] == "Exists"
+        if expression["key"] not in labels:
             return False
     wanted: dict[str, str] = selector.get("matchLabels", {})
     return wanted.items() <= labels.items()
 
 
 def matches(peer: dict[str, Any], actor: Actor, own: str) -> bool:
-    """Whether a NetworkPolicyPeer of a policy in namespace `own` means this pod."""
+    """Return true if a NetworkPolicyPeer of a policy in namespace `own` means this pod."""
     assert peer.keys() <= {"namespaceSelector", "podSelector"}
     place = {"kubernetes.io/metadata.name": actor.namespace}
     inside = (
@@ -92,7 +97,7 @@ def matches(peer: dict[str, Any], actor: Actor, own: str) -> bool:
 
 
 def lets(policies: Objects, actor: Actor, other: Actor, port: int, way: str) -> bool:
-    """Whether `actor` may send to (Egress) or hear from (Ingress) the other."""
+    """Return true if `actor` may send to the other (Egress) or receive from it (Ingress)."""
     peers = "from" if way == "Ingress" else "to"
     bound = False
     for policy in policies:
@@ -102,7 +107,7 @@ def lets(policies: Objects, actor: Actor, other: Actor, port: int, way: str) -> 
             continue
         bound |= way in spec["policyTypes"]
         for rule in spec[way.lower()]:
-            at = {each["port"] for each in rule.get("ports", ())}
+            at = {port["port"] for port in rule.get("ports", ())}
             whom = rule.get(peers)
             known = whom is None or any(matches(peer, other, own) for peer in whom)
             if known and (not at or port in at):
@@ -111,29 +116,29 @@ def lets(policies: Objects, actor: Actor, other: Actor, port: int, way: str) -> 
 
 
 def flows(objects: Objects) -> Iterator[tuple[str, str, int]]:
-    """What the policies let through between actors of which one at least is ours."""
+    """The flows that the policies allow between actors, at least one of them ours."""
     policies = policies_of(objects)
-    for (source, sends), (target, hears) in itertools.product(ACTORS.items(), repeat=2):
+    for (source, sends), (target, receiver_policies) in itertools.product(ACTORS.items(), repeat=2):
         for port in PORTS if {source, target} - OTHERS else ():
-            if lets(policies, sends, hears, port, "Egress") and lets(
-                policies, hears, sends, port, "Ingress"
+            if lets(policies, sends, receiver_policies, port, "Egress") and lets(
+                policies, receiver_policies, sends, port, "Ingress"
             ):
                 yield source, target, port
 
 
 def documented() -> set[tuple[str, str, int]]:
-    """The page's table."""
-    found: set[tuple[str, str, int]] = set()
+    """The flows in the page's table."""
+    flows_listed: set[tuple[str, str, int]] = set()
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 4 and cells[0].split(", ")[0] in ACTORS:
             ports = PORTS if cells[2] == "all" else [int(port) for port in cells[2].split(", ")]
-            found |= set(itertools.product(named(cells[0]), named(cells[1]), ports))
-    return found
+            flows_listed |= set(itertools.product(named(cells[0]), named(cells[1]), ports))
+    return flows_listed
 
 
 def named(cell: str) -> set[str]:
-    """Actors of a cell; anybody is whoever is not ours."""
+    """The actors of a cell; "anybody" is every actor that is not ours."""
     return set(cell.split(", ")) | (OTHERS if "anybody" in cell else set())
 
 
@@ -143,7 +148,7 @@ def test_the_policies_allow_the_documented_flows_and_no_others(
     assert set(flows(render(VALUES))) == documented()
 
 
-def test_a_controller_of_another_namespace_reaches_the_router_and_nobody_else(
+def test_a_controller_of_another_namespace_reaches_only_the_router(
     render: Callable[..., Objects],
 ) -> None:
     policies = policies_of(render(VALUES))
@@ -158,23 +163,23 @@ def test_a_controller_of_another_namespace_reaches_the_router_and_nobody_else(
     assert reached == {("router", 8000), ("router", 7800)}
 
 
-def test_a_replica_hears_nothing_of_another_one_beside_it(render: Callable[..., Objects]) -> None:
+def test_replicas_of_a_namespace_cannot_reach_each_other(render: Callable[..., Objects]) -> None:
     policies = policies_of(render(VALUES))
     for role, other in itertools.product(("leader", "worker"), repeat=2):
-        one, sibling = replica(role, "models"), replica(other, "models", ordinal=1)
+        first, sibling = replica(role, "models"), replica(other, "models", ordinal=1)
         for port in (7900, 7901, 40000):
-            assert lets(policies, one, replica(other, "models"), port, "Ingress")
-            assert not lets(policies, one, sibling, port, "Ingress")
-            assert not lets(policies, one, sibling, port, "Egress")
+            assert lets(policies, first, replica(other, "models"), port, "Ingress")
+            assert not lets(policies, first, sibling, port, "Ingress")
+            assert not lets(policies, first, sibling, port, "Egress")
 
 
-def test_models_are_fetched_from_where_they_may_be(render: Callable[..., Objects]) -> None:
+def test_model_egress_opens_only_the_given_ports(render: Callable[..., Objects]) -> None:
     values = VALUES | {"networkPolicy.modelEgress": [{"ports": [{"port": 443}]}]}
     added = set(flows(render(values))) - set(flows(render(VALUES)))
     assert added == set(itertools.product(("leader", "worker"), OTHERS, (443,)))
 
 
-def test_every_pod_of_ours_is_under_a_policy_both_ways(render: Callable[..., Objects]) -> None:
+def test_every_pod_is_under_a_policy_in_both_directions(render: Callable[..., Objects]) -> None:
     policies = policies_of(render(VALUES))
     for name in ("operator", "router", "test", "leader", "worker"):
         assert not lets(policies, ACTORS[name], ACTORS["anybody"], 40000, "Ingress")
@@ -184,9 +189,9 @@ def test_every_pod_of_ours_is_under_a_policy_both_ways(render: Callable[..., Obj
 @pytest.mark.parametrize("name", ["clients", "apiServer"])
 def test_a_flow_to_anybody_can_be_narrowed(name: str, render: Callable[..., Objects]) -> None:
     peer = {"podSelector": {"matchLabels": {"app": "gateway"}}}
-    found = set(flows(render(VALUES | {f"networkPolicy.{name}": [peer]})))
+    allowed = set(flows(render(VALUES | {f"networkPolicy.{name}": [peer]})))
     flow = ("anybody", "router", 8000) if name == "clients" else ("operator", "anybody", 6443)
-    assert flow in set(flows(render(VALUES))) and flow not in found
+    assert flow in set(flows(render(VALUES))) and flow not in allowed
 
 
 def test_policies_can_be_left_out(render: Callable[..., Objects]) -> None:

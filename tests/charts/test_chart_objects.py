@@ -1,4 +1,4 @@
-"""What the chart renders: what belongs together agrees, and options change what they say."""
+"""The chart's objects agree with each other, and its options change them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.charts.rendered import Objects, Render, environment, kinds, one, template
+from tests.charts.rendered import Objects, Render, environment, kinds, select, template
 
 from medha.config import RouterConfig
-from medha_operator.keys import FLEET_KEYS, PAIRS
-from medha_operator.lease import NAME as LEASE
+from medha_operator.kube.lease import NAME as LEASE
+from medha_operator.kube.secrets import FLEET_KEYS, PAIRS
 from medha_operator.settings import Settings, from_environment
-from medha_router.keys import ApiKeys
+from medha_router.auth import ApiKeys
 
 HOUSE = Path(__file__).resolve().parents[2]
 
@@ -24,37 +24,37 @@ GATEWAY = ("gateway.networking.k8s.io/v1",)
 
 
 def pod_specs(objects: Objects) -> dict[str, dict[str, Any]]:
-    """Each pod's spec, by the name of what makes it."""
-    found = {}
-    for each in objects:
-        if each["kind"] == "Pod":
-            found[each["metadata"]["name"]] = each["spec"]
-        if each["kind"] == "Deployment":
-            found[each["metadata"]["name"]] = each["spec"]["template"]["spec"]
-    return found
+    """The pod specs, by the name of the pod or its Deployment."""
+    services = {}
+    for document in objects:
+        if document["kind"] == "Pod":
+            services[document["metadata"]["name"]] = document["spec"]
+        if document["kind"] == "Deployment":
+            services[document["metadata"]["name"]] = document["spec"]["template"]["spec"]
+    return services
 
 
 def router_config(objects: Objects) -> RouterConfig:
-    text = one(objects, "ConfigMap", "medha-router")["data"]["router.json"]
+    text = select(objects, "ConfigMap", "medha-router")["data"]["router.json"]
     return msgspec.json.decode(text, type=RouterConfig)
 
 
-def test_both_charts_are_without_fault(
+def test_both_charts_pass_helm_lint(
     run_helm: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    told = run_helm("lint", "medha", "medha-crds", "--strict", "--kube-version=1.36.0")
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert "WARNING" not in told.stdout and "ERROR" not in told.stdout
+    done = run_helm("lint", "medha", "medha-crds", "--strict", "--kube-version=1.36.0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout and "ERROR" not in done.stdout
 
 
-def test_the_chart_of_the_kind_holds_the_kind_byte_for_byte() -> None:
+def test_the_chart_of_the_crds_holds_the_crd_byte_for_byte() -> None:
     for crd in (HOUSE / "crds").iterdir():
         copy = HOUSE / "charts/medha-crds/templates" / crd.name
         assert copy.read_bytes() == crd.read_bytes()
     assert len(list((HOUSE / "charts/medha-crds/templates").iterdir())) == 1
 
 
-def test_the_routers_file_is_one_that_the_router_reads(objects: Objects) -> None:
+def test_the_routers_file_is_a_valid_router_config(objects: Objects) -> None:
     config = router_config(objects)
     assert config.models == () and config.learn
     assert (config.port, config.ops_port) == (8000, 8001)
@@ -63,18 +63,24 @@ def test_the_routers_file_is_one_that_the_router_reads(objects: Objects) -> None
 
 def test_the_routers_settings_reach_its_file(render: Render) -> None:
     config = router_config(
-        render({"router.config.maxQueue": 7, "router.config.keepaliveSeconds": 2.5,
-                "router.config.maxBodyBytes": 1 << 33, "router.logLevel": "debug"})
-    )  # fmt: skip
+        render(
+            {
+                "router.config.maxQueue": 7,
+                "router.config.keepaliveSeconds": 2.5,
+                "router.config.maxBodyBytes": 1 << 33,
+                "router.logLevel": "debug",
+            }
+        )
+    )
     assert (config.max_queue, config.keepalive_s, config.log_level) == (7, 2.5, "debug")
     assert config.max_body_bytes == 1 << 33
 
 
-def test_a_changed_file_makes_new_router_pods(objects: Objects, render: Render) -> None:
+def test_a_changed_config_file_rolls_the_router_pods(objects: Objects, render: Render) -> None:
     changed = render({"router.config.maxQueue": 7})
     sums = [
-        template(each, "medha-router")["metadata"]["annotations"]["checksum/config"]
-        for each in (objects, changed)
+        template(documents, "medha-router")["metadata"]["annotations"]["checksum/config"]
+        for documents in (objects, changed)
     ]
     assert sums[0] != sums[1]
     assert template(objects, "medha-operator") == template(changed, "medha-operator")
@@ -82,54 +88,56 @@ def test_a_changed_file_makes_new_router_pods(objects: Objects, render: Render) 
 
 def test_the_router_mounts_the_keys_that_its_file_names(objects: Objects) -> None:
     config, spec = router_config(objects), template(objects, "medha-router")["spec"]
-    (secret,) = [each["secret"] for each in spec["volumes"] if "secret" in each]
+    (secret,) = [volume["secret"] for volume in spec["volumes"] if "secret" in volume]
     assert secret["secretName"] == FLEET_KEYS
     (mount,) = [m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "keys"]
     assert config.curve is not None
     files = {f"{mount['mountPath']}/{item['path']}" for item in secret["items"]}
     assert files == {config.curve.secret, config.curve.allowed}
-    made = {f"{pair}.{half}" for pair in PAIRS for half in ("public", "secret")}
-    assert {item["key"] for item in secret["items"]} <= made
+    keys = {f"{pair}.{half}" for pair in PAIRS for half in ("public", "secret")}
+    assert {item["key"] for item in secret["items"]} <= keys
 
 
-def test_the_api_is_open_unless_keys_are_wanted(objects: Objects) -> None:
+def test_the_api_is_open_by_default(objects: Objects) -> None:
     assert router_config(objects).api_keys == ""
-    assert not [each for each in objects if each["metadata"]["name"].endswith("api-keys")]
+    assert not [
+        document for document in objects if document["metadata"]["name"].endswith("api-keys")
+    ]
 
 
-def test_a_release_with_api_keys_makes_one_and_its_routers_see_the_hash_alone(
+def test_a_release_with_api_keys_makes_one_and_its_routers_get_only_the_hash(
     render: Render, tmp_path: Path
 ) -> None:
     objects = render({"router.apiKeys.enabled": True})
-    made = one(objects, "Secret", "medha-router-api-keys")["data"]
-    key, keys = (base64.b64decode(made[entry]) for entry in ("key", "keys"))
+    data = select(objects, "Secret", "medha-router-api-keys")["data"]
+    key, keys = (base64.b64decode(data[entry]) for entry in ("key", "keys"))
     assert len(key) > 40 and key.startswith(b"sk-") and key not in keys
     assert key_file(objects) == ("medha-router-api-keys", router_config(objects).api_keys)
     (tmp_path / "keys").write_bytes(keys)
     assert ApiKeys(tmp_path / "keys").tenant(key) == "default"
-    again = one(render({"router.apiKeys.enabled": True}), "Secret", "medha-router-api-keys")
-    assert again["data"]["key"] != made["key"]
+    again = select(render({"router.apiKeys.enabled": True}), "Secret", "medha-router-api-keys")
+    assert again["data"]["key"] != data["key"]
 
 
-def test_routers_take_api_keys_of_a_secret_that_is_there(render: Render) -> None:
+def test_routers_take_api_keys_from_an_existing_secret(render: Render) -> None:
     objects = render({"router.apiKeys": {"enabled": True, "existingSecret": "mine"}})
-    assert {each["metadata"]["name"] for each in objects if each["kind"] == "Secret"} == {
-        FLEET_KEYS
-    }
+    assert {
+        document["metadata"]["name"] for document in objects if document["kind"] == "Secret"
+    } == {FLEET_KEYS}
     assert key_file(objects) == ("mine", router_config(objects).api_keys)
 
 
 def key_file(objects: Objects) -> tuple[str, str]:
-    """The Secret with the API keys, and the path of the one file that routers have of it."""
+    """The Secret with the API keys, and the path of its one file in the routers."""
     spec = template(objects, "medha-router")["spec"]
-    (volume,) = [each["secret"] for each in spec["volumes"] if each["name"] == "api-keys"]
+    (volume,) = [volume["secret"] for volume in spec["volumes"] if volume["name"] == "api-keys"]
     (mount,) = [m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "api-keys"]
     (item,) = volume["items"]
     assert item["key"] == "keys" and mount["readOnly"]
     return volume["secretName"], f"{mount['mountPath']}/{item['path']}"
 
 
-def test_the_operator_gets_every_setting_that_it_reads_and_no_other(objects: Objects) -> None:
+def test_the_operator_gets_exactly_the_settings_that_it_reads(objects: Objects) -> None:
     given = environment(objects)
     fields = {f"MEDHA_{field.name.upper()}" for field in msgspec.structs.fields(Settings)}
     assert set(given) == fields - {"MEDHA_OPS_HOST"}  # every address of its pod
@@ -140,22 +148,30 @@ def test_the_operator_gets_every_setting_that_it_reads_and_no_other(objects: Obj
 
 
 def test_the_operators_values_reach_its_settings(render: Render) -> None:
-    values = {"operator.namespaces": ["a", "b"], "operator.resyncSeconds": 12.5,
-              "worker.image": "r.example/w@sha256:aa", "image.pullPolicy": "Never"}  # fmt: skip
+    values = {
+        "operator.namespaces": ["a", "b"],
+        "operator.resyncSeconds": 12.5,
+        "worker.image": "r.example/w@sha256:aa",
+        "image.pullPolicy": "Never",
+    }
     settings = from_environment(environment(render(values)))
     assert settings.namespaces == ("a", "b") and settings.resync_s == 12.5
     assert (settings.worker_image, settings.pull_policy) == ("r.example/w@sha256:aa", "Never")
 
 
-def test_the_release_owns_what_the_operator_fills_in(objects: Objects) -> None:
-    assert "data" not in one(objects, "Secret", FLEET_KEYS)
-    assert "spec" not in one(objects, "Lease", LEASE)
+def test_the_release_owns_the_objects_that_the_operator_fills_in(objects: Objects) -> None:
+    assert "data" not in select(objects, "Secret", FLEET_KEYS)
+    assert "spec" not in select(objects, "Lease", LEASE)
 
 
 def test_images_come_from_the_registry_unless_a_component_names_its_own(render: Render) -> None:
-    rendered = render({"image": {"registry": "r.example/medha", "tag": "1.2"},
-                       "router.image": "other/router@sha256:bb",
-                       "image.pullSecrets": ["one", "two"]})  # fmt: skip
+    rendered = render(
+        {
+            "image": {"registry": "r.example/medha", "tag": "1.2"},
+            "router.image": "other/router@sha256:bb",
+            "image.pullSecrets": ["one", "two"],
+        }
+    )
     specs = pod_specs(rendered)
     images = {name: spec["containers"][0]["image"] for name, spec in specs.items()}
     assert images == {
@@ -173,15 +189,15 @@ def test_selectors_choose_their_own_pods_and_no_others(render: Render) -> None:
         name: template(objects, name)["metadata"]["labels"]
         for name in ("medha-operator", "medha-router")
     }
-    pods["medha-test"] = one(objects, "Pod", "medha-test")["metadata"]["labels"]
-    for each in objects:
-        selector = each.get("spec", {}).get("selector")
+    pods["medha-test"] = select(objects, "Pod", "medha-test")["metadata"]["labels"]
+    for document in objects:
+        selector = document.get("spec", {}).get("selector")
         if selector is None:
             continue
         wanted = selector.get("matchLabels", selector)
         chosen = {name for name, labels in pods.items() if wanted.items() <= labels.items()}
         (owner,) = chosen
-        assert each["metadata"]["name"].startswith(owner)
+        assert document["metadata"]["name"].startswith(owner)
 
 
 def test_every_probe_and_service_names_a_port_that_its_pod_has(objects: Objects) -> None:
@@ -190,9 +206,9 @@ def test_every_probe_and_service_names_a_port_that_its_pod_has(objects: Objects)
         ports = {port["name"] for port in container["ports"]}
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert container[probe]["httpGet"]["port"] in ports
-        for each in objects:
-            if each["kind"] == "Service" and each["metadata"]["name"].startswith(name):
-                assert {port["targetPort"] for port in each["spec"]["ports"]} <= ports
+        for document in objects:
+            if document["kind"] == "Service" and document["metadata"]["name"].startswith(name):
+                assert {port["targetPort"] for port in document["spec"]["ports"]} <= ports
 
 
 def test_no_pod_has_more_rights_than_it_needs(objects: Objects) -> None:
@@ -210,72 +226,81 @@ def test_no_pod_has_more_rights_than_it_needs(objects: Objects) -> None:
             assert "memory" in container["resources"]["limits"]
 
 
-def test_a_route_is_rendered_where_it_is_wanted_and_the_cluster_has_gateways(
+def test_a_route_is_rendered_on_request_if_the_cluster_has_gateways(
     render: Render,
 ) -> None:
-    wanted = {"router.httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}],
-                                   "hostnames": ["llm.example.com"]}}  # fmt: skip
+    wanted = {
+        "router.httpRoute": {
+            "enabled": True,
+            "parentRefs": [{"name": "public"}],
+            "hostnames": ["llm.example.com"],
+        }
+    }
     assert "HTTPRoute" not in kinds(render(wanted)) | kinds(render(apis=GATEWAY))
-    route = one(render(wanted, apis=GATEWAY), "HTTPRoute", "medha-router")["spec"]
+    route = select(render(wanted, apis=GATEWAY), "HTTPRoute", "medha-router")["spec"]
     assert route["parentRefs"] == [{"name": "public"}]
     assert route["hostnames"] == ["llm.example.com"]
     assert route["rules"][0]["backendRefs"] == [{"name": "medha-router", "port": 8000}]
 
 
-def test_an_ingress_is_rendered_where_it_is_wanted(render: Render) -> None:
+def test_an_ingress_is_rendered_on_request(render: Render) -> None:
     assert "Ingress" not in kinds(render())
     wanted = {"enabled": True, "host": "llm.example.com", "tlsSecret": "cert", "className": "nginx"}
-    spec = one(render({"router.ingress": wanted}), "Ingress", "medha-router")["spec"]
+    spec = select(render({"router.ingress": wanted}), "Ingress", "medha-router")["spec"]
     assert spec["tls"] == [{"hosts": ["llm.example.com"], "secretName": "cert"}]
     assert spec["ingressClassName"] == "nginx"
 
 
 def test_a_service_of_another_type_keeps_its_port(render: Render) -> None:
     values = {"router.service": {"type": "NodePort", "port": 80, "nodePort": 30080}}
-    spec = one(render(values), "Service", "medha-router")["spec"]
+    spec = select(render(values), "Service", "medha-router")["spec"]
     assert spec["type"] == "NodePort"
     assert spec["ports"] == [{"name": "http", "port": 80, "targetPort": "http", "nodePort": 30080}]
 
 
-def test_a_drain_takes_one_router_at_a_time_and_never_waits_for_ever(objects: Objects) -> None:
-    budget = one(objects, "PodDisruptionBudget", "medha-router")["spec"]
+def test_a_node_drain_evicts_one_router_at_a_time_and_never_blocks(objects: Objects) -> None:
+    budget = select(objects, "PodDisruptionBudget", "medha-router")["spec"]
     assert budget["maxUnavailable"] == 1 and "minAvailable" not in budget
 
 
 def test_objects_of_another_release_have_other_names(objects: Objects, render: Render) -> None:
-    shared = {("Secret", FLEET_KEYS), ("Lease", LEASE)}  # the operator knows them by name
+    shared = {("Secret", FLEET_KEYS), ("Lease", LEASE)}  # the operator finds them by name
     names = [
-        {(each["kind"], each["metadata"]["name"]) for each in rendered} - shared
+        {(document["kind"], document["metadata"]["name"]) for document in rendered} - shared
         for rendered in (objects, render(release="prod"))
     ]
     assert not names[0] & names[1]
     assert all("prod-medha" in name for _, name in names[1])
 
 
-def test_pods_go_where_the_values_say(render: Render) -> None:
-    values = {"nodeSelector": {"pool": "web"}, "tolerations": [{"key": "web"}],
-              "priorityClassName": "high", "affinity": {"nodeAffinity": {}},
-              "podAnnotations": {"a": "b"}}  # fmt: skip
+def test_pods_are_scheduled_as_the_values_say(render: Render) -> None:
+    values = {
+        "nodeSelector": {"pool": "web"},
+        "tolerations": [{"key": "web"}],
+        "priorityClassName": "high",
+        "affinity": {"nodeAffinity": {}},
+        "podAnnotations": {"a": "b"},
+    }
     for name in ("operator", "router"):
         rendered = render({f"{name}.{key}": value for key, value in values.items()})
-        made = template(rendered, f"medha-{name}")
-        given = {key: made["spec"][key] for key in values if key in made["spec"]}
+        pod = template(rendered, f"medha-{name}")
+        given = {key: pod["spec"][key] for key in values if key in pod["spec"]}
         lost, given["tolerations"] = given["tolerations"][:2], given["tolerations"][2:]
-        assert all(each["tolerationSeconds"] < 15 for each in lost)  # soon off a silent node
+        assert all(
+            toleration["tolerationSeconds"] < 15 for toleration in lost
+        )  # away from a silent node soon
         assert given == {key: value for key, value in values.items() if key != "podAnnotations"}
-        assert made["metadata"]["annotations"]["a"] == "b"
+        assert pod["metadata"]["annotations"]["a"] == "b"
 
 
 @pytest.mark.parametrize("name", ["operator", "router"])
-def test_copies_had_rather_stand_on_other_nodes_and_in_other_zones(
-    name: str, objects: Objects
-) -> None:
-    made = template(objects, f"medha-{name}")
-    terms = made["spec"]["affinity"]["podAntiAffinity"][
+def test_copies_prefer_other_nodes_and_other_zones(name: str, objects: Objects) -> None:
+    pod = template(objects, f"medha-{name}")
+    terms = pod["spec"]["affinity"]["podAntiAffinity"][
         "preferredDuringSchedulingIgnoredDuringExecution"
     ]
-    for each in terms:
-        selector = each["podAffinityTerm"]["labelSelector"]["matchLabels"]
-        assert selector.items() <= made["metadata"]["labels"].items()
-    weights = {each["podAffinityTerm"]["topologyKey"]: each["weight"] for each in terms}
+    for term in terms:
+        selector = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
+        assert selector.items() <= pod["metadata"]["labels"].items()
+    weights = {term["podAffinityTerm"]["topologyKey"]: term["weight"] for term in terms}
     assert weights == {"kubernetes.io/hostname": 100, "topology.kubernetes.io/zone": 50}

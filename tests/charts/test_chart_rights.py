@@ -1,4 +1,4 @@
-"""The rights that the chart grants are those that docs/operator.md says the operator uses."""
+"""The chart grants the rights that charts/medha/README.md says the operator uses."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ from typing import Any
 
 import pytest
 
-TABLE = (Path(__file__).resolve().parents[2] / "docs/operator.md").read_text()
+TABLE = (Path(__file__).resolve().parents[2] / "charts/medha/README.md").read_text()
 Objects = list[dict[str, Any]]
 Right = tuple[str, str, str]  # group, resource, verb
 OWN = "medha-system"
 
 
 def documented() -> dict[str, set[Right]]:
-    """The table's rights by where they hold: all, own, cluster."""
-    found: dict[str, set[Right]] = {"all": set(), "own": set(), "cluster": set()}
+    """The table's rights by scope: all, own, cluster."""
+    rights: dict[str, set[Right]] = {"all": set(), "own": set(), "cluster": set()}
     for line in TABLE.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 5 and cells[3] in found:
+        if len(cells) == 5 and cells[3] in rights:
             group = "" if cells[0] == "core" else cells[0].strip("`")
             resources, verbs = re.findall(r"`([^`]+)`", cells[1]), cells[2].split(", ")
-            found[cells[3]] |= {(group, each, verb) for each in resources for verb in verbs}
-    return found
+            rights[cells[3]] |= {
+                (group, resource, verb) for resource in resources for verb in verbs
+            }
+    return rights
 
 
 def granted(objects: Objects) -> dict[str, set[Right]]:
     """Rights by the namespace in which they are bound to the operator; "*": in all."""
     roles = {
-        (each["kind"], each["metadata"].get("namespace", ""), each["metadata"]["name"]): each[
-            "rules"
-        ]
-        for each in objects
-        if each["kind"] in ("Role", "ClusterRole")
+        (
+            document["kind"],
+            document["metadata"].get("namespace", ""),
+            document["metadata"]["name"],
+        ): document["rules"]
+        for document in objects
+        if document["kind"] in ("Role", "ClusterRole")
     }
-    found: dict[str, set[Right]] = {}
+    bound: dict[str, set[Right]] = {}
     for binding in objects:
         if not binding["kind"].endswith("RoleBinding"):
             continue
@@ -51,23 +55,23 @@ def granted(objects: Objects) -> dict[str, set[Right]]:
                 for resource in rule["resources"]
                 for verb in rule["verbs"]
             }
-            found.setdefault(place or "*", set()).update(rights)
-    return found
+            bound.setdefault(place or "*", set()).update(rights)
+    return bound
 
 
-def test_the_table_is_read_whole() -> None:
+def test_every_row_of_the_table_is_read() -> None:
     rights = documented()
     assert ("", "nodes", "watch") in rights["cluster"]
     assert ("coordination.k8s.io", "leases", "update") in rights["own"]
     assert ("", "pods", "delete") in rights["all"] and len(rights["all"]) > 20
 
 
-def test_an_operator_of_all_namespaces_may_do_there_what_it_does(objects: Objects) -> None:
+def test_an_operator_of_all_namespaces_has_the_documented_rights(objects: Objects) -> None:
     used = documented()
     assert granted(objects) == {"*": used["all"] | used["cluster"], OWN: used["own"]}
 
 
-def test_an_operator_of_some_namespaces_may_do_nothing_in_others(
+def test_an_operator_of_some_namespaces_has_no_rights_in_others(
     render: Callable[..., Objects],
 ) -> None:
     used = documented()

@@ -1,4 +1,4 @@
-"""Every value is described and checked; a wrong one is refused by its name."""
+"""Every value is described and checked; a wrong value is refused by its name."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
 def comments(text: str) -> dict[str, str]:
     """The comment above each key, by the key's path."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     path: list[str] = []
-    said: list[str] = []
+    comment: list[str] = []
     for line in text.splitlines():
         key = re.match(r"( *)([A-Za-z]+):", line)
         if line.strip().startswith("#"):
-            said.append(line.strip().removeprefix("#").strip())
+            comment.append(line.strip().removeprefix("#").strip())
         elif key:
             path = [*path[: len(key[1]) // 2], key[2]]
-            found[".".join(path)] = " ".join(said)
-            said = []
+            descriptions[".".join(path)] = " ".join(comment)
+            comment = []
         else:
-            said = []
-    return found
+            comment = []
+    return descriptions
 
 
 def described(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every value of the schema, by its path."""
-    for name, each in schema["properties"].items():
+    """Yield every value of the schema, by its path."""
+    for name, part in schema["properties"].items():
         where = f"{path}.{name}".lstrip(".")
-        if "properties" in each and name != "resources":
-            yield from described(each, where)
+        if "properties" in part and name != "resources":
+            yield from described(part, where)
         else:
-            yield where, each
+            yield where, part
 
 
 def at(path: str) -> Any:
-    found = VALUES
+    value = VALUES
     for name in path.split("."):
-        found = found[name]
-    return found
+        value = value[name]
+    return value
 
 
 COMMENTS = comments((CHART / "values.yaml").read_text())
-DESCRIBED = {path: each for path, each in described(SCHEMA) if path != "global"}
+DESCRIBED = {path: schema for path, schema in described(SCHEMA) if path != "global"}
 
 
 @pytest.mark.parametrize("path", DESCRIBED)
@@ -62,14 +62,14 @@ def test_a_value_is_described_in_the_same_words_in_both_files(path: str) -> None
     at(path)
 
 
-def test_every_value_is_in_the_schema_and_no_other_is_let_in() -> None:
+def test_the_schema_has_every_value_and_no_other() -> None:
     def leaves(values: dict[str, Any], path: str) -> Iterator[str]:
-        for name, each in values.items():
+        for name, value in values.items():
             where = f"{path}.{name}".lstrip(".")
-            if where in DESCRIBED or not isinstance(each, dict):
+            if where in DESCRIBED or not isinstance(value, dict):
                 yield where
             else:
-                yield from leaves(each, where)
+                yield from leaves(value, where)
 
     assert sorted(leaves(VALUES, "")) == sorted(DESCRIBED)
     assert len(DESCRIBED) > 55
@@ -108,6 +108,6 @@ def test_a_wrong_value_is_refused_by_its_name(
     path: str, value: object, named: str, run_helm: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     setting = f"--set-json={path}={json.dumps(value)}"
-    told = run_helm("template", "medha", "--kube-version=1.36.0", setting)
-    assert told.returncode != 0
-    assert named in told.stderr
+    done = run_helm("template", "medha", "--kube-version=1.36.0", setting)
+    assert done.returncode != 0
+    assert named in done.stderr

@@ -1,4 +1,4 @@
-"""What a person can mend is told before anything starts: one line that says what, status two."""
+"""Errors that a person can fix end `medha up` before it starts, with one line and status two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from medha.cli.__main__ import main
-from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 SMALL = TinyModel(
     layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=96, max_tokens=1024
@@ -27,14 +27,14 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, sound: Path) -> Path:
-    """A folder with a sound resource and its checkpoint, to be spoilt."""
+    """A folder with a valid resource and its checkpoint, for a test to damage."""
     shutil.copytree(sound, tmp_path / "model")
     write(tmp_path, {})
     return tmp_path
 
 
 def write(folder: Path, changes: dict[str, object]) -> None:
-    """The resource, with fields of its spec replaced."""
+    """Write the resource with fields of its spec replaced."""
     spec = {
         "model": {
             "name": "tiny",
@@ -46,9 +46,11 @@ def write(folder: Path, changes: dict[str, object]) -> None:
         **changes,
     }
     document = {
-        "apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica", "metadata": {"name": "tiny"},
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaReplica",
+        "metadata": {"name": "tiny"},
         "spec": spec,
-    }  # fmt: skip
+    }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(document))
 
 
@@ -57,16 +59,16 @@ Refusal = Callable[..., str]
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refusal:
-    """The one line that `medha up -f tiny.yaml` ends with in a folder."""
+    """Run `medha up -f tiny.yaml` in a folder; returns its only line of output."""
 
     def refusal(folder: Path, *options: str) -> str:
         monkeypatch.chdir(folder)
         with pytest.raises(SystemExit) as ended:
             main(["up", "-f", "tiny.yaml", *options])
-        said = capsys.readouterr().err
-        assert ended.value.code == 2, said
-        assert said.startswith("medha: ") and said.count("\n") == 1, said
-        return said
+        output = capsys.readouterr().err
+        assert ended.value.code == 2, output
+        assert output.startswith("medha: ") and output.count("\n") == 1, output
+        return output
 
     return refusal
 
@@ -79,10 +81,12 @@ def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         ({"device": {"kind": "Cuda"}}, "spec.device.kind is Cuda: must be Cpu on a machine with"),
         ({"replicas": 0}, "spec.replicas is 0: must be at least 1 to start a fleet; use 1"),
         ({"engine": {"kvPage": 1}}, "spec.engine.kvPage is not a field"),
-        ({"model": {"name": "t", "maxContextTokens": 8, "source": {"uri": "s3://x"}}},
-         "spec.model.source is pvc, image or uri: must be hostPath on this machine"),
+        (
+            {"model": {"name": "t", "maxContextTokens": 8, "source": {"uri": "s3://x"}}},
+            "spec.model.source is pvc, image or uri: must be hostPath on this machine",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_resource_that_this_machine_or_model_cannot_follow(
     folder: Path, refusal: Refusal, changes: dict[str, object], sentence: str
 ) -> None:
@@ -119,9 +123,17 @@ def test_a_checkpoint_without_one_of_its_files(
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("tokenizer.json", "{}", "tokenizer.json is not whole (Object missing required field `mod"),
-        ("tokenizer.json", '{"model": {"vocab"', "tokenizer.json is not whole (Input data was tru"),
-        ("tokenizer_config.json", "[", "tokenizer_config.json is not whole"),
+        (
+            "tokenizer.json",
+            "{}",
+            "tokenizer.json is incomplete (Object missing required field `",
+        ),
+        (
+            "tokenizer.json",
+            '{"model": {"vocab"',
+            "tokenizer.json is incomplete (Input data was",
+        ),
+        ("tokenizer_config.json", "[", "tokenizer_config.json is incomplete"),
     ],
 )
 def test_a_tokenizer_that_is_not_whole(
@@ -165,7 +177,7 @@ def test_a_config_that_is_no_models(folder: Path, refusal: Refusal) -> None:
     file = folder / "model" / CONFIG
     for text in ("{", "[]", json.dumps({"hidden_size": 0})):
         file.write_text(text)
-        assert f"{file} is no model's config" in refusal(folder)
+        assert f"{file} is not a model config" in refusal(folder)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from medha.profile import decode
-from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 SMALL = ("--rows", "64", "--keys", "1024", "--page-tokens", "16", "--seconds", "1")
 
@@ -17,15 +17,19 @@ SMALL = ("--rows", "64", "--keys", "1024", "--page-tokens", "16", "--seconds", "
 def calibrate(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "medha.cli", "calibrate", *map(str, arguments)],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A folder with a config.json and nothing else; its layers have two kinds of attention."""
-    model = TinyModel(family="qwen2", layers=2, hidden=64, heads=4, head_dim=16, window=100,
-                      window_from=1)  # fmt: skip
+    """A folder with only a config.json, whose layers have two kinds of attention."""
+    model = TinyModel(
+        family="qwen2", layers=2, hidden=64, heads=4, head_dim=16, window=100, window_from=1
+    )
     whole = write_checkpoint(tmp_path_factory.mktemp("whole"), model)
     bare = tmp_path_factory.mktemp("bare")
     (bare / "config.json").write_bytes((whole / "config.json").read_bytes())
@@ -65,10 +69,10 @@ def test_a_profile_that_misses_the_tolerance_is_written_with_status_one(
         (("{config}",), "Missing option '--out'"),
     ],
 )
-def test_what_a_person_can_mend_is_one_line_and_status_two(
+def test_a_wrong_argument_is_one_line_and_status_two(
     arguments: tuple[str, ...], named: str, config: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    done = calibrate(*(each.format(config=config, tmp=tmp_path) for each in arguments))
+    done = calibrate(*(argument.format(config=config, tmp=tmp_path) for argument in arguments))
     assert done.returncode == 2
     assert named in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "p.json").exists()

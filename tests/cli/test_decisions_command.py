@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from medha.scheduling.decisions import Recorded
+from medha.scheduling.decision_log import RecordingScheduler
 from medha.testing import Driven, request, scheduler
 
 
@@ -19,25 +19,25 @@ def run(path: pathlib.Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def log(tmp_path: pathlib.Path) -> pathlib.Path:
-    """What one replica decided about three prompts."""
+    """Decision log of a replica that ran three prompts."""
     path = tmp_path / "decisions.jsonl"
     with path.open("wb") as file:
-        plan = Recorded(scheduler(join=False), file.write)
+        plan = RecordingScheduler(scheduler(join=False), file.write)
         plan.group_joined(0, 1, 0.0)
-        driven = Driven(plan)
-        driven.submit([request(f"r{n}", 300 * n + 1, n / 10.0, output_tokens=3) for n in range(3)])
-        driven.run()
+        driver = Driven(plan)
+        driver.submit([request(f"r{n}", 300 * n + 1, n / 10.0, output_tokens=3) for n in range(3)])
+        driver.run()
     return path
 
 
-def test_a_log_that_comes_out_the_same_says_how_many_decisions_it_held(log: pathlib.Path) -> None:
+def test_a_log_that_replays_identically_prints_its_number_of_decisions(log: pathlib.Path) -> None:
     done = run(log)
     assert done.returncode == 0, done.stderr
     count = len(log.read_bytes().splitlines()) - 1
     assert done.stdout.strip() == f"{count} decisions come out the same" and count > 10
 
 
-def test_a_log_that_was_tampered_with_is_told_apart(log: pathlib.Path) -> None:
+def test_a_log_that_was_tampered_with_is_detected(log: pathlib.Path) -> None:
     rows = log.read_bytes().splitlines(keepends=True)
     place = next(n for n, row in enumerate(rows) if b'"next_batch"' in row and b"301" in row)
     rows[place] = rows[place].replace(b"301", b"300")

@@ -1,4 +1,4 @@
-"""From a resource to configs: what the processes of a local fleet are told, checked and written."""
+"""From a resource to the configs of a local fleet's processes, checked and written."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import msgspec
 import pytest
 import yaml
 
-from medha.cli import preflight
-from medha.cli.checkpoint import check_checkpoint
-from medha.cli.plan import Place, plan_fleet
-from medha.cli.programs import controller_launch, rank_launch, router_launch
+from medha.cli.local_fleet import preflight
+from medha.cli.local_fleet.checkpoint_check import check_checkpoint
+from medha.cli.local_fleet.fleet_plan import HostSettings, plan_fleet
+from medha.cli.local_fleet.launches import controller_launch, rank_launch, router_launch
+from medha.cli.local_fleet.run_dir import PREFIX, RunDir, remove_stale
 from medha.cli.resource_file import read_resources
-from medha.cli.run_dir import PREFIX, RunDir, remove_stale
 from medha.config import POLICIES as KNOWN
 from medha.config import RouterConfig, Scheduling, WorkerConfig, read
 from medha.errors import CheckpointError, SetupError, SpecError
@@ -27,9 +27,13 @@ from medha.spec import MedhaReplica, parse
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CONFIG = {
-    "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
-    "vocab_size": 300, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 4096,
+}
 
 
 def resource(**spec: Any) -> MedhaReplica:
@@ -45,12 +49,16 @@ def resource(**spec: Any) -> MedhaReplica:
     )
 
 
-def place(ports: int = 1, **changes: Any) -> Place:
-    plain = Place(
-        run_dir="/run/x", host="127.0.0.1", port=8000, ops_port=8001,
-        fleet_address="tcp://127.0.0.1:7800", controller_ports=tuple(range(9000, 9000 + ports)),
+def place(ports: int = 1, **changes: Any) -> HostSettings:
+    plain = HostSettings(
+        run_dir="/run/x",
+        address="127.0.0.1",
+        port=8000,
+        ops_port=8001,
+        fleet_address="tcp://127.0.0.1:7800",
+        controller_ports=tuple(range(9000, 9000 + ports)),
         checkpoints={"tiny": "/models/tiny"},
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(plain, **changes)
 
 
@@ -69,11 +77,12 @@ def at(folder: Path, **spec: Any) -> MedhaReplica:
 
 def test_each_copy_of_a_resource_is_a_replica_with_a_port_of_its_own() -> None:
     plan = plan_fleet([resource(replicas=2)], place(ports=2))
-    assert [(each.name, each.config.ops_port) for each in plan.replicas] == [
-        ("tiny-0", 9000), ("tiny-1", 9001),
-    ]  # fmt: skip
+    assert [(replica.name, replica.config.ops_port) for replica in plan.replicas] == [
+        ("tiny-0", 9000),
+        ("tiny-1", 9001),
+    ]
     assert plan.router.models[0].name == "m"
-    assert {each.config.routers for each in plan.replicas} == {(plan.router.fleet_bind,)}
+    assert {replica.config.routers for replica in plan.replicas} == {(plan.router.fleet_bind,)}
 
 
 def test_ranks_are_planned_up_to_the_largest_replica() -> None:
@@ -84,10 +93,10 @@ def test_ranks_are_planned_up_to_the_largest_replica() -> None:
     ]
 
 
-def test_gpus_are_dealt_out_in_order_and_growth_stops_where_they_end() -> None:
+def test_gpus_are_assigned_in_order_and_growth_stops_at_the_last() -> None:
     cuda = resource(device={"kind": "Cuda"}, replicas=2, parallelism={"tp": 2, "kvp": {"max": 2}})
     plan = plan_fleet([cuda], place(ports=2, gpus=6))
-    dealt = [[[rank.gpu for rank in g] for g in each.groups] for each in plan.replicas]
+    dealt = [[[rank.gpu for rank in g] for g in replica.groups] for replica in plan.replicas]
     assert dealt == [[[0, 1], [2, 3]], [[4, 5]]]
     assert plan.replicas[0].config.dtype == "bfloat16"
     with pytest.raises(SetupError, match="replica tiny-1 needs 2 GPUs and this machine has 3"):
@@ -110,37 +119,51 @@ def test_two_resources_of_one_model_must_agree_on_it() -> None:
     )
 
 
-def test_the_resources_words_become_the_schedulers_settings() -> None:
+def test_the_resources_fields_become_the_schedulers_settings() -> None:
     spec = resource(
         scheduling={
-            "policy": "LARSPaper", "normaliser": "Deadline", "maxYieldPercent": 25,
+            "policy": "LARSPaper",
+            "normaliser": "Deadline",
+            "maxYieldPercent": 25,
             "batchBudget": {"mode": "Tokens", "tokens": 512, "min": "5ms", "max": "1s"},
-            "longPrefillThresholdTokens": 128, "promises": "Revise", "prefixCache": "Disabled",
+            "longPrefillThresholdTokens": 128,
+            "promises": "Revise",
+            "prefixCache": "Disabled",
             "growthTimeout": "1m30s",
         }
-    ).spec  # fmt: skip
+    ).spec
     assert scheduling_of(spec.scheduling, cuda=False) == Scheduling(
-        policy="lars-paper", normaliser="deadline", budget="tokens", batch_tokens=512,
-        min_batch_s=0.005, max_batch_s=1.0, long_prefill_threshold_tokens=128, max_yield=0.25,
-        commit=False, prefix_cache=False, growth_timeout_s=90.0,
-    )  # fmt: skip
+        policy="lars-paper",
+        normaliser="deadline",
+        budget="tokens",
+        batch_tokens=512,
+        min_batch_s=0.005,
+        max_batch_s=1.0,
+        long_prefill_threshold_tokens=128,
+        max_yield=0.25,
+        commit=False,
+        prefix_cache=False,
+        growth_timeout_s=90.0,
+    )
 
 
-def test_a_resource_that_says_nothing_gets_the_schedulers_own_defaults() -> None:
+def test_a_resource_without_settings_gets_the_schedulers_defaults() -> None:
     assert scheduling_of(resource().spec.scheduling, cuda=False) == Scheduling()
 
 
 @pytest.mark.parametrize(
-    "said, cuda, ahead",
+    "setting, cuda, ahead",
     [
-        ("Auto", True, True), ("Auto", False, False), ("Enabled", False, True),
+        ("Auto", True, True),
+        ("Auto", False, False),
+        ("Enabled", False, True),
         ("Disabled", True, False),
     ],
-)  # fmt: skip
-def test_a_gpu_has_the_next_batch_ready_unless_told_otherwise(
-    said: str, cuda: bool, ahead: bool
+)
+def test_a_gpu_has_the_next_batch_ready_unless_disabled(
+    setting: str, cuda: bool, ahead: bool
 ) -> None:
-    spec = resource(scheduling={"decideAhead": said}).spec
+    spec = resource(scheduling={"decideAhead": setting}).spec
     assert (scheduling_of(spec.scheduling, cuda).ahead_s > 0.0) == ahead
 
 
@@ -178,7 +201,7 @@ def test_a_chosen_run_directory_keeps_its_logs_and_loses_keys_and_sockets(tmp_pa
     assert left == {"router.log", "router.public", "controller.public"}
 
 
-def test_what_a_killed_start_left_behind_goes_with_the_next(tmp_path: Path) -> None:
+def test_the_next_start_removes_the_files_of_a_killed_one(tmp_path: Path) -> None:
     dead = tmp_path / f"{PREFIX}999999999-abc"
     dead.mkdir()
     living = RunDir.make(None, tmp_path)
@@ -192,23 +215,27 @@ def test_launches_name_config_coordinates_and_environment(tmp_path: Path) -> Non
     replica = plan_fleet([spec], place()).replicas[0]
     config = run_dir.worker_config(replica.name)
     launch = rank_launch(replica.config, replica.groups[0][1], config, generation=4)
-    assert launch.argv[1:4] == ("-m", "medha_worker.gently", "--config")
+    assert launch.argv[1:4] == ("-m", "medha_worker.low_priority_start", "--config")
     assert launch.argv[4] == str(tmp_path / "tiny-0.json")
     assert launch.argv[5:] == ("--group", "0", "--stage", "1", "--shard", "0")
     assert launch.env == {
-        "MEDHA_REPLICA": "tiny-0", "MEDHA_KVP_GROUP": "0", "MEDHA_SPP_STAGE": "1",
-        "MEDHA_TP_SHARD": "0", "MEDHA_GENERATION": "4", "OMP_NUM_THREADS": "3",
-    }  # fmt: skip
+        "MEDHA_REPLICA": "tiny-0",
+        "MEDHA_KVP_GROUP": "0",
+        "MEDHA_SPP_STAGE": "1",
+        "MEDHA_TP_SHARD": "0",
+        "MEDHA_GENERATION": "4",
+        "OMP_NUM_THREADS": "3",
+    }
     assert router_launch(run_dir).argv[2] == "medha_router"
     assert controller_launch(replica.name, config).argv[2] == "medha_worker.controller"
 
 
-def test_a_relative_path_is_taken_from_beside_the_file(tmp_path: Path) -> None:
+def test_a_relative_path_starts_at_the_folder_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "examples").mkdir()
     file = tmp_path / "examples" / "tiny.yaml"
     file.write_text((EXAMPLES / "tiny.yaml").read_text())
-    (found,) = read_resources(file)
-    source = found.spec.model.source.host_path
+    (example,) = read_resources(file)
+    source = example.spec.model.source.host_path
     assert source is not None and source.path == str(tmp_path / "build" / "tiny")
 
 
@@ -248,7 +275,7 @@ def test_a_whole_checkpoint_passes(tmp_path: Path) -> None:
     assert check_checkpoint(at(folder, parallelism={"tp": 2, "spp": 4})) == folder
 
 
-def test_no_weights_are_needed_where_they_are_drawn_at_random(tmp_path: Path) -> None:
+def test_random_weights_need_no_weight_files(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m")
     (folder / "model.safetensors").unlink()
     assert check_checkpoint(at(folder), weights=False) == folder
@@ -291,10 +318,10 @@ def test_an_incomplete_checkpoint_names_what_is_missing(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": 0}', "\xff"])
-def test_a_broken_config_is_told_in_one_line(tmp_path: Path, text: str) -> None:
+def test_a_broken_config_is_reported_in_one_line(tmp_path: Path, text: str) -> None:
     folder = checkpoint(tmp_path / "m")
     (folder / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"is no model's config") as caught:
+    with pytest.raises(CheckpointError, match=r"is not a model config") as caught:
         check_checkpoint(at(folder))
     assert "\n" not in str(caught.value)
 

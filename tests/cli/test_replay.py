@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from medha.cli.open_loop import Target, faults, prompts_from
-from medha.cli.replay import Options, arrivals_of, replay
+from medha.cli.replay import ReplayOptions, arrivals_of, replay
 from medha.errors import SetupError, SpecError
 from medha.sim.workload import Arrival
 
-REFUSED, BROKEN, ERROR, GARBLED, SLOW = 3, 4, 5, 6, 7  # prompt lengths that the server knows
+REFUSED, BROKEN, ERROR, GARBLED, SLOW = 3, 4, 5, 6, 7  # prompt lengths with special answers
 
 
 def event(**fields: Any) -> bytes:
@@ -55,7 +55,7 @@ class _Answers(http.server.BaseHTTPRequestHandler):
 
     def _chunks(self, length: int, tokens: int) -> Iterator[bytes]:
         yield b": keep-alive\n\n"
-        if length == SLOW:  # nobody is answered before all have come
+        if length == SLOW:  # answer once all have arrived
             self.server.together.wait(timeout=30)
         yield piece("a")
         if length == BROKEN:
@@ -92,13 +92,13 @@ class Server(http.server.ThreadingHTTPServer):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server()
-    thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
-    yield made
-    made.shutdown()
+    yield server
+    server.shutdown()
     thread.join()
-    made.server_close()
+    server.server_close()
 
 
 def lengths(path: Path, *pairs: tuple[int, int]) -> Path:
@@ -107,9 +107,9 @@ def lengths(path: Path, *pairs: tuple[int, int]) -> Path:
     return path
 
 
-def options(server: Server, workload: Path, **more: Any) -> Options:
+def options(server: Server, workload: Path, **more: Any) -> ReplayOptions:
     target = more.pop("target", Target(url=server.url, model="m", tpot_s=5.0))
-    return Options(target=target, workload=workload, **{"rate": 200.0, **more})
+    return ReplayOptions(target=target, workload=workload, **{"rate": 200.0, **more})
 
 
 def trace(path: Path, *rows: tuple[float, int, int, list[int]]) -> Path:
@@ -160,15 +160,15 @@ def test_a_fault_ends_its_request_and_no_other(
     server: Server, tmp_path: Path, length: int, fault: str
 ) -> None:
     workload = trace(tmp_path / "t.jsonl", (0.0, length, 2, []), (1.0, 30, 2, []))
-    console = Console(file=(said := io.StringIO()), width=200)
+    console = Console(file=(output := io.StringIO()), width=200)
     bad, good = replay(options(server, workload), console)
     assert bad.refused == fault and bad.finished_s is None and not bad.good
     assert good.refused == "" and good.good
-    assert f"1 requests ended with {fault}" in said.getvalue()
+    assert f"1 requests ended with {fault}" in output.getvalue()
     assert faults([bad, good]) == {fault: 1}
 
 
-def test_requests_go_out_on_time_whatever_became_of_those_before(
+def test_requests_are_sent_on_time_while_earlier_ones_still_run(
     server: Server, tmp_path: Path
 ) -> None:
     workload = trace(tmp_path / "t.jsonl", *[(20.0 * i, SLOW, 1, []) for i in range(8)])
@@ -177,7 +177,7 @@ def test_requests_go_out_on_time_whatever_became_of_those_before(
     assert all(record.finished_s is not None for record in records)
 
 
-def test_a_server_that_does_not_know_the_model_is_told_before_the_first_request(
+def test_a_server_without_the_model_is_reported_before_the_first_request(
     server: Server, tmp_path: Path
 ) -> None:
     target = Target(url=server.url, model="other")
@@ -189,16 +189,19 @@ def test_a_server_that_does_not_know_the_model_is_told_before_the_first_request(
 
 def test_lengths_arrive_at_the_rate_and_are_scaled_and_cut(server: Server, tmp_path: Path) -> None:
     workload = lengths(tmp_path / "l.csv", (1000, 10), (100_000, 20))
-    found = arrivals_of(
+    arrivals = arrivals_of(
         options(server, workload, rate=10.0, count=400, scale_lengths=0.1, longest_tokens=5000)
     )
-    assert {(each.prompt_tokens, each.output_tokens) for each in found} == {(100, 1), (5000, 2)}
-    assert found[-1].arrival_s == pytest.approx(40.0, rel=0.2)
+    assert {(arrival.prompt_tokens, arrival.output_tokens) for arrival in arrivals} == {
+        (100, 1),
+        (5000, 2),
+    }
+    assert arrivals[-1].arrival_s == pytest.approx(40.0, rel=0.2)
     twice = arrivals_of(options(server, workload, rate=10.0, count=400, speed=2.0))
-    assert twice[-1].arrival_s == pytest.approx(found[-1].arrival_s / 2)
+    assert twice[-1].arrival_s == pytest.approx(arrivals[-1].arrival_s / 2)
 
 
-def test_azures_trace_is_known_by_its_columns(server: Server, tmp_path: Path) -> None:
+def test_azures_trace_is_recognised_by_its_columns(server: Server, tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
@@ -221,8 +224,8 @@ def test_a_workload_that_is_no_file_is_refused(server: Server, tmp_path: Path) -
 
 def test_requests_that_share_blocks_share_exactly_those_tokens() -> None:
     prompt = prompts_from(list(range(100)), seed=3, block_tokens=16)
-    one = prompt(Arrival(id="a", arrival_s=0, prompt_tokens=40, blocks=(1, 2)))
-    two = prompt(Arrival(id="b", arrival_s=0, prompt_tokens=40, blocks=(1, 3)))
+    first = prompt(Arrival(id="a", arrival_s=0, prompt_tokens=40, blocks=(1, 2)))
+    second = prompt(Arrival(id="b", arrival_s=0, prompt_tokens=40, blocks=(1, 3)))
     same = prompt(Arrival(id="a", arrival_s=9, prompt_tokens=40, blocks=(1, 2)))
-    assert one[:16] == two[:16] and one[16:32] != two[16:32] and one[32:] != two[32:]
-    assert same == one and len(one) == len(two) == 40
+    assert first[:16] == second[:16] and first[16:32] != second[16:32] and first[32:] != second[32:]
+    assert same == first and len(first) == len(second) == 40

@@ -9,7 +9,14 @@ import sys
 import msgspec
 import pytest
 
-from medha.scaling import Journal, Memory, Policy, Record, Signals, decide
+from medha.fleet.autoscaling import (
+    Journal,
+    Policy,
+    ScalingMemory,
+    ScalingRecord,
+    ScalingSignals,
+    decide,
+)
 
 
 def run(path: pathlib.Path) -> subprocess.CompletedProcess[str]:
@@ -21,11 +28,13 @@ def run(path: pathlib.Path) -> subprocess.CompletedProcess[str]:
 def page(tmp_path: pathlib.Path) -> pathlib.Path:
     """A minute of refusals."""
     policy = Policy(least=1, most=4, target_slack=0.2, down_after_s=60.0)
-    memory, journal = Memory(), Journal()
+    memory, journal = ScalingMemory(), Journal()
     for at_s in range(0, 60, 5):
-        signals = Signals(at_s=at_s, current=1, ready=1, offered=0.9, slack_p10=-1.0, arrived=9)
+        signals = ScalingSignals(
+            at_s=at_s, current=1, ready=1, offered=0.9, slack_p10=-1.0, arrived=9
+        )
         decision, memory = decide(policy, memory, signals)
-        look = Record(policy=policy, signals=signals, decision=decision)
+        look = ScalingRecord(policy=policy, signals=signals, decision=decision)
         journal = journal.noted(look, 10)
     path = tmp_path / "scaling.json"
     path.write_bytes(msgspec.json.encode({"team/llama": journal}))
@@ -41,7 +50,7 @@ def test_looks_that_come_out_the_same_are_counted_and_each_change_is_shown(
     assert "from 1 to 2 replicas (LittleSlack)" in done.stdout
 
 
-def test_a_look_that_was_tampered_with_is_told_apart(page: pathlib.Path) -> None:
+def test_a_record_that_was_tampered_with_is_detected(page: pathlib.Path) -> None:
     page.write_bytes(page.read_bytes().replace(b'"slack_p10":-1.0', b'"slack_p10":2.0'))
     done = run(page)
     assert done.returncode == 1 and "(Enough) were decided, now 1 (Enough)" in done.stderr

@@ -1,4 +1,4 @@
-"""Real child programs under the supervisor: restarted, grown, given up, ended without orphans."""
+"""Real child programs under the supervisor: restarted, added, given up, ended without orphans."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from medha.cli.children import Child, Launch
-from medha.cli.supervise import Patience, Replica, State, Supervisor, Unit
+from medha.cli.local_fleet.child_process import ChildProcess, Launch
+from medha.cli.local_fleet.supervisor import (
+    ReplicaUnits,
+    Supervisor,
+    SupervisorSettings,
+    Unit,
+    UnitState,
+)
 from medha.errors import EngineError, SetupError
 from medha.messages import GroupStatus, ReplicaStatus
+from medha.restart_policy import RestartPolicy
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = (
@@ -28,22 +35,24 @@ FAMILY = (
     "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
     "print(p.pid, flush=True); time.sleep(600)"
 )
-QUICK = Patience(
-    first_backoff_s=0.5, longest_backoff_s=4.0, restarts=3, window_s=100.0, grace_s=0.5, hung_s=10.0
+QUICK = SupervisorSettings(
+    restarts=RestartPolicy(first_backoff_s=0.5, longest_backoff_s=4.0, budget=3, window_s=100.0),
+    grace_s=0.5,
+    hung_s=10.0,
 )
 
 
 class Lines:
-    """What children said, by name."""
+    """Output lines of the children, by name."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[str, str]] = []
+        self.lines: list[tuple[str, str]] = []
 
     def __call__(self, name: str, line: str) -> None:
-        self.said.append((name, line))
+        self.lines.append((name, line))
 
     def of(self, name: str) -> list[str]:
-        return [line for who, line in self.said if who == name]
+        return [line for child, line in self.lines if child == name]
 
 
 def until(happens: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -58,7 +67,7 @@ def program(name: str, code: str, **env: str) -> Launch:
 
 
 class Fleet:
-    """A supervised fleet of dummy programs on a clock of our own."""
+    """A supervised fleet of dummy programs with a virtual clock."""
 
     def __init__(self, groups: int = 2, ranks: int = 2, code: str = SLEEPER) -> None:
         self.lines, self.now = Lines(), 1000.0
@@ -75,7 +84,7 @@ class Fleet:
             )
             for group in range(groups)
         )
-        self.replica = Replica(name="r-0", controller=controller, groups=units)
+        self.replica = ReplicaUnits(name="r-0", controller=controller, groups=units)
         router = Unit("router", self._launches("router", ["router"]))
         self.supervisor = Supervisor((router,), (self.replica,), self._start, QUICK)
 
@@ -88,8 +97,8 @@ class Fleet:
 
         return launches
 
-    def _start(self, launch: Launch) -> Child:
-        return Child(launch, self.lines)
+    def _start(self, launch: Launch) -> ChildProcess:
+        return ChildProcess(launch, self.lines)
 
     def step(self, seconds: float = 0.0) -> None:
         self.now += seconds
@@ -97,14 +106,19 @@ class Fleet:
 
     def over(self, seconds: float = 0.0) -> bool:
         self.step(seconds)
-        return self.supervisor.over
+        return self.supervisor.stopped
 
     def status(self, wanted: int, restart: tuple[int, ...] = ()) -> None:
-        told = ReplicaStatus(
-            replica="r-0", ready=True, draining=False, generation=1, wanted_groups=wanted,
-            groups=(GroupStatus(group=0, state="running"),), restart_groups=restart,
-        )  # fmt: skip
-        self.supervisor.follow(self.replica, told, self.now)
+        status = ReplicaStatus(
+            replica="r-0",
+            ready=True,
+            draining=False,
+            generation=1,
+            wanted_groups=wanted,
+            groups=(GroupStatus(group=0, state="running"),),
+            restart_groups=restart,
+        )
+        self.supervisor.follow(self.replica, status, self.now)
 
     @property
     def running(self) -> set[str]:
@@ -115,20 +129,20 @@ class Fleet:
             if child.poll() is None
         }
 
-    def child(self, name: str) -> Child:
+    def child(self, name: str) -> ChildProcess:
         return next(c for unit in self.supervisor.units for c in unit.children if c.name == name)
 
     def gone(self, name: str) -> None:
-        """Waits for a child's end without the supervisor."""
+        """Wait for a child's end without the supervisor."""
         child = self.child(name)
         until(lambda: child.poll() is not None)
 
     def settle(self) -> None:
-        """Steps until no unit is between two states."""
+        """Step until no unit is stopping."""
 
         def still() -> bool:
             self.step(0.01)
-            return all(unit.state is not State.STOPPING for unit in self.supervisor.units)
+            return all(unit.state is not UnitState.STOPPING for unit in self.supervisor.units)
 
         until(still)
 
@@ -139,9 +153,9 @@ class Fleet:
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
-    made = Fleet()
-    yield made
-    made.close()
+    running = Fleet()
+    yield running
+    running.close()
 
 
 BASE = {"router", "c", "g0-s0", "g0-s1"}
@@ -153,7 +167,7 @@ def test_everything_that_is_wanted_is_started(fleet: Fleet) -> None:
     until(lambda: fleet.lines.of("g0-s1") == ["up"])
 
 
-def test_a_killed_router_starts_anew_after_a_moment_and_nothing_else_does(fleet: Fleet) -> None:
+def test_only_a_killed_router_is_restarted_after_a_moment(fleet: Fleet) -> None:
     fleet.step()
     pids = {name: fleet.child(name).pid for name in BASE}
     fleet.child("router").kill()
@@ -167,7 +181,7 @@ def test_a_killed_router_starts_anew_after_a_moment_and_nothing_else_does(fleet:
     assert {name for name in BASE if fleet.child(name).pid != pids[name]} == {"router"}
 
 
-def test_a_killed_rank_takes_its_group_along_into_the_next_generation(fleet: Fleet) -> None:
+def test_a_killed_rank_restarts_its_group_in_the_next_generation(fleet: Fleet) -> None:
     fleet.step()
     fleet.child("g0-s1").kill()
     fleet.gone("g0-s1")
@@ -189,7 +203,7 @@ def test_ranks_end_with_their_controller_and_come_back_after_it(fleet: Fleet) ->
     assert fleet.running == BASE
 
 
-def test_a_controller_that_came_back_says_itself_how_many_groups_it_wants(fleet: Fleet) -> None:
+def test_a_restarted_controller_reports_its_own_wanted_groups(fleet: Fleet) -> None:
     fleet.step()
     fleet.now += 1.0
     fleet.status(wanted=2)
@@ -199,7 +213,7 @@ def test_a_controller_that_came_back_says_itself_how_many_groups_it_wants(fleet:
     fleet.gone("c")
     fleet.settle()
     fleet.settle()
-    fleet.status(wanted=2)  # the last word of the dead one, heard late
+    fleet.status(wanted=2)  # the last status of the dead controller, received late
     fleet.step(0.5)
     fleet.status(wanted=2)
     fleet.step()
@@ -222,7 +236,7 @@ def test_each_further_restart_waits_twice_as_long(fleet: Fleet) -> None:
     assert [round(wait, 1) for wait in waits] == [0.5, 1.0, 2.0]
 
 
-def test_too_many_restarts_end_the_fleet_with_the_programs_last_words() -> None:
+def test_too_many_restarts_end_the_fleet_with_the_programs_last_messages() -> None:
     fleet = Fleet()
     fleet.codes["router"] = "print('no such model'); raise SystemExit(1)"
     with pytest.raises(EngineError, match=r"router is given up after 3 restarts .*no such model"):
@@ -241,7 +255,7 @@ def test_restarts_long_ago_are_forgiven(fleet: Fleet) -> None:
     assert "router" in fleet.running
 
 
-def test_a_program_that_a_person_must_help_ends_the_fleet_at_once_with_its_line() -> None:
+def test_a_program_with_a_user_error_ends_the_fleet_at_once_with_its_line() -> None:
     fleet = Fleet()
     fleet.codes["rank"] = "print('spec.model: no such folder'); raise SystemExit(2)"
     fleet.step()
@@ -274,7 +288,7 @@ def test_a_wanted_group_joins_and_one_that_leaves_by_itself_is_not_restarted(
     assert fleet.running == BASE | {"g1-s0", "g1-s1"}
 
 
-def test_more_groups_than_there_is_room_for_are_not_started(fleet: Fleet) -> None:
+def test_no_more_groups_start_than_the_plan_has(fleet: Fleet) -> None:
     fleet.step()
     fleet.now += 1.0
     fleet.status(wanted=9)
@@ -282,22 +296,22 @@ def test_more_groups_than_there_is_room_for_are_not_started(fleet: Fleet) -> Non
     assert len(fleet.running) == len(BASE) + 2
 
 
-def test_a_group_that_keeps_failing_is_given_up_and_the_rest_goes_on(fleet: Fleet) -> None:
+def test_a_group_that_keeps_failing_is_given_up_and_the_rest_continues(fleet: Fleet) -> None:
     fleet.step()
     fleet.codes["rank"] = "raise SystemExit(1)"
     fleet.status(wanted=2)
     for _ in range(600):
         fleet.step(1.0)
         fleet.status(wanted=2)
-        if fleet.replica.groups[1].state is State.GIVEN_UP:
+        if fleet.replica.groups[1].state is UnitState.GIVEN_UP:
             break
         time.sleep(0.01)
-    assert fleet.replica.groups[1].state is State.GIVEN_UP
+    assert fleet.replica.groups[1].state is UnitState.GIVEN_UP
     fleet.step(100.0)
     assert fleet.running == BASE
 
 
-def test_a_group_that_its_controller_gave_up_is_started_anew_once_it_had_its_time(
+def test_a_group_that_its_controller_gave_up_is_restarted_after_a_grace_time(
     fleet: Fleet,
 ) -> None:
     fleet.step()
@@ -312,7 +326,7 @@ def test_a_group_that_its_controller_gave_up_is_started_anew_once_it_had_its_tim
     assert fleet.running == BASE and fleet.child("g0-s0").pid != old
 
 
-def test_stopping_ends_what_obeys_and_kills_what_does_not_after_the_grace() -> None:
+def test_stopping_kills_programs_that_do_not_end_within_the_grace_time() -> None:
     fleet = Fleet(code=STUBBORN)
     fleet.step()
     until(lambda: all(fleet.lines.of(name) for name in BASE))
@@ -327,7 +341,7 @@ def test_stopping_ends_what_obeys_and_kills_what_does_not_after_the_grace() -> N
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_stopping_at_once_waits_for_nobody() -> None:
+def test_stopping_at_once_waits_for_no_program() -> None:
     fleet = Fleet(code=STUBBORN)
     fleet.step()
     fleet.supervisor.stop(fleet.now, at_once=True)
@@ -335,9 +349,9 @@ def test_stopping_at_once_waits_for_nobody() -> None:
     assert fleet.running == set()
 
 
-def test_what_a_killed_child_had_started_ends_with_it() -> None:
+def test_descendants_of_a_killed_child_end_with_it() -> None:
     lines = Lines()
-    child = Child(program("parent", FAMILY), lines)
+    child = ChildProcess(program("parent", FAMILY), lines)
     until(lambda: lines.of("parent"))
     grandchild = int(lines.of("parent")[0])
     os.kill(child.pid, signal.SIGKILL)
@@ -346,11 +360,11 @@ def test_what_a_killed_child_had_started_ends_with_it() -> None:
     until(lambda: not _alive(grandchild))
 
 
-def test_children_die_with_a_starter_that_is_killed(tmp_path: Path) -> None:
+def test_children_end_when_their_starter_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from medha.cli.children import Child, Launch; "
+        "import sys, time; from medha.cli.local_fleet.child_process import ChildProcess, Launch; "
         "launch = Launch(name='x', argv=(sys.executable, '-c', 'import time; time.sleep(600)')); "
-        "print(Child(launch, lambda *_: None).pid, flush=True); time.sleep(600)"
+        "print(ChildProcess(launch, lambda *_: None).pid, flush=True); time.sleep(600)"
     )
     starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert starter.stdout is not None
@@ -364,13 +378,13 @@ def test_children_die_with_a_starter_that_is_killed(tmp_path: Path) -> None:
 def test_output_is_handed_over_line_by_line_and_bounded() -> None:
     lines = Lines()
     code = "import sys; sys.stdout.buffer.write(b'one\\n\\n' + b'x' * 20000 + b'\\nt\\xffwo')"
-    child = Child(program("talker", code), lines)
+    child = ChildProcess(program("talker", code), lines)
     until(lambda: child.poll() is not None)
     until(lambda: len(lines.of("talker")) == 5)
-    said = lines.of("talker")
-    assert (said[0], said[-1]) == ("one", "t\ufffdwo")
-    assert max(len(line) for line in said) <= 8192 and sum("x" in line for line in said) == 3
-    assert child.last_words == tuple(said)
+    output = lines.of("talker")
+    assert (output[0], output[-1]) == ("one", "t\ufffdwo")
+    assert max(len(line) for line in output) <= 8192 and sum("x" in line for line in output) == 3
+    assert child.last_messages == tuple(output)
 
 
 def _alive(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""A real fleet through the command line: it serves, survives a kill, and leaves nothing behind."""
+"""A real fleet through the command line serves, survives a kill, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.support.medha_up import MEDHA, Up, until
 
 from medha.cli.doctor import diagnose
-from medha.cli.preflight import free_ports
-from medha.cli.show import loading_phase
+from medha.cli.local_fleet.console_output import loading_phase
+from medha.cli.local_fleet.preflight import free_ports
 from medha.messages import GroupStatus, ReplicaStatus
-from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
-from medha_worker.testing.command import MEDHA, Up, until
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 RESOURCE = """
 apiVersion: medha.dev/v1alpha1
@@ -53,11 +53,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def up(file: Path) -> Iterator[Up]:
-    made = Up(file)
+    running = Up(file)
     try:
-        yield made
+        yield running
     finally:
-        made.kill()
+        running.kill()
 
 
 @pytest.mark.timeout(150)
@@ -65,23 +65,25 @@ def test_a_fleet_serves_survives_a_killed_rank_and_ends_without_a_trace(file: Pa
     shared = set(os.listdir("/dev/shm"))
     until(up.serves)
     before = up.ask()
-    assert "controller" in up.said and "rank" in up.said  # the table of what runs where
+    assert "controller" in up.said and "rank" in up.said  # the table of programs
     rank = up.children()[RANK]
     rank.kill()
-    until(lambda: "tiny-0-g0" in up.said and "starts anew" in up.said)
+    until(lambda: "tiny-0-g0" in up.said and "restarting in" in up.said)
     until(lambda: up.children().get(RANK, rank).pid != rank.pid)
     assert up.ask() == before
     everything = up.everything()
     assert up.end(signal.SIGINT) == 0
     assert [process for process in everything if process.is_running()] == []
     assert {path.suffix for path in up.run_dir.iterdir() if path.is_file()} <= {
-        ".json", ".log", ".public",
-    }  # fmt: skip
+        ".json",
+        ".log",
+        ".public",
+    }
     assert set(os.listdir("/dev/shm")) <= shared
 
 
 @pytest.mark.timeout(250)
-def test_a_fleet_without_weights_answers_with_those_that_it_drew(
+def test_a_fleet_without_weight_files_answers_with_random_weights(
     file: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(file.parent / "model", tmp_path / "model")
@@ -105,7 +107,7 @@ def test_a_fleet_whose_starter_is_killed_ends_too(file: Path, up: Up) -> None:
 
 
 @pytest.mark.timeout(100)
-def test_a_signal_while_it_loads_ends_it_as_cleanly(file: Path, up: Up) -> None:
+def test_a_signal_during_loading_ends_the_fleet_cleanly(file: Path, up: Up) -> None:
     until(lambda: len(up.children()) == 3)
     everything = up.everything()
     assert up.end(signal.SIGTERM) == 0
@@ -113,7 +115,7 @@ def test_a_signal_while_it_loads_ends_it_as_cleanly(file: Path, up: Up) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_a_template_that_does_not_parse_ends_it_with_one_line_and_status_two(
+def test_a_template_that_does_not_parse_ends_the_fleet_with_status_two(
     file: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(file.parent / "model", tmp_path / "model")
@@ -125,9 +127,9 @@ def test_a_template_that_does_not_parse_ends_it_with_one_line_and_status_two(
         assert up.process.wait(timeout=120) == 2
         last = up.said.splitlines()[-1]
         assert last.startswith(
-            f"medha: replica tiny-0 with the checkpoint {template.parent} is not"
+            f"medha: replica tiny-0 with the checkpoint {template.parent} is refused by its router"
         )
-        assert "the tokenizer of tiny does not load: chat_template.jinja is no Jinja " in last
+        assert "the tokenizer of tiny does not load: chat_template.jinja is not a Jinja " in last
         assert "line 2: unexpected '}'" in last and last.endswith("or fetch the file again")
     finally:
         up.kill()
@@ -143,7 +145,7 @@ def test_a_template_that_does_not_parse_ends_it_with_one_line_and_status_two(
         (("kvPages: 64", "kvpages: 64"), "spec.engine.kvpages is not a field"),
     ],
 )
-def test_what_a_person_can_mend_is_one_line_and_status_two(
+def test_a_user_error_is_one_line_and_status_two(
     file: Path, change: tuple[str, str], sentence: str
 ) -> None:
     wrong = file.with_name("wrong.yaml")
@@ -154,7 +156,7 @@ def test_what_a_person_can_mend_is_one_line_and_status_two(
     assert sentence in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_a_taken_port_is_told_before_anything_starts(file: Path) -> None:
+def test_a_taken_port_is_reported_before_any_program_starts(file: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = str(server.getsockname()[1])
         result = medha("up", "-f", str(file), "--port", port)
@@ -175,9 +177,9 @@ def test_the_doctor_passes_a_good_machine_and_names_a_bad_resource(file: Path) -
         assert not diagnose(file.with_name("none.yaml"), port, ops_port, console)
     finally:
         console.file.close()
-    said = console.export_text()
-    assert "ok encrypted link: delivers" in said
-    assert "no resource none.yaml: -f is " in said
+    text = console.export_text()
+    assert "ok encrypted link: delivers" in text
+    assert "no resource none.yaml: -f is " in text
 
 
 def test_progress_follows_the_loading_of_the_least_groups() -> None:
@@ -190,7 +192,7 @@ def test_progress_follows_the_loading_of_the_least_groups() -> None:
             replica="r", ready=ready, draining=False, generation=0, wanted_groups=1, groups=groups
         )
 
-    assert loading_phase(status(0.0), 1) == (0.0, "starts")
-    assert loading_phase(status(0.5), 1) == (0.45, "loads weights, 50%")
+    assert loading_phase(status(0.0), 1) == (0.0, "starting")
+    assert loading_phase(status(0.5), 1) == (0.45, "loading weights, 50%")
     assert loading_phase(status(1.0), 1)[0] == 0.95
     assert loading_phase(status(1.0, ready=True), 1) == (1.0, "ready")

@@ -1,8 +1,8 @@
 """A real cluster with Medha installed and the small model served, for the tests of this folder.
 
-Slow by nature (minutes), so they run when they are named: `make test-cluster`. Which cluster it is
-says examples/testbed.py. They are skipped, with the reason, where the machine has none, cannot
-start it, or cannot get what the images are made from.
+They take minutes, so they run only if named: `make test-cluster`. demos/testbed.py chooses the
+cluster. The tests are skipped, with the reason, if the machine cannot start one or cannot get
+what the images are built from.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples import images
-from examples.installed import Installed
-from examples.testbed import NoCluster, built, missing, opened
+from demos import images
+from demos.release import Installed
+from demos.testbed import NoCluster, built, missing, opened
 
 
 def pytest_configure() -> None:
-    """Asked to end, clean up like at Ctrl-C. Whoever is not asked: see examples/afterwards.py."""
+    """Clean up on SIGTERM as on Ctrl-C; for SIGKILL see demos/run_afterwards.py."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def medha() -> Iterator[Installed]:
-    """Two replicas of the small model on two nodes, ready."""
+    """Two ready replicas of the small model on two nodes."""
     if lacking := missing():
         pytest.skip(lacking)
     with contextlib.ExitStack() as stack:

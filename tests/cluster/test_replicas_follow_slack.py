@@ -1,7 +1,7 @@
-"""Replicas follow the slack that requests find, on a whole cluster: more, fewer, none, and again.
+"""Replicas follow the slack of requests on a whole cluster: more, fewer, none, and again.
 
-One replica is one process on one core, so that a second one has a core of its own. Each decision
-of the operator is kept, shown below the last test (`pytest -rP`), and decided again. The last test
+A replica is one process on one core, so that the second one has a core of its own. Each decision of
+the operator is recorded, shown below the last test (`pytest -rP`), and replayed. The last test
 takes a quarter of an hour: for ten minutes of it nothing may happen.
 """
 
@@ -20,16 +20,16 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from examples.demo_load import Load, one
-from examples.installed import NAMESPACE, Installed
-from examples.testbed import until
+from demos.load import Load, one
+from demos.release import NAMESPACE, Installed
+from demos.testbed import until
 from rich.console import Console
 from rich.table import Table
 
 from medha.cli.open_loop import Target, ask, connect, faults, prompts_from, vocabulary
 from medha.cli.scaling import run_scaling
-from medha.demand import WINDOW_S
-from medha.scaling import Journal, Record
+from medha.fleet.autoscaling import Journal, ScalingRecord
+from medha.fleet.demand import WINDOW_S
 from medha.sim import report
 from medha.sim.workload import Arrival
 
@@ -37,32 +37,36 @@ pytestmark = pytest.mark.timeout(2400)  # the images may have to be built
 
 SHORT, LONG = 64, 4096
 OVERLOAD = 1.4
-"""Work that long prompts bring, as a multiple of what one replica can do."""
+"""Work of the long prompts, as a multiple of one replica's capacity."""
 CHANGE_S, AFTER_S = 300.0, 25.0
 TARGET, NOISY = 1.0, 0.5
 NOISE_S, NEAR, LOOK_S = 600.0, 0.15, 2.0
-"""How long, how near to the target the least tenth of all slack lies before that time begins on the
-average of half a minute, and how often the operator looks."""
+"""Length of the noise; distance of the slack's tenth percentile from the target, on average over
+half a minute, before it starts; the operator's interval."""
 ALONE: dict[str, object] = {
     "replicas": 1,
     "parallelism": {"spp": 1},
     "slo": {
         "default": {
-            "ttft": {"floor": "2s", "multiplier": "4"}, "tpot": "2s", "whenInfeasible": "Relegate",
+            "ttft": {"floor": "2s", "multiplier": "4"},
+            "tpot": "2s",
+            "whenInfeasible": "Relegate",
         }
     },
     "autoscaling": {
-        "minReplicas": 1, "maxReplicas": 2, "targetSlackP10": str(TARGET),
+        "minReplicas": 1,
+        "maxReplicas": 2,
+        "targetSlackP10": str(TARGET),
         "scaleDownStabilization": "20s",
     },
-}  # fmt: skip
+}
 
 
 class Scaled:
-    """The resource with autoscaling, and what the operator shows of its decisions."""
+    """The resource with autoscaling, and the operator's published decisions."""
 
-    def __init__(self, medha: Installed, folder: Path, told: Table) -> None:
-        self.medha, self._folder, self._told = medha, folder, told
+    def __init__(self, medha: Installed, folder: Path, table: Table) -> None:
+        self.medha, self._folder, self._table = medha, folder, table
 
     @contextlib.contextmanager
     def url(self) -> Iterator[str]:
@@ -82,82 +86,100 @@ class Scaled:
 
     def active(self) -> Mapping[str, Any]:
         """The condition ScalingActive."""
-        found = [each for each in self.medha.conditions() if each["type"] == "ScalingActive"]
-        return found[0] if found else {"status": "", "reason": "", "message": ""}
+        conditions = [
+            condition
+            for condition in self.medha.conditions()
+            if condition["type"] == "ScalingActive"
+        ]
+        return conditions[0] if conditions else {"status": "", "reason": "", "message": ""}
 
     def settled(self, count: int) -> bool:
-        """So many replicas are asked for, ready, and alone."""
+        """Return true if this many replicas are requested, ready, and the only ones."""
         return (
             self.replicas() == count == self.medha.ready_replicas()
             and len(self.medha.pods()) == count
         )
 
-    def looks(self, since_s: float) -> list[Record]:
-        """The operator's looks since a wall time; every one that it shows is decided again."""
+    def looks(self, since_s: float) -> list[ScalingRecord]:
+        """The operator's records since a wall time; each is replayed."""
         path = self._folder / "scaling.json"
         with self.operator() as url:
             kept = journal(url)
         path.write_bytes(msgspec.json.encode({"default/tiny": kept}))
-        run_scaling(path, Console(width=140))  # raises where a decision comes out in another way
+        run_scaling(path, Console(width=140))  # raises if a decision differs
         return [look for look in kept.looks if look.signals.at_s >= since_s]
 
-    def tell(self, what: str, looks: list[Record], since_s: float) -> None:
-        """A row for each look that is unlike the one before it."""
+    def tell(self, what: str, looks: list[ScalingRecord], since_s: float) -> None:
+        """Add a row for each record that is unlike the one before it."""
         before: object = None
         for look in looks:
             signals, decision = look.signals, look.decision
             now = (signals.current, signals.ready, decision.replicas, decision.why)
             if now != before:
                 slack = "-" if signals.slack_p10 is None else f"{signals.slack_p10:.2f}"
-                self._told.add_row(
-                    what, f"{signals.at_s - since_s:.0f} s", f"{signals.ready}/{signals.current}",
-                    f"{decision.replicas}", decision.why, slack, f"{signals.offered:.2f}",
+                self._table.add_row(
+                    what,
+                    f"{signals.at_s - since_s:.0f} s",
+                    f"{signals.ready}/{signals.current}",
+                    f"{decision.replicas}",
+                    decision.why,
+                    slack,
+                    f"{signals.offered:.2f}",
                     str(signals.held),
-                )  # fmt: skip
+                )
             before, what = now, ""
 
-    def say(self, said: str) -> None:
-        """Below the table."""
-        self._told.caption = f"{self._told.caption or ''}\n{said}".lstrip()
+    def say(self, line: str) -> None:
+        """Add a line below the table."""
+        self._table.caption = f"{self._table.caption or ''}\n{line}".lstrip()
 
 
 def journal(operator: str) -> Journal:
-    """Its last looks at the resource."""
-    found = httpx.get(f"{operator}/scaling", trust_env=False, timeout=30.0).content
-    return msgspec.json.decode(found, type=dict[str, Journal])["default/tiny"]
+    """The operator's last records of the resource."""
+    page = httpx.get(f"{operator}/scaling", trust_env=False, timeout=30.0).content
+    return msgspec.json.decode(page, type=dict[str, Journal])["default/tiny"]
 
 
-def changes(looks: list[Record]) -> list[tuple[int, str]]:
-    """To how many replicas, and why; once, though a look may come before it is done."""
-    found: list[tuple[int, str]] = []
+def changes(looks: list[ScalingRecord]) -> list[tuple[int, str]]:
+    """Changes to a number of replicas, with the reason; a repeated record counts once."""
+    changes: list[tuple[int, str]] = []
     for look in looks:
         count = look.decision.replicas
-        if count != look.signals.current and [count] != [each for each, _ in found[-1:]]:
-            found.append((count, look.decision.why))
-    return found
+        if count != look.signals.current and [count] != [last for last, _ in changes[-1:]]:
+            changes.append((count, look.decision.why))
+    return changes
 
 
-def slacks(looks: list[Record]) -> list[float]:
+def slacks(looks: list[ScalingRecord]) -> list[float]:
     return [slack for look in looks if (slack := look.signals.slack_p10) is not None]
 
 
 @pytest.fixture(scope="module")
-def told() -> Iterator[Table]:
-    table = Table("what", "at", "ready", "wanted", "why", "slack P10", "offered", "held",
-                  caption_justify="left")  # fmt: skip
+def table() -> Iterator[Table]:
+    table = Table(
+        "what",
+        "at",
+        "ready",
+        "wanted",
+        "why",
+        "slack P10",
+        "offered",
+        "held",
+        caption_justify="left",
+    )
     yield table
     Console(width=140).print(table)
 
 
 @pytest.fixture(scope="module")
 def scaled(
-    medha: Installed, told: Table, tmp_path_factory: pytest.TempPathFactory
+    medha: Installed, table: Table, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Scaled]:
     before = medha.resource()["spec"]
     medha.patch(ALONE)
-    found = Scaled(medha, tmp_path_factory.mktemp("scaling"), told)
-    until(lambda: found.settled(1), "one replica of one process", CHANGE_S)
-    yield found
+    scaled = Scaled(medha, tmp_path_factory.mktemp("scaling"), table)
+    until(lambda: scaled.settled(1), "one replica of one process", CHANGE_S)
+    yield scaled
     back: dict[str, object] = {name: before[name] for name in ("slo", "parallelism")}
     medha.patch({**back, "replicas": before["replicas"], "autoscaling": None})
     until(
@@ -166,23 +188,23 @@ def scaled(
 
 
 def work_s(url: str) -> float:
-    """How long a long prompt takes an idle replica, on a machine as busy as it is now."""
-    asked = [asyncio.run(one(url, "tiny", LONG, 1, f"alone-{number}")) for number in range(4)]
-    return statistics.median(each.ttft_s or float("inf") for each in asked)
+    """Seconds that an idle replica takes for a long prompt, on the machine as busy as it is now."""
+    answers = [asyncio.run(one(url, "tiny", LONG, 1, f"alone-{number}")) for number in range(4)]
+    return statistics.median(answer.ttft_s or float("inf") for answer in answers)
 
 
 def unserved(*loads: Load) -> dict[str, int]:
-    """Requests that did not get all of their answer, by their fault."""
-    found: dict[str, int] = {}
+    """Number of requests without a complete answer, by their fault."""
+    counts: dict[str, int] = {}
     for load in loads:
         load.end()
-        found |= faults(load.records)
-        cut = sum(each.finished_s is None and not each.refused for each in load.records)
-        found |= {"cut": cut} if cut else {}
-    return found
+        counts |= faults(load.records)
+        cut = sum(record.finished_s is None and not record.refused for record in load.records)
+        counts |= {"cut": cut} if cut else {}
+    return counts
 
 
-def test_long_prompts_in_the_load_bring_a_second_replica_that_goes_after_it(scaled: Scaled) -> None:
+def test_long_prompts_add_a_second_replica_that_is_removed_after_the_load(scaled: Scaled) -> None:
     with scaled.url() as url:
         alone_s = work_s(url)
         began_s = time.time()
@@ -191,7 +213,7 @@ def test_long_prompts_in_the_load_bring_a_second_replica_that_goes_after_it(scal
             with Load(url, "tiny", rate, SHORT, SHORT, SHORT, LONG, output_tokens=4) as load:
                 until(lambda: scaled.replicas() == 2, "a second replica is wanted", CHANGE_S)
                 until(lambda: scaled.settled(2), "a second replica serves", CHANGE_S)
-                time.sleep(AFTER_S)  # what it brings is to be seen
+                time.sleep(AFTER_S)  # until its effect is visible
                 ended_s = time.time()
                 load.end()
             until(lambda: scaled.replicas() == 1, "one replica is enough", CHANGE_S)
@@ -212,23 +234,23 @@ def test_long_prompts_in_the_load_bring_a_second_replica_that_goes_after_it(scal
     assert down.signals.at_s > ended_s
 
 
-def test_another_writer_of_scale_is_named_and_its_word_stands_for_a_while(scaled: Scaled) -> None:
+def test_another_writer_of_scale_is_named_and_its_number_stands_for_a_while(scaled: Scaled) -> None:
     medha, began_s = scaled.medha, time.time()
     medha.bed.kubectl("scale", "mr/tiny", "--replicas=2")
-    until(lambda: scaled.active()["reason"] == "OutsideWriter", "that it is told", 60.0)
-    said = scaled.active()
-    assert said["status"] == "False" and "kubectl" in said["message"]
-    assert "set spec.replicas to 2" in said["message"] and scaled.replicas() == 2
+    until(lambda: scaled.active()["reason"] == "OutsideWriter", "the condition to report it", 60.0)
+    condition = scaled.active()
+    assert condition["status"] == "False" and "kubectl" in condition["message"]
+    assert "set spec.replicas to 2" in condition["message"] and scaled.replicas() == 2
     until(lambda: scaled.settled(1), "the operator's own number", CHANGE_S)
     until(lambda: scaled.active()["reason"] == "Scaling", "that it scales again", 60.0)
     scaled.tell("kubectl scale", scaled.looks(began_s), began_s)
     events = medha.bed.get("events", "--field-selector", "reason=Scaled")["items"]
-    assert any(each["message"].startswith("from 2 to 1 replicas (Surplus)") for each in events)
+    assert any(event["message"].startswith("from 2 to 1 replicas (Surplus)") for event in events)
 
 
 @pytest.fixture
 def zero(scaled: Scaled) -> Iterator[Scaled]:
-    """Scaled down to none, for as long as nobody asks."""
+    """The resource scaled to zero, while there are no requests."""
     scaled.scaling(minReplicas=0)
     until(lambda: scaled.settled(0), "no replica", CHANGE_S)
     yield scaled
@@ -237,7 +259,7 @@ def zero(scaled: Scaled) -> Iterator[Scaled]:
 
 
 def test_the_first_request_of_a_model_at_zero_is_held_and_answered(zero: Scaled) -> None:
-    """By routers that knew its replicas, and by such as were started when it had none."""
+    """Answered by routers that had its replicas, and by routers started at zero."""
     medha = zero.medha
     for routers in ("fresh routers", "the same routers"):
         if routers == "fresh routers":
@@ -250,7 +272,7 @@ def test_the_first_request_of_a_model_at_zero_is_held_and_answered(zero: Scaled)
         began_s = time.time()
         with zero.url() as url:
             models = httpx.get(f"{url}/v1/models", trust_env=False, timeout=30.0).json()["data"]
-            assert [each["id"] for each in models] == ["tiny"]
+            assert [model["id"] for model in models] == ["tiny"]
             record = asyncio.run(first(url))
         assert not record.refused and record.finished_s is not None
         looks = zero.looks(began_s)
@@ -260,14 +282,14 @@ def test_the_first_request_of_a_model_at_zero_is_held_and_answered(zero: Scaled)
 
 
 def routers_of(medha: Installed) -> list[dict[str, Any]]:
-    """Their pods, those that are being deleted too."""
+    """The routers' pods, those being deleted included."""
     label = "app.kubernetes.io/component=router"
-    found: list[dict[str, Any]] = medha.bed.get("-n", NAMESPACE, "pods", "-l", label)["items"]
-    return found
+    pods: list[dict[str, Any]] = medha.bed.get("-n", NAMESPACE, "pods", "-l", label)["items"]
+    return pods
 
 
-async def first(url: str) -> report.Record:
-    """A request whose tokens are of no vocabulary that a router could tell: there is no replica."""
+async def first(url: str) -> report.RequestRecord:
+    """Send a request as token ids: without a replica, no router has the vocabulary."""
     target = Target(url=url, model="tiny")
     arrival = Arrival(id="first", arrival_s=0.0, prompt_tokens=SHORT, output_tokens=8)
     async with connect(url) as client:
@@ -275,17 +297,19 @@ async def first(url: str) -> report.Record:
 
 
 class Noise:
-    """Four requests at once, so that half of them wait for another one, every three seconds; how
-    much slack that leaves them is drawn for each, and for every second four anew about a level at
-    which the least tenth of it, as `looks` shows it, is about the target."""
+    """Four requests at once every three seconds, so that half of them wait for another.
+
+    The slack of each is drawn at random; for every second four, around a level that keeps the tenth
+    percentile, as `looks` shows it, near the target.
+    """
 
     AT_ONCE, EVERY_S, TOKENS = 4, 3.0, 512
     SPREAD, WIDTH, PART = 0.25, 1.0, 0.05
 
-    def __init__(self, url: str, looks: Callable[[], list[Record]], work_s: float) -> None:
+    def __init__(self, url: str, looks: Callable[[], list[ScalingRecord]], work_s: float) -> None:
         self._url, self._looks, self._work_s = url, looks, work_s
         self._dice, self._level = random.Random(0), NOISY
-        self.records: list[report.Record] = []
+        self.records: list[report.RequestRecord] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="noise")
 
@@ -309,9 +333,11 @@ class Noise:
                     drawn = self._dice.gauss(self._level, self.SPREAD)
                 for _ in range(self.AT_ONCE):
                     arrival = Arrival(
-                        id=f"noise-{number}", arrival_s=burst_s, prompt_tokens=self.TOKENS,
+                        id=f"noise-{number}",
+                        arrival_s=burst_s,
+                        prompt_tokens=self.TOKENS,
                         output_tokens=1,
-                    )  # fmt: skip
+                    )
                     works = max(1.1, 2.0 + drawn + self.WIDTH * self._dice.random())
                     target = self._target(works * self._work_s)
                     tasks.create_task(self._one(client, target, arrival, prompts(arrival), start))
@@ -319,63 +345,69 @@ class Noise:
             watch.cancel()
 
     async def _watch(self) -> None:
-        """Beside the load, which is not to wait for it: what a request takes, as the fleet predicts
-        it, and what of the target is missing."""
+        """Follow, apart from the load, the predicted work of a request and the distance from the
+        target."""
         while True:
             await asyncio.sleep(self.EVERY_S)
             looks = await asyncio.to_thread(self._looks)
-            if looks and (found := slacks(looks[-1:])):
+            if looks and (slack_now := slacks(looks[-1:])):
                 self._work_s = looks[-1].signals.offered * self.EVERY_S / self.AT_ONCE
-                self._level += self.PART * min(1.0, max(-1.0, NOISY - found[0]))
+                self._level += self.PART * min(1.0, max(-1.0, NOISY - slack_now[0]))
 
     def _target(self, ttft_s: float) -> Target:
         return Target(url=self._url, model="tiny", ttft_s=ttft_s, tpot_s=2.0)
 
     async def _one(
-        self, client: httpx.AsyncClient, target: Target, arrival: Arrival, prompt: list[int],
+        self,
+        client: httpx.AsyncClient,
+        target: Target,
+        arrival: Arrival,
+        prompt: list[int],
         start: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.records.append(await ask(client, target, arrival, prompt, start))
 
 
-def near(looks: list[Record]) -> bool:
-    """For the last half minute, on average."""
-    found = slacks(looks)[-round(WINDOW_S / LOOK_S) :]
-    return len(found) * LOOK_S >= WINDOW_S and abs(statistics.mean(found) - NOISY) < NEAR
+def near(looks: list[ScalingRecord]) -> bool:
+    """Return true if the slack of the last half minute is near the target, on average."""
+    recent = slacks(looks)[-round(WINDOW_S / LOOK_S) :]
+    return len(recent) * LOOK_S >= WINDOW_S and abs(statistics.mean(recent) - NOISY) < NEAR
 
 
 def test_ten_minutes_of_noise_about_the_target_change_nothing(scaled: Scaled) -> None:
-    """Of two replicas, one would do for the work, and four are allowed."""
+    """Start with two replicas; the work needs one, and four are allowed."""
     noisy = {"scaleDownStabilization": "3m", "targetSlackP10": str(NOISY)}
     scaled.scaling(minReplicas=2, maxReplicas=2, **noisy)
     until(lambda: scaled.settled(2), "two replicas", CHANGE_S)
     with scaled.url() as url, scaled.operator() as operator:
-        work_s = min(asyncio.run(one(url, "tiny", Noise.TOKENS, 1, f"before-{number}")).ttft_s or 9
-                     for number in range(4))  # fmt: skip
+        work_s = min(
+            asyncio.run(one(url, "tiny", Noise.TOKENS, 1, f"before-{number}")).ttft_s or 9
+            for number in range(4)
+        )
         began_s = time.time()
 
-        def looks() -> list[Record]:
-            """When nothing but noise is in the operator's window."""
+        def looks() -> list[ScalingRecord]:
+            """Records from when nothing but noise is in the operator's window."""
             full_s = began_s + WINDOW_S
-            return [each for each in journal(operator).looks if each.signals.at_s > full_s]
+            return [record for record in journal(operator).looks if record.signals.at_s > full_s]
 
         with Noise(url, looks, work_s) as noise:
             until(lambda: near(looks()), "slack about the target", CHANGE_S)
             scaled.scaling(minReplicas=1, maxReplicas=4)
             since_s = time.time()
-            time.sleep(NOISE_S)  # its length is what is tested
+            time.sleep(NOISE_S)  # the length of the noise is the subject
             seen = scaled.looks(since_s)
-    found = slacks(seen)
+    slack = slacks(seen)
     scaled.tell("noise", seen, since_s)
     alone = [look.signals.alone_p10 or 0.0 for look in seen]
     scaled.say(
         f"{len(noise.records)} requests of noise, {len(seen)} looks, target {NOISY:.2f}, slack P10 "
-        f"{min(found):.2f} to {max(found):.2f}, mean {statistics.mean(found):.2f}, spread "
-        f"{statistics.pstdev(found):.2f}; of idle replicas {min(alone):.2f} to {max(alone):.2f}"
+        f"{min(slack):.2f} to {max(slack):.2f}, mean {statistics.mean(slack):.2f}, spread "
+        f"{statistics.pstdev(slack):.2f}; of idle replicas {min(alone):.2f} to {max(alone):.2f}"
     )
     assert faults(noise.records) == {}
     least, most = NOISY - seen[0].policy.band, NOISY + seen[0].policy.band
-    assert min(found) < least < most < max(found) and min(alone) > most
+    assert min(slack) < least < most < max(slack) and min(alone) > most
     assert changes(seen) == []
     scaled.scaling(
         minReplicas=1, maxReplicas=2, targetSlackP10=str(TARGET), scaleDownStabilization="20s"

@@ -1,4 +1,4 @@
-"""Processes, pods and nodes die, hang and go: the fleet comes back by itself, and says so."""
+"""Processes, pods and nodes die, hang and leave: the fleet recovers by itself and reports it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from examples.demo_load import Load
-from examples.installed import NAMESPACE, Installed
-from examples.testbed import Failed, until
+from demos.load import Load
+from demos.release import NAMESPACE, Installed
+from demos.testbed import Failed, until
 from rich.console import Console
 from rich.table import Table
 
@@ -35,86 +35,98 @@ BACK_S = 240.0
 CUT_S = 30.0
 OUTAGE_S = 600.0
 PROPER = {"no_replica", "overloaded", "draining", "deadline_infeasible", "poison_request"}
-"""What a request may end with whose replica could not be saved; never a cut stream."""
+"""Faults with which a request may end if its replica could not be saved; never a cut stream."""
 
 
 @pytest.fixture(scope="module")
-def told() -> Iterator[Table]:
-    """Shown by `pytest -rP`, below the last test."""
+def table() -> Iterator[Table]:
+    """The table that `pytest -rP` shows below the last test."""
     table = Table(
-        "harm", "whole again after", "under way there", "requests", "failed", "TTFT p99",
+        "harm",
+        "whole again after",
+        "under way there",
+        "requests",
+        "failed",
+        "TTFT p99",
         "largest gap",
-    )  # fmt: skip
+    )
     yield table
     Console(width=140).print(table)
 
 
 class Trouble:
-    """Two replicas on two nodes and requests that come in at their own times, while harm is done
-    to `node`; the clients' router is on another. It begins when `under_way` requests run there."""
+    """Two replicas on two nodes under a load of requests, while harm is done to `node`.
 
-    def __init__(self, medha: Installed, load: Load, node: str, told: Table) -> None:
+    The clients' router is on another node. It starts once requests run on `node` (`under_way`).
+    """
+
+    def __init__(self, medha: Installed, load: Load, node: str, table: Table) -> None:
         self.medha, self.load, self.node = medha, load, node
         self.under_way = 0
         until(self._met, f"requests that run on {node}", 60.0)
-        self._told, self._began_s = told, time.monotonic()
+        self._table, self._began_s = table, time.monotonic()
 
     def _met(self) -> bool:
         leader = leader_on(self.medha, self.node)
         path = f"/api/v1/namespaces/default/pods/{leader}:8091/proxy/status"
-        told = self.medha.bed.kubectl("get", "--raw", path)
-        self.under_way = msgspec.json.decode(told, type=ReplicaStatus).running
+        page = self.medha.bed.kubectl("get", "--raw", path)
+        self.under_way = msgspec.json.decode(page, type=ReplicaStatus).running
         return self.under_way > 0
 
     @property
     def number(self) -> str:
-        """Of the node, as the cluster tool counts."""
+        """The node's number in the cluster tool."""
         return self.node.removeprefix("node")
 
     def back(self, harm: str, true: Callable[[], object] | None = None) -> dict[str, int]:
-        """Wait until all is whole again, and until all requests have ended; tells it, and returns
-        how many ended with which fault."""
+        """Wait until the fleet is whole and all requests have ended; record it, and return the
+        number of requests by fault."""
         until(true or (lambda: whole(self.medha)), f"{harm}: both replicas", BACK_S)
         took_s = time.monotonic() - self._began_s
         self.load.end()
         records = self.load.records
         failed = dict(faults(records))
-        cut = [each.id for each in records if each.finished_s is None and not each.refused]
+        cut = [record.id for record in records if record.finished_s is None and not record.refused]
         assert cut == [], "answers that ended without a word"
-        gap_s = max(each.worst_gap_s for each in records)
-        self._told.add_row(
-            harm, f"{took_s:.0f} s", str(self.under_way), str(len(records)), str(failed or 0),
-            f"{self.load.ttft_p99_s():.1f} s", f"{gap_s:.1f} s",
-        )  # fmt: skip
+        gap_s = max(record.worst_gap_s for record in records)
+        self._table.add_row(
+            harm,
+            f"{took_s:.0f} s",
+            str(self.under_way),
+            str(len(records)),
+            str(failed or 0),
+            f"{self.load.ttft_p99_s():.1f} s",
+            f"{gap_s:.1f} s",
+        )
         return failed
 
 
 @pytest.fixture
-def trouble(medha: Installed, told: Table) -> Iterator[Trouble]:
+def trouble(medha: Installed, table: Table) -> Iterator[Trouble]:
     set_apart(medha)
     node = str(medha.pods()[0]["spec"]["nodeName"])
     router = router_off(medha, node)
-    # Not through the API server, where a cluster's pods can be reached from here.
+    # Not through the API server, if the cluster's pods can be reached from here.
     reached = (
         contextlib.nullcontext(f"http://{router['status']['podIP']}:8000")
         if medha.bed.harm
         else medha.bed.forwarded(NAMESPACE, f"pod/{router['metadata']['name']}", 8000)
     )
-    # Each answer takes seconds: some are always under way.
+    # Each answer takes seconds, so that some are always under way.
     with reached as url, Load(url, "tiny", 1.0, 64, output_tokens=192) as load:
         until(lambda: len(load.records) >= 3, "the first answers", 60.0)
-        yield Trouble(medha, load, node, told)
+        yield Trouble(medha, load, node, table)
 
 
 def leader_on(medha: Installed, node: str) -> str:
-    """The pod with the controller of the replica that is there."""
-    (found,) = (
-        str(each["metadata"]["name"])
-        for each in medha.pods()
-        if each["spec"].get("nodeName") == node
-        and each["metadata"]["labels"]["medha.dev/role"] == "leader"
+    """The pod with the controller of the replica on the node."""
+    (pod,) = (
+        str(pod["metadata"]["name"])
+        for pod in medha.pods()
+        if pod["spec"].get("nodeName") == node
+        and pod["metadata"]["labels"]["medha.dev/role"] == "leader"
     )
-    return found
+    return pod
 
 
 def whole(medha: Installed) -> bool:
@@ -122,12 +134,12 @@ def whole(medha: Installed) -> bool:
 
 
 def nodes(medha: Installed) -> dict[str, set[str]]:
-    """Where each replica's pods are."""
-    found: dict[str, set[str]] = {}
+    """The nodes of each replica's pods."""
+    homes: dict[str, set[str]] = {}
     for pod in medha.pods():
         ordinal = pod["metadata"]["labels"]["medha.dev/ordinal"]
-        found.setdefault(ordinal, set()).add(pod["spec"].get("nodeName", ""))
-    return found
+        homes.setdefault(ordinal, set()).add(pod["spec"].get("nodeName", ""))
+    return homes
 
 
 def apart(medha: Installed) -> bool:
@@ -135,7 +147,7 @@ def apart(medha: Installed) -> bool:
 
 
 def set_apart(medha: Installed) -> None:
-    """What runs is not moved: where harm has left both replicas on one node, place one anew."""
+    """Running pods are not moved: if both replicas are on one node, place one of them again."""
     until(lambda: whole(medha), "both replicas", BACK_S)
     if not apart(medha):
         label = f"medha.dev/replica=tiny,medha.dev/ordinal={max(nodes(medha))}"
@@ -144,8 +156,8 @@ def set_apart(medha: Installed) -> None:
 
 
 def router_off(medha: Installed, node: str) -> dict[str, dict[str, str]]:
-    """A router elsewhere: clients of one that goes are not what is tested."""
-    if not routers_off(medha, node):  # a drain has brought them all to one node
+    """Move the router elsewhere: its clients are not the subject of the test."""
+    if not routers_off(medha, node):  # a drain has moved them all to one node
         for verb in ("restart", "status"):
             medha.bed.kubectl("-n", NAMESPACE, "rollout", verb, "deployment/medha-router")
         until(lambda: routers_off(medha, node), f"a router that is not on {node}", BACK_S)
@@ -153,40 +165,43 @@ def router_off(medha: Installed, node: str) -> dict[str, dict[str, str]]:
 
 
 def routers_off(medha: Installed, node: str) -> list[dict[str, dict[str, str]]]:
-    """Routers that serve elsewhere."""
+    """Routers that serve on other nodes."""
     label = "app.kubernetes.io/component=router"
     return [
-        each
-        for each in medha.bed.get("-n", NAMESPACE, "pods", "-l", label)["items"]
-        if each["spec"].get("nodeName", node) != node
-        and "deletionTimestamp" not in each["metadata"]
-        and all(one["ready"] for one in each["status"].get("containerStatuses", [{"ready": False}]))
+        pod
+        for pod in medha.bed.get("-n", NAMESPACE, "pods", "-l", label)["items"]
+        if pod["spec"].get("nodeName", node) != node
+        and "deletionTimestamp" not in pod["metadata"]
+        and all(
+            container["ready"]
+            for container in pod["status"].get("containerStatuses", [{"ready": False}])
+        )
     ]
 
 
-def test_a_killed_rank_starts_anew_inside_its_pod(trouble: Trouble) -> None:
+def test_a_killed_rank_is_restarted_in_its_pod(trouble: Trouble) -> None:
     medha = trouble.medha
     pod = medha.pods()[0]["metadata"]["name"]
-    medha.bed.kubectl("exec", pod, "--", "python", "-c", KILL, "medha_worker.gently")
+    medha.bed.kubectl("exec", pod, "--", "python", "-c", KILL, "medha_worker.low_priority_start")
     until(lambda: not whole(medha), "a replica that is not ready", 60.0)
     assert set(trouble.back("SIGKILL of the ranks of a pod")) <= PROPER
 
 
-def test_a_pod_that_is_killed_is_made_again(trouble: Trouble) -> None:
+def test_a_killed_pod_is_created_again(trouble: Trouble) -> None:
     medha = trouble.medha
-    pod = next(each for each in medha.pods() if each["metadata"]["name"].endswith("-s1"))
+    pod = next(pod for pod in medha.pods() if pod["metadata"]["name"].endswith("-s1"))
     medha.bed.kubectl("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
     gone = {pod["metadata"]["uid"]}
-    until(lambda: not gone & {each["metadata"]["uid"] for each in medha.pods()}, "it gone", 60.0)
+    until(lambda: not gone & {pod["metadata"]["uid"] for pod in medha.pods()}, "it gone", 60.0)
     assert set(trouble.back("a pod deleted by force")) <= PROPER
 
 
-def test_a_leader_that_is_killed_is_made_again(trouble: Trouble) -> None:
+def test_a_killed_leader_is_created_again(trouble: Trouble) -> None:
     medha = trouble.medha
     leader = leader_on(medha, trouble.node)
     before = medha.bed.get("pod", leader)["metadata"]["uid"]
     medha.bed.kubectl("delete", "pod", leader, "--grace-period=0", "--force")
-    until(lambda: before not in {each["metadata"]["uid"] for each in medha.pods()}, "it gone", 60.0)
+    until(lambda: before not in {pod["metadata"]["uid"] for pod in medha.pods()}, "it gone", 60.0)
     assert set(trouble.back("a leader deleted by force")) <= PROPER
 
 
@@ -194,11 +209,15 @@ def test_a_node_is_drained_without_a_failed_request(trouble: Trouble) -> None:
     medha, node = trouble.medha, trouble.node
     try:
         medha.bed.kubectl(
-            "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=300s",
+            "drain",
+            node,
+            "--ignore-daemonsets",
+            "--delete-emptydir-data",
+            "--timeout=300s",
             timeout_s=320.0,
-        )  # fmt: skip
+        )
         assert trouble.back("kubectl drain of a node") == {}
-        assert node not in {each["spec"]["nodeName"] for each in medha.pods()}
+        assert node not in {pod["spec"]["nodeName"] for pod in medha.pods()}
     finally:
         medha.bed.kubectl("uncordon", node)
 
@@ -211,7 +230,7 @@ def harm(medha: Installed) -> Callable[..., str]:
     return medha.bed.harm
 
 
-def test_a_dead_node_is_left_and_the_fleet_comes_back_elsewhere(
+def test_the_fleet_recovers_elsewhere_after_a_node_died(
     trouble: Trouble, harm: Callable[..., str]
 ) -> None:
     medha = trouble.medha
@@ -220,9 +239,9 @@ def test_a_dead_node_is_left_and_the_fleet_comes_back_elsewhere(
         until(lambda: not whole(medha), "a replica that is not ready", 120.0)
         failed = trouble.back("the power of a node", lambda: medha.ready_replicas() == 2)
         assert trouble.node not in {
-            each["spec"]["nodeName"]
-            for each in medha.pods()
-            if "deletionTimestamp" not in each["metadata"]
+            pod["spec"]["nodeName"]
+            for pod in medha.pods()
+            if "deletionTimestamp" not in pod["metadata"]
         }
         assert set(failed) <= PROPER
     finally:
@@ -234,52 +253,54 @@ def test_a_node_that_is_cut_off_for_half_a_minute_comes_back(
 ) -> None:
     harm("partition", trouble.number)
     try:
-        time.sleep(CUT_S)  # the length of the cut is what is tested
+        time.sleep(CUT_S)  # the length of the cut is the subject
     finally:
         harm("heal", trouble.number)
     assert set(trouble.back(f"the cable of a node, for {CUT_S:.0f} s")) <= PROPER
 
 
-def test_requests_do_not_notice_that_the_api_server_is_away(
+def test_requests_are_served_while_the_api_server_is_away(
     trouble: Trouble, harm: Callable[..., str]
 ) -> None:
-    """It is killed and started again; the operator leads on, or leads again."""
+    """The API server is killed and started again; the operator keeps or retakes the Lease."""
     before = datetime.datetime.now(datetime.UTC)
     harm("kill-api-server")
-    failed = trouble.back("SIGKILL of the API server", lambda: leads_since(trouble.medha, before))
+    failed = trouble.back("SIGKILL of the API server", lambda: renewed_since(trouble.medha, before))
     assert failed == {}
     until(lambda: whole(trouble.medha), "both replicas", BACK_S)
 
 
-def test_ten_minutes_without_an_api_server_do_not_reach_who_is_served(
+def test_requests_are_served_for_ten_minutes_without_an_api_server(
     trouble: Trouble, harm: Callable[..., str]
 ) -> None:
     medha = trouble.medha
     pods = lives(medha)
-    over_s = time.monotonic() + OUTAGE_S  # the length of the outage is what is tested
+    over_s = time.monotonic() + OUTAGE_S  # the length of the outage is the subject
     while time.monotonic() < over_s:
-        with contextlib.suppress(Failed):  # between two of its lives
+        with contextlib.suppress(Failed):  # between two starts
             harm("kill-api-server")
         time.sleep(0.1)
     after = datetime.datetime.now(datetime.UTC)
-    failed = trouble.back(f"{OUTAGE_S:.0f} s without API server", lambda: leads_since(medha, after))
+    failed = trouble.back(
+        f"{OUTAGE_S:.0f} s without API server", lambda: renewed_since(medha, after)
+    )
     assert failed == {}
     until(lambda: whole(medha), "both replicas", BACK_S)
     assert lives(medha) == pods
 
 
 def lives(medha: Installed) -> dict[str, int]:
-    """How often each pod's container has started anew, by the pod's UID."""
+    """Restarts of each pod's container, by the pod's UID."""
     return {
-        each["metadata"]["uid"]: sum(
-            one["restartCount"] for one in each["status"]["containerStatuses"]
+        pod["metadata"]["uid"]: sum(
+            container["restartCount"] for container in pod["status"]["containerStatuses"]
         )
-        for each in medha.pods()
+        for pod in medha.pods()
     }
 
 
-def leads_since(medha: Installed, moment: datetime.datetime) -> bool:
-    """An operator has renewed its lease after that."""
+def renewed_since(medha: Installed, moment: datetime.datetime) -> bool:
+    """Return true if an operator has renewed its Lease since then."""
     try:
         lease = medha.bed.get("-n", NAMESPACE, "lease", "medha-operator")
     except Failed:

@@ -1,4 +1,4 @@
-"""A replica in virtual time on a machine whose times can be worked out by hand."""
+"""A replica in virtual time on a machine with simple, known batch times."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.support.virtual_ranks import expected_tokens
+from tests.support.virtual_replica import VirtualReplica
 
 from medha import messages as m
 from medha import testing
 from medha.config import Scheduling, WorkerConfig
 from medha.request import Slo, SloClass
 from medha.topology import Topology
-from medha_worker.testing.virtual_ranks import expected_tokens
-from medha_worker.testing.virtual_replica import VirtualReplica
 
 VOCAB = 50_000
 
@@ -44,7 +44,7 @@ def make_replica() -> Callable[..., VirtualReplica]:
     def make(
         *, pages: int = 1000, key_s: float = 0.0, batch_s: float = 1e-3, **fields: Any
     ) -> VirtualReplica:
-        own = {"beats", "wrap", "slowness", "loop", "files", "hashes", "measure", "meters"}
+        own = {"beats", "wrap", "slowness", "loop", "files", "hashes", "measure", "metrics"}
         extra = {name: fields.pop(name) for name in own & fields.keys()}
         shape = msgspec.structs.replace(testing.shape(), vocab=VOCAB)
         profile = testing.profile(key_s=key_s, batch_s=batch_s)
@@ -69,7 +69,7 @@ def make_submit() -> Callable[..., m.Submit]:
 
 @pytest.fixture
 def judge() -> Callable[[VirtualReplica, m.Submit], None]:
-    """The client got exactly the tokens that its prompt implies, and the end."""
+    """Check that the client got exactly the tokens that its prompt implies, and the end."""
 
     def judge(replica: VirtualReplica, submit: m.Submit) -> None:
         client = replica.clients[submit.id]
@@ -85,17 +85,18 @@ def judge() -> Callable[[VirtualReplica, m.Submit], None]:
 
 @pytest.fixture
 def idle() -> Callable[[VirtualReplica], None]:
-    """Nothing is pending: exactly no work, every page free, nothing in flight."""
+    """Check that no work is pending, every page is free and nothing is in flight."""
 
     def idle(replica: VirtualReplica) -> None:
         controller = replica.controller
-        assert controller.serving is not None
-        load = controller.serving.load(replica.loop.now)
+        engine = controller.engine
+        assert engine is not None
+        load = engine.load(replica.loop.now)
         assert (load.pending_s, load.relegated_s) == (0.0, 0.0)
         assert (load.waiting, load.prefilling, load.decoding) == (0, 0, 0)
-        for group in controller.membership.running:
+        for group in controller.groups.running:
             assert load.free_pages[group] == load.total_pages[group]
-        assert not len(controller.sessions) and not len(controller.flights)
-        assert not len(controller.moves) and not controller.grants.outstanding
+        assert not len(engine.requests) and not len(controller.batches)
+        assert not len(engine.moves) and not controller.grants.outstanding
 
     return idle

@@ -1,4 +1,4 @@
-"""Batches sent while another runs: clients read the same, whatever ends or breaks meanwhile."""
+"""Batches sent while another runs: clients read the same, even if requests or groups end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.virtual_ranks import expected_tokens
+from tests.support.virtual_replica import VirtualReplica
 
 from medha import messages as m
-from medha.prefix import chain
+from medha.fleet.prefix_index import chain
 from medha.topology import Topology
-from medha_worker.testing.virtual_ranks import expected_tokens
-from medha_worker.testing.virtual_replica import VirtualReplica
 
 VOCAB = 50_000
 AHEAD = {"ahead_s": 0.01}
@@ -28,7 +28,7 @@ Idle = Callable[[VirtualReplica], None]
 
 
 def stopping(make_submit: MakeSubmit, id: str, tokens: int, outputs: int, after: int) -> m.Submit:
-    """A request whose stop token comes as output number `after`, from 1."""
+    """A request that samples its stop token as output number `after`, from 1."""
     plain = make_submit(id, tokens)
     token = expected_tokens(m.from_bytes(plain.tokens).tolist(), after, VOCAB)[-1]
     sampling = m.Sampling(temperature=0.0, stop_tokens=(token,))
@@ -36,7 +36,7 @@ def stopping(make_submit: MakeSubmit, id: str, tokens: int, outputs: int, after:
 
 
 def two_at_once(replica: VirtualReplica) -> int:
-    """Batches that came to a rank while it ran another."""
+    """Count the batches that reached a rank while it ran another."""
     ends, count = 0.0, 0
     for at_s, batch in replica.log:
         count += at_s < ends
@@ -161,23 +161,31 @@ WISHES = st.lists(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_clients_read_the_same_one_step_ahead(
-    make_replica: Make, make_submit: MakeSubmit, judge: Judge, idle: Idle,
-    wishes: list[Wish], pages: int, seed: int, kvp: bool,
-) -> None:  # fmt: skip
-    """Few pages: decodes and prefills are taken back while two batches hold them."""
-    dice = random.Random(seed)
+    make_replica: Make,
+    make_submit: MakeSubmit,
+    judge: Judge,
+    idle: Idle,
+    wishes: list[Wish],
+    pages: int,
+    seed: int,
+    kvp: bool,
+) -> None:
+    """With few pages, decodes and prefills are preempted while two batches hold them."""
+    rng = random.Random(seed)
     more: dict[str, Any] = {}
     if kvp:
         more["topology"] = Topology(kvp_min=1, kvp_max=2, tokens_per_group=128)
     replica = make_replica(
-        settings=AHEAD | {"output_reserve": 0.0}, pages=pages,
-        slowness=lambda number, stage: 1.0 + 0.3 * (number * 7 % 5), **more,
-    )  # fmt: skip
+        settings=AHEAD | {"output_reserve": 0.0},
+        pages=pages,
+        slowness=lambda number, stage: 1.0 + 0.3 * (number * 7 % 5),
+        **more,
+    )
     if kvp:
         replica.loop.at(0.15, 1, lambda: replica.start_group(1))
     submits = {}
     for n, (prompt, outputs, stops, leaves) in enumerate(wishes):
-        name, at_s = f"r{n}", 0.1 + dice.random() * 0.1
+        name, at_s = f"r{n}", 0.1 + rng.random() * 0.1
         submit = make_submit(name, prompt, outputs=outputs)
         if stops is not None:
             submit = stopping(make_submit, name, prompt, outputs, stops)
@@ -185,7 +193,7 @@ def test_clients_read_the_same_one_step_ahead(
         if leaves is None:
             submits[name] = submit
         else:
-            replica.tell_at(at_s + leaves, m.Abort(name))
+            replica.send_at(at_s + leaves, m.Abort(name))
     replica.run(30.0)
     for name, submit in submits.items():
         failed = replica.clients[name].failed

@@ -1,4 +1,4 @@
-"""KVP groups come, go and die under a controller on a virtual clock; every stream stays right."""
+"""KVP groups join, leave and fail under a controller in virtual time; every stream stays right."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.virtual_replica import VirtualReplica
 
 from medha import messages as m
 from medha.topology import Coordinate, Topology
-from medha_worker.testing.virtual_replica import VirtualReplica
 
 Make = Callable[..., VirtualReplica]
 Submit = Callable[..., m.Submit]
@@ -26,17 +26,17 @@ def grown(spp: int = 2, kvp_min: int = 1, kvp_max: int = 3) -> dict[str, Any]:
 
 
 def supervise(replica: VirtualReplica, until_s: float, cold_start_s: float = 0.5) -> None:
-    """Plays `medha up`: starts wanted groups, and lost ones anew."""
+    """Act as `medha up`: start wanted groups, restart lost ones."""
     starting: set[int] = set()
 
-    def look() -> None:
+    def poll() -> None:
         status = replica.controller.status(replica.loop.now)
         for group in {*range(status.wanted_groups), *status.restart_groups}:
             if group not in replica.groups and group not in starting:
                 starting.add(group)
                 replica.loop.at(replica.loop.now + cold_start_s, 0, start(group))
         if replica.loop.now < until_s:
-            replica.loop.at(replica.loop.now + 0.1, 3, look)
+            replica.loop.at(replica.loop.now + 0.1, 3, poll)
 
     def start(group: int) -> Callable[[], None]:
         def begin() -> None:
@@ -45,7 +45,7 @@ def supervise(replica: VirtualReplica, until_s: float, cold_start_s: float = 0.5
 
         return begin
 
-    look()
+    poll()
 
 
 def states(replica: VirtualReplica) -> list[str]:
@@ -65,7 +65,9 @@ def test_a_long_prompt_grows_the_replica_while_a_short_one_is_not_disturbed(
     judge(replica, short)
     assert states(replica) == ["running"] * 3
     assert any(len(chunk.groups) == 3 for _, batch in replica.log for chunk in batch.chunks)
-    gaps = [later[0] - one[0] for one, later in zip(replica.log, replica.log[1:], strict=False)]
+    gaps = [
+        later[0] - earlier[0] for earlier, later in zip(replica.log, replica.log[1:], strict=False)
+    ]
     assert max(gaps[: gaps.index(max(gaps)) + 1][:100]) < 0.2, "growth paused the running work"
     idle(replica)
 
@@ -110,33 +112,33 @@ def test_the_last_group_lost_holds_requests_until_it_is_back(
     make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
 ) -> None:
     replica = make_replica()
-    one, two = make_submit("one", 200, outputs=40), make_submit("two", 60, outputs=3)
-    replica.submit_at(1.0, one)
+    first, second = make_submit("one", 200, outputs=40), make_submit("two", 60, outputs=3)
+    replica.submit_at(1.0, first)
     replica.loop.at(1.05, 0, lambda: replica.kill_group(0))
-    replica.submit_at(8.0, two)
+    replica.submit_at(8.0, second)
     replica.run(10.0)
     assert states(replica) == ["lost"]
     status = replica.controller.status(10.0)
     assert status.restart_groups == (0,) and not status.ready and "silent" in status.message
     replica.start_group(0)
     replica.run(30.0)
-    judge(replica, one)
-    judge(replica, two)
+    judge(replica, first)
+    judge(replica, second)
     idle(replica)
 
 
-def test_requests_that_no_group_serves_in_time_are_failed_and_may_go_elsewhere(
+def test_requests_without_a_group_fail_in_time_and_may_run_elsewhere(
     make_replica: Make, make_submit: Submit
 ) -> None:
     replica = make_replica()
     replica.submit_at(1.0, make_submit("one", 200, outputs=40))
     replica.loop.at(1.05, 0, lambda: replica.kill_group(0))
     replica.run(12.0)
-    assert len(replica.controller.sessions) == 1
+    assert replica.controller.running_requests == 1
     replica.run(20.0)
     failed = replica.clients["one"].failed
     assert failed is not None and failed.code == "replica_lost" and failed.retriable
-    assert not len(replica.controller.sessions)
+    assert not replica.controller.running_requests
 
 
 def test_a_request_that_loses_its_group_three_times_is_poison(
@@ -160,8 +162,8 @@ def test_a_rank_that_comes_back_as_another_process_takes_its_group_down_at_once(
     make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
 ) -> None:
     replica = make_replica(topology=Topology(spp=2))
-    one = make_submit("one", 400, outputs=40)
-    replica.submit_at(1.0, one)
+    first = make_submit("one", 400, outputs=40)
+    replica.submit_at(1.0, first)
 
     def restart() -> None:
         replica.kill_group(0)
@@ -169,7 +171,7 @@ def test_a_rank_that_comes_back_as_another_process_takes_its_group_down_at_once(
 
     replica.loop.at(1.1, 0, restart)
     replica.run(30.0)
-    judge(replica, one)
+    judge(replica, first)
     idle(replica)
 
 
@@ -223,7 +225,7 @@ def test_pages_move_in_the_background_and_the_stream_stays_right(
 
 
 @pytest.mark.parametrize("fault", ["offer", "fetch", "changed", "dumb"])
-def test_a_move_in_doubt_is_called_off_and_the_stream_stays_right(
+def test_a_move_in_doubt_is_cancelled_and_the_stream_stays_right(
     make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle, fault: str
 ) -> None:
     fields = grown(kvp_min=2, kvp_max=2)
@@ -240,18 +242,18 @@ def test_a_move_in_doubt_is_called_off_and_the_stream_stays_right(
     idle(replica)
 
 
-def test_a_drain_refuses_what_is_new_and_finishes_what_runs(
+def test_a_drain_refuses_new_requests_and_finishes_running_ones(
     make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
 ) -> None:
     replica = make_replica()
-    one = make_submit("one", 300, outputs=500)
-    replica.submit_at(1.0, one)
+    running = make_submit("one", 300, outputs=500)
+    replica.submit_at(1.0, running)
     replica.loop.at(1.2, 0, replica.controller.drain)
     replica.submit_at(1.3, make_submit("two", 10))
     replica.run(1.35)
-    assert len(replica.controller.sessions) == 1
+    assert replica.controller.running_requests == 1
     replica.run(20.0)
-    judge(replica, one)
+    judge(replica, running)
     failed = replica.clients["two"].failed
     assert failed is not None and failed.code == "draining" and failed.retriable
     assert replica.controller.drained

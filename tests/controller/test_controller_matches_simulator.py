@@ -1,7 +1,7 @@
 """The simulator's replica and the serving controller make identical batches at identical times.
 
-Two drivers of the same scheduler, written apart: `sim.replica` calls it directly, the controller
-speaks to fake ranks and a fake router in messages. What differs would be a bug in one of them. Only
+Two independent drivers of the same scheduler: `sim.replica` calls it directly, the controller
+exchanges messages with fake ranks and a fake router. Any difference is a bug in one of them. Only
 the generation's number may differ: the controller forms base groups together.
 """
 
@@ -13,6 +13,8 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
+from tests.support.virtual_ranks import expected_tokens
+from tests.support.virtual_replica import VirtualReplica
 
 from medha import messages as m
 from medha import testing
@@ -20,14 +22,12 @@ from medha.batch import Batch
 from medha.config import Scheduling, WorkerConfig
 from medha.predictor import Predictor
 from medha.request import Request
-from medha.scheduling.decisions import Recorded, replay
+from medha.scheduling.decision_log import RecordingScheduler, replay
 from medha.scheduling.scheduler import Scheduler
 from medha.sim.loop import ARRIVE, DONE, Loop
-from medha.sim.pipeline import PipelineClock
+from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
 from medha.topology import Topology
-from medha_worker.testing.virtual_ranks import expected_tokens
-from medha_worker.testing.virtual_replica import VirtualReplica
 
 VOCAB, PAGE_TOKENS, COLD_START_S = 50_000, 16, 0.4
 SHAPE = msgspec.structs.replace(testing.shape(), vocab=VOCAB)
@@ -46,7 +46,7 @@ ALONE = (Topology(), Topology(kvp_min=1, kvp_max=2, tokens_per_group=600))
 
 
 class Draw(msgspec.Struct, frozen=True):
-    """One client: what it asks, after how many tokens the model stops, when it hangs up."""
+    """A client: its request, the tokens after which the model stops, the time it disconnects."""
 
     request: Request
     prompt: list[int]
@@ -129,7 +129,7 @@ def served(
         PROFILE,
         pages=pages,
         beats=False,
-        wrap=lambda scheduler: Recorded(scheduler, log.append),
+        wrap=lambda scheduler: RecordingScheduler(scheduler, log.append),
         slowness=jitter(slowness),
     )
     joining: set[int] = set()
@@ -151,7 +151,7 @@ def served(
     for draw in draws:
         replica.submit_at(draw.request.arrival_s, draw.submit)
         if draw.leaves_s is not None:
-            replica.tell_at(draw.leaves_s, m.Abort(draw.request.id))
+            replica.send_at(draw.leaves_s, m.Abort(draw.request.id))
     replica.run(60.0, 200_000)
     return replica
 

@@ -1,4 +1,4 @@
-"""Requests through the controller on a virtual clock: every stream is what the prompt implies."""
+"""Requests through the controller in virtual time: every stream is as its prompt implies."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
+from tests.support.virtual_ranks import expected_tokens
+from tests.support.virtual_replica import NoMetrics, VirtualReplica
 
 from medha import messages as m
-from medha.prefix import chain
+from medha.fleet.prefix_index import chain
 from medha.topology import Topology
-from medha_worker.controller.meters import NoMeters
-from medha_worker.testing.virtual_ranks import expected_tokens
-from medha_worker.testing.virtual_replica import VirtualReplica
 
 Make = Callable[..., VirtualReplica]
 Submit = Callable[..., m.Submit]
@@ -23,8 +22,8 @@ Idle = Callable[[VirtualReplica], None]
 VOCAB = 50_000
 
 
-class Counted(NoMeters):
-    """Keeps what is counted, by name and labels."""
+class Counted(NoMetrics):
+    """Totals of counters, by name and labels."""
 
     def __init__(self) -> None:
         self.totals: dict[str, dict[tuple[str, ...], float]] = {}
@@ -38,10 +37,10 @@ class Counted(NoMeters):
 def test_a_prompt_is_answered_token_by_token(
     make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
 ) -> None:
-    replica, one = make_replica(), make_submit("one", 100, outputs=7)
-    replica.submit_at(1.0, one)
+    replica, submit = make_replica(), make_submit("one", 100, outputs=7)
+    replica.submit_at(1.0, submit)
     replica.run(10.0)
-    judge(replica, one)
+    judge(replica, submit)
     finished = replica.clients["one"].finished
     assert finished == m.Finished("one", "length", 100, 7, 0)
     idle(replica)
@@ -66,10 +65,10 @@ def test_a_stop_token_ends_the_answer_and_is_its_last(
     plain = make_submit("one", 50, outputs=20)
     fourth = expected_tokens(m.from_bytes(plain.tokens).tolist(), 4, VOCAB)[3]
     sampling = m.Sampling(temperature=0.0, stop_tokens=(fourth,))
-    replica, one = make_replica(), make_submit("one", 50, outputs=20, sampling=sampling)
-    replica.submit_at(1.0, one)
+    replica, submit = make_replica(), make_submit("one", 50, outputs=20, sampling=sampling)
+    replica.submit_at(1.0, submit)
     replica.run(10.0)
-    judge(replica, one)
+    judge(replica, submit)
     finished = replica.clients["one"].finished
     assert finished is not None and (finished.reason, finished.output_tokens) == ("stop", 4)
     idle(replica)
@@ -88,14 +87,14 @@ def test_a_stop_token_before_min_tokens_does_not_end_the_answer(
     assert finished is not None and (finished.reason, finished.output_tokens) == ("length", 6)
 
 
-def test_a_resumed_request_goes_on_after_what_was_emitted(
+def test_a_resumed_request_continues_after_its_emitted_tokens(
     make_replica: Make, make_submit: Submit, idle: Idle
 ) -> None:
-    one = make_submit("one", 50)
-    prompt = m.from_bytes(one.tokens).tolist()
+    submit = make_submit("one", 50)
+    prompt = m.from_bytes(submit.tokens).tolist()
     answer = expected_tokens(prompt, 10, VOCAB)
     resumed = msgspec.structs.replace(
-        one, tokens=m.to_bytes(prompt + answer[:6]), emitted=6, max_output_tokens=10
+        submit, tokens=m.to_bytes(prompt + answer[:6]), emitted=6, max_output_tokens=10
     )
     replica = make_replica()
     replica.submit_at(1.0, resumed)
@@ -128,8 +127,8 @@ def test_a_second_turn_finds_the_pages_of_the_first_prompt_and_answer(
     judge(replica, second)
     finished = replica.clients["two"].finished
     assert finished is not None and finished.cached_tokens == (64 + 39) // 16 * 16
-    told = b"".join(event.stored for _, event in replica.news)
-    assert len(told) % 16 == 0 and second.hashes[:96] == told[:96]
+    stored = b"".join(event.stored for _, event in replica.news)
+    assert len(stored) % 16 == 0 and second.hashes[:96] == stored[:96]
     idle(replica)
 
 
@@ -144,7 +143,7 @@ def test_a_second_turn_finds_the_pages_of_the_first_prompt_and_answer(
         ({"tokens": m.to_bytes([1] * 17_000)}, "context_length_exceeded"),
     ],
 )
-def test_what_can_never_run_is_refused_at_once_with_its_reason(
+def test_a_request_that_can_never_run_is_refused_at_once_with_its_reason(
     make_replica: Make, make_submit: Submit, idle: Idle, fields: dict[str, bytes], code: str
 ) -> None:
     replica = make_replica(pages=1000)
@@ -163,7 +162,7 @@ def test_an_abort_in_flight_stops_the_stream_and_frees_every_page(
     left, stayed = make_submit("left", 3000, outputs=50), make_submit("stayed", 500, outputs=50)
     replica.submit_at(1.0, left)
     replica.submit_at(1.01, stayed)
-    replica.tell_at(1.0551, m.Abort("left"))
+    replica.send_at(1.0551, m.Abort("left"))
     replica.run(20.0)
     assert not replica.clients["left"].over
     judge(replica, stayed)
@@ -183,7 +182,7 @@ def test_a_thousand_requests_of_which_a_third_disconnect_leave_nothing_behind(
         submit = make_submit(f"r{place}", tokens, outputs=outputs)
         replica.submit_at(at_s, submit)
         if rng.random() < 0.3:
-            replica.tell_at(at_s + float(rng.exponential(0.1)), m.Abort(submit.id))
+            replica.send_at(at_s + float(rng.exponential(0.1)), m.Abort(submit.id))
         else:
             stayed.append(submit)
     replica.run(200.0)
@@ -207,18 +206,16 @@ def test_a_lost_step_is_sent_again_and_no_token_changes(
     idle(replica)
 
 
-def test_what_each_length_loses_to_others_is_counted(
-    make_replica: Make, make_submit: Submit
-) -> None:
-    meters = Counted()
+def test_displaced_requests_are_counted_by_length(make_replica: Make, make_submit: Submit) -> None:
+    metrics = Counted()
     settings = {"commit": False, "max_batch_s": 0.05}
-    replica = make_replica(meters=meters, settings=settings, pages=4000)
+    replica = make_replica(metrics=metrics, settings=settings, pages=4000)
     long = make_submit("long", 4000, outputs=1, ttft_deadline_s=0.5)
     replica.submit_at(1.0, long)
     for number in range(8):  # 0.1 s each, and the long one's slack is 0.1 s
         short = make_submit(f"s{number}", 1000, outputs=1, ttft_deadline_s=0.35 + 0.1 * number)
         replica.submit_at(1.01, short)
     replica.run(10.0)
-    decided = meters.totals["medha_scheduler_decided_total"]
+    decided = metrics.totals["medha_scheduler_decided_total"]
     assert decided == {("1k",): 8.0, ("8k",): 1.0}
-    assert meters.totals["medha_scheduler_displaced_total"] == {("8k",): 1.0}
+    assert metrics.totals["medha_scheduler_displaced_total"] == {("8k",): 1.0}

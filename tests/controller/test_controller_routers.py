@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.virtual_replica import VirtualReplica
 
 from medha import PROTOCOL
 from medha import messages as m
-from medha.prefix import chain
+from medha.fleet.grants import GrantQueue
+from medha.fleet.prefix_index import chain
 from medha.topology import Topology
-from medha_worker.controller.grants import Grants
 from medha_worker.controller.outbox import Redial
-from medha_worker.testing.virtual_replica import VirtualReplica
 
 Make = Callable[..., VirtualReplica]
 Submit = Callable[..., m.Submit]
@@ -34,7 +34,7 @@ def head(id: str, *, age_s: float = 0.0, work_s: float = 0.01, **fields: Any) ->
     return m.Head(id=id, age_s=age_s, work_s=work_s, **given)
 
 
-def test_a_silent_router_is_dialled_anew_and_its_requests_stop(
+def test_a_silent_router_is_dialled_again_and_its_requests_stop(
     make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
 ) -> None:
     replica = make_replica(routers=("a", "b"), topology=Topology(spp=2))
@@ -44,11 +44,12 @@ def test_a_silent_router_is_dialled_anew_and_its_requests_stop(
     replica.loop.at(2.0, 0, lambda: replica.silent_routers.add("a"))
     replica.run(7.6)
     assert replica.redials == ["a"]
-    assert [session.id for session in replica.controller.sessions.all()] == ["yours"]
+    assert replica.controller.engine is not None
+    assert [request.id for request in replica.controller.engine.requests.all()] == ["yours"]
     replica.run(14.0)
     times = [time_s for time_s, router in replica.hellos if router == "a" and time_s > 7.0]
     assert len(times) >= 6
-    assert all(later - one <= 1.1 for one, later in itertools.pairwise(times))
+    assert all(later - earlier <= 1.1 for earlier, later in itertools.pairwise(times))
     replica.silent_routers.clear()
     replica.run(16.0)
     assert set(replica.controller.routers.welcome) == {"a", "b"}
@@ -58,23 +59,23 @@ def test_a_silent_router_is_dialled_anew_and_its_requests_stop(
     idle(replica)
 
 
-def test_a_router_that_started_anew_no_longer_waits_for_old_requests(
+def test_a_restarted_router_gets_no_tokens_of_old_requests(
     make_replica: Make, make_submit: Submit, idle: Idle
 ) -> None:
     replica = make_replica()
     replica.submit_at(1.0, make_submit("old", 100, outputs=5000))
-    replica.tell_at(1.5, m.Welcome("a-2"))
+    replica.send_at(1.5, m.Welcome("a-2"))
     replica.run(10.0)
     assert not replica.clients["old"].over
     idle(replica)
 
 
-def test_a_router_that_knows_us_no_more_is_greeted_at_once_and_its_requests_stop(
+def test_a_router_that_lost_this_replica_gets_hello_at_once_and_its_requests_stop(
     make_replica: Make, make_submit: Submit, idle: Idle
 ) -> None:
     replica = make_replica()
     replica.submit_at(1.0, make_submit("old", 100, outputs=5000))
-    replica.tell_at(1.5, m.Rejected("say Hello first"))
+    replica.send_at(1.5, m.Rejected("say Hello first"))
     replica.run(2.1)  # an idle replica ticks with the beats here, each half second
     assert len(replica.hellos) == 2 and replica.hellos[-1][0] <= 2.0
     assert replica.controller.routers.welcome == ("a",)
@@ -88,14 +89,14 @@ def test_a_router_of_another_version_is_refused_with_both_versions(
 ) -> None:
     replica = make_replica()
     replica.silent_routers.add("a")
-    replica.tell_at(1.0, m.Welcome("a-1", PROTOCOL + 1))
+    replica.send_at(1.0, m.Welcome("a-1", PROTOCOL + 1))
     with caplog.at_level(logging.ERROR):
         replica.run(2.0)
     assert f"speaks protocol {PROTOCOL + 1}, this replica {PROTOCOL}" in caplog.text
     assert replica.controller.routers.welcome == ()
 
 
-def test_a_router_that_rejects_us_is_logged_once_and_asked_again(
+def test_a_router_that_rejects_this_replica_is_logged_once_and_tried_again(
     make_replica: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     replica = make_replica()
@@ -110,18 +111,18 @@ def test_a_router_that_rejects_us_is_logged_once_and_asked_again(
     assert replica.controller.status(10.0).refused == ""
 
 
-def test_a_router_that_does_not_know_us_yet_refuses_nothing(make_replica: Make) -> None:
+def test_a_router_that_awaits_hello_does_not_refuse_this_replica(make_replica: Make) -> None:
     replica = make_replica()
     replica.silent_routers.add("a")
-    replica.tell_at(1.0, m.Rejected("say Hello first", stranger=True))
+    replica.send_at(1.0, m.Rejected("say Hello first", stranger=True))
     replica.run(2.0)
     assert replica.controller.status(2.0).refused == ""
 
 
-def test_files_are_given_to_a_router_before_it_takes_us_in(make_replica: Make) -> None:
+def test_a_router_may_fetch_files_before_its_welcome(make_replica: Make) -> None:
     replica = make_replica(files={"tokenizer.json": b"{}"}, hashes={"tokenizer.json": "h"})
     replica.silent_routers.add("a")
-    replica.tell_at(1.0, m.FetchFile("h"))
+    replica.send_at(1.0, m.FetchFile("h"))
     replica.run(2.0)
     assert replica.parts == [m.FilePart("h", 0, 2, b"{}")]
     assert replica.controller.routers.welcome == ()
@@ -134,15 +135,15 @@ def test_the_most_urgent_head_over_all_routers_is_granted_first(make_replica: Ma
     relaxed = head("relaxed", work_s=0.09)
     late = head("late", age_s=0.4, work_s=0.09)
     relegated = head("relegated", age_s=0.45, work_s=0.09, promised=False)
-    replica.tell_at(1.0, m.Heads((relegated, relaxed)), "a")
-    replica.tell_at(1.0, m.Heads((late,)), "b")
+    replica.send_at(1.0, m.Heads((relegated, relaxed)), "a")
+    replica.send_at(1.0, m.Heads((late,)), "b")
     replica.run(1.15)
     granted = [(router, grant.ids) for _, router, grant in replica.grants]
     assert granted == [("b", ("late",)), ("a", ("relaxed",))]
 
 
 def test_a_lease_that_lapses_lets_the_head_be_granted_again() -> None:
-    grants = Grants(window_s=0.05, work_floor_s=0.001, lease_s=0.2)
+    grants = GrantQueue(window_s=0.05, work_floor_s=0.001, lease_s=0.2)
     grants.heads("a", (head("one", work_s=1.0), head("two", work_s=0.9)), 0.0)
     assert grants.grant(0.0, 0.0)["a"].ids == ("one",)
     assert grants.grant(0.0, 0.1) == {}
@@ -155,7 +156,7 @@ def test_a_lease_that_lapses_lets_the_head_be_granted_again() -> None:
 def test_no_head_is_granted_while_draining(make_replica: Make) -> None:
     replica = make_replica()
     replica.loop.at(0.9, 0, replica.controller.drain)
-    replica.tell_at(1.0, m.Heads((head("one"),)))
+    replica.send_at(1.0, m.Heads((head("one"),)))
     replica.run(2.0)
     assert replica.grants == []
 
@@ -178,8 +179,8 @@ def test_a_router_that_comes_late_gets_a_snapshot_of_the_prefix_cache(
 ) -> None:
     replica = make_replica(routers=("a", "b"))
     replica.silent_routers.add("b")
-    one = make_submit("one", 64, outputs=2, salt=b"s")
-    names = b"".join(chain(m.from_bytes(one.tokens), 16, b"s"))
+    submit = make_submit("one", 64, outputs=2, salt=b"s")
+    names = b"".join(chain(m.from_bytes(submit.tokens), 16, b"s"))
     replica.submit_at(1.0, make_submit("one", 64, outputs=2, salt=b"s", hashes=names))
     replica.run(3.0)
     before = [event for router, event in replica.news if router == "a"]
@@ -189,7 +190,7 @@ def test_a_router_that_comes_late_gets_a_snapshot_of_the_prefix_cache(
     replica.run(5.0)
     late = [event for router, event in replica.news if router == "b"]
     assert late == [m.KvEvents(1, names, snapshot=True)]
-    replica.tell_at(6.0, m.Welcome("b-1"), "b")  # it missed news and asks again
+    replica.send_at(6.0, m.Welcome("b-1"), "b")  # it missed news and asks again
     replica.run(7.0)
     again = [event for router, event in replica.news if router == "b"][len(late) :]
     assert again == late
@@ -200,24 +201,26 @@ def test_files_are_served_in_parts_by_their_hash(make_replica: Make) -> None:
     replica = make_replica(files={"tokenizer.json": data}, hashes={"tokenizer.json": "h"})
     offsets = [0, 1 << 20, 2 << 20]
     for offset in offsets:
-        replica.tell_at(1.0, m.FetchFile("h", offset))
-    replica.tell_at(1.0, m.FetchFile("unknown"))
+        replica.send_at(1.0, m.FetchFile("h", offset))
+    replica.send_at(1.0, m.FetchFile("unknown"))
     replica.run(2.0)
     assert b"".join(part.data for part in replica.parts) == data
     assert [part.total for part in replica.parts] == [len(data)] * 3 + [0]
 
 
-def test_nothing_a_stranger_says_is_heard(make_replica: Make, make_submit: Submit) -> None:
+def test_messages_of_a_router_without_welcome_are_ignored(
+    make_replica: Make, make_submit: Submit
+) -> None:
     replica = make_replica()
     replica.silent_routers.add("a")
     replica.submit_at(1.0, make_submit("one"))
     replica.run(2.0)
-    assert not len(replica.controller.sessions) and not replica.clients["one"].over
+    assert not replica.controller.running_requests and not replica.clients["one"].over
 
 
-def test_a_redial_drops_what_waited_for_the_old_link(make_replica: Make) -> None:
+def test_a_redial_drops_messages_of_the_old_link(make_replica: Make) -> None:
     replica = make_replica()
     replica.run(1.0)
-    replica.controller.routers.lost(100.0)
+    replica.controller.routers.drop_silent(100.0)
     items = replica.controller.take()
     assert items == [Redial("a")]

@@ -1,4 +1,4 @@
-"""Real controller, real ranks, a router's socket: the tokens are those that transformers gives."""
+"""Real controller, real ranks, a router's socket: tokens equal those of transformers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.replica_processes import LIMIT_S, ReplicaProcesses
 from transformers import AutoModelForCausalLM
 
 from medha.config import Scheduling, WorkerConfig
-from medha.scheduling.decisions import replay
+from medha.scheduling.decision_log import replay
 from medha.topology import Coordinate, Topology
-from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
-from medha_worker.testing.processes import LIMIT_S, Fleet
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 Greedy = Callable[[list[int], int], list[int]]
 
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def greedy(checkpoint: pathlib.Path) -> Greedy:
-    """What transformers generates."""
+    """Generate with transformers."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
     def generate(prompt: list[int], count: int) -> list[int]:
@@ -42,10 +42,12 @@ def greedy(checkpoint: pathlib.Path) -> Greedy:
 
 
 @pytest.fixture
-def start(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[Callable[..., Fleet]]:
+def start(
+    checkpoint: pathlib.Path, tmp_path: pathlib.Path
+) -> Iterator[Callable[..., ReplicaProcesses]]:
     with contextlib.ExitStack() as running:
 
-        def begin(topology: Topology, *, kv_pages: int, **settings: Any) -> Fleet:
+        def begin(topology: Topology, *, kv_pages: int, **settings: Any) -> ReplicaProcesses:
             config = WorkerConfig(
                 replica="r0",
                 model="tiny",
@@ -60,7 +62,7 @@ def start(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[Callable
                 rank_timeout_s=12.0,  # importing torch on busy cores silences a rank
                 collective_timeout_s=15.0,
             )
-            fleet = Fleet(tmp_path, config)
+            fleet = ReplicaProcesses(tmp_path, config)
             running.callback(fleet.close)
             return fleet
 
@@ -68,7 +70,7 @@ def start(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[Callable
 
 
 def test_two_stages_stream_what_transformers_generates(
-    start: Callable[..., Fleet], greedy: Greedy, tmp_path: pathlib.Path
+    start: Callable[..., ReplicaProcesses], greedy: Greedy, tmp_path: pathlib.Path
 ) -> None:
     prompts = {"a": [5, 9, 200, 31, 77], "b": list(range(1, 150)), "c": [3]}
     expected = {name: greedy(prompt, 12) for name, prompt in prompts.items()}
@@ -79,9 +81,9 @@ def test_two_stages_stream_what_transformers_generates(
         fleet.submit(name, prompt, 12)
     fleet.until_over()
     for name, tokens in expected.items():
-        heard = fleet.heard[name]
-        assert heard.tokens == tokens, heard.failed
-        assert heard.finished is not None and heard.finished.reason == "length"
+        client = fleet.replies[name]
+        assert client.tokens == tokens, client.failed
+        assert client.finished is not None and client.finished.reason == "length"
     assert fleet.ask("/readyz") == b"ok\n"
     assert b'medha_batch_seconds_count{model="tiny"}' in fleet.ask("/metrics")
     fleet.ask("/drain", "POST")
@@ -95,10 +97,10 @@ def test_two_stages_stream_what_transformers_generates(
 
 
 def test_a_group_joins_a_long_prompt_and_a_killed_one_costs_no_token(
-    start: Callable[..., Fleet], greedy: Greedy
+    start: Callable[..., ReplicaProcesses], greedy: Greedy
 ) -> None:
     short, long = [7, 8, 9], [1 + i % 400 for i in range(380)]
-    # Before there is a fleet: a router that computes instead of beating is taken for dead.
+    # Before the fleet starts: a router that computes sends no heartbeats and would be lost.
     expected = {"short": greedy(short, 100), "long": greedy(long, 100)}
     topology = Topology(kvp_min=1, kvp_max=2, tokens_per_group=192)
     fleet = start(topology, kv_pages=20, release_cooldown_s=300.0)
@@ -106,7 +108,7 @@ def test_a_group_joins_a_long_prompt_and_a_killed_one_costs_no_token(
     fleet.submit("short", short, 100)
     fleet.submit("long", long, 100)
     fleet.until_over()
-    assert {name: heard.tokens for name, heard in fleet.heard.items()} == expected
+    assert {name: client.tokens for name, client in fleet.replies.items()} == expected
     assert [group.state for group in fleet.status().groups] == ["running", "running"]
 
     again = fleet.submit("again", long, 100)

@@ -1,17 +1,17 @@
-"""Before it serves, a controller without a profile measures its machine through the real steps."""
+"""Before serving, a controller without a profile measures its machine with real steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
+from tests.support.virtual_replica import VirtualReplica
 
 from medha import messages as m
 from medha.predictor import Predictor
 from medha.profile import decode
 from medha.topology import Topology
-from medha_worker.controller.warmup import Warmup
-from medha_worker.testing.virtual_replica import VirtualReplica
+from medha_worker.controller.startup import Warmup
 
 Make = Callable[..., VirtualReplica]
 Submit = Callable[..., m.Submit]
@@ -32,27 +32,27 @@ def test_the_measured_profile_predicts_the_machine_and_serving_follows(
     true = replica.clock.predictor
     for batch in [((64, 0, False),), ((256, 512, False),), ((1, 40, True),) * 8]:
         assert learned.batch_s(batch) == pytest.approx(true.batch_s(batch), rel=0.15)
-    warmed = replica.controller.flights.offset
+    warmed = replica.controller.batches.offset
     assert 30 < warmed == len(replica.log)
-    one, two = make_submit("one", 700, outputs=9), make_submit("two", 30, outputs=30)
-    replica.submit_at(6.0, one)
-    replica.submit_at(6.0, two)
+    first, second = make_submit("one", 700, outputs=9), make_submit("two", 30, outputs=30)
+    replica.submit_at(6.0, first)
+    replica.submit_at(6.0, second)
     replica.run(20.0)
-    judge(replica, one)
-    judge(replica, two)
+    judge(replica, first)
+    judge(replica, second)
     assert [batch.number for _, batch in replica.log] == list(range(1, len(replica.log) + 1))
     assert not replica.groups[0].tables.keys() - {1, 2}, "ranks still know dummy sequences"
     idle(replica)
 
 
-def test_a_pool_too_small_for_the_whole_plan_is_measured_as_far_as_it_goes(
+def test_a_small_pool_is_measured_with_the_batches_that_fit(
     make_replica: Make, make_submit: Submit, judge: Judge
 ) -> None:
     replica = make_replica(pages=8, measure=True)
-    one = make_submit("one", 60, outputs=5)
-    replica.submit_at(6.0, one)
+    first = make_submit("one", 60, outputs=5)
+    replica.submit_at(6.0, first)
     replica.run(10.0)
-    judge(replica, one)
+    judge(replica, first)
 
 
 def test_a_slow_machine_is_measured_for_a_few_seconds_only(make_replica: Make) -> None:
@@ -62,7 +62,7 @@ def test_a_slow_machine_is_measured_for_a_few_seconds_only(make_replica: Make) -
     assert replica.hellos[0][0] < 6.0
 
 
-def test_a_group_lost_while_it_is_measured_is_measured_anew(
+def test_a_group_lost_while_it_is_measured_is_measured_again(
     make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
 ) -> None:
     replica = make_replica(batch_s=0.05, measure=True, topology=Topology(spp=2))
@@ -70,10 +70,10 @@ def test_a_group_lost_while_it_is_measured_is_measured_anew(
     replica.run(7.0)
     assert replica.hello is None
     replica.start_group(0)
-    one = make_submit("one", 300, outputs=5)
-    replica.submit_at(15.0, one)
+    first = make_submit("one", 300, outputs=5)
+    replica.submit_at(15.0, first)
     replica.run(30.0)
-    judge(replica, one)
+    judge(replica, first)
     idle(replica)
 
 
@@ -84,20 +84,20 @@ def warmup() -> Warmup:
 
 
 def test_a_slow_first_batch_is_neither_measured_nor_takes_the_others_time() -> None:
-    of, now = warmup(), 0.0
-    while (batch := of.next(now)) is not None:
+    dummies, now = warmup(), 0.0
+    while (batch := dummies.next(now)) is not None:
         took_s = 30.0 if batch.number == 1 else 0.1  # the first pages code in
         now += took_s
-        of.done(batch.number, took_s)
-    assert of.finished
-    assert {sample.seconds for sample in of.samples} == {0.1}
-    assert 20 <= len(of.samples) <= 21
+        dummies.done(batch.number, took_s)
+    assert dummies.finished
+    assert {sample.seconds for sample in dummies.samples} == {0.1}
+    assert 20 <= len(dummies.samples) <= 21
     assert now < 30.0 + 2.0 + 0.2
 
 
-def test_all_of_the_plan_runs_where_there_is_time() -> None:
-    of = warmup()
-    while (batch := of.next(0.0)) is not None:
-        of.done(batch.number, 0.01)
-    lengths = {sum(length for length, _, _ in sample.entries) for sample in of.samples}
+def test_all_batches_run_if_there_is_time() -> None:
+    dummies = warmup()
+    while (batch := dummies.next(0.0)) is not None:
+        dummies.done(batch.number, 0.01)
+    lengths = {sum(length for length, _, _ in sample.entries) for sample in dummies.samples}
     assert {1, 4, 16, 32, 128, 256, 512} <= lengths

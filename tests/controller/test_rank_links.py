@@ -1,4 +1,4 @@
-"""Ranks that reach their controller over TCP: with a listed key, or not at all."""
+"""Ranks connect to their controller over TCP only with a listed key."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from tests.support.replica_processes import ReplicaProcesses
 
 from medha.adapters.sockets import Dialer, write_keys
-from medha.cli.preflight import free_ports
+from medha.cli.local_fleet.preflight import free_ports
 from medha.config import Curve, Scheduling, WorkerConfig
 from medha.errors import SpecError
 from medha.messages import Codec, RankCommand, RankHello, RankReport
 from medha.topology import Topology
-from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
-from medha_worker.testing.processes import Fleet
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 
 def pair(folder: pathlib.Path, name: str) -> str:
-    """Makes `name.secret` and `name.public`; returns the path without its ending."""
+    """Write `name.secret` and `name.public`; returns the path without its suffix."""
     (folder / f"{name}.public").write_text(write_keys(folder / f"{name}.secret") + "\n")
     return str(folder / name)
 
@@ -51,16 +51,16 @@ def config(tmp_path: pathlib.Path) -> WorkerConfig:
 
 
 @pytest.fixture
-def fleet(config: WorkerConfig, tmp_path: pathlib.Path) -> Iterator[Fleet]:
+def fleet(config: WorkerConfig, tmp_path: pathlib.Path) -> Iterator[ReplicaProcesses]:
     router = Curve(
         secret=str(tmp_path / "router.secret"), allowed=str(tmp_path / "controller.public")
     )
-    with contextlib.closing(Fleet(tmp_path, config, router)) as running:
+    with contextlib.closing(ReplicaProcesses(tmp_path, config, router)) as running:
         yield running
 
 
-def test_ranks_with_a_listed_key_serve_and_a_stranger_is_not_heard(
-    fleet: Fleet, config: WorkerConfig, tmp_path: pathlib.Path
+def test_ranks_with_a_listed_key_serve_and_strangers_are_ignored(
+    fleet: ReplicaProcesses, config: WorkerConfig, tmp_path: pathlib.Path
 ) -> None:
     fleet.until_ready()
     assert config.rank_curve is not None
@@ -71,15 +71,18 @@ def test_ranks_with_a_listed_key_serve_and_a_stranger_is_not_heard(
     hello = RankHello(group=0, stage=0, shard=0, incarnation="stranger", pid=os.getpid())
     for curve in (stranger, None):
         dialer: Dialer[RankReport, RankCommand] = Dialer(
-            config.rank_bind, b"g0-s0-t0", sends=Codec(RankReport), receives=Codec(RankCommand),
+            config.rank_bind,
+            b"g0-s0-t0",
+            sends=Codec(RankReport),
+            receives=Codec(RankCommand),
             curve=curve,
-        )  # fmt: skip
+        )
         with contextlib.closing(dialer):
             dialer.send(hello)
             name = f"with {'a strange' if curve else 'no'} key"
             fleet.submit(name, [5, 9, 200], 8)
             fleet.until_over()
-            assert fleet.heard[name].finished is not None
+            assert fleet.replies[name].finished is not None
             assert dialer.handshakes == 0 and dialer.receive() is None
     status = fleet.status()
     assert status.ready and status.restart_groups == () and "stranger" not in fleet.text

@@ -1,4 +1,4 @@
-"""What crosses a socket decodes to what was sent, and nothing else decodes."""
+"""Messages decode to what was sent, and nothing else decodes."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from medha.batch import Batch, Chunk
 from medha.config import RouterConfig, RouterModel, read, render
 from medha.errors import SpecError
+from medha.fleet.prefix_index import HASH_BYTES, chain, salt_of
 from medha.model import ModelShape, pairs
-from medha.prefix import HASH_BYTES, chain, salt_of
 from medha.request import Request, Slo
 
 LLAMA_8B = ModelShape(
@@ -59,8 +59,12 @@ def test_page_names_agree_exactly_up_to_the_first_difference(
 
 
 def test_tenants_and_models_share_no_page_name() -> None:
-    salts = {salt_of(model, tenant, key) for model in ("a", "ab") for tenant in ("", "b")
-             for key in (b"", b"k")}  # fmt: skip
+    salts = {
+        salt_of(model, tenant, key)
+        for model in ("a", "ab")
+        for tenant in ("", "b")
+        for key in (b"", b"k")
+    }
     assert len(salts) == 8
     assert salt_of("a", "bc") != salt_of("ab", "c")
 

@@ -1,4 +1,4 @@
-"""Alerts fire when they should and stay quiet when not, and tell where to read on."""
+"""Alerts fire when they should, stay quiet otherwise, and link to the runbook."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def alerts(rules: Rules) -> Rules:
 
 @pytest.fixture(scope="session")
 def cases() -> list[dict[str, Any]]:
-    """What promtool plays, each of its questions."""
+    """Cases of the promtool tests."""
     tests = yaml.safe_load((HOUSE / "tests/dashboards/alerts.yaml").read_text())["tests"]
-    return [each for test in tests for each in test["alert_rule_test"]]
+    return [case for test in tests for case in test["alert_rule_test"]]
 
 
 def run(promtool: Path, *words: str) -> None:
@@ -47,9 +47,9 @@ def test_alerts_fire_on_the_series_that_they_are_for_and_on_no_others(promtool: 
 def test_every_alert_is_seen_firing_and_seen_quiet(
     alerts: Rules, cases: list[dict[str, Any]]
 ) -> None:
-    names = {each["alert"] for each in alerts}
-    assert {each["alertname"] for each in cases if each.get("exp_alerts")} == names
-    assert {each["alertname"] for each in cases if not each.get("exp_alerts")} == names
+    names = {alert["alert"] for alert in alerts}
+    assert {case["alertname"] for case in cases if case.get("exp_alerts")} == names
+    assert {case["alertname"] for case in cases if not case.get("exp_alerts")} == names
 
 
 def test_every_alert_has_its_section_in_the_runbook_and_no_section_is_left_over(
@@ -57,13 +57,13 @@ def test_every_alert_has_its_section_in_the_runbook_and_no_section_is_left_over(
 ) -> None:
     runbook = (HOUSE / "docs/runbook.md").read_text()
     sections = set(re.findall(r"^## (Medha\w+)$", runbook, flags=re.MULTILINE))
-    assert sections == {each["alert"] for each in alerts}
-    for each in alerts:
-        anchor = each["alert"].lower()
-        assert each["annotations"]["runbook_url"] == f"docs/runbook.md#{anchor}"
-        body = runbook.split(f"## {each['alert']}\n")[1].split("\n## ")[0]
+    assert sections == {alert["alert"] for alert in alerts}
+    for alert in alerts:
+        anchor = alert["alert"].lower()
+        assert alert["annotations"]["runbook_url"] == f"docs/runbook.md#{anchor}"
+        body = runbook.split(f"## {alert['alert']}\n")[1].split("\n## ")[0]
         for part in ("**Means.**", "**Look.**", "**Do.**"):
-            assert part in body, f"{each['alert']} has no {part}"
+            assert part in body, f"{alert['alert']} has no {part}"
 
 
 def test_alerts_rest_on_metrics_of_the_catalogue(rules: Rules) -> None:
@@ -79,7 +79,7 @@ def test_alerts_rest_on_metrics_of_the_catalogue(rules: Rules) -> None:
 
 
 def test_every_alert_says_how_grave_it_is_and_what_it_means(alerts: Rules) -> None:
-    for each in alerts:
-        assert each["labels"]["severity"] in {"critical", "warning"}
-        assert set(each["annotations"]) == {"summary", "description", "runbook_url"}
-        assert each["annotations"]["description"].endswith(".")
+    for alert in alerts:
+        assert alert["labels"]["severity"] in {"critical", "warning"}
+        assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
+        assert alert["annotations"]["description"].endswith(".")

@@ -28,9 +28,11 @@ def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
 
 def expressions(boards: Boards) -> list[str]:
     return [
-        target["expr"] for board in boards.values() for panel in panels(board)
+        target["expr"]
+        for board in boards.values()
+        for panel in panels(board)
         for target in panel["targets"]
-    ]  # fmt: skip
+    ]
 
 
 def metric_of(series: str) -> Metric | None:
@@ -51,12 +53,15 @@ def test_what_is_committed_is_what_the_generator_makes() -> None:
 
 
 def test_every_metric_is_drawn_or_listed_as_undrawn(drawn: Boards) -> None:
-    shown = {metric_of(name) for each in expressions(drawn) for name in NAME.findall(each)}
+    shown = {
+        metric_of(name) for expression in expressions(drawn) for name in NAME.findall(expression)
+    }
     named = {metric.name for metric in shown if metric is not None}
     missing = {
-        name for name in METRICS.keys() - named
+        name
+        for name in METRICS.keys() - named
         if not any(name.startswith(prefix) for prefix in UNDRAWN)
-    }  # fmt: skip
+    }
     assert missing == set()
     assert not any(name.startswith(prefix) for name in named for prefix in UNDRAWN)
 
@@ -64,35 +69,37 @@ def test_every_metric_is_drawn_or_listed_as_undrawn(drawn: Boards) -> None:
 def test_every_series_that_is_drawn_is_of_the_catalogue_with_labels_that_it_has(
     drawn: Boards,
 ) -> None:
-    for each in expressions(drawn):
-        for series, labels, _ in SERIES.findall(each):
+    for expression in expressions(drawn):
+        for series, labels, _ in SERIES.findall(expression):
             metric = metric_of(series)
-            assert metric is not None, f"{series} in {each}"
+            assert metric is not None, f"{series} in {expression}"
             given = set(re.findall(r"(\w+)=~?\"", labels))
-            assert given <= {*metric.labels, "namespace"}, each
+            assert given <= {*metric.labels, "namespace"}, expression
             wanted = {name for name in VARIABLES if name in metric.labels} | {"namespace"}
-            assert wanted <= given, f"{series} in {each} is not narrowed by {wanted - given}"
+            assert wanted <= given, f"{series} in {expression} is not narrowed by {wanted - given}"
 
 
 def test_counters_and_histograms_are_drawn_as_rates_of_the_time_shown(drawn: Boards) -> None:
-    for each in expressions(drawn):
-        for series, _, window in SERIES.findall(each):
+    for expression in expressions(drawn):
+        for series, _, window in SERIES.findall(expression):
             metric = metric_of(series)
             assert metric is not None
             if metric.kind == "gauge":
-                assert not window, each
+                assert not window, expression
             elif window in ("[1h]", "[6h]"):
-                assert series.startswith("medha_slo_"), each  # windows of the error budget's burn
+                assert series.startswith("medha_slo_"), (
+                    expression
+                )  # windows of the error budget's burn
             else:
-                assert window in ("[$__rate_interval]", "[$__range]"), each
-        for inner in re.findall(r"histogram_quantile\([\d.]+, (.{0,24})", each):
-            assert inner.startswith("sum by (le"), each
+                assert window in ("[$__rate_interval]", "[$__range]"), expression
+        for inner in re.findall(r"histogram_quantile\([\d.]+, (.{0,24})", expression):
+            assert inner.startswith("sum by (le"), expression
 
 
 def test_every_dashboard_is_one_that_grafana_takes(drawn: Boards) -> None:
     assert {board["uid"] for board in drawn.values()} == {f"medha-{name}" for name in drawn}
     for name, board in drawn.items():
-        variables = [each["name"] for each in board["templating"]["list"]]
+        variables = [variable["name"] for variable in board["templating"]["list"]]
         assert variables == ["datasource", "namespace", "model", "class", "objective"]
         numbers = [panel["id"] for panel in board["panels"]]
         assert len(set(numbers)) == len(numbers)

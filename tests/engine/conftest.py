@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 Tokens = npt.NDArray[np.int32]
 Folder = Callable[[TinyModel], pathlib.Path]
@@ -54,7 +54,7 @@ def oracle() -> Oracle:
             ).eval()
         with torch.inference_mode():
             ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))[None]
-            found: torch.Tensor = models[folder](ids).logits[0]
-        return found
+            logits: torch.Tensor = models[folder](ids).logits[0]
+        return logits
 
     return logits

@@ -18,7 +18,7 @@ NO_KEYS = -5e4
 
 
 class _Planned:
-    """What both wrappers keep of a plan."""
+    """State of a plan, common to both wrappers."""
 
     def __init__(self) -> None:
         self.plans = 0
@@ -28,9 +28,14 @@ class _Planned:
         self.part_keys = 0
 
     def _plan(
-        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
-        heads: tuple[int, int, int], page_size: int, dtypes: tuple[torch.dtype, ...],
-    ) -> None:  # fmt: skip
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        heads: tuple[int, int, int],
+        page_size: int,
+        dtypes: tuple[torch.dtype, ...],
+    ) -> None:
         for array in (indptr, indices, last_page_len):
             assert array.dtype == torch.int32
         assert len(indptr) == len(last_page_len) + 1 and int(indptr[-1]) == len(indices)
@@ -41,10 +46,16 @@ class _Planned:
         self.heads, self.page_size, self.dtypes = heads, page_size, dtypes
 
     def _attend(
-        self, q: torch.Tensor, cache: torch.Tensor, spans: list[tuple[int, int]],
-        pages: list[torch.Tensor], lengths: list[int], scales: tuple[Any, ...], out: torch.Tensor,
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        spans: list[tuple[int, int]],
+        pages: list[torch.Tensor],
+        lengths: list[int],
+        scales: tuple[Any, ...],
+        out: torch.Tensor,
         lse: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         heads, kv_heads, dim = self.heads
         assert cache.shape[1:] == (2, kv_heads, self.page_size, dim)
         assert q.shape[1:] == (heads, dim) and (q.dtype, cache.dtype) == self.dtypes[:2]
@@ -60,9 +71,13 @@ class _Planned:
             kv = kv[:, :, :count].repeat_interleave(heads // kv_heads, dim=1)
             if self.part_keys:
                 own, sums = tiled_kernel.attend(
-                    q[first:end].float(), kv, heads // kv_heads, self.causal, self.window_left,
+                    q[first:end].float(),
+                    kv,
+                    heads // kv_heads,
+                    self.causal,
+                    self.window_left,
                     self.part_keys,
-                )  # fmt: skip
+                )
                 out[first:end], lse[first:end] = own.to(out.dtype), sums
                 continue
             scores = torch.einsum("nhd,htd->nht", q[first:end].float(), kv[0])
@@ -83,26 +98,40 @@ class _Planned:
 
 class BatchPrefillWithPagedKVCacheWrapper(_Planned):
     def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *,
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        *,
         backend: str = "auto",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         assert kv_layout == "HND" and backend in ("fa2", "fa3")
         self.backend = backend
 
     def plan(
-        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor, paged_kv_last_page_len: torch.Tensor, num_qo_heads: int,
-        num_kv_heads: int, head_dim_qk: int, page_size: int, *, causal: bool = False,
-        window_left: int = -1, q_data_type: torch.dtype = torch.float16,
-        kv_data_type: torch.dtype | None = None, o_data_type: torch.dtype | None = None,
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool = False,
+        window_left: int = -1,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+        o_data_type: torch.dtype | None = None,
         fixed_split_size: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert qo_indptr.dtype == torch.int32 and len(qo_indptr) == len(paged_kv_indptr)
         dtypes = (q_data_type, kv_data_type or q_data_type, o_data_type or q_data_type)
         heads = (num_qo_heads, num_kv_heads, head_dim_qk)
-        self._plan(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, heads, page_size,
-                   dtypes)  # fmt: skip
+        self._plan(
+            paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, heads, page_size, dtypes
+        )
         narrow = q_data_type.itemsize == 1
         assert narrow == (self.backend == "fa3" and dtypes[1].itemsize == 1)
         assert not (narrow and window_left >= 0), "fa3 would wait for ever"
@@ -117,38 +146,59 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
         self.lengths = _lengths(self.pages, paged_kv_last_page_len, page_size)
 
     def run(
-        self, q: torch.Tensor, paged_kv_cache: torch.Tensor, *args: Any,
-        out: torch.Tensor, lse: torch.Tensor, return_lse: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor,
+        *args: Any,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert return_lse and len(q) == self.spans[-1][1]
         assert len(args) == (3 if q.dtype.itemsize == 1 else 0)
-        self._attend(q, paged_kv_cache, self.spans, self.pages, self.lengths,
-                     args or (None,) * 3, out, lse)  # fmt: skip
+        self._attend(
+            q, paged_kv_cache, self.spans, self.pages, self.lengths, args or (None,) * 3, out, lse
+        )
         return out, lse
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Planned):
     def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD",
-        use_cuda_graph: bool = False, use_tensor_cores: bool = False,
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
         paged_kv_indptr_buffer: torch.Tensor | None = None,
         paged_kv_indices_buffer: torch.Tensor | None = None,
-        paged_kv_last_page_len_buffer: torch.Tensor | None = None, backend: str = "auto",
-    ) -> None:  # fmt: skip
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
         super().__init__()
         assert kv_layout == "HND"
         buffers = (
-            paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer,
-        )  # fmt: skip
+            paged_kv_indptr_buffer,
+            paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer,
+        )
         assert use_cuda_graph == all(buffer is not None for buffer in buffers)
         self.buffers, self.use_tensor_cores = buffers, use_tensor_cores
 
     def plan(
-        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
-        num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, *,
-        window_left: int = -1, q_data_type: torch.dtype = torch.float16,
-        kv_data_type: torch.dtype | None = None, o_data_type: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        window_left: int = -1,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+        o_data_type: torch.dtype | None = None,
+    ) -> None:
         dtypes = (q_data_type, kv_data_type or q_data_type, o_data_type or q_data_type)
         heads = (num_qo_heads, num_kv_heads, head_dim)
         self._plan(indptr, indices, last_page_len, heads, page_size, dtypes)
@@ -167,15 +217,28 @@ class BatchDecodeWithPagedKVCacheWrapper(_Planned):
         self.held = tuple(held)
 
     def run(
-        self, q: torch.Tensor, paged_kv_cache: torch.Tensor, *, out: torch.Tensor,
-        lse: torch.Tensor, return_lse: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         indptr, indices, last = self.held
         assert return_lse and len(q) == len(last)
         pages = list(_cut(indices, indptr))
         spans = [(row, row + 1) for row in range(len(q))]
-        self._attend(q, paged_kv_cache, spans, pages, _lengths(pages, last, self.page_size),
-                     (None,) * 3, out, lse)  # fmt: skip
+        self._attend(
+            q,
+            paged_kv_cache,
+            spans,
+            pages,
+            _lengths(pages, last, self.page_size),
+            (None,) * 3,
+            out,
+            lse,
+        )
         return out, lse
 
 
@@ -196,14 +259,18 @@ def rmsnorm(
 
 def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     gate, up = input.float().chunk(2, dim=-1)
-    made = torch.nn.functional.silu(gate) * up
-    return made.to(input.dtype) if out is None else out.copy_(made)
+    product = torch.nn.functional.silu(gate) * up
+    return product.to(input.dtype) if out is None else out.copy_(product)
 
 
 def apply_rope_with_cos_sin_cache_inplace(
-    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int,
-    cos_sin_cache: torch.Tensor, is_neox: bool = True,
-) -> None:  # fmt: skip
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool = True,
+) -> None:
     assert not is_neox and cos_sin_cache.dtype == torch.float32
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
     for x in (query, key):
@@ -223,5 +290,5 @@ def _lengths(pages: list[torch.Tensor], last: torch.Tensor, page_size: int) -> l
 
 
 def _of_heads(scale: torch.Tensor | None, heads: int) -> torch.Tensor:
-    """One for each query head: those of KV heads stand for all of theirs."""
+    """Repeat KV heads for their query heads."""
     return torch.ones(heads) if scale is None else scale.repeat_interleave(heads // len(scale))

@@ -11,26 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from medha_worker.attention.interface import LogBase, Partial, Sight, Span
-from medha_worker.attention.merge import empty, fold
-from medha_worker.attention.reference import ReferenceAttention
-from medha_worker.attention.splits import (
+from medha_worker.attention.kernel_interface import LogBase, Partial, Sight, Span
+from medha_worker.attention.kv_splits import (
     H200,
     LEAST_TOKENS,
-    Batch,
-    Choice,
+    KernelBatch,
+    PrefixSplit,
     choose,
     lay,
     lay_singles,
     sees_a_run,
 )
+from medha_worker.attention.merge import empty, fold
+from medha_worker.attention.reference import ReferenceAttention
 
 KV_HEADS, GROUP, D, T, PAGES = 2, 3, 16, 4, 200
-TABLE = (Choice(2, 5, True), Choice(5, 3, False), Choice(9, 2, True))
+TABLE = (PrefixSplit(2, 5, True), PrefixSplit(5, 3, False), PrefixSplit(9, 2, True))
 
 
-def run_batch(batch: Batch, q: torch.Tensor, pool: torch.Tensor, states: Partial) -> None:
-    """What a paged kernel does with the batch (its log-sum-exp in base 2), merged into `states`."""
+def run_batch(batch: KernelBatch, q: torch.Tensor, pool: torch.Tensor, states: Partial) -> None:
+    """Run the batch as a paged kernel does (log-sum-exp in base 2), merged into `states`."""
     rows = torch.from_numpy(batch.rows)
     queries, heads, at = q[rows], KV_HEADS * GROUP, 0
     if batch.packed:  # [rows, kv_heads, group, D] -> [rows · group, kv_heads, D]
@@ -101,16 +101,21 @@ def test_parts_merge_into_attention_over_the_whole(
 @pytest.mark.parametrize(
     ("rows", "prefix", "parts", "packed"),
     [
-        (16, 1_000_000, 16, True), (64, 1_000_000, 8, True), (65, 1_000_000, 4, False),
-        (256, 1_000_000, 2, False), (257, 1_000_000, 1, False), (64, LEAST_TOKENS * 3, 3, True),
-        (32, LEAST_TOKENS, 1, False), (32, 0, 1, False),
+        (16, 1_000_000, 16, True),
+        (64, 1_000_000, 8, True),
+        (65, 1_000_000, 4, False),
+        (256, 1_000_000, 2, False),
+        (257, 1_000_000, 1, False),
+        (64, LEAST_TOKENS * 3, 3, True),
+        (32, LEAST_TOKENS, 1, False),
+        (32, 0, 1, False),
     ],
-)  # fmt: skip
+)
 def test_small_chunks_over_long_prefixes_are_cut_in_more_parts(
     rows: int, prefix: int, parts: int, packed: bool
 ) -> None:
-    found = choose(H200, rows, prefix)
-    assert (found.parts, found.packed) == (parts, packed)
+    rule = choose(H200, rows, prefix)
+    assert (rule.parts, rule.packed) == (parts, packed)
 
 
 def test_a_chunk_that_is_not_cut_is_one_causal_entry() -> None:
@@ -134,5 +139,5 @@ def test_a_window_over_a_run_of_pages_is_told_to_the_kernel_and_one_over_holes_r
     assert batch.causal and batch.window == 8 and batch.q_indptr.tolist() == [0, 3]
     holes = replace(span, held=5, sight=Sight(8, 17, np.array([2, 4])))
     assert not sees_a_run(holes, T) and not sees_a_run(replace(span, tail=False), T)
-    with pytest.raises(ValueError, match="pages apart"):
+    with pytest.raises(ValueError, match="separate pages"):
         lay([holes], T, GROUP)

@@ -9,17 +9,7 @@ import torch
 from benchmarks import gpu_kernels
 from msgspec.structs import replace
 from tests.engine import plain_library
-
-from medha import profile
-from medha.profile import CPU_CORE, ChunkKernel
-from medha_worker import engine
-from medha_worker.attention.calls import Geometry
-from medha_worker.attention.interface import Attention
-from medha_worker.attention.paged import PagedAttention
-from medha_worker.attention.scales import FP8
-from medha_worker.attention.splits import H200, Choice, table_of
-from medha_worker.calibrate_chunks import best, chunk_kernels
-from medha_worker.testing.paged_case import (
+from tests.support.paged_case import (
     CASES,
     EXACT,
     NARROW,
@@ -31,6 +21,16 @@ from medha_worker.testing.paged_case import (
     limit,
 )
 
+from medha import profile
+from medha.profile import CPU_CORE, ChunkKernel
+from medha_worker import engine
+from medha_worker.attention.flashinfer_plan import Geometry
+from medha_worker.attention.fp8_scales import FP8
+from medha_worker.attention.kernel_interface import Attention
+from medha_worker.attention.kv_splits import H200, PrefixSplit, table_of
+from medha_worker.attention.paged import PagedAttention
+from medha_worker.chunk_profiler import best, chunk_kernels
+
 CPU = torch.device("cpu")
 CLOSE = Off(1e-4, 1e-4, 1e-4)
 SMALL = Geometry(
@@ -41,24 +41,24 @@ NARROW_PAGES = Geometry(
 )
 
 
-def backend(geometry: Geometry, table: Sequence[Choice] = H200) -> PagedAttention:
+def backend(geometry: Geometry, table: Sequence[PrefixSplit] = H200) -> PagedAttention:
     library = plain_library
     return PagedAttention(geometry, library, CPU, table=table)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_cases_for_a_gpu_are_sound_by_the_oracle_of_its_kernels(case: Case) -> None:
-    """Over pools where all that nobody holds is NaN; prefixes are cut as on an H200."""
+    """Over pools where unused slots are NaN; prefixes are cut as on an H200."""
     laid = lay(case, SMALL, CPU)
-    found = backend(SMALL).plan(laid.spans).run(laid.q, laid.k, laid.v, laid.pool)
-    assert difference(found, laid.expected(SMALL)).within(CLOSE)
+    actual = backend(SMALL).plan(laid.spans).run(laid.q, laid.k, laid.v, laid.pool)
+    assert difference(actual, laid.expected(SMALL)).within(CLOSE)
 
 
 def test_a_case_in_fp8_is_close_by_the_oracle_of_its_kernels() -> None:
     laid = lay(Case("", (Work(40_000, 20), Work(700, 1), Work(0, 70))), NARROW_PAGES, CPU)
     plan = backend(NARROW_PAGES).plan(laid.spans)
-    found = plan.run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
-    off = difference(found, laid.expected(NARROW_PAGES))
+    actual = plan.run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
+    off = difference(actual, laid.expected(NARROW_PAGES))
     assert off.within(NARROW) and off.typical > 1e-3
 
 
@@ -70,9 +70,9 @@ def test_fp8_through_a_window_is_attended_with_queries_in_the_models_type() -> N
         assert SMALL.kernel_for(window) == "fa3" and not SMALL.narrow_queries(window)
     case = next(case for case in CASES if case.window)
     laid, attention = lay(case, NARROW_PAGES, CPU), backend(NARROW_PAGES)
-    found = attention.plan(laid.spans).run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
+    actual = attention.plan(laid.spans).run(laid.q, laid.k, laid.v, laid.pool, laid.scales)
     assert limit(case, NARROW_PAGES) == EXACT
-    assert difference(found, laid.expected(NARROW_PAGES)).within(EXACT)
+    assert difference(actual, laid.expected(NARROW_PAGES)).within(EXACT)
 
 
 def test_a_pool_that_leaves_too_little_for_states_in_fp8_is_told(
@@ -82,35 +82,39 @@ def test_a_pool_that_leaves_too_little_for_states_in_fp8_is_told(
     shape = Geometry(
         heads=32, kv_heads=8, head_dim=128, page_tokens=64, dtype=torch.bfloat16, kv_dtype=FP8
     )
-    room = backend(shape).room_bytes
-    assert 3.0 < room / 1e9 < 3.5 and backend(SMALL).room_bytes == 0
-    engine.tell_room(room, room)
+    room = backend(shape).scratch_bytes
+    assert 3.0 < room / 1e9 < 3.5 and backend(SMALL).scratch_bytes == 0
+    engine.warn_if_memory_is_tight(room, room)
     assert not caplog.records
-    engine.tell_room(1 << 30, room)
+    engine.warn_if_memory_is_tight(1 << 30, room)
     assert "1.0 GiB of the GPU are free" in caplog.text and "kvMemory lower" in caplog.text
 
 
 def test_a_wrong_state_is_told() -> None:
     laid = lay(Case("", (Work(100, 1), Work(0, 2, False))), SMALL, CPU)
     expected = laid.expected(SMALL)
-    found = backend(SMALL).plan(laid.spans).run(laid.q, laid.k, laid.v, laid.pool)
-    assert difference(found, expected).within(CLOSE)
-    found.out[0] *= 1.5
-    assert difference(found, expected).worst > 0.4
-    found.lse[1] = 0.0  # a row that sees nothing
-    assert not difference(found, expected).within(NARROW)
+    actual = backend(SMALL).plan(laid.spans).run(laid.q, laid.k, laid.v, laid.pool)
+    assert difference(actual, expected).within(CLOSE)
+    actual.out[0] *= 1.5
+    assert difference(actual, expected).worst > 0.4
+    actual.lse[1] = 0.0  # a row that sees nothing
+    assert not difference(actual, expected).within(NARROW)
 
 
 def test_the_fastest_cut_wins_unless_fewer_parts_are_about_as_fast() -> None:
-    seconds = {Choice(64, 1, False): 2.0, Choice(64, 8, True): 1.0, Choice(64, 16, True): 0.985}
-    assert best(seconds) == Choice(64, 8, True)
-    assert best({**seconds, Choice(64, 16, True): 0.9}) == Choice(64, 16, True)
+    seconds = {
+        PrefixSplit(64, 1, False): 2.0,
+        PrefixSplit(64, 8, True): 1.0,
+        PrefixSplit(64, 16, True): 0.985,
+    }
+    assert best(seconds) == PrefixSplit(64, 8, True)
+    assert best({**seconds, PrefixSplit(64, 16, True): 0.9}) == PrefixSplit(64, 16, True)
 
 
 def test_every_cut_is_tried_and_the_quickest_is_told() -> None:
-    tried: list[Choice] = []
+    tried: list[PrefixSplit] = []
 
-    def made(table: Sequence[Choice]) -> Attention:
+    def made(table: Sequence[PrefixSplit]) -> Attention:
         tried.extend(table)
         return backend(SMALL, table)
 
@@ -119,13 +123,17 @@ def test_every_cut_is_tried_and_the_quickest_is_told() -> None:
         return 1.0 / tried[-1].parts if tried[-1].packed else 1.0
 
     pool = torch.zeros(400, 2, 2, 64, 16)
-    found = chunk_kernels(made, pool, 4, torch.float32, timer, rows=(2, 5), parts=(1, 2, 4))
-    assert found == tuple(
+    actual = chunk_kernels(made, pool, 4, torch.float32, timer, rows=(2, 5), parts=(1, 2, 4))
+    assert actual == tuple(
         ChunkKernel(heads=4, kv_heads=2, rows=rows, parts=4, packed=True) for rows in (2, 5)
     )
     assert [(choice.parts, choice.packed) for choice in tried[:5]] == [
-        (1, False), (2, False), (2, True), (4, False), (4, True),
-    ]  # fmt: skip
+        (1, False),
+        (2, False),
+        (2, True),
+        (4, False),
+        (4, True),
+    ]
 
 
 def test_a_profile_carries_the_table_to_where_prefixes_are_cut() -> None:
@@ -134,7 +142,10 @@ def test_a_profile_carries_the_table_to_where_prefixes_are_cut() -> None:
         for rows, parts in ((64, 4), (32, 9))
     )
     measured = profile.decode(profile.encode(_with(kernels)))
-    assert table_of(measured.chunk_kernels, 8, 2) == (Choice(32, 9, True), Choice(64, 4, True))
+    assert table_of(measured.chunk_kernels, 8, 2) == (
+        PrefixSplit(32, 9, True),
+        PrefixSplit(64, 4, True),
+    )
     assert table_of(measured.chunk_kernels, 32, 8) == H200
     assert table_of(CPU_CORE.chunk_kernels, 8, 2) == H200
 
@@ -153,7 +164,14 @@ def test_the_benchmark_says_in_a_sentence_that_there_is_no_gpu(
 
 
 def test_a_benchmarks_target_is_reached_missed_or_absent() -> None:
-    assert [gpu_kernels.row("", "", *row).verdict for row in (
-        (5.0, "GB/s", 4.0), (3.0, "GB/s", 4.0), (1.0, "% off", -2.0), (3.0, "% off", -2.0),
-        (float("nan"), "% off", -2.0), (3.0, "GB/s"),
-    )] == ["met", "MISSED", "met", "MISSED", "MISSED", ""]  # fmt: skip
+    assert [
+        gpu_kernels.row("", "", *row).verdict
+        for row in (
+            (5.0, "GB/s", 4.0),
+            (3.0, "GB/s", 4.0),
+            (1.0, "% off", -2.0),
+            (3.0, "% off", -2.0),
+            (float("nan"), "% off", -2.0),
+            (3.0, "GB/s"),
+        )
+    ] == ["met", "MISSED", "met", "MISSED", "MISSED", ""]

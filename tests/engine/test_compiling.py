@@ -1,4 +1,4 @@
-"""Which kernels are compiled before a GPU's tests and benchmarks, all in one build."""
+"""Selection of the kernels compiled before GPU tests and benchmarks, all in one build."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from tests.gpu.conftest import needs
-
-from medha_worker.testing.compiling import arch_of, specs, wanted
+from tests.support.compiling import arch_of, specs, wanted
 
 DECODE = "batch_decode_with_kv_cache_dtype_q_bf16_dtype_kv_{}_use_swa_{}_use_logits_cap_False"
 CHUNK = "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_{}_use_swa_{}_f16qk_False{}"
@@ -44,8 +43,11 @@ class Chosen:
 
 
 def test_chosen_tests_say_which_heads_they_attend_and_in_which_pages() -> None:
-    chosen: list[Any] = [Chosen("test_a[bf16]", 128), Chosen("test_a[fp8]", 128),
-                         Chosen("test_b", 64, 128)]  # fmt: skip
+    chosen: list[Any] = [
+        Chosen("test_a[bf16]", 128),
+        Chosen("test_a[fp8]", 128),
+        Chosen("test_b", 64, 128),
+    ]
     assert needs(chosen) == [(64, False), (128, False), (128, True)]
     assert needs(chosen[:1]) == [(128, False)] and needs([]) == []
 

@@ -30,26 +30,26 @@ from tests.engine.test_engine_attention import (
     work,
 )
 from tests.engine.test_paged_attention import paged
+from tests.support.recalling_prompts import recalling
+from tests.support.solo_engine import SoloEngine
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medha.batch import Chunk
 from medha.errors import SetupError
 from medha.messages import Sampling
 from medha_worker import sampler, weights
-from medha_worker.attention import blocks
-from medha_worker.attention.blocks import block_rows, lay_blocks
-from medha_worker.attention.choice import attention_for
-from medha_worker.attention.interface import Partial, Plan, Span
+from medha_worker.attention import fixed_blocks
+from medha_worker.attention.backend import attention_for
+from medha_worker.attention.fixed_blocks import block_rows, lay_blocks
+from medha_worker.attention.fp8_scales import Scales
+from medha_worker.attention.kernel_interface import AttentionPlan, Partial, Span
 from medha_worker.attention.paged import PagedAttention
-from medha_worker.attention.scales import Scales
 from medha_worker.inputs import seen
+from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
 from medha_worker.model.layers import Linear
 from medha_worker.rank import set_environment
-from medha_worker.sampler import Draw
+from medha_worker.sampler import SampledRow
 from medha_worker.sequences import PageTable
-from medha_worker.testing.checkpoint import FAMILIES, TinyModel
-from medha_worker.testing.engine import SoloEngine
-from medha_worker.testing.prompts import recalling
 
 SPARE = PAGES
 TOKENS = 100
@@ -76,14 +76,18 @@ class Beside:
     def __init__(self, attention: PagedAttention) -> None:
         self._attention = attention
 
-    def plan(self, spans: Sequence[Span]) -> Plan:
+    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
         self._plan = self._attention.plan(spans)
         return self
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor,
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
         scales: Scales | None = None,
-    ) -> Partial:  # fmt: skip
+    ) -> Partial:
         return self._plan.run(q, k, v, torch.cat((pool, torch.zeros_like(pool[:1]))), scales)
 
 
@@ -92,8 +96,8 @@ class Beside:
 def test_blocks_see_the_window_of_their_layers_alone(
     works: list[Work], holes: bool, seed: int, window: int
 ) -> None:
-    one = [dataclasses.replace(each, window=window, holes=holes) for each in works]
-    assert same(*run(one, seed, Beside(fixed(3))))
+    windowed = [dataclasses.replace(entry, window=window, holes=holes) for entry in works]
+    assert same(*run(windowed, seed, Beside(fixed(3))))
 
 
 @dataclasses.dataclass
@@ -109,8 +113,8 @@ class Prompt:
     def states(
         self, attention: PagedAttention, lengths: Sequence[int], window: int, beside: bool
     ) -> bytes:
-        """Of all rows, attended in chunks of these lengths, each beside other chunks."""
-        found, start = list[torch.Tensor](), 0
+        """Of all rows, attended in chunks of these lengths, each next to other chunks."""
+        actual, start = list[torch.Tensor](), 0
         for length in lengths:
             spans = [self.span(0, start, length, window)]
             rows = list(range(start, start + length))
@@ -118,13 +122,13 @@ class Prompt:
                 spans.append(self.span(length, TOKENS - 9, 9, window))
                 spans.append(self.span(length + 9, start, 1, window))
                 rows += [*range(TOKENS - 9, TOKENS), start]
-            if len(found) % 2:
+            if len(actual) % 2:
                 spans.reverse()
             at = attention.plan(spans).run(self.q[rows], self.k[rows], self.v[rows], self.pool)
-            found.append(torch.cat((at.out[:length].flatten(), at.lse[:length].flatten())))
+            actual.append(torch.cat((at.out[:length].flatten(), at.lse[:length].flatten())))
             start += length
-        outs = [each[: -length * HEADS] for each, length in zip(found, lengths, strict=True)]
-        sums = [each[-length * HEADS :] for each, length in zip(found, lengths, strict=True)]
+        outs = [entry[: -length * HEADS] for entry, length in zip(actual, lengths, strict=True)]
+        sums = [entry[-length * HEADS :] for entry, length in zip(actual, lengths, strict=True)]
         return torch.cat(outs + sums).numpy().tobytes()
 
     def span(self, row: int, start: int, length: int, window: int) -> Span:
@@ -149,13 +153,13 @@ def prompt() -> Prompt:
 
 def cut(sizes: Sequence[int]) -> list[int]:
     """TOKENS in chunks of these sizes, again and again."""
-    found, left = list[int](), TOKENS
+    actual, left = list[int](), TOKENS
     for size in itertools.cycle(sizes):
-        found.append(min(size, left))
-        left -= found[-1]
+        actual.append(min(size, left))
+        left -= actual[-1]
         if not left:
-            return found
-    return found
+            return actual
+    return actual
 
 
 @pytest.mark.parametrize("window", [0, 30], ids=lambda window: f"window {window}")
@@ -177,19 +181,19 @@ def test_keys_that_are_split_elsewhere_would_be_seen(prompt: Prompt) -> None:
 def test_a_window_that_begins_elsewhere_would_be_seen(
     prompt: Prompt, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    entries = blocks._entries
+    entries = fixed_blocks._entries
 
     def other(
         span: Span, page_tokens: int, rows: int, split_pages: int, window: int
-    ) -> Iterator[blocks._Entry]:
+    ) -> Iterator[fixed_blocks._Entry]:
         if wrong == "blocks in a window":
             yield from entries(span, page_tokens, rows, split_pages, 0)
         else:
-            for each in entries(span, page_tokens, rows, split_pages, window):
-                yield each._replace(tokens=each.tokens - each.lead, lead=0)
+            for entry in entries(span, page_tokens, rows, split_pages, window):
+                yield entry._replace(tokens=entry.tokens - entry.lead, lead=0)
 
     whole = prompt.states(fixed(), [TOKENS], 30, beside=False)
-    monkeypatch.setattr(blocks, "_entries", other)
+    monkeypatch.setattr(fixed_blocks, "_entries", other)
     assert prompt.states(fixed(), cut([43, 1, 1]), 30, beside=False) != whole
 
 
@@ -240,14 +244,14 @@ def test_products_in_blocks_have_one_shape_and_mean_the_same(count: int) -> None
     plain = Linear(torch.randn(24, 40, generator=dice), torch.randn(40, generator=dice))
     blocked = dataclasses.replace(plain, rows=16)
     x, onto = torch.randn(count, 24, generator=dice), torch.randn(count, 40, generator=dice)
-    expected, found = onto.clone(), onto.clone()
+    expected, actual = onto.clone(), onto.clone()
     with Shapes() as shapes:
         product = blocked(x)
-        blocked.onto(x, found)
+        blocked.onto(x, actual)
     assert shapes.rows == {16}
     plain.onto(x, expected)
     torch.testing.assert_close(product, plain(x))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_model_in_blocks_makes_no_product_of_another_shape(
@@ -277,10 +281,10 @@ def test_a_model_in_blocks_makes_no_product_of_another_shape(
 def test_rows_drawn_one_by_one_draw_what_they_do_together() -> None:
     logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(0)) * 3
     draws = [
-        Draw(Sampling(temperature=0.4 * (i % 3), top_k=9 * (i % 2), top_p=0.9, seed=i), i, 0)
+        SampledRow(Sampling(temperature=0.4 * (i % 3), top_k=9 * (i % 2), top_p=0.9, seed=i), i, 0)
         for i in range(9)
-    ]  # fmt: skip
-    together, alone = (sampler.draw(logits, draws, alone=each).read() for each in (False, True))
+    ]
+    together, alone = (sampler.draw(logits, draws, alone=entry).read() for entry in (False, True))
     assert together == alone
 
 

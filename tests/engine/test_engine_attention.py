@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from medha.batch import Chunk
 from medha_worker.attention.cpu import CpuAttention, cpu_attention
-from medha_worker.attention.interface import Attention, LogBase, Partial, Span
+from medha_worker.attention.kernel_interface import Attention, LogBase, Partial, Span
 from medha_worker.attention.merge import empty, merge
 from medha_worker.attention.reference import ReferenceAttention
 from medha_worker.inputs import seen
@@ -26,7 +26,7 @@ PAGES = 64
 
 @dataclasses.dataclass
 class Work:
-    """One chunk: how many of its sequence's tokens this group held, and its own rows. `holes`:
+    """A chunk: how many of its sequence's tokens this group held, and its own rows. `holes`:
     pages of other groups are between the held ones. `window`: tokens that a row sees, 0: all."""
 
     held: int
@@ -46,18 +46,21 @@ class Laid:
     start: int
 
     def visible(self, row: int, window: int) -> list[int]:
-        """Which of `own` a row of the chunk sees."""
+        """Return the keys of `own` that a row of the chunk sees."""
         at = self.start + row
-        return [i for i, key in enumerate(self.positions)
-                if key <= at and (not window or key > at - window)]  # fmt: skip
+        return [
+            i
+            for i, key in enumerate(self.positions)
+            if key <= at and (not window or key > at - window)
+        ]
 
 
 def lay(works: list[Work], seed: int) -> tuple[list[Laid], torch.Tensor]:
-    """The works over a pool of random page ids; what nobody holds is 7."""
+    """The works over a pool of random page ids; unused slots are 7."""
     dice = np.random.default_rng(seed)
     free = dice.permutation(PAGES)
     pool = torch.full((PAGES, 2, KV_HEADS, T, D), 7.0)
-    found, row = [], 0
+    actual, row = [], 0
     for work in works:
         total = work.held + (work.length if work.tail else 0)
         ids, free = free[: -(-total // T)], free[-(-total // T) :]
@@ -76,9 +79,9 @@ def lay(works: list[Work], seed: int) -> tuple[list[Laid], torch.Tensor]:
         table = PageTable((positions[i] // T, int(ids[i // T])) for i in range(0, total, T))
         chunk = Chunk(0, start, work.length, (0,), 0)
         span = seen(span, chunk, table, work.window, T)
-        found.append(Laid(span, own, positions, start))
+        actual.append(Laid(span, own, positions, start))
         row += work.length
-    return found, pool
+    return actual, pool
 
 
 def plain(q: torch.Tensor, kv: torch.Tensor, visible: list[list[int]]) -> Partial:
@@ -102,27 +105,27 @@ def run(
     kernel = kernel or cpu_attention(HEADS, KV_HEADS, D, T, torch.float32)
     laid, pool = lay(works, seed)
     rows = sum(work.length for work in works)
-    q, k, v = torch.randn(
-        3, rows, HEADS, D, generator=torch.Generator().manual_seed(seed)
-    ).mul_(2.0)  # fmt: skip
+    q, k, v = torch.randn(3, rows, HEADS, D, generator=torch.Generator().manual_seed(seed)).mul_(
+        2.0
+    )
     k, v = k[:, :KV_HEADS], v[:, :KV_HEADS]
     expected = []
-    for work, each in zip(works, laid, strict=True):
-        cut = slice(each.span.start, each.span.start + work.length)
+    for work, entry in zip(works, laid, strict=True):
+        cut = slice(entry.span.start, entry.span.start + work.length)
         if work.tail:
-            k[cut], v[cut] = each.own[0, work.held :], each.own[1, work.held :]
-        visible = [each.visible(row, work.window) for row in range(work.length)]
-        expected.append(plain(q[cut], each.own, visible))
-    found = kernel.plan([each.span for each in laid]).run(q, k, v, pool)
-    return found, Partial(
+            k[cut], v[cut] = entry.own[0, work.held :], entry.own[1, work.held :]
+        visible = [entry.visible(row, work.window) for row in range(work.length)]
+        expected.append(plain(q[cut], entry.own, visible))
+    actual = kernel.plan([entry.span for entry in laid]).run(q, k, v, pool)
+    return actual, Partial(
         torch.cat([p.out for p in expected]), torch.cat([p.lse for p in expected])
     )
 
 
-def same(found: Partial, expected: Partial) -> bool:
+def same(actual: Partial, expected: Partial) -> bool:
     lse = expected.lse.float()
-    return torch.allclose(found.out, expected.out.float(), atol=2e-5) and torch.allclose(
-        found.natural().lse, lse, atol=2e-5
+    return torch.allclose(actual.out, expected.out.float(), atol=2e-5) and torch.allclose(
+        actual.natural().lse, lse, atol=2e-5
     )
 
 
@@ -148,9 +151,11 @@ windowed = st.tuples(work, st.booleans(), st.integers(1, 40)).map(
 
 
 @given(
-    st.lists(windowed, min_size=1, max_size=6), st.integers(0, 3), st.sampled_from([1, 2, 256]),
+    st.lists(windowed, min_size=1, max_size=6),
+    st.integers(0, 3),
+    st.sampled_from([1, 2, 256]),
     st.sampled_from([1, 2, 5, 256]),
-)  # fmt: skip
+)
 def test_rows_see_their_window_alone_in_any_shard(
     works: list[Work], seed: int, tile_pages: int, block: int
 ) -> None:
@@ -168,16 +173,16 @@ def test_long_chunks_see_their_window_alone(window: int) -> None:
     pool[ids, 0, 0], pool[ids, 1, 0] = k.view(-1, T, D), v.view(-1, T, D)
     chunk = Chunk(0, 200, 900, (0,), 0)
     span = seen(Span(0, 900, 200, ids, True), chunk, PageTable(enumerate(ids)), window, T)
-    found = ReferenceAttention(1, 1, D, T).plan([span]).run(q, k[200:], v[200:], pool)
+    actual = ReferenceAttention(1, 1, D, T).plan([span]).run(q, k[200:], v[200:], pool)
     far = torch.arange(200, 1100).unsqueeze(1) - torch.arange(1100)
     scores = q[:, 0] @ k[:, 0].T / math.sqrt(D)
     scores = scores.masked_fill((far < 0) | (far >= window), -math.inf)
-    assert torch.allclose(found.out[:, 0], scores.softmax(-1) @ v[:, 0], atol=2e-5)
-    assert torch.allclose(found.lse[:, 0], scores.logsumexp(-1), atol=2e-5)
+    assert torch.allclose(actual.out[:, 0], scores.softmax(-1) @ v[:, 0], atol=2e-5)
+    assert torch.allclose(actual.lse[:, 0], scores.logsumexp(-1), atol=2e-5)
 
 
 def test_a_span_keeps_only_the_pages_in_sight() -> None:
-    """T is 4: the row at 50 sees 41 … 50, so pages 10, 11 and 12, of which 11 is elsewhere."""
+    """T is 4: the row at 50 sees 41 … 50, so pages 10, 11 and 12; page 11 is in another group."""
     table = PageTable((page, 100 + page) for page in (0, 1, 2, 9, 10, 12))
     span, chunk = Span(0, 1, 5 * 4 + 2, table.ids, True), Chunk(0, 50, 1, (0, 1), 0)
     near = seen(span, chunk, table, 10, T)
@@ -197,9 +202,9 @@ def test_what_the_compiled_kernel_does_not_serve_is_computed_by_torch() -> None:
 
 def test_an_empty_shard_contributes_nothing() -> None:
     for length in (1, 5):
-        found, _ = run([Work(0, length, False), Work(8, 3, True)])
-        assert torch.equal(found.out[:length], torch.zeros(length, HEADS, D))
-        assert torch.isneginf(found.lse[:length]).all()
+        actual, _ = run([Work(0, length, False), Work(8, 3, True)])
+        assert torch.equal(actual.out[:length], torch.zeros(length, HEADS, D))
+        assert torch.isneginf(actual.lse[:length]).all()
 
 
 def test_a_long_chunk_needs_no_square_of_scores() -> None:
@@ -239,9 +244,9 @@ def test_merging_in_one_order_gives_equal_bits() -> None:
 
 
 def test_a_part_in_base_two_merges_as_itself() -> None:
-    one, other = (run([Work(8, 3, False)], seed)[0] for seed in range(2))
-    in_twos = Partial(other.out, other.lse / math.log(2), LogBase.TWO)
-    assert torch.allclose(merge([one, in_twos]).out, merge([one, other]).out, atol=1e-6)
+    first, second = (run([Work(8, 3, False)], seed)[0] for seed in range(2))
+    in_twos = Partial(second.out, second.lse / math.log(2), LogBase.TWO)
+    assert torch.allclose(merge([first, in_twos]).out, merge([first, second]).out, atol=1e-6)
 
 
 def test_empty_parts_change_nothing() -> None:
@@ -255,7 +260,7 @@ def test_empty_parts_change_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_pools_are_read_in_float32(dtype: torch.dtype) -> None:
     laid, pool = lay([Work(9, 1, True), Work(6, 5, True)], 0)
-    spans = [each.span for each in laid]
+    spans = [entry.span for entry in laid]
     q, k, v = torch.randn(3, 6, HEADS, D).to(dtype)
     k, v = k[:, :KV_HEADS], v[:, :KV_HEADS]
     pool = pool.to(dtype)

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.support.recalling_prompts import recalling
+from tests.support.solo_engine import SoloEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medha_worker.testing.checkpoint import DEMO, FAMILIES, LARGE, TinyModel, write_checkpoint
-from medha_worker.testing.engine import SoloEngine
-from medha_worker.testing.prompts import recalling
+from medha_worker.model.checkpoint_writer import DEMO, FAMILIES, LARGE, TinyModel, write_checkpoint
 
 Folder = Callable[[TinyModel], pathlib.Path]
 Oracle = Callable[[pathlib.Path, npt.NDArray[np.int32]], torch.Tensor]
@@ -25,9 +25,12 @@ def test_the_same_arguments_write_the_same_bytes(
     again = write_checkpoint(tmp_path / "again", TinyModel())
     files = sorted(path.name for path in tiny.iterdir())
     assert files == [
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
         "tokenizer_config.json",
-    ]  # fmt: skip
+    ]
     for name in files:
         assert (again / name).read_bytes() == (tiny / name).read_bytes(), name
 
@@ -61,7 +64,7 @@ def test_the_chat_template_ends_where_the_assistant_begins(tiny: pathlib.Path) -
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_attention_is_peaked_and_reaches_far_back(name: str, checkpoint: Folder) -> None:
-    """Where the last two tokens stood before, copying heads look there, however far (in sight)."""
+    """Copying heads attend to an earlier place of the last two tokens, however far (in sight)."""
     prompt, window = recalling(1000, 512, seed=1), FAMILIES[name].window or 1000
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint(FAMILIES[name]), dtype=torch.float32, attn_implementation="eager"
@@ -105,6 +108,7 @@ def test_the_demo_model_answers_with_what_it_was_told(checkpoint: Folder) -> Non
 
 
 def test_the_large_model_has_a_hundred_million_parameters() -> None:
-    layer = LARGE.hidden * (LARGE.head_dim * 2 * (LARGE.heads + LARGE.kv_heads)
-                            + 3 * LARGE.intermediate)  # fmt: skip
+    layer = LARGE.hidden * (
+        LARGE.head_dim * 2 * (LARGE.heads + LARGE.kv_heads) + 3 * LARGE.intermediate
+    )
     assert LARGE.layers * layer + 2 * LARGE.vocab * LARGE.hidden > 100_000_000

@@ -18,13 +18,12 @@ from medha.errors import SetupError
 from medha.messages import BatchTokens, Sampling, SequenceStart, StageDone, Step, to_bytes
 from medha.topology import Coordinate, Topology
 from medha_worker import sampler
-from medha_worker.device import Arriving, CpuDevice, block_bytes, device_of, pack, unpack
-from medha_worker.engine import Engine
-from medha_worker.model.arithmetic import FusedArithmetic, TorchArithmetic
-from medha_worker.model.layers import Linear, blank, paneled
+from medha_worker.device import CpuDevice, PendingFetch, block_bytes, device_of, pack, unpack
+from medha_worker.engine import RankEngine
+from medha_worker.model.checkpoint_writer import TinyModel
+from medha_worker.model.layers import FusedArithmetic, Linear, TorchArithmetic, blank, paneled
 from medha_worker.parallel.mesh import Mesh, Wiring
 from medha_worker.runner import Runner
-from medha_worker.testing.checkpoint import TinyModel
 
 KINDS = (np.int64, np.int32, np.float32, np.float64, np.bool_)
 
@@ -34,8 +33,8 @@ def test_arrays_come_out_of_a_block_as_they_went_in(parts: list[tuple[Any, int, 
     arrays = [np.arange(n * m).reshape(n, m).astype(kind) for kind, n, m in parts]
     block = torch.empty(block_bytes(arrays), dtype=torch.uint8)
     pack(arrays, block)
-    for array, found in zip(arrays, unpack(arrays, block), strict=True):
-        assert np.array_equal(found.numpy(), array) and found.numpy().dtype == array.dtype
+    for array, actual in zip(arrays, unpack(arrays, block), strict=True):
+        assert np.array_equal(actual.numpy(), array) and actual.numpy().dtype == array.dtype
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -47,12 +46,12 @@ def test_a_gpu_that_is_not_there_is_named_with_a_remedy() -> None:
 
 
 class Late(CpuDevice):
-    """A device whose results are ready only once somebody waits for them."""
+    """A device whose results are ready only once `wait` is called."""
 
     def __init__(self) -> None:
         self.waits = 0
 
-    def fetch(self, *tensors: torch.Tensor) -> Arriving:
+    def fetch(self, *tensors: torch.Tensor) -> PendingFetch:
         return _LateResult(self, tensors)
 
 
@@ -73,7 +72,7 @@ class NothingRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         indices = args[1] if name.startswith(("aten.index.", "aten.index_put")) else ()
-        masks = any(each is not None and each.dtype == torch.bool for each in indices)
+        masks = any(index is not None and index.dtype == torch.bool for index in indices)
         if masks or "_local_scalar_dense" in name or "nonzero" in name:
             raise AssertionError(f"{name} reads back")
         return func(*args, **(kwargs or {}))
@@ -81,11 +80,17 @@ class NothingRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def runner_of(folder: pathlib.Path, device: CpuDevice) -> Runner:
     config = WorkerConfig(
-        replica="r", model="m", checkpoint=str(folder), max_context_tokens=256,
-        topology=Topology(), page_tokens=16, kv_pages=64, rank_bind="ipc://unused",
-    )  # fmt: skip
+        replica="r",
+        model="m",
+        checkpoint=str(folder),
+        max_context_tokens=256,
+        topology=Topology(),
+        page_tokens=16,
+        kv_pages=64,
+        rank_bind="ipc://unused",
+    )
     at = Coordinate(0, 0, 0)
-    engine = Engine(config, at, device, lambda *_: None)
+    engine = RankEngine(config, at, device, lambda *_: None)
     mesh = Mesh(at, Topology(), incarnation="a", interface="lo", timeout_s=1.0)
     return engine.runner(Wiring(None, None), mesh, sampler.draw)
 
@@ -101,15 +106,16 @@ def steps(count: int, settings: tuple[Sampling, ...] = SETTINGS) -> list[Step]:
     """Prompts of five tokens in a batch, then decodes of whatever was drawn."""
     seqs = range(len(settings))
     prompts = np.arange(5 * len(settings), dtype=np.int64) + 3
-    starts = tuple(SequenceStart(s, settings[s], 5, history=to_bytes(prompts[5 * s : 5 * s + 5]))
-                   for s in seqs)  # fmt: skip
+    starts = tuple(
+        SequenceStart(s, settings[s], 5, history=to_bytes(prompts[5 * s : 5 * s + 5])) for s in seqs
+    )
     chunks = tuple(Chunk(s, 0, 5, (0,), 0, (s,), yields=True) for s in seqs)
-    made = [Step(step=1, batch=Batch(1, 0, chunks), tokens=to_bytes(prompts), starts=starts)]
+    steps = [Step(step=1, batch=Batch(1, 0, chunks), tokens=to_bytes(prompts), starts=starts)]
     for number in range(2, count + 1):
         decodes = tuple(Chunk(s, 3 + number, 1, (0,), 0, (), True, True) for s in seqs)
         minus = to_bytes(np.full(len(settings), -1))
-        made.append(Step(step=number, batch=Batch(number, 0, decodes), tokens=minus))
-    return made
+        steps.append(Step(step=number, batch=Batch(number, 0, decodes), tokens=minus))
+    return steps
 
 
 def told(reports: list[Any]) -> list[int]:
@@ -119,18 +125,18 @@ def told(reports: list[Any]) -> list[int]:
 
 @pytest.fixture
 def folder(checkpoint: Any) -> pathlib.Path:
-    made: pathlib.Path = checkpoint(TinyModel())
-    return made
+    path: pathlib.Path = checkpoint(TinyModel())
+    return path
 
 
 def test_a_step_is_begun_without_reading_anything_back(folder: pathlib.Path) -> None:
     device = Late()
     runner = runner_of(folder, device)
     with NothingRead():  # type: ignore[no-untyped-call]
-        flights = [runner.begin(step) for step in steps(6)]
+        in_flight = [runner.begin(step) for step in steps(6)]
     assert device.waits == 0
-    assert not any(flight.ready for flight in flights)
-    tokens = [told(runner.finish(flight)) for flight in flights]
+    assert not any(launched.ready for launched in in_flight)
+    tokens = [told(runner.finish(launched)) for launched in in_flight]
     assert device.waits == 6, "one wait for each batch"
     plain = runner_of(folder, CpuDevice())
     assert tokens == [told(plain.run(step)) for step in steps(6)]
@@ -140,9 +146,9 @@ def test_a_penalised_sequence_wants_its_tokens_told_first(folder: pathlib.Path) 
     penalised = (Sampling(temperature=0.0, frequency_penalty=1.0),)
     runner = runner_of(folder, Late())
     first, second, *_ = steps(2, penalised)
-    assert not runner.needs_told(first)
+    assert not runner.needs_host_tokens(first)
     runner.run(first)
-    assert runner.needs_told(second)
+    assert runner.needs_host_tokens(second)
 
 
 def test_results_that_are_ready_are_not_waited_for(folder: pathlib.Path) -> None:
@@ -151,7 +157,7 @@ def test_results_that_are_ready_are_not_waited_for(folder: pathlib.Path) -> None
 
 
 class PlainLibrary:
-    """What arithmetic takes from the library, in plain torch, by its documentation."""
+    """The library's functions that arithmetic uses, in plain torch, by its documentation."""
 
     def rmsnorm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
@@ -161,9 +167,14 @@ class PlainLibrary:
         return torch.nn.functional.silu(gate) * up
 
     def apply_rope_with_cos_sin_cache_inplace(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int,
-        cos_sin_cache: torch.Tensor, is_neox: bool,
-    ) -> None:  # fmt: skip
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        head_size: int,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+    ) -> None:
         assert not is_neox, "pairs stand side by side"
         cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
         for rows in (query, key):
@@ -187,9 +198,9 @@ def test_the_librarys_arithmetic_means_what_plain_torch_does() -> None:
     angles = torch.rand(300, 1, 8, generator=dice) * 6.0
     qkv = torch.randn(300, 8, 16, generator=dice)
     rotated = []
-    for each in (plain, fused):
+    for arithmetic in (plain, fused):
         mine = qkv.clone()
-        each.rotate(mine[:, :6], 4, each.turns(angles.cos(), angles.sin()))
+        arithmetic.rotate(mine[:, :6], 4, arithmetic.turns(angles.cos(), angles.sin()))
         rotated.append(mine)
     torch.testing.assert_close(rotated[1], rotated[0])
     assert torch.equal(rotated[1][:, 6:], qkv[:, 6:])

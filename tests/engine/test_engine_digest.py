@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from medha.errors import CheckpointError
-from medha_worker.model.files import SINGLE, digest_of
-from medha_worker.testing.checkpoint import TinyModel
+from medha_worker.model.checkpoint_files import SINGLE, digest_of
+from medha_worker.model.checkpoint_writer import TinyModel
 
 Folder = Callable[[TinyModel], pathlib.Path]
 
@@ -64,7 +64,7 @@ def test_every_file_behind_an_index_counts(checkpoint: Folder, tmp_path: pathlib
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "reason"),
     [
         (None, "is missing; fetch it"),
         (b"", "its header does not parse"),
@@ -72,12 +72,12 @@ def test_every_file_behind_an_index_counts(checkpoint: Folder, tmp_path: pathlib
         (b"\x02" + b"\0" * 7 + b"[]", "its header does not parse"),
     ],
 )
-def test_a_file_that_is_none_is_named(copy: pathlib.Path, data: bytes | None, said: str) -> None:
+def test_a_file_that_is_none_is_named(copy: pathlib.Path, data: bytes | None, reason: str) -> None:
     if data is None:
         (copy / SINGLE).unlink()
     else:
         (copy / SINGLE).write_bytes(data)
-    with pytest.raises(CheckpointError, match=f"{SINGLE} .*{said}"):
+    with pytest.raises(CheckpointError, match=f"{SINGLE} .*{reason}"):
         digest_of(copy)
 
 

@@ -12,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.support.recalling_prompts import recalling
+from tests.support.solo_engine import SoloEngine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from medha.errors import CheckpointError
 from medha_worker.attention.reference import ReferenceAttention
-from medha_worker.model.config import read_config
+from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
+from medha_worker.model.decoder_config import read_config
 from medha_worker.model.families import FAMILIES as KNOWN
-from medha_worker.testing.checkpoint import FAMILIES, TinyModel
-from medha_worker.testing.engine import SoloEngine
-from medha_worker.testing.prompts import recalling
 
 Tokens = npt.NDArray[np.int32]
 Folder = Callable[[TinyModel], pathlib.Path]
@@ -32,8 +32,8 @@ WINDOWED = [name for name, model in FAMILIES.items() if model.window]
 family = pytest.mark.parametrize("name", FAMILIES)
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.std())
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.std())
 
 
 def pieces(total: int, *sizes: int) -> Iterator[int]:
@@ -59,10 +59,10 @@ def returning(period: int, tokens: int) -> Tokens:
 def test_logits_agree_with_transformers(name: str, checkpoint: Folder, oracle: Oracle) -> None:
     folder = checkpoint(FAMILIES[name])
     tokens = recalling(1200, 512, seed=3)
-    found = prefill(SoloEngine(folder, pages=20), 1, tokens, 200, 1, 67, 1, 1, 333)
+    actual = prefill(SoloEngine(folder, pages=20), 1, tokens, 200, 1, 67, 1, 1, 333)
     expected = oracle(folder, tokens)
-    assert difference(found, expected) < TOLERANCE
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert difference(actual, expected) < TOLERANCE
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
 
 
 @family
@@ -80,12 +80,18 @@ def test_plain_torch_alone_gives_the_same(name: str, checkpoint: Folder, oracle:
 def test_greedy_tokens_are_those_of_transformers(name: str, checkpoint: Folder) -> None:
     folder = checkpoint(FAMILIES[name])
     prompts = [recalling(length, 512, seed=length) for length in (30, 130, 577)]
-    found = SoloEngine(folder, pages=64).generate(prompts, 50, chunk=128)
+    actual = SoloEngine(folder, pages=64).generate(prompts, 50, chunk=128)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for prompt, tokens in zip(prompts, found, strict=True):
+    for prompt, tokens in zip(prompts, actual, strict=True):
         ids = torch.from_numpy(prompt.astype(np.int64))[None]
-        expected = model.generate(ids, max_new_tokens=50, do_sample=False, eos_token_id=None,
-                                  pad_token_id=0, bos_token_id=None)  # fmt: skip
+        expected = model.generate(
+            ids,
+            max_new_tokens=50,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            bos_token_id=None,
+        )
         assert tokens == expected[0, len(prompt) :].tolist()
 
 
@@ -100,8 +106,8 @@ def test_a_window_may_begin_in_the_pages_of_a_prefix_hit(
     tokens = np.concatenate([shared, own])
     engine.start(2, tokens)
     engine.share(2, 1, pages=6)
-    found = torch.cat([engine.step((2, 1)), engine.step((2, 99)), engine.step((2, 50))])
-    assert difference(found, oracle(folder, tokens)[384:]) < TOLERANCE
+    actual = torch.cat([engine.step((2, 1)), engine.step((2, 99)), engine.step((2, 50))])
+    assert difference(actual, oracle(folder, tokens)[384:]) < TOLERANCE
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 128])
@@ -146,8 +152,12 @@ def test_a_bias_that_is_left_out_is_seen(part: int, checkpoint: Folder) -> None:
         D, ends = config.head_dim, np.cumsum([config.heads, config.kv_heads, config.kv_heads])
         for layer in engine.model.weights.layers:
             assert layer.qkv.bias is not None
-            layer.qkv.bias[int(ends[part] - (config.heads, config.kv_heads, config.kv_heads)[part])
-                           * D : int(ends[part]) * D] = 0.0  # fmt: skip
+            layer.qkv.bias[
+                int(ends[part] - (config.heads, config.kv_heads, config.kv_heads)[part]) * D : int(
+                    ends[part]
+                )
+                * D
+            ] = 0.0
 
     assert faulty(folder, fault, recalling(500, 512, seed=9)) > 1000 * TOLERANCE
 
@@ -170,7 +180,7 @@ def test_a_norm_of_heads_that_is_left_out_is_seen(part: str, checkpoint: Folder)
 def test_a_window_that_is_off_by_one_is_seen(
     name: str, by: int, checkpoint: Folder, oracle: Oracle
 ) -> None:
-    """What a copying head looks for stands at the last place in sight, or at the first beyond."""
+    """The copied text stands at the last place in sight, or at the first beyond."""
     folder, window = checkpoint(FAMILIES[name]), FAMILIES[name].window
     tokens = returning(window if by < 0 else window + 1, 3 * window + 50)
     right = prefill(SoloEngine(folder, pages=12), 1, tokens, 100, 1, 1, 131)
@@ -181,9 +191,12 @@ def test_a_window_that_is_off_by_one_is_seen(
 # --- config.json ----------------------------------------------------------------------------------
 
 LEAST = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 30,
-    "num_attention_heads": 32, "vocab_size": 32000,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
 GIVEN: dict[str, dict[str, Any]] = {
     "nothing said": {},
     "few heads": {"num_key_value_heads": 4, "head_dim": 64},
@@ -196,9 +209,13 @@ GIVEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("kind", "given"),
-    [(kind, given) for kind, family in KNOWN.items() for given in GIVEN
-     if given != "biases" or family.biases == "chosen"],
-)  # fmt: skip
+    [
+        (kind, given)
+        for kind, family in KNOWN.items()
+        for given in GIVEN
+        if given != "biases" or family.biases == "chosen"
+    ],
+)
 def test_config_json_means_what_transformers_reads_in_it(
     kind: str, given: str, tmp_path: pathlib.Path
 ) -> None:
@@ -237,15 +254,19 @@ def test_a_shape_tells_of_the_window(checkpoint: Folder) -> None:
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 30}, "layer_types must"),
         ({"model_type": "qwen3", "mlp_bias": True}, "mlp_bias is True: must be"),
         ({"model_type": "qwen3", "head_dim": 63}, "head_dim is 63: must be even"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "few"},
-         "max_window_layers is 'few': must be"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "few"},
+            "max_window_layers is 'few': must be",
+        ),
         ({"model_type": "qwen2", "num_key_value_heads": 5}, "num_key_value_heads is 5: must"),
-        ({"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 1}},
-         "dual_chunk_attention_config is set: must be absent"),
+        (
+            {"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 1}},
+            "dual_chunk_attention_config is set: must be absent",
+        ),
         ({"model_type": "llama", "rope_theta": "large"}, "rope_theta is 'large': must be"),
         ({"model_type": "llama", "rope_scaling": 3}, "rope_parameters is 3: must be an object"),
     ],
-)  # fmt: skip
+)
 def test_what_a_family_cannot_mean_is_told_in_one_sentence(
     raw: dict[str, Any], named: str, tmp_path: pathlib.Path
 ) -> None:

@@ -14,18 +14,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.recalling_prompts import recalling
+from tests.support.solo_engine import SoloEngine
 
 from medha.batch import Chunk
-from medha_worker.attention.interface import Attention, Partial, Plan, Span
+from medha_worker.attention.kernel_interface import Attention, AttentionPlan, Partial, Span
 from medha_worker.graphs import SIZES, FixedPlan, Graphs, Replay, Work, recorded, size_for
 from medha_worker.inputs import InputBuilder
 from medha_worker.kv.pages import KvPages
+from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
 from medha_worker.model.rope import Rotary
-from medha_worker.seats import Seats
-from medha_worker.sequences import Sequences
-from medha_worker.testing.checkpoint import FAMILIES, TinyModel
-from medha_worker.testing.engine import SoloEngine
-from medha_worker.testing.prompts import recalling
+from medha_worker.sequences import DeviceSlots, Sequences
 
 
 def decode(seq: int, groups: tuple[int, ...] = (0,), length: int = 1, yields: bool = True) -> Chunk:
@@ -53,7 +52,7 @@ class Padded:
 
     def __init__(self, attention: Attention, rows: int, spare: int) -> None:
         self._attention, self._rows, self._spare = attention, rows, spare
-        self._plan: Plan
+        self._plan: AttentionPlan
 
     def fits(self, spans: Sequence[Span]) -> bool:
         return len(spans) <= self._rows
@@ -105,9 +104,15 @@ def with_graphs(engine: SoloEngine, record: Again, pages: int, **more: Any) -> G
         )
     engine.kv = kv
     engine.inputs = InputBuilder(
-        Sequences(0, Seats()), engine.attention, rotary, kv, c.vocab, embeds=True,
-        windows=c.windows_in(range(c.layers)), choose=graphs.choose,
-    )  # fmt: skip
+        Sequences(0, DeviceSlots()),
+        engine.attention,
+        rotary,
+        kv,
+        c.vocab,
+        embeds=True,
+        windows=c.windows_in(range(c.layers)),
+        choose=graphs.choose,
+    )
     return graphs
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.support.recalling_prompts import recalling
+from tests.support.solo_engine import SoloEngine
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from medha_worker.attention.reference import ReferenceAttention
-from medha_worker.testing.checkpoint import TinyModel
-from medha_worker.testing.engine import SoloEngine
-from medha_worker.testing.prompts import recalling
+from medha_worker.model.checkpoint_writer import TinyModel
 
 Tokens = npt.NDArray[np.int32]
 Folder = Callable[[TinyModel], pathlib.Path]
@@ -25,9 +25,12 @@ TOLERANCE = 1e-4
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
-}  # fmt: skip
+}
 KINDS = {
     "default": TinyModel(),
     "linear": TinyModel(rope={"rope_type": "linear", "factor": 2.0}),
@@ -50,8 +53,8 @@ def pieces(total: int, *sizes: int) -> Iterator[int]:
         done, turn = done + size, turn + 1
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.std())
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.std())
 
 
 def prefill(engine: SoloEngine, seq: int, tokens: Tokens, *sizes: int) -> torch.Tensor:
@@ -63,10 +66,10 @@ def prefill(engine: SoloEngine, seq: int, tokens: Tokens, *sizes: int) -> torch.
 def test_logits_agree_with_transformers(kind: str, checkpoint: Folder, oracle: Oracle) -> None:
     folder = checkpoint(KINDS[kind])
     tokens = recalling(611, KINDS[kind].vocab, seed=3)
-    found = prefill(SoloEngine(folder, pages=16), 1, tokens, 200, 1, 67)
+    actual = prefill(SoloEngine(folder, pages=16), 1, tokens, 200, 1, 67)
     expected = oracle(folder, tokens)
-    assert difference(found, expected) < TOLERANCE
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert difference(actual, expected) < TOLERANCE
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 1000, 2049, 4000])
@@ -75,8 +78,8 @@ def test_odd_prompt_lengths_in_chunks_that_do_not_divide_them(
 ) -> None:
     tokens = recalling(length, 512, seed=length)
     engine = SoloEngine(tiny, pages=63, attention=ReferenceAttention(4, 2, 32, 64, tile_pages=7))
-    found = prefill(engine, 1, tokens, 700, 129, 1)
-    assert difference(found, oracle(tiny, tokens)) < TOLERANCE
+    actual = prefill(engine, 1, tokens, 700, 129, 1)
+    assert difference(actual, oracle(tiny, tokens)) < TOLERANCE
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 128])
@@ -94,7 +97,7 @@ def test_a_batch_mixes_decodes_and_chunks_of_several_prompts(
     lengths = {1: 150, 2: 64, 3: 333, 4: 700, 5: 65}
     tokens = {seq: recalling(length, 512, seed=seq) for seq, length in lengths.items()}
     engine = SoloEngine(tiny, pages=40)
-    found: dict[int, list[torch.Tensor]] = {seq: [] for seq in tokens}
+    actual: dict[int, list[torch.Tensor]] = {seq: [] for seq in tokens}
     work = {seq: list(pieces(length, 40 * seq, 1, 1)) for seq, length in lengths.items()}
     for seq in tokens:
         engine.start(seq, tokens[seq])
@@ -102,9 +105,9 @@ def test_a_batch_mixes_decodes_and_chunks_of_several_prompts(
         step = [(seq, sizes.pop(0)) for seq, sizes in work.items() if sizes]
         logits = engine.step(*step)
         for (seq, _), rows in zip(step, torch.split(logits, [n for _, n in step]), strict=True):
-            found[seq].append(rows)
+            actual[seq].append(rows)
     for seq in tokens:
-        assert difference(torch.cat(found[seq]), oracle(tiny, tokens[seq])) < TOLERANCE
+        assert difference(torch.cat(actual[seq]), oracle(tiny, tokens[seq])) < TOLERANCE
 
 
 def test_a_prefix_hit_reads_the_pages_of_another_sequence(
@@ -116,8 +119,8 @@ def test_a_prefix_hit_reads_the_pages_of_another_sequence(
     tokens = np.concatenate([shared, own])
     engine.start(2, tokens)
     engine.share(2, 1, pages=3)
-    found = torch.cat([engine.step((2, 70)), engine.step((2, 30))])
-    assert difference(found, oracle(tiny, tokens)[192:]) < TOLERANCE
+    actual = torch.cat([engine.step((2, 70)), engine.step((2, 30))])
+    assert difference(actual, oracle(tiny, tokens)[192:]) < TOLERANCE
 
 
 def test_pages_that_come_back_carry_nothing_over(tiny: pathlib.Path, oracle: Oracle) -> None:
@@ -130,28 +133,40 @@ def test_pages_that_come_back_carry_nothing_over(tiny: pathlib.Path, oracle: Ora
 
 def test_greedy_tokens_are_those_of_transformers(tiny: pathlib.Path) -> None:
     prompts = [recalling(length, 512, seed=length) for length in (40, 130, 300, 577)]
-    found = SoloEngine(tiny, pages=64).generate(prompts, 40, chunk=128)
+    actual = SoloEngine(tiny, pages=64).generate(prompts, 40, chunk=128)
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    for prompt, tokens in zip(prompts, found, strict=True):
+    for prompt, tokens in zip(prompts, actual, strict=True):
         ids = torch.from_numpy(prompt.astype(np.int64))[None]
-        expected = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None,
-                                  pad_token_id=0, bos_token_id=None)  # fmt: skip
+        expected = model.generate(
+            ids,
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            bos_token_id=None,
+        )
         assert tokens == expected[0, len(prompt) :].tolist()
 
 
 def test_projection_biases_are_applied(tmp_path: pathlib.Path, oracle: Oracle) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=128, attention_bias=True, mlp_bias=True,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        attention_bias=True,
+        mlp_bias=True,
+    )
     model = LlamaForCausalLM(config)
     for name, parameter in model.named_parameters():
         parameter.data.normal_(std=0.5 if name.endswith("bias") else 0.2)
     model.save_pretrained(tmp_path)
     tokens = recalling(90, 128, seed=4)
-    found = prefill(SoloEngine(tmp_path, pages=2), 1, tokens, 50, 1)
-    assert difference(found, oracle(tmp_path, tokens)) < TOLERANCE
+    actual = prefill(SoloEngine(tmp_path, pages=2), 1, tokens, 50, 1)
+    assert difference(actual, oracle(tmp_path, tokens)) < TOLERANCE
 
 
 def test_dynamic_ntk_keeps_the_base_of_admission(checkpoint: Folder, oracle: Oracle) -> None:
@@ -172,12 +187,12 @@ def test_bfloat16_stays_near_float32(tiny: pathlib.Path, oracle: Oracle) -> None
     """bfloat16 has 8 bits: a logit may be off by a few percent of their spread, on average less
     than transformers' own bfloat16 plus a tenth."""
     tokens = recalling(300, 512, seed=1)
-    found = prefill(SoloEngine(tiny, pages=8, dtype=torch.bfloat16), 1, tokens, 120, 1)
+    actual = prefill(SoloEngine(tiny, pages=8, dtype=torch.bfloat16), 1, tokens, 120, 1)
     expected = oracle(tiny, tokens)
     theirs = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16)
     with torch.inference_mode():
         rough = theirs(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].float()
-    off = (found - expected).square().mean().sqrt() / expected.std()
+    off = (actual - expected).square().mean().sqrt() / expected.std()
     their_off = (rough - expected).square().mean().sqrt() / expected.std()
     assert off < 1.1 * their_off
     assert off < 0.1

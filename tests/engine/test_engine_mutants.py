@@ -10,14 +10,14 @@ import numpy.typing as npt
 import pytest
 import torch
 from msgspec.structs import replace
+from tests.support.recalling_prompts import recalling
+from tests.support.solo_engine import SoloEngine
 
-from medha_worker.attention.interface import Attention, LogBase, Partial, Plan, Span
+from medha_worker.attention.fp8_scales import Scales
+from medha_worker.attention.kernel_interface import Attention, AttentionPlan, LogBase, Partial, Span
 from medha_worker.attention.merge import merge
 from medha_worker.attention.reference import ReferenceAttention
-from medha_worker.attention.scales import Scales
 from medha_worker.model.rope import Rotary
-from medha_worker.testing.engine import SoloEngine
-from medha_worker.testing.prompts import recalling
 
 Oracle = Callable[[pathlib.Path, npt.NDArray[np.int32]], torch.Tensor]
 TOLERANCE = 1e-4
@@ -29,7 +29,7 @@ class Faulty:
     def __init__(self, fault: Callable[[Span], Span]) -> None:
         self.inner, self.fault = ReferenceAttention(4, 2, 32, 64), fault
 
-    def plan(self, spans: Sequence[Span]) -> Plan:
+    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
         return self.inner.plan([self.fault(span) for span in spans])
 
 
@@ -40,21 +40,27 @@ class Split:
     def __init__(self, base: LogBase) -> None:
         self.inner, self.base = ReferenceAttention(4, 2, 32, 64), base
 
-    def plan(self, spans: Sequence[Span]) -> Plan:
+    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
         older = [replace(s, held=s.held // 128 * 64, tail=False) for s in spans]
-        newer = [replace(s, held=s.held - o.held, pages=s.pages[o.held // 64 :])
-                 for s, o in zip(spans, older, strict=True)]  # fmt: skip
+        newer = [
+            replace(s, held=s.held - o.held, pages=s.pages[o.held // 64 :])
+            for s, o in zip(spans, older, strict=True)
+        ]
         return SplitPlan(self.inner.plan(older), self.inner.plan(newer), self.base)
 
 
 class SplitPlan:
-    def __init__(self, older: Plan, newer: Plan, base: LogBase) -> None:
+    def __init__(self, older: AttentionPlan, newer: AttentionPlan, base: LogBase) -> None:
         self.older, self.newer, self.base = older, newer, base
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor,
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
         scales: Scales | None = None,
-    ) -> Partial:  # fmt: skip
+    ) -> Partial:
         assert scales is None
         newer = self.newer.run(q, k, v, pool)
         claimed = Partial(newer.out, newer.lse, self.base)
@@ -89,9 +95,9 @@ def engine_difference(
     if shift:
         engine.inputs.rotary = Shifted(engine.inputs.rotary, shift)
     engine.start(1, tokens)
-    found = torch.cat([engine.step((1, n)) for n in (200, 230, *[1] * 70)])
+    actual = torch.cat([engine.step((1, n)) for n in (200, 230, *[1] * 70)])
     expected = oracle(folder, tokens)
-    return float((found - expected).abs().max() / expected.std())
+    return float((actual - expected).abs().max() / expected.std())
 
 
 class Shifted(Rotary):

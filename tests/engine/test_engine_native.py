@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from medha.errors import EngineError, SetupError
-from medha_worker.attention.interface import Partial, Span
+from medha_worker.attention.cpu import GROUP, LIBRARY, NativeKernel, load
+from medha_worker.attention.kernel_interface import Partial, Span
 from medha_worker.attention.merge import merge
-from medha_worker.attention.native import GROUP, LIBRARY, NativeKernel, load
 
 # Float lanes of the widest registers that may be used: where a machine lacks them it uses narrower.
 LANES = pytest.mark.parametrize("lanes", [4, 8, 16])
@@ -58,7 +58,7 @@ class Laid:
 
 
 def lay(shape: Shape, tokens: list[int], seed: int = 0, spread: float = 1.0) -> Laid:
-    """Random page ids; a page in three stays nobody's."""
+    """Random page ids; a third of the pages stays unused."""
     dice = np.random.default_rng(seed)
     T = shape.page_tokens
     counts = [-(-n // T) for n in tokens]

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from medha.errors import CheckpointError
-from medha_worker.model.config import read_config
+from medha_worker.model.decoder_config import read_config
 from medha_worker.model.rope import Rotary, interleaved, rotate
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -23,31 +23,51 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 20_000.0},
     "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192, "rope_theta": 500_000.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 500_000.0,
     },
     "yarn": {
-        "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 4096,
         "rope_theta": 1_000_000.0,
     },
     "yarn, not truncated": {
-        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512,
-        "truncate": False, "beta_fast": 16, "beta_slow": 2,
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 512,
+        "truncate": False,
+        "beta_fast": 16,
+        "beta_slow": 2,
     },
     "yarn, two scales": {
-        "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096,
-        "mscale": 0.7, "mscale_all_dim": 1.3,
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
     },
     "yarn, scale given": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
         "attention_factor": 1.25,
     },
-}  # fmt: skip
+}
 
 BASE = {
-    "model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1,
-    "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "intermediate_size": 64,
+    "vocab_size": 300,
+    "max_position_embeddings": 4096,
+}
 
 
 def configured(folder: pathlib.Path, **more: Any) -> Rotary:
@@ -64,8 +84,8 @@ def test_angles_are_those_of_transformers(name: str, length: int, tmp_path: path
     cos, sin = theirs(torch.zeros(1, 1, 64), positions[None])
     rotary = configured(tmp_path, rope_parameters=SETTINGS[name])
     mine = rotary.angles(positions, [(length, length)])
-    for found, expected in zip(mine, (cos, sin), strict=True):
-        assert torch.allclose(found[:, 0], expected[0, :, :32], atol=2e-5 * max(1, length // 1000))
+    for actual, expected in zip(mine, (cos, sin), strict=True):
+        assert torch.allclose(actual[:, 0], expected[0, :, :32], atol=2e-5 * max(1, length // 1000))
 
 
 def test_old_and_new_names_mean_the_same(tmp_path: pathlib.Path) -> None:
@@ -81,12 +101,13 @@ def test_rotation_is_that_of_transformers() -> None:
     q = torch.randn(9, 4, 64)
     angle = torch.randn(9, 1, 32)
     double = torch.cat([angle, angle], -1).transpose(0, 1)
-    expected, _ = apply_rotary_pos_emb(q.transpose(0, 1)[None], q.transpose(0, 1)[None],
-                                       double.cos(), double.sin())  # fmt: skip
-    found = q.clone()
-    _by_pairs(found).copy_(q.view(9, 4, 2, 32).transpose(2, 3))
-    rotate(found, torch.complex(angle.cos(), angle.sin()))
-    turned = _by_pairs(found).transpose(2, 3).reshape(9, 4, 64)
+    expected, _ = apply_rotary_pos_emb(
+        q.transpose(0, 1)[None], q.transpose(0, 1)[None], double.cos(), double.sin()
+    )
+    actual = q.clone()
+    _by_pairs(actual).copy_(q.view(9, 4, 2, 32).transpose(2, 3))
+    rotate(actual, torch.complex(angle.cos(), angle.sin()))
+    turned = _by_pairs(actual).transpose(2, 3).reshape(9, 4, 64)
     assert torch.allclose(turned, expected[0].transpose(0, 1), atol=1e-6)
 
 

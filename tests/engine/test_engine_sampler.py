@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from medha.messages.fields import Sampling
-from medha_worker.sampler import Draw, History, sample, uniform
+from medha_worker.sampler import History, SampledRow, sample, uniform
 
 VOCAB = 40
 
@@ -28,15 +28,22 @@ def logits(rows: int = 1, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def token(scores: torch.Tensor, position: int = 0, history: History | None = None,
-          emitted: int = 0, **settings: Any) -> int:  # fmt: skip
-    drawn = sample(scores.view(1, -1), [Draw(Sampling(**settings), position, emitted, history)])
+def token(
+    scores: torch.Tensor,
+    position: int = 0,
+    history: History | None = None,
+    emitted: int = 0,
+    **settings: Any,
+) -> int:
+    drawn = sample(
+        scores.view(1, -1), [SampledRow(Sampling(**settings), position, emitted, history)]
+    )
     return drawn[0][0]
 
 
 def support(scores: torch.Tensor, tries: int = 3000, **settings: Any) -> dict[int, int]:
-    """How often each token is drawn over many positions."""
-    draws = [Draw(Sampling(**settings), position, 0) for position in range(tries)]
+    """Count how often each token is drawn over many positions."""
+    draws = [SampledRow(Sampling(**settings), position, 0) for position in range(tries)]
     counts: dict[int, int] = {}
     for drawn, _ in sample(scores.expand(tries, -1), draws):
         counts[drawn] = counts.get(drawn, 0) + 1
@@ -45,7 +52,7 @@ def support(scores: torch.Tensor, tries: int = 3000, **settings: Any) -> dict[in
 
 def test_temperature_zero_is_greedy() -> None:
     scores = logits(4)
-    drawn = sample(scores, [Draw(Sampling(temperature=0.0), 3, 0)] * 4)
+    drawn = sample(scores, [SampledRow(Sampling(temperature=0.0), 3, 0)] * 4)
     assert [t for t, _ in drawn] == scores.argmax(-1).tolist()
 
 
@@ -86,9 +93,9 @@ def test_frequencies_follow_the_distribution() -> None:
     tries = 20_000
     counts = support(scores, tries, temperature=0.8, seed=11)
     expected = (scores[0] / 0.8).double().softmax(-1).numpy() * tries
-    found = np.array([counts.get(i, 0) for i in range(VOCAB)])
+    counted = np.array([counts.get(i, 0) for i in range(VOCAB)])
     large = expected >= 5
-    chi_square = float((((found - expected) ** 2) / expected)[large].sum())
+    chi_square = float((((counted - expected) ** 2) / expected)[large].sum())
     # 99.9 % of the chi-square distribution with 39 degrees of freedom is below 72.1.
     assert chi_square < 72.1
 
@@ -108,8 +115,10 @@ def test_the_generator_is_the_same_on_every_machine() -> None:
 
 def test_a_token_does_not_depend_on_the_batch_it_is_drawn_in() -> None:
     scores = logits(8)
-    draws = [Draw(Sampling(temperature=0.5 + i / 4, seed=i, top_p=0.9), 10 + i, 0)
-             for i in range(8)]  # fmt: skip
+    draws = [
+        SampledRow(Sampling(temperature=0.5 + i / 4, seed=i, top_p=0.9), 10 + i, 0)
+        for i in range(8)
+    ]
     together = sample(scores, draws)
     alone = [sample(scores[i : i + 1], draws[i : i + 1])[0] for i in range(8)]
     assert together == alone
@@ -166,7 +175,7 @@ def test_stop_tokens_wait_for_min_tokens() -> None:
 def test_log_probabilities_are_the_models_own() -> None:
     scores = logits()
     sampling = Sampling(temperature=5.0, logprobs=3, logit_bias={2: 50.0})
-    (drawn, report), = sample(scores, [Draw(sampling, 0, 0)])  # fmt: skip
+    ((drawn, report),) = sample(scores, [SampledRow(sampling, 0, 0)])
     own = scores[0].double().log_softmax(-1)
     assert drawn == 2
     assert report is not None

@@ -1,4 +1,4 @@
-"""What a rank knows of sequences, and how steps become inputs."""
+"""Sequence state of a rank, and how steps become inputs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from medha.batch import Batch, Chunk, Move
 from medha.errors import EngineError, ProtocolError
 from medha.messages.fields import Sampling
 from medha.messages.ranks import SequenceStart, Step
-from medha_worker.attention.interface import Partial, Span
+from medha_worker.attention.kernel_interface import Partial, Span
 from medha_worker.inputs import InputBuilder, StepInputs
 from medha_worker.kv.pages import KvPages
-from medha_worker.model.config import Rope
+from medha_worker.model.decoder_config import Rope
 from medha_worker.model.rope import Rotary
-from medha_worker.parallel.interface import SharedRows
+from medha_worker.parallel.collectives import SharedRows
 from medha_worker.sequences import PageTable, Sequences
 
 T = 4
@@ -53,12 +53,16 @@ class Rank:
         self.steps += 1
         mine = [c for c in chunks if self.sequences.group in c.groups]
         ids = [1] * sum(c.length for c in mine) if tokens is None else tokens
-        step = Step(step=self.steps, batch=Batch(self.steps, 0, chunks),
-                    tokens=np.array(ids, dtype=np.int32).tobytes(), **more)  # fmt: skip
+        step = Step(
+            step=self.steps,
+            batch=Batch(self.steps, 0, chunks),
+            tokens=np.array(ids, dtype=np.int32).tobytes(),
+            **more,
+        )
         return self.builder.build(step)
 
     def draws(self, inputs: StepInputs, token: int) -> None:
-        """Its one yielding row drew `token`; the host has been told."""
+        """Record that the only yielding row drew `token`, on device and host."""
         self.builder.drew(inputs, torch.tensor([token]), [0])
         _, state, position = inputs.yielding[0]
         state.sampled(position, token)
@@ -69,13 +73,18 @@ class Rank:
 
 
 def start(seq: int, cached: tuple[tuple[int, int], ...] = (), **more: Any) -> SequenceStart:
-    return SequenceStart(seq=seq, sampling=more.pop("sampling", Sampling()),
-                         prompt_tokens=more.pop("prompt", 8), cached=cached, **more)  # fmt: skip
+    return SequenceStart(
+        seq=seq,
+        sampling=more.pop("sampling", Sampling()),
+        prompt_tokens=more.pop("prompt", 8),
+        cached=cached,
+        **more,
+    )
 
 
 def placed(inputs: StepInputs) -> list[tuple[int, int]]:
     """(page, offset) of each row that is kept."""
-    pages, offsets = inputs.slots
+    pages, offsets = inputs.slot_mapping
     return list(zip(pages.tolist(), offsets.tolist(), strict=True))
 
 
@@ -134,8 +143,9 @@ def test_a_switch_moves_pages_from_source_to_target() -> None:
 def test_a_sequence_that_starts_with_a_switch_knows_its_pages_already() -> None:
     rank = Rank(1)
     move = Move(id=1, seq=7, source=0, target=1, logical=(0,), from_pages=(10,), to_pages=(3,))
-    rank.step(Chunk(7, 8, 1, (0, 1), 1, (9,)), starts=(start(7, cached=((0, 3),)),),
-              switches=(move,))  # fmt: skip
+    rank.step(
+        Chunk(7, 8, 1, (0, 1), 1, (9,)), starts=(start(7, cached=((0, 3),)),), switches=(move,)
+    )
     assert rank.span() == (1, 4, [3, 9], True)
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.recalling_prompts import recalling
 
 from medha.batch import Batch, Chunk
 from medha.errors import CheckpointError, SpecError
@@ -22,14 +23,13 @@ from medha.topology import kv_heads_of
 from medha_worker.attention.reference import ReferenceAttention
 from medha_worker.inputs import InputBuilder
 from medha_worker.kv.pages import KvPages
-from medha_worker.model.config import read_config
+from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
 from medha_worker.model.decoder import Decoder
+from medha_worker.model.decoder_config import read_config
 from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.rope import Rotary
-from medha_worker.parallel.interface import SoloColumn
+from medha_worker.parallel.collectives import SoloColumn
 from medha_worker.sequences import Sequences
-from medha_worker.testing.checkpoint import FAMILIES, TinyModel
-from medha_worker.testing.prompts import recalling
 from medha_worker.weights import Checkpoint, load
 
 Folder = Callable[[TinyModel], pathlib.Path]
@@ -45,9 +45,9 @@ class ThreadShard:
     def _meet(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._slots[self.rank] = x.clone()
         self._barrier.wait(timeout=30)
-        found = list(self._slots)
+        parts = list(self._slots)
         self._barrier.wait(timeout=30)
-        return found
+        return parts
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(torch.stack(self._meet(x)).sum(0))
@@ -96,9 +96,14 @@ def test_shards_and_stages_together_are_the_model(
             kernel = ReferenceAttention(config.heads // tp, kv_heads, config.head_dim, 64)
             rotary = Rotary(config.rope, config.head_dim)
             builder = InputBuilder(
-                Sequences(0), kernel, rotary, kv, config.vocab, embeds=layers.start == 0,
+                Sequences(0),
+                kernel,
+                rotary,
+                kv,
+                config.vocab,
+                embeds=layers.start == 0,
                 windows=config.windows_in(layers),
-            )  # fmt: skip
+            )
             inputs = builder.build(prompt_step(tokens, 3))
             stage = Decoder(config, layers, parallel, weights)
             x = stage.forward(inputs.tokens if layers.start == 0 else x, inputs, kv, SoloColumn())
@@ -110,16 +115,23 @@ def test_shards_and_stages_together_are_the_model(
     for thread in threads:
         thread.join(timeout=60)
     expected = oracle(folder, tokens)
-    for found in results:
-        assert torch.equal(found, results[0])
+    for result in results:
+        assert torch.equal(result, results[0])
     assert float((results[0] - expected).abs().max() / expected.std()) < 1e-4
 
 
 def test_progress_grows_to_the_whole(tiny: pathlib.Path) -> None:
     seen: list[tuple[int, int]] = []
     config = read_config(tiny)
-    load(Checkpoint(tiny), config, range(2, 4), 0, 2, torch.float32,
-         lambda done, total: seen.append((done, total)))  # fmt: skip
+    load(
+        Checkpoint(tiny),
+        config,
+        range(2, 4),
+        0,
+        2,
+        torch.float32,
+        lambda done, total: seen.append((done, total)),
+    )
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1]
     whole = (tiny / "model.safetensors").stat().st_size
@@ -184,12 +196,12 @@ def test_a_bad_file_is_named_in_one_line(
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("said", [False, None])
+@pytest.mark.parametrize("tied", [False, None])
 def test_a_head_that_is_missing_is_not_taken_from_the_embedding_unasked(
-    said: bool | None, checkpoint: Folder, tmp_path: pathlib.Path
+    tied: bool | None, checkpoint: Folder, tmp_path: pathlib.Path
 ) -> None:
     folder = shutil.copytree(checkpoint(TinyModel(tied=True)), tmp_path / "headless")
-    say_tied(folder, said)
+    write_tied(folder, tied)
     with pytest.raises(CheckpointError, match=r"has no tensor lm_head\.weight: needed") as caught:
         load(Checkpoint(folder), read_config(folder), range(6), 0, 1, torch.float32)
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
@@ -200,18 +212,18 @@ def test_a_head_in_the_file_of_a_model_that_ties_it_is_left_alone(
     tiny: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     folder = shutil.copytree(tiny, tmp_path / "both")
-    say_tied(folder, True)
+    write_tied(folder, True)
     loaded = load(Checkpoint(folder), read_config(folder), range(6), 0, 1, torch.float32)
     assert loaded.head is not None and loaded.embedding is not None
     assert torch.equal(loaded.head.weight.t(), loaded.embedding)
 
 
-def say_tied(folder: pathlib.Path, said: bool | None) -> None:
+def write_tied(folder: pathlib.Path, tied: bool | None) -> None:
     """Change what config.json says of the head; None: it says nothing."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     del config["tie_word_embeddings"]
-    path.write_text(json.dumps(config if said is None else config | {"tie_word_embeddings": said}))
+    path.write_text(json.dumps(config if tied is None else config | {"tie_word_embeddings": tied}))
 
 
 @pytest.mark.parametrize(
@@ -245,10 +257,17 @@ def test_dummy_weights_take_the_place_of_files_and_keep_numbers_in_range(
     config = read_config(tmp_path)
     seen: list[tuple[int, int]] = []
     drawn, again = (
-        load(DummyCheckpoint(tmp_path), config, range(6), 0, 2, dtype,
-             lambda done, total: seen.append((done, total)))
+        load(
+            DummyCheckpoint(tmp_path),
+            config,
+            range(6),
+            0,
+            2,
+            dtype,
+            lambda done, total: seen.append((done, total)),
+        )
         for dtype in (torch.float32, torch.float32)
-    )  # fmt: skip
+    )
     real = load(Checkpoint(tiny), config, range(6), 0, 2, torch.float32)
     assert drawn.layers[3].qkv.weight.shape == real.layers[3].qkv.weight.shape
     assert drawn.head is not None and real.head is not None

@@ -10,19 +10,19 @@ import numpy.typing as npt
 import pytest
 import torch
 from tests.engine.test_engine_families import prefill
+from tests.support.recalling_prompts import recalling
+from tests.support.solo_engine import SoloEngine
 
 from medha.config import WorkerConfig
 from medha.topology import Coordinate, Topology
 from medha_worker import weights
-from medha_worker.attention.scales import FP8, FP8_MAX, Scales
+from medha_worker.attention.fp8_scales import FP8, FP8_MAX, Scales
 from medha_worker.device import CPU
-from medha_worker.engine import Engine
+from medha_worker.engine import RankEngine
 from medha_worker.kv.pages import KvPages
-from medha_worker.model.config import read_config
+from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
+from medha_worker.model.decoder_config import read_config
 from medha_worker.model.rope import Rotary
-from medha_worker.testing.checkpoint import FAMILIES, TinyModel
-from medha_worker.testing.engine import SoloEngine
-from medha_worker.testing.prompts import recalling
 
 Tokens = npt.NDArray[np.int32]
 Folder = Callable[[TinyModel], pathlib.Path]
@@ -76,11 +76,11 @@ def test_logits_over_fp8_pages_are_close_and_do_not_depend_on_the_chunks(
     folder = checkpoint(FAMILIES[name])
     tokens = recalling(900, 512, seed=3)
     exact = prefill(SoloEngine(folder, pages=15), 1, tokens, 300)
-    found = prefill(SoloEngine(folder, pages=15, kv_dtype=FP8), 1, tokens, 300)
+    actual = prefill(SoloEngine(folder, pages=15, kv_dtype=FP8), 1, tokens, 300)
     again = prefill(SoloEngine(folder, pages=15, kv_dtype=FP8), 1, tokens, 200, 1, 67, 1, 1, 333)
-    off, apart = (float((x - found).square().mean().sqrt() / exact.std()) for x in (exact, again))
+    off, apart = (float((x - actual).square().mean().sqrt() / exact.std()) for x in (exact, again))
     assert 1e-3 < off < 0.3 and apart < 0.1 * off
-    assert float((found.argmax(-1) == exact.argmax(-1)).float().mean()) > 0.85
+    assert float((actual.argmax(-1) == exact.argmax(-1)).float().mean()) > 0.85
 
 
 def test_needles_far_back_are_still_found_over_fp8_pages(checkpoint: Folder) -> None:
@@ -93,15 +93,16 @@ def test_needles_far_back_are_still_found_over_fp8_pages(checkpoint: Folder) -> 
     dice = np.random.default_rng(7)
     phrases = dice.permutation(np.arange(400, 512))[:96].astype(np.int32).reshape(12, 8)
     text = dice.integers(5, 400, (13, 230)).astype(np.int32)
-    first = np.concatenate([*(np.concatenate(both) for both in zip(text, phrases, strict=False)),
-                            text[-1]])  # fmt: skip
+    first = np.concatenate(
+        [*(np.concatenate(both) for both in zip(text, phrases, strict=False)), text[-1]]
+    )
     again = phrases[dice.permutation(12)]
 
     def hits(kv_dtype: torch.dtype | None) -> float:
         engine = SoloEngine(folder, pages=50, kv_dtype=kv_dtype)
         logits = prefill(engine, 1, np.concatenate([first, again.reshape(-1)]), 1000, 777)
-        told = logits[len(first) :].argmax(-1).view(12, 8)[:, 1:-1]
-        return float((told == torch.from_numpy(again[:, 2:])).float().mean())
+        predicted = logits[len(first) :].argmax(-1).view(12, 8)[:, 1:-1]
+        return float((predicted == torch.from_numpy(again[:, 2:])).float().mean())
 
     assert hits(None) > 0.97 and hits(FP8) > 0.85
 
@@ -129,12 +130,18 @@ def test_pages_keep_fp8_numbers_where_they_were_written() -> None:
 def test_a_rank_keeps_its_pages_in_what_its_configuration_says(checkpoint: Folder) -> None:
     folder = checkpoint(TinyModel())
     config = WorkerConfig(
-        replica="r", model="m", checkpoint=str(folder), max_context_tokens=2048,
-        topology=Topology(), kv_dtype="fp8_e4m3", kv_pages=4, rank_bind="ipc:///nowhere",
-    )  # fmt: skip
-    engine = Engine(config, Coordinate(0, 0, 0), CPU, lambda done, total: None)
+        replica="r",
+        model="m",
+        checkpoint=str(folder),
+        max_context_tokens=2048,
+        topology=Topology(),
+        kv_dtype="fp8_e4m3",
+        kv_pages=4,
+        rank_bind="ipc:///nowhere",
+    )
+    engine = RankEngine(config, Coordinate(0, 0, 0), CPU, lambda done, total: None)
     assert engine.kv.memory.dtype == FP8 and engine.kv.page_bytes == 2 * 2 * 64 * 32
     expected = scales_of(folder)
-    found = [engine.kv.scales(layer) for layer in range(6)]
-    for mine, theirs in zip(found, expected, strict=True):
+    actual = [engine.kv.scales(layer) for layer in range(6)]
+    for mine, theirs in zip(actual, expected, strict=True):
         assert mine is not None and torch.equal(mine.key, theirs.key)

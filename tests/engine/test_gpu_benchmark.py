@@ -10,25 +10,25 @@ import sys
 import msgspec
 import pytest
 import torch
+from tests.support.served import Served, Wish
+from tests.support.stopwatch import Stopwatch
 
 from medha.config import Scheduling
 from medha.messages import BatchTokens, RankReport
 from medha.profile import CPU_CORE, encode
 from medha_worker.device import CPU
-from medha_worker.runner import Flight
-from medha_worker.testing.checkpoint import TinyModel, write_config
-from medha_worker.testing.served import Served, Wish
-from medha_worker.testing.stopwatch import Stopwatch
+from medha_worker.model.checkpoint_writer import TinyModel, write_config
+from medha_worker.runner import LaunchedBatch
 
-SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_engine.py"
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 ROWS = ("ttft", "tpot", "convoy", "queue", "burst", "chunks", "decode", "host")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    made = tmp_path_factory.mktemp("shape")
-    write_config(made, TinyModel(layers=2, max_tokens=8192))
-    return made
+    folder = tmp_path_factory.mktemp("shape")
+    write_config(folder, TinyModel(layers=2, max_tokens=8192))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,11 @@ def served(folder: pathlib.Path) -> Served:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=250
+        [sys.executable, "-m", "benchmarks.gpu_engine", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
 
 
@@ -52,10 +56,10 @@ def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
 def test_a_dry_run_has_every_row_and_judges_none(tmp_path: pathlib.Path) -> None:
     ended = run("--device", "cpu", "--shape", "tiny", "--json", str(tmp_path / "table.json"))
     assert ended.returncode == 0, ended.stderr
-    told = json.loads((tmp_path / "table.json").read_text())
-    assert {row["row"] for row in told["rows"]} == set(ROWS)
-    assert all(row["met"] is None and row["value"] >= 0 for row in told["rows"])
-    assert told["whole"] and told["profile"] == "cpu-core"
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert {row["row"] for row in table["rows"]} == set(ROWS)
+    assert all(row["met"] is None and row["value"] >= 0 for row in table["rows"])
+    assert table["whole"] and table["profile"] == "cpu-core"
     assert "MISSED" not in ended.stdout and "not timed" in ended.stdout
 
 
@@ -68,16 +72,16 @@ def test_a_long_prompt_is_computed_when_named_unless_it_takes_too_long(
     slow.write_bytes(encode(msgspec.structs.replace(CPU_CORE, name="slow", **lame)))
     ended = run(*dry, "--profile", str(slow), "--json", str(tmp_path / "table.json"))
     assert ended.returncode == 0 and "--patience is 450" in ended.stdout, ended.stderr
-    told = json.loads((tmp_path / "table.json").read_text())
-    assert told["profile"] == "slow" and [row["value"] for row in told["rows"]] == [None]
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert table["profile"] == "slow" and [row["value"] for row in table["rows"]] == [None]
 
 
 def test_a_profile_that_is_none_is_one_sentence_and_status_two(tmp_path: pathlib.Path) -> None:
     (tmp_path / "p.json").write_text("{}")
-    for file, said in (("p.json", "must hold a profile"), ("none.json", "must be readable")):
+    for file, reason in (("p.json", "must hold a profile"), ("none.json", "must be readable")):
         ended = run("--device", "cpu", "--shape", "tiny", "--profile", str(tmp_path / file))
         assert ended.returncode == 2 and ended.stdout == ""
-        assert ended.stderr.count("\n") == 1 and said in ended.stderr
+        assert ended.stderr.count("\n") == 1 and reason in ended.stderr
 
 
 def test_the_stopwatch_knows_every_batch_and_leaves_nothing_behind(served: Served) -> None:
@@ -113,21 +117,26 @@ def test_a_filled_prompt_is_not_computed_and_its_decodes_are(served: Served) -> 
 def drawn(folder: pathlib.Path, ahead_s: float) -> dict[int, list[int]]:
     """Tokens of five requests, by sequence."""
     served = Served(
-        folder, CPU, profile=CPU_CORE, dtype="float32", pages=96, page_tokens=16,
+        folder,
+        CPU,
+        profile=CPU_CORE,
+        dtype="float32",
+        pages=96,
+        page_tokens=16,
         settings=Scheduling(ahead_s=ahead_s),
-    )  # fmt: skip
-    told: dict[int, list[int]] = {}
+    )
+    table: dict[int, list[int]] = {}
     finish = served.runner.finish
 
-    def noted(flight: Flight) -> list[RankReport]:
-        reports = finish(flight)
-        for out in (one for r in reports if isinstance(r, BatchTokens) for one in r.tokens):
-            told.setdefault(out.seq, []).append(out.token)
+    def noted(launched: LaunchedBatch) -> list[RankReport]:
+        reports = finish(launched)
+        for out in (o for r in reports if isinstance(r, BatchTokens) for o in r.tokens):
+            table.setdefault(out.seq, []).append(out.token)
         return reports
 
     served.runner.finish = noted  # type: ignore[method-assign]
     served.play([Wish(prompt_tokens=9 * n, output_tokens=4 * n) for n in range(1, 6)])
-    return told
+    return table
 
 
 def test_a_play_draws_the_same_one_step_ahead(folder: pathlib.Path) -> None:

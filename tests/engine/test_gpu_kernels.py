@@ -8,14 +8,14 @@ import pytest
 import torch
 from benchmarks import gpu_kernels
 from tests.engine import plain_library
+from tests.support.paged_case import Case
+from tests.support.paged_case import Work as Rows
 
-from medha_worker import kernels
-from medha_worker.attention.calls import Geometry
+from medha_worker import flashinfer
+from medha_worker.attention.flashinfer_plan import Geometry
+from medha_worker.attention.fp8_scales import FP8
 from medha_worker.attention.paged import PagedAttention
-from medha_worker.attention.scales import FP8
 from medha_worker.graphs import Replay, Work
-from medha_worker.testing.paged_case import Case
-from medha_worker.testing.paged_case import Work as Rows
 
 MIXED = Case("a chunk and a decode", (Rows(700, 20), Rows(300, 1)))
 SINGLES = Case("decodes", (Rows(700, 1), Rows(0, 1), Rows(64, 1)))
@@ -37,13 +37,23 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     def backend(dtype: torch.dtype, tensor: bool = False) -> PagedAttention:
         geometry = Geometry(
-            heads=4, kv_heads=2, head_dim=64, page_tokens=64, dtype=torch.bfloat16,
-            kv_dtype=dtype, kernel="fa3", decodes="tensor" if tensor else "cores",
-        )  # fmt: skip
-        library: kernels.Library = plain_library  # type: ignore[assignment]
+            heads=4,
+            kv_heads=2,
+            head_dim=64,
+            page_tokens=64,
+            dtype=torch.bfloat16,
+            kv_dtype=dtype,
+            kernel="fa3",
+            decodes="tensor" if tensor else "cores",
+        )
+        library: flashinfer.Library = plain_library  # type: ignore[assignment]
         return PagedAttention(geometry, library, torch.device("cpu"))
 
-    for name, twin in (("backend", backend), ("RecordCuda", Again), ("poison", lambda at: None)):
+    for name, twin in (
+        ("backend", backend),
+        ("CudaGraphRecorder", Again),
+        ("poison", lambda at: None),
+    ):
         monkeypatch.setattr(gpu_kernels, name, twin)
     return gpu_kernels
 

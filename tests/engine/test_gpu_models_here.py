@@ -25,22 +25,28 @@ from tests.gpu.models import (
     off,
     prompt,
 )
+from tests.support.solo_engine import SoloEngine
 
-from medha_worker import kernels
-from medha_worker.attention.calls import Geometry
+from medha_worker import flashinfer
+from medha_worker.attention.flashinfer_plan import Geometry
+from medha_worker.attention.fp8_scales import FP8
 from medha_worker.attention.paged import PagedAttention
-from medha_worker.attention.scales import FP8
 from medha_worker.kv.pages import KvPages
-from medha_worker.testing.checkpoint import TinyModel
-from medha_worker.testing.engine import SoloEngine
+from medha_worker.model.checkpoint_writer import TinyModel
 
 Folder = Callable[[TinyModel], pathlib.Path]
 
 
 def as_on_a_gpu(folder: pathlib.Path, model: TinyModel) -> tuple[SoloEngine, Again]:
-    geometry = Geometry(heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
-                        page_tokens=64, dtype=torch.bfloat16, kv_dtype=torch.bfloat16)  # fmt: skip
-    library: kernels.Library = plain_library  # type: ignore[assignment]
+    geometry = Geometry(
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        page_tokens=64,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+    )
+    library: flashinfer.Library = plain_library  # type: ignore[assignment]
     attention = PagedAttention(geometry, library, torch.device("cpu"))
     engine = SoloEngine(folder, pages=16, dtype=torch.bfloat16, attention=attention)
     again = Again()
@@ -56,10 +62,10 @@ def test_every_family_is_near_float32_in_graphs_and_in_pieces(
     folder = checkpoint(model)
     engine, again = as_on_a_gpu(folder, model)
     text = prompt(model)
-    found = exact(folder, text)
+    actual = exact(folder, text)
     for steps, replays in (("pieces", 4 * (model.layers + 1)), ("decodes", 20)):
         before = again.replays
-        assert off(logits_of(engine, text, STEPS[steps]), found) < OFF
+        assert off(logits_of(engine, text, STEPS[steps]), actual) < OFF
         assert again.replays == before + replays
 
 
@@ -80,15 +86,18 @@ def test_keys_that_are_written_elsewhere_are_found_out(
     write = KvPages.write
 
     def shifted(
-        kv: KvPages, layer: int, rows: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor],
+        kv: KvPages,
+        layer: int,
+        rows: torch.Tensor,
+        slots: tuple[torch.Tensor, torch.Tensor],
         written: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         write(kv, layer, rows, (slots[0], (slots[1] + 1) % kv.page_tokens), written)
 
-    found = exact(folder, prompt(model))
+    actual = exact(folder, prompt(model))
     engine, _ = as_on_a_gpu(folder, model)
     monkeypatch.setattr(KvPages, "write", shifted)
-    assert off(logits_of(engine, prompt(model), STEPS["chunks"]), found) > 2 * OFF
+    assert off(logits_of(engine, prompt(model), STEPS["chunks"]), actual) > 2 * OFF
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["float32", "fp8"])

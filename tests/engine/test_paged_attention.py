@@ -29,22 +29,22 @@ from tests.engine.test_engine_attention import (
 from tests.engine.test_engine_attention import lay as lay_works
 
 from medha.errors import SetupError
-from medha_worker import kernels
+from medha_worker import flashinfer
 from medha_worker.attention import paged as paged_backend
-from medha_worker.attention.calls import Decodes, Geometry, Kernel, Wrapper, fold, unfold
-from medha_worker.attention.captured import CapturedDecodes
-from medha_worker.attention.interface import Partial
+from medha_worker.attention.flashinfer_plan import Decodes, Geometry, Kernel, Wrapper, fold, unfold
+from medha_worker.attention.fp8_scales import FP8, Scales
+from medha_worker.attention.graph_decode import GraphDecodes
+from medha_worker.attention.kernel_interface import Partial
+from medha_worker.attention.kv_splits import PrefixSplit, lay, merges
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.attention.reference import ReferenceAttention
-from medha_worker.attention.scales import FP8, Scales
-from medha_worker.attention.splits import Choice, lay, merges
 
-TABLE = (Choice(2, 5, True), Choice(5, 3, False), Choice(9, 2, True))
+TABLE = (PrefixSplit(2, 5, True), PrefixSplit(5, 3, False), PrefixSplit(9, 2, True))
 CPU = torch.device("cpu")
 
 
 def paged(
-    table: tuple[Choice, ...] = TABLE,
+    table: tuple[PrefixSplit, ...] = TABLE,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
     kernel: Kernel = "fa3",
@@ -52,16 +52,23 @@ def paged(
     split_pages: int = 0,
 ) -> PagedAttention:
     geometry = Geometry(
-        heads=HEADS, kv_heads=KV_HEADS, head_dim=D, page_tokens=T, dtype=dtype,
-        kv_dtype=kv_dtype or dtype, kernel=kernel, decodes=decodes, split_pages=split_pages,
-    )  # fmt: skip
-    library: kernels.Library = plain_library  # type: ignore[assignment]
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=D,
+        page_tokens=T,
+        dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
+        kernel=kernel,
+        decodes=decodes,
+        split_pages=split_pages,
+    )
+    library: flashinfer.Library = plain_library  # type: ignore[assignment]
     return PagedAttention(geometry, library, CPU, table=table, least_tokens=T)
 
 
 @given(st.lists(work, min_size=1, max_size=6), st.integers(0, 3), st.sampled_from([(), TABLE]))
 def test_any_mix_of_spans_agrees_with_plain_attention_on_paged_kernels(
-    works: list[Work], seed: int, table: tuple[Choice, ...]
+    works: list[Work], seed: int, table: tuple[PrefixSplit, ...]
 ) -> None:
     assert same(*run(works, seed, paged(table)))
 
@@ -70,8 +77,8 @@ def test_any_mix_of_spans_agrees_with_plain_attention_on_paged_kernels(
 def test_paged_kernels_see_the_window_of_their_layers_alone(
     works: list[Work], seed: int, window: int
 ) -> None:
-    one = [dataclasses.replace(work, window=window) for work in works]
-    assert same(*run(one, seed, paged()))
+    windowed = [dataclasses.replace(work, window=window) for work in works]
+    assert same(*run(windowed, seed, paged()))
 
 
 def test_heads_are_merged_some_at_a_time_where_the_library_takes_no_more(
@@ -84,20 +91,20 @@ def test_heads_are_merged_some_at_a_time_where_the_library_takes_no_more(
 def test_plans_that_are_held_at_a_time_do_not_disturb_each_other() -> None:
     attention = paged()
     works = [Work(9, 3, True), Work(6, 1, True), Work(0, 5, True), Work(21, 1, True)]
-    (one, pool), (two, other) = lay_works(works, 0), lay_works(works[::-1], 1)
+    (first, pool), (second, other) = lay_works(works, 0), lay_works(works[::-1], 1)
     q, k, v = torch.randn(3, 10, HEADS, D, generator=torch.Generator().manual_seed(0))
     own = (k[:, :KV_HEADS], v[:, :KV_HEADS])
-    plans = [attention.plan([each.span for each in laid]) for laid in (one, two)]
-    for plan, laid, pages in zip(plans, (one, two), (pool, other), strict=True):
-        again = paged().plan([each.span for each in laid]).run(q, *own, pages)
-        found = plan.run(q, *own, pages)
-        assert torch.equal(found.out, again.out) and torch.equal(found.lse, again.lse)
+    plans = [attention.plan([entry.span for entry in laid]) for laid in (first, second)]
+    for plan, laid, pages in zip(plans, (first, second), (pool, other), strict=True):
+        again = paged().plan([entry.span for entry in laid]).run(q, *own, pages)
+        actual = plan.run(q, *own, pages)
+        assert torch.equal(actual.out, again.out) and torch.equal(actual.lse, again.lse)
 
 
 def test_decodes_side_by_side_and_one_chunk_are_written_where_they_belong() -> None:
     """No index is needed then, and no state is copied."""
     laid, _ = lay_works([Work(9, 1, True), Work(6, 1, True), Work(30, 7, True)], 0)
-    plan = paged(()).plan([each.span for each in laid])
+    plan = paged(()).plan([entry.span for entry in laid])
     assert plan.single is not None and plan.single.rows == slice(0, 2)
     assert plan.states is None and plan.chunks[0].rows == slice(2, 9)
 
@@ -136,15 +143,16 @@ def test_folded_queries_unfold_into_themselves() -> None:
 def test_states_are_merged_by_row_in_the_order_of_the_parts() -> None:
     """Rows 0 and 1 see 8 full pages and a rest, cut in 3 parts and a tail; rows 2 to 11 are one
     entry."""
-    spans = [each.span for each in lay_works([Work(34, 2, True), Work(3, 10, True)], 0)[0]]
-    batches = lay(spans, T, GROUP, (Choice(2, 3, True),), least_tokens=T)
+    spans = [entry.span for entry in lay_works([Work(34, 2, True), Work(3, 10, True)], 0)[0]]
+    batches = lay(spans, T, GROUP, (PrefixSplit(2, 3, True),), least_tokens=T)
     assert [(batch.causal, batch.packed) for batch in batches] == [(False, True), (True, False)]
-    found = merges(batches)
-    assert found.several_rows.tolist() == [0, 1] and found.several.tolist() == [
-        [0, 2, 4, 6], [1, 3, 5, 7],
-    ]  # fmt: skip
-    assert found.alone_rows.tolist() == list(range(2, 12))
-    assert found.alone.tolist() == list(range(8, 18))
+    actual = merges(batches)
+    assert actual.several_rows.tolist() == [0, 1] and actual.several.tolist() == [
+        [0, 2, 4, 6],
+        [1, 3, 5, 7],
+    ]
+    assert actual.alone_rows.tolist() == list(range(2, 12))
+    assert actual.alone.tolist() == list(range(8, 18))
 
 
 def test_no_part_of_a_prefix_is_longer_than_narrow_sums_allow() -> None:
@@ -157,23 +165,23 @@ def test_no_part_of_a_prefix_is_longer_than_narrow_sums_allow() -> None:
 @given(st.lists(st.integers(0, 30), max_size=4), st.integers(0, 3), st.sampled_from([0, 9]))
 def test_a_graphs_decodes_are_those_of_a_plan(held: list[int], seed: int, window: int) -> None:
     attention, spare = paged(), PAGES
-    captured = CapturedDecodes(attention, 6, 64, spare=spare, window=window)
+    captured = GraphDecodes(attention, 6, 64, spare=spare, window=window)
     for shift in (0, 1):  # replayed with another batch
         works = [Work(min(h + shift, 30), 1, True, window=window) for h in held]
         laid, pool = lay_works(works, seed + shift)
         pool = torch.cat([pool, torch.zeros(1, *pool.shape[1:])])
-        spans = [each.span for each in laid]
+        spans = [entry.span for entry in laid]
         q = torch.randn(6, HEADS, D, generator=torch.Generator().manual_seed(shift))
         k, v = q[:, :KV_HEADS], q[:, :KV_HEADS]
         assert captured.fits(spans)
         captured.plan(spans)
-        found = captured.run(q, k, v, pool)
+        actual = captured.run(q, k, v, pool)
         n = len(spans)
-        assert found.out.isfinite().all()
+        assert actual.out.isfinite().all()
         if n:
             expected = attention.plan(spans).run(q[:n], k[:n], v[:n], pool)
-            assert torch.allclose(found.out[:n], expected.out, atol=1e-6)
-            assert torch.allclose(found.lse[:n], expected.lse, atol=1e-6)
+            assert torch.allclose(actual.out[:n], expected.out, atol=1e-6)
+            assert torch.allclose(actual.lse[:n], expected.lse, atol=1e-6)
 
 
 def test_a_graph_made_in_inference_mode_is_planned_and_run_outside_of_it() -> None:
@@ -181,23 +189,23 @@ def test_a_graph_made_in_inference_mode_is_planned_and_run_outside_of_it() -> No
     laid, pool = lay_works([Work(9, 1, True)], 0)
     q = torch.randn(2, HEADS, D)
     with torch.inference_mode():
-        captured = CapturedDecodes(paged(), 2, 8, spare=PAGES - 1)
+        captured = GraphDecodes(paged(), 2, 8, spare=PAGES - 1)
         captured.plan([])
     captured.plan([laid[0].span])
-    found = captured.run(q, q[:, :KV_HEADS], q[:, :KV_HEADS], pool)
-    assert found.out.isfinite().all()
+    actual = captured.run(q, q[:, :KV_HEADS], q[:, :KV_HEADS], pool)
+    assert actual.out.isfinite().all()
 
 
 def test_what_does_not_fit_a_graph_is_refused() -> None:
-    captured = CapturedDecodes(paged(), 2, 8, spare=PAGES)
+    captured = GraphDecodes(paged(), 2, 8, spare=PAGES)
     laid, _ = lay_works([Work(9, 1, True), Work(6, 2, True), Work(8, 1, False)], 0)
-    decode, chunk, shard = (each.span for each in laid)
+    decode, chunk, shard = (entry.span for entry in laid)
     assert captured.fits([decode])
     assert not captured.fits([chunk]) and not captured.fits([shard])
     assert not captured.fits([decode, decode])  # the second is not in row 1
     with pytest.raises(ValueError, match="do not fit 2 rows"):
         captured.plan([chunk])
-    fixed = CapturedDecodes(paged(kernel="fa2", split_pages=3), 2, 8, spare=PAGES)
+    fixed = GraphDecodes(paged(kernel="fa2", split_pages=3), 2, 8, spare=PAGES)
     assert fixed.fits([]) and not fixed.fits([decode])
 
 
@@ -223,22 +231,22 @@ def test_pages_in_fp8_are_attended_to_as_the_values_that_they_stand_for(kernel: 
     q = torch.randn(rows, HEADS, D, generator=dice)
     own = torch.zeros(2, rows, KV_HEADS, D)
     narrow = torch.zeros(2, rows, KV_HEADS, D).to(FP8)
-    for each in laid:
-        for i in range(each.span.length if each.span.tail else 0):
-            page, at = divmod(each.span.held + i, T)
-            own[:, each.span.start + i] = plain[each.span.pages[page], :, :, at]
-            narrow[:, each.span.start + i] = pool[each.span.pages[page], :, :, at]
-    spans = [each.span for each in laid]
+    for entry in laid:
+        for i in range(entry.span.length if entry.span.tail else 0):
+            page, at = divmod(entry.span.held + i, T)
+            own[:, entry.span.start + i] = plain[entry.span.pages[page], :, :, at]
+            narrow[:, entry.span.start + i] = pool[entry.span.pages[page], :, :, at]
+    spans = [entry.span for entry in laid]
     reference = ReferenceAttention(HEADS, KV_HEADS, D, T)
     expected = reference.plan(spans).run(q, own[0], own[1], plain)
     straight = reference.plan(spans).run(q, narrow[0], narrow[1], pool, of)
     assert torch.allclose(straight.out, expected.out, atol=1e-5)
     assert torch.allclose(straight.lse, expected.lse, atol=1e-5)
     attention = paged(kv_dtype=FP8, kernel=kernel)
-    found = attention.plan(spans).run(q, narrow[0], narrow[1], pool, of)
+    actual = attention.plan(spans).run(q, narrow[0], narrow[1], pool, of)
     atol = 0.1 if kernel == "fa3" else 1e-5
-    assert torch.allclose(found.out, expected.out, atol=atol)
-    assert torch.allclose(found.natural().lse, expected.lse, atol=atol)
+    assert torch.allclose(actual.out, expected.out, atol=atol)
+    assert torch.allclose(actual.natural().lse, expected.lse, atol=atol)
 
 
 def test_a_missing_library_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,15 +257,21 @@ def test_a_missing_library_is_told_with_what_to_install(monkeypatch: pytest.Monk
     with pytest.raises(
         SetupError, match=r"pip install flashinfer-python==0\.6.*requirements/cuda\.txt"
     ):
-        kernels.flashinfer()
+        flashinfer.flashinfer()
 
 
 CALLS = (
-    "BatchPrefillWithPagedKVCacheWrapper.__init__", "BatchPrefillWithPagedKVCacheWrapper.plan",
-    "BatchPrefillWithPagedKVCacheWrapper.run", "BatchDecodeWithPagedKVCacheWrapper.__init__",
-    "BatchDecodeWithPagedKVCacheWrapper.plan", "BatchDecodeWithPagedKVCacheWrapper.run",
-    "merge_states", "rmsnorm", "silu_and_mul", "apply_rope_with_cos_sin_cache_inplace",
-)  # fmt: skip
+    "BatchPrefillWithPagedKVCacheWrapper.__init__",
+    "BatchPrefillWithPagedKVCacheWrapper.plan",
+    "BatchPrefillWithPagedKVCacheWrapper.run",
+    "BatchDecodeWithPagedKVCacheWrapper.__init__",
+    "BatchDecodeWithPagedKVCacheWrapper.plan",
+    "BatchDecodeWithPagedKVCacheWrapper.run",
+    "merge_states",
+    "rmsnorm",
+    "silu_and_mul",
+    "apply_rope_with_cos_sin_cache_inplace",
+)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -268,7 +282,7 @@ def test_the_oracles_signatures_are_the_librarys(name: str) -> None:
         ours, real = getattr(ours, part), getattr(real, part)
     assert callable(ours) and callable(real)
     known = list(inspect.signature(real).parameters.values())
-    names = [each.name for each in known]
+    names = [entry.name for entry in known]
     for place, mine in enumerate(inspect.signature(ours).parameters.values()):
         assert mine.name in names, f"{name} has no {mine.name}"
         if mine.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
@@ -278,5 +292,5 @@ def test_the_oracles_signatures_are_the_librarys(name: str) -> None:
 def test_a_poisoned_row_would_be_seen() -> None:
     """The oracle poisons what it is given, so a row that no call writes is not taken for zero."""
     partial = Partial(torch.full((1, HEADS, D), np.nan), torch.full((1, HEADS), np.nan))
-    found, expected = run([Work(3, 1, True)], 0, paged())
-    assert same(found, expected) and not same(partial, expected)
+    actual, expected = run([Work(3, 1, True)], 0, paged())
+    assert same(actual, expected) and not same(partial, expected)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
+from tests.support.sheet import Row, Sheet
 
 from medha.errors import SpecError
-from medha_worker.testing.sheet import Row, Sheet
 
 
 def fast() -> Iterator[Row]:
@@ -28,9 +28,9 @@ def test_rows_are_on_the_screen_and_in_the_file_before_the_next_is_measured(
     def rows() -> Iterator[Row]:
         for number in range(3):
             yield Row(row="slow", what=f"number {number}", value=1.0, unit="s")
-            told = json.loads(path.read_text())
-            assert told["machine"] == "this" and not told["whole"]
-            seen.append((len(told["rows"]), f"number {number}" in screen.getvalue()))
+            table = json.loads(path.read_text())
+            assert table["machine"] == "this" and not table["whole"]
+            seen.append((len(table["rows"]), f"number {number}" in screen.getvalue()))
 
     assert sheet.section("slow", rows)
     assert seen == [(1, True), (2, True), (3, True)]
@@ -65,8 +65,10 @@ def test_an_attempt_that_breaks_is_its_row() -> None:
 
     sheet.attempt("exact", "a decode", measure)
     sheet.attempt("exact", "a product", lambda: next(fast()))
-    assert [(row.what, row.failed) for row in sheet.rows] == [("a decode", True),
-                                                              ("a product", False)]  # fmt: skip
+    assert [(row.what, row.failed) for row in sheet.rows] == [
+        ("a decode", True),
+        ("a product", False),
+    ]
     assert sheet.rows[0].note == "ValueError: no such kernel"
 
 

@@ -72,9 +72,11 @@ def _power(x: torch.Tensor) -> torch.Tensor:
 
 
 def _tile(
-    q: torch.Tensor, keys: torch.Tensor, masked: torch.Tensor | None,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    masked: torch.Tensor | None,
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     m, d, o = state
     scores = torch.einsum("nhd,htd->nht", q.double(), keys[0].double()).float()
     if masked is not None:

@@ -1,4 +1,4 @@
-"""The decision log of a controller that is killed holds its last decision."""
+"""The decision log of a killed controller holds its last decision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_each_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> No
             assert path.read_bytes().count(b"\n") == count
 
 
-def test_the_log_of_the_controller_before_stays(tmp_path: Path) -> None:
+def test_the_log_of_the_previous_controller_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     for life in (b"first\n", b"second\n"):
         with new_log(path) as log:

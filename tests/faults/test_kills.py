@@ -1,8 +1,8 @@
-"""A fleet whose processes are killed one after another, at work on a long prompt and short ones.
+"""A fleet whose processes are killed one after another while they serve long and short prompts.
 
-Whatever is killed: the rest goes on, the dead one comes back and a new request is answered, and
-every request that was under way ends: with the tokens of a day without faults, or with an error
-that says what happened. Only who was connected to a killed router finds the connection broken.
+After each kill the other processes continue, the killed one restarts, and a new request is served.
+Every request in flight ends: with the same tokens as without faults, or with an error that states
+the reason. Only clients of a killed router see a broken connection.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.support.medha_up import Answer, Up, complete, until
 
-from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
-from medha_worker.testing.command import Answer, Up, complete, until
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 RESOURCE = """
 apiVersion: medha.dev/v1alpha1
@@ -29,7 +29,7 @@ spec:
   device: {kind: Cpu}
   parallelism: {tp: 1, spp: 2, kvp: {min: 1, max: 2, tokensPerGroup: 6144}}
   slo: {default: {ttft: {floor: 2s, multiplier: "10"}, tpot: 5s, whenInfeasible: Relegate}}
-  # Without a cache of prefixes the same prompt is as much work each time.
+  # Without a prefix cache the same prompt takes the same work each time.
   scheduling: {prefixCache: Disabled, batchBudget: {min: 20ms, max: 200ms}, releaseCooldown: 10m}
   engine: {kvPages: 256}
 """
@@ -51,7 +51,7 @@ LONG, SHORT = tokens(1, 9_000), tokens(2, 64)
 
 
 class Fleet:
-    """A `medha up`, and what it answers when nothing goes wrong: `short` and `long`."""
+    """A `medha up`, and its responses without faults: `short` and `long`."""
 
     def __init__(self, file: Path) -> None:
         self.shared = set(os.listdir("/dev/shm"))
@@ -60,26 +60,26 @@ class Fleet:
         self.short = self.long = ""
 
     def wait(self) -> None:
-        """Until it serves, and has told its answers."""
+        """Wait until the fleet serves, and record its responses."""
         until(self.up.serves, LIMIT_S)
-        self.short, self.long = self.asks_short().text, self.asks_long().text
+        self.short, self.long = self.send_short().text, self.send_long().text
 
-    def asks_long(self) -> Answer:
+    def send_long(self) -> Answer:
         return complete(self.up.url, LONG, 6, LIMIT_S)
 
-    def asks_short(self) -> Answer:
+    def send_short(self) -> Answer:
         return complete(self.up.url, SHORT, 4, LIMIT_S)
 
     def groups(self) -> list[str]:
-        """The states of the groups; empty while the controller does not answer."""
+        """Return the states of the groups; empty while the controller does not respond."""
         status = self.up.status()
         return [] if status is None else [group.state for group in status.groups]
 
-    def has_groups(self, count: int) -> None:
-        """Until so many groups run: long prompts make it want a second one."""
+    def wait_for_groups(self, count: int) -> None:
+        """Wait until `count` groups run; long prompts make the replica grow."""
 
         def run() -> bool:
-            return self.groups().count("running") >= count or self.asks_long() is None
+            return self.groups().count("running") >= count or self.send_long() is None
 
         until(run, LIMIT_S)
 
@@ -93,34 +93,34 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
     write_checkpoint(folder / "model", SMALL)
     (folder / "tiny.yaml").write_text(RESOURCE)
-    made = Fleet(folder / "tiny.yaml")
+    started = Fleet(folder / "tiny.yaml")
     try:
-        made.wait()
-        yield made
+        started.wait()
+        yield started
     finally:
-        made.close()
+        started.close()
 
 
 class Traffic:
-    """One long prompt and short ones without end, until `ended`."""
+    """A long prompt, and short prompts until `ended`."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self.long = fleet.pool.submit(fleet.asks_long)
+        self.long = fleet.pool.submit(fleet.send_long)
         self.shorts: list[Future[Answer]] = []
 
-    def at_work(self) -> bool:
-        """Whether something runs, which it does soon after the long prompt was sent."""
-        self.goes_on()
+    def working(self) -> bool:
+        """Return True once a request runs, soon after the long prompt was sent."""
+        self.send_more()
         status = self._fleet.up.status()
         return status is not None and status.running > 0
 
-    def goes_on(self) -> None:
-        self.shorts.append(self._fleet.pool.submit(self._fleet.asks_short))
+    def send_more(self) -> None:
+        self.shorts.append(self._fleet.pool.submit(self._fleet.send_short))
         time.sleep(EVERY_S)
 
     def ended(self) -> tuple[Answer, list[Answer]]:
-        """How every request ended; a TimeoutError for one that hangs."""
+        """Wait for every result; raises TimeoutError if a request hangs."""
         return self.long.result(LIMIT_S), [short.result(LIMIT_S) for short in self.shorts]
 
 
@@ -128,37 +128,37 @@ VICTIMS = ["tiny-0-g0-s0-t0", "tiny-0-g1-s1-t0", "tiny-0-controller", "router"]
 
 
 @pytest.mark.parametrize("name", VICTIMS)
-def test_what_is_killed_comes_back_and_every_request_ends_properly(fleet: Fleet, name: str) -> None:
-    fleet.has_groups(2 if "-g1-" in name else 1)
+def test_a_killed_process_restarts_and_every_request_ends_properly(fleet: Fleet, name: str) -> None:
+    fleet.wait_for_groups(2 if "-g1-" in name else 1)
     traffic = Traffic(fleet)
-    until(traffic.at_work, LIMIT_S)
+    until(traffic.working, LIMIT_S)
     victim = fleet.up.children()[name]
-    assert not traffic.long.done(), "the long prompt was to be at work"
+    assert not traffic.long.done(), "the long prompt must still run"
     victim.send_signal(signal.SIGKILL)
 
     def back() -> bool:
-        traffic.goes_on()
-        there = fleet.up.children().get(name)
-        return there is not None and there != victim and fleet.asks_short().whole
+        traffic.send_more()
+        child = fleet.up.children().get(name)
+        return child is not None and child != victim and fleet.send_short().whole
 
     until(back, LIMIT_S)
-    _judge(fleet, traffic, may_break=name == "router")
+    _check(fleet, traffic, may_break=name == "router")
 
 
-def test_a_rank_that_hangs_is_replaced_and_its_requests_are_answered(fleet: Fleet) -> None:
-    fleet.has_groups(1)
+def test_a_hanging_rank_is_replaced_and_its_requests_are_served(fleet: Fleet) -> None:
+    fleet.wait_for_groups(1)
     traffic = Traffic(fleet)
-    until(traffic.at_work, LIMIT_S)
+    until(traffic.working, LIMIT_S)
     name = "tiny-0-g0-s1-t0"
     victim = fleet.up.children()[name]
     victim.suspend()
 
     def back() -> bool:
-        traffic.goes_on()
-        return fleet.up.children().get(name, victim) != victim and fleet.asks_short().whole
+        traffic.send_more()
+        return fleet.up.children().get(name, victim) != victim and fleet.send_short().whole
 
     until(back, LIMIT_S)
-    _judge(fleet, traffic, may_break=False)
+    _check(fleet, traffic, may_break=False)
 
 
 def test_at_the_end_nothing_is_left(fleet: Fleet) -> None:
@@ -169,7 +169,7 @@ def test_at_the_end_nothing_is_left(fleet: Fleet) -> None:
     assert not [path for path in fleet.up.run_dir.iterdir() if path.is_socket()]
 
 
-def _judge(fleet: Fleet, traffic: Traffic, *, may_break: bool) -> None:
+def _check(fleet: Fleet, traffic: Traffic, *, may_break: bool) -> None:
     long, shorts = traffic.ended()
     for answer, expected in [(long, fleet.long), *((short, fleet.short) for short in shorts)]:
         if answer.whole:

@@ -1,4 +1,4 @@
-"""Clients that leave at any moment, against a real fleet: afterwards nothing of them is left."""
+"""Clients that disconnect from a real fleet at any moment leave nothing behind."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.medha_up import Up, complete, until
 
-from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
-from medha_worker.testing.command import Up, complete, until
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 RESOURCE = """
 apiVersion: medha.dev/v1alpha1
@@ -31,8 +31,8 @@ spec:
 SMALL = TinyModel(
     layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=96, max_tokens=2048
 )
-REQUESTS, LEAVERS, AT_ONCE = 150, 0.3, 24
-LONGEST_STAY_S = 0.6
+REQUESTS, LEAVING_SHARE, AT_ONCE = 150, 0.3, 24
+MAX_STAY_S = 0.6
 HEAD = (
     "POST /v1/completions HTTP/1.1\r\nhost: medha\r\ncontent-type: application/json\r\n"
     "content-length: {}\r\n\r\n"
@@ -49,23 +49,23 @@ AT_REST = {
 def up(tmp_path: Path) -> Iterator[Up]:
     write_checkpoint(tmp_path / "model", SMALL)
     (tmp_path / "tiny.yaml").write_text(RESOURCE)
-    made = Up(tmp_path / "tiny.yaml")
+    running = Up(tmp_path / "tiny.yaml")
     try:
-        yield made
+        yield running
     finally:
-        made.kill()
+        running.kill()
 
 
 def prompt(dice: random.Random) -> list[int]:
-    """Some begin alike, so that they share pages; lengths are of no page."""
+    """Draw a prompt; some share their first pages, and lengths are not whole pages."""
     shared = [dice.randrange(3)] * dice.choice((0, 64, 200))
-    return [10 + each for each in shared] + [
+    return [10 + token for token in shared] + [
         dice.randrange(20, 500) for _ in range(dice.randrange(1, 700))
     ]
 
 
 def leave(port: int, body: bytes, part: float, stay_s: float) -> bool:
-    """Send a part of a request, read for a while, and be gone."""
+    """Send a part of a request, read for a while, and disconnect."""
     request = HEAD.format(len(body)).encode() + body
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(request[: int(len(request) * part)])
@@ -80,30 +80,35 @@ def leave(port: int, body: bytes, part: float, stay_s: float) -> bool:
 
 
 def play(up: Up, number: int) -> bool:
-    """One request by its number, the same each time; whether it ended as it should."""
+    """Make the request of a number, always the same; return True if it ended properly."""
     dice = random.Random(number)
     tokens, output = prompt(dice), dice.randrange(1, 32)
-    if dice.random() >= LEAVERS:
+    if dice.random() >= LEAVING_SHARE:
         return complete(up.url, tokens, output).whole
-    body = {"model": "tiny", "prompt": tokens, "max_tokens": 1000, "ignore_eos": True,
-            "stream": dice.random() < 0.5}  # fmt: skip
+    body = {
+        "model": "tiny",
+        "prompt": tokens,
+        "max_tokens": 1000,
+        "ignore_eos": True,
+        "stream": dice.random() < 0.5,
+    }
     part = dice.choice((0.5, 1.0, 1.0, 1.0))
-    return leave(up.port, json.dumps(body).encode(), part, dice.uniform(0.0, LONGEST_STAY_S))
+    return leave(up.port, json.dumps(body).encode(), part, dice.uniform(0.0, MAX_STAY_S))
 
 
 def levels(url: str) -> dict[str, float]:
-    """The metrics of AT_REST as they are."""
+    """Return the current values of the metrics of AT_REST."""
     page = httpx.get(f"{url}/metrics", trust_env=False).text
-    found = re.findall(r"^(\w+)\{([^}]*)\} (\S+)$", page, flags=re.MULTILINE)
+    samples = re.findall(r"^(\w+)\{([^}]*)\} (\S+)$", page, flags=re.MULTILINE)
     return {
         name: float(value)
-        for name, labels, value in found
+        for name, labels, value in samples
         if name in AT_REST and 'state="free"' not in labels
     }
 
 
 @pytest.mark.timeout(300)
-def test_after_clients_that_leave_at_any_moment_pages_are_free_and_no_work_is_pending(
+def test_after_clients_disconnect_at_any_moment_pages_are_free_and_no_work_is_pending(
     up: Up,
 ) -> None:
     until(up.serves, 120.0)

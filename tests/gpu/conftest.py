@@ -1,4 +1,4 @@
-"""What a GPU's tests need before the first of them: their kernels, compiled in one build."""
+"""Setup of the GPU tests: their kernels, compiled in one build before the first test."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from medha_worker.testing.compiling import Need, compile_kernels
+from tests.support.compiling import Need, compile_kernels
 
 # Of one test, which may be the first to load a kernel and to fill a pool.
 TIMEOUT_S = 560
@@ -30,12 +29,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile what the chosen tests need, outside the time of any of them."""
     wanted = needs(session.items)
     if wanted and torch.cuda.is_available() and not session.config.option.collectonly:
-        told: Any = session.config.pluginmanager.get_plugin("terminalreporter")
-        told.write_line(f"compiles kernels (head size, FP8 too): {wanted}")
-        told.write_line(f"compiled in {compile_kernels(wanted):.0f} s")
+        reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.write_line(f"compiles kernels (head size, FP8 too): {wanted}")
+        reporter.write_line(f"compiled in {compile_kernels(wanted):.0f} s")
 
 
 def needs(items: Sequence[pytest.Item]) -> list[Need]:
-    """What the tests' marks say; those with fp8 in their names have pages of FP8 too."""
-    return sorted({(head_dim, "fp8" in item.name) for item in items
-                   for mark in item.iter_markers("kernels") for head_dim in mark.args})  # fmt: skip
+    """Return the needs in the tests' marks; tests with fp8 in their names need FP8 pages too."""
+    return sorted(
+        {
+            (head_dim, "fp8" in item.name)
+            for item in items
+            for mark in item.iter_markers("kernels")
+            for head_dim in mark.args
+        }
+    )

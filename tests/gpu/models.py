@@ -11,26 +11,42 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from tests.support.recalling_prompts import recalling
+from tests.support.solo_engine import SoloEngine
 
-from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
-from medha_worker.testing.engine import SoloEngine
-from medha_worker.testing.prompts import recalling
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 Tokens = npt.NDArray[np.int32]
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 # Head sizes that kernels are made for, groups of 4, 7, 2 and 8; weights in bfloat16.
 MODELS = {
-    "llama": TinyModel(hidden=320, heads=8, kv_heads=2, head_dim=128, layers=4, dtype="bfloat16",
-                       rope=LLAMA3, rope_theta=500_000.0),
-    "qwen2": TinyModel(family="qwen2", hidden=320, heads=14, head_dim=64, layers=4, tied=True,
-                       dtype="bfloat16"),
-    "qwen3": TinyModel(family="qwen3", hidden=320, heads=4, head_dim=128, layers=4,
-                       dtype="bfloat16"),
-    "mistral": TinyModel(family="mistral", hidden=320, heads=16, head_dim=64, layers=4, window=200,
-                         dtype="bfloat16"),
-}  # fmt: skip
+    "llama": TinyModel(
+        hidden=320,
+        heads=8,
+        kv_heads=2,
+        head_dim=128,
+        layers=4,
+        dtype="bfloat16",
+        rope=LLAMA3,
+        rope_theta=500_000.0,
+    ),
+    "qwen2": TinyModel(
+        family="qwen2", hidden=320, heads=14, head_dim=64, layers=4, tied=True, dtype="bfloat16"
+    ),
+    "qwen3": TinyModel(
+        family="qwen3", hidden=320, heads=4, head_dim=128, layers=4, dtype="bfloat16"
+    ),
+    "mistral": TinyModel(
+        family="mistral", hidden=320, heads=16, head_dim=64, layers=4, window=200, dtype="bfloat16"
+    ),
+}
 
 PROMPT, DRAWN = 700, 24
 GRAPHS, CUTS = (1, 2, 4), (4, 16, 64)
@@ -60,19 +76,21 @@ def logits_of(engine: SoloEngine, tokens: Tokens, lengths: Sequence[int]) -> tor
     """Logits of all rows, computed in steps of these lengths; [rows, vocab] on the host."""
     assert sum(lengths) == len(tokens)
     engine.start(1, tokens)
-    found = [engine.step((1, length)).float().cpu().clone() for length in lengths]
+    actual = [engine.step((1, length)).float().cpu().clone() for length in lengths]
     engine.end(1)
-    return torch.cat(found)
+    return torch.cat(actual)
 
 
-def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+def off(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Root of the mean square of the error, in parts of what is expected's spread."""
-    return float((found - expected).square().mean().sqrt() / expected.std())
+    return float((actual - expected).square().mean().sqrt() / expected.std())
 
 
 def below(folder: pathlib.Path, text: Tokens, drawn: Sequence[int]) -> float:
-    """How far drawn tokens lie below the maximum of float32 that is given what was drawn before
-    them, at most, in parts of the logits' spread."""
+    """Return the largest gap of drawn tokens below float32's maximum, relative to the spread.
+
+    Both are computed after the same earlier tokens.
+    """
     logits = exact(folder, np.concatenate([text, np.array(drawn[:-1], dtype=np.int32)]))
     rows = logits[len(text) - 1 :]
     lacking = rows.max(-1).values - rows.gather(1, torch.tensor(drawn)[:, None])[:, 0]
@@ -90,9 +108,18 @@ PHRASES, WORDS = 12, 8
 
 def copying(tokens: int) -> TinyModel:
     """A model that copies what followed the same two words, up to `tokens` back."""
-    return TinyModel(layers=3, hidden=520, heads=2, kv_heads=2, head_dim=128, intermediate=128,
-                     max_tokens=2 * tokens, rope_theta=1e12, reach=2 * tokens,
-                     dtype="bfloat16")  # fmt: skip
+    return TinyModel(
+        layers=3,
+        hidden=520,
+        heads=2,
+        kv_heads=2,
+        head_dim=128,
+        intermediate=128,
+        max_tokens=2 * tokens,
+        rope_theta=1e12,
+        reach=2 * tokens,
+        dtype="bfloat16",
+    )
 
 
 def needles(engine: SoloEngine, tokens: int, chunk: int) -> float:
@@ -112,5 +139,5 @@ def needles(engine: SoloEngine, tokens: int, chunk: int) -> float:
         engine.step((1, inputs))
     logits = engine.step((1, again.size)).float().cpu()
     engine.end(1)
-    told = logits.argmax(-1).view(PHRASES, WORDS)[:, 1:-1]
-    return float((told == torch.from_numpy(again[:, 2:])).float().mean())
+    predicted = logits.argmax(-1).view(PHRASES, WORDS)[:, 1:-1]
+    return float((predicted == torch.from_numpy(again[:, 2:])).float().mean())

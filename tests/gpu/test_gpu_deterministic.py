@@ -10,27 +10,35 @@ import pathlib
 import pytest
 import torch
 from msgspec.structs import replace
+from tests.support.served import Served, Wish
 
 from medha.config import Scheduling
 from medha.messages import BatchTokens, RankReport, Sampling
 from medha.profile import H200
 from medha_worker.device import device_of
 from medha_worker.engine import PRODUCT_ROWS
+from medha_worker.model.checkpoint_writer import TinyModel, write_config
 from medha_worker.model.layers import Linear
-from medha_worker.runner import Flight
-from medha_worker.testing.checkpoint import TinyModel, write_config
-from medha_worker.testing.served import Served, Wish
+from medha_worker.runner import LaunchedBatch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
-MODEL = TinyModel(layers=4, hidden=512, heads=8, kv_heads=2, head_dim=64, intermediate=1408,
-                  vocab=4096, max_tokens=65_536)  # fmt: skip
+MODEL = TinyModel(
+    layers=4,
+    hidden=512,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    intermediate=1408,
+    vocab=4096,
+    max_tokens=65_536,
+)
 SHAPES = [(4096, 6144), (4096, 4096), (4096, 28_672), (14_336, 4096), (4096, 128_256)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_products_row_has_the_same_bits_wherever_it_stands(shape: tuple[int, int]) -> None:
-    """Of Llama-3-8B's shapes, in every place of a block, beside anything."""
+    """Of Llama-3-8B's shapes, in every place of a block, with any neighbours."""
     at = device_of("cuda", deterministic=True).at
     dice = torch.Generator(at).manual_seed(0)
     weight = torch.randn(shape[1], shape[0], device=at, dtype=torch.bfloat16, generator=dice).t()
@@ -45,19 +53,19 @@ def test_a_products_row_has_the_same_bits_wherever_it_stands(shape: tuple[int, i
 
 def texts(served: Served, wishes: list[Wish]) -> dict[int, list[int]]:
     """Every request's tokens; prompts follow the order in which requests come."""
-    finish, found = served.runner.finish, dict[int, list[int]]()
+    finish, drawn = served.runner.finish, dict[int, list[int]]()
 
-    def noted(flight: Flight) -> list[RankReport]:
-        reports = finish(flight)
+    def noted(launched: LaunchedBatch) -> list[RankReport]:
+        reports = finish(launched)
         for report in reports:
             if isinstance(report, BatchTokens):
                 for token in report.tokens:
-                    found.setdefault(token.seq, []).append(token.token)
+                    drawn.setdefault(token.seq, []).append(token.token)
         return reports
 
     served.runner.finish = noted  # type: ignore[method-assign]
     served.play(wishes)
-    return found
+    return drawn
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
@@ -71,14 +79,23 @@ def test_texts_are_the_same_bytes_in_chunks_of_any_size_beside_any_others(
 
     def play(most: int, apart_s: float) -> dict[int, list[int]]:
         served = Served(
-            tmp_path, device, profile=H200, pages=1024, kv_dtype=kv_dtype, deterministic=True,
+            tmp_path,
+            device,
+            profile=H200,
+            pages=1024,
+            kv_dtype=kv_dtype,
+            deterministic=True,
             settings=Scheduling(budget="tokens", batch_tokens=most),
-        )  # fmt: skip
+        )
         wishes = [
-            Wish(prompt_tokens=300 * n + 17, output_tokens=40, arrival_s=apart_s * n,
-                 sampling=Sampling(temperature=0.8 * (n % 2), top_p=0.9, seed=n))
+            Wish(
+                prompt_tokens=300 * n + 17,
+                output_tokens=40,
+                arrival_s=apart_s * n,
+                sampling=Sampling(temperature=0.8 * (n % 2), top_p=0.9, seed=n),
+            )
             for n in range(1, 12)
-        ]  # fmt: skip
+        ]
         return texts(served, wishes)
 
     expected = play(2048, 0.0)

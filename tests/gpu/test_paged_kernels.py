@@ -13,20 +13,7 @@ import pytest
 import torch
 from benchmarks import gpu_kernels
 from benchmarks.gpu_kernels import LONG, SINGLES
-
-from medha.batch import Chunk
-from medha_worker import kernels, weights
-from medha_worker.attention.captured import CapturedDecodes
-from medha_worker.attention.choice import attention_for
-from medha_worker.attention.interface import Partial, Span
-from medha_worker.attention.paged import PagedAttention
-from medha_worker.attention.scales import FP8
-from medha_worker.inputs import seen
-from medha_worker.kv.pages import KvPages
-from medha_worker.model.config import read_config
-from medha_worker.sequences import PageTable
-from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
-from medha_worker.testing.paged_case import (
+from tests.support.paged_case import (
     CASES,
     EXACT,
     Case,
@@ -37,6 +24,19 @@ from medha_worker.testing.paged_case import (
     limit,
     poison,
 )
+
+from medha.batch import Chunk
+from medha_worker import flashinfer, weights
+from medha_worker.attention.backend import attention_for
+from medha_worker.attention.fp8_scales import FP8
+from medha_worker.attention.graph_decode import GraphDecodes
+from medha_worker.attention.kernel_interface import Partial, Span
+from medha_worker.attention.paged import PagedAttention
+from medha_worker.inputs import seen
+from medha_worker.kv.pages import KvPages
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
+from medha_worker.model.decoder_config import read_config
+from medha_worker.sequences import PageTable
 
 pytestmark = [
     pytest.mark.skipif(
@@ -53,12 +53,18 @@ def attention(
     kv_dtype: torch.dtype = torch.bfloat16,
     deterministic: bool = False,
 ) -> PagedAttention:
-    found = attention_for(
-        heads, kv_heads, head_dim, 64, torch.bfloat16, kv_dtype, "cuda",
+    actual = attention_for(
+        heads,
+        kv_heads,
+        head_dim,
+        64,
+        torch.bfloat16,
+        kv_dtype,
+        "cuda",
         deterministic=deterministic,
-    )  # fmt: skip
-    assert isinstance(found, PagedAttention)
-    return found
+    )
+    assert isinstance(actual, PagedAttention)
+    return actual
 
 
 def run(laid: Laid, on: PagedAttention) -> Partial:
@@ -121,8 +127,8 @@ def test_a_deterministic_batch_gives_a_row_the_same_bits_in_any_chunk_beside_any
             chunk = Chunk(0, start, size, (0,), 0)
             mine = seen(there, chunk, table, window, 64, always=True)
             beside = laid.spans[1:] if number % 2 else []
-            found = run(dataclasses.replace(laid, spans=[mine, *beside]), on)
-            for these, those in ((found.out, whole.out), (found.lse, whole.lse)):
+            actual = run(dataclasses.replace(laid, spans=[mine, *beside]), on)
+            for these, those in ((actual.out, whole.out), (actual.lse, whole.lse)):
                 assert torch.equal(these[own][at : at + size], those[own][at : at + size])
             start += size
 
@@ -148,7 +154,7 @@ def test_a_graph_replayed_with_other_batches_attends_for_them(kv_dtype: torch.dt
     ]
     pages = max(len(laid.pool) for laid in batches)
     pool = torch.zeros(pages + 1, *batches[0].pool.shape[1:], device="cuda").to(kv_dtype)
-    captured = CapturedDecodes(on, 4, pages, spare=pages)
+    captured = GraphDecodes(on, 4, pages, spare=pages)
     q = torch.zeros(4, 32, 128, dtype=torch.bfloat16, device="cuda")
     k = torch.zeros(4, 8, 128, device="cuda").to(kv_dtype)
     scales = batches[0].scales
@@ -157,7 +163,7 @@ def test_a_graph_replayed_with_other_batches_attends_for_them(kv_dtype: torch.dt
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = captured.run(q, k, k, pool, scales)
+        actual = captured.run(q, k, k, pool, scales)
     for laid in batches:
         rows = len(laid.spans)
         raw = laid.pool.view(torch.uint8) if scales is not None else laid.pool
@@ -166,7 +172,7 @@ def test_a_graph_replayed_with_other_batches_attends_for_them(kv_dtype: torch.dt
         captured.plan(laid.spans)
         graph.replay()
         if rows:
-            states = Partial(found.out[:rows], found.lse[:rows], found.base)
+            states = Partial(actual.out[:rows], actual.lse[:rows], actual.base)
             assert difference(states, laid.expected(on.geometry)).within(EXACT)
 
 
@@ -174,20 +180,25 @@ def test_plans_made_ahead_of_the_device_do_not_spoil_those_before() -> None:
     """The device is kept busy while the next plans are made, as a step ahead makes them."""
     on = attention()
     batches = [
-        lay(Case("", (Work(1000 * (i + 1), 1), Work(30_000 + 64 * i, 64))), on.geometry, on.device,
-            seed=i) for i in range(8)
-    ]  # fmt: skip
+        lay(
+            Case("", (Work(1000 * (i + 1), 1), Work(30_000 + 64 * i, 64))),
+            on.geometry,
+            on.device,
+            seed=i,
+        )
+        for i in range(8)
+    ]
     expected = [laid.expected(on.geometry) for laid in batches]
     run(batches[0], on)
     torch.cuda.synchronize()
     busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    found = []
+    actual = []
     for laid in batches:
         for _ in range(20):
             busy @ busy
         plan = on.plan(laid.spans)
-        found.append(plan.run(laid.q, laid.k, laid.v, laid.pool, laid.scales))
-    for mine, theirs in zip(found, expected, strict=True):
+        actual.append(plan.run(laid.q, laid.k, laid.v, laid.pool, laid.scales))
+    for mine, theirs in zip(actual, expected, strict=True):
         assert difference(mine, theirs).within(EXACT)
 
 
@@ -207,25 +218,25 @@ def test_written_rows_are_found_in_their_pages(kv_dtype: torch.dtype) -> None:
 
 
 @pytest.fixture(scope="module")
-def library() -> kernels.Library:
-    return kernels.flashinfer()
+def library() -> flashinfer.Library:
+    return flashinfer.flashinfer()
 
 
-def test_norms_and_activations_of_the_library_are_ours(library: kernels.Library) -> None:
+def test_norms_and_activations_of_the_library_are_ours(library: flashinfer.Library) -> None:
     dice = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(70, 4096, generator=dice, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(4096, generator=dice, device="cuda", dtype=torch.bfloat16)
     exact = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
-    found = library.rmsnorm(x, weight, 1e-5)
-    assert torch.allclose(found.float(), exact * weight.float(), rtol=1e-2, atol=1e-2)
+    actual = library.rmsnorm(x, weight, 1e-5)
+    assert torch.allclose(actual.float(), exact * weight.float(), rtol=1e-2, atol=1e-2)
     gate, up = x.float().chunk(2, dim=-1)
-    found = library.silu_and_mul(x)
-    assert torch.allclose(found.float(), torch.nn.functional.silu(gate) * up, rtol=1e-2, atol=1e-2)
+    actual = library.silu_and_mul(x)
+    assert torch.allclose(actual.float(), torch.nn.functional.silu(gate) * up, rtol=1e-2, atol=1e-2)
 
 
 def test_a_needle_at_two_hundred_thousand_tokens_is_found_over_fp8_pages() -> None:
-    """One layer's question put to it by hand: one key of 200,000 meets the query, and its value is
-    to come back through every path that reads FP8."""
+    """A single key of 200,000 matches the query, and every path that reads FP8 must return its
+    value."""
     on = attention(kv_dtype=FP8)
     tokens = 200_000
     for length in (1, 16, 64, 128, 512):
@@ -244,18 +255,20 @@ def test_a_needle_at_two_hundred_thousand_tokens_is_found_over_fp8_pages() -> No
             q = torch.zeros_like(laid.q)
             q[:, :, 64:] = 2.0
             plan = on.plan(laid.spans)
-            found = plan.run(q, laid.k, laid.v, pool, laid.scales)
+            actual = plan.run(q, laid.k, laid.v, pool, laid.scales)
             value = torch.linspace(-2, 2, 128, device="cuda")
-            assert torch.allclose(found.out.float(), value.expand_as(found.out), atol=0.2)
+            assert torch.allclose(actual.out.float(), value.expand_as(actual.out), atol=0.2)
 
 
 def test_scales_on_the_device_are_those_on_a_cpu(tmp_path: pathlib.Path) -> None:
     folder = write_checkpoint(tmp_path, TinyModel())
     config = read_config(folder)
     held = [
-        weights.load(weights.Checkpoint(folder), config, range(6), 0, 1, torch.bfloat16,
-                     device=device) for device in ("cpu", "cuda")
-    ]  # fmt: skip
-    on_cpu, on_cuda = (weights.kv_scales(each, 2, 32, 1.0) for each in held)
+        weights.load(
+            weights.Checkpoint(folder), config, range(6), 0, 1, torch.bfloat16, device=device
+        )
+        for device in ("cpu", "cuda")
+    ]
+    on_cpu, on_cuda = (weights.kv_scales(layer, 2, 32, 1.0) for layer in held)
     for mine, theirs in zip(on_cpu, on_cuda, strict=True):
         assert torch.equal(mine.key, theirs.key.cpu()) and np.isfinite(mine.key.numpy()).all()

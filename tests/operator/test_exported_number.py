@@ -1,4 +1,4 @@
-"""What an HPA makes of the number that the operator exports, by the HPA's documented arithmetic.
+"""An HPA follows the number that the operator exports, by the HPA's documented arithmetic.
 
 An HPA of external metrics with an average target wants `ceil(current * average / target)` replicas,
 where the average is the metric over the current replicas, and does nothing while `average / target`
@@ -11,20 +11,21 @@ import math
 
 import pytest
 
-from medha.spec.values import Autoscaling
-from medha_operator.keda import scaled_object
+from medha.spec.values import AutoscalingSpec
+from medha_operator.resources.scaled_object import scaled_object
 from medha_operator.testing import resource
 
 TOLERANCE = 0.1
-MOST = 60
+MAX_REPLICAS = 60
 
 
 def trigger() -> dict[str, str]:
-    """How the operator's own ScaledObject has its number read."""
-    made = scaled_object(resource(), Autoscaling(max_replicas=MOST), "http://prometheus:9090")
-    (found,) = made["spec"]["triggers"]
-    assert found["metricType"] == "AverageValue"
-    metadata: dict[str, str] = found["metadata"]
+    """Return the trigger of the operator's own ScaledObject."""
+    autoscaling = AutoscalingSpec(max_replicas=MAX_REPLICAS)
+    manifest = scaled_object(resource(), autoscaling, "http://prometheus:9090")
+    (trigger,) = manifest["spec"]["triggers"]
+    assert trigger["metricType"] == "AverageValue"
+    metadata: dict[str, str] = trigger["metadata"]
     return metadata
 
 
@@ -35,21 +36,21 @@ def desired(current: int, exported: float) -> int:
 
 
 @pytest.mark.parametrize("current", range(1, 10))
-def test_below_ten_replicas_an_hpa_wants_exactly_what_is_exported(current: int) -> None:
-    assert [desired(current, wanted) for wanted in range(MOST)] == [*range(MOST)]
+def test_below_ten_replicas_an_hpa_wants_exactly_the_exported_number(current: int) -> None:
+    assert [desired(current, wanted) for wanted in range(MAX_REPLICAS)] == [*range(MAX_REPLICAS)]
 
 
 @pytest.mark.parametrize("current", [11, 15, 20, 40])
-def test_above_ten_replicas_steps_of_less_than_a_tenth_wait_and_others_are_exact(
+def test_above_ten_replicas_steps_within_the_tolerance_wait_and_larger_ones_are_exact(
     current: int,
 ) -> None:
-    for wanted in range(MOST):
+    for wanted in range(MAX_REPLICAS):
         far = abs(wanted - current) > TOLERANCE * current
         near = abs(wanted - current) < TOLERANCE * current
-        if far or near:  # a tenth itself is a matter of rounding
+        if far or near:  # exactly a tenth depends on rounding
             assert desired(current, wanted) == (wanted if far else current)
     assert desired(current, current + 1) == desired(current, current - 1) == current
 
 
-def test_what_was_put_off_is_made_good_once_enough_has_come_together() -> None:
+def test_small_steps_apply_once_they_add_up_to_more_than_the_tolerance() -> None:
     assert [desired(20, wanted) for wanted in (21, 23)] == [20, 23]

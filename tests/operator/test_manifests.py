@@ -1,4 +1,4 @@
-"""Pods and the objects around them, as the API gets them."""
+"""Manifests of pods and of the objects around them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from medha.config import CONTROLLER_OPS_PORT, WorkerConfig
 from medha.errors import SpecError
 from medha.spec import MedhaReplica
 from medha.topology import Coordinate
-from medha_operator.acceptance import check
-from medha_operator.manifests import content_hash, objects
-from medha_operator.pods import Start, pod, pod_requests, spec_hash
+from medha_operator.resources.manifests import (
+    PodAssignment,
+    check,
+    content_hash,
+    objects,
+    pod_manifest,
+    pod_requests,
+    spec_hash,
+)
 from medha_operator.settings import Flows, Settings, from_environment
 from medha_operator.testing import SETTINGS, Cluster, node, resource
 
@@ -21,21 +27,27 @@ from medha_operator.testing import SETTINGS, Cluster, node, resource
 def rendered(
     of: MedhaReplica, group: int = 0, stage: int = 0, gated: bool = False, **settings: Any
 ) -> dict[str, Any]:
-    start = Start(
-        ordinal=0, at=Coordinate(group, stage, 0), node="node-7", spec_hash="abc", attempt=3,
+    start = PodAssignment(
+        ordinal=0,
+        at=Coordinate(group, stage, 0),
+        node="node-7",
+        spec_hash="abc",
+        attempt=3,
         gated=gated,
-    )  # fmt: skip
-    return pod(of, start, msgspec.structs.replace(SETTINGS, **settings))
+    )
+    return pod_manifest(of, start, msgspec.structs.replace(SETTINGS, **settings))
 
 
 def container(of: MedhaReplica, **changes: Any) -> dict[str, Any]:
-    (found,) = rendered(of, **changes)["spec"]["containers"]
-    assert isinstance(found, dict)
-    return found
+    (worker,) = rendered(of, **changes)["spec"]["containers"]
+    assert isinstance(worker, dict)
+    return worker
 
 
 def environment(of: MedhaReplica, **changes: Any) -> dict[str, str]:
-    return {each["name"]: each.get("value", "") for each in container(of, **changes)["env"]}
+    return {
+        variable["name"]: variable.get("value", "") for variable in container(of, **changes)["env"]
+    }
 
 
 def source(**kind: Any) -> MedhaReplica:
@@ -43,45 +55,56 @@ def source(**kind: Any) -> MedhaReplica:
 
 
 def volume(of: MedhaReplica, name: str) -> dict[str, Any]:
-    (found,) = [each for each in rendered(of)["spec"]["volumes"] if each["name"] == name]
-    return {key: value for key, value in found.items() if key != "name"}
+    (entry,) = [entry for entry in rendered(of)["spec"]["volumes"] if entry["name"] == name]
+    return {key: value for key, value in entry.items() if key != "name"}
 
 
 # --- pods -------------------------------------------------------------------------------------
 
 
-def test_a_pod_says_which_part_of_which_replica_it_is() -> None:
-    made = rendered(resource(), group=1, stage=2)
-    assert made["metadata"]["name"] == "tiny-0-g1-s2"
-    labels = made["metadata"]["labels"]
-    assert {name: labels[f"medha.dev/{name}"] for name in
-            ("replica", "ordinal", "kvp-group", "spp-stage", "role", "attempt", "spec-hash")} == {
-        "replica": "tiny", "ordinal": "0", "kvp-group": "1", "spp-stage": "2", "role": "worker",
-        "attempt": "3", "spec-hash": "abc",
-    }  # fmt: skip
+def test_labels_of_a_pod_name_its_part_of_the_replica() -> None:
+    manifest = rendered(resource(), group=1, stage=2)
+    assert manifest["metadata"]["name"] == "tiny-0-g1-s2"
+    labels = manifest["metadata"]["labels"]
+    assert {
+        name: labels[f"medha.dev/{name}"]
+        for name in ("replica", "ordinal", "kvp-group", "spp-stage", "role", "attempt", "spec-hash")
+    } == {
+        "replica": "tiny",
+        "ordinal": "0",
+        "kvp-group": "1",
+        "spp-stage": "2",
+        "role": "worker",
+        "attempt": "3",
+        "spec-hash": "abc",
+    }
     assert rendered(resource())["metadata"]["labels"]["medha.dev/role"] == "leader"
-    (owner,) = made["metadata"]["ownerReferences"]
+    (owner,) = manifest["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["uid"], owner["controller"]) == ("MedhaReplica", "uid-tiny", True)
 
 
-def test_the_processes_learn_their_place_from_the_environment() -> None:
+def test_the_environment_gives_processes_their_place() -> None:
     assert environment(resource(parallelism={"tp": 4, "spp": 3}), group=1, stage=2) == {
-        "MEDHA_REPLICA": "tiny-0", "MEDHA_KVP_GROUP": "1", "MEDHA_SPP_STAGE": "2",
-        "MEDHA_TP": "4", "MEDHA_GENERATION": "3",
-        "MEDHA_LEADER_ADDRESS": "tiny-0-g0-s0.tiny-workers.team.svc", "MEDHA_POD_IP": "",
-    }  # fmt: skip
+        "MEDHA_REPLICA": "tiny-0",
+        "MEDHA_KVP_GROUP": "1",
+        "MEDHA_SPP_STAGE": "2",
+        "MEDHA_TP": "4",
+        "MEDHA_GENERATION": "3",
+        "MEDHA_LEADER_ADDRESS": "tiny-0-g0-s0.tiny-workers.team.svc",
+        "MEDHA_POD_IP": "",
+    }
 
 
 def test_a_pod_goes_to_its_planned_node_and_waits_at_the_gate_only_in_a_gang() -> None:
-    made = rendered(resource(), gated=True)
-    (term,) = made["spec"]["affinity"]["nodeAffinity"][
+    manifest = rendered(resource(), gated=True)
+    (term,) = manifest["spec"]["affinity"]["nodeAffinity"][
         "requiredDuringSchedulingIgnoredDuringExecution"
     ]["nodeSelectorTerms"]
     assert term == {
         "matchFields": [{"key": "metadata.name", "operator": "In", "values": ["node-7"]}]
     }
-    assert made["metadata"]["annotations"]["medha.dev/node"] == "node-7"
-    assert made["spec"]["schedulingGates"] == [{"name": "medha.dev/gang"}]
+    assert manifest["metadata"]["annotations"]["medha.dev/node"] == "node-7"
+    assert manifest["spec"]["schedulingGates"] == [{"name": "medha.dev/gang"}]
     assert "schedulingGates" not in rendered(resource())["spec"]
 
 
@@ -93,58 +116,71 @@ def test_every_container_keeps_to_the_restricted_standard(of: MedhaReplica) -> N
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert spec["automountServiceAccountToken"] is False
-    for each in (*spec["containers"], *spec.get("initContainers", ())):
-        context = each["securityContext"]
+    for container in (*spec["containers"], *spec.get("initContainers", ())):
+        context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False
         assert context["capabilities"] == {"drop": ["ALL"]}
         assert context["readOnlyRootFilesystem"] is True
-    kinds = {kind for each in spec["volumes"] for kind in each if kind != "name"}
+    kinds = {kind for volume in spec["volumes"] for kind in volume if kind != "name"}
     assert kinds <= {"configMap", "secret", "emptyDir", "persistentVolumeClaim", "image"}
 
 
-def test_a_pod_asks_for_as_many_devices_as_it_has_ranks() -> None:
-    asked = container(resource(parallelism={"tp": 8}))["resources"]
-    assert asked["requests"]["nvidia.com/gpu"] == asked["limits"]["nvidia.com/gpu"] == 8
+def test_a_pod_requests_a_device_per_rank() -> None:
+    resources = container(resource(parallelism={"tp": 8}))["resources"]
+    assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == 8
     other = resource(device={"kind": "Cuda", "resource": "example.com/gpu"})
     assert container(other)["resources"]["limits"] == {"example.com/gpu": 1}
     assert container(resource(device={"kind": "Cpu"}))["resources"]["limits"] == {}
 
 
-def test_the_template_has_the_last_word_on_resources_and_placing_counts_them() -> None:
+def test_resources_of_the_template_override_and_count_in_placement() -> None:
     template = {
         "resources": {"requests": {"cpu": "1500m", "rdma/hca": 1}, "limits": {"memory": "2Gi"}}
     }
     of = resource(parallelism={"tp": 2}, template=template)
     assert pod_requests(of) == {
-        "pods": 1, "cpu": 1500, "memory": 512 << 20, "nvidia.com/gpu": 2, "rdma/hca": 1,
-    }  # fmt: skip
+        "pods": 1,
+        "cpu": 1500,
+        "memory": 512 << 20,
+        "nvidia.com/gpu": 2,
+        "rdma/hca": 1,
+    }
 
 
 def test_the_template_adds_and_overrides() -> None:
     template = {
-        "image": "own:2", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+        "image": "own:2",
+        "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
         "volumes": [{"name": "scratch", "emptyDir": {}}],
         "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
-        "schedulerName": "other", "priorityClassName": "high", "labels": {"team": "x"},
+        "schedulerName": "other",
+        "priorityClassName": "high",
+        "labels": {"team": "x"},
         "annotations": {"note": "y"},
-    }  # fmt: skip
-    made = rendered(resource(template=template))
-    (worker,) = made["spec"]["containers"]
+    }
+    manifest = rendered(resource(template=template))
+    (worker,) = manifest["spec"]["containers"]
     assert worker["image"] == "own:2"
     assert worker["env"][-1] == {"name": "NCCL_DEBUG", "value": "INFO"}
     assert worker["volumeMounts"][-1]["mountPath"] == "/scratch"
-    assert made["spec"]["volumes"][-1]["name"] == "scratch"
-    assert (made["spec"]["schedulerName"], made["spec"]["priorityClassName"]) == ("other", "high")
-    assert made["metadata"]["labels"]["team"] == "x"
-    assert made["metadata"]["annotations"]["note"] == "y"
+    assert manifest["spec"]["volumes"][-1]["name"] == "scratch"
+    assert (manifest["spec"]["schedulerName"], manifest["spec"]["priorityClassName"]) == (
+        "other",
+        "high",
+    )
+    assert manifest["metadata"]["labels"]["team"] == "x"
+    assert manifest["metadata"]["annotations"]["note"] == "y"
 
 
-def test_pods_carry_scrape_annotations_only_where_told_and_nothing_starts_anew_for_them() -> None:
+def test_scrape_annotations_are_optional_and_restart_nothing() -> None:
     for group, port in ((0, "8091"), (1, "8090")):  # the controller's; the pod's own
-        told = rendered(resource(), group=group, scrape=True)["metadata"]["annotations"]
-        assert told["prometheus.io/scrape"] == "true" and told["prometheus.io/port"] == port
+        annotations = rendered(resource(), group=group, scrape=True)["metadata"]["annotations"]
+        assert (
+            annotations["prometheus.io/scrape"] == "true"
+            and annotations["prometheus.io/port"] == port
+        )
         plain = rendered(resource(), group=group)["metadata"]["annotations"]
-        assert not any(each.startswith("prometheus.io/") for each in plain)
+        assert not any(name.startswith("prometheus.io/") for name in plain)
     scraped = msgspec.structs.replace(SETTINGS, scrape=True)
     assert spec_hash(resource(), scraped) == spec_hash(resource(), SETTINGS)
 
@@ -165,7 +201,7 @@ def test_the_model_comes_from_a_volume_of_its_kind() -> None:
     assert init["command"][-3:] == ["fetch", "https://models.example/llama", "/models"]
 
 
-def test_probes_ask_the_pods_own_port() -> None:
+def test_probes_use_the_pods_own_port() -> None:
     worker = container(resource())
     assert worker["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "ops"}
     assert worker["livenessProbe"]["httpGet"]["path"] == "/livez"
@@ -180,14 +216,16 @@ def test_the_spec_hash_follows_what_pods_are_made_from_and_nothing_else() -> Non
     assert spec_hash(resource(replicas=3, generation=9, drainTimeout="9m"), SETTINGS) == plain
     assert spec_hash(resource(autoscaling={"maxReplicas": 4}), SETTINGS) == plain
     changes: list[dict[str, Any]] = [
-        {"parallelism": {"tp": 2}}, {"template": {"labels": {"a": "b"}}},
-        {"template": {"image": "x"}}, {"slo": {"default": {"tpot": "31ms"}}},
+        {"parallelism": {"tp": 2}},
+        {"template": {"labels": {"a": "b"}}},
+        {"template": {"image": "x"}},
+        {"slo": {"default": {"tpot": "31ms"}}},
         {"placement": {"tolerations": [{"operator": "Exists"}]}},
         {"placement": {"nodeSelector": {"pool": "b"}}},
         {"placement": {"packLevel": "topology.kubernetes.io/rack"}},
         {"parallelism": {"kvp": {"max": 2}}},
-    ]  # fmt: skip
-    hashes = {spec_hash(resource(**each), SETTINGS) for each in changes}
+    ]
+    hashes = {spec_hash(resource(**spec), SETTINGS) for spec in changes}
     assert len(hashes) == len(changes)
     assert plain not in hashes
     moved = msgspec.structs.replace(SETTINGS, worker_image="worker:2")
@@ -195,10 +233,13 @@ def test_the_spec_hash_follows_what_pods_are_made_from_and_nothing_else() -> Non
 
 
 def test_an_objects_hash_follows_its_content() -> None:
-    first, second = (objects(of, [0], "abc", SETTINGS)
-                     for of in (resource(), resource(scheduling={"policy": "FCFS"})))  # fmt: skip
-    differing = [a["kind"] for a, b in zip(first, second, strict=True)
-                 if content_hash(a) != content_hash(b)]  # fmt: skip
+    first, second = (
+        objects(of, [0], "abc", SETTINGS)
+        for of in (resource(), resource(scheduling={"policy": "FCFS"}))
+    )
+    differing = [
+        a["kind"] for a, b in zip(first, second, strict=True) if content_hash(a) != content_hash(b)
+    ]
     assert differing == ["ConfigMap"]
     assert first == objects(resource(), [0], "abc", SETTINGS)
 
@@ -206,18 +247,21 @@ def test_an_objects_hash_follows_its_content() -> None:
 # --- objects ----------------------------------------------------------------------------------
 
 
-def test_the_objects_of_a_resource_are_few_and_each_is_owned() -> None:
-    made = objects(resource(), [0, 2], "abc", SETTINGS)
-    assert [(each["kind"], each["metadata"]["name"]) for each in made] == [
-        ("Service", "tiny-workers"), ("Service", "tiny-leaders"),
-        ("PodDisruptionBudget", "tiny"), ("ConfigMap", "tiny-0-abc"), ("ConfigMap", "tiny-2-abc"),
-    ]  # fmt: skip
-    for each in made:
-        assert each["metadata"]["ownerReferences"][0]["uid"] == "uid-tiny"
-        assert each["metadata"]["labels"]["medha.dev/replica"] == "tiny"
+def test_all_objects_of_a_resource_are_owned_by_it() -> None:
+    manifests = objects(resource(), [0, 2], "abc", SETTINGS)
+    assert [(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests] == [
+        ("Service", "tiny-workers"),
+        ("Service", "tiny-leaders"),
+        ("PodDisruptionBudget", "tiny"),
+        ("ConfigMap", "tiny-0-abc"),
+        ("ConfigMap", "tiny-2-abc"),
+    ]
+    for manifest in manifests:
+        assert manifest["metadata"]["ownerReferences"][0]["uid"] == "uid-tiny"
+        assert manifest["metadata"]["labels"]["medha.dev/replica"] == "tiny"
 
 
-def test_each_replica_gets_a_policy_of_its_own_where_flows_are_told() -> None:
+def test_each_replica_gets_a_policy_if_flows_are_set() -> None:
     flows = Flows(ingress=({"ports": [{"port": 8091}]},), egress=({"ports": [{"port": 53}]},))
     settings = msgspec.structs.replace(SETTINGS, worker_flows=flows)
     first, second = objects(resource(), [0, 2], "abc", settings)[-2:]
@@ -232,11 +276,11 @@ def test_each_replica_gets_a_policy_of_its_own_where_flows_are_told() -> None:
     assert second["metadata"]["ownerReferences"][0]["uid"] == "uid-tiny"
 
 
-def test_policies_come_before_their_pods_and_go_after_them() -> None:
+def test_policies_are_applied_before_their_pods_and_deleted_after_them() -> None:
     flows = Flows(egress=({"ports": [{"port": 53}]},))
     settings = msgspec.structs.replace(SETTINGS, worker_flows=flows)
     cluster = Cluster(resource(replicas=2, parallelism={"tp": 2}), [node("a")], settings)
-    actions = [type(each).__name__ for each in cluster.look().actions]
+    actions = [type(action).__name__ for action in cluster.reconcile().actions]
     assert actions.index("CreatePod") > max(
         at for at, name in enumerate(actions) if name == "ApplyObject"
     )
@@ -244,22 +288,22 @@ def test_policies_come_before_their_pods_and_go_after_them() -> None:
     cluster.update(replicas=1, parallelism={"tp": 2})
     for _ in range(100):
         policies = {name for kind, name in cluster.objects if kind == "NetworkPolicy"}
-        assert policies >= {f"tiny-{each}" for each in cluster.ordinals}
-        cluster.look()
+        assert policies >= {f"tiny-{ordinal}" for ordinal in cluster.ordinals}
+        cluster.reconcile()
         cluster.turn()
     assert policies == {"tiny-0"} and cluster.ordinals == {0}
-    cluster.settings = SETTINGS  # somebody turned policies off
+    cluster.settings = SETTINGS  # a person turned policies off
     cluster.settle()
     assert not any(kind == "NetworkPolicy" for kind, _ in cluster.objects)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [("[", "MEDHA_WORKER_FLOWS"), ('{"ingres": []}', "ingres"), ('{"egress": 1}', "egress")],
 )
-def test_flows_that_do_not_fit_are_refused_by_name(text: str, told: str) -> None:
+def test_flows_that_do_not_fit_are_refused_by_name(text: str, message: str) -> None:
     environment = {"MEDHA_NAMESPACE": "a", "MEDHA_WORKER_IMAGE": "w", "MEDHA_WORKER_FLOWS": text}
-    with pytest.raises(SpecError, match=told):
+    with pytest.raises(SpecError, match=message):
         from_environment(environment)
 
 
@@ -273,7 +317,7 @@ def test_the_file_in_the_config_map_is_what_the_processes_decode() -> None:
     assert read.listening_curve() is not None
 
 
-def test_workers_are_named_before_they_are_ready_and_leaders_after() -> None:
+def test_workers_get_dns_names_before_they_are_ready_and_leaders_after() -> None:
     workers, leaders = objects(resource(), [], "abc", SETTINGS)[:2]
     assert workers["spec"]["publishNotReadyAddresses"] is True
     assert leaders["spec"]["publishNotReadyAddresses"] is False
@@ -286,31 +330,57 @@ def test_workers_are_named_before_they_are_ready_and_leaders_after() -> None:
 @pytest.mark.parametrize(
     "of, sentence",
     [
-        (source(hostPath={"path": "models/m"}),
-         "spec.model.source.hostPath.path is models/m: must be absolute in a cluster"),
-        (source(pvc={"claimName": "c", "path": "a/../../b"}),
-         "spec.model.source.pvc.path is a/../../b: must stay inside the volume; remove the .."),
+        (
+            source(hostPath={"path": "models/m"}),
+            "spec.model.source.hostPath.path is models/m: must be absolute in a cluster",
+        ),
+        (
+            source(pvc={"claimName": "c", "path": "a/../../b"}),
+            "spec.model.source.pvc.path is a/../../b: must stay inside the volume; remove the ..",
+        ),
         (source(uri="s3://bucket/m"), "spec.model.source.uri is s3://bucket/m: must be the http"),
-        (resource(template={"labels": {"medha.dev/role": "leader"}}),
-         "spec.template.labels is medha.dev/role: must not begin with medha.dev/"),
-        (resource(template={"env": [{"name": "MEDHA_TP", "value": "9"}]}),
-         "spec.template.env[0].name is MEDHA_TP: must differ from the operator's own"),
-        (resource(template={"env": [{"name": "MEDHA_DECISION_LOG", "value": "/tmp/all"},
-                                    {"name": "MEDHA_POD_IP", "value": "::1"}]}),
-         "spec.template.env[1].name is MEDHA_POD_IP: must differ from the operator's own"),
-        (resource(template={"env": [{"value": "9"}]}),
-         "spec.template.env[0].name is missing: must be text"),
-        (resource(template={"volumes": [{"name": "model", "emptyDir": {}}]}),
-         "spec.template.volumes[0].name is model: must differ from the operator's own"),
-        (resource(template={"resources": {"requests": {"cpu": "lots"}}}),
-         "spec.template.resources.requests.cpu is lots: must be a quantity; use one such as"),
-        (resource(template={"resources": {"claims": {}}}),
-         "spec.template.resources is claims: must be requests or limits; remove it"),
-        (resource(template={"resources": {"limits": 3}}),
-         "spec.template.resources.limits is 3: must be a mapping of resources to quantities"),
+        (
+            resource(template={"labels": {"medha.dev/role": "leader"}}),
+            "spec.template.labels is medha.dev/role: must not begin with medha.dev/",
+        ),
+        (
+            resource(template={"env": [{"name": "MEDHA_TP", "value": "9"}]}),
+            "spec.template.env[0].name is MEDHA_TP: must differ from the operator's own",
+        ),
+        (
+            resource(
+                template={
+                    "env": [
+                        {"name": "MEDHA_DECISION_LOG", "value": "/tmp/all"},
+                        {"name": "MEDHA_POD_IP", "value": "::1"},
+                    ]
+                }
+            ),
+            "spec.template.env[1].name is MEDHA_POD_IP: must differ from the operator's own",
+        ),
+        (
+            resource(template={"env": [{"value": "9"}]}),
+            "spec.template.env[0].name is missing: must be text",
+        ),
+        (
+            resource(template={"volumes": [{"name": "model", "emptyDir": {}}]}),
+            "spec.template.volumes[0].name is model: must differ from the operator's own",
+        ),
+        (
+            resource(template={"resources": {"requests": {"cpu": "lots"}}}),
+            "spec.template.resources.requests.cpu is lots: must be a quantity; use one such as",
+        ),
+        (
+            resource(template={"resources": {"claims": {}}}),
+            "spec.template.resources is claims: must be requests or limits; remove it",
+        ),
+        (
+            resource(template={"resources": {"limits": 3}}),
+            "spec.template.resources.limits is 3: must be a mapping of resources to quantities",
+        ),
     ],
-)  # fmt: skip
-def test_what_cannot_work_in_a_cluster_is_told_in_one_sentence(
+)
+def test_a_spec_that_cannot_work_in_a_cluster_is_refused_in_a_sentence(
     of: MedhaReplica, sentence: str
 ) -> None:
     with pytest.raises(SpecError) as caught:

@@ -1,4 +1,4 @@
-"""Whatever happens to a cluster: it ends as asked for, and nothing is broken on the way."""
+"""Random histories of a cluster: it converges to the spec, and no invariant breaks on the way."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import hypothesis
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from medha_operator.actions import Action, CreatePod, DeletePod, LookAgain
-from medha_operator.plan import Decision, plan
-from medha_operator.restarts import is_lost
-from medha_operator.rollout import SCALED_DOWN, SURGE
+from medha_operator.planning.planner import PlanDecision, decide
+from medha_operator.planning.restarts import is_lost
+from medha_operator.planning.rollout import SCALED_DOWN, SURGE
+from medha_operator.resources.actions import Action, CreatePod, DeletePod, RequeueAt
 from medha_operator.testing import SETTINGS, Cluster, rack, resource
 
 RACK = "topology.kubernetes.io/rack"
 
 
 class Histories(RuleBasedStateMachine):
-    """People, machines and time act on a cluster in any order; the operator looks in between."""
+    """People, machines and time act on a cluster in any order, and the operator reconciles."""
 
     @initialize(
         tp=st.sampled_from([2, 4, 8]),
@@ -88,7 +88,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 8), used=st.sampled_from([0, 4, 8]))
     def others_use_devices(self, which: int, used: int) -> None:
-        """Never those that our pods have: the scheduler would not bind such a pod."""
+        """Never the devices of own pods: the scheduler would not bind such a pod."""
         name = sorted(self.cluster.nodes)[which]
         if not any(pod.node == name for pod in self.cluster.pods.values()):
             self.cluster.change_node(name, used={"nvidia.com/gpu": used})
@@ -113,13 +113,13 @@ class Histories(RuleBasedStateMachine):
 
     @rule(steps=st.integers(0, 12))
     def the_operator_dies_while_it_acts(self, steps: int) -> None:
-        """Some of its steps are done, and no status is written."""
+        """Execute some of the actions, and write no status."""
         cluster = self.cluster
-        actions = plan(cluster.resource, cluster.observed(), SETTINGS)
-        assert actions == plan(cluster.resource, cluster.observed(), SETTINGS)
+        actions = decide(cluster.resource, cluster.observed(), SETTINGS).actions
+        assert actions == decide(cluster.resource, cluster.observed(), SETTINGS).actions
         before = Before(cluster)
-        for each in actions[:steps]:
-            cluster.carry_out(each)
+        for action in actions[:steps]:
+            cluster.execute(action)
         before.check_gangs(actions[:steps])
 
     @precondition(lambda self: hasattr(self, "cluster"))
@@ -127,7 +127,7 @@ class Histories(RuleBasedStateMachine):
     def the_operator_looks(self, times: int, lost_status: bool) -> None:
         for _ in range(times):
             before = Before(self.cluster)
-            decision = self.cluster.look()
+            decision = self.cluster.reconcile()
             before.check(decision)
             if lost_status:  # it died before it wrote
                 self.cluster.status = before.status
@@ -144,15 +144,15 @@ class Histories(RuleBasedStateMachine):
         assert all(count <= 8 for count in taken.values()), taken
 
     def teardown(self) -> None:
-        """Once everybody leaves it alone it is as it was asked to be, and stays so."""
+        """Leave the cluster alone: it converges to the spec and stays so."""
         if not hasattr(self, "cluster"):
             return
         cluster = self.cluster
         for name in cluster.nodes:
             cluster.power(name, True)
             cluster.change_node(name, schedulable=True, used={})
-        for each in (*rack("r1", 50), *rack("r2", 50)):  # there is room for all that may be asked
-            cluster.nodes.setdefault(each.name, each)
+        for node in (*rack("r1", 50), *rack("r2", 50)):  # there is room for all that may be asked
+            cluster.nodes.setdefault(node.name, node)
         cluster.settle(turns=400)
         wanted = self.spec["replicas"]
         assert len(cluster.ordinals) == wanted
@@ -163,18 +163,20 @@ class Histories(RuleBasedStateMachine):
         for ordinal in cluster.ordinals:
             pods = [pod for pod in cluster.pods.values() if pod.ordinal == ordinal]
             groups = {pod.group for pod in pods}
-            asked = min(max(cluster.wanted.get(ordinal, 1), kvp["min"]), kvp["max"])
-            assert len(groups) >= asked
+            wanted = min(max(cluster.wanted.get(ordinal, 1), kvp["min"]), kvp["max"])
+            assert len(groups) >= wanted
             assert len(pods) == len(groups) * spp
             if self.spec["placement"]:
                 assert len({pod.node.partition("-")[0] for pod in pods}) == 1
-        (ready,) = [each for each in cluster.status["conditions"] if each["type"] == "Ready"]
+        (ready,) = [
+            condition for condition in cluster.status["conditions"] if condition["type"] == "Ready"
+        ]
         assert ready["status"] == "True"
-        assert cluster.look().actions == ()
+        assert cluster.reconcile().actions == ()
 
 
 class Before:
-    """What stood before a look, and what that look may do about it."""
+    """The state before a decision, and what the decision may do."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -182,41 +184,44 @@ class Before:
         self.status = cluster.status
         self.ordinals = cluster.ordinals
 
-    def check(self, decision: Decision) -> None:
-        actions = [each for each in decision.actions if not isinstance(each, LookAgain)]
+    def check(self, decision: PlanDecision) -> None:
+        actions = [action for action in decision.actions if not isinstance(action, RequeueAt)]
         self.check_surge(decision)
-        for each in actions:
-            if isinstance(each, DeletePod):
-                self.check_deletion(each, decision)
+        for action in actions:
+            if isinstance(action, DeletePod):
+                self.check_deletion(action, decision)
         self.check_gangs(actions)
 
-    def check_surge(self, decision: Decision) -> None:
-        made = self.cluster.ordinals - self.ordinals
-        left = {each for each, why in decision.rollout.retiring.items() if why == SCALED_DOWN}
+    def check_surge(self, decision: PlanDecision) -> None:
+        created = self.cluster.ordinals - self.ordinals
+        left = {ordinal for ordinal, why in decision.rollout.retiring.items() if why == SCALED_DOWN}
         most = self.cluster.resource.spec.replicas + SURGE
-        assert not made or len(self.cluster.ordinals - left) <= most, decision
+        assert not created or len(self.cluster.ordinals - left) <= most, decision
 
-    def check_deletion(self, deleted: DeletePod, decision: Decision) -> None:
-        """Only what failed, is done, lies on a dead node, serves nobody, or was drained."""
+    def check_deletion(self, deleted: DeletePod, decision: PlanDecision) -> None:
+        """Only failed, finished, lost, unserving or drained pods are deleted."""
         pod = self.pods[deleted.pod]
         replica = decision.replicas[pod.ordinal]
         group = replica.groups[pod.group]
-        faulty = any((f.ordinal, f.group) == (pod.ordinal, pod.group) for f in decision.faults)
+        faulty = any((f.ordinal, f.group) == (pod.ordinal, pod.group) for f in decision.failures)
         lost = is_lost(pod, self.cluster.nodes)
-        released = all(each.uid in self.cluster.left or not each.ip for each in group.present)
+        released = all(pod.uid in self.cluster.left or not pod.ip for pod in group.present)
         retired = pod.ordinal in decision.rollout.retiring and (
             not replica.ready or replica.idle or "retired" in deleted.why
         )
         moves = group.gated or not replica.ready
         assert faulty or lost or released or retired or moves, (deleted, pod)
         if retired and replica.ready and not replica.idle:
-            line = decision.memory.retirement(pod.ordinal)
+            line = decision.persisted.retirement(pod.ordinal)
             assert line is not None  # its time to drain has run, and is over
 
     def check_gangs(self, actions: Sequence[Action]) -> None:
-        """No pod is let go before its whole group stands."""
-        created = {each.manifest["metadata"]["name"] for each in actions
-                   if isinstance(each, CreatePod)}  # fmt: skip
+        """Check that no pod is ungated before its whole group exists."""
+        created = {
+            action.manifest["metadata"]["name"]
+            for action in actions
+            if isinstance(action, CreatePod)
+        }
         for pod in self.cluster.pods.values():
             if pod.gated or pod.deleting or pod.name in created:
                 continue
@@ -232,6 +237,9 @@ class Before:
 
 TestHistories = Histories.TestCase
 TestHistories.settings = hypothesis.settings(
-    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True,
+    max_examples=60,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
     suppress_health_check=list(hypothesis.HealthCheck),
-)  # fmt: skip
+)

@@ -1,4 +1,4 @@
-"""Stories of one MedhaReplica in a small cluster: made, failed, mended, grown."""
+"""Stories of one MedhaReplica in a small cluster: created, failed, repaired, grown."""
 
 from __future__ import annotations
 
@@ -8,40 +8,54 @@ from typing import Any
 import msgspec
 import pytest
 
-from medha_operator.actions import CreatePod, DeleteObject, DeletePod, LiftGate, LookAgain, Tell
-from medha_operator.observe import World
-from medha_operator.plan import decide
+from medha_operator.cluster.cluster_state import ClusterState
+from medha_operator.planning.planner import decide
+from medha_operator.planning.resource_status import events_between
+from medha_operator.resources.actions import (
+    CreatePod,
+    DeleteObject,
+    DeletePod,
+    EmitEvent,
+    RemoveSchedulingGate,
+    RequeueAt,
+)
 from medha_operator.settings import Flows
-from medha_operator.story import changes
 from medha_operator.testing import SETTINGS, Cluster, node, rack, resource
 
 RACK = "topology.kubernetes.io/rack"
 
 
-def test_a_replica_is_made_gated_let_go_as_a_gang_and_becomes_ready() -> None:
+def test_a_replica_is_created_gated_ungated_as_a_gang_and_becomes_ready() -> None:
     cluster = Cluster(resource(parallelism={"tp": 8, "spp": 2}), rack("r1", 2))
-    first = [each for each in cluster.look().actions if isinstance(each, CreatePod)]
-    assert [each.manifest["metadata"]["name"] for each in first] == ["tiny-0-g0-s0", "tiny-0-g0-s1"]
+    first = [action for action in cluster.reconcile().actions if isinstance(action, CreatePod)]
+    assert [create.manifest["metadata"]["name"] for create in first] == [
+        "tiny-0-g0-s0",
+        "tiny-0-g0-s1",
+    ]
     assert all(pod.gated for pod in cluster.pods.values())
     assert cluster.condition("Ready")["reason"] == "Placing"
-    second = cluster.look().actions
-    assert [each.pod for each in second if isinstance(each, LiftGate)] == [*cluster.pods]
+    second = cluster.reconcile().actions
+    assert [item.pod for item in second if isinstance(item, RemoveSchedulingGate)] == [
+        *cluster.pods
+    ]
     cluster.settle()
     assert cluster.places == {"tiny-0-g0-s0": "r1-0", "tiny-0-g0-s1": "r1-1"}
     assert cluster.condition("Ready")["status"] == "True"
     assert cluster.status["readyReplicas"] == 1
 
 
-def test_a_gang_of_which_only_a_part_was_let_go_is_let_go_whole() -> None:
-    """The operator ended between the first pod's gate and the second's; the first runs already."""
+def test_a_gang_that_was_ungated_in_part_is_ungated_as_a_whole() -> None:
+    """The operator ended after the first pod's gate was removed; that pod runs already."""
     cluster = Cluster(resource(parallelism={"tp": 8, "spp": 2}), rack("r1", 2))
-    cluster.look()
+    cluster.reconcile()
     first, second = cluster.pods.values()
     cluster.pods[first.name] = msgspec.structs.replace(
         first, gated=False, node=first.target, phase="Running", ready=True
     )
-    found = cluster.look().actions
-    assert [each.pod for each in found if isinstance(each, LiftGate)] == [second.name]
+    actions = cluster.reconcile().actions
+    assert [action.pod for action in actions if isinstance(action, RemoveSchedulingGate)] == [
+        second.name
+    ]
 
 
 def test_a_converged_replica_causes_no_action_and_no_new_status() -> None:
@@ -49,28 +63,28 @@ def test_a_converged_replica_causes_no_action_and_no_new_status() -> None:
     cluster.settle()
     before = cluster.status
     cluster.now_s += 3600
-    assert cluster.look().actions == ()
+    assert cluster.reconcile().actions == ()
     assert cluster.status == before
 
 
-def test_a_group_that_failed_is_counted_first_and_then_started_anew() -> None:
+def test_a_failed_group_restarts_after_its_failure_is_recorded() -> None:
     cluster = Cluster(resource(parallelism={"tp": 1, "spp": 2}), [node("a")])
     cluster.settle()
     cluster.change("tiny-0-g0-s1", phase="Failed", ready=False, why="OOMKilled")
-    assert [type(each) for each in cluster.look().actions] == [LookAgain]
+    assert [type(action) for action in cluster.reconcile().actions] == [RequeueAt]
     (line,) = cluster.status["restarts"]
     assert (line["attempt"], line["reason"]) == (1, "pod tiny-0-g0-s1 ended (OOMKilled)")
-    deleted = [each for each in cluster.look().actions if isinstance(each, DeletePod)]
-    assert [each.pod for each in deleted] == ["tiny-0-g0-s0", "tiny-0-g0-s1"]
+    deleted = [action for action in cluster.reconcile().actions if isinstance(action, DeletePod)]
+    assert [delete.pod for delete in deleted] == ["tiny-0-g0-s0", "tiny-0-g0-s1"]
     assert cluster.condition("GroupsReady")["message"] == (
-        "KVP group 0 of tiny-0 is started anew: pod tiny-0-g0-s1 ended (OOMKilled)"
+        "KVP group 0 of tiny-0 restarts: pod tiny-0-g0-s1 ended (OOMKilled)"
     )
     cluster.settle()
     assert {pod.attempt for pod in cluster.pods.values()} == {2}
     assert cluster.condition("Ready")["status"] == "True"
 
 
-def test_failures_in_a_row_are_put_off_longer_and_longer_until_the_budget_is_spent() -> None:
+def test_restarts_back_off_until_the_budget_is_spent() -> None:
     cluster = Cluster(resource(), [node("a")])
     cluster.settle()
     started = []
@@ -79,7 +93,7 @@ def test_failures_in_a_row_are_put_off_longer_and_longer_until_the_budget_is_spe
             started.append(cluster.now_s)
             cluster.change("tiny-0-g0-s0", phase="Failed", ready=False)
         for _ in range(80):
-            cluster.look()
+            cluster.reconcile()
             cluster.turn()
             if cluster.pods and cluster.pods["tiny-0-g0-s0"].ready:
                 break
@@ -90,22 +104,24 @@ def test_failures_in_a_row_are_put_off_longer_and_longer_until_the_budget_is_spe
     assert exhausted["type"] == "RestartBudgetExhausted"
 
 
-def test_a_spent_budget_is_told_with_the_last_failure() -> None:
+def test_a_spent_budget_is_reported_with_the_last_failure() -> None:
     cluster = Cluster(resource(), [node("a")])
     for _ in range(200):
-        cluster.look()
+        cluster.reconcile()
         cluster.turn()
         for name, pod in cluster.pods.items():
             if pod.phase == "Running":
                 cluster.change(name, phase="Failed", why="Error", message="/models has no config")
-    told = cluster.condition("RestartBudgetExhausted")
-    assert told["status"] == "True"
-    assert "KVP group 0 of tiny-0 failed more than 5 times within 10 minutes" in told["message"]
+    condition = cluster.condition("RestartBudgetExhausted")
+    assert condition["status"] == "True"
+    assert (
+        "KVP group 0 of tiny-0 failed more than 5 times within 10 minutes" in condition["message"]
+    )
     assert cluster.condition("Ready")["reason"] == "ModelMissing"
     assert "/models has no config" in cluster.condition("Ready")["message"]
 
 
-def test_a_group_grows_beside_its_replica_and_is_removed_when_its_controller_let_it_go() -> None:
+def test_a_group_is_added_near_its_replica_and_deleted_when_its_controller_releases_it() -> None:
     cluster = Cluster(
         resource(parallelism={"tp": 8, "kvp": {"max": 2}}, placement={"packLevel": RACK}),
         [*rack("r1", 1), *rack("r2", 2)],
@@ -113,8 +129,8 @@ def test_a_group_grows_beside_its_replica_and_is_removed_when_its_controller_let
     cluster.settle()
     assert cluster.places == {"tiny-0-g0-s0": "r2-0"}
     cluster.wanted[0] = 2
-    told = [each for each in cluster.look().actions if isinstance(each, Tell)]
-    assert [each.message for each in told] == ["tiny-0: group 1 on r2-1 (2 groups are wanted)"]
+    events = [action for action in cluster.reconcile().actions if isinstance(action, EmitEvent)]
+    assert [event.message for event in events] == ["tiny-0: group 1 on r2-1 (2 groups are wanted)"]
     assert cluster.condition("KvpGrowing")["status"] == "True"
     cluster.settle()
     assert cluster.status["groups"] == [
@@ -126,8 +142,8 @@ def test_a_group_grows_beside_its_replica_and_is_removed_when_its_controller_let
     assert cluster.status["kvpGroups"] == 1
 
 
-def test_a_group_without_a_place_keeps_no_replica_from_one() -> None:
-    """Racks are full of the one resource's own groups; another replica would find a place."""
+def test_an_unplaced_group_blocks_no_replica() -> None:
+    """Racks are full of the resource's own groups; another replica would fit."""
     three = {"tp": 8, "kvp": {"max": 3}}
     cluster = Cluster(
         resource(parallelism=three, placement={"packLevel": RACK}),
@@ -136,17 +152,19 @@ def test_a_group_without_a_place_keeps_no_replica_from_one() -> None:
     cluster.settle()
     cluster.wanted[0] = 3
     cluster.settle()
-    key, world = ("team", "tiny"), World(lambda key, after_s: None)
-    decision = cluster.look()
-    assert decision.stunted
-    world.note_waiting(key, replicas=bool(decision.misfits), groups=bool(decision.stunted))
-    assert key in world.waiting and key not in world.homeless
+    key, state = ("team", "tiny"), ClusterState(lambda key, after_s: None)
+    decision = cluster.reconcile()
+    assert decision.unplaced_groups
+    state.set_waiting(
+        key, replicas=bool(decision.unplaced_replicas), groups=bool(decision.unplaced_groups)
+    )
+    assert key in state.waiting and key not in state.unplaced
     cluster.update(replicas=2, parallelism=three, placement={"packLevel": RACK})
     cluster.settle()
     assert cluster.status["readyReplicas"] == 2
 
 
-def test_fewer_groups_than_run_are_never_a_reason_to_delete_one() -> None:
+def test_a_lower_target_alone_deletes_no_group() -> None:
     cluster = Cluster(resource(parallelism={"kvp": {"max": 3}}), [node("a")])
     cluster.wanted[0] = 3
     cluster.settle()
@@ -155,37 +173,37 @@ def test_fewer_groups_than_run_are_never_a_reason_to_delete_one() -> None:
     assert len(cluster.pods) == 3
 
 
-def test_a_group_that_was_just_made_stays_for_a_while_when_the_pressure_is_gone() -> None:
+def test_a_new_group_that_is_not_wanted_any_more_stays_for_the_cooldown() -> None:
     cluster = Cluster(resource(parallelism={"kvp": {"max": 2}}), [node("a")])
     cluster.settle()
     cluster.wanted[0] = 2
-    cluster.look()
+    cluster.reconcile()
     cluster.wanted[0] = 1
-    (again,) = cluster.look().actions
-    assert isinstance(again, LookAgain)
+    (again,) = cluster.reconcile().actions
+    assert isinstance(again, RequeueAt)
     assert again.at_s == cluster.now_s + 30
 
 
-def test_a_group_given_back_is_not_made_again_by_an_operator_that_has_not_asked_yet() -> None:
-    """The former one died after its deletions, before the status told of them."""
+def test_a_released_group_is_not_recreated_by_an_operator_that_has_not_polled_yet() -> None:
+    """The former one died after its deletions, before the status had recorded them."""
     cluster = Cluster(resource(parallelism={"kvp": {"max": 2}}), [node("a")])
     cluster.wanted[0] = 2
     cluster.settle()
     cluster.release(0, 1)
     cluster.turn(60.0)
     for action in decide(cluster.resource, cluster.observed(), cluster.settings).actions:
-        cluster.carry_out(action)
+        cluster.execute(action)
     cluster.turn()
     cluster.reports_since_s = cluster.now_s
     assert list(cluster.pods) == ["tiny-0-g0-s0"] and cluster.status["groups"][0]["wanted"] == 2
     for _ in range(5):
-        cluster.look()
+        cluster.reconcile()
         cluster.turn()
         assert list(cluster.pods) == ["tiny-0-g0-s0"]
     assert cluster.status["groups"][0]["wanted"] == 1
 
 
-def test_a_group_of_which_a_part_was_given_back_is_not_taken_for_one_that_failed() -> None:
+def test_a_group_that_is_being_released_is_not_restarted() -> None:
     """The operator died between its deletions."""
     cluster = Cluster(resource(parallelism={"spp": 2, "kvp": {"max": 2}}), rack("r1", 4))
     cluster.wanted[0] = 2
@@ -194,13 +212,13 @@ def test_a_group_of_which_a_part_was_given_back_is_not_taken_for_one_that_failed
     del cluster.pods["tiny-0-g1-s0"]
     cluster.reports_since_s = cluster.now_s
     for _ in range(5):
-        cluster.look()
+        cluster.reconcile()
         cluster.turn()
     assert sorted(cluster.pods) == ["tiny-0-g0-s0", "tiny-0-g0-s1"]
     assert not cluster.status.get("restarts")
 
 
-def test_a_replica_that_is_made_anew_keeps_what_was_made_for_it_meanwhile() -> None:
+def test_a_replica_that_waits_to_be_recreated_keeps_its_objects() -> None:
     flows = msgspec.structs.replace(SETTINGS, worker_flows=Flows())
     cluster = Cluster(resource(), [node("a")], flows)
     cluster.settle()
@@ -208,16 +226,16 @@ def test_a_replica_that_is_made_anew_keeps_what_was_made_for_it_meanwhile() -> N
     assert {kind for kind, _ in before} >= {"ConfigMap", "NetworkPolicy"}
     cluster.change("tiny-0-g0-s0", phase="Failed", ready=False)
     while cluster.pods:
-        cluster.look()
+        cluster.reconcile()
         cluster.turn(0.1)
-    assert not [each for each in cluster.look().actions if isinstance(each, CreatePod)]
+    assert not [action for action in cluster.reconcile().actions if isinstance(action, CreatePod)]
     assert cluster.objects == before
     cluster.settle()
     assert cluster.pods["tiny-0-g0-s0"].attempt == 2
-    assert not [each for each in cluster.done if isinstance(each, DeleteObject)]
+    assert not [action for action in cluster.done if isinstance(action, DeleteObject)]
 
 
-def test_a_grown_group_that_fails_is_repaired_even_while_its_controller_is_silent() -> None:
+def test_a_failed_extra_group_is_repaired_even_while_its_controller_is_silent() -> None:
     cluster = Cluster(resource(parallelism={"kvp": {"max": 2}}), [node("a")])
     cluster.wanted[0] = 2
     cluster.settle()
@@ -227,7 +245,7 @@ def test_a_grown_group_that_fails_is_repaired_even_while_its_controller_is_silen
     assert cluster.pods["tiny-0-g0-s0"].attempt == 1
 
 
-def test_pods_of_a_dead_node_are_removed_by_force_and_made_elsewhere() -> None:
+def test_pods_of_a_dead_node_are_deleted_by_force_and_recreated_elsewhere() -> None:
     cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])
     cluster.settle()
     home = cluster.pods["tiny-0-g0-s0"].node
@@ -236,52 +254,52 @@ def test_pods_of_a_dead_node_are_removed_by_force_and_made_elsewhere() -> None:
     cluster.settle()
     (pod,) = cluster.pods.values()
     assert (pod.node != home, pod.attempt, pod.ready) == (True, 2, True)
-    forced = [each for each in cluster.done if isinstance(each, DeletePod)]
-    assert [each.grace_s for each in forced] == [0]
+    forced = [action for action in cluster.done if isinstance(action, DeletePod)]
+    assert [delete.grace_s for delete in forced] == [0]
 
 
-def test_pods_of_a_node_that_is_only_not_known_yet_stay() -> None:
-    """What is known of nodes is older than what is known of pods, as after a lagging list."""
+def test_pods_of_a_node_that_is_not_known_yet_stay() -> None:
+    """The operator's nodes are older than its pods, as after a slow list."""
     cluster = Cluster(resource(parallelism={"tp": 8, "spp": 2}), rack("r1", 4))
     cluster.settle()
     before = dict(cluster.pods)
     home = cluster.pods["tiny-0-g0-s0"].node
     cluster.unseen.add(home)
     for _ in range(5):
-        cluster.look()
+        cluster.reconcile()
         cluster.turn()
     assert cluster.pods == before
-    asked = [each for each in cluster.done if isinstance(each, DeletePod)]
-    assert asked and {each.if_lost for each in asked} == {home}  # its siblings' end, too
+    deletes = [action for action in cluster.done if isinstance(action, DeletePod)]
+    assert deletes and {delete.if_lost for delete in deletes} == {home}  # its siblings' end, too
     cluster.unseen.clear()
     cluster.settle()
     assert cluster.pods == before
     assert cluster.condition("Ready")["status"] == "True"
 
 
-def test_a_node_that_says_itself_that_it_is_not_ready_keeps_its_pods() -> None:
+def test_a_node_that_reports_that_it_is_not_ready_keeps_its_pods() -> None:
     cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])
     cluster.settle()
     pods = dict(cluster.pods)
     cluster.change_node(cluster.pods["tiny-0-g0-s0"].node, ready=False)
-    assert cluster.look().actions == ()
+    assert cluster.reconcile().actions == ()
     assert cluster.pods == pods
 
 
-def test_a_group_that_its_controller_gave_up_is_made_anew_when_it_does_not_come_back() -> None:
+def test_a_hung_group_restarts_when_it_does_not_recover() -> None:
     cluster = Cluster(resource(), [node("a")])
     cluster.settle()
     cluster.hung.add(cluster.pods["tiny-0-g0-s0"].uid)
     cluster.change("tiny-0-g0-s0", ready=False)
-    cluster.look()
+    cluster.reconcile()
     cluster.turn(100)
-    assert [type(each) for each in cluster.look().actions] == [LookAgain]
+    assert [type(action) for action in cluster.reconcile().actions] == [RequeueAt]
     cluster.settle()
     assert cluster.pods["tiny-0-g0-s0"].attempt == 2
-    assert "did not come back" in cluster.status["restarts"][0]["reason"]
+    assert "did not recover" in cluster.status["restarts"][0]["reason"]
 
 
-def test_pods_of_a_silent_node_wait_for_it_where_there_is_no_other_place() -> None:
+def test_pods_of_a_silent_node_wait_for_it_if_there_is_no_other_node() -> None:
     cluster = Cluster(resource(parallelism={"tp": 8}), [node("a")])
     cluster.settle()
     uid = cluster.pods["tiny-0-g0-s0"].uid
@@ -294,9 +312,9 @@ def test_pods_of_a_silent_node_wait_for_it_where_there_is_no_other_place() -> No
     assert cluster.pods["tiny-0-g0-s0"].ready
 
 
-def test_a_gang_whose_place_was_taken_is_planned_again_elsewhere() -> None:
+def test_a_gang_whose_nodes_were_taken_is_planned_again_elsewhere() -> None:
     cluster = Cluster(resource(parallelism={"tp": 4, "spp": 2}), [node("a"), node("b")])
-    cluster.look()
+    cluster.reconcile()
     taken = cluster.pods["tiny-0-g0-s0"].target
     cluster.change_node(taken, used={"nvidia.com/gpu": 8})
     cluster.settle()
@@ -307,28 +325,28 @@ def test_a_gang_whose_place_was_taken_is_planned_again_elsewhere() -> None:
 
 def test_a_pod_that_is_not_bound_in_time_is_planned_again() -> None:
     cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])
-    cluster.look()
+    cluster.reconcile()
     target = cluster.pods["tiny-0-g0-s0"].target
     cluster.change_node(target, used={"cpu": 64_000})
-    again = [each for each in cluster.look().actions if isinstance(each, LookAgain)]
-    assert [each.at_s - cluster.now_s for each in again] == [60.0]
+    again = [action for action in cluster.reconcile().actions if isinstance(action, RequeueAt)]
+    assert [requeue.at_s - cluster.now_s for requeue in again] == [60.0]
     cluster.settle(turns=90)
     assert list(cluster.places.values()) == [{"a": "b", "b": "a"}[target]]
 
 
-def test_a_pod_that_was_gated_for_long_has_its_time_to_be_bound_from_then_on() -> None:
+def test_the_time_to_bind_a_pod_begins_when_its_gate_is_removed() -> None:
     cluster = Cluster(resource(parallelism={"tp": 8, "spp": 2}), [node("a"), node("b")])
-    cluster.look()
+    cluster.reconcile()
     cluster.now_s += 100.0  # its group could not be begun, or another clock is ahead
-    cluster.look()
-    assert not any(each.gated or each.node for each in cluster.pods.values())
-    again = [each for each in cluster.look().actions if isinstance(each, LookAgain)]
-    assert [each.at_s - cluster.now_s for each in again] == [60.0]
+    cluster.reconcile()
+    assert not any(pod.gated or pod.node for pod in cluster.pods.values())
+    again = [action for action in cluster.reconcile().actions if isinstance(action, RequeueAt)]
+    assert [requeue.at_s - cluster.now_s for requeue in again] == [60.0]
     cluster.settle()
-    assert {each.attempt for each in cluster.pods.values()} == {1}
+    assert {pod.attempt for pod in cluster.pods.values()} == {1}
 
 
-def test_what_is_deleted_by_hand_is_made_again() -> None:
+def test_objects_deleted_by_hand_are_recreated() -> None:
     cluster = Cluster(resource(parallelism={"spp": 2}), [node("a")])
     cluster.settle()
     cluster.objects.clear()
@@ -367,30 +385,32 @@ def test_a_status_that_a_person_wrote_does_no_harm(written: dict[str, Any]) -> N
     assert cluster.condition("Ready")["status"] == "True"
 
 
-def test_what_came_about_is_told_once_it_stands_in_the_status() -> None:
+def test_status_changes_emit_events() -> None:
     cluster = Cluster(resource(parallelism={"kvp": {"max": 2}}), [node("a")])
     statuses = [cluster.status]
     for turn in range(16):
         cluster.wanted[0] = 1 + (turn > 6)
-        cluster.look()
+        cluster.reconcile()
         cluster.turn()
         statuses.append(cluster.status)
-    told = [each for a, b in itertools.pairwise(statuses) for each in changes("tiny", a, b)]
-    assert [(each.reason, each.message) for each in told] == [
-        ("Serving", "every replica that is asked for serves"),
-        ("GroupJoined", "tiny-0 runs 2 KVP groups, as generation 2"),
+    events = [
+        event for a, b in itertools.pairwise(statuses) for event in events_between("tiny", a, b)
+    ]
+    assert [(event.reason, event.message) for event in events] == [
+        ("Serving", "all replicas of spec.replicas serve"),
+        ("GroupJoined", "tiny-0 runs 2 KVP groups, generation 2"),
     ]
     cluster.power("a", False)
     cluster.turn()
     before = cluster.status
-    cluster.look()
-    (gone,) = changes("tiny", before, cluster.status)
+    cluster.reconcile()
+    (gone,) = events_between("tiny", before, cluster.status)
     assert (gone.reason, gone.warning) == ("NotServing", True)
 
 
 def test_a_pod_whose_node_goes_away_before_it_is_bound_is_planned_again_at_once() -> None:
     cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])
-    cluster.look()
+    cluster.reconcile()
     target = cluster.pods["tiny-0-g0-s0"].target
     del cluster.nodes[target]
     began_s = cluster.now_s

@@ -1,14 +1,12 @@
-"""Golden cases: replicas of one resource keep apart where nothing that ranks higher is lost."""
+"""Golden cases: replicas of one resource keep apart unless a rule of higher rank forbids it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from medha_operator.misfits import Misfit
-from medha_operator.observed import NodeView
-from medha_operator.placement import Room
+from medha_operator.planning.node_placement import Placer, Unschedulable, pod_requirements
+from medha_operator.resources.views import NodeView
 from medha_operator.testing import Cluster, node, rack, resource
-from medha_operator.wants import want_of
 
 RACK, CLIQUE = "topology.kubernetes.io/rack", "nvidia.com/gpu.clique"
 
@@ -16,20 +14,21 @@ RACK, CLIQUE = "topology.kubernetes.io/rack", "nvidia.com/gpu.clique"
 def replicas(
     nodes: list[NodeView], count: int, tp: int = 2, spp: int = 1, most: int = 1, **placement: Any
 ) -> list[str]:
-    """The nodes of each of so many replicas, one placed after the other."""
-    want = want_of(resource(parallelism={"tp": tp, "spp": spp}, placement=placement))
-    room = Room(want, nodes)
-    found: list[list[str]] = []
+    """Place replicas one after another; returns the nodes of each."""
+    want = pod_requirements(resource(parallelism={"tp": tp, "spp": spp}, placement=placement))
+    room = Placer(want, nodes)
+    node_sets: list[list[str]] = []
     for _ in range(count):
-        placed = room.place_base(1, most, apart=found)
-        assert not isinstance(placed, Misfit), placed.message
-        found.append(list(placed[0]))
-    return [" ".join(each) for each in found]
+        placed = room.place_base(1, most, avoid=node_sets)
+        assert not isinstance(placed, Unschedulable), placed.message
+        node_sets.append(list(placed[0]))
+    return [" ".join(nodes) for nodes in node_sets]
 
 
 def busy(name: str, gpus: int, **labels: str) -> NodeView:
-    return NodeView(name=name, labels=labels, allocatable=node(name).allocatable,
-                    used={"nvidia.com/gpu": gpus})  # fmt: skip
+    return NodeView(
+        name=name, labels=labels, allocatable=node(name).allocatable, used={"nvidia.com/gpu": gpus}
+    )
 
 
 def test_two_replicas_that_fit_on_one_node_take_two() -> None:
@@ -44,7 +43,7 @@ def test_one_node_takes_all_where_there_is_no_other() -> None:
     assert replicas([node("a"), busy("b", 7)], 3) == ["a", "a", "a"]
 
 
-def test_of_nodes_without_a_sibling_the_fullest_is_taken() -> None:
+def test_among_nodes_without_a_sibling_the_fullest_is_taken() -> None:
     nodes = [node("a"), node("b"), busy("c", 4), busy("d", 6)]
     assert replicas(nodes, 4) == ["d", "c", "a", "b"]
 
@@ -71,8 +70,11 @@ def test_stages_stand_together_before_replicas_keep_apart() -> None:
 
 def test_room_to_grow_counts_more_than_keeping_apart() -> None:
     nodes = [*rack("r1", 1), *rack("r2", 2)]
-    found = replicas(nodes, 2, tp=4, most=3, packLevel=RACK)
-    assert found == ["r2-0", "r2-1"]  # of r1's two pods' room a replica that grows has too little
+    node_sets = replicas(nodes, 2, tp=4, most=3, packLevel=RACK)
+    assert node_sets == [
+        "r2-0",
+        "r2-1",
+    ]  # of r1's two pods' room a replica that grows has too little
     assert replicas(nodes, 3, tp=2, most=3, packLevel=RACK) == ["r1-0", "r2-0", "r2-1"]
 
 
@@ -86,7 +88,7 @@ def test_a_scaled_out_resource_survives_its_node_and_comes_back_elsewhere() -> N
     assert cluster.places == {"tiny-0-g0-s0": "c", "tiny-1-g0-s0": "b"}
 
 
-def test_after_a_rolling_update_replicas_stand_apart_again() -> None:
+def test_a_rolling_update_keeps_replicas_apart() -> None:
     cluster = Cluster(resource(replicas=2, parallelism={"tp": 2}), [node("a"), node("b")])
     cluster.settle()
     cluster.update(replicas=2, parallelism={"tp": 2}, template={"image": "worker:2"})
@@ -102,6 +104,8 @@ def test_groups_of_one_replica_stand_together_though_its_siblings_keep_away() ->
     )
     cluster.settle()
     assert sorted(cluster.places.items()) == [
-        ("tiny-0-g0-s0", "a"), ("tiny-0-g1-s0", "a"),
-        ("tiny-1-g0-s0", "b"), ("tiny-1-g1-s0", "b"),
-    ]  # fmt: skip
+        ("tiny-0-g0-s0", "a"),
+        ("tiny-0-g1-s0", "a"),
+        ("tiny-1-g0-s0", "b"),
+        ("tiny-1-g1-s0", "b"),
+    ]

@@ -1,11 +1,11 @@
-"""The work queue hands out each key once at a time, in the order in which they fall due."""
+"""The work queue hands out each key once at a time, in the order of their due times."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 
-from medha_operator.queue import FIRST_RETRY_S, LONGEST_RETRY_S, WorkQueue
+from medha_operator.controllers.reconciler import FIRST_RETRY_S, LONGEST_RETRY_S, WorkQueue
 
 
 class Clock:
@@ -20,72 +20,72 @@ def queue(clock: Clock) -> WorkQueue[str]:
     return WorkQueue(clock, random.Random(1))
 
 
-def test_keys_come_in_the_order_in_which_they_are_due() -> None:
+def test_keys_are_taken_in_the_order_of_their_due_times() -> None:
     clock = Clock()
-    line = queue(clock)
-    line.add("late", 5.0)
-    line.add("soon", 1.0)
-    line.add("now")
-    assert line.take() == "now"
-    assert line.take() is None
+    work = queue(clock)
+    work.add("late", 5.0)
+    work.add("soon", 1.0)
+    work.add("now")
+    assert work.take() == "now"
+    assert work.take() is None
     clock.now += 5.0
-    assert [line.take(), line.take(), line.take()] == ["soon", "late", None]
+    assert [work.take(), work.take(), work.take()] == ["soon", "late", None]
 
 
-def test_a_key_that_is_added_twice_is_looked_at_once_and_at_the_earlier_time() -> None:
+def test_a_key_added_twice_is_taken_once_and_at_the_earlier_time() -> None:
     clock = Clock()
-    line = queue(clock)
-    line.add("a", 9.0)
-    line.add("a", 2.0)
-    line.add("a", 5.0)
+    work = queue(clock)
+    work.add("a", 9.0)
+    work.add("a", 2.0)
+    work.add("a", 5.0)
     clock.now += 2.0
-    assert line.take() == "a"
-    line.done("a")
+    assert work.take() == "a"
+    work.done("a")
     clock.now += 20.0
-    assert line.take() is None
+    assert work.take() is None
 
 
-def test_a_key_that_is_added_while_it_is_looked_at_comes_again_and_not_before_it_is_done() -> None:
+def test_a_key_added_while_in_work_is_taken_again_once_it_is_done() -> None:
     clock = Clock()
-    line = queue(clock)
-    line.add("a")
-    assert line.take() == "a"
-    line.add("a")
-    assert line.take() is None
-    line.done("a")
-    assert line.take() == "a"
+    work = queue(clock)
+    work.add("a")
+    assert work.take() == "a"
+    work.add("a")
+    assert work.take() is None
+    work.done("a")
+    assert work.take() == "a"
 
 
-def test_failures_in_a_row_make_longer_pauses_up_to_a_bound_and_success_ends_them() -> None:
-    line = queue(Clock())
-    pauses = [line.retry("a") for _ in range(12)]
+def test_delays_double_with_each_failure_up_to_a_bound_and_success_resets_them() -> None:
+    work = queue(Clock())
+    delays = [work.retry("a") for _ in range(12)]
     ideal = [min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**n) for n in range(12)]
-    assert all(whole / 2 <= pause <= whole for pause, whole in zip(pauses, ideal, strict=True))
-    line.succeeded("a")
-    assert line.retry("a") <= FIRST_RETRY_S
+    assert all(whole / 2 <= delay <= whole for delay, whole in zip(delays, ideal, strict=True))
+    work.succeeded("a")
+    assert work.retry("a") <= FIRST_RETRY_S
 
 
-def test_a_pause_that_the_server_asked_for_is_kept() -> None:
+def test_a_delay_requested_by_the_server_is_kept() -> None:
     assert queue(Clock()).retry("a", at_least_s=7.0) == 7.0
 
 
-def test_the_queue_says_how_far_it_is_behind() -> None:
+def test_the_queue_reports_how_far_it_is_behind() -> None:
     clock = Clock()
-    line = queue(clock)
-    line.add("later", 60.0)
-    assert line.behind_s == 0.0
-    line.add("now")
+    work = queue(clock)
+    work.add("later", 60.0)
+    assert work.behind_s == 0.0
+    work.add("now")
     clock.now += 3.0
-    assert line.behind_s == 3.0
+    assert work.behind_s == 3.0
 
 
-def test_who_waits_is_woken_by_the_next_key() -> None:
+def test_the_next_key_wakes_a_waiting_worker() -> None:
     async def wait() -> list[str]:
-        line: WorkQueue[str] = WorkQueue(asyncio.get_running_loop().time, random.Random(1))
-        waiting = [asyncio.create_task(line.get()) for _ in range(2)]
+        work: WorkQueue[str] = WorkQueue(asyncio.get_running_loop().time, random.Random(1))
+        waiting = [asyncio.create_task(work.get()) for _ in range(2)]
         await asyncio.sleep(0)
-        line.add("b", 0.02)
-        line.add("a")
+        work.add("b", 0.02)
+        work.add("a")
         return await asyncio.gather(*waiting)
 
     assert sorted(asyncio.run(wait())) == ["a", "b"]

@@ -1,4 +1,4 @@
-"""Real rank processes for these tests: one nursery, one checkpoint, one oracle for all."""
+"""Real rank processes for these tests: one fork server, one checkpoint, one oracle for all."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.support.rank_rig import ForkServer, Rig
 
 from medha.config import WorkerConfig
 from medha.topology import Topology
-from medha_worker.testing.checkpoint import FAMILIES, TinyModel, write_checkpoint
-from medha_worker.testing.rig import Nursery, Rig
+from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel, write_checkpoint
 
 PAGE_TOKENS = 16
 PAGES = 700
@@ -27,10 +27,10 @@ MakeRig = Callable[..., Rig]
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    born = Nursery()
-    yield born
-    born.close()
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +45,7 @@ def oracle(checkpoint: pathlib.Path) -> Oracle:
 
 @pytest.fixture(scope="session")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
-    """Made when first asked for."""
+    """Created at first use."""
 
     @functools.cache
     def made(name: str) -> tuple[pathlib.Path, Oracle]:
@@ -72,7 +72,7 @@ def oracle_of(checkpoint: pathlib.Path) -> Oracle:
 
 @pytest.fixture
 def make_rig(
-    nursery: Nursery, checkpoint: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+    fork_server: ForkServer, checkpoint: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MakeRig]:
     """Rigs whose ranks end with the test."""
     rigs: list[Rig] = []
@@ -92,7 +92,7 @@ def make_rig(
         }
         config = WorkerConfig(**settings)  # type: ignore[arg-type]
         folder = tmp_path_factory.mktemp("r")
-        rigs.append(Rig(config, folder, nursery, vocab=MODEL.vocab, change=change))
+        rigs.append(Rig(config, folder, fork_server, vocab=MODEL.vocab, change=change))
         return rigs[-1]
 
     yield make

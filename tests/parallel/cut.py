@@ -9,12 +9,12 @@ import torch
 from medha_worker import engine
 from medha_worker.graphs import Replay, Work
 from medha_worker.model.decoder import Decoder
-from medha_worker.pieces import Pieces
+from medha_worker.piecewise_graphs import PiecewiseGraphs
 from medha_worker.runner import Runner
 
 
 class Launched:
-    """Records nothing: a replay is the work itself."""
+    """Record nothing: a replay launches the work itself."""
 
     def __call__(self, work: Work) -> tuple[torch.Tensor, Replay]:
         def replay() -> None:
@@ -27,7 +27,7 @@ class Launched:
 
 
 def in_pieces() -> None:
-    """Every batch of up to 400 rows; that one runs otherwise is an error."""
+    """Cut every batch of up to 400 rows; a batch that runs uncut is an error."""
 
     def made(*args: Any, **parts: Any) -> Runner:
         inputs = parts["inputs"]
@@ -39,7 +39,7 @@ def in_pieces() -> None:
             return turned
 
         sizes = (1, 2, 3, 5, 8, 20, 100, 400)
-        pieces = Pieces(parts["model"], turns, Launched(), sizes=sizes)
+        pieces = PiecewiseGraphs(parts["model"], turns, Launched(), sizes=sizes)
         return Runner(*args, **{**parts, "model": pieces})
 
     def forward(*_: object) -> torch.Tensor:

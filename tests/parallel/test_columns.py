@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from medha.errors import EngineError
-from medha_worker.parallel.communicator import Communicator, PeerLost, join
-from medha_worker.parallel.interface import SharedRows
+from medha_worker.parallel.collectives import PeerLost, SharedRows
+from medha_worker.parallel.communicator import Communicator, join
 from medha_worker.parallel.kvp import GroupColumn
 from medha_worker.parallel.mesh import Column, dial_store, serve_store
-from medha_worker.parallel.pipeline import Pipeline
+from medha_worker.parallel.pipeline_parallel import Pipeline
 
 HEADS, DIM = 3, 8
 
 
 class Net:
-    """Threads that stand for ranks, on a store of their own."""
+    """Threads that act as ranks, on a store of their own."""
 
     def __init__(self) -> None:
         self._store, self._address = serve_store("127.0.0.1:0")
@@ -29,16 +29,21 @@ class Net:
 
     def connect(self, size: int) -> list[Communicator]:
         self._names += 1
-        name, made = f"n{self._names}", dict[int, Communicator]()
+        name, members = f"n{self._names}", dict[int, Communicator]()
 
         def member(rank: int) -> None:
-            made[rank] = join(
-                dial_store(self._address, 5.0), name, rank, size,
-                incarnation=str(rank), interface="lo", timeout_s=20.0,
-            )  # fmt: skip
+            members[rank] = join(
+                dial_store(self._address, 5.0),
+                name,
+                rank,
+                size,
+                incarnation=str(rank),
+                interface="lo",
+                timeout_s=20.0,
+            )
 
         run_all([lambda rank=rank: member(rank) for rank in range(size)])  # type: ignore[misc]
-        return [made[rank] for rank in range(size)]
+        return [members[rank] for rank in range(size)]
 
 
 def run_all(calls: list[Callable[[], None]], timeout_s: float = 40.0) -> None:
@@ -103,7 +108,7 @@ def test_shards_merge_to_the_attention_over_all_keys_with_equal_bits(net: Net) -
     assert torch.equal(merged[0][5:], merged[2][4:])
 
 
-def test_overlapping_groups_never_wait_in_a_circle(net: Net) -> None:
+def test_overlapping_groups_never_deadlock(net: Net) -> None:
     """{0,1}, {1,2}, {0,2} over three stages with random delays; every rank keeps number order."""
     stages, groups, batches, hidden = 3, 3, 40, HEADS * DIM
     dice = random.Random(5)
@@ -154,10 +159,10 @@ def test_a_lost_peer_breaks_the_shared_rows_alone(net: Net) -> None:
     kept = column.merge(out.clone(), torch.zeros(3, HEADS), (SharedRows(1, 2, (0, 1)),))
     assert isinstance(column.failure, PeerLost)
     assert torch.equal(kept, out)
-    assert members[0].aborted, "leaving the generation tells the other members"
+    assert members[0].aborted, "leaving the generation notifies the other members"
 
 
-def test_rows_of_strangers_are_refused(net: Net) -> None:
+def test_rows_of_unknown_groups_are_refused(net: Net) -> None:
     members = net.connect(2)
     column = GroupColumn(0, Column(1, (0, 1), members[0]))
     with pytest.raises(EngineError, match="all must be members"):
@@ -170,7 +175,7 @@ def test_a_column_of_one_breaks_shared_rows() -> None:
     assert "form a generation" in str(column.failure)
 
 
-def test_a_stage_goes_on_while_the_next_has_not_taken_its_rows(net: Net) -> None:
+def test_a_stage_continues_before_the_next_has_taken_its_rows(net: Net) -> None:
     first, second = (Pipeline(member, 4, torch.float32, depth=2) for member in net.connect(2))
     for number in (1, 2):
         first.send(number, torch.full((2, 4), float(number)), broken=number == 2)
@@ -209,6 +214,6 @@ def test_another_batch_than_the_one_due_is_an_error(net: Net, dtype: torch.dtype
     first.send(126, torch.zeros(1, 4, dtype=dtype), broken=False)
     first.send(130, torch.zeros(1, 4, dtype=dtype), broken=False)
     assert second.receive(126, 1)[0].shape == (1, 4)
-    with pytest.raises(EngineError, match="lost step"):
+    with pytest.raises(EngineError, match="out of step"):
         second.receive(129, 1)[1].broken()
     first.drain()

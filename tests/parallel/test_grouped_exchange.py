@@ -1,4 +1,4 @@
-"""Between GPUs an exchange is one grouped launch; here of a group that notes what it is asked."""
+"""Between GPUs an exchange is one grouped launch; a fake group records the calls."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from medha_worker.device import CpuDevice
-from medha_worker.parallel.communicator import Communicator, PeerLost
+from medha_worker.parallel.collectives import PeerLost
+from medha_worker.parallel.communicator import Communicator
 
 
 class Noting:
-    """Speaks as torch's NCCL group does; rank 1 of 3. What it receives is the peer's rank."""
+    """Fake of torch's NCCL group; rank 1 of 3. Receives the peer's rank as data."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -56,7 +57,7 @@ def test_an_exchange_is_one_grouped_launch() -> None:
     assert group.calls == ["begin", "receive 0", "receive 2", "send 0", "send 2", "end", "wait"]
 
 
-def test_members_that_call_themselves_right_are_warm() -> None:
+def test_members_that_report_their_ranks_are_warm() -> None:
     communicator, _ = member()
     communicator.warm_up()
 

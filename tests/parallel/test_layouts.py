@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.support.driver import Driver, Running
+from tests.support.rank_rig import Rig
+from tests.support.recalling_prompts import recalling
 
-from medha_worker.testing.checkpoint import FAMILIES
-from medha_worker.testing.driver import Driver, Running
-from medha_worker.testing.prompts import recalling
-from medha_worker.testing.rig import Rig
+from medha_worker.model.checkpoint_writer import FAMILIES
 
 PAGE_TOKENS = 16
 PAGES = 700
@@ -37,9 +37,12 @@ def short_ones(driver: Driver, kvp: int, seed: int) -> list[int]:
     return seqs
 
 
-def long_one(driver: Driver, kvp: int, seq: int, length: int, beside: list[int]) -> None:
-    """A prompt that grows from group to group at page borders, while older pages are moved to the
-    newcomer in the background and decodes of others ride along in the same batches."""
+def long_one(driver: Driver, kvp: int, seq: int, length: int, others: list[int]) -> None:
+    """Prefill a prompt that grows from group to group at page borders.
+
+    Older pages move to the new group in the background, and decodes of other sequences run in the
+    same batches.
+    """
     driver.start(seq, recalling(length, VOCAB, seed=seq), groups=(0,))
     run, sizes, at = driver.running[seq], (37, 111, 64, 250, 1, 15), 0
     border = length // kvp
@@ -50,18 +53,18 @@ def long_one(driver: Driver, kvp: int, seq: int, length: int, beside: list[int])
         if run.done >= border * group and group < kvp:
             ragged = -run.done % PAGE_TOKENS
             if ragged and ragged < length - run.done:
-                driver.batch((seq, ragged), (beside[0], 1))
+                driver.batch((seq, ragged), (others[0], 1))
             if run.done % PAGE_TOKENS == 0:
                 driver.grow(seq, group)
                 full = sorted(run.pages[group - 1])
                 driver.move(seq, full[1::3][:7], group - 1, group)
                 continue
-        driver.batch((seq, size), (beside[at % len(beside)], 1))
+        driver.batch((seq, size), (others[at % len(others)], 1))
     driver.settle()
 
 
 def play(driver: Driver, kvp: int, length: int, seed: int) -> list[Running]:
-    """One plan: short prompts, a long one, a prefix hit on it, decodes of all together."""
+    """Run short prompts, a long one, a prefix hit on it, and decodes of all together."""
     shorts = short_ones(driver, kvp, seed)
     driver.decode(shorts, 2)
     long = seed * 100 + 50
@@ -80,7 +83,7 @@ def play(driver: Driver, kvp: int, length: int, seed: int) -> list[Running]:
 
 
 def differences(runs: Iterable[Running], oracle: Oracle) -> list[str]:
-    """Where logits are off by more than 1e-4 σ, or a token is not the greedy one."""
+    """List outputs with logits off by more than 1e-4 σ, or a token that is not greedy."""
     wrong = []
     for run in runs:
         expected = oracle(run.tokens)[run.prompt_tokens - 1 : -1]
@@ -97,7 +100,7 @@ def differences(runs: Iterable[Running], oracle: Oracle) -> list[str]:
 
 
 def all_free(driver: Driver) -> bool:
-    """Every page is back once every sequence has ended."""
+    """End every sequence; True if every page is free again."""
     for seq in list(driver.running):
         driver.end(seq)
     return all(sorted(free) == list(range(PAGES)) for free in driver.free.values())
@@ -108,7 +111,7 @@ def all_free(driver: Driver) -> bool:
 def test_each_layout_matches_transformers(
     make_rig: MakeRig, oracle: Oracle, tp: int, spp: int
 ) -> None:
-    """KVP 1, 2 and 3 are played in the same ranks, one generation after the other."""
+    """KVP 1, 2 and 3 run in the same ranks, one generation after the other."""
     rig = make_rig(tp, spp, 3)
     rig.start(range(3))
     driver = Driver(rig, PAGE_TOKENS, PAGES)
@@ -127,7 +130,7 @@ def test_each_layout_matches_transformers(
 def test_layers_cut_in_pieces_match_transformers(
     make_rig: MakeRig, oracle: Oracle, tp: int, spp: int, kvp: int
 ) -> None:
-    """Shared chunks and decodes beside those of one group; the exchange lies between pieces."""
+    """Shared and private chunks and decodes together; the exchange lies between pieces."""
     rig = make_rig(tp, spp, kvp, change=f"{CUT}:in_pieces")
     rig.start(range(kvp))
     rig.form(1, tuple(range(kvp)))
@@ -148,32 +151,32 @@ def test_each_family_matches_transformers_in_shards_stages_and_groups(
     rig.form(1, tuple(range(kvp)))
     driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1)
     assert differences(play(driver, kvp, 700, seed=tp + 10 * spp), oracle) == []
-    runs = wander(driver, kvp, random.Random(tp), batches=25)
+    runs = run_random_batches(driver, kvp, random.Random(tp), batches=25)
     assert differences(runs, oracle) == []
     assert len(runs) > 2 and not rig.failed
 
 
-def wander(driver: Driver, kvp: int, dice: random.Random, batches: int) -> list[Running]:
-    """Batches of random sequences and lengths; sequences begin, hit prefixes, grow, move, end."""
+def run_random_batches(driver: Driver, kvp: int, rng: random.Random, batches: int) -> list[Running]:
+    """Run batches of random sequences, which start, hit prefixes, grow, move and end."""
     over: list[Running] = []
     for number in range(batches):
         live = driver.running
-        if len(live) < 4 or dice.random() < 0.1:
+        if len(live) < 4 or rng.random() < 0.1:
             seq = 1000 + number
-            prompt = recalling(dice.randrange(1, 400), VOCAB, seed=seq)
-            source = dice.choice(list(live)) if live and dice.random() < 0.4 else None
+            prompt = recalling(rng.randrange(1, 400), VOCAB, seed=seq)
+            source = rng.choice(list(live)) if live and rng.random() < 0.4 else None
             shared = live[source].done // PAGE_TOKENS if source is not None else 0
             if source is not None and shared:
                 prompt = np.concatenate((live[source].tokens[: shared * PAGE_TOKENS], prompt))
             driver.start(
-                seq, prompt, groups=tuple(dice.sample(range(kvp), dice.randrange(1, kvp + 1)))
+                seq, prompt, groups=tuple(rng.sample(range(kvp), rng.randrange(1, kvp + 1)))
             )
             if source is not None and shared:
                 driver.share(seq, source, shared)
-        for seq in dice.sample(list(live), min(2, len(live))):
-            tidy(driver, kvp, seq, dice)
-        seqs = dice.sample(list(live), dice.randrange(1, len(live) + 1))
-        driver.batch(*((seq, some_of(live[seq], dice)) for seq in seqs))
+        for seq in rng.sample(list(live), min(2, len(live))):
+            grow_or_move(driver, kvp, seq, rng)
+        seqs = rng.sample(list(live), rng.randrange(1, len(live) + 1))
+        driver.batch(*((seq, chunk_length(live[seq], rng)) for seq in seqs))
         for seq in [seq for seq in seqs if len(live[seq].output) > 6]:
             if not driver.moving(seq):
                 over.append(live[seq])
@@ -182,20 +185,20 @@ def wander(driver: Driver, kvp: int, dice: random.Random, batches: int) -> list[
     return over + [run for run in driver.running.values() if run.output]
 
 
-def some_of(run: Running, dice: random.Random) -> int:
-    return dice.randint(1, min(len(run.tokens) - run.done, 90))
+def chunk_length(run: Running, rng: random.Random) -> int:
+    return rng.randint(1, min(len(run.tokens) - run.done, 90))
 
 
-def tidy(driver: Driver, kvp: int, seq: int, dice: random.Random) -> None:
+def grow_or_move(driver: Driver, kvp: int, seq: int, rng: random.Random) -> None:
     """Grow at a page border, or move some full pages between two groups."""
     run = driver.running[seq]
-    if run.done % PAGE_TOKENS == 0 and dice.random() < 0.5:
-        driver.grow(seq, dice.randrange(kvp))
+    if run.done % PAGE_TOKENS == 0 and rng.random() < 0.5:
+        driver.grow(seq, rng.randrange(kvp))
         return
-    source, target = dice.randrange(kvp), dice.randrange(kvp)
+    source, target = rng.randrange(kvp), rng.randrange(kvp)
     full = [n for n in run.pages.get(source, {}) if (n + 1) * PAGE_TOKENS <= run.done]
     if full and source in run.known and source != target and not driver.moving(seq):
-        driver.move(seq, sorted(dice.sample(full, dice.randint(1, len(full)))), source, target)
+        driver.move(seq, sorted(rng.sample(full, rng.randint(1, len(full)))), source, target)
 
 
 @pytest.mark.parametrize("tp, spp, kvp", [(1, 1, 3), (2, 1, 2), (1, 2, 2)])
@@ -206,9 +209,9 @@ def test_a_random_plan_matches_transformers(
     rig.start(range(kvp))
     rig.form(1, tuple(range(kvp)))
     driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1)
-    runs = wander(driver, kvp, random.Random(tp + 10 * spp + 100 * kvp), batches=60)
+    runs = run_random_batches(driver, kvp, random.Random(tp + 10 * spp + 100 * kvp), batches=60)
     assert differences(runs, oracle) == []
-    assert len(runs) > 4 and driver.moved > 4 and not rig.failed  # how fast moves are decides
+    assert len(runs) > 4 and driver.moved > 4 and not rig.failed  # depends on how fast moves are
 
 
 @pytest.mark.parametrize("mutant", ["sees_what_is_out_of_sight", "sees_a_window_per_group"])

@@ -1,4 +1,4 @@
-"""Communicators and generations: who may join, who may not, and how they end."""
+"""Communicators and generations: members that may join, members that may not, and the end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from medha.errors import EngineError, SetupError
 from medha.messages import Form
 from medha.topology import Coordinate, Topology
-from medha_worker.parallel.communicator import Communicator, PeerLost, join
+from medha_worker.parallel.collectives import PeerLost
+from medha_worker.parallel.communicator import Communicator, GlooTensorParallel, join
 from medha_worker.parallel.mesh import Mesh, dial_store, serve_store
-from medha_worker.parallel.tensor import GlooTensorParallel
 
 T = TypeVar("T")
-IN_TIME_S = 20.0  # before the 30 s after which a member gives up by itself
+IN_TIME_S = 20.0  # less than the 30 s after which a member gives up on its own
 
 
 def together(*calls: Callable[[], T]) -> list[T]:
@@ -47,9 +47,14 @@ def together(*calls: Callable[[], T]) -> list[T]:
 def joined(address: str, name: str, size: int, timeout_s: float = 10.0) -> list[Communicator]:
     def member(rank: int) -> Callable[[], Communicator]:
         return lambda: join(
-            dial_store(address, 5.0), name, rank, size,
-            incarnation=f"i{rank}", interface="lo", timeout_s=timeout_s,
-        )  # fmt: skip
+            dial_store(address, 5.0),
+            name,
+            rank,
+            size,
+            incarnation=f"i{rank}",
+            interface="lo",
+            timeout_s=timeout_s,
+        )
 
     return together(*(member(rank) for rank in range(size)))
 
@@ -61,7 +66,7 @@ def address() -> str:
     return where
 
 
-SERVED: list[object] = []  # a store serves as long as somebody holds it
+SERVED: list[object] = []  # a store serves as long as a reference exists
 
 
 def mesh(group: int, incarnation: str = "a", timeout_s: float = 10.0) -> Mesh:
@@ -79,7 +84,7 @@ def form(address: str, generation: int, members: tuple[int, ...], timeout_s: flo
 
 
 def formed(meshes: dict[int, Mesh], order: Form) -> dict[int, str]:
-    """Have all of them form it; group -> error, empty when it joined."""
+    """Let all meshes form the generation; group -> error, empty if it joined."""
     answers: dict[int, str] = {}
     all_in = threading.Event()
 
@@ -92,24 +97,24 @@ def formed(meshes: dict[int, Mesh], order: Form) -> dict[int, str]:
 
         return note
 
-    for group, each in meshes.items():
-        each.form(order, answer(group))
+    for group, member in meshes.items():
+        member.form(order, answer(group))
     assert all_in.wait(20)
     return answers
 
 
-def all_say(meshes: list[Mesh], generation: int) -> list[list[float]]:
-    """Each member's rank, as every member hears it."""
+def gather_ranks(meshes: list[Mesh], generation: int) -> list[list[float]]:
+    """Gather every member's rank at each of `meshes`."""
 
-    def say(each: Mesh) -> list[float]:
-        column = each.column(generation).communicator
+    def gather(member: Mesh) -> list[float]:
+        column = member.column(generation).communicator
         assert column is not None
         return [part.item() for part in column.gather(torch.tensor([float(column.rank)]))]
 
-    return together(*(functools.partial(say, each) for each in meshes))
+    return together(*(functools.partial(gather, member) for member in meshes))
 
 
-def test_any_two_members_talk_and_messages_keep_their_order(address: str) -> None:
+def test_any_two_members_exchange_messages_in_order(address: str) -> None:
     members = joined(address, "pairs", 3)
     for a in range(3):
         for b in range(3):
@@ -125,22 +130,22 @@ def test_any_two_members_talk_and_messages_keep_their_order(address: str) -> Non
 
 def test_shards_sum_to_the_same_bits(address: str) -> None:
     members = joined(address, "sum", 3)
-    dice = torch.Generator().manual_seed(1)
-    parts = [torch.randn(37, 5, generator=dice) for _ in range(3)]
+    rng = torch.Generator().manual_seed(1)
+    parts = [torch.randn(37, 5, generator=rng) for _ in range(3)]
     sums = together(
         *(
             functools.partial(GlooTensorParallel(m).all_reduce, x.clone())
             for m, x in zip(members, parts, strict=True)
         )
     )
-    assert all(torch.equal(each, parts[0] + parts[1] + parts[2]) for each in sums)
+    assert all(torch.equal(total, parts[0] + parts[1] + parts[2]) for total in sums)
     wide = together(
         *(
             functools.partial(GlooTensorParallel(m).all_gather, x)
             for m, x in zip(members, parts, strict=True)
         )
     )
-    assert all(torch.equal(each, torch.cat(parts, dim=-1)) for each in wide)
+    assert all(torch.equal(row, torch.cat(parts, dim=-1)) for row in wide)
 
 
 def test_a_third_rank_joins_while_the_old_pair_works(address: str) -> None:
@@ -151,15 +156,15 @@ def test_a_third_rank_joins_while_the_old_pair_works(address: str) -> None:
     stop, rounds = threading.Event(), [0, 0]
 
     def work(rank: int) -> None:
-        """Exchange until rank 0 says that this round is the last."""
+        """Exchange until rank 0 marks a round as the last."""
         while True:
             mine = torch.tensor([float(rounds[rank]), float(stop.is_set())])
             communicator = old[rank]
             assert communicator is not None
-            said = communicator.gather(mine)
-            assert said[0][0].item() == said[1][0].item() == rounds[rank]
+            gathered = communicator.gather(mine)
+            assert gathered[0][0].item() == gathered[1][0].item() == rounds[rank]
             rounds[rank] += 1
-            if said[0][1].item():
+            if gathered[0][1].item():
                 return
 
     def grow() -> None:
@@ -171,41 +176,41 @@ def test_a_third_rank_joins_while_the_old_pair_works(address: str) -> None:
 
     together(lambda: work(0), lambda: work(1), grow)
     assert rounds[0] == rounds[1] > 0
-    for said in all_say([meshes[group] for group in range(3)], 2):
-        assert said == [0.0, 1.0, 2.0]
+    for ranks in gather_ranks([meshes[group] for group in range(3)], 2):
+        assert ranks == [0.0, 1.0, 2.0]
 
 
-def test_dissolving_frees_whoever_is_blocked(address: str) -> None:
+def test_dissolving_frees_blocked_members(address: str) -> None:
     meshes = {group: mesh(group, timeout_s=30.0) for group in (0, 1, 2)}
     formed(meshes, form(address, 11, (0, 1, 2)))
     column = meshes[0].column(11).communicator
     assert column is not None
     blocked = column.receive(torch.empty(1), 2)
-    began = time.monotonic()
+    started_s = time.monotonic()
     threading.Timer(0.2, lambda: meshes[0].dissolve(11)).start()
     with pytest.raises(PeerLost, match="aborted"):
         blocked.wait()
-    assert time.monotonic() - began < IN_TIME_S
+    assert time.monotonic() - started_s < IN_TIME_S
     with pytest.raises(PeerLost, match="closed"):
         column.send(torch.ones(1), 1)
 
 
-def test_a_member_that_leaves_is_seen_by_those_who_wait_for_it(address: str) -> None:
+def test_members_that_wait_for_one_that_leaves_fail_at_once(address: str) -> None:
     members = joined(address, "leaves", 2, timeout_s=30.0)
     blocked = members[0].receive(torch.empty(1), 1)
     threading.Timer(0.2, members[1].abort).start()
-    began = time.monotonic()
+    started_s = time.monotonic()
     with pytest.raises(PeerLost, match="member 1 is lost"):
         blocked.wait()
-    assert time.monotonic() - began < IN_TIME_S
+    assert time.monotonic() - started_s < IN_TIME_S
 
 
 def test_a_stale_generation_can_neither_be_joined_nor_written_to(address: str) -> None:
     meshes = {group: mesh(group) for group in (0, 1)}
     formed(meshes, form(address, 21, (0, 1)))
     formed(meshes, form(address, 22, (0, 1)))
-    for each in meshes.values():
-        each.dissolve(21)
+    for member in meshes.values():
+        member.dissolve(21)
     with pytest.raises(PeerLost, match="generation 21"):
         meshes[0].column(21)
     assert "stale" in formed({0: meshes[0]}, form(address, 21, (0, 1)))[0]
@@ -220,16 +225,16 @@ def test_another_incarnation_cannot_take_a_place(address: str) -> None:
     assert "belongs to incarnation a" in formed({1: impostor}, form(address, 31, (0, 1)))[1]
 
 
-def test_a_lonely_join_gives_up_and_the_old_generation_serves_on(address: str) -> None:
+def test_a_join_without_peers_gives_up_and_the_old_generation_stays(address: str) -> None:
     meshes = {group: mesh(group) for group in (0, 1)}
     formed(meshes, form(address, 41, (0, 1)))
-    began = time.monotonic()
+    started_s = time.monotonic()
     error = formed({0: meshes[0]}, form(address, 42, (0, 1, 2), timeout_s=0.5))[0]
-    assert "did not form" in error and time.monotonic() - began < IN_TIME_S
-    assert all_say([meshes[0], meshes[1]], 41) == [[0.0, 1.0]] * 2
+    assert "did not form" in error and time.monotonic() - started_s < IN_TIME_S
+    assert gather_ranks([meshes[0], meshes[1]], 41) == [[0.0, 1.0]] * 2
 
 
-def test_what_dissolves_while_it_forms_is_not_held(address: str) -> None:
+def test_a_generation_dissolved_while_it_forms_is_not_kept(address: str) -> None:
     first, second = mesh(0), mesh(1)
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
     first.form(form(address, 51, (0, 1)), lambda _, error: answers.put(error))
@@ -252,7 +257,7 @@ def test_members_must_ascend_and_hold_the_group(address: str) -> None:
         assert "must ascend" in formed({0: mesh(0)}, form(address, 71, members))[0]
 
 
-def test_the_store_is_served_where_it_was_asked_and_nowhere_else(address: str) -> None:
+def test_the_store_is_served_at_its_address_only(address: str) -> None:
     host, _, port = address.rpartition(":")
     assert host == "127.0.0.1" and int(port) > 0
     with pytest.raises(SetupError, match="store_bind"):
@@ -262,7 +267,7 @@ def test_the_store_is_served_where_it_was_asked_and_nowhere_else(address: str) -
 
 
 def test_paths_keep_users_of_one_store_apart(address: str) -> None:
-    one, other = dial_store(f"{address}/g0-1", 5.0), dial_store(f"{address}/g0-2", 5.0)
-    one.set("key", "1")
-    other.set("key", "2")
-    assert (one.get("key"), other.get("key")) == (b"1", b"2")
+    first, second = dial_store(f"{address}/g0-1", 5.0), dial_store(f"{address}/g0-2", 5.0)
+    first.set("key", "1")
+    second.set("key", "2")
+    assert (first.get("key"), second.get("key")) == (b"1", b"2")

@@ -1,4 +1,4 @@
-"""A rank process: its life, its order, and what it does when others fail."""
+"""A rank process: its life, the order of its steps, and its behaviour when others fail."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.support.driver import Driver
+from tests.support.medha_up import until
+from tests.support.rank_rig import Rig
+from tests.support.recalling_prompts import recalling
 
 from medha.adapters.sockets import Listener
 from medha.config import WorkerConfig, render
 from medha.messages import Codec, Gap, RankCommand, RankFailed, RankReport, Resend, Step
 from medha.topology import Coordinate, Topology
-from medha_worker.order import StepOrder
-from medha_worker.parallel.communicator import PeerLost
+from medha_worker.parallel.collectives import PeerLost
+from medha_worker.rank_link import StepOrder
 from medha_worker.runner import kind_of
-from medha_worker.testing.command import until
-from medha_worker.testing.driver import Driver
-from medha_worker.testing.prompts import recalling
-from medha_worker.testing.rig import Rig
 
 VOCAB, PAGE_TOKENS, PAGES = 512, 16, 700
-PATIENT_S = 30.0
+PATIENCE_S = 30.0
 
 Oracle = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
 MakeRig = Callable[..., Rig]
@@ -44,8 +44,8 @@ def gone(pid: int) -> bool:
 
 
 def ended(rig: Rig, at: Coordinate) -> bool:
-    """The process ends while the rig goes on beating."""
-    end = time.monotonic() + PATIENT_S
+    """True once the rank's process ends, while the rig keeps sending heartbeats."""
+    end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         rig.pump(0.02)
         if gone(rig.pids[at]):
@@ -75,55 +75,56 @@ def test_a_rank_whose_controller_falls_silent_ends(make_rig: MakeRig) -> None:
     rig = make_rig(rank_timeout_s=1.0)
     rig.start([0])
     pid = rig.pids[Coordinate(0, 0, 0)]
-    until(lambda: gone(pid), PATIENT_S)
+    until(lambda: gone(pid), PATIENCE_S)
 
 
-def test_a_missing_step_is_asked_for_and_nothing_is_run_twice(
+def test_a_missing_step_is_requested_and_no_step_runs_twice(
     make_rig: MakeRig, oracle: Oracle
 ) -> None:
     rig = make_rig()
     driver = driven(rig, 1)
     sent: list[Step] = []
-    passed = rig.send
+    send = rig.send
 
-    def losing(ranks: object, message: RankCommand) -> None:
-        """The wire loses the second step."""
+    def send_with_loss(ranks: object, message: RankCommand) -> None:
+        """Lose the second step."""
         if isinstance(message, Step):
             sent.append(message)
             if len(sent) == 2:
                 return
-        passed(ranks, message)  # type: ignore[arg-type]
+        send(ranks, message)  # type: ignore[arg-type]
 
-    rig.send = losing  # type: ignore[method-assign]
+    rig.send = send_with_loss  # type: ignore[method-assign]
     driver.start(1, recalling(60, VOCAB), groups=(0,))
     batches = [driver.send((1, 20)) for _ in range(3)]
     rig.until(lambda: rig.done(batches[0]), "the first batch")
     rig.until(lambda: bool(rig.gaps), "a gap")
     assert rig.gaps == [Gap(2)]
-    passed(rig.pids, Resend(2))
+    send(rig.pids, Resend(2))
     for step in (sent[0], sent[1], sent[2], sent[1]):
-        passed(rig.pids, step)
+        send(rig.pids, step)
     driver.finish(batches[2])
     assert driver.running[1].output == greedy(oracle, driver.running[1].tokens, 1)
     assert sorted(rig.stages) == [1, 2, 3]
 
 
 def test_the_order_of_steps_is_kept_through_gaps() -> None:
-    order, step = StepOrder(), msgspec.json.decode(
-        b'{"type":"Step","step":1,"batch":[1,1,[]],"tokens":""}', type=Step
-    )  # fmt: skip
+    order, step = (
+        StepOrder(),
+        msgspec.json.decode(b'{"type":"Step","step":1,"batch":[1,1,[]],"tokens":""}', type=Step),
+    )
     numbered = [msgspec.structs.replace(step, step=n) for n in range(5)]
     assert order.take(numbered[1]) is numbered[1]
     assert order.take(numbered[3]) == Gap(2)
-    assert order.take(numbered[4]) is None, "it asks once"
+    assert order.take(numbered[4]) is None, "the rank reports a gap once"
     order.resent()
-    assert order.take(numbered[1]) is None, "it ran already"
+    assert order.take(numbered[1]) is None, "the step ran already"
     assert order.take(numbered[3]) == Gap(2), "the resent steps have a gap too"
     order.resent()
     assert [order.take(numbered[n]) for n in (2, 3, 4)] == numbered[2:]
 
 
-def test_a_peer_of_the_own_group_lost_ends_the_others(make_rig: MakeRig) -> None:
+def test_a_lost_rank_ends_the_others_of_its_group(make_rig: MakeRig) -> None:
     rig = make_rig(1, 2, 1, collective_timeout_s=60.0)
     driver = driven(rig, 1)
     driver.start(1, recalling(40, VOCAB), groups=(0,))
@@ -138,19 +139,19 @@ def test_a_peer_of_the_own_group_lost_ends_the_others(make_rig: MakeRig) -> None
 
 
 def test_a_group_joins_while_the_others_compute(make_rig: MakeRig, oracle: Oracle) -> None:
-    """Its processes start, load and join generation 2 beside running batches of generation 1."""
+    """The group starts, loads and joins generation 2 while generation 1 runs batches."""
     rig = make_rig(1, 2, 3)
     driver = driven(rig, 2)
     driver.start(1, recalling(900, VOCAB, seed=4), groups=(0, 1))
-    flying = [driver.send((1, 48)) for _ in range(6)]
+    in_flight = [driver.send((1, 48)) for _ in range(6)]
     rig.start([2])
     rig.begin_form(2, (0, 1, 2))
-    flying += [driver.send((1, 48)) for _ in range(6)]
+    in_flight += [driver.send((1, 48)) for _ in range(6)]
     rig.until(lambda: rig.formed(2, (0, 1, 2)), "generation 2")
     driver.generation = 2
     driver.grow(1, 2)
-    flying += [driver.send((1, 100)) for _ in range(3)]
-    for batch in flying:
+    in_flight += [driver.send((1, 100)) for _ in range(3)]
+    for batch in in_flight:
         driver.finish(batch)
     rig.dissolve(1, (0, 1))
     driver.prefill(1, (24,))
@@ -160,7 +161,7 @@ def test_a_group_joins_while_the_others_compute(make_rig: MakeRig, oracle: Oracl
     assert set(run.pages) == {0, 2} and not rig.failed
 
 
-def test_a_rank_that_cannot_load_says_so_and_exits_with_two(tmp_path: pathlib.Path) -> None:
+def test_a_rank_that_cannot_load_reports_it_and_exits_with_two(tmp_path: pathlib.Path) -> None:
     bind = f"ipc://{tmp_path}/r"
     config = WorkerConfig(
         replica="r",
@@ -181,11 +182,11 @@ def test_a_rank_that_cannot_load_says_so_and_exits_with_two(tmp_path: pathlib.Pa
     )
     with contextlib.closing(listener):
         assert rank.wait(timeout=90) == 2
-        heard = []
+        reports = []
         while (taken := listener.receive(0.2)) is not None:
-            heard.append(taken[1])
-    failures = [each for each in heard if isinstance(each, RankFailed)]
-    assert [each.kind for each in failures] == ["model"]
+            reports.append(taken[1])
+    failures = [report for report in reports if isinstance(report, RankFailed)]
+    assert [failure.kind for failure in failures] == ["model"]
     assert "config.json" in failures[0].message
     assert rank.stderr is not None and "config.json" in rank.stderr.read()
     rank.stderr.close()
@@ -195,8 +196,10 @@ def test_a_rank_that_cannot_load_says_so_and_exits_with_two(tmp_path: pathlib.Pa
 def test_a_lost_group_costs_the_shared_chunks_alone(
     make_rig: MakeRig, oracle: Oracle, tp: int, spp: int
 ) -> None:
-    """Batches that mix a shared and a private sequence run on; the shared one brings no token, and
-    the next generation serves without the lost group."""
+    """Batches with a shared and a private sequence run on without a token for the shared one.
+
+    The next generation serves without the lost group.
+    """
     rig = make_rig(tp, spp, 3, collective_timeout_s=60.0)
     driver = driven(rig, 3)
     driver.start(1, recalling(50, VOCAB, seed=1), groups=(0, 1, 2))
@@ -206,7 +209,7 @@ def test_a_lost_group_costs_the_shared_chunks_alone(
     driver.prefill(2, (50,))
     rig.kill(Coordinate(2, spp - 1, 0))
     assert ended(rig, Coordinate(2, spp - 1, 0))
-    ends_s = time.monotonic() + PATIENT_S
+    ends_s = time.monotonic() + PATIENCE_S
     batch = driver.send((1, 1), (2, 1))
     survivors = {at for group in (0, 1) for at in rig.topology.group_ranks(group)}
     done = {at for at in survivors if at.shard == 0}
@@ -237,7 +240,7 @@ def test_a_lost_group_costs_the_shared_chunks_alone(
 def test_killing_either_end_of_moves_leaves_no_move_open(
     make_rig: MakeRig, oracle: Oracle, end: str
 ) -> None:
-    """Many moves under way; the survivor answers each at once, serves on, and loses no page."""
+    """The survivor answers each of many moves at once, keeps serving, and loses no page."""
     rig = make_rig(1, 1, 2)
     driver = driven(rig, 2)
     for seq in range(1, 7):
@@ -245,15 +248,15 @@ def test_killing_either_end_of_moves_leaves_no_move_open(
         driver.prefill(seq, (320,))
     victim = Coordinate(0 if end == "source" else 1, 0, 0)
     moves = {driver.move(seq, (page,), 0, 1) for page in range(19) for seq in range(1, 7)}
-    if end == "source":  # a target that has answered some has soon answered all
+    if end == "source":  # a target that has answered some moves soon answers all
         rig.until(lambda: len(rig.copied) > 5, "copies")
     rig.kill(victim)
-    began = time.monotonic()
+    started_s = time.monotonic()
     assert ended(rig, victim)
     rig.forget(victim.group)
     if end == "source":
         rig.until(lambda: rig.ordered <= rig.copied.keys(), "answers")
-        assert time.monotonic() - began < 20.0, "no hang, below the lease"
+        assert time.monotonic() - started_s < 20.0, "no hang, below the lease"
         free_again(driver, rig, Coordinate(1, 0, 0))
     else:
         for move in moves:
@@ -269,7 +272,7 @@ def test_killing_either_end_of_moves_leaves_no_move_open(
 
 
 def free_again(driver: Driver, rig: Rig, survivor: Coordinate) -> None:
-    """The pages of the failed moves take part in new work on the survivor."""
+    """Run new work on the survivor with the pages of the failed moves."""
     driver.forget_moves()
     group = survivor.group
     driver.free[group] = list(range(PAGES))[::-1]
@@ -280,16 +283,16 @@ def free_again(driver: Driver, rig: Rig, survivor: Coordinate) -> None:
     assert len(driver.running[9].output) == 1
 
 
-def test_a_stopped_rank_beats_no_more_and_a_busy_one_does(make_rig: MakeRig) -> None:
-    """The link's thread beats while main computes: a long chunk is no silence."""
+def test_a_stopped_rank_sends_no_heartbeats_and_a_busy_one_does(make_rig: MakeRig) -> None:
+    """The link's thread sends heartbeats while main computes: a long chunk is no silence."""
     rig = make_rig()
     driver = driven(rig, 1)
     driver.start(1, recalling(3000, VOCAB), groups=(0,))
     rig.beats.clear()
     batch = driver.send((1, 3000))
-    began = time.monotonic()
+    started_s = time.monotonic()
     rig.until(lambda: rig.done(batch), "the batch")
-    assert sum(rig.beats.values()) >= int((time.monotonic() - began) / 2.0)
+    assert sum(rig.beats.values()) >= int((time.monotonic() - started_s) / 2.0)
     rig.kill(Coordinate(0, 0, 0), signal.SIGSTOP)
 
     def silent() -> bool:

@@ -6,14 +6,14 @@ import msgspec
 import torch
 
 from medha_worker import inputs
-from medha_worker.attention.interface import Partial
+from medha_worker.attention.kernel_interface import Partial
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel import kvp
 from medha_worker.sequences import PageTable
 
 
 def drops_a_token() -> None:
-    """A shard that is not the tail's leaves out its newest token."""
+    """Leave out the newest token of a shard that is not the tail's."""
     right = inputs._held
 
     def held(chunk, state, page_tokens, tail):  # type: ignore[no-untyped-def]
@@ -24,12 +24,12 @@ def drops_a_token() -> None:
 
 
 def counts_a_page_twice() -> None:
-    """The source of a move keeps the pages that it gave away."""
+    """Keep the moved pages at the source of a move."""
     PageTable.remove = lambda self, logical: None  # type: ignore[method-assign]
 
 
 def is_one_position_off() -> None:
-    """Positions beyond the first page are one too high."""
+    """Make positions beyond the first page one too high."""
     right = Rotary.angles
 
     def angles(self, positions, pieces):  # type: ignore[no-untyped-def]
@@ -39,7 +39,7 @@ def is_one_position_off() -> None:
 
 
 def takes_the_wrong_base() -> None:
-    """Partial states are merged as if their log-sum-exp had base 2."""
+    """Merge partial states as if their log-sum-exp had base 2."""
     right = kvp._state
 
     def state(packed: torch.Tensor) -> Partial:
@@ -50,7 +50,7 @@ def takes_the_wrong_base() -> None:
 
 
 def sees_what_is_out_of_sight() -> None:
-    """Shards that do not hold the chunk itself show all of their pages."""
+    """Show all pages of shards that do not hold the chunk itself."""
     right = inputs.seen
 
     def seen(span, *rest):  # type: ignore[no-untyped-def]
@@ -60,7 +60,7 @@ def sees_what_is_out_of_sight() -> None:
 
 
 def sees_a_window_per_group() -> None:
-    """Each shard shows its newest tokens, as if its pages followed each other up to the chunk."""
+    """Show each shard's newest tokens, as if its pages were contiguous up to the chunk."""
     right = inputs.seen
 
     def seen(span, chunk, pages, window, page_tokens, always=False):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Admission: promises that fit, refusals that tell when, and shares that nobody can take away."""
+"""Admission: promises that fit, refusals with the earliest time, and fair shares."""
 
 from __future__ import annotations
 
@@ -7,48 +7,56 @@ from collections.abc import Sequence
 import pytest
 
 from medha.errors import Refusal
+from medha.fleet.admission import AdmissionDecision, TenantUsage, admit, retry_after_s
+from medha.fleet.placement import PendingRequest, ReplicaEstimate
 from medha.messages import Load
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass
-from medha.scheduling.admission import Usage, Verdict, admit, retry_after_s
-from medha.scheduling.placement import Newcomer, Standing
 from medha.topology import Topology
 
 SHAPE = ModelShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
-)  # fmt: skip
+)
 STRICT = SloClass(name="default")
 SOFT = SloClass(name="batch", when_infeasible="relegate", slo=Slo(ttft_floor_s=5.0))
 
 
-def standing(name: str = "r0", **load: object) -> Standing:
+def estimate(name: str = "r0", **load: object) -> ReplicaEstimate:
     predictor = Predictor(A100, SHAPE, Topology(tp=8))
-    made = Standing(name, predictor, max_context_tokens=2_000_000, max_batch_s=0.0)
+    replica = ReplicaEstimate(name, predictor, max_context_tokens=2_000_000, max_batch_s=0.0)
     full: dict[str, object] = {"free_pages": (20_000,), "total_pages": (20_000,), **load}
-    made.told(Load(**full), 0.0)  # type: ignore[arg-type]
-    return made
+    replica.update(Load(**full), 0.0)  # type: ignore[arg-type]
+    return replica
 
 
 def ask(
-    standings: Sequence[Standing], due_s: float = 2.0, tokens: int = 4000,
-    slo_class: SloClass = STRICT, usage: Usage | None = None, tenant: str = "",
-) -> Verdict:  # fmt: skip
-    newcomer = Newcomer(
-        id="n", prompt_tokens=tokens, max_output_tokens=10, due_s=due_s, tenant=tenant,
+    estimates: Sequence[ReplicaEstimate],
+    due_s: float = 2.0,
+    tokens: int = 4000,
+    slo_class: SloClass = STRICT,
+    usage: TenantUsage | None = None,
+    tenant: str = "",
+) -> AdmissionDecision:
+    request = PendingRequest(
+        id="n",
+        prompt_tokens=tokens,
+        max_output_tokens=10,
+        due_s=due_s,
+        tenant=tenant,
         slo_class=slo_class.name,
-    )  # fmt: skip
-    return admit(newcomer, standings, {}, slo_class, usage or Usage((STRICT, SOFT)), now=0.0)
+    )
+    return admit(request, estimates, {}, slo_class, usage or TenantUsage((STRICT, SOFT)), now=0.0)
 
 
 def test_what_fits_is_promised() -> None:
-    verdict = ask([standing()])
-    assert verdict.promised and verdict.option.replica == "r0"
+    decision = ask([estimate()])
+    assert decision.promised and decision.option.replica == "r0"
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_with_the_earliest_that_can() -> None:
-    busy = standing(margins=((1.0, 0.0), (3.0, 0.01)))
+    busy = estimate(margins=((1.0, 0.0), (3.0, 0.01)))
     with pytest.raises(Refusal, match="deadline") as refused:
         ask([busy])
     assert refused.value.code == "deadline_infeasible"
@@ -58,20 +66,20 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_the_earliest_that_can() -
 
 
 def test_a_class_that_relegates_takes_it_without_a_promise() -> None:
-    busy = standing(margins=((1.0, 0.0), (3.0, 0.01)))
+    busy = estimate(margins=((1.0, 0.0), (3.0, 0.01)))
     assert not ask([busy], slo_class=SOFT).promised
 
 
 def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
     with pytest.raises(Refusal, match=r"need 5000010 tokens, at most 1280000") as refused:
-        ask([standing()], tokens=5_000_000)
+        ask([estimate()], tokens=5_000_000)
     assert refused.value.code == "context_length_exceeded"
     with pytest.raises(Refusal, match="tokens"):  # relegating does not help
-        ask([standing()], tokens=5_000_000, slo_class=SOFT)
+        ask([estimate()], tokens=5_000_000, slo_class=SOFT)
 
 
 def test_without_a_replica_the_client_is_told_to_retry() -> None:
-    for none in ([], [Standing("s", standing().predictor, 1000)]):
+    for none in ([], [ReplicaEstimate("s", estimate().predictor, 1000)]):
         with pytest.raises(Refusal) as refused:
             ask(none)
         assert refused.value.code == "no_replica"
@@ -79,7 +87,7 @@ def test_without_a_replica_the_client_is_told_to_retry() -> None:
 
 
 def test_full_pages_are_an_overload_with_a_time_to_retry() -> None:
-    full = standing(free_pages=(3,), pending_s=12.3, drain_s_per_s=2.0)
+    full = estimate(free_pages=(3,), pending_s=12.3, drain_s_per_s=2.0)
     with pytest.raises(Refusal) as refused:
         ask([full])
     assert refused.value.code == "overloaded"
@@ -90,24 +98,24 @@ def test_full_pages_are_an_overload_with_a_time_to_retry() -> None:
 def test_retry_after_is_whole_seconds_between_one_and_thirty(
     pending: float, seconds: float
 ) -> None:
-    assert retry_after_s([standing(pending_s=pending), standing(pending_s=2000.0)]) == seconds
+    assert retry_after_s([estimate(pending_s=pending), estimate(pending_s=2000.0)]) == seconds
 
 
-def test_decodes_that_would_miss_their_tpot_refuse_a_newcomer() -> None:
-    slow = standing(predicted_tpot_s=0.05, decoding=100)
+def test_decodes_that_would_miss_their_tpot_refuse_a_request() -> None:
+    slow = estimate(predicted_tpot_s=0.05, decoding=100)
     with pytest.raises(Refusal, match="output token") as refused:
         ask([slow])
     assert refused.value.code == "overloaded"
-    assert ask([slow, standing("r1")]).option.replica == "r1"
+    assert ask([slow, estimate("r1")]).option.replica == "r1"
 
 
-def fits_down_to(usage: Usage, slo_class: SloClass, tenant: str = "") -> float:
+def fits_down_to(usage: TenantUsage, slo_class: SloClass, tenant: str = "") -> float:
     """Shortest deadline still promised on an idle replica."""
     low, high = 0.0, 5.0
     while high - low > 1e-3:
         middle = (low + high) / 2
         try:
-            promised = ask([standing()], middle, 60_000, slo_class, usage, tenant).promised
+            promised = ask([estimate()], middle, 60_000, slo_class, usage, tenant).promised
         except Refusal:
             promised = False
         low, high = (low, middle) if promised else (middle, high)
@@ -116,7 +124,7 @@ def fits_down_to(usage: Usage, slo_class: SloClass, tenant: str = "") -> float:
 
 def test_a_reserved_share_is_kept_free_for_a_class_that_does_not_use_it() -> None:
     gold = SloClass(name="gold", reserved=0.5)
-    usage = Usage((STRICT, gold))
+    usage = TenantUsage((STRICT, gold))
     usage.add("default", "", 10.0, 0.0)
     assert fits_down_to(usage, STRICT) == pytest.approx(2 * fits_down_to(usage, gold), rel=0.02)
     usage.add("gold", "", 10.0, 0.0)  # gold uses its half: nothing is kept back
@@ -124,7 +132,7 @@ def test_a_reserved_share_is_kept_free_for_a_class_that_does_not_use_it() -> Non
 
 
 def test_a_tenant_that_had_more_than_its_share_must_fit_with_more_room() -> None:
-    usage = Usage((STRICT,))
+    usage = TenantUsage((STRICT,))
     assert usage.inflation("default", "a", 0.0) == 1.0
     usage.add("default", "a", 30.0, 0.0)
     assert usage.inflation("default", "a", 0.0) == 1.0  # alone: the fleet is its own
@@ -135,7 +143,7 @@ def test_a_tenant_that_had_more_than_its_share_must_fit_with_more_room() -> None
 
 
 def test_fairness_counts_work_lately_and_forgets() -> None:
-    usage = Usage((STRICT,))
+    usage = TenantUsage((STRICT,))
     usage.add("default", "a", 30.0, 0.0)
     usage.add("default", "b", 3.0, 600.0)
     assert usage.inflation("default", "a", 600.0) == 1.0
@@ -143,7 +151,7 @@ def test_fairness_counts_work_lately_and_forgets() -> None:
 
 
 def test_a_class_of_small_weight_is_inflated_before_one_of_large_weight() -> None:
-    usage = Usage((SloClass(name="default", weight=3.0), SloClass(name="batch", weight=1.0)))
+    usage = TenantUsage((SloClass(name="default", weight=3.0), SloClass(name="batch", weight=1.0)))
     usage.add("default", "", 10.0, 0.0)
     usage.add("batch", "", 10.0, 0.0)
     assert usage.inflation("batch", "", 0.0) == pytest.approx(2.0**0.5)
@@ -151,7 +159,7 @@ def test_a_class_of_small_weight_is_inflated_before_one_of_large_weight() -> Non
 
 
 def test_the_book_of_tenants_is_bounded() -> None:
-    usage = Usage((STRICT,))
+    usage = TenantUsage((STRICT,))
     for index in range(5000):
         usage.add("default", f"t{index}", 1.0 + index, 0.0)
     assert len(usage._spent) <= 4096

@@ -7,28 +7,30 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medha.fleet.placement import PendingRequest, ReplicaEstimate, groups_needed, options, place
 from medha.messages import Load
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
-from medha.scheduling.placement import Newcomer, Standing, groups_needed, options, place
 from medha.topology import Topology
 
 SHAPE = ModelShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
-)  # fmt: skip
+)
 IDLE = Load(free_pages=(20_000,), total_pages=(20_000,))
 
 
-def standing(name: str = "r0", load: Load = IDLE, now: float = 0.0, **topology: int) -> Standing:
+def estimate(
+    name: str = "r0", load: Load = IDLE, now: float = 0.0, **topology: int
+) -> ReplicaEstimate:
     of = Predictor(A100, SHAPE, Topology(**{"tp": 8, **topology}))
-    made = Standing(name, of, max_context_tokens=10_000_000, max_batch_s=0.0)
-    made.told(load, now)
-    return made
+    replica = ReplicaEstimate(name, of, max_context_tokens=10_000_000, max_batch_s=0.0)
+    replica.update(load, now)
+    return replica
 
 
-def newcomer(due_s: float = 10.0, prompt_tokens: int = 1000, id: str = "n") -> Newcomer:
-    return Newcomer(id=id, prompt_tokens=prompt_tokens, max_output_tokens=100, due_s=due_s)
+def request(due_s: float = 10.0, prompt_tokens: int = 1000, id: str = "n") -> PendingRequest:
+    return PendingRequest(id=id, prompt_tokens=prompt_tokens, max_output_tokens=100, due_s=due_s)
 
 
 def loaded(*margins: tuple[float, float]) -> Load:
@@ -36,127 +38,128 @@ def loaded(*margins: tuple[float, float]) -> Load:
 
 
 def test_an_idle_replica_finishes_after_its_own_work() -> None:
-    at = standing()
-    option = at.assess(newcomer(), now=0.0)
+    at = estimate()
+    option = at.assess(request(), now=0.0)
     assert option.fits and option.roomy
     assert option.finish_s == option.work_s == at.predictor.prefill_s(1000)
 
 
 def test_without_a_promise_the_first_token_waits_for_promises_and_not_for_a_guard() -> None:
-    idle = standing().assess(newcomer(), 0.0)
+    idle = estimate().assess(request(), 0.0)
     assert idle.needed_s == idle.earliest_s > idle.work_s
     assert idle.first_s(promised=False) == idle.first_s(promised=True) == idle.work_s
-    busy = standing(load=loaded((1.0, 0.0), (3.0, 0.01))).assess(newcomer(), 0.0)
+    busy = estimate(load=loaded((1.0, 0.0), (3.0, 0.01))).assess(request(), 0.0)
     waits_s = busy.first_s(promised=False) - idle.work_s
     assert abs(waits_s - (busy.earliest_s - idle.earliest_s)) < 1e-9 and waits_s > 1.0
     assert busy.first_s(promised=True) == min(busy.finish_s, busy.earliest_s)
 
 
 def test_a_sequence_alone_takes_every_stage_and_what_its_groups_share() -> None:
-    one = standing()
-    assert one.idle_tpot_s(1000) == one.predicted_tpot_s(newcomer())
-    staged = standing(spp=4)
+    alone = estimate()
+    assert alone.idle_tpot_s(1000) == alone.predicted_tpot_s(request())
+    staged = estimate(spp=4)
     assert staged.idle_tpot_s(1000) == 4 * staged.predictor.batch_s([(1, 1000, True)])
-    spread = standing(kvp_max=8)
+    spread = estimate(kvp_max=8)
     assert groups_needed(2_000_000, spread.predictor) > 1
-    assert one.idle_tpot_s(1000) < spread.idle_tpot_s(2_000_000) < one.idle_tpot_s(2_000_000)
+    assert alone.idle_tpot_s(1000) < spread.idle_tpot_s(2_000_000) < alone.idle_tpot_s(2_000_000)
 
 
 def test_prefix_hits_shorten_the_work_and_win_the_place() -> None:
-    here, there = standing("a"), standing("b")
-    chosen = place(newcomer(prompt_tokens=60_000), [here, there], {"b": 50_000}, 0.0)
+    here, there = estimate("a"), estimate("b")
+    chosen = place(request(prompt_tokens=60_000), [here, there], {"b": 50_000}, 0.0)
     assert chosen is not None
     assert (chosen.replica, chosen.cached_tokens) == ("b", 50_000)
     assert chosen.work_s < 0.5 * here.predictor.prefill_s(60_000)
 
 
 def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
-    option = standing().assess(newcomer(prompt_tokens=640), 0.0, cached_tokens=640)
+    option = estimate().assess(request(prompt_tokens=640), 0.0, cached_tokens=640)
     assert option.cached_tokens == 639
     assert option.work_s > 0
 
 
 def test_a_promise_that_would_break_another_is_not_given() -> None:
-    cost_s = standing().assess(newcomer(), 0.0).cost_s
-    tight = standing(load=loaded((5.0, 0.5 * cost_s)))
-    assert not tight.assess(newcomer(due_s=4.0), 0.0).fits  # due before it: would push it out
-    assert tight.assess(newcomer(due_s=6.0), 0.0).fits  # due after it: waits its turn
+    cost_s = estimate().assess(request(), 0.0).cost_s
+    tight = estimate(load=loaded((5.0, 0.5 * cost_s)))
+    assert not tight.assess(request(due_s=4.0), 0.0).fits  # due before it: would push it out
+    assert tight.assess(request(due_s=6.0), 0.0).fits  # due after it: waits its turn
 
 
 def test_the_earliest_deadline_offered_is_one_that_fits_and_none_sooner_does() -> None:
-    at = standing(load=loaded((1.0, 0.01), (5.0, 0.005), (9.0, 8.0)))
-    option = at.assess(newcomer(due_s=0.5), 0.0)
+    at = estimate(load=loaded((1.0, 0.01), (5.0, 0.005), (9.0, 8.0)))
+    option = at.assess(request(due_s=0.5), 0.0)
     assert not option.fits
-    assert at.assess(newcomer(due_s=option.earliest_s + 1e-6), 0.0).fits
-    assert not at.assess(newcomer(due_s=option.earliest_s - 0.01), 0.0).fits
+    assert at.assess(request(due_s=option.earliest_s + 1e-6), 0.0).fits
+    assert not at.assess(request(due_s=option.earliest_s - 0.01), 0.0).fits
 
 
 def test_a_replica_that_can_promise_goes_before_a_faster_one_that_cannot() -> None:
-    broken = standing("fast", loaded((5.0, 0.0)))
-    slow = Load(pending_bands=((100.0, 3.0),), pending_s=3.0, free_pages=(20_000,),
-                total_pages=(20_000,))  # fmt: skip
-    keeps = standing("slow", slow)
-    first, second = options(newcomer(due_s=4.0), [broken, keeps], {}, 0.0)
+    broken = estimate("fast", loaded((5.0, 0.0)))
+    slow = Load(
+        pending_bands=((100.0, 3.0),), pending_s=3.0, free_pages=(20_000,), total_pages=(20_000,)
+    )
+    keeps = estimate("slow", slow)
+    first, second = options(request(due_s=4.0), [broken, keeps], {}, 0.0)
     assert (first.replica, second.replica) == ("slow", "fast")
     assert first.finish_s > second.finish_s
 
 
 def test_ties_go_to_the_replica_with_more_free_pages_then_by_name() -> None:
     less = Load(free_pages=(10_000,), total_pages=(20_000,))
-    chosen = place(newcomer(), [standing("a", less), standing("b"), standing("c")], {}, 0.0)
+    chosen = place(request(), [estimate("a", less), estimate("b"), estimate("c")], {}, 0.0)
     assert chosen is not None and chosen.replica == "b"
 
 
 def test_what_was_placed_counts_until_a_load_counts_it() -> None:
-    at = standing()
-    first = at.assess(newcomer(), 0.0)
-    at.hold(newcomer(due_s=1.01 * first.cost_s, id="x"), first, 0.0, promised=True)
-    assert not at.assess(newcomer(due_s=1.005 * first.cost_s), 0.0).fits
-    assert at.assess(newcomer(due_s=10.0), 0.0).fits
-    at.told(IDLE, 0.1)
+    at = estimate()
+    first = at.assess(request(), 0.0)
+    at.hold(request(due_s=1.01 * first.cost_s, id="x"), first, 0.0, promised=True)
+    assert not at.assess(request(due_s=1.005 * first.cost_s), 0.0).fits
+    assert at.assess(request(due_s=10.0), 0.0).fits
+    at.update(IDLE, 0.1)
     assert list(at.held) == ["x"]  # not accepted yet: the Load cannot count it
     at.accepted("x")
     assert at.pending_s == first.cost_s
-    at.told(IDLE, 0.2)
+    at.update(IDLE, 0.2)
     assert not at.held and at.pending_s == 0.0
 
 
 def test_releasing_what_was_placed_gives_its_time_and_pages_back() -> None:
-    at = standing()
-    before = at.assess(newcomer(), 0.0)
-    at.hold(newcomer(id="x"), before, 0.0, promised=True)
-    assert at.assess(newcomer(), 0.0) != before
+    at = estimate()
+    before = at.assess(request(), 0.0)
+    at.hold(request(id="x"), before, 0.0, promised=True)
+    assert at.assess(request(), 0.0) != before
     at.release("x", 0.0)
     at.release("unknown", 0.0)
-    assert at.assess(newcomer(), 0.0) == before
+    assert at.assess(request(), 0.0) == before
 
 
 def test_a_prompt_over_the_context_or_the_pages_has_no_place() -> None:
-    at = standing()
-    assert place(newcomer(prompt_tokens=10_000_001), [at], {}, 0.0) is None
-    assert place(newcomer(prompt_tokens=20_000 * 64), [at], {}, 0.0) is None
+    at = estimate()
+    assert place(request(prompt_tokens=10_000_001), [at], {}, 0.0) is None
+    assert place(request(prompt_tokens=20_000 * 64), [at], {}, 0.0) is None
 
 
 def test_a_long_prompt_needs_groups_that_run_or_may_come() -> None:
     load = Load(free_pages=(15_000, -1), total_pages=(15_000, -1), claimable_pages=15_000)
-    two = standing("two", load, kvp_max=2, tokens_per_group=900_000)
-    one = standing("one", IDLE, kvp_max=1)
-    long = newcomer(due_s=1e6, prompt_tokens=1_500_000)
+    two = estimate("two", load, kvp_max=2, tokens_per_group=900_000)
+    single = estimate("one", IDLE, kvp_max=1)
+    long = request(due_s=1e6, prompt_tokens=1_500_000)
     assert groups_needed(1_500_100, two.predictor) == 2
-    assert [option.replica for option in options(long, [one, two], {}, 0.0)] == ["two"]
+    assert [option.replica for option in options(long, [single, two], {}, 0.0)] == ["two"]
 
 
 def test_a_replica_without_free_pages_now_comes_last() -> None:
-    full = standing("a", Load(free_pages=(5,), total_pages=(20_000,)))
-    busy = standing("b", loaded((5.0, 0.0)))
-    ranked = options(newcomer(due_s=4.0), [full, busy], {}, 0.0)
+    full = estimate("a", Load(free_pages=(5,), total_pages=(20_000,)))
+    busy = estimate("b", loaded((5.0, 0.0)))
+    ranked = options(request(due_s=4.0), [full, busy], {}, 0.0)
     assert [option.replica for option in ranked] == ["b", "a"]
     assert not ranked[1].roomy
 
 
 def test_before_its_first_load_a_replica_takes_nothing() -> None:
-    silent = Standing("s", standing().predictor, max_context_tokens=1000)
-    assert place(newcomer(prompt_tokens=10), [silent], {}, 0.0) is None
+    silent = ReplicaEstimate("s", estimate().predictor, max_context_tokens=1000)
+    assert place(request(prompt_tokens=10), [silent], {}, 0.0) is None
 
 
 job = st.tuples(st.floats(0.05, 4.0), st.floats(0.01, 1.0))
@@ -181,36 +184,36 @@ def test_fits_agrees_with_brute_force_over_all_orders(
     jobs: list[tuple[float, float]], due_s: float, tokens: int
 ) -> None:
     kept: list[tuple[float, float]] = []
-    for one in jobs:
-        if feasible([*kept, one]):
-            kept.append(one)
+    for job in jobs:
+        if feasible([*kept, job]):
+            kept.append(job)
     kept.sort()
     done = list(itertools.accumulate(work for _, work in kept))
     margins = tuple((due, due - sum_s) for (due, _), sum_s in zip(kept, done, strict=True))
-    option = standing(load=loaded(*margins)).assess(newcomer(due_s, tokens), 0.0)
+    option = estimate(load=loaded(*margins)).assess(request(due_s, tokens), 0.0)
     assert option.fits == feasible([*kept, (due_s, option.cost_s)])
 
 
-def test_holding_many_equals_a_load_that_tells_of_them() -> None:
-    at = standing()
+def test_holding_many_equals_a_load_that_counts_them() -> None:
+    at = estimate()
     works = []
     for index, due_s in enumerate((8.0, 3.0, 5.0)):
-        one = newcomer(due_s, id=str(index))
-        option = at.assess(one, 0.0)
+        pending = request(due_s, id=str(index))
+        option = at.assess(pending, 0.0)
         works.append((due_s, option.cost_s))
-        at.hold(one, option, 0.0, promised=True)
+        at.hold(pending, option, 0.0, promised=True)
     works.sort()
     done = itertools.accumulate(work for _, work in works)
-    told = standing(load=loaded(*((d, d - s) for (d, _), s in zip(works, done, strict=True))))
+    reported = estimate(load=loaded(*((d, d - s) for (d, _), s in zip(works, done, strict=True))))
     for due_s in (0.1, 2.0, 4.0, 9.0):
-        mine, theirs = at.assess(newcomer(due_s), 0.0), told.assess(newcomer(due_s), 0.0)
+        mine, theirs = at.assess(request(due_s), 0.0), reported.assess(request(due_s), 0.0)
         assert mine.fits == theirs.fits
         assert abs(mine.earliest_s - theirs.earliest_s) < 1e-9
 
 
 def test_a_promise_leaves_one_batch_to_spare() -> None:
-    strict = Standing("s", standing().predictor, 10_000_000, max_batch_s=0.1)
-    strict.told(IDLE, 0.0)
-    cost_s = strict.assess(newcomer(), 0.0).cost_s
-    assert not strict.assess(newcomer(due_s=cost_s + 0.099), 0.0).fits
-    assert strict.assess(newcomer(due_s=cost_s + 0.101), 0.0).fits
+    strict = ReplicaEstimate("s", estimate().predictor, 10_000_000, max_batch_s=0.1)
+    strict.update(IDLE, 0.0)
+    cost_s = strict.assess(request(), 0.0).cost_s
+    assert not strict.assess(request(due_s=cost_s + 0.099), 0.0).fits
+    assert strict.assess(request(due_s=cost_s + 0.101), 0.0).fits

@@ -7,9 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from medha.fleet.prefix_index import PrefixIndex, chain
 from medha.messages import KvEvents
-from medha.prefix import chain
-from medha.scheduling.prefix_index import PrefixIndex
 
 
 def names(count: int, seed: int = 0) -> list[bytes]:
@@ -69,7 +68,7 @@ def test_the_index_is_bounded_and_keeps_what_was_used_lately() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_any_history_equals_plain_sets(seed: int) -> None:
     rng, index = random.Random(seed), PrefixIndex()
-    prompts = [names(12, seed=each) for each in range(4)]
+    prompts = [names(12, seed=seed) for seed in range(4)]
     pages = [page for prompt in prompts for page in prompt]
     held: dict[str, set[bytes]] = {name: set() for name in "abcd"}
     numbers = dict.fromkeys("abcd", 0)

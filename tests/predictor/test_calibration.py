@@ -15,23 +15,47 @@ from medha.profile import A100, CPU_CORE, Profile, decode, encode
 from medha.topology import Topology
 
 TINY = ModelShape(
-    layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=1024, vocab=4096,
-    param_bytes=4.0, kv_bytes=4.0,
-)  # fmt: skip
+    layers=4,
+    hidden=256,
+    heads=8,
+    kv_heads=2,
+    head_dim=32,
+    intermediate=1024,
+    vocab=4096,
+    param_bytes=4.0,
+    kv_bytes=4.0,
+)
 SOLO = Topology()
 TRUTH = msgspec.structs.replace(
-    CPU_CORE, linear_flops_per_s=9e10, linear_bytes_per_s=1.5e10, attention_flops_per_s=3e9,
-    attention_bytes_per_s=2e9, batch_s=4e-3, layer_s=5e-4, sequence_s=5e-5,
-)  # fmt: skip
+    CPU_CORE,
+    linear_flops_per_s=9e10,
+    linear_bytes_per_s=1.5e10,
+    attention_flops_per_s=3e9,
+    attention_bytes_per_s=2e9,
+    batch_s=4e-3,
+    layer_s=5e-4,
+    sequence_s=5e-5,
+)
 WARMUP = (
-    ((1, 0, True),), ((1, 4000, True),), ((1, 16, True),) * 8, ((1, 2000, True),) * 8,
-    ((32, 0, False),), ((128, 0, False),), ((512, 0, False),), ((1024, 0, False),),
-    ((64, 3000, False),), ((256, 3000, False),), ((512, 7000, False),),
+    ((1, 0, True),),
+    ((1, 4000, True),),
+    ((1, 16, True),) * 8,
+    ((1, 2000, True),) * 8,
+    ((32, 0, False),),
+    ((128, 0, False),),
+    ((512, 0, False),),
+    ((1024, 0, False),),
+    ((64, 3000, False),),
+    ((256, 3000, False),),
+    ((512, 7000, False),),
     ((128, 0, False), (1, 500, True), (1, 500, True)),
-)  # fmt: skip
+)
 UNSEEN = (
-    ((300, 1500, False),), ((1, 1000, True),) * 4, ((2048, 0, False),), ((256, 20_000, False),),
-)  # fmt: skip
+    ((300, 1500, False),),
+    ((1, 1000, True),) * 4,
+    ((2048, 0, False),),
+    ((256, 20_000, False),),
+)
 
 
 def measured(noise: float = 0.0, repeats: int = 1, seed: int = 0) -> list[Sample]:
@@ -46,7 +70,7 @@ def measured(noise: float = 0.0, repeats: int = 1, seed: int = 0) -> list[Sample
 def worst(profile: Profile) -> float:
     """Largest relative error on batches that were not measured."""
     mine, truth = Predictor(profile, TINY, SOLO), Predictor(TRUTH, TINY, SOLO)
-    return max(abs(mine.batch_s(each) / truth.batch_s(each) - 1) for each in UNSEEN)
+    return max(abs(mine.batch_s(batch) / truth.batch_s(batch) - 1) for batch in UNSEEN)
 
 
 def test_exact_measurements_are_reproduced_on_batches_never_seen() -> None:
@@ -64,8 +88,8 @@ def test_noise_of_a_fifth_costs_less_than_a_fifth(seed: int) -> None:
 def test_a_pause_in_one_measurement_of_three_is_seen_through() -> None:
     samples = measured(0.02, repeats=3)
     spoiled = [
-        msgspec.structs.replace(each, seconds=each.seconds * 20) if index % 3 == 0 else each
-        for index, each in enumerate(samples)
+        msgspec.structs.replace(sample, seconds=sample.seconds * 20) if index % 3 == 0 else sample
+        for index, sample in enumerate(samples)
     ]
     assert worst(fit(spoiled, TINY, SOLO)) < 0.1
 

@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.corrections import PREFILL, REGIMES, Learned
-from medha.costs import BatchLoad
 from medha.model import ModelShape
-from medha.predictor import Predictor
+from medha.predictor import BatchLoad, Predictor
 from medha.profile import A100, CPU_CORE, H100, Profile
 from medha.topology import Topology
 
 LLAMA_8B = ModelShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
-)  # fmt: skip
+)
 TINY = ModelShape(
     layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=512
 )
@@ -57,17 +56,20 @@ def test_asking_what_if_equals_adding(
     entries: list[tuple[int, int, bool]], length: int, keys: int, groups: int, tail: bool
 ) -> None:
     load = load_of(predictor(kvp_max=4), entries)
-    asked = load.seconds_with(length, keys, groups, tail, True)
+    expected = load.seconds_with(length, keys, groups, tail, True)
     twin = load.copy()
     twin.add_chunk(length, keys, groups, tail, True)
-    assert twin.seconds() == asked
+    assert twin.seconds() == expected
     assert load.seconds() == load_of(predictor(kvp_max=4), entries).seconds()
 
 
 @given(
-    batch, st.integers(0, 1_000_000), st.integers(1, 100_000), st.floats(0.001, 0.3),
+    batch,
+    st.integers(0, 1_000_000),
+    st.integers(1, 100_000),
+    st.floats(0.001, 0.3),
     st.sampled_from([16, 32, 64]),
-)  # fmt: skip
+)
 @settings(max_examples=200, deadline=None)
 def test_the_largest_chunk_fits_and_one_step_more_does_not(
     entries: list[tuple[int, int, bool]], keys: int, limit: int, budget_s: float, step: int
@@ -128,8 +130,8 @@ def test_decodes_of_a_windowed_model_read_what_they_see() -> None:
 def test_costs_add_per_operator_not_per_request() -> None:
     of = predictor(tp=1)
     both = of.batch_s([(32, 0, False), (32, 0, False)])
-    one = of.batch_s([(32, 0, False)])
-    assert both < 1.3 * one  # weights are read once, not twice
+    single = of.batch_s([(32, 0, False)])
+    assert both < 1.3 * single  # weights are read once, not twice
     long = of.batch_s([(128, 500_000, False), (128, 500_000, False)])
     assert long > 1.6 * of.batch_s([(128, 500_000, False)])  # attention is paid for each
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from medha import profile as profile_module
 from medha.calibration import Operator, operator_s
-from medha.costs import Costs
 from medha.model import ModelShape
+from medha.predictor import Costs
 from medha.profile import CPU_CORE, H200, SHIPPED, shipped
 from medha.topology import Topology
 
@@ -40,18 +40,18 @@ def test_layers_take_as_long_as_they_were_timed(
     timings = Timings(SHIPPED[name], TIMINGS / file, most_rows)
     off = timings.errors[timings.unseen]
     assert off.mean() < mean and np.quantile(off, 0.95) < p95, (off.mean(), np.quantile(off, 0.95))
-    sums = [each[timings.unseen].sum() for each in (timings.predicted, timings.measured)]
+    sums = [times[timings.unseen].sum() for times in (timings.predicted, timings.measured)]
     assert sums[0] == pytest.approx(sums[1], rel=0.05)
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=30))
 def test_the_nearest_growing_values_grow_and_are_nearest(values: list[float]) -> None:
-    found = growing(np.array(values))
-    assert len(found) == len(values) and (np.diff(found) >= 0).all()
-    assert found.mean() == pytest.approx(np.mean(values))
+    fitted = growing(np.array(values))
+    assert len(fitted) == len(values) and (np.diff(fitted) >= 0).all()
+    assert fitted.mean() == pytest.approx(np.mean(values))
     flat = np.full(len(values), np.mean(values))
     risen = np.maximum.accumulate(values)
-    apart = ((found - values) ** 2).sum()
+    apart = ((fitted - values) ** 2).sum()
     assert apart <= ((flat - values) ** 2).sum() + 1e-9
     assert apart <= ((risen - values) ** 2).sum() + 1e-9
 
@@ -63,30 +63,35 @@ CHUNKS = {32: 422, 64: 498, 128: 554, 512: 542, 2048: 545}
 
 
 def test_the_h200_is_as_it_was_measured() -> None:
-    lone = ModelShape(layers=1, hidden=4096, heads=1, kv_heads=1, head_dim=1, vocab=8,
-                      intermediate=28672 // 3)  # fmt: skip
+    lone = ModelShape(
+        layers=1, hidden=4096, heads=1, kv_heads=1, head_dim=1, vocab=8, intermediate=28672 // 3
+    )
     costs = Costs(H200, lone, Topology())
     for rows, rate in PRODUCTS.items():
         seconds = lone.linear_flops(rows) / (rate * 1e12)
         assert operator_s(Operator("linear", rows), costs) == pytest.approx(seconds, rel=0.05)
-    llama = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, vocab=128256,
-                       intermediate=14336)  # fmt: skip
+    llama = ModelShape(
+        layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, vocab=128256, intermediate=14336
+    )
     costs = Costs(H200, llama, Topology())
     for chunk, rate in CHUNKS.items():
         seconds = llama.attention_flops(chunk, 1_000_000) / (rate * 1e12)
-        found = operator_s(Operator("attention", chunk, 1_000_000), costs)
-        assert found == pytest.approx(seconds, rel=0.08)
+        predicted = operator_s(Operator("attention", chunk, 1_000_000), costs)
+        assert predicted == pytest.approx(seconds, rel=0.08)
     read = 1_000_001 * llama.kv_bytes_per_token_layer
     assert costs.decodes(1, 1_000_001) == pytest.approx(read / 4.351e12, rel=0.05)
 
 
 def test_faster_machines_are_predicted_to_be_faster() -> None:
-    shape = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, vocab=128256,
-                       intermediate=14336)  # fmt: skip
+    shape = ModelShape(
+        layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, vocab=128256, intermediate=14336
+    )
     seconds = [
-        sum(operator_s(part, Costs(SHIPPED[name], shape, Topology()))
-            for part in (Operator("linear", 512), Operator("attention", 512, 100_000)))
+        sum(
+            operator_s(part, Costs(SHIPPED[name], shape, Topology()))
+            for part in (Operator("linear", 512), Operator("attention", 512, 100_000))
+        )
         for name in ("h200", "h100", "a100", "cpu-core")
-    ]  # fmt: skip
+    ]
     assert seconds == sorted(seconds)
     assert CPU_CORE.valid_rows == 0

@@ -1,4 +1,4 @@
-"""What the guards of the house look at: its root, its packages and its Python files."""
+"""Root, packages and Python files of the repository."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ PACKAGES = (
     "router/medha_router",
     "worker/medha_worker",
 )
-FOLDERS = ("core", "operator", "router", "worker", "examples", "benchmarks", "dashboards", "tests")
+FOLDERS = (
+    "core",
+    "operator",
+    "router",
+    "worker",
+    "examples",
+    "demos",
+    "benchmarks",
+    "dashboards",
+    "tests",
+)
 
 
 @pytest.fixture(scope="session")
@@ -30,5 +40,5 @@ def packages(house: Path) -> list[Path]:
 @pytest.fixture(scope="session")
 def code(house: Path) -> list[Path]:
     """Every Python file of the project, tests included."""
-    found = sorted(path for folder in FOLDERS for path in (house / folder).rglob("*.py"))
-    return [house / "hatch_build.py", *found]
+    paths = sorted(path for folder in FOLDERS for path in (house / folder).rglob("*.py"))
+    return [house / "hatch_build.py", *paths]

@@ -1,4 +1,4 @@
-"""What README.md tells a person to run exists, and continuous integration runs the same."""
+"""Commands of README.md exist, and continuous integration runs the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def steps(script: str) -> list[str]:
 def scripts(makefile: str) -> list[str]:
     """Files and folders that recipes hand to Python or pytest."""
     recipes = "\n".join(line for line in makefile.splitlines() if line.startswith("\t"))
-    return re.findall(r"(?<= )(?:examples|benchmarks|tests)(?:/[\w./]+)?", recipes)
+    return re.findall(r"(?<= )(?:demos|examples|benchmarks|tests)(?:/[\w./]+)?", recipes)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_every_target_is_declared_and_explained(makefile: str) -> None:
 
 def test_every_script_of_a_target_exists(house: Path, makefile: str) -> None:
     named = scripts(makefile)
-    assert "examples/demo.py" in named
+    assert "demos/local.py" in named
     assert [name for name in named if not (house / name).exists()] == []
 
 

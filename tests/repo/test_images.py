@@ -101,7 +101,7 @@ def test_kernels_are_compiled_with_the_few_files_that_the_image_copies_for_it(
                 target.write_bytes((house / source).read_bytes())
     script = (
         "import sys; sys.modules['flashinfer'] = None;"
-        "from medha_worker.ahead import main; sys.exit(main(['kernels']))"
+        "from medha_worker.precompile_kernels import main; sys.exit(main(['kernels']))"
     )
     result = subprocess.run(
         [sys.executable, "-c", script],
@@ -117,7 +117,7 @@ def test_kernels_are_compiled_with_the_few_files_that_the_image_copies_for_it(
 
 
 def test_what_pods_may_write_to_is_where_the_images_keep_caches(house: Path) -> None:
-    manifests = (house / "operator" / "medha_operator" / "manifests.py").read_text()
+    manifests = (house / "operator" / "medha_operator" / "resources/manifests.py").read_text()
     (mounted,) = re.findall(r'^RUN_FOLDER = "(.+)"$', manifests, flags=re.MULTILINE)
     assert re.findall(r"HOME=(\S+)", (house / "Dockerfile").read_text()) == [mounted]
 

@@ -20,7 +20,7 @@ PLACE = re.compile(r"://|--(?:extra-)?index-url|--find-links|--trusted-host|\bfi
 
 
 def entries(text: str) -> list[str]:
-    """One string per locked package, its continuation lines joined."""
+    """Split into one string per locked package, with continuation lines joined."""
     lines = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
     return [line.strip() for line in "\n".join(lines).replace("\\\n", " ").splitlines()]
 
@@ -67,8 +67,8 @@ def test_every_package_is_locked_with_its_hashes(house: Path, lock: str) -> None
 
 
 def test_no_file_of_requirements_goes_unguarded(house: Path) -> None:
-    found = {path.stem for path in (house / "requirements").iterdir()}
-    assert found == {*LOCKS, "constraints"}
+    present = {path.stem for path in (house / "requirements").iterdir()}
+    assert present == {*LOCKS, "constraints"}
 
 
 @pytest.mark.parametrize("extra", ["cuda", "operator", "router", "worker"])
@@ -107,8 +107,11 @@ def test_a_worker_with_a_gpu_holds_what_one_without_holds_and_more(house: Path) 
     )
     assert worker < cuda
     assert {name.partition("==")[0] for name in cuda - worker} >= {
-        "flashinfer-python", "nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm",
-    }  # fmt: skip
+        "flashinfer-python",
+        "nvidia-cuda-nvcc",
+        "nvidia-cuda-crt",
+        "nvidia-nvvm",
+    }
 
 
 def test_the_compiler_is_of_the_cuda_release_that_torch_brings(house: Path) -> None:

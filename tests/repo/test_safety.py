@@ -48,8 +48,8 @@ def dangers(text: str) -> Iterator[tuple[int, str]]:
             case ast.ImportFrom(module=str(module), names=names):
                 if module.partition(".")[0] in MODULES:
                     yield node.lineno, module
-                found = ((module, alias.name) for alias in names)
-                yield from ((node.lineno, ".".join(pair)) for pair in found if pair in FUNCTIONS)
+                imports = ((module, alias.name) for alias in names)
+                yield from ((node.lineno, ".".join(pair)) for pair in imports if pair in FUNCTIONS)
             case ast.Name(id=name) if name in BUILTINS:
                 yield node.lineno, name
             case ast.Attribute(value=ast.Name(id=module), attr=name) if (module, name) in FUNCTIONS:

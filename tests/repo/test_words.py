@@ -31,11 +31,11 @@ def texts(root: Path) -> Iterator[Path]:
 
 def findings(paths: Iterable[Path]) -> list[str]:
     return [
-        f"{path}:{number}: {kind}: {found.group()}"
+        f"{path}:{number}: {kind}: {match.group()}"
         for path in paths
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1)
         for kind, pattern in WORDS.items()
-        if (found := re.search(pattern, line, flags=re.IGNORECASE))
+        if (match := re.search(pattern, line, flags=re.IGNORECASE))
     ]
 
 
@@ -57,7 +57,7 @@ def test_each_unwanted_word_is_found(tmp_path: Path, words: list[str], kind: str
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir()
     page.write_text("fine\n" + "/".join(words) + "\n")
-    assert [found.split(": ")[1] for found in findings(texts(tmp_path))] == [kind]
+    assert [finding.split(": ")[1] for finding in findings(texts(tmp_path))] == [kind]
 
 
 def test_ordinary_words_pass_unhindered(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""A running router on loopback ports, a byte-level tokenizer, and a controller that plays its part.
+"""A running router on loopback ports, a byte-level tokenizer, and a fake controller.
 
-The controller speaks the real protocol over a real socket from a thread of its own. It "generates"
-what the prompt tells it to: everything after the last `say ` of the prompt, one byte a token.
+The controller uses the real protocol over a real socket, on its own thread. It "generates" the text
+after the last `say ` of the prompt, one byte per token.
 """
 
 from __future__ import annotations
@@ -52,13 +52,22 @@ from medha.model import ModelShape
 from medha.profile import CPU_CORE
 from medha.request import Slo, SloClass
 from medha.topology import Topology
-from medha_router.router import Doors, opened
-from medha_router.tokenizer import TokenizerPool
+from medha_router.app import RunningRouter, opened
+from medha_router.tokenization.pool import TokenizerPool
 
 MODEL = "tiny"
 END = 258  # <|end|>
-SHAPE = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128,
-                   vocab=259, param_bytes=4.0, kv_bytes=4.0)  # fmt: skip
+SHAPE = ModelShape(
+    layers=2,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=128,
+    vocab=259,
+    param_bytes=4.0,
+    kv_bytes=4.0,
+)
 TEMPLATE = b"""{%- for message in messages -%}
 <|start|>{{ message.role }}: {{ message.content }}
 {% endfor -%}{% if add_generation_prompt %}<|start|>{% endif %}"""
@@ -74,17 +83,17 @@ CLASSES = (
 
 
 def byte_level_tokenizer(*, turned: bool = False) -> bytes:
-    """256 bytes, <|pad|>, <|start|> and <|end|>: a token per byte, so characters get split.
+    """256 bytes, <|pad|>, <|start|> and <|end|>: one token per byte, so characters get split.
 
-    `turned`: another one, in which every byte has another token.
+    If `turned`, every byte has another token.
     """
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet(), reverse=turned)
     model = tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
-    made = tokenizers.Tokenizer(model)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(["<|pad|>", "<|start|>", "<|end|>"])
-    return made.to_str().encode()
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|pad|>", "<|start|>", "<|end|>"])
+    return tokenizer.to_str().encode()
 
 
 def digest(data: bytes) -> str:
@@ -92,27 +101,34 @@ def digest(data: bytes) -> str:
 
 
 def model_files(tokenizer: bytes = b"") -> dict[str, bytes]:
-    made = tokenizer or byte_level_tokenizer()
-    return {"tokenizer.json": made, "chat_template.jinja": TEMPLATE}
+    contents = tokenizer or byte_level_tokenizer()
+    return {"tokenizer.json": contents, "chat_template.jinja": TEMPLATE}
 
 
 def introduction(name: str = "r0", **changes: object) -> Hello:
     """The Hello of a replica of the model."""
     hello = Hello(
-        replica=name, incarnation="1", model=MODEL, shape=SHAPE, topology=Topology(),
-        page_tokens=16, max_context_tokens=4096, classes=CLASSES, stop_tokens=(END,),
+        replica=name,
+        incarnation="1",
+        model=MODEL,
+        shape=SHAPE,
+        topology=Topology(),
+        page_tokens=16,
+        max_context_tokens=4096,
+        classes=CLASSES,
+        stop_tokens=(END,),
         profile=msgspec.json.encode(CPU_CORE),
-        files={each: digest(data) for each, data in model_files().items()},
-    )  # fmt: skip
+        files={file: digest(data) for file, data in model_files().items()},
+    )
     return msgspec.structs.replace(hello, **changes)
 
 
 class Controller(threading.Thread):
-    """A replica's controller, as the router meets it.
+    """A fake controller of a replica.
 
-    It grants what it is offered while `granting`, and emits at most `burst` tokens per run and turn
-    while `emitting` is set. `seen` records every Submit; `aborted` every Abort. `tokenizer` is
-    what it has in place of the usual one.
+    While `granting`, it grants every head. While `emitting` is set, it emits at most `burst` tokens
+    per request and turn. `seen` records every Submit, `aborted` every Abort. `tokenizer` replaces
+    the usual one.
     """
 
     def __init__(
@@ -122,7 +138,7 @@ class Controller(threading.Thread):
         files = model_files(tokenizer)
         self.tokenizer = files["tokenizer.json"]
         self.by_hash = {digest(data): data for data in files.values()}
-        hashes = {each: digest(data) for each, data in files.items()}
+        hashes = {file: digest(data) for file, data in files.items()}
         self.hello = introduction(name, **{"files": hashes, **changes})
         self.load = Load(free_pages=(4096,), total_pages=(4096,), page_tokens=16)
         self.granting, self.emitting, self.burst = True, threading.Event(), 3
@@ -147,16 +163,16 @@ class Controller(threading.Thread):
     # --- for tests --------------------------------------------------------------------------------
 
     def tell(self, message: ReplicaMessage) -> None:
-        """Send one message more, from the test's thread."""
+        """Send a further message, from the test's thread."""
         self._extra.put(message)
 
     def forget(self, name: str) -> None:
-        """Stop serving a request without a word; it may be granted again."""
+        """Stop serving a request silently; it may be granted again."""
         self._running.pop(name, None)
         self._granted.pop(name, None)
 
     def die(self) -> None:
-        """Stop at once, as if killed: nothing more is said."""
+        """Stop at once, as if killed, without a further message."""
         self._ended.set()
         self.join(5)
         self._link.close()
@@ -165,7 +181,7 @@ class Controller(threading.Thread):
     def running(self) -> tuple[str, ...]:
         return tuple(self._running)
 
-    # --- its part ---------------------------------------------------------------------------------
+    # --- protocol ---------------------------------------------------------------------------------
 
     def run(self) -> None:
         self._link.send(self.hello)
@@ -199,9 +215,7 @@ class Controller(threading.Thread):
             case Submit():
                 self._submit(message)
             case Abort(id=name):
-                if (
-                    name not in self.aborted
-                ):  # said again to word of what has ended: it may come twice
+                if name not in self.aborted:  # the router repeats Abort for an ended request
                     self.aborted.append(name)
                 self._running.pop(name, None)
 
@@ -243,7 +257,7 @@ class Controller(threading.Thread):
 
 
 def spoken(prompt: list[int], tokenizer: bytes) -> list[int]:
-    """What the "model" says after a prompt, and the end token."""
+    """Return the tokens that the "model" generates after a prompt, and the end token."""
     order = tokenizers.Tokenizer.from_str(tokenizer.decode())
     text = order.decode(prompt, skip_special_tokens=True)
     words = text.rpartition("say ")[2].removesuffix("\n")
@@ -251,44 +265,52 @@ def spoken(prompt: list[int], tokenizer: bytes) -> list[int]:
 
 
 class Running:
-    """A router on a thread of its own, and the controllers that dial it."""
+    """A router on its own thread, and the controllers that dial it."""
 
     def __init__(self, tokens: TokenizerPool, **settings: Any) -> None:
         self._tokens = tokens
         self._config = RouterConfig(
-            ops_port=0, fleet_bind="tcp://127.0.0.1:0",
-            **{"port": 0, "replica_timeout_s": 1.0,
-               "models": (RouterModel(name=MODEL, max_context_tokens=2048, classes=CLASSES),),
-               **settings},
-        )  # fmt: skip
+            ops_port=0,
+            fleet_bind="tcp://127.0.0.1:0",
+            **{
+                "port": 0,
+                "replica_timeout_s": 1.0,
+                "models": (RouterModel(name=MODEL, max_context_tokens=2048, classes=CLASSES),),
+                **settings,
+            },
+        )
         self._ready = threading.Event()
-        self.doors: Doors
+        self.router: RunningRouter
         self.loop: asyncio.AbstractEventLoop
         self.controllers: list[Controller] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         assert self._ready.wait(10)
         self.client = openai.OpenAI(
-            base_url=f"{self.doors.url}/v1", api_key="none", max_retries=0, timeout=10
+            base_url=f"{self.router.url}/v1", api_key="none", max_retries=0, timeout=10
         )
-        self.http = httpx.Client(base_url=self.doors.url, timeout=10)
-        self.ops = httpx.Client(base_url=f"http://127.0.0.1:{self.doors.ops_port}", timeout=10)
+        self.http = httpx.Client(base_url=self.router.url, timeout=10)
+        self.ops = httpx.Client(base_url=f"http://127.0.0.1:{self.router.ops_port}", timeout=10)
 
     def join(
         self, name: str = "r0", before: Callable[[Controller], object] = repr, **changes: Any
     ) -> Controller:
-        """A controller that dials, prepared by `before` its first word."""
-        controller = Controller(self.doors.fleet_address, name, **changes)
+        """Start a controller that dials; `before` prepares it."""
+        controller = Controller(self.router.fleet_address, name, **changes)
         before(controller)
         self.controllers.append(controller)
         controller.start()
         return controller
 
     def open(self, name: str = "r0") -> Controller:
-        """A controller that dials, and serves when this returns."""
+        """Start a controller that dials, and wait until it serves."""
         controller = self.join(name)
-        wait_until(lambda: name in self.ops.get("/debug/queue").text
-                   and self.ops.get("/debug/queue").json()[MODEL]["open"])  # fmt: skip
+        wait_until(
+            lambda: (
+                name in self.ops.get("/debug/queue").text
+                and self.ops.get("/debug/queue").json()[MODEL]["open"]
+            )
+        )
         return controller
 
     @staticmethod
@@ -302,7 +324,7 @@ class Running:
         self.client.close()
         self.http.close()
         self.ops.close()
-        self.doors.server.should_exit = self.doors.server.force_exit = True
+        self.router.server.should_exit = self.router.server.force_exit = True
         self._thread.join(10)
         assert not self._thread.is_alive()
         for controller in self.controllers:
@@ -313,23 +335,23 @@ class Running:
         uvloop.run(self._main())
 
     async def _main(self) -> None:
-        async with opened(self._config, self._tokens) as doors:
-            self.doors, self.loop = doors, asyncio.get_running_loop()
+        async with opened(self._config, self._tokens) as router:
+            self.router, self.loop = router, asyncio.get_running_loop()
             self._ready.set()
-            await doors.serve()
+            await router.serve()
 
 
-def wait_until(true: Callable[[], object], within_s: float = 5.0) -> None:
-    """Wait until a condition holds; fails when it does not in time."""
+def wait_until(condition: Callable[[], object], within_s: float = 5.0) -> None:
+    """Wait until a condition holds; fails after a timeout."""
     until = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < until, "the condition did not come to hold in time"
+    while not condition():
+        assert time.monotonic() < until, "the condition did not hold in time"
         time.sleep(0.005)
 
 
 @pytest.fixture(scope="session")
 def tokens() -> Iterator[TokenizerPool]:
-    """Tokenizer processes, shared by every router here: starting one takes half a second."""
+    """Tokenizer processes shared by all routers: a start takes half a second."""
     with contextlib.closing(TokenizerPool()) as pool:
         yield pool
 
@@ -344,7 +366,7 @@ def served(tokens: TokenizerPool) -> Iterator[Running]:
 
 @pytest.fixture
 def alone(tokens: TokenizerPool) -> Iterator[Running]:
-    """A router of one test's own, without controllers."""
+    """A router for a single test, without controllers."""
     with contextlib.closing(
         Running(tokens, keepalive_s=0.3, no_replica_timeout_s=1.5, queue_timeout_s=2.0, max_queue=4)
     ) as running:
@@ -359,25 +381,25 @@ def byte_level_json() -> bytes:
 
 @pytest.fixture(scope="session")
 def turned_json() -> bytes:
-    """`tokenizer.json` of another tokenizer, which makes other tokens of everything."""
+    """`tokenizer.json` of another tokenizer, with other token ids."""
     return byte_level_tokenizer(turned=True)
 
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    """Wait until a condition holds; fails when it does not in time."""
+    """Wait until a condition holds; fails after a timeout."""
     return wait_until
 
 
 @pytest.fixture
 def make_hello() -> Callable[..., Hello]:
-    """Makes a Hello of the model, with changes."""
+    """Make a Hello of the model, with changes."""
     return introduction
 
 
 @pytest.fixture
 def running_with(tokens: TokenizerPool) -> Iterator[Callable[..., Running]]:
-    """Makes routers with settings of a test's own."""
+    """Make routers with the settings of a test."""
     with contextlib.ExitStack() as stack:
         yield lambda **settings: stack.enter_context(
             contextlib.closing(Running(tokens, **settings))
@@ -386,7 +408,7 @@ def running_with(tokens: TokenizerPool) -> Iterator[Callable[..., Running]]:
 
 @pytest.fixture(autouse=True)
 def _no_defect(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """A defect that the router survives is logged with its trace; no test may cause one."""
+    """Fail if the router logged a traceback: no test may cause a defect."""
     yield
     traces = [record for record in caplog.get_records("call") if record.exc_info]
     assert [record.getMessage() for record in traces] == []

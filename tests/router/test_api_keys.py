@@ -1,4 +1,4 @@
-"""API keys: nobody gets in without one, a key is a tenant, and keys come and go while it serves."""
+"""API keys: required on every route; a key is a tenant; keys change while the router serves."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ import openai
 import pytest
 
 from medha.errors import SetupError
-from medha_router.keys import ApiKeys
+from medha_router.auth import ApiKeys
 
 Routers = Callable[..., Any]
 Eventually = Callable[..., None]
 PATIENT_S = 30.0
 ROUTES = [
-    ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-    ("GET", "/nowhere"), ("DELETE", "/v1/models"), ("GET", "/metrics"), ("POST", "/drain"),
-]  # fmt: skip
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/tiny"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/nowhere"),
+    ("DELETE", "/v1/models"),
+    ("GET", "/metrics"),
+    ("POST", "/drain"),
+]
 
 
 def line(name: str, key: str) -> str:
@@ -30,20 +37,20 @@ def line(name: str, key: str) -> str:
 @pytest.fixture
 def file(tmp_path: pathlib.Path) -> pathlib.Path:
     path = tmp_path / "keys"
-    path.write_text("# who may ask\n\n" + line("alice", "a-key") + line("bob", "b-key"))
+    path.write_text("# clients\n\n" + line("alice", "a-key") + line("bob", "b-key"))
     return path
 
 
 def ask(running: Any, key: str) -> Any:
     client = openai.OpenAI(
-        base_url=f"{running.doors.url}/v1", api_key=key, max_retries=0, timeout=PATIENT_S
+        base_url=f"{running.router.url}/v1", api_key=key, max_retries=0, timeout=PATIENT_S
     )
     with client:
         return client.completions.create(model="tiny", prompt="say hello", max_tokens=20)
 
 
 def replace(path: pathlib.Path, text: str) -> None:
-    """As a Secret is replaced under a mount: by another file of that name."""
+    """Replace the file as a mounted Secret is replaced: by another file of that name."""
     fresh = path.with_name("fresh")
     fresh.write_text(text)
     fresh.replace(path)
@@ -68,21 +75,21 @@ def test_no_route_is_open_without_a_key(
         assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
         error = answer.json()["error"]
         assert error["code"] == code and error["type"] == "authentication_error"
-        assert error["param"] is None and "whoever runs this server" in error["message"]
+        assert error["param"] is None and "the operator of this server" in error["message"]
         assert answer.headers["x-medha-request-id"]
     for path in ("/healthz", "/readyz", "/metrics", "/debug/queue"):
         assert running.ops.get(path).status_code == 200
 
 
-def test_a_key_is_a_tenant_and_another_key_is_not_let_in(
+def test_a_key_is_a_tenant_and_an_unknown_key_is_refused(
     running_with: Routers, file: pathlib.Path
 ) -> None:
     running = running_with(api_keys=str(file))
     controller = running.join("r0")
     assert ask(running, "a-key").choices[0].text == "hello"
-    with pytest.raises(openai.AuthenticationError, match="not known here"):
+    with pytest.raises(openai.AuthenticationError, match="unknown or was removed"):
         ask(running, "c-key")
-    assert [each.tenant for each in controller.seen] == ["alice"]
+    assert [submit.tenant for submit in controller.seen] == ["alice"]
 
 
 def test_tenants_do_not_share_cached_pages(running_with: Routers, file: pathlib.Path) -> None:
@@ -90,11 +97,11 @@ def test_tenants_do_not_share_cached_pages(running_with: Routers, file: pathlib.
     controller = running.join("r0")
     for key in ("a-key", "b-key"):
         assert ask(running, key).choices[0].text == "hello"
-    assert [each.tenant for each in controller.seen] == ["alice", "bob"]
+    assert [submit.tenant for submit in controller.seen] == ["alice", "bob"]
     assert controller.seen[0].salt != controller.seen[1].salt
 
 
-def test_a_key_counts_to_its_last_byte(running_with: Routers, file: pathlib.Path) -> None:
+def test_every_byte_of_a_key_counts(running_with: Routers, file: pathlib.Path) -> None:
     key = "clé à"  # in UTF-8 it ends with what is a space in Latin-1
     replace(file, line("alice", key))
     running = running_with(api_keys=str(file))
@@ -109,23 +116,23 @@ def test_a_key_is_replaced_by_overlap_and_revoked_while_it_serves(
     running = running_with(api_keys=str(file))
     running.join("r0")
 
-    def lets_in(key: str) -> bool:
+    def admits(key: str) -> bool:
         headers = {"authorization": f"Bearer {key}"}
         return bool(running.http.get("/v1/models", headers=headers).status_code == 200)
 
-    assert lets_in("a-key") and not lets_in("a-new")
+    assert admits("a-key") and not admits("a-new")
     replace(file, line("alice", "a-key") + line("alice", "a-new"))
-    eventually(lambda: lets_in("a-new"), PATIENT_S)
-    assert lets_in("a-key")
+    eventually(lambda: admits("a-new"), PATIENT_S)
+    assert admits("a-key")
     replace(file, line("alice", "a-new") + "oops\n")
     replace(file, line("alice", "a-new"))
-    eventually(lambda: not lets_in("a-key"), PATIENT_S)
-    assert lets_in("a-new")
-    replace(file, "# nobody\n")
-    eventually(lambda: not lets_in("a-new"), PATIENT_S)
+    eventually(lambda: not admits("a-key"), PATIENT_S)
+    assert admits("a-new")
+    replace(file, "# no keys\n")
+    eventually(lambda: not admits("a-new"), PATIENT_S)
 
 
-def test_a_file_that_does_not_parse_changes_nothing(
+def test_an_invalid_file_changes_nothing(
     file: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = ApiKeys(file)
@@ -136,7 +143,7 @@ def test_a_file_that_does_not_parse_changes_nothing(
             replace(file, text)
         keys.refresh()
         assert keys.tenant(b"a-key") == "alice" and keys.tenant(b"") is None
-    assert caplog.text.count("API keys stay as they were") == 2
+    assert caplog.text.count("kept the former API keys") == 2
     replace(file, line("bob", "a-key"))
     keys.refresh()
     assert keys.tenant(b"a-key") == "bob"
@@ -145,15 +152,17 @@ def test_a_file_that_does_not_parse_changes_nothing(
 @pytest.mark.parametrize(
     "text", ["alice:plain-secret\n", "plain-secret\n", f"a b:{'0' * 64}\n", f"a:{'0' * 63}g\n"]
 )
-def test_a_wrong_line_is_named_by_its_number_and_never_shown(file: pathlib.Path, text: str) -> None:
+def test_an_invalid_line_is_reported_by_its_number_and_never_quoted(
+    file: pathlib.Path, text: str
+) -> None:
     file.write_text(line("bob", "b") + text)
     with pytest.raises(SetupError) as caught:
         ApiKeys(file)
-    said = str(caught.value)
-    assert said.startswith(f"line 2 of {file} is not an API key: must be NAME:SHA256")
-    assert "sha256sum" in said and "plain-secret" not in said and "\n" not in said
+    message = str(caught.value)
+    assert message.startswith(f"line 2 of {file} is not an API key: must be NAME:SHA256")
+    assert "sha256sum" in message and "plain-secret" not in message and "\n" not in message
 
 
-def test_a_file_that_is_not_there_is_told_with_the_remedy(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(SetupError, match=r"cannot be read \(No such file .*a line per key"):
+def test_a_missing_file_is_reported_with_the_remedy(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SetupError, match=r"cannot be read \(No such file .*one line per key"):
         ApiKeys(tmp_path / "none")

@@ -1,4 +1,4 @@
-"""Bodies that are slow, or too many at once; connections that never ask anything."""
+"""Slow bodies, too many bodies at once, and connections without a request."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import uvicorn
 from starlette.requests import Request
 
 from medha.errors import MedhaError, Refusal, RequestError
-from medha_router.bodies import AT_ONCE, Bodies
-from medha_router.door import Door
+from medha_router.routes import MAX_BODIES_AT_ONCE, BodyReader
+from medha_router.server import HttpProtocol
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -27,16 +27,16 @@ def request(receive: Receive) -> Request:
 def test_a_body_that_does_not_arrive_in_time_is_a_408() -> None:
     async def stalled() -> dict[str, Any]:
         await asyncio.sleep(60)
-        raise AssertionError("nobody waits so long")
+        raise AssertionError("the body timed out before")
 
     with pytest.raises(RequestError) as caught:
-        asyncio.run(Bodies(100, within_s=0.02).read(request(stalled)))
+        asyncio.run(BodyReader(100, timeout_s=0.02).read(request(stalled)))
     assert caught.value.status == 408
 
 
-def test_what_all_bodies_hold_together_is_bounded_and_given_back() -> None:
+def test_the_memory_of_all_bodies_is_bounded_and_released() -> None:
     async def scene() -> list[object]:
-        bodies = Bodies(100)
+        bodies = BodyReader(100)
         half_read = asyncio.Event()
 
         async def first_part() -> dict[str, Any]:
@@ -54,7 +54,10 @@ def test_what_all_bodies_hold_together_is_bounded_and_given_back() -> None:
             return part
 
         patient_sent: dict[object, int] = {}
-        reads = [asyncio.create_task(bodies.read(request(patient))) for _ in range(AT_ONCE + 1)]
+        reads = [
+            asyncio.create_task(bodies.read(request(patient)))
+            for _ in range(MAX_BODIES_AT_ONCE + 1)
+        ]
         await asyncio.sleep(0.02)
         half_read.set()
         outcomes = await asyncio.gather(*reads, return_exceptions=True)
@@ -63,12 +66,12 @@ def test_what_all_bodies_hold_together_is_bounded_and_given_back() -> None:
     *outcomes, after = asyncio.run(scene())
     refused = [outcome for outcome in outcomes if isinstance(outcome, MedhaError)]
     assert [type(outcome) for outcome in refused] == [Refusal]
-    assert len(outcomes) - len(refused) == AT_ONCE
+    assert len(outcomes) - len(refused) == MAX_BODIES_AT_ONCE
     assert after == b""
 
 
-def test_a_connection_that_asks_nothing_is_closed() -> None:
-    class Hasty(Door):
+def test_a_connection_without_a_request_is_closed() -> None:
+    class Hasty(HttpProtocol):
         first_request_s = 0.05
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -1,4 +1,4 @@
-"""The API as OpenAI's own client sees it, against a router on loopback and a played controller."""
+"""The API as seen by OpenAI's own client, with a router on loopback and a fake controller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def events(served: Any, path: str, body: dict[str, Any]) -> list[str]:
         return [block for block in "".join(response.iter_text()).split("\n\n") if block]
 
 
-def test_a_chat_completion_says_what_the_model_said(served: Any) -> None:
+def test_a_chat_completion_returns_the_generated_text(served: Any) -> None:
     answer = served.client.chat.completions.create(
         model="tiny", messages=ask("say héllo wörld 🙂"), max_tokens=64
     )
@@ -35,20 +35,20 @@ def test_a_chat_completion_says_what_the_model_said(served: Any) -> None:
 def test_a_chat_prompt_is_the_models_own_template(served: Any) -> None:
     messages = [{"role": "system", "content": "Be brief."}, *ask("say x")]
     served.client.chat.completions.create(model="tiny", messages=messages)
-    made = served.http.post("/tokenize", json={"model": "tiny", "messages": messages}).json()
-    text = served.http.post("/detokenize", json={"model": "tiny", "tokens": made["tokens"]}).json()[
-        "prompt"
-    ]
+    response = served.http.post("/tokenize", json={"model": "tiny", "messages": messages}).json()
+    text = served.http.post(
+        "/detokenize", json={"model": "tiny", "tokens": response["tokens"]}
+    ).json()["prompt"]
     assert text == "system: Be brief.\nuser: say x\n"  # <|start|> is special: it prints nothing
-    assert made["tokens"].count(257) == 3
-    assert made["count"] == len(made["tokens"]) and made["max_model_len"] == 2048
+    assert response["tokens"].count(257) == 3
+    assert response["count"] == len(response["tokens"]) and response["max_model_len"] == 2048
 
 
 def test_a_stream_opens_with_the_role_and_ends_with_one_done(served: Any) -> None:
     body = {"model": "tiny", "messages": ask("say héé🙂!"), "stream": True}
-    found = events(served, "/v1/chat/completions", body)
-    assert found[-1] == "data: [DONE]" and found.count("data: [DONE]") == 1
-    chunks = [json.loads(event.removeprefix("data: ")) for event in found[:-1]]
+    blocks = events(served, "/v1/chat/completions", body)
+    assert blocks[-1] == "data: [DONE]" and blocks.count("data: [DONE]") == 1
+    chunks = [json.loads(event.removeprefix("data: ")) for event in blocks[:-1]]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert all("role" not in chunk["choices"][0]["delta"] for chunk in chunks[1:])
     texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
@@ -60,11 +60,13 @@ def test_a_stream_opens_with_the_role_and_ends_with_one_done(served: Any) -> Non
     assert chunks[-1]["x_medha"]["ttft_ms"] > 0
 
 
-def test_usage_comes_in_a_last_chunk_without_choices_when_asked_for(served: Any) -> None:
+def test_requested_usage_comes_in_a_last_chunk_without_choices(served: Any) -> None:
     stream = served.client.chat.completions.create(
-        model="tiny", messages=ask("say abc"), stream=True,
+        model="tiny",
+        messages=ask("say abc"),
+        stream=True,
         stream_options={"include_usage": True},
-    )  # fmt: skip
+    )
     chunks = list(stream)
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 4
     assert all(chunk.usage is None for chunk in chunks[:-1])
@@ -74,19 +76,22 @@ def test_usage_comes_in_a_last_chunk_without_choices_when_asked_for(served: Any)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("stop", "expected", "reason"),
-    [("END", "alpha ", "stop"), (["zz", "ta"], "alpha ENDbe", "stop"),
-     ("no", "alpha ENDbeta", "stop")],
-)  # fmt: skip
-def test_stop_strings_never_show(
+    [
+        ("END", "alpha ", "stop"),
+        (["zz", "ta"], "alpha ENDbe", "stop"),
+        ("no", "alpha ENDbeta", "stop"),
+    ],
+)
+def test_stop_strings_are_never_sent(
     served: Any, stream: bool, stop: Any, expected: str, reason: str
 ) -> None:
-    made = served.client.completions.create(
+    response = served.client.completions.create(
         model="tiny", prompt="say alpha ENDbeta", stop=stop, max_tokens=40, stream=stream
     )
     if not stream:
-        assert (made.choices[0].text, made.choices[0].finish_reason) == (expected, reason)
+        assert (response.choices[0].text, response.choices[0].finish_reason) == (expected, reason)
         return
-    chunks = list(made)
+    chunks = list(response)
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected
     assert chunks[-1].choices[0].finish_reason == reason
 
@@ -109,11 +114,11 @@ def test_max_tokens_ends_an_output_with_length(served: Any) -> None:
 
 
 def test_completions_default_to_sixteen_tokens(served: Any) -> None:
-    made = served.client.completions.create(model="tiny", prompt="say " + "x" * 40)
-    assert made.choices[0].text == "x" * 16 and made.choices[0].finish_reason == "length"
+    response = served.client.completions.create(model="tiny", prompt="say " + "x" * 40)
+    assert response.choices[0].text == "x" * 16 and response.choices[0].finish_reason == "length"
 
 
-def test_n_choices_share_a_prompt_and_have_seeds_of_their_own(served: Any) -> None:
+def test_n_choices_share_a_prompt_and_have_their_own_seeds(served: Any) -> None:
     answer = served.client.chat.completions.create(
         model="tiny", messages=ask("say abc"), n=3, seed=7
     )
@@ -133,28 +138,30 @@ def test_n_choices_share_a_prompt_and_have_seeds_of_their_own(served: Any) -> No
         ([82, 64, 88, 220, 65], None),
         ([[82, 64, 88, 220, 65], [82, 64, 88, 220, 66]], None),
     ],
-)  # fmt: skip
-def test_prompts_come_in_four_shapes(served: Any, prompt: Any, texts: list[str] | None) -> None:
-    made = served.client.completions.create(model="tiny", prompt=prompt, max_tokens=20)
+)
+def test_prompts_have_four_forms(served: Any, prompt: Any, texts: list[str] | None) -> None:
+    response = served.client.completions.create(model="tiny", prompt=prompt, max_tokens=20)
     if texts is None:
         rows = prompt if isinstance(prompt[0], list) else [prompt]
-        sent = [list(memoryview(each.tokens).cast("i"))
-                for each in served.controllers[0].seen[-len(rows):]]  # fmt: skip
+        sent = [
+            list(memoryview(submit.tokens).cast("i"))
+            for submit in served.controllers[0].seen[-len(rows) :]
+        ]
         assert sorted(sent) == sorted(rows)
     else:
-        assert [choice.text for choice in made.choices] == texts
-    assert [choice.index for choice in made.choices] == list(range(len(made.choices)))
+        assert [choice.text for choice in response.choices] == texts
+    assert [choice.index for choice in response.choices] == list(range(len(response.choices)))
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_repeats_the_prompt_before_the_completion(served: Any, stream: bool) -> None:
-    made = served.client.completions.create(
+    response = served.client.completions.create(
         model="tiny", prompt="say one", echo=True, max_tokens=20, stream=stream
     )
     if stream:
-        assert "".join(chunk.choices[0].text for chunk in made) == "say oneone"
+        assert "".join(chunk.choices[0].text for chunk in response) == "say oneone"
     else:
-        assert made.choices[0].text == "say oneone"
+        assert response.choices[0].text == "say oneone"
 
 
 def test_chat_logprobs_name_each_token_and_its_alternatives(served: Any) -> None:
@@ -169,13 +176,13 @@ def test_chat_logprobs_name_each_token_and_its_alternatives(served: Any) -> None
 
 def test_streamed_logprobs_are_those_of_the_whole_answer(served: Any) -> None:
     def content(stream: bool) -> list[str]:
-        made = served.client.chat.completions.create(
+        response = served.client.chat.completions.create(
             model="tiny", messages=ask("say hé!"), logprobs=True, stream=stream
         )
-        found = [made] if not stream else list(made)
+        chunks = [response] if not stream else list(response)
         return [
             entry.token
-            for chunk in found
+            for chunk in chunks
             for choice in chunk.choices
             if choice.logprobs
             for entry in choice.logprobs.content
@@ -185,20 +192,31 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(served: Any) -> None:
 
 
 def test_completion_logprobs_count_their_offsets_in_characters(served: Any) -> None:
-    made = served.client.completions.create(model="tiny", prompt="say éab", logprobs=2)
-    found = made.choices[0].logprobs
-    assert found.text_offset == [0, 0, 1, 2]
-    assert found.token_logprobs == [-0.25] * 4
-    assert found.tokens[2:] == ["a", "b"] and len(found.top_logprobs[0]) == 2
+    response = served.client.completions.create(model="tiny", prompt="say éab", logprobs=2)
+    logprobs = response.choices[0].logprobs
+    assert logprobs.text_offset == [0, 0, 1, 2]
+    assert logprobs.token_logprobs == [-0.25] * 4
+    assert logprobs.tokens[2:] == ["a", "b"] and len(logprobs.top_logprobs[0]) == 2
 
 
 def test_sampling_fields_reach_the_replica(served: Any) -> None:
     served.client.chat.completions.create(
-        model="tiny", messages=ask("say a"), temperature=0.3, top_p=0.9, seed=-1,
-        presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={"65": -100, "66": 5},
-        extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1,
-                    "stop_token_ids": [9]},
-    )  # fmt: skip
+        model="tiny",
+        messages=ask("say a"),
+        temperature=0.3,
+        top_p=0.9,
+        seed=-1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={"65": -100, "66": 5},
+        extra_body={
+            "top_k": 5,
+            "min_p": 0.1,
+            "repetition_penalty": 1.1,
+            "min_tokens": 1,
+            "stop_token_ids": [9],
+        },
+    )
     sampling = served.controllers[0].seen[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.3, 0.9, 5)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
@@ -207,7 +225,7 @@ def test_sampling_fields_reach_the_replica(served: Any) -> None:
     assert sampling.seed == (1 << 63) - 1 and sampling.stop_tokens == (258, 9)
 
 
-def test_ignore_eos_leaves_no_stop_token_to_the_replica(served: Any) -> None:
+def test_ignore_eos_sends_no_stop_tokens_to_the_replica(served: Any) -> None:
     served.client.completions.create(
         model="tiny", prompt="say ab", max_tokens=3, extra_body={"ignore_eos": True}
     )
@@ -223,9 +241,12 @@ def test_requests_without_a_seed_get_different_ones(served: Any) -> None:
 
 def test_unknown_fields_are_ignored(served: Any) -> None:
     answer = served.client.chat.completions.create(
-        model="tiny", messages=ask("say a"), extra_body={"no_such_field": {"deep": [1]}},
-        user="someone", store=False,
-    )  # fmt: skip
+        model="tiny",
+        messages=ask("say a"),
+        extra_body={"no_such_field": {"deep": [1]}},
+        user="someone",
+        store=False,
+    )
     assert answer.choices[0].message.content == "a"
 
 
@@ -242,7 +263,7 @@ def test_models_are_listed_and_looked_up(served: Any) -> None:
     assert served.client.models.retrieve("tiny").object == "model"
 
 
-def test_an_answer_carries_its_request_id_promise_and_times(served: Any) -> None:
+def test_a_response_has_its_request_id_promise_and_times(served: Any) -> None:
     raw = served.client.chat.completions.with_raw_response.create(
         model="tiny", messages=ask("say a"), extra_headers={"x-medha-slo-ttft-ms": "15000"}
     )
@@ -267,7 +288,7 @@ def test_every_alias_of_the_ttft_header_sets_the_deadline(served: Any, name: str
     assert submit.promised is True
 
 
-def test_a_long_prompt_arrives_whole_and_with_the_names_of_its_pages(served: Any) -> None:
+def test_a_long_prompt_arrives_complete_with_its_page_names(served: Any) -> None:
     text = "say " + "word " * 350
     served.client.completions.create(model="tiny", prompt=text, max_tokens=2)
     submit = served.controllers[0].seen[-1]

@@ -1,4 +1,4 @@
-"""What a router says of demand, and how it holds requests for a model that has no replica yet."""
+"""Demand that a router reports, and requests held for a model without replicas."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import openai
 import pytest
 
 from medha.config import RouterModel
-from medha.demand import REFUSED_RATIO, UNSERVED_S, WINDOW_S, Demand
 from medha.errors import Refusal
+from medha.fleet.demand import REFUSED_RATIO, UNSERVED_S, WINDOW_S, DemandWindow
 from medha.messages import ClassDemand, Failed, Load, LoadReport, ModelDemand, RouterDemand
 from medha.metrics import RATIO
 from medha.request import Request, Slo, SloClass
-from medha_router.detokenizer import Vocabulary
-from medha_router.fleet import Fleet, Replica
-from medha_router.learning import Models
+from medha_router.models import ModelRegistry
+from medha_router.replicas import ConnectedReplica, ReplicaTable
+from medha_router.tokenization.detokenizer import Vocabulary
 
 Routers = Callable[..., Any]
 EVENTUALLY_S = 20.0
 
 
 def demand_of(running: Any, model: str = "tiny") -> ModelDemand:
-    found = msgspec.json.decode(running.ops.get("/demand").content, type=RouterDemand)
-    assert found.window_s == WINDOW_S
-    (of,) = [each for each in found.models if each.model == model]
+    report = msgspec.json.decode(running.ops.get("/demand").content, type=RouterDemand)
+    assert report.window_s == WINDOW_S
+    (of,) = [entry for entry in report.models if entry.model == model]
     return of
 
 
@@ -44,30 +44,32 @@ def above(counts: tuple[int, ...], ratio: float) -> int:
     return sum(counts[sum(edge <= ratio for edge in RATIO) :])
 
 
-def test_slack_at_arrival_is_counted_for_what_is_taken_and_what_is_refused(
+def test_slack_at_arrival_counts_admitted_and_refused_requests(
     running_with: Routers, eventually: Callable[..., None]
 ) -> None:
     running = running_with()
     controller = running.open()
     running.client.completions.create(model="tiny", prompt="say ok", max_tokens=4)
-    found = demand_of(running)
-    assert sum(found.slack_counts) == above(found.slack_counts, 1.0) == 1
-    assert [(each.name, each.met, each.missed) for each in found.classes] == [("default", 1, 0)]
-    assert found.work_s > 0.0 and found.held == 0
+    report = demand_of(running)
+    assert sum(report.slack_counts) == above(report.slack_counts, 1.0) == 1
+    assert [(entry.name, entry.met, entry.missed) for entry in report.classes] == [
+        ("default", 1, 0)
+    ]
+    assert report.work_s > 0.0 and report.held == 0
     controller.load = msgspec.structs.replace(controller.load, free_pages=(0,))
 
     def refused() -> bool:
-        """Once the replica's load has come."""
+        """Return True once the replica's load has arrived."""
         body = {"model": "tiny", "prompt": "say no", "max_tokens": 4}
         return bool(running.http.post("/v1/completions", json=body).status_code == 503)
 
     eventually(refused, EVENTUALLY_S)
-    found = demand_of(running)
-    assert sum(found.slack_counts) > above(found.slack_counts, 0.0)
-    assert sum(each.missed for each in found.classes) == 1
+    report = demand_of(running)
+    assert sum(report.slack_counts) > above(report.slack_counts, 0.0)
+    assert sum(entry.missed for entry in report.classes) == 1
 
 
-def test_what_not_even_an_idle_replica_could_do_in_time_is_no_pressure(
+def test_a_deadline_that_no_idle_replica_meets_is_no_demand(
     running_with: Routers,
 ) -> None:
     running = running_with()
@@ -76,12 +78,12 @@ def test_what_not_even_an_idle_replica_could_do_in_time_is_no_pressure(
         running.client.completions.create(
             model="tiny", prompt="say ok", max_tokens=4, extra_headers={"x-medha-class": "eager"}
         )
-    found = demand_of(running)
-    assert sum(found.slack_counts) == 0 and found.classes == ()
+    report = demand_of(running)
+    assert sum(report.slack_counts) == 0 and report.classes == ()
 
 
-def test_what_not_even_an_idle_replica_could_do_in_time_is_no_miss_either() -> None:
-    demand = Demand()
+def test_a_deadline_that_no_idle_replica_meets_is_no_miss() -> None:
+    demand = DemandWindow()
     hopeless = Request(id="h", arrival_s=0.0, prompt_tokens=9, ttft_deadline_s=1.0, work_s=2.0)
     demand.over("m", hopeless, False, 1.0)
     assert demand.of("m", 1.0).classes == ()
@@ -91,18 +93,23 @@ def test_what_not_even_an_idle_replica_could_do_in_time_is_no_miss_either() -> N
 
 
 def test_a_time_per_token_that_no_idle_replica_meets_is_no_miss() -> None:
-    demand = Demand()
+    demand = DemandWindow()
     fast = Request(
-        id="f", arrival_s=0.0, prompt_tokens=9, max_output_tokens=9, ttft_deadline_s=1.0,
-        work_s=0.5, tpot_s=0.01,
-    )  # fmt: skip
+        id="f",
+        arrival_s=0.0,
+        prompt_tokens=9,
+        max_output_tokens=9,
+        ttft_deadline_s=1.0,
+        work_s=0.5,
+        tpot_s=0.01,
+    )
     demand.over("m", fast, False, 1.0, idle_tpot_s=0.02)
     assert demand.refused("m", fast, Refusal("overloaded", ""), 1.0, idle_tpot_s=0.02) is None
     assert demand.of("m", 1.0) == ModelDemand(model="m")
     late = Refusal("deadline_infeasible", "", earliest_ttft_s=2.0, idle_ttft_s=0.6)
     assert demand.refused("m", fast, late, 1.0, idle_tpot_s=0.02) == -2.0
-    found = demand.of("m", 1.0)
-    assert found.classes == () and sum(found.slack_counts) == 1  # its first token is another matter
+    report = demand.of("m", 1.0)
+    assert report.classes == () and sum(report.slack_counts) == 1  # of the first token
     demand.over("m", fast, True, 1.0, idle_tpot_s=0.02)
     demand.over("m", fast, False, 1.0, idle_tpot_s=0.005)
     single = msgspec.structs.replace(fast, max_output_tokens=1)
@@ -110,10 +117,10 @@ def test_a_time_per_token_that_no_idle_replica_meets_is_no_miss() -> None:
     assert demand.of("m", 1.0).classes == (ClassDemand(name="default", met=1, missed=2),)
 
 
-def test_who_asks_for_tokens_faster_than_any_replica_brings_no_replicas(
+def test_a_tpot_faster_than_any_replica_adds_no_replicas(
     running_with: Routers, eventually: Callable[..., None]
 ) -> None:
-    """It is a missed SLO all the same, wherever that is reported."""
+    """The SLO still counts as missed in the metrics."""
     running = running_with()
     running.open()
     hurried = {"x-medha-slo-tpot-ms": "0.0001"}
@@ -121,66 +128,68 @@ def test_who_asks_for_tokens_faster_than_any_replica_brings_no_replicas(
         model="tiny", prompt="say hello", max_tokens=20, extra_headers=hurried
     )
     eventually(lambda: reported_misses(running) == 1, EVENTUALLY_S)
-    found = demand_of(running)
-    assert found.classes == () and sum(found.slack_counts) == 1
+    report = demand_of(running)
+    assert report.classes == () and sum(report.slack_counts) == 1
 
 
 @pytest.mark.parametrize(("code", "missed"), [("memory", 0), ("overloaded", 1)])
-def test_of_requests_that_fail_only_those_without_room_are_misses_that_replicas_prevent(
+def test_only_failures_for_lack_of_room_count_as_preventable_misses(
     running_with: Routers, code: str, missed: int
 ) -> None:
     running = running_with()
-    running.open().fails = Failed("x", code, "it is given up")
+    running.open().fails = Failed("x", code, "the request failed")
     with pytest.raises(openai.InternalServerError):
         running.client.completions.create(model="tiny", prompt="say hello", max_tokens=20)
     assert reported_misses(running) == 1
-    assert sum(each.missed for each in demand_of(running).classes) == missed
+    assert sum(entry.missed for entry in demand_of(running).classes) == missed
 
 
-def test_slack_is_counted_beside_what_an_idle_replica_would_have_left() -> None:
-    demand = Demand()
-    asked = Request(id="a", arrival_s=0.0, prompt_tokens=9, ttft_deadline_s=4.0, work_s=1.0)
-    assert demand.taken("m", asked, 2.0, 1.0, 1.0) == 2.0
-    assert demand.taken("m", asked, 6.0, 1.2, 1.0) == -2.0
-    hopeless = msgspec.structs.replace(asked, work_s=5.0)
+def test_slack_is_counted_next_to_the_slack_on_an_idle_replica() -> None:
+    demand = DemandWindow()
+    request = Request(id="a", arrival_s=0.0, prompt_tokens=9, ttft_deadline_s=4.0, work_s=1.0)
+    assert demand.taken("m", request, 2.0, 1.0, 1.0) == 2.0
+    assert demand.taken("m", request, 6.0, 1.2, 1.0) == -2.0
+    hopeless = msgspec.structs.replace(request, work_s=5.0)
     assert demand.taken("m", hopeless, 6.0, 6.0, 1.0) is None
-    found = demand.of("m", 1.0)
-    assert sum(found.slack_counts) == sum(found.alone_counts) == above(found.alone_counts, 2.0) == 2
-    assert above(found.slack_counts, 0.0) == 1 and found.work_s == 7.0
+    report = demand.of("m", 1.0)
+    assert (
+        sum(report.slack_counts) == sum(report.alone_counts) == above(report.alone_counts, 2.0) == 2
+    )
+    assert above(report.slack_counts, 0.0) == 1 and report.work_s == 7.0
 
 
-def test_a_refusal_that_an_idle_replica_would_give_as_well_asks_for_none() -> None:
-    demand = Demand()
-    asked = Request(id="a", arrival_s=0.0, prompt_tokens=9, ttft_deadline_s=4.0, work_s=1.0)
+def test_a_refusal_that_an_idle_replica_would_repeat_is_no_demand() -> None:
+    demand = DemandWindow()
+    request = Request(id="a", arrival_s=0.0, prompt_tokens=9, ttft_deadline_s=4.0, work_s=1.0)
 
     def refused(idle_ttft_s: float, earliest_ttft_s: float) -> float | None:
         refusal = Refusal(
             "deadline_infeasible", "", earliest_ttft_s=earliest_ttft_s, idle_ttft_s=idle_ttft_s
         )
-        return demand.refused("m", asked, refusal, 1.0)
+        return demand.refused("m", request, refusal, 1.0)
 
     assert refused(4.5, 4.5) is None and refused(4.5, 9.0) is None
     assert demand.of("m", 1.0) == ModelDemand(model="m")
     assert refused(3.0, 6.0) == -2.0 and refused(3.0, 3.5) == 0.0
-    assert demand.refused("m", asked, Refusal("overloaded", ""), 1.0) == REFUSED_RATIO
-    found = demand.of("m", 1.0)
-    assert found.work_s == 3.0 and found.classes == (ClassDemand(name="default", missed=3),)
+    assert demand.refused("m", request, Refusal("overloaded", ""), 1.0) == REFUSED_RATIO
+    report = demand.of("m", 1.0)
+    assert report.work_s == 3.0 and report.classes == (ClassDemand(name="default", missed=3),)
 
 
-def test_a_window_forgets_what_is_older_than_it() -> None:
-    demand = Demand()
+def test_a_window_drops_older_requests() -> None:
+    demand = DemandWindow()
     brought = Request(id="a", arrival_s=0.0, prompt_tokens=9, ttft_deadline_s=5.0, work_s=2.0)
     demand.taken("m", brought, 4.9, 2.0, 100.0)
     demand.arrived("m", msgspec.structs.replace(brought, work_s=3.0), 100.9)
     demand.ended("m", "a", True, 101.0)
-    found = demand.of("m", 102.0)
-    assert found.work_s == 5.0 and sum(found.slack_counts) == 1
-    assert above(found.alone_counts, 1.0) == 1 and above(found.slack_counts, 0.1) == 0
+    report = demand.of("m", 102.0)
+    assert report.work_s == 5.0 and sum(report.slack_counts) == 1
+    assert above(report.alone_counts, 1.0) == 1 and above(report.slack_counts, 0.1) == 0
     assert demand.of("m", 100.0 + WINDOW_S + 2.0) == ModelDemand(model="m")
 
 
-def test_a_request_that_nobody_served_asks_for_a_replica_a_while_longer() -> None:
-    demand = Demand()
+def test_an_unserved_request_demands_a_replica_a_while_longer() -> None:
+    demand = DemandWindow()
     with demand.holding("m"), demand.holding("m"):
         assert demand.of("m", 0.0).held == 2
     assert demand.of("m", 0.0).held == 0
@@ -193,24 +202,29 @@ def test_a_request_that_nobody_served_asks_for_a_replica_a_while_longer() -> Non
 
 def published(path: Path, **changes: Any) -> None:
     model = RouterModel(
-        name="tiny", max_context_tokens=2048, hold_s=60.0,
+        name="tiny",
+        max_context_tokens=2048,
+        hold_s=60.0,
         classes=(SloClass(name="default", slo=Slo(ttft_floor_s=0.05)),),
-    )  # fmt: skip
+    )
     fresh = path.with_suffix(".new")
     fresh.write_bytes(msgspec.json.encode([msgspec.structs.replace(model, **changes)]))
     fresh.replace(path)
 
 
-def test_a_fresh_router_holds_what_is_asked_of_a_model_that_has_no_replica_yet(
+def test_a_new_router_holds_requests_for_a_model_without_replicas(
     running_with: Routers, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
-    """Its deadline has long passed when the first replica comes: it is served all the same."""
+    """The deadline passes long before the first replica joins; the request is served anyway."""
     published(tmp_path / "models.json")
     running = running_with(
-        models=(), learn=True, learn_s=0.0, no_replica_timeout_s=0.1,
+        models=(),
+        learn=True,
+        learn_s=0.0,
+        no_replica_timeout_s=0.1,
         models_file=str(tmp_path / "models.json"),
-    )  # fmt: skip
-    assert [each.id for each in running.client.models.list()] == ["tiny"]
+    )
+    assert [entry.id for entry in running.client.models.list()] == ["tiny"]
     texts: list[str] = []
 
     def ask() -> None:
@@ -227,11 +241,11 @@ def test_a_fresh_router_holds_what_is_asked_of_a_model_that_has_no_replica_yet(
     assert sum(demand_of(running).slack_counts) == 0
 
 
-def test_what_is_published_later_is_served_and_what_is_not_any_more_is_forgotten(
+def test_a_model_published_later_is_served_and_a_removed_one_is_forgotten(
     tmp_path: Path, make_hello: Callable[..., Any]
 ) -> None:
     path = tmp_path / "models.json"
-    models = Models((), forget_s=1.0, file=path)
+    models = ModelRegistry((), forget_s=1.0, file=path)
     assert not models
     published(path)
     models.refresh()
@@ -249,25 +263,25 @@ def test_what_is_published_later_is_served_and_what_is_not_any_more_is_forgotten
     assert set(models) == {"other"}
 
 
-def serving(models: Models, hello: Any, tokenizer: bytes) -> None:
-    """The model is served, by a replica that said this."""
-    fleet = Fleet(None, timeout_s=5.0)
+def serving(models: ModelRegistry, hello: Any, tokenizer: bytes) -> None:
+    """Serve the model by a replica with this Hello."""
+    fleet = ReplicaTable(None, timeout_s=5.0)
     replica = fleet.greet(b"r0", hello, 0.0)
-    assert isinstance(replica, Replica)
+    assert isinstance(replica, ConnectedReplica)
     load = Load(free_pages=(64,), total_pages=(64,), page_tokens=16)
     fleet.report(replica, LoadReport(load), 0.0)
     model = models[hello.model]
-    model.met(replica).vocabulary = Vocabulary(tokenizer)
-    model.opened([replica], 0.0)
+    model.version_for(replica).vocabulary = Vocabulary(tokenizer)
+    model.update_replicas([replica], 0.0)
     assert model.ready
 
 
-def test_how_long_requests_are_held_is_taken_over_while_replicas_serve(
+def test_the_hold_time_of_the_file_holds_while_replicas_serve(
     tmp_path: Path, make_hello: Callable[..., Any], byte_level_json: bytes
 ) -> None:
-    """A controller may be quicker than the file, and what may be scaled to zero may change."""
+    """A controller may join before the file appears, and the file may change."""
     path = tmp_path / "models.json"
-    models = Models((), forget_s=1.0, file=path)
+    models = ModelRegistry((), forget_s=1.0, file=path)
     models.learn(make_hello(), others=False)
     serving(models, make_hello(), byte_level_json)
     learned = models["tiny"].config
@@ -280,12 +294,12 @@ def test_how_long_requests_are_held_is_taken_over_while_replicas_serve(
     assert models["tiny"].config.hold_s == 0.0
 
 
-def test_without_replicas_what_is_published_counts_again(
+def test_without_replicas_the_published_model_holds_again(
     tmp_path: Path, make_hello: Callable[..., Any]
 ) -> None:
-    """The classes were changed while replicas served that knew the former ones."""
+    """The classes changed while replicas with the former classes served."""
     path = tmp_path / "models.json"
-    models = Models((), forget_s=1.0, file=path)
+    models = ModelRegistry((), forget_s=1.0, file=path)
     models.learn(make_hello(), others=False)
     published(path)
     models.refresh()
@@ -296,23 +310,23 @@ def test_without_replicas_what_is_published_counts_again(
     assert models["tiny"].config.hold_s == 60.0
 
 
-def test_a_file_that_was_written_twice_at_once_is_read_twice(tmp_path: Path) -> None:
-    """A clock of files ticks every few milliseconds."""
+def test_a_file_written_twice_within_a_clock_tick_is_read_twice(tmp_path: Path) -> None:
+    """The clock of a file system ticks every few milliseconds."""
     path = tmp_path / "models.json"
     published(path)
-    models, seen = Models((), forget_s=1.0, file=path), path.stat()
+    models, seen = ModelRegistry((), forget_s=1.0, file=path), path.stat()
     path.write_text(path.read_text().replace('"hold_s":60.0', '"hold_s":600.0'))
     os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
     models.refresh()
     assert models["tiny"].config.hold_s == 600.0
 
 
-def test_a_file_that_does_not_decode_leaves_the_models_as_they_were(
+def test_an_invalid_file_leaves_the_models_unchanged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "models.json"
     published(path)
-    models = Models((), forget_s=1.0, file=path)
+    models = ModelRegistry((), forget_s=1.0, file=path)
     path.write_text("[{}]")
     models.refresh()
-    assert set(models) == {"tiny"} and "stay as they were" in caplog.text
+    assert set(models) == {"tiny"} and "kept the former models" in caplog.text

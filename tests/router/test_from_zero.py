@@ -1,4 +1,4 @@
-"""What waits when the last replica of a model goes is held for the next one, and asks for it."""
+"""Requests that lose the last replica of their model are held for the next one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import pytest
 
 from medha.adapters.prometheus import Metrics
 from medha.config import RouterModel
-from medha.demand import Demand
 from medha.errors import MedhaError, Refusal, RequestError
+from medha.fleet.demand import DemandWindow
 from medha.messages import Load, LoadReport, ModelDemand, RouterDemand
 from medha.request import Request, Slo, SloClass
-from medha_router.detokenizer import Vocabulary
-from medha_router.encoding import Prompt
-from medha_router.fleet import Fleet, Replica
-from medha_router.ledger import Ledger
-from medha_router.metering import Meter
+from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ServedModel
-from medha_router.openai import read_completion
-from medha_router.runs import Answer, Run
-from medha_router.streams import Output
+from medha_router.protocol import read_completion
+from medha_router.replicas import ConnectedReplica, ReplicaTable
+from medha_router.request_table import RequestTable
+from medha_router.router_metrics import RouterMetrics
+from medha_router.tokenization.detokenizer import OutputStream, Vocabulary
+from medha_router.tokenization.wire import Prompt
 
 EVENTUALLY_S = 30.0
 CLASSES = (SloClass(name="default", slo=Slo(ttft_floor_s=20.0, tpot_s=5.0)),)
@@ -40,7 +39,7 @@ def demand_of(running: Any) -> ModelDemand:
 
 
 class Client(threading.Thread):
-    """Reads one stream to its end."""
+    """Reads a stream to its end."""
 
     def __init__(self, running: Any, words: str) -> None:
         super().__init__(daemon=True)
@@ -55,7 +54,7 @@ class Client(threading.Thread):
             self.text += chunk.choices[0].text
 
 
-def test_what_waits_when_the_last_replica_drains_is_held_for_another(
+def test_waiting_requests_are_held_when_the_last_replica_drains(
     running_with: Callable[..., Any], eventually: Callable[..., None]
 ) -> None:
     running = running_with(models=(model(hold_s=60.0),), no_replica_timeout_s=0.05)
@@ -74,7 +73,7 @@ def test_what_waits_when_the_last_replica_drains_is_held_for_another(
     assert demand_of(running).held == 0
 
 
-def test_what_ran_when_the_last_replica_died_is_held_for_another(
+def test_running_requests_are_held_when_the_last_replica_dies(
     running_with: Callable[..., Any], eventually: Callable[..., None]
 ) -> None:
     running = running_with(models=(model(hold_s=60.0),), no_replica_timeout_s=0.05)
@@ -90,53 +89,58 @@ def test_what_ran_when_the_last_replica_died_is_held_for_another(
 
 
 class Waiting:
-    """One run that waits since 0 s in a router whose only replica opens and closes, in virtual
+    """A generation that waits since 0 s for the only replica, which opens and closes, in virtual
     time: at most 120 s for room, and 30 s for a replica."""
 
     def __init__(self, hello: Any, tokenizer: bytes, hold_s: float) -> None:
-        self.model, fleet = ServedModel(model(hold_s)), Fleet(None, timeout_s=5.0)
-        replica = fleet.greet(b"r0", hello, 0.0)
-        assert isinstance(replica, Replica)
+        self.model, replicas = ServedModel(model(hold_s)), ReplicaTable(None, timeout_s=5.0)
+        replica = replicas.greet(b"r0", hello, 0.0)
+        assert isinstance(replica, ConnectedReplica)
         load = Load(free_pages=(64,), total_pages=(64,), page_tokens=16)
-        fleet.report(replica, LoadReport(load), 0.0)
+        replicas.report(replica, LoadReport(load), 0.0)
         self._replica, vocabulary = replica, Vocabulary(tokenizer)
-        self.model.met(replica).vocabulary = vocabulary
-        self.demand = Demand()
-        meter = Meter(Metrics("router"), self.demand)
-        self._ledger = Ledger(
-            {"tiny": self.model}, fleet, meter, lambda peer, message: True, lambda: None
+        self.model.version_for(replica).vocabulary = vocabulary
+        self.demand = DemandWindow()
+        metrics = RouterMetrics(Metrics("router"), self.demand)
+        self._requests = RequestTable(
+            {"tiny": self.model}, replicas, metrics, lambda peer, message: True, lambda: None
         )
-        ask = read_completion(b'{"model": "tiny", "prompt": "say ok"}')
-        self.answer = Answer(
-            id="a", ask=ask, slo_class=CLASSES[0], tenant="", arrival_s=0.0, created=0
+        params = read_completion(b'{"model": "tiny", "prompt": "say ok"}')
+        self.client_request = ClientRequest(
+            id="a", params=params, slo_class=CLASSES[0], tenant="", arrival_s=0.0, created=0
         )
-        run = Run(
-            answer=self.answer, index=0, prompt=Prompt(bytes(16), b""), salt=b"",
-            request=Request(id="a.0", arrival_s=0.0, prompt_tokens=4), sampling=ask.sampling,
-            output=Output(vocabulary), edition=replica.edition,
+        generation = Generation(
+            client_request=self.client_request,
+            index=0,
+            prompt=Prompt(bytes(16), b""),
+            salt=b"",
+            request=Request(id="a.0", arrival_s=0.0, prompt_tokens=4),
+            sampling=params.sampling,
+            output=OutputStream(vocabulary),
+            version=replica.version,
             idle_tpot_s=0.0,
-        )  # fmt: skip
-        self.answer.runs.append(run)
-        self.model.dispatch.resume(run, 0.0)
-        self._ledger.add(self.answer)
+        )
+        self.client_request.generations.append(generation)
+        self.model.dispatcher.resume(generation, 0.0)
+        self._requests.add(self.client_request)
         self.opens(0.0)
 
     def opens(self, now: float) -> None:
-        self.model.opened([self._replica], now)
+        self.model.update_replicas([self._replica], now)
 
     def closes(self, now: float) -> None:
-        self.model.opened([], now)
+        self.model.update_replicas([], now)
 
     def fails(self, error: MedhaError) -> None:
-        self._ledger.fail(self.answer, error, 0.0)
+        self._requests.fail(self.client_request, error, 0.0)
 
     def refused(self, now: float) -> str:
-        """Why it waits no longer; empty while it does."""
-        self._ledger.expire(now, 120.0, 30.0)
-        if len(self._ledger):
+        """Return the code of the refusal; empty while the request waits."""
+        self._requests.expire(now, 120.0, 30.0)
+        if len(self._requests):
             return ""
         with pytest.raises(Refusal) as refusal:
-            asyncio.run(self.answer.next(0.0))
+            asyncio.run(self.client_request.next(0.0))
         return refusal.value.code
 
 
@@ -145,41 +149,41 @@ def waiting(make_hello: Callable[..., Any], byte_level_json: bytes) -> Callable[
     return lambda hold_s: Waiting(make_hello(), byte_level_json, hold_s)
 
 
-def test_it_waits_as_long_as_the_model_says_for_a_replica_from_zero(
+def test_a_request_waits_for_the_hold_time_of_its_model(
     waiting: Callable[[float], Waiting],
 ) -> None:
-    one = waiting(600.0)
-    assert one.refused(100.0) == ""
-    one.closes(100.0)
-    assert one.refused(131.0) == one.refused(699.0) == ""
-    assert one.refused(701.0) == "no_replica"
+    request = waiting(600.0)
+    assert request.refused(100.0) == ""
+    request.closes(100.0)
+    assert request.refused(131.0) == request.refused(699.0) == ""
+    assert request.refused(701.0) == "no_replica"
 
 
-def test_time_without_a_replica_is_no_time_in_the_queue_nor_the_other_way_round(
+def test_the_wait_for_a_replica_and_the_wait_for_room_count_separately(
     waiting: Callable[[float], Waiting],
 ) -> None:
-    one = waiting(0.0)
-    one.closes(100.0)
-    assert one.refused(129.0) == ""
-    one.opens(129.0)
-    assert one.refused(248.0) == ""
-    assert one.refused(250.0) == "overloaded"
+    request = waiting(0.0)
+    request.closes(100.0)
+    assert request.refused(129.0) == ""
+    request.opens(129.0)
+    assert request.refused(248.0) == ""
+    assert request.refused(250.0) == "overloaded"
 
 
-def test_who_waited_for_a_replica_from_zero_had_to_be_late(
+def test_a_request_held_for_the_first_replica_is_no_preventable_miss(
     waiting: Callable[[float], Waiting],
 ) -> None:
-    one = waiting(600.0)
-    one.closes(1.0)
-    assert one.refused(100.0) == ""
-    one.opens(101.0)
-    assert one.refused(300.0) == "overloaded"
-    assert one.demand.of("tiny", 300.0).classes == ()
+    request = waiting(600.0)
+    request.closes(1.0)
+    assert request.refused(100.0) == ""
+    request.opens(101.0)
+    assert request.refused(300.0) == "overloaded"
+    assert request.demand.of("tiny", 300.0).classes == ()
 
 
-def test_of_a_request_that_cannot_be_made_into_tokens_anew_no_word_is_logged(
+def test_a_request_that_cannot_be_encoded_again_is_logged_without_its_text(
     waiting: Callable[[float], Waiting], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A chat template that refuses messages may repeat them."""
+    """A chat template that refuses messages may quote them."""
     waiting(0.0).fails(RequestError("messages refused: quokka", code="invalid_value"))
     assert "failed: invalid_value" in caplog.text and "quokka" not in caplog.text

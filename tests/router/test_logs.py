@@ -1,4 +1,4 @@
-"""What clients say and the keys that they say it with are in no log, at any level."""
+"""Prompts and API keys appear in no log, at any level."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ KEY, WRONG_KEY = "key-of-numbat", "key-of-bilby"
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> str:
-    """Every record as this process would write it, with its arguments and its trace."""
-    shown = JsonLines("router")
-    return "\n".join(f"{shown.format(each)} {each.args!r}" for each in caplog.get_records("call"))
+    """Return every record as the process would write it, with arguments and traceback."""
+    formatter = JsonLines("router")
+    return "\n".join(
+        f"{formatter.format(record)} {record.args!r}" for record in caplog.get_records("call")
+    )
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Requests of every kind that is served, streaming and not."""
+    """Return requests of both endpoints, streaming and not."""
     text = {"model": "tiny", "prompt": f"say {SECRET}", "max_tokens": 20}
     messages = [{"role": "user", "content": f"say {SECRET}"}]
     chat = {"model": "tiny", "messages": messages, "max_tokens": 20}
     return [
-        {**each, "stream": stream, "user": SECRET, "stop": [SECRET * 2]}
-        for each in (text, chat)
+        {**body, "stream": stream, "user": SECRET, "stop": [SECRET * 2]}
+        for body in (text, chat)
         for stream in (False, True)
     ]
 
@@ -42,9 +44,11 @@ def ask(running: Any, body: dict[str, Any], key: str = KEY, **headers: str) -> A
 
 
 def test_prompts_and_keys_are_in_no_log(
-    running_with: Callable[..., Any], eventually: Callable[..., None],
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    running_with: Callable[..., Any],
+    eventually: Callable[..., None],
+    tmp_path: pathlib.Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"alice:{hashlib.sha256(KEY.encode()).hexdigest()}\n")
     with caplog.at_level(logging.DEBUG):
@@ -54,22 +58,27 @@ def test_prompts_and_keys_are_in_no_log(
             served = ask(running, body)
             assert served.status_code == 200 and "quo" in served.text
             wrong_role = [{"role": SECRET, "content": SECRET}]
-            for wrong in ({"n": SECRET}, {"max_tokens": -1}, {"model": SECRET},
-                          {"messages": wrong_role} if "messages" in body else {"prompt": []},
-                          {"logit_bias": {SECRET: 1}}):  # fmt: skip
+            for wrong in (
+                {"n": SECRET},
+                {"max_tokens": -1},
+                {"model": SECRET},
+                {"messages": wrong_role} if "messages" in body else {"prompt": []},
+                {"logit_bias": {SECRET: 1}},
+            ):
                 assert ask(running, {**body, **wrong}).status_code in (400, 404)
             assert ask(running, body, **{"x-medha-class": "eager"}).status_code == 429
             assert ask(running, body, **{"x-medha-class": SECRET}).status_code == 400
             assert ask(running, body, WRONG_KEY).status_code == 401
         broken = running.http.post(
-            "/v1/completions", content=f'{{"prompt": "{SECRET}", ', headers={
-                "authorization": f"Bearer {KEY}"},
-        )  # fmt: skip
+            "/v1/completions",
+            content=f'{{"prompt": "{SECRET}", ',
+            headers={"authorization": f"Bearer {KEY}"},
+        )
         assert broken.status_code == 400
         controller.fails = Failed("x", "memory", "out of memory")
         assert ask(running, bodies()[0]).status_code == 500
-        eventually(lambda: "gave up: memory" in lines_of(caplog), EVENTUALLY_S)
-    said = lines_of(caplog)
-    assert "finished with" in said and "refused: deadline_infeasible" in said
-    for told in (SECRET, KEY, WRONG_KEY, hashlib.sha256(KEY.encode()).hexdigest()):
-        assert told not in said
+        eventually(lambda: "failed a request: memory" in lines_of(caplog), EVENTUALLY_S)
+    text = lines_of(caplog)
+    assert "finished with" in text and "refused: deadline_infeasible" in text
+    for secret in (SECRET, KEY, WRONG_KEY, hashlib.sha256(KEY.encode()).hexdigest()):
+        assert secret not in text

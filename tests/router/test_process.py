@@ -1,4 +1,4 @@
-"""The router as a process: how it starts, what it loads, how it ends."""
+"""The router process: start, imports, end."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from medha.config import RouterConfig, RouterModel, render
 
 def config_file(folder: pathlib.Path, **settings: Any) -> pathlib.Path:
     config = RouterConfig(
-        port=0, ops_port=0, fleet_bind="tcp://127.0.0.1:0",
-        models=(RouterModel(name="tiny", max_context_tokens=64),), **settings,
-    )  # fmt: skip
+        port=0,
+        ops_port=0,
+        fleet_bind="tcp://127.0.0.1:0",
+        models=(RouterModel(name="tiny", max_context_tokens=64),),
+        **settings,
+    )
     path = folder / "router.json"
     path.write_bytes(render(config))
     return path
 
 
-def test_a_terminated_router_drains_and_leaves_with_zero(tmp_path: pathlib.Path) -> None:
+def test_a_terminated_router_drains_and_exits_with_zero(tmp_path: pathlib.Path) -> None:
     path = config_file(tmp_path, no_replica_timeout_s=1.0)
     process = subprocess.Popen(
         [sys.executable, "-m", "medha_router", "--config", str(path)], stderr=subprocess.PIPE
@@ -44,7 +47,7 @@ def test_a_terminated_router_drains_and_leaves_with_zero(tmp_path: pathlib.Path)
 
 
 @pytest.mark.parametrize("content", [b"{}", b"junk", None])
-def test_a_config_that_cannot_be_read_is_told_in_one_line(
+def test_an_unreadable_config_is_reported_in_one_line(
     tmp_path: pathlib.Path, content: bytes | None
 ) -> None:
     path = tmp_path / "router.json"
@@ -52,30 +55,36 @@ def test_a_config_that_cannot_be_read_is_told_in_one_line(
         path.write_bytes(content)
     done = subprocess.run(
         [sys.executable, "-m", "medha_router", "--config", str(path)],
-        capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("medha_router: --config is ") and done.stderr.count("\n") == 1
 
 
 def test_a_port_in_use_is_named(tmp_path: pathlib.Path, served: object) -> None:
-    port = served.doors.public.getsockname()[1]  # type: ignore[attr-defined]
+    port = served.router.public.getsockname()[1]  # type: ignore[attr-defined]
     path = tmp_path / "router.json"
     config = RouterConfig(
-        port=port, ops_port=0, fleet_bind="tcp://127.0.0.1:0",
+        port=port,
+        ops_port=0,
+        fleet_bind="tcp://127.0.0.1:0",
         models=(RouterModel(name="tiny", max_context_tokens=64),),
-    )  # fmt: skip
+    )
     path.write_bytes(render(config))
     done = subprocess.run(
         [sys.executable, "-m", "medha_router", "--config", str(path)],
-        capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
     assert done.returncode == 2 and str(port) in done.stderr
 
 
 def test_a_router_loads_neither_torch_nor_transformers() -> None:
     code = (
-        "import medha_router.__main__, medha_router.tokenizer_process, sys;"
+        "import medha_router.__main__, medha_router.tokenization.encoder, sys;"
         "print([name for name in ('torch', 'transformers', 'nixl', 'safetensors')"
         " if name in sys.modules])"
     )

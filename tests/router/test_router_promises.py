@@ -1,4 +1,4 @@
-"""Promises, refusals and waiting, as a client meets them."""
+"""Promises, refusals and waiting, as seen by a client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BODY = {"model": "tiny", "prompt": "say abc", "max_tokens": 8}
 
 
 class Background(threading.Thread):
-    """A request made on another thread; `status`, `text` once it is answered."""
+    """A request on another thread, with `status` and `text` once it has ended."""
 
     def __init__(self, running: Any, prompt: str = "say abc", **headers: str) -> None:
         super().__init__(daemon=True)
@@ -31,9 +31,10 @@ class Background(threading.Thread):
     def run(self) -> None:
         began = time.monotonic()
         response = self._running.http.post(
-            "/v1/completions", json={**BODY, "prompt": self._prompt},
+            "/v1/completions",
+            json={**BODY, "prompt": self._prompt},
             headers={name.replace("_", "-"): value for name, value in self._headers.items()},
-        )  # fmt: skip
+        )
         self.took_s = time.monotonic() - began
         self.status = response.status_code
         if self.status == 200:
@@ -46,7 +47,7 @@ def waiting(running: Any) -> list[dict[str, Any]]:
     return list(running.ops.get("/debug/queue").json()["tiny"]["requests"])
 
 
-def test_an_infeasible_deadline_is_refused_with_the_earliest_feasible_one(served: Any) -> None:
+def test_an_infeasible_deadline_is_refused_with_the_earliest_feasible_ttft(served: Any) -> None:
     response = served.http.post(
         "/v1/completions", json=BODY, headers={"x-medha-slo-ttft-ms": "0.001"}
     )
@@ -73,12 +74,12 @@ def test_the_openai_client_does_not_retry_an_infeasible_deadline(served: Any) ->
 
 
 def refusals(served: Any) -> float:
-    """How many requests were refused for their deadline so far."""
+    """Return the number of requests refused for their deadline."""
     page = served.ops.get("/metrics").text
-    found = re.findall(
+    counts = re.findall(
         r"^medha_requests_refused_total\{.*deadline_infeasible.*\} (.*)$", page, re.M
     )
-    return sum(map(float, found))
+    return sum(map(float, counts))
 
 
 def test_a_class_that_relegates_is_served_without_a_promise(served: Any) -> None:
@@ -89,23 +90,23 @@ def test_a_class_that_relegates_is_served_without_a_promise(served: Any) -> None
     assert served.controllers[0].seen[-1].promised is False
 
 
-def test_requests_are_held_until_a_replica_comes(alone: Any, eventually: Any) -> None:
+def test_requests_are_held_until_a_replica_joins(alone: Any, eventually: Any) -> None:
     early = Background(alone)
-    eventually(lambda: alone.doors.router.service.live == 1)
+    eventually(lambda: alone.router.router.service.live == 1)
     assert alone.ops.get("/readyz").status_code == 200
     alone.open()
     early.join(5)
     assert (early.status, early.text) == (200, "abc")
 
 
-def test_without_a_replica_a_request_is_refused_after_its_time(alone: Any) -> None:
+def test_without_a_replica_a_request_is_refused_after_the_timeout(alone: Any) -> None:
     early = Background(alone)
     early.join(5)
     assert early.status == 503 and early.error["code"] == "no_replica"
     assert 1.4 < early.took_s < 3.0
 
 
-def test_a_stream_held_for_long_keeps_its_connection_alive(alone: Any) -> None:
+def test_a_held_stream_sends_keep_alives(alone: Any) -> None:
     body = {**BODY, "stream": True}
     controller = alone.open()
     controller.granting = False
@@ -117,7 +118,7 @@ def test_a_stream_held_for_long_keeps_its_connection_alive(alone: Any) -> None:
     assert rest[-1] == "data: [DONE]" and "abc" in "".join(rest).replace('"', "")
 
 
-def test_a_request_that_never_gets_room_ends_with_an_error(alone: Any) -> None:
+def test_a_request_without_room_ends_with_an_error(alone: Any) -> None:
     alone.open().granting = False
     plain = Background(alone, x_medha_slo_ttft_ms="1500")
     body = {**BODY, "stream": True}
@@ -125,43 +126,44 @@ def test_a_request_that_never_gets_room_ends_with_an_error(alone: Any) -> None:
         "POST", "/v1/completions", json=body, headers={"x-medha-slo-ttft-ms": "1500"}
     ) as response:
         text = "".join(response.iter_text())
-    assert response.status_code == 200  # a keep-alive had gone out
+    assert response.status_code == 200  # a keep-alive was sent before
     assert "event: error" in text and '"code":"overloaded"' in text and "[DONE]" not in text
     plain.join(5)
     assert plain.status == 503 and plain.error["code"] == "overloaded"
 
 
-def test_the_queue_is_ordered_by_urgency_and_says_why_each_waits(
-    alone: Any, eventually: Any
-) -> None:
+def test_the_queue_is_ordered_by_urgency_and_shows_the_reasons(alone: Any, eventually: Any) -> None:
     controller = alone.open()
     controller.granting = False
-    asked = []
+    requests = []
     for place, ttft_ms in enumerate((9000, 3000, 6000)):
-        asked.append(Background(alone, f"say {place}", x_medha_slo_ttft_ms=str(ttft_ms)))
+        requests.append(Background(alone, f"say {place}", x_medha_slo_ttft_ms=str(ttft_ms)))
         eventually(lambda many=place + 1: len(waiting(alone)) == many)
-    asked.append(Background(alone, "say p", x_medha_class="patient"))
+    requests.append(Background(alone, "say p", x_medha_class="patient"))
     eventually(lambda: len(waiting(alone)) == 4)
     eventually(lambda: len(controller.heads) == 4)
-    found = waiting(alone)
-    due = [entry["due_in_s"] for entry in found]
-    assert [entry["promised"] for entry in found] == [True, True, True, False]
+    entries = waiting(alone)
+    due = [entry["due_in_s"] for entry in entries]
+    assert [entry["promised"] for entry in entries] == [True, True, True, False]
     assert due[:3] == sorted(due[:3])
-    assert [head.id for head in controller.heads] == [entry["id"] for entry in found]
-    assert "waits for its grant" in found[0]["why"] and "without a promise" in found[3]["why"]
+    assert [head.id for head in controller.heads] == [entry["id"] for entry in entries]
+    assert "waits for its grant" in entries[0]["why"] and "without a promise" in entries[3]["why"]
     controller.granting = True
-    for request in asked:
+    for request in requests:
         request.join(5)
         assert request.status == 200
 
 
-def test_a_full_queue_refuses_with_a_time_to_come_back(alone: Any, eventually: Any) -> None:
+def test_a_full_queue_refuses_with_retry_after(alone: Any, eventually: Any) -> None:
     controller = alone.open()
     controller.granting = False
     small = msgspec.structs.replace(controller.load, pending_s=7.0)
     controller.load = small
-    eventually(lambda: alone.ops.get("/debug/queue").json()["tiny"]["replicas"][0]["load"]
-               ["pending_s"] == 7.0)  # fmt: skip
+    eventually(
+        lambda: (
+            alone.ops.get("/debug/queue").json()["tiny"]["replicas"][0]["load"]["pending_s"] == 7.0
+        )
+    )
     held = [Background(alone) for _ in range(4)]
     eventually(lambda: len(waiting(alone)) == 4)
     refused = alone.http.post("/v1/completions", json=BODY)
@@ -179,15 +181,21 @@ def test_a_prompt_beyond_every_pool_is_refused_with_both_numbers(
 ) -> None:
     controller = alone.open()
     controller.load = Load(free_pages=(8,), total_pages=(8,), page_tokens=16)
-    eventually(lambda: alone.ops.get("/debug/queue").json()["tiny"]["replicas"][0]["load"]
-               ["total_pages"] == [8])  # fmt: skip
+    eventually(
+        lambda: (
+            alone.ops.get("/debug/queue").json()["tiny"]["replicas"][0]["load"]["total_pages"]
+            == [8]
+        )
+    )
     response = alone.http.post("/v1/completions", json={**BODY, "prompt": "x" * 200})
     assert response.status_code == 400
     message = response.json()["error"]["message"]
     assert "208" in message and "128" in message
 
 
-def test_a_drain_refuses_what_is_new_and_finishes_what_runs(alone: Any, eventually: Any) -> None:
+def test_a_drain_refuses_new_requests_and_finishes_running_ones(
+    alone: Any, eventually: Any
+) -> None:
     controller = alone.open()
     controller.emitting.clear()
     running = Background(alone)
@@ -203,7 +211,7 @@ def test_a_drain_refuses_what_is_new_and_finishes_what_runs(alone: Any, eventual
     eventually(lambda: not alone.alive())
 
 
-def test_metrics_tell_promises_refusals_and_latencies(served: Any) -> None:
+def test_metrics_show_promises_refusals_and_latencies(served: Any) -> None:
     served.http.post("/v1/completions", json=BODY)
     served.http.post("/v1/completions", json=BODY, headers={"x-medha-class": "eager"})
     text = served.ops.get("/metrics").text
@@ -216,7 +224,7 @@ def test_metrics_tell_promises_refusals_and_latencies(served: Any) -> None:
     assert 'medha_slo_missed_total{class="eager",length="1k",model="tiny"}' in text
 
 
-def test_how_a_request_may_end_is_shown_before_it_does(alone: Any, eventually: Any) -> None:
+def test_outcome_counters_are_exported_at_zero(alone: Any, eventually: Any) -> None:
     controller = alone.open()
     controller.emitting.clear()
     running = Background(alone)
@@ -241,9 +249,7 @@ def test_the_probe_answers_from_the_ops_port(served: Any) -> None:
     assert served.ops.get("/nowhere").status_code == 404
 
 
-def test_what_a_replica_has_cached_is_known_and_shortens_the_work(
-    alone: Any, eventually: Any
-) -> None:
+def test_cached_pages_of_a_replica_shorten_the_predicted_work(alone: Any, eventually: Any) -> None:
     controller = alone.open()
     prompt = "say " + "x" * 500
     assert alone.http.post("/v1/completions", json={**BODY, "prompt": prompt}).status_code == 200
@@ -252,24 +258,24 @@ def test_what_a_replica_has_cached_is_known_and_shortens_the_work(
     pages = len(first.hashes) // 16
     eventually(lambda: alone.ops.get("/debug/queue").json()["tiny"]["cached_pages"] == pages)
     controller.granting = False
-    eventually(lambda: not controller.heads)  # the first request's are told no more
-    asked = [Background(alone, prompt)]
+    eventually(lambda: not controller.heads)  # the heads of the first request are gone
+    requests = [Background(alone, prompt)]
     eventually(lambda: len(controller.heads) == 1)
     head = controller.heads[0]
     assert head.cached_tokens == pages * 16
     assert head.work_s < first.work_s
     controller.tell(KvEvents(2, removed=first.hashes[-16 * 10 :]))
     eventually(lambda: alone.ops.get("/debug/queue").json()["tiny"]["cached_pages"] == pages - 10)
-    asked.append(Background(alone, prompt))
+    requests.append(Background(alone, prompt))
     eventually(lambda: len(controller.heads) == 2)
     assert controller.heads[1].cached_tokens == head.cached_tokens - 160
     controller.granting = True
-    for request in asked:
+    for request in requests:
         request.join(5)
         assert request.status == 200
 
 
-def test_a_gap_in_the_cache_news_asks_for_a_snapshot(alone: Any, eventually: Any) -> None:
+def test_a_gap_in_kv_events_requests_a_snapshot(alone: Any, eventually: Any) -> None:
     controller = alone.open()
     eventually(lambda: controller.welcomes == 1)
     controller.tell(KvEvents(5, stored=b"x" * 16))

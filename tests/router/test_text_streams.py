@@ -1,4 +1,4 @@
-"""Streamed text is the whole text, however the tokens were grouped; stop strings never show."""
+"""Streamed text equals the whole text for any grouping of tokens; stop strings never appear."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 
 from medha.errors import CheckpointError
 from medha.messages import Logprob
-from medha_router.detokenizer import Detokenizer, Vocabulary, byte_alphabet, text_of
-from medha_router.stops import StopMatcher
-from medha_router.streams import Output
+from medha_router.tokenization.detokenizer import (
+    Detokenizer,
+    OutputStream,
+    StopMatcher,
+    Vocabulary,
+    byte_alphabet,
+    text_of,
+)
 
 TEXTS = st.text(alphabet=st.sampled_from("ab e\u00e9\u20ac\U0001f642\n"), max_size=24)
 STOPS = st.lists(st.text(alphabet="ab e", min_size=1, max_size=4), max_size=4)
@@ -28,37 +33,55 @@ def byte_level(byte_level_json: bytes) -> Vocabulary:
 @pytest.fixture(scope="module")
 def merged() -> Vocabulary:
     """A byte-level tokenizer with merges, so that tokens end in the middle of characters."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320, show_progress=False, special_tokens=["<|end|>"],
+        vocab_size=320,
+        show_progress=False,
+        special_tokens=["<|end|>"],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    made.train_from_iterator(["hé€🙂 ab abe €é🙂🙂 ba"] * 20, trainer)
-    return Vocabulary(made.to_str().encode())
+    )
+    tokenizer.train_from_iterator(["hé€🙂 ab abe €é🙂🙂 ba"] * 20, trainer)
+    return Vocabulary(tokenizer.to_str().encode())
 
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> Vocabulary:
     """Llama-2-like: pieces with ▁, and byte fallback."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b",
-              "▁a", "ab"]  # fmt: skip
-    made = tokenizers.Tokenizer(
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "ab",
+    ]
+    tokenizer = tokenizers.Tokenizer(
         tokenizers.models.BPE(
-            {piece: i for i, piece in enumerate(pieces)}, [("▁", "a"), ("a", "b")],
-            unk_token="<unk>", byte_fallback=True, fuse_unk=True,
+            {piece: i for i, piece in enumerate(pieces)},
+            [("▁", "a"), ("a", "b")],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
         )
-    )  # fmt: skip
-    made.normalizer = tokenizers.normalizers.Sequence(
+    )
+    tokenizer.normalizer = tokenizers.normalizers.Sequence(
         [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
     )
-    made.decoder = tokenizers.decoders.Sequence([
-        tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(),
-        tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0),
-    ])  # fmt: skip
-    made.add_special_tokens(["<s>", "</s>"])
-    return Vocabulary(made.to_str().encode())
+    tokenizer.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return Vocabulary(tokenizer.to_str().encode())
 
 
 @given(tokens=st.lists(st.integers(0, 319), max_size=40))
@@ -73,7 +96,7 @@ def test_any_tokens_print_what_the_tokenizer_library_prints(
 
 @given(text=TEXTS)
 @settings(max_examples=60, deadline=None)
-def test_sentencepiece_text_comes_back_as_it_went_in(sentencepiece: Vocabulary, text: str) -> None:
+def test_sentencepiece_text_survives_a_round_trip(sentencepiece: Vocabulary, text: str) -> None:
     ids = sentencepiece.tokenizer.encode(text, add_special_tokens=False).ids
     expected = sentencepiece.tokenizer.decode(ids, skip_special_tokens=True)
     assert text_of(sentencepiece, ids) == expected
@@ -89,29 +112,29 @@ def test_a_continuation_keeps_its_leading_space(sentencepiece: Vocabulary) -> No
 @settings(max_examples=60, deadline=None)
 def test_no_split_character_ever_prints_a_replacement(merged: Vocabulary, text: str) -> None:
     detokenizer = Detokenizer(merged)
-    pieces = [detokenizer.feed(token) for token in merged.tokenizer.encode(text).ids]
+    pieces = [detokenizer.push(token) for token in merged.tokenizer.encode(text).ids]
     assert "\ufffd" not in "".join(pieces)
     assert "".join(pieces) + detokenizer.end() == text
 
 
 @given(text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(0, 24), max_size=8))
 @settings(max_examples=300, deadline=None)
-def test_the_matcher_shows_the_same_whatever_pieces_the_text_came_in(
+def test_the_matcher_releases_the_same_text_for_any_split(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     matcher = StopMatcher(stops)
     shown = "".join(
-        [matcher.feed(text[a:b]) for a, b in itertools.pairwise(edges)] + [matcher.end()]
+        [matcher.push(text[a:b]) for a, b in itertools.pairwise(edges)] + [matcher.end()]
     )
     ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
     if not ends:
-        assert (shown, matcher.found) == (text, None)
+        assert (shown, matcher.matched) == (text, None)
     else:
         end, size = min(ends)
         assert shown == text[: end + size]
-        assert matcher.found == text[end + size : end]
-    assert matcher.released == len(shown)
+        assert matcher.matched == text[end + size : end]
+    assert matcher.released_chars == len(shown)
 
 
 @given(text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(0, 90), max_size=6))
@@ -121,45 +144,45 @@ def test_an_output_streams_exactly_its_whole_text(
 ) -> None:
     ids = merged.tokenizer.encode(text, add_special_tokens=False).ids
     logprobs = [Logprob(-float(i)) for i in range(len(ids))]
-    whole = Output(merged, stops)
-    first, last = whole.feed(ids, logprobs), whole.end("length")
+    whole = OutputStream(merged, stops)
+    first, last = whole.push(ids, logprobs), whole.end("length")
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
-    parts = Output(merged, stops)
-    deltas = [parts.feed(ids[a:b], logprobs[a:b]) for a, b in itertools.pairwise(edges)]
+    parts = OutputStream(merged, stops)
+    deltas = [parts.push(ids[a:b], logprobs[a:b]) for a, b in itertools.pairwise(edges)]
     deltas.append(parts.end("length"))
     assert "".join(delta.text for delta in deltas) == first.text + last.text
     assert parts.finish == whole.finish
     assert sum((delta.logprobs for delta in deltas), ()) == first.logprobs + last.logprobs
 
 
-def test_a_half_stop_string_is_held_until_it_is_none(byte_level: Vocabulary) -> None:
-    output = Output(byte_level, ["END"])
+def test_a_partial_stop_string_is_held_until_it_is_ruled_out(byte_level: Vocabulary) -> None:
+    output = OutputStream(byte_level, ["END"])
     ids = byte_level.tokenizer.encode("xENyEND tail").ids
-    shown = [output.feed([token]).text for token in ids]
+    shown = [output.push([token]).text for token in ids]
     assert shown == ["x", "", "", "ENy", "", "", "", "", "", "", "", ""]
     assert output.finish == "stop"
     assert output.end("length").text == ""
 
 
 def test_tokens_after_the_stop_string_have_no_log_probability(byte_level: Vocabulary) -> None:
-    output = Output(byte_level, ["b"])
+    output = OutputStream(byte_level, ["b"])
     ids = byte_level.tokenizer.encode("aab").ids
-    delta = output.feed(ids, [Logprob(-1.0), Logprob(-2.0), Logprob(-3.0)])
+    delta = output.push(ids, [Logprob(-1.0), Logprob(-2.0), Logprob(-3.0)])
     assert [entry.logprob.chosen for entry in delta.logprobs] == [-1.0, -2.0]
     assert [entry.offset for entry in delta.logprobs] == [0, 1]
 
 
 def test_a_stop_token_prints_nothing_even_when_it_is_a_letter(byte_level: Vocabulary) -> None:
     letter = byte_level.tokenizer.encode("z").ids[0]
-    output = Output(byte_level, (), frozenset([letter]))
-    assert output.feed([*byte_level.tokenizer.encode("ab").ids, letter]).text == "ab"
+    output = OutputStream(byte_level, (), frozenset([letter]))
+    assert output.push([*byte_level.tokenizer.encode("ab").ids, letter]).text == "ab"
 
 
 def test_an_unfinished_character_at_the_end_becomes_one_replacement(
     byte_level: Vocabulary,
 ) -> None:
-    output = Output(byte_level)
-    assert output.feed(byte_level.tokenizer.encode("a€").ids[:-1]).text == "a"
+    output = OutputStream(byte_level)
+    assert output.push(byte_level.tokenizer.encode("a€").ids[:-1]).text == "a"
     assert output.end("length").text == "\ufffd"
 
 

@@ -1,4 +1,4 @@
-"""Tokens made in processes that can be killed: lanes, limits, templates and their sandbox."""
+"""Tokenizer processes: lanes, time limits, chat templates and their sandbox."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from medha import prefix
 from medha.errors import CheckpointError, EngineError, RequestError
+from medha.fleet.prefix_index import chain
 from medha.messages import from_bytes
-from medha_router.encoding import Encode, TokenizerFiles
-from medha_router.template import ChatTemplate
-from medha_router.tokenizer import TokenizerPool
+from medha_router.tokenization.encoder import ChatTemplate
+from medha_router.tokenization.pool import TokenizerPool
+from medha_router.tokenization.wire import Encode, TokenizerFiles
 
 SALT = b"salt"
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -25,38 +25,38 @@ SPIN = b"{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9
 
 
 def job(raw: object, *, chat: bool = False, key: str = "good", **changes: object) -> Encode:
-    made = Encode(key=key, chat=chat, raw=json.dumps(raw).encode(), page_tokens=4, salt=SALT)
-    return msgspec.structs.replace(made, **changes)
+    encode_job = Encode(key=key, chat=chat, raw=json.dumps(raw).encode(), page_tokens=4, salt=SALT)
+    return msgspec.structs.replace(encode_job, **changes)
 
 
 @pytest.fixture(scope="module")
 def pool(byte_level_json: bytes) -> Iterator[TokenizerPool]:
-    made = TokenizerPool(job_s=1.0)
-    made.add(
+    tokenizer_pool = TokenizerPool(job_s=1.0)
+    tokenizer_pool.add(
         TokenizerFiles(key="good", tokenizer=byte_level_json, template=b"{{ messages[0].content }}")
     )
-    made.add(TokenizerFiles(key="spin", tokenizer=byte_level_json, template=SPIN))
-    made.add(TokenizerFiles(key="broken", tokenizer=b"{}"))
-    yield made
-    made.close()
+    tokenizer_pool.add(TokenizerFiles(key="spin", tokenizer=byte_level_json, template=SPIN))
+    tokenizer_pool.add(TokenizerFiles(key="broken", tokenizer=b"{}"))
+    yield tokenizer_pool
+    tokenizer_pool.close()
 
 
 def test_pages_are_named_by_the_chain_of_the_whole_prompt(pool: TokenizerPool) -> None:
-    (made,) = asyncio.run(pool.encode(job("say ten chars")))
-    tokens = from_bytes(made.tokens)
-    assert made.length == len("say ten chars")
-    assert made.hashes == b"".join(prefix.chain(tokens, 4, SALT))
-    assert len(made.hashes) == 16 * (made.length // 4)
+    (prompt,) = asyncio.run(pool.encode(job("say ten chars")))
+    tokens = from_bytes(prompt.tokens)
+    assert prompt.length == len("say ten chars")
+    assert prompt.hashes == b"".join(chain(tokens, 4, SALT))
+    assert len(prompt.hashes) == 16 * (prompt.length // 4)
 
 
 def test_token_ids_pass_through_and_can_be_echoed_as_text(pool: TokenizerPool) -> None:
-    (said,) = asyncio.run(pool.encode(job("héé")))
-    ids = from_bytes(said.tokens).tolist()
-    (made,) = asyncio.run(pool.encode(job(ids, texts=True)))
-    assert made.tokens == said.tokens and made.text == "héé"
+    (encoded,) = asyncio.run(pool.encode(job("héé")))
+    ids = from_bytes(encoded.tokens).tolist()
+    (prompt,) = asyncio.run(pool.encode(job(ids, texts=True)))
+    assert prompt.tokens == encoded.tokens and prompt.text == "héé"
 
 
-def test_a_client_mistake_comes_back_with_its_field(pool: TokenizerPool) -> None:
+def test_an_error_of_the_client_names_the_field(pool: TokenizerPool) -> None:
     with pytest.raises(RequestError) as caught:
         asyncio.run(pool.encode(job([{"role": "user", "content": 5}], chat=True)))
     assert caught.value.param == "messages[0].content"
@@ -68,43 +68,45 @@ def test_files_that_do_not_load_are_a_checkpoint_error(pool: TokenizerPool) -> N
     assert asyncio.run(pool.encode(job("a")))
 
 
-def test_a_template_that_never_ends_is_killed_and_the_next_job_is_served(
+def test_an_endless_template_is_killed_and_the_next_job_is_served(
     pool: TokenizerPool,
 ) -> None:
     with pytest.raises(RequestError, match="within 1 s") as caught:
         asyncio.run(pool.encode(job(MESSAGES, chat=True, key="spin")))
     assert caught.value.code == "tokenizer_timeout"
-    (made,) = asyncio.run(pool.encode(job("abc")))
-    assert made.length == 3
+    (prompt,) = asyncio.run(pool.encode(job("abc")))
+    assert prompt.length == 3
 
 
-def test_a_greeting_does_not_wait_for_a_book(pool: TokenizerPool) -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_one(pool: TokenizerPool) -> None:
     async def both() -> list[str]:
         done: list[str] = []
 
-        async def one(name: str, text: str) -> None:
-            (made,) = await pool.encode(job(text))
-            assert made.length == len(text)
+        async def encode(name: str, text: str) -> None:
+            (prompt,) = await pool.encode(job(text))
+            assert prompt.length == len(text)
             done.append(name)
 
         await pool.encode(job("warm"))
-        book = asyncio.create_task(one("book", "word " * 200_000))
+        book = asyncio.create_task(encode("book", "word " * 200_000))
         await asyncio.sleep(0.01)
-        await one("greeting", "hi")
+        await encode("greeting", "hi")
         await book
         return done
 
     assert asyncio.run(both()) == ["greeting", "book"]
 
 
-def test_a_closed_pool_fails_what_runs_and_what_waits_and_skips_what_was_abandoned(
+def test_a_closed_pool_fails_running_and_waiting_jobs_and_skips_cancelled_ones(
     byte_level_json: bytes,
 ) -> None:
     async def scene() -> None:
         pool = TokenizerPool()
         pool.add(TokenizerFiles(key="spin", tokenizer=byte_level_json, template=SPIN))
         jobs = [job(MESSAGES, chat=True, key="spin") for _ in range(3)]
-        running, gone, waiting = [asyncio.ensure_future(pool.encode(each)) for each in jobs]
+        running, gone, waiting = [
+            asyncio.ensure_future(pool.encode(encode_job)) for encode_job in jobs
+        ]
         await asyncio.sleep(0.05)
         gone.cancel()
         await asyncio.to_thread(pool.close)
@@ -123,55 +125,62 @@ def test_a_template_has_what_hugging_face_templates_expect() -> None:
         b"{% if add_generation_prompt %}>{% endif %}{{ strftime_now('%Y')[:2] }}"
     )
     config = json.dumps({"bos_token": {"content": "<s>"}}).encode()
-    made = ChatTemplate(source, config).render(
+    text = ChatTemplate(source, config).render(
         [{"role": "user", "content": "é"}, {"role": "tool", "content": "x"}], generation_prompt=True
     )
-    assert made == '<s>{"role": "user", "content": "é"}!>20'
+    assert text == '<s>{"role": "user", "content": "é"}!>20'
 
 
-def test_the_template_in_the_config_counts_when_there_is_no_file() -> None:
-    config = json.dumps({"chat_template": [7, {"name": "default", "template": "D"},
-                                           {"name": "tool_use", "template": "T"}]})  # fmt: skip
+def test_the_template_of_the_config_is_used_without_a_template_file() -> None:
+    config = json.dumps(
+        {
+            "chat_template": [
+                7,
+                {"name": "default", "template": "D"},
+                {"name": "tool_use", "template": "T"},
+            ]
+        }
+    )
     assert ChatTemplate(b"", config.encode()).render(MESSAGES, generation_prompt=False) == "D"
 
 
 @pytest.mark.parametrize(
     ("source", "config", "sentence"),
     [
-        (b"{{ a }", b"", "chat_template.jinja is no Jinja template (line 1: unexpected '}')"),
+        (b"{{ a }", b"", "chat_template.jinja is not a Jinja template (line 1: unexpected '}')"),
         (
             b"a\n{% if b %}",
             b"",
-            "chat_template.jinja is no Jinja template (line 2: Unexpected end ",
+            "chat_template.jinja is not a Jinja template (line 2: Unexpected end ",
         ),
         (
             b"{{ a | nosuch }}",
             b"",
-            "chat_template.jinja is no Jinja template (line 1: No filter nam",
+            "chat_template.jinja is not a Jinja template (line 1: No filter nam",
         ),
         (
             b"{{" + b"(" * 5_000,
             b"",
-            "chat_template.jinja is no Jinja template (it is nested too de",
+            "chat_template.jinja is not a Jinja template (it is nested too de",
         ),
-        (b"{% break %}", b"", "chat_template.jinja is no Jinja template ('break' outside loop)"),
+        (b"{% break %}", b"", "chat_template.jinja is not a Jinja template ('break' outside loop)"),
         (b"\xff", b"", "chat_template.jinja is not UTF-8"),
         (
             b"",
             b'{"chat_template": "{% for %}"}',
-            "chat_template in tokenizer_config.json is no Jin",
+            "chat_template in tokenizer_config.json is not a Jin",
         ),
         (b"", b"{", "tokenizer_config.json does not load"),
     ],
 )
-def test_a_template_that_does_not_load_is_named_in_one_line(
+def test_an_invalid_template_is_reported_in_one_line(
     source: bytes, config: bytes, sentence: str
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
         ChatTemplate(source, config)
-    told = str(caught.value)
-    assert told.startswith(sentence)
-    assert "\n" not in told and told.endswith("again")
+    message = str(caught.value)
+    assert message.startswith(sentence)
+    assert "\n" not in message and message.endswith("again")
 
 
 def test_a_refusing_template_is_the_clients_error() -> None:
@@ -180,7 +189,7 @@ def test_a_refusing_template_is_the_clients_error() -> None:
         template.render(MESSAGES, generation_prompt=True)
 
 
-def test_a_model_without_a_template_says_which_route_to_use() -> None:
+def test_a_model_without_a_template_names_the_route_to_use() -> None:
     with pytest.raises(RequestError, match="/v1/completions"):
         ChatTemplate(b"", b"").render(MESSAGES, generation_prompt=True)
 
@@ -195,5 +204,5 @@ def test_a_template_cannot_reach_out_of_its_sandbox(attack: str) -> None:
 
 
 def test_token_bytes_are_little_endian_int32(pool: TokenizerPool) -> None:
-    (made,) = asyncio.run(pool.encode(job([1, 2, 258])))
-    assert np.frombuffer(made.tokens, "<i4").tolist() == [1, 2, 258]
+    (prompt,) = asyncio.run(pool.encode(job([1, 2, 258])))
+    assert np.frombuffer(prompt.tokens, "<i4").tolist() == [1, 2, 258]

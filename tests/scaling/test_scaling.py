@@ -1,4 +1,4 @@
-"""How many replicas are wanted: from signals of virtual hours, steady, noisy, stale and empty."""
+"""Autoscaling over virtual hours of signals: steady, noisy, stale and empty."""
 
 from __future__ import annotations
 
@@ -12,45 +12,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.metrics import RATIO
-from medha.scaling import (
+from medha.fleet.autoscaling import (
     ClassShare,
-    Decision,
     Journal,
-    Memory,
     Policy,
-    Record,
-    Signals,
+    ScalingDecision,
+    ScalingMemory,
+    ScalingRecord,
+    ScalingSignals,
     decide,
     quantile,
     replay,
 )
+from medha.metrics import RATIO
 
 POLICY = Policy(least=1, most=8, target_slack=0.2, down_after_s=600.0)
 LOOK_S = 5.0
 
 
 class Run:
-    """Looks every LOOK_S of virtual time; the fleet follows after `cold_start_s`, as told."""
+    """Looks every LOOK_S of virtual time; the fleet follows each decision after `cold_start_s`."""
 
     def __init__(self, policy: Policy = POLICY, current: int = 1, cold_start_s: float = 60.0):
         self.policy, self.current, self.ready = policy, current, current
         self.cold_start_s = cold_start_s
-        self.at_s, self.memory = 0.0, Memory()
+        self.at_s, self.memory = 0.0, ScalingMemory()
         self.due: list[float] = []
-        self.records: list[Record] = []
+        self.records: list[ScalingRecord] = []
         self.changes: list[tuple[float, int]] = []
 
-    def look(self, **heard: object) -> Decision:
+    def look(self, **reported: object) -> ScalingDecision:
         self.at_s += LOOK_S
-        self.ready = min(self.current, self.ready + sum(each <= self.at_s for each in self.due))
-        self.due = [each for each in self.due if each > self.at_s]
-        signals = Signals(
-            at_s=self.at_s, current=self.current, ready=self.ready,
-            cold_start_s=self.cold_start_s, **{"arrived": 99, **heard},  # type: ignore[arg-type]
-        )  # fmt: skip
+        self.ready = min(self.current, self.ready + sum(due_s <= self.at_s for due_s in self.due))
+        self.due = [due_s for due_s in self.due if due_s > self.at_s]
+        signals = ScalingSignals(
+            at_s=self.at_s,
+            current=self.current,
+            ready=self.ready,
+            cold_start_s=self.cold_start_s,
+            **{"arrived": 99, **reported},  # type: ignore[arg-type]
+        )
         decision, self.memory = decide(self.policy, self.memory, signals)
-        self.records.append(Record(policy=self.policy, signals=signals, decision=decision))
+        self.records.append(ScalingRecord(policy=self.policy, signals=signals, decision=decision))
         if decision.replicas != self.current:
             self.changes.append((self.at_s, decision.replicas))
             more = max(0, decision.replicas - self.current)
@@ -59,13 +62,13 @@ class Run:
             self.ready = min(self.ready, self.current)
         return decision
 
-    def looks(self, seconds: float, heard: Callable[[], dict[str, object]]) -> list[str]:
-        """The reasons given in so much time."""
-        return [self.look(**heard()).why for _ in range(round(seconds / LOOK_S))]
+    def looks(self, seconds: float, reported: Callable[[], dict[str, object]]) -> list[str]:
+        """The reasons of all decisions in this time."""
+        return [self.look(**reported()).why for _ in range(round(seconds / LOOK_S))]
 
 
 def late() -> dict[str, object]:
-    """One replica's worth of work and a half arrives, and finds little slack."""
+    """Work for one and a half replicas arrives, with little slack."""
     return {"slack_p10": -0.3, "offered": 1.5, "busy": 20}
 
 
@@ -139,7 +142,7 @@ def test_stale_reports_hold_the_fleet_and_break_the_stabilisation() -> None:
 
 
 def test_refusals_alone_are_pressure() -> None:
-    """They find no slack at all; nothing runs or waits, since nobody was taken."""
+    """Refused requests have no slack, and nothing runs or waits."""
     run = Run()
     run.looks(60.0, lambda: {"slack_p10": -1.0, "offered": 0.9})
     assert run.changes[0][1] == 2
@@ -147,11 +150,11 @@ def test_refusals_alone_are_pressure() -> None:
 
 def test_a_class_that_misses_its_slo_is_pressure_though_slack_is_fine() -> None:
     run = Run()
-    heard = {"slack_p10": 3.0, "offered": 0.4, "classes": (ClassShare("chat", 5, 20),)}
-    run.looks(90.0, lambda: heard)
+    reported = {"slack_p10": 3.0, "offered": 0.4, "classes": (ClassShare("chat", 5, 20),)}
+    run.looks(90.0, lambda: reported)
     assert run.records[-1].decision.why in ("MissedSlo", "Starting") and run.current == 2
     few = Run()
-    few.looks(90.0, lambda: {**heard, "classes": (ClassShare("chat", 0, 3),)})
+    few.looks(90.0, lambda: {**reported, "classes": (ClassShare("chat", 0, 3),)})
     assert few.current == 1
 
 
@@ -218,7 +221,7 @@ def test_a_fleet_that_was_too_small_is_made_small_again_later_and_later() -> Non
     assert max(pauses) >= 8 * 600.0  # and no later than that
     gone = run.at_s
     run.looks(1300.0, idle)
-    assert run.current == 0 or run.changes[-1][0] - gone <= 1300.0  # nobody is there to regret it
+    assert run.current == 0 or run.changes[-1][0] - gone <= 1300.0  # no client regrets it
 
 
 def test_half_of_a_fleet_goes_at_once_and_no_more_before_another_stabilisation() -> None:
@@ -322,26 +325,29 @@ look = st.fixed_dictionaries(
         "kv_filled": st.floats(0, 9),
         "arrived": st.integers(0, 50),
         "room": st.booleans(),
-        "classes": st.just(()) | st.builds(
-            lambda met, missed: (ClassShare("a", met, missed),), st.integers(0, 50),
-            st.integers(0, 50)),
+        "classes": st.just(())
+        | st.builds(
+            lambda met, missed: (ClassShare("a", met, missed),),
+            st.integers(0, 50),
+            st.integers(0, 50),
+        ),
     }
-)  # fmt: skip
+)
 
 
 @given(st.lists(look, min_size=1, max_size=60), st.integers(0, 3), st.integers(0, 5))
-def test_whatever_is_heard_bounds_hold_and_no_data_means_no_change(
+def test_for_any_signals_bounds_hold_and_no_data_means_no_change(
     looks: list[dict[str, object]], least: int, more: int
 ) -> None:
     policy = Policy(least=least, most=max(1, least + more), target_slack=0.2, down_after_s=60.0)
     run = Run(policy, current=max(least, 1))
     ups: list[float] = []
-    for heard in looks:
+    for reported in looks:
         before = run.current
-        decision = run.look(**heard)
+        decision = run.look(**reported)
         assert policy.least <= decision.replicas <= policy.most
         assert decision.replicas <= max(2 * before, before + 1)
-        if not heard["fresh"] and not heard["held"]:
+        if not reported["fresh"] and not reported["held"]:
             assert decision.replicas == before
         if decision.replicas < before:
             assert all(run.at_s - at >= 60.0 for at in ups)
@@ -351,7 +357,7 @@ def test_whatever_is_heard_bounds_hold_and_no_data_means_no_change(
     for record in run.records:
         journal = journal.noted(record, 20)
     again = msgspec.json.decode(msgspec.json.encode(journal), type=Journal)
-    assert replay(again) == [each.decision for each in run.records[-20:]]
+    assert replay(again) == [record.decision for record in run.records[-20:]]
 
 
 def exact(values: list[float], share: float) -> float:
@@ -366,12 +372,12 @@ def test_a_quantile_of_buckets_is_in_the_bucket_of_the_true_one(values: list[flo
     counts = [0] * (len(RATIO) + 1)
     for value in values:
         counts[bucket(value)] += 1
-    found = quantile(RATIO, counts, 0.1)
-    assert found is not None
+    tenth = quantile(RATIO, counts, 0.1)
+    assert tenth is not None
     place = bucket(exact(values, 0.1))
     low = RATIO[place - 1] if place else RATIO[0]
     high = RATIO[min(place, len(RATIO) - 1)]
-    assert low <= found <= high
+    assert low <= tenth <= high
 
 
 def test_no_observation_has_no_quantile() -> None:

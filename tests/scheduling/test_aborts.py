@@ -20,14 +20,17 @@ def test_a_thousand_requests_of_which_a_third_leave(kvp: int, spp: int) -> None:
     driven = Driven(plan, stops=lambda name, count: count == 7 and name.endswith("3"))
     for number in range(1000):
         tokens = 6000 if dice.random() < 0.03 else dice.randint(1, 600)
-        one = request(
-            f"r{number}", tokens, dice.uniform(0.0, 40.0), within_s=0.5 + 2e-4 * tokens,
+        arriving = request(
+            f"r{number}",
+            tokens,
+            dice.uniform(0.0, 40.0),
+            within_s=0.5 + 2e-4 * tokens,
             output_tokens=dice.randint(1, 12),
-        )  # fmt: skip
-        driven.submit([one], hashes=[bytes([n, number % 5] * 8) for n in range(tokens // 64)])
+        )
+        driven.submit([arriving], hashes=[bytes([n, number % 5] * 8) for n in range(tokens // 64)])
         if dice.random() < 0.3:
-            leaves_s = one.arrival_s + dice.expovariate(4.0)
-            driven.at(leaves_s, functools.partial(leave, driven, one.id))
+            leaves_s = arriving.arrival_s + dice.expovariate(4.0)
+            driven.at(leaves_s, functools.partial(leave, driven, arriving.id))
     driven.run()
     assert leftovers(plan) == {}
     assert len(driven.finished) > 650
@@ -99,13 +102,13 @@ def test_who_has_left_takes_no_part_in_a_group_that_joins(lost: bool) -> None:
     else:
         plan.abort("long", 0.06)
     plan.group_joined(2, 3, 0.07)
-    for waiting in plan._groups.waiting.values():
+    for waiting in plan._state.queues.by_group.values():
         assert len(waiting) == 0
     assert plan.next_batch(0.08, frozenset({0, 1, 2})) is None
     plan.complete(batch.number, BatchResult(()), 0.1)
     if lost:
-        rows = [group for group, one in plan._groups.waiting.items() if len(one)]
-        assert rows == sorted(plan._endings.by_id["long"].plan)
+        rows = [group for group, queue in plan._state.queues.by_group.items() if len(queue)]
+        assert rows == sorted(plan._state.by_id["long"].assigned_groups)
         plan.abort("long", 0.2)
     assert plan.take_failed() == ()
     assert leftovers(plan) == {}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from medha.config import Scheduling
 from medha.metrics import LENGTH_EDGES, LENGTH_LABELS, length_bucket
-from medha.scheduling.losses import FREE, Losses
-from medha.scheduling.promises import broken, largest_feasible, margins_s
+from medha.scheduling.feasibility import largest_feasible, margins_s, select_victims
+from medha.scheduling.promises import FREE, BucketLossCap
 from medha.scheduling.sequence import Sequence
 from medha.testing import Driven, request, scheduler
 
@@ -44,26 +44,28 @@ def test_a_bucket_that_lost_its_part_is_spared_and_another_gives_way() -> None:
 def test_a_promise_that_is_spared_is_not_taken_back_while_others_are_there() -> None:
     due, work = np.array([2.0, 3.0, 3.5]), np.array([1.0, 2.5, 1.0])
     kept, margins = np.ones(3, dtype=np.bool_), margins_s(due, work, np.ones(3, dtype=np.bool_))
-    assert broken(margins, work, kept, 0.0) == [1]
-    assert broken(margins, work, kept, 0.0, 1, np.array([False, True, False])) == [0]
-    assert broken(margins, work, kept, 0.0, 1, np.array([True, True, False])) == [2]
-    assert broken(margins, work, kept, 0.0, 1, np.array([True, True, True])) == []
+    assert select_victims(margins, work, kept, 0.0) == [1]
+    assert select_victims(margins, work, kept, 0.0, 1, np.array([False, True, False])) == [0]
+    assert select_victims(margins, work, kept, 0.0, 1, np.array([True, True, False])) == [2]
+    assert select_victims(margins, work, kept, 0.0, 1, np.array([True, True, True])) == []
 
 
 def test_a_part_of_a_bucket_may_go_and_old_losses_are_forgotten() -> None:
-    losses = Losses(0.25)
+    losses = BucketLossCap(0.25)
     for number in range(8):
-        losses.decide(sequence(number, 500), 0.0)
-    assert losses.left(0.0)[SHORT] == 2.0 and losses.left(0.0)[LONG] == 0.0
+        losses.count_decided(sequence(number, 500), 0.0)
+    assert losses.remaining(0.0)[SHORT] == 2.0 and losses.remaining(0.0)[LONG] == 0.0
     gone = sequence(9, 500)
-    losses.lose(gone, 0.0)
-    losses.lose(gone, 0.0)  # it can go only once
-    assert losses.left(0.0)[SHORT] == 1.0 and losses.displaced[SHORT] == 1
-    losses.lose(sequence(10, 500), 0.0)
-    assert losses.left(0.0)[SHORT] == 0.0
+    losses.count_displaced(gone, 0.0)
+    losses.count_displaced(gone, 0.0)  # it can go only once
+    assert losses.remaining(0.0)[SHORT] == 1.0 and losses.displaced[SHORT] == 1
+    losses.count_displaced(sequence(10, 500), 0.0)
+    assert losses.remaining(0.0)[SHORT] == 0.0
     for number in range(8):
-        losses.decide(sequence(number, 500), 3600.0)  # an hour later the two count for nothing
-    assert losses.left(3600.0)[SHORT] == 2.0 and losses.displaced[SHORT] == 2
+        losses.count_decided(
+            sequence(number, 500), 3600.0
+        )  # an hour later the two count for nothing
+    assert losses.remaining(3600.0)[SHORT] == 2.0 and losses.displaced[SHORT] == 2
 
 
 def overload(part: float, commit: bool = False) -> Driven:
@@ -86,7 +88,7 @@ def test_the_cap_keeps_long_prompts_from_being_shut_out(part: float, in_time: in
 @pytest.mark.parametrize("part", [1.0, 0.5, 0.1, 0.0])
 def test_promises_stand_above_the_cap(part: float) -> None:
     driven = overload(part, commit=True)
-    promised = [name for name, one in driven.admitted.items() if one.promised]
+    promised = [name for name, admitted in driven.admitted.items() if admitted.promised]
     assert len(promised) > 600
     assert [name for name in promised if not driven.in_time(name)] == []
 

@@ -9,7 +9,7 @@ import pytest
 
 from medha.config import Scheduling
 from medha.errors import ProtocolError, Refusal
-from medha.scheduling.decisions import VERSION, Recorded, replay
+from medha.scheduling.decision_log import VERSION, RecordingScheduler, replay
 from medha.testing import Driven, request, scheduler, topology
 
 
@@ -23,17 +23,20 @@ def recorded(kvp: int = 2, spp: int = 2, seed: int = 1) -> list[bytes]:
     dice = random.Random(seed)
     layout = topology(spp=spp, kvp=kvp, tokens_per_group=3000)
     plan = scheduler(layout, Scheduling(fixed_s=0.05), pages=400, join=False, key_s=1e-9)
-    driven = Driven(Recorded(plan, log.append))
+    driven = Driven(RecordingScheduler(plan, log.append))
     for group in range(kvp):
         driven.plan.group_joined(group, 1, 0.0)
     names = [f"r{n}" for n in range(60)]
     for name in names:
         tokens = 9000 if dice.random() < 0.1 else dice.randint(1, 800)
-        one = request(
-            name, tokens, dice.uniform(0, 5), within_s=0.5 + 2e-4 * tokens,
+        arriving = request(
+            name,
+            tokens,
+            dice.uniform(0, 5),
+            within_s=0.5 + 2e-4 * tokens,
             output_tokens=dice.randint(1, 40),
-        )  # fmt: skip
-        driven.submit([one], hashes=[bytes([7 * n % 250] * 16) for n in range(tokens // 640)])
+        )
+        driven.submit([arriving], hashes=[bytes([7 * n % 250] * 16) for n in range(tokens // 640)])
     for name in dice.sample(names, 10):
         when = dice.uniform(0, 6)
         driven.at(when, functools.partial(leave, driven, name))

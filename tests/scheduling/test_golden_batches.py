@@ -131,7 +131,7 @@ def test_a_long_prompt_grows_into_the_next_group() -> None:
     assert drawn == ["1:1984+992"]
     assert (third.chunks[0].groups, third.chunks[0].tail) == ((0, 1), 1)
     assert third.chunks[0].pages == tuple(range(16))
-    # A group that joins with this batch is told what it holds of the sequence: nothing yet.
+    # A group that joins with this batch receives its layout of the sequence: nothing yet.
     assert plan.layout(1) == ((0, tuple((n, n) for n in range(31))),)
 
 
@@ -145,7 +145,7 @@ def test_a_long_prompt_grows_into_the_next_group() -> None:
             ["1:0+256", "2:0+100!"],
         ),
         (Scheduling(policy="srpf", finish_fill=1.0), ["2:0+100!", "1:0+896"]),
-        # ρ of the long one is 1: it yields the most, 0.4; what nobody takes goes back to it.
+        # ρ of the long one is 1: it yields the most, 0.4; what others do not use returns to it.
         (Scheduling(policy="lars-paper", finish_fill=1.0), ["2:0+100!", "1:0+896"]),
     ],
     ids=["fcfs", "sarathi-512", "vllm-threshold", "srpf", "lars-paper"],

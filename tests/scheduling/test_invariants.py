@@ -1,4 +1,4 @@
-"""What holds whatever arrives: budget, order, pages, promises, no starvation."""
+"""Invariants of any workload: budget, order, pages, promises, no starvation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from medha.batch import Batch
 from medha.config import POLICIES, Scheduling
 from medha.request import Request
-from medha.scheduling.decisions import Recorded
+from medha.scheduling.decision_log import RecordingScheduler
 from medha.testing import Driven, leftovers, request, scheduler, topology
 from medha.topology import Topology
 
@@ -33,11 +33,15 @@ def requests(arrivals: list[tuple[float, int, int, float]]) -> list[Request]:
     moments = itertools.accumulate(gap for gap, _, _, _ in arrivals)
     return [
         request(
-            f"r{n}", tokens, at, within_s=1.5e-4 * tokens + extra, output_tokens=output,
+            f"r{n}",
+            tokens,
+            at,
+            within_s=1.5e-4 * tokens + extra,
+            output_tokens=output,
             tpot_s=0.05,
         )
         for n, (at, (_, tokens, output, extra)) in enumerate(zip(moments, arrivals, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def check_batches(driven: Driven, spp: int) -> None:
@@ -62,15 +66,17 @@ def test_everything_is_served_in_order_and_given_back(
 ) -> None:
     kvp, spp = layout
     plan = scheduler(
-        topology(spp=spp, kvp=kvp, tokens_per_group=20_000), Scheduling(policy=policy),
-        pages=1200, key_s=2e-10,
-    )  # fmt: skip
+        topology(spp=spp, kvp=kvp, tokens_per_group=20_000),
+        Scheduling(policy=policy),
+        pages=1200,
+        key_s=2e-10,
+    )
     driven = Driven(plan)
     driven.submit(requests(arrivals))
     driven.run()
     assert set(driven.finished) == set(driven.requests)
-    for name, one in driven.finished.items():
-        assert one.output_tokens == driven.requests[name].max_output_tokens
+    for name, completed in driven.finished.items():
+        assert completed.output_tokens == driven.requests[name].max_output_tokens
     check_batches(driven, spp)
     assert leftovers(plan) == {}
 
@@ -83,11 +89,11 @@ def test_a_batch_never_exceeds_its_budget_but_for_the_counted_escape(
     plan = scheduler(settings=Scheduling(max_batch_s=0.08), batch_s=0.004, key_s=1e-9)
     budgets: list[float] = []
 
-    class Noted(Recorded):
+    class Noted(RecordingScheduler):
         """The budget of each batch is noted before it is formed."""
 
         def next_batch(self, now: float, free_groups: frozenset[int]) -> Batch | None:
-            budget_s = plan._packer.budget_s(now)
+            budget_s = plan._builder.budget_s(now)
             batch = super().next_batch(now, free_groups)
             if batch is not None:
                 budgets.append(budget_s)
@@ -97,10 +103,11 @@ def test_a_batch_never_exceeds_its_budget_but_for_the_counted_escape(
     driven.submit(requests(arrivals))
     driven.run()
     over = [
-        batch for (_, batch), budget_s in zip(driven.batches, budgets, strict=True)
+        batch
+        for (_, batch), budget_s in zip(driven.batches, budgets, strict=True)
         if batch.predicted_s > budget_s + 1e-12 and prefills(batch)
-    ]  # fmt: skip
-    assert len(over) <= plan._packer.escapes
+    ]
+    assert len(over) <= plan._builder.escapes
 
 
 def prefills(batch: Batch) -> int:
@@ -116,12 +123,14 @@ def test_with_exact_predictions_no_given_promise_is_broken(
 ) -> None:
     plan = scheduler(
         topology(spp=spp, kvp=kvp, tokens_per_group=20_000 if kvp > 1 else None),
-        Scheduling(max_batch_s=0.05), batch_s=batch_s, key_s=1e-9,
-    )  # fmt: skip
+        Scheduling(max_batch_s=0.05),
+        batch_s=batch_s,
+        key_s=1e-9,
+    )
     driven = Driven(plan)
     driven.submit(requests([(gap, tokens, 1, extra) for gap, tokens, _, extra in arrivals]))
     driven.run()
-    promised = [name for name, one in driven.admitted.items() if one.promised]
+    promised = [name for name, admitted in driven.admitted.items() if admitted.promised]
     assert [name for name in promised if not driven.in_time(name)] == []
 
 
@@ -141,29 +150,31 @@ def test_no_given_promise_is_broken_by_the_decodes_that_others_bring(
 ) -> None:
     plan = scheduler(
         topology(spp=spp, kvp=kvp, tokens_per_group=20_000 if kvp > 1 else None),
-        Scheduling(max_batch_s=0.05), batch_s=0.003, key_s=1e-9,
-    )  # fmt: skip
+        Scheduling(max_batch_s=0.05),
+        batch_s=0.003,
+        key_s=1e-9,
+    )
     driven = Driven(plan)
     driven.submit(answered(random.Random(seed), spp, outputs))
     driven.run()
-    promised = [name for name, one in driven.admitted.items() if one.promised]
+    promised = [name for name, admitted in driven.admitted.items() if admitted.promised]
     assert [name for name in promised if not driven.in_time(name)] == []
     assert set(driven.finished) == set(driven.requests)
     assert leftovers(plan) == {}
 
 
 def answered(draw: random.Random, spp: int, outputs: tuple[int, ...]) -> list[Request]:
-    """Thirty requests, seven a second and one in five of them long, with so many output tokens."""
-    at, made = 0.0, []
+    """Draw thirty requests, seven a second, one in five long, with one of those output lengths."""
+    at, drawn = 0.0, []
     for number in range(30):
         at += draw.expovariate(1 / 0.15)
         tokens = draw.randint(1, 1500) if draw.random() > 0.2 else draw.randint(2000, 60_000)
         output, extra = draw.choice(outputs), draw.choice([0.2, 0.5, 1.0, 4.0])
         within_s = 1.5e-4 * tokens + extra + 1.5 * 0.003 * spp
-        made.append(
+        drawn.append(
             request(f"r{number}", tokens, at, within_s=within_s, output_tokens=output, tpot_s=0.05)
         )
-    return made
+    return drawn
 
 
 def test_a_short_prompt_behind_a_long_batch_leaves_no_stage_idle() -> None:
@@ -214,11 +225,11 @@ def test_the_largest_share_for_the_relegated_makes_no_promise_that_cannot_be_kep
     driven.submit(request(f"s{n}", 500, n / 26.0, within_s=0.5) for n in range(600))
     driven.submit(request(f"l{n}", 15_000, 15.0 + 0.1 * n, within_s=4.0) for n in range(4))
     driven.run()
-    promised = [name for name, one in driven.admitted.items() if one.promised]
+    promised = [name for name, admitted in driven.admitted.items() if admitted.promised]
     assert [name for name in promised if not driven.in_time(name)] == []
 
 
-def test_short_ones_do_not_starve_beside_long_ones() -> None:
+def test_short_prompts_do_not_starve_next_to_long_ones() -> None:
     plan = scheduler(settings=Scheduling(max_batch_s=0.05))
     driven = Driven(plan)
     driven.submit(request(f"l{n}", 60_000, 7.5 * n, within_s=12.0) for n in range(8))
@@ -242,7 +253,7 @@ def test_ties_are_broken_by_arrival_and_id(policy: str) -> None:
 def test_a_long_promise_leaves_room_for_the_short_ones_to_come(
     within_s: float, promised: bool
 ) -> None:
-    # Short ones ask for 40 % of the time: 10 s of work take some 20 s beside them and the share of
+    # Short ones ask for 40 % of the time: 10 s of work take some 20 s with them and the share of
     # the relegated, although nothing waits at the moment the long one arrives.
     plan = scheduler(settings=Scheduling(max_batch_s=0.05))
     driven = Driven(plan)

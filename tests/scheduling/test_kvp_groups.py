@@ -17,8 +17,10 @@ from medha.testing import Driven, leftovers, request, scheduler, topology
 
 
 def jitter(seed: int) -> Driven:
-    """Three groups, three stages, batches that take a third to three times as long as predicted;
-    long prompts live in {0,1}, {1,2} and {0,2}, short ones anywhere."""
+    """Drive three groups and stages; batches take a third to three times their predicted time.
+
+    Long prompts live in {0,1}, {1,2} and {0,2}, short ones anywhere.
+    """
     dice = random.Random(seed)
     layout = topology(spp=3, kvp=3, tokens_per_group=4000)
     plan = scheduler(layout, Scheduling(max_batch_s=0.05), pages=600, key_s=1e-9)
@@ -76,14 +78,14 @@ def test_every_group_runs_its_batches_in_number_order() -> None:
             )
         ]
         assert movable, "nothing can run and nothing can end: a deadlock"
-        one = dice.choice(movable)
-        plan.stage_done(one.number, stage[one.number], now)
-        stage[one.number] += 1
-        if stage[one.number] == 3:
-            tokens = tuple(Sampled(c.seq, False) for c in one.chunks if c.yields)
-            done += len(plan.complete(one.number, BatchResult(tokens), now))
-            for group in one.groups:
-                queues[group].remove(one)
+        ending = dice.choice(movable)
+        plan.stage_done(ending.number, stage[ending.number], now)
+        stage[ending.number] += 1
+        if stage[ending.number] == 3:
+            tokens = tuple(Sampled(c.seq, False) for c in ending.chunks if c.yields)
+            done += len(plan.complete(ending.number, BatchResult(tokens), now))
+            for group in ending.groups:
+                queues[group].remove(ending)
     assert spans >= {(0, 1), (1, 2), (0, 2)}
     for number, batches in queues.items():
         assert batches == [], number
@@ -112,12 +114,12 @@ def test_a_group_that_waits_runs_an_independent_batch_that_fits_the_gap() -> Non
 
 
 def place(plan: Scheduler, name: str, groups: tuple[int, ...]) -> None:
-    """Plan a prompt for those groups, whatever the scheduler thought."""
-    sequence = plan._endings.by_id[name]
-    plan._groups.strike(sequence)
-    sequence.plan = groups
-    plan._groups.note(sequence)
-    plan._groups.enlist(sequence)
+    """Assign those groups to a prompt instead of the scheduler's choice."""
+    sequence = plan._state.by_id[name]
+    plan._state.queues.dequeue(sequence)
+    sequence.assign(groups)
+    plan._state.groups.update_shared(sequence)
+    plan._state.queues.enqueue(sequence)
 
 
 def finish(plan: Scheduler, batch: Batch, now: float) -> None:
@@ -151,10 +153,10 @@ def test_a_long_prompt_claims_groups_that_are_still_to_come() -> None:
 def test_a_chunk_out_of_step_with_pages_still_ends_where_the_next_group_takes_over() -> None:
     plan = scheduler(topology(kvp=2, tokens_per_group=1000), page_tokens=64)
     plan.submit(request("long", 4000, within_s=30.0), 0.0)
-    long = plan._endings.by_id["long"]
-    long.packed = 992  # half a page beyond a border, and chunks of one page from here on
-    long.hold(0, 992)
-    assert [plan._groups.overhang(long, length, 0) for length in (32, 64, 96)] == [0, 32, 0]
+    long = plan._state.by_id["long"]
+    long.scheduled_tokens = 992  # half a page beyond a border, and chunks of one page from here on
+    long.add_tokens(0, 992)
+    assert [plan._state.groups.overhang(long, length, 0) for length in (32, 64, 96)] == [0, 32, 0]
 
 
 def test_a_prefill_pauses_until_a_group_comes_and_fails_when_none_does() -> None:
@@ -166,7 +168,9 @@ def test_a_prefill_pauses_until_a_group_comes_and_fails_when_none_does() -> None
     driven.run()
     # It held its pages until it failed, and others had to wait for them.
     failed = plan.take_failed()
-    assert [(one.request_id, one.code) for one in failed] == [("long", "kv_growth_timeout")]
+    assert [(failure.request_id, failure.code) for failure in failed] == [
+        ("long", "kv_growth_timeout")
+    ]
     assert "6400 of 10000" in failed[0].message and "1 of 2 groups" in failed[0].message
     assert driven.first_s["b"] > 9.0
     assert leftovers(plan) == {}
@@ -201,7 +205,7 @@ def test_a_lost_group_takes_nothing_else_along(seed: int) -> None:
 
 
 def come_back(driven: Driven, plan: Scheduler, group: int, generations: Iterator[int]) -> None:
-    if group not in plan._groups:
+    if group not in plan._state.groups:
         plan.group_joined(group, next(generations), driven.now)
 
 
@@ -226,7 +230,7 @@ def test_shared_work_waits_for_new_columns_after_a_loss() -> None:
     driven = Driven(plan)
     driven.submit([request("long", 1700, within_s=30.0, output_tokens=9)])
     driven.run(until_s=0.05)
-    lost = next(group for group in (2, 1) if group not in plan._endings.by_id["long"].plan)
+    lost = next(group for group in (2, 1) if group not in plan._state.by_id["long"].assigned_groups)
     plan.group_lost(lost, 1, driven.now)
     driven.run(until_s=1.0)
     assert all(len(batch.groups) == 1 for _, batch in driven.batches)
@@ -245,8 +249,8 @@ def test_pages_move_to_the_smaller_shard_and_switch_with_a_batch() -> None:
     driven = Driven(plan)
     driven.submit([request("long", 4600, within_s=30.0, output_tokens=50_000, tpot_s=1.0)])
     driven.run(until_s=1.8)
-    sequence = plan._endings.by_id["long"]
-    before = dict(sequence.held)
+    sequence = plan._state.by_id["long"]
+    before = dict(sequence.tokens_by_group)
     (move,) = plan.plan_moves(driven.now)
     assert (move.source, move.target) == (0, 1) and before[0] > before[1]
     assert len(move.logical) == len(move.from_pages) == len(move.to_pages) > 1
@@ -256,7 +260,7 @@ def test_pages_move_to_the_smaller_shard_and_switch_with_a_batch() -> None:
     driven.run(until_s=driven.now + 0.1)
     switched = [batch for _, batch in driven.batches[count:] if batch.switches]
     assert [batch.switches for batch in switched] == [(move.id,)]
-    assert sequence.held[0] < before[0] - 64 * len(move.logical) + 128
+    assert sequence.tokens_by_group[0] < before[0] - 64 * len(move.logical) + 128
     layout = dict(plan.layout(move.seq))
     assert set(zip(move.logical, move.to_pages, strict=True)) <= set(layout[1])
     assert plan.load(driven.now).free_pages[0] >= free[0] + len(move.logical) - 2
@@ -297,9 +301,10 @@ def test_a_failed_copy_changes_nothing() -> None:
 def test_pages_that_are_only_reserved_in_a_lost_group_go_with_it() -> None:
     plan = scheduler(topology(kvp=2, tokens_per_group=2000), pages=100)
     plan.submit(request("long", 3000, within_s=9.0), 0.0)
-    sequence = plan._endings.by_id["long"]
-    gone = sequence.plan[1]
-    sequence.plan = sequence.plan[:1]  # what is reserved beyond the plan: a claim moved there
+    sequence = plan._state.by_id["long"]
+    gone = sequence.assigned_groups[1]
+    # As if a growth claim had moved there: pages are reserved in a group that is not assigned.
+    sequence.assign(sequence.assigned_groups[:1])
     assert sequence.reserved[gone] > 0
     plan.group_lost(gone, 2, 0.0)
     assert gone not in sequence.reserved

@@ -47,9 +47,12 @@ for policy in POLICIES:
 
 def decisions(core: Path) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", DECIDE], env={"PYTHONPATH": str(core)}, capture_output=True,
-        text=True, timeout=240,
-    )  # fmt: skip
+        [sys.executable, "-c", DECIDE],
+        env={"PYTHONPATH": str(core)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -72,14 +75,19 @@ def test_machine_code_decides_as_its_sources_do(tmp_path: Path) -> None:
 def test_machine_code_of_a_source_that_was_changed_is_not_used(tmp_path: Path) -> None:
     core = copy_of_the_core(tmp_path / "core", machine_code=True)
     assert compiled.stale(core / "medha" / "compiled") is None
-    packer = core / "medha" / "scheduling" / "packer.py"
-    packer.write_text(packer.read_text() + "\nCHANGED = True\n")
-    said = "import medha, medha.scheduling.packer as p; print(medha.COMPILED, p.CHANGED)"
+    module = core / "medha" / "scheduling" / "batch_builder.py"
+    module.write_text(module.read_text() + "\nCHANGED = True\n")
+    script = "import medha, medha.scheduling.batch_builder as p; print(medha.COMPILED, p.CHANGED)"
     done = subprocess.run(
-        [sys.executable, "-c", said], env={"PYTHONPATH": str(core)}, capture_output=True, text=True
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": str(core)},
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.split() == ["False", "True"], done.stderr
-    assert "medha.scheduling.packer has changed" in str(compiled.stale(core / "medha" / "compiled"))
+    assert "medha.scheduling.batch_builder has changed" in str(
+        compiled.stale(core / "medha" / "compiled")
+    )
 
 
 def test_mypyc_takes_every_module_that_decides(tmp_path: Path) -> None:
@@ -88,15 +96,18 @@ def test_mypyc_takes_every_module_that_decides(tmp_path: Path) -> None:
     core = copy_of_the_core(tmp_path / "core", machine_code=False)
     files = [f"{name.replace('.', '/')}.py" for name in hatch_build.MODULES]
     done = subprocess.run(
-        [sys.executable, "-c", hatch_build.TRANSLATE.format(files=files)], cwd=core,
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        [sys.executable, "-c", hatch_build.TRANSLATE.format(files=files)],
+        cwd=core,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_machine_code_for_another_python_is_not_used(tmp_path: Path) -> None:
     (tmp_path / compiled.RECORD).write_text(json.dumps({"python": "cpython-27", "modules": {}}))
-    assert "made for cpython-27" in str(compiled.stale(tmp_path))
+    assert "compiled for cpython-27" in str(compiled.stale(tmp_path))
     assert not compiled.install(tmp_path)
 
 
@@ -104,10 +115,21 @@ def test_a_record_without_its_machine_code_is_no_machine_code(tmp_path: Path) ->
     core = tmp_path / "core"
     shutil.copytree(CORE, core, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     folder = core / "medha" / "compiled"
-    known = {"medha.costs": compiled.digest(core / "medha" / "costs.py")}
-    made = {"python": sys.implementation.cache_tag, "modules": known}
-    (folder / compiled.RECORD).write_text(json.dumps(made))
-    assert "that of medha.costs is missing" in str(compiled.stale(folder))
+    known = {"medha.predictor": compiled.digest(core / "medha" / "predictor.py")}
+    output = {"python": sys.implementation.cache_tag, "modules": known}
+    (folder / compiled.RECORD).write_text(json.dumps(output))
+    assert "the code of medha.predictor is missing" in str(compiled.stale(folder))
+    assert not compiled.install(folder)
+
+
+def test_machine_code_of_a_source_that_is_gone_is_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / "core" / "medha" / "compiled"
+    folder.mkdir(parents=True)
+    for name in ("medha.merged", compiled.SHARED):
+        (folder / f"{name}.so").touch()
+    record = {"python": sys.implementation.cache_tag, "modules": {"medha.merged": "0" * 64}}
+    (folder / compiled.RECORD).write_text(json.dumps(record))
+    assert "the source of medha.merged is gone" in str(compiled.stale(folder))
     assert not compiled.install(folder)
 
 

@@ -1,4 +1,4 @@
-"""When pages run short: who waits, who gives way, and what is found in the cache."""
+"""Lack of pages: waiting, preemption, and the prefix cache."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_decodes_that_outgrow_memory_are_recomputed_and_all_finish() -> None:
     )
     driven.run()
     assert set(driven.finished) == set(driven.requests)
-    assert all(one.output_tokens == 380 for one in driven.finished.values())
-    assert plan._progress.pressure.preempted > 0
+    assert all(batch.output_tokens == 380 for batch in driven.finished.values())
+    assert plan._lifecycle.preempted_count > 0
     assert leftovers(plan) == {}
 
 
@@ -86,7 +86,7 @@ def test_a_prompt_that_leaves_no_room_for_its_reserve_is_served_and_bars_nobody(
     driven.run()
     # It gets its pages, and fails where no replica of this size could go on.
     assert "full" in driven.first_s
-    assert [one.code for one in plan.take_failed()] == ["kv_exhausted"]
+    assert [failure.code for failure in plan.take_failed()] == ["kv_exhausted"]
     assert set(driven.finished) == set(driven.requests) - {"full"}
     assert leftovers(plan) == {}
 
@@ -98,7 +98,7 @@ def test_a_second_prompt_finds_the_first_ones_pages() -> None:
     driven.submit([request("first", 640)], hashes=names)
     driven.run()
     assert plan.take_kv_events() == ([(0, name) for name in names], [])
-    # All ten pages are there, but the last token is computed anew, hence nine.
+    # All ten pages are cached, but the last token is always recomputed: nine count.
     again = plan.submit(request("again", 640, 1.0), 1.0, names)
     assert again.cached_tokens == 576
     batch = plan.next_batch(1.0, G0)
@@ -139,12 +139,12 @@ def test_no_more_than_max_running_sequences_have_pages() -> None:
 
 
 def test_prompts_that_find_no_pages_are_not_tried_one_by_one() -> None:
-    # Each of the 200 would fit alone; beside the holder's output there is room for one.
+    # Each of the 200 would fit alone; with the holder's output there is room for one.
     plan = scheduler(settings=Scheduling(policy="fcfs", finish_fill=1.0), pages=320)
     plan.submit(request("holder", 64, within_s=9.0, output_tokens=76_800), 0.0)
     for n in range(200):
         plan.submit(request(f"r{n}", 11 * 64, within_s=9.0), 0.0)
-    tried = plan._starts.tried
+    tried = plan._admission.tried
     assert plan.next_batch(0.0, G0) is not None
-    assert plan._starts.running >= 1
-    assert plan._starts.tried - tried <= 4
+    assert plan._admission.started_count >= 1
+    assert plan._admission.tried - tried <= 4

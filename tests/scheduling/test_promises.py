@@ -8,22 +8,22 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.scheduling.lars import relative_slack, yielded
-from medha.scheduling.promises import (
-    broken,
+from medha.scheduling.feasibility import (
+    available_s,
     earliest_due_s,
     largest_feasible,
     margins_s,
-    room_s,
+    select_victims,
 )
+from medha.scheduling.policies import relative_slack, yielded
 
-JOBS = st.lists(
-    st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=0, max_size=9
-).map(sorted)  # fmt: skip
+JOBS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=0, max_size=9).map(
+    sorted
+)
 
 
 def feasible(jobs: list[tuple[int, int]], chosen: tuple[int, ...]) -> bool:
-    """Whether the chosen (due, work) jobs can all be done in time, one after another."""
+    """Return whether the chosen (due, work) jobs can all be done in time, one after another."""
     done = 0
     for place in chosen:
         done += jobs[place][1]
@@ -59,7 +59,7 @@ def test_room_says_exactly_what_fits_beside_the_kept(
     kept = largest_feasible(due_in, works)
     held = [job for job, keep in zip(jobs, kept, strict=True) if keep]
     place = int(np.searchsorted(due_in, due, side="right"))
-    fits = room_s(margins_s(due_in, works, kept), due_in, place, float(due)) >= work
+    fits = available_s(margins_s(due_in, works, kept), due_in, place, float(due)) >= work
     together = sorted([*held, (due, work)], key=lambda job: job[0])
     assert fits == feasible(together, tuple(range(len(together))))
 
@@ -74,7 +74,7 @@ def test_the_earliest_deadline_that_fits_is_the_earliest(
 
     def fits(due: float) -> bool:
         place = int(np.searchsorted(due_in, due, side="right"))
-        return room_s(margins, due_in, place, due) >= work
+        return available_s(margins, due_in, place, due) >= work
 
     earliest = earliest_due_s(margins, due_in, float(work))
     assert fits(earliest)
@@ -85,7 +85,7 @@ def test_the_earliest_deadline_that_fits_is_the_earliest(
 def test_what_is_broken_leaves_a_feasible_set(jobs: list[tuple[int, int]]) -> None:
     due_in, works = arrays(jobs)
     kept = np.ones(len(jobs), dtype=np.bool_)
-    lost = broken(margins_s(due_in, works, kept), works, kept, 0.0)
+    lost = select_victims(margins_s(due_in, works, kept), works, kept, 0.0)
     rest = tuple(place for place in range(len(jobs)) if place not in lost)
     assert feasible(jobs, rest)
     assert len(rest) == int(largest_feasible(due_in, works).sum())
@@ -105,8 +105,8 @@ def test_an_overrun_within_the_tolerance_breaks_nothing() -> None:
     due, work = np.array([2.0, 3.0]), np.array([1.5, 2.0])
     kept = np.array([True, True])
     margins = margins_s(due, work, kept)
-    assert broken(margins, work, kept, 0.5) == []
-    assert broken(margins, work, kept, 0.4) == [1]
+    assert select_victims(margins, work, kept, 0.5) == []
+    assert select_victims(margins, work, kept, 0.4) == [1]
 
 
 def test_relative_slack_by_hand() -> None:

@@ -20,11 +20,14 @@ SHORT = [
 
 
 def first_tokens(policy: str, relegated_share: float = 0.1) -> tuple[Driven, dict[str, float]]:
-    """When each first token comes."""
+    """Run the example; return the time of each first token."""
     settings = Scheduling(
-        policy=policy, budget="fixed", fixed_s=0.0501, chunk_step_tokens=500,
+        policy=policy,
+        budget="fixed",
+        fixed_s=0.0501,
+        chunk_step_tokens=500,
         relegated_share=relegated_share,
-    )  # fmt: skip
+    )
     driven = Driven(scheduler(settings=settings))
     driven.submit([LONG, *SHORT])
     driven.run()

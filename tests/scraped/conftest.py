@@ -1,7 +1,7 @@
-"""One fleet under load, scraped by one Prometheus, for all questions of this folder.
+"""A fleet under load, scraped by a Prometheus, for all tests of this folder.
 
-Where the programs of a Kubernetes API server are, a real operator runs against one and is scraped
-too; where they are not, only its questions are skipped.
+If the programs of a Kubernetes API server are installed, a real operator runs and is scraped too;
+otherwise only its tests are skipped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.api.fleet import Fleet, Operator, until
-from tests.api.rights import forbidden
+from tests.api.rights import missing_rights
 from tests.api.server import ApiServer, Server
 from tests.api.stage import Stage, new_proxy
 from tests.conftest import program
@@ -27,7 +27,7 @@ FIRST_S, SECOND_S = 40.0, 15.0
 
 
 class Scraped(msgspec.Struct, frozen=True):
-    """What was scraped from `start` to `end`; `missing`: why no operator was."""
+    """Scraped data from `start` to `end`; `missing`: reason without an operator."""
 
     prometheus: Prometheus
     start: float
@@ -37,7 +37,7 @@ class Scraped(msgspec.Struct, frozen=True):
 
 @pytest.fixture(scope="session")
 def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer | str]:
-    """A real one with our kind, or why there is none."""
+    """A real API server with the CRD, or the reason why there is none."""
     try:
         programs = program("etcd"), program("kube-apiserver")
     except pytest.skip.Exception as skipped:
@@ -47,7 +47,7 @@ def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer |
     try:
         server.start()
         yield server.where
-        assert forbidden(server.where.audit) == set(), "the operator asked for more than its rights"
+        assert missing_rights(server.where.audit) == set(), "the operator exceeded its rights"
     finally:
         server.end()
 
@@ -56,17 +56,18 @@ def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer |
 def operator(
     api_server: ApiServer | str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Operator | str]:
-    """An operator that has made one replica Ready and waits for nodes for another, or why not."""
+    """An operator with one Ready replica and one without a node, or the reason why not."""
     if isinstance(api_server, str):
         yield api_server
         return
     with api_server.client() as api, contextlib.ExitStack() as stack:
         for path in (HOUSE / "crds").iterdir():
-            made = api.post(
+            created = api.post(
                 "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
-                content=path.read_bytes(), headers={"Content-Type": "application/yaml"},
-            )  # fmt: skip
-            assert made.status_code == 201, made.text
+                content=path.read_bytes(),
+                headers={"Content-Type": "application/yaml"},
+            )
+            assert created.status_code == 201, created.text
         api.post("/api/v1/namespaces", json={"metadata": {"name": "team"}}).raise_for_status()
         fleet = Fleet(api, "team")
         stack.callback(fleet.close)
@@ -95,7 +96,7 @@ def scraped(
         fleet.start()
         targets = [
             Target("router", fleet.router, "medha-system"),
-            *(Target("controller", each, "team") for each in fleet.controllers),
+            *(Target("controller", controller, "team") for controller in fleet.controllers),
             Target("pod", fleet.pod, "team"),
         ]
         # The exporter's own labels stand in one monitor, and not in the other, as people have it.
@@ -107,15 +108,15 @@ def scraped(
             targets.append(Target("operator", f"127.0.0.1:{operator.port}", "medha-system", True))
         watcher = Prometheus(prometheus, tmp_path_factory.mktemp("prometheus"), targets)
         stack.callback(watcher.close)
-        wait_for(watcher, [each.address for each in targets])
+        wait_for(watcher, [target.address for target in targets])
         start = time.time()
         records = fleet.play(FIRST_S, 1)
         fleet.leave()
         fleet.lose_a_rank()
         records += fleet.play(SECOND_S, 2)
         until(fleet.whole)
-        wait_for(watcher, [each.address for each in targets])
+        wait_for(watcher, [target.address for target in targets])
         time.sleep(3.0)  # three scrapes of how it ended
-        served = [each for each in records if each.finished_s is not None]
-        assert len(served) > len(records) // 2, [each.refused for each in records]
+        served = [record for record in records if record.finished_s is not None]
+        assert len(served) > len(records) // 2, [record.refused for record in records]
         yield Scraped(watcher, start, time.time(), missing)

@@ -1,7 +1,7 @@
-"""What NVIDIA's DCGM exporter shows of the GPUs of a node, from a loopback port.
+"""Simulated DCGM exporter of a node's GPUs, on a loopback port.
 
-Names and labels are its own, as it has them where it asks the kubelet whose a GPU is; only the
-numbers are played. One GPU is a pod's of the namespace `team`, one another's, one nobody's.
+Names and labels are those of NVIDIA's exporter with kubelet mapping; the numbers are made up. A GPU
+belongs to a pod of the namespace `team`, another to a pod elsewhere, the third to no pod.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ def page(node: str) -> str:
         lines += [f"# HELP {name} {says}", f"# TYPE {name} gauge"]
         for gpu, (container, namespace, pod) in enumerate(OWNERS):
             labels = {
-                "gpu": gpu, "UUID": f"GPU-{node}-{gpu}", "pci_bus_id": f"00000000:0{gpu}:00.0",
-                "device": f"nvidia{gpu}", "modelName": "NVIDIA H100 80GB HBM3", "Hostname": node,
-                "container": container, "namespace": namespace, "pod": pod,
-            }  # fmt: skip
-            shown = ",".join(f'{label}="{each}"' for label, each in labels.items())
+                "gpu": gpu,
+                "UUID": f"GPU-{node}-{gpu}",
+                "pci_bus_id": f"00000000:0{gpu}:00.0",
+                "device": f"nvidia{gpu}",
+                "modelName": "NVIDIA H100 80GB HBM3",
+                "Hostname": node,
+                "container": container,
+                "namespace": namespace,
+                "pod": pod,
+            }
+            shown = ",".join(f'{label}="{text}"' for label, text in labels.items())
             lines.append(f"{name}{{{shown}}} {value - 10 * gpu}")
     return "\n".join(lines) + "\n"
 
@@ -47,7 +53,7 @@ class Exporter:
                 self.wfile.write(text)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Scrapes are not told."""
+                """Log no scrapes."""
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever)

@@ -1,8 +1,8 @@
-"""A small real fleet, and everything done to it that its metrics can tell of.
+"""A small real fleet, and the events that its metrics count.
 
-`medha up` runs one replica that may grow to two KVP groups; a second one runs in a pod (`medha
-pod`), dials the same router, and loses its rank on the way. Requests are short and long, of
-a class that is refused and one that waits, many at once, the same twice, and left by their client.
+`medha up` runs a replica that may grow to two KVP groups; a second replica runs in a pod (`medha
+pod`), dials the same router, and loses its rank. Requests: short and long, of a class that is
+refused and of one that waits, many at once, repeated, and abandoned by their client.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 import httpx
 import msgspec
 import psutil
+from tests.support.medha_up import Up, until
 
 from medha.adapters.sockets import write_keys
 from medha.cli.open_loop import Target, connect, play, prompts_from, vocabulary
 from medha.config import CONTROLLER_OPS_PORT, POD_OPS_PORT, Curve, WorkerConfig, read, render
-from medha.sim.report import Record
+from medha.sim.report import RequestRecord
 from medha.sim.workload import Arrival
 from medha.topology import Topology
-from medha_worker.testing.checkpoint import TinyModel, write_checkpoint
-from medha_worker.testing.command import Up, until
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 RESOURCE = """
 apiVersion: medha.dev/v1alpha1
@@ -85,10 +85,10 @@ class LocalFleet:
     def lose_a_rank(self) -> None:
         """The rank of the pod is killed; the pod starts another."""
         assert self._pod is not None
-        for each in psutil.Process(self._pod.pid).children(recursive=True):
+        for process in psutil.Process(self._pod.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "medha_worker.gently" in each.cmdline():
-                    each.kill()
+                if "medha_worker.low_priority_start" in process.cmdline():
+                    process.kill()
                     return
         raise AssertionError("the pod has no rank")
 
@@ -112,30 +112,50 @@ class LocalFleet:
         assert shared.curve is not None
         controller = shared.curve.secret.removesuffix(".secret")
         config = msgspec.structs.replace(
-            shared, replica="tiny-1", topology=Topology(), rank_bind="tcp://*:7900",
+            shared,
+            replica="tiny-1",
+            topology=Topology(),
+            rank_bind="tcp://*:7900",
             run_dir=str(self._folder),
-            rank_curve=Curve(secret=f"{rank}.secret", allowed=f"{rank}.public",
-                             server_public=f"{controller}.public"),
-        )  # fmt: skip
+            rank_curve=Curve(
+                secret=f"{rank}.secret",
+                allowed=f"{rank}.public",
+                server_public=f"{controller}.public",
+            ),
+        )
         (self._folder / "worker.json").write_bytes(render(config))
         environ = {
-            "MEDHA_REPLICA": "tiny-1", "MEDHA_KVP_GROUP": "0", "MEDHA_SPP_STAGE": "0",
-            "MEDHA_TP": "1", "MEDHA_POD_IP": f"{NET}.1", "MEDHA_LEADER_ADDRESS": f"{NET}.1",
-            "MEDHA_INTERFACE": "lo", "MEDHA_GRACE_S": "10",
-        }  # fmt: skip
+            "MEDHA_REPLICA": "tiny-1",
+            "MEDHA_KVP_GROUP": "0",
+            "MEDHA_SPP_STAGE": "0",
+            "MEDHA_TP": "1",
+            "MEDHA_POD_IP": f"{NET}.1",
+            "MEDHA_LEADER_ADDRESS": f"{NET}.1",
+            "MEDHA_INTERFACE": "lo",
+            "MEDHA_GRACE_S": "10",
+        }
         with (self._folder / "pod.log").open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "medha.cli", "pod", "--config",
-                 str(self._folder / "worker.json")],
-                env={**os.environ, **environ}, stdout=log, stderr=log,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "medha.cli",
+                    "pod",
+                    "--config",
+                    str(self._folder / "worker.json"),
+                ],
+                env={**os.environ, **environ},
+                stdout=log,
+                stderr=log,
+            )
 
     def _serving(self) -> int:
         page = self._get(f"http://{self.router}/metrics").text
         (line,) = [
-            each for each in page.splitlines()
-            if each.startswith("medha_replicas{") and 'state="serving"' in each
-        ]  # fmt: skip
+            row
+            for row in page.splitlines()
+            if row.startswith("medha_replicas{") and 'state="serving"' in row
+        ]
         return int(float(line.rpartition(" ")[2]))
 
     def _get(self, url: str) -> httpx.Response:
@@ -143,11 +163,11 @@ class LocalFleet:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def play(self, seconds: float, seed: int) -> list[Record]:
+    def play(self, seconds: float, seed: int) -> list[RequestRecord]:
         """Short requests all the time, long ones now and then, and a few that cannot be served."""
         return asyncio.run(self._play(_arrivals(seconds, seed), seed))
 
-    async def _play(self, arrivals: list[Arrival], seed: int) -> list[Record]:
+    async def _play(self, arrivals: list[Arrival], seed: int) -> list[RequestRecord]:
         target = Target(url=self.up.url, model="tiny")
         async with connect(target.url) as client:
             prompts = prompts_from(await vocabulary(client, target), seed)
@@ -155,8 +175,13 @@ class LocalFleet:
 
     def leave(self) -> None:
         """A client that goes while its answer comes."""
-        body = {"model": "tiny", "prompt": list(range(20, 60)), "max_tokens": 2000,
-                "stream": True, "ignore_eos": True}  # fmt: skip
+        body = {
+            "model": "tiny",
+            "prompt": list(range(20, 60)),
+            "max_tokens": 2000,
+            "stream": True,
+            "ignore_eos": True,
+        }
         with httpx.stream(
             "POST", f"{self.up.url}/v1/completions", json=body, timeout=60.0, trust_env=False
         ) as answer:
@@ -169,24 +194,27 @@ def _arrivals(seconds: float, seed: int) -> list[Arrival]:
     """Every third short one shares its first blocks; two of ten want what cannot be had."""
     shorts = [
         Arrival(
-            id=f"short-{seed}-{number}", arrival_s=number / SHORTS_PER_S,
-            prompt_tokens=1100 if number % 3 == 0 else 80 + 40 * (number % 7), output_tokens=8,
+            id=f"short-{seed}-{number}",
+            arrival_s=number / SHORTS_PER_S,
+            prompt_tokens=1100 if number % 3 == 0 else 80 + 40 * (number % 7),
+            output_tokens=8,
             blocks=(1, 2) if number % 3 == 0 else (),
             slo_class={8: "patient", 9: "eager"}.get(number % 10, "default"),
         )
         for number in range(int(seconds * SHORTS_PER_S))
-    ]  # fmt: skip
+    ]
     longs = [
-        Arrival(id=f"long-{seed}-{at}", arrival_s=float(at), prompt_tokens=LONG_TOKENS,
-                output_tokens=16)
+        Arrival(
+            id=f"long-{seed}-{at}", arrival_s=float(at), prompt_tokens=LONG_TOKENS, output_tokens=16
+        )
         for at in range(1, int(seconds), LONG_EVERY_S)
-    ]  # fmt: skip
+    ]
     # More at once than replicas take in: some wait in the router while it samples its queue.
     burst = [
         Arrival(id=f"burst-{seed}-{number}", arrival_s=2.0, prompt_tokens=2000, output_tokens=2)
         for number in range(BURST)
     ]
-    return sorted([*shorts, *longs, *burst], key=lambda each: each.arrival_s)
+    return sorted([*shorts, *longs, *burst], key=lambda arrival: arrival.arrival_s)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

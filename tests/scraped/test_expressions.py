@@ -13,7 +13,7 @@ from tests.scraped.conftest import Scraped
 
 from medha.metrics import CATALOGUE, Metric
 from medha.spec import API_VERSION, KIND, parse
-from medha_operator.keda import scaled_object
+from medha_operator.resources.scaled_object import scaled_object
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -37,8 +37,8 @@ def test_every_expression_of_a_dashboard_brings_numbers(name: str, scraped: Scra
         pytest.skip(scraped.missing)
     empty = []
     for title, expr in panels(BOARDS[name]):
-        found = scraped.prometheus.range(expr, scraped.start, scraped.end)
-        if not any(series.points for series in found):
+        results = scraped.prometheus.range(expr, scraped.start, scraped.end)
+        if not any(series.points for series in results):
             empty.append(f"{title}: {expr}")
     assert empty == []
 
@@ -46,22 +46,26 @@ def test_every_expression_of_a_dashboard_brings_numbers(name: str, scraped: Scra
 @pytest.mark.parametrize("name", BOARDS)
 def test_every_variable_of_a_dashboard_offers_what_is_there(name: str, scraped: Scraped) -> None:
     offered = {
-        each["name"]: scraped.prometheus.values(each["query"], scraped.start, scraped.end)
-        for each in BOARDS[name]["templating"]["list"]
-        if each["type"] == "query"
+        variable["name"]: scraped.prometheus.values(variable["query"], scraped.start, scraped.end)
+        for variable in BOARDS[name]["templating"]["list"]
+        if variable["type"] == "query"
     }
     places = {"team", "medha-system"}
     assert offered == {
-        "namespace": sorted(places), "model": ["tiny"], "class": ["default", "eager", "patient"],
-    }  # fmt: skip
+        "namespace": sorted(places),
+        "model": ["tiny"],
+        "class": ["default", "eager", "patient"],
+    }
 
 
 def test_gpus_of_a_chosen_namespace_are_shown_however_they_are_scraped(scraped: Scraped) -> None:
     gpus = [(title, expr) for title, expr in panels(BOARDS["fleet"]) if "DCGM_" in expr]
     assert len(gpus) == 3
     for title, expr in gpus:
-        found = scraped.prometheus.range(expr, scraped.start, scraped.end, namespace="team")
-        shown = {(each.labels["Hostname"], each.labels["gpu"]) for each in found if each.points}
+        results = scraped.prometheus.range(expr, scraped.start, scraped.end, namespace="team")
+        shown = {
+            (result.labels["Hostname"], result.labels["gpu"]) for result in results if result.points
+        }
         assert shown == {("node-a", "0"), ("node-b", "0")}, title
 
 
@@ -71,19 +75,22 @@ def test_what_keda_asks_brings_the_number_that_the_operator_exports(
     if isinstance(operator, str):
         pytest.skip(scraped.missing)
     document = {
-        "apiVersion": API_VERSION, "kind": KIND,
+        "apiVersion": API_VERSION,
+        "kind": KIND,
         "metadata": {"name": "llama", "namespace": "team", "uid": "1"},
         "spec": {
             "model": {
-                "name": "llama", "source": {"hostPath": {"path": "/m"}}, "maxContextTokens": 4096,
+                "name": "llama",
+                "source": {"hostPath": {"path": "/m"}},
+                "maxContextTokens": 4096,
             },
             "autoscaling": {"mode": "External", "minReplicas": 1, "maxReplicas": 2},
         },
-    }  # fmt: skip
+    }
     resource = parse(document)
     assert resource.spec.autoscaling is not None
-    made = scaled_object(resource, resource.spec.autoscaling, "http://prometheus:9090")
-    (trigger,) = made["spec"]["triggers"]
+    scaled = scaled_object(resource, resource.spec.autoscaling, "http://prometheus:9090")
+    (trigger,) = scaled["spec"]["triggers"]
     query = trigger["metadata"]["query"]
     (exported,) = operator.shown("medha_desired_replicas").values()
     assert scraped.prometheus.value(query) == exported == 1.0
@@ -97,9 +104,9 @@ def test_every_expression_of_the_alerts_brings_numbers(scraped: Scraped) -> None
     for rule in rules:
         # `a > b` brings nothing while it is well; `a > bool b` brings 0 or 1 where there is data.
         expr = COMPARISON.sub(r"\1 bool", rule["query"])
-        found = scraped.prometheus.range(expr, scraped.start, scraped.end)
+        results = scraped.prometheus.range(expr, scraped.start, scraped.end)
         of_operator = "medha_operator" in expr or "medha_replica_condition" in expr
-        if not any(series.points for series in found) and not (scraped.missing and of_operator):
+        if not any(series.points for series in results) and not (scraped.missing and of_operator):
             empty.append(f"{rule['name']}: {expr}")
     assert len(rules) > 15 and empty == []
 
@@ -117,8 +124,8 @@ def test_a_metric_of_the_catalogue_comes_from_each_of_its_processes(
 
 def test_what_the_fleet_did_is_what_prometheus_saw(scraped: Scraped) -> None:
     def last(expr: str) -> float:
-        found = scraped.prometheus.range(expr, scraped.end - 5.0, scraped.end)
-        return sum(series.points[-1][1] for series in found if series.points)
+        results = scraped.prometheus.range(expr, scraped.end - 5.0, scraped.end)
+        return sum(series.points[-1][1] for series in results if series.points)
 
     assert last("sum(medha_requests_total{outcome='finished'})") > 100
     assert last("sum(medha_requests_total{outcome='refused'})") > 0
@@ -127,7 +134,7 @@ def test_what_the_fleet_did_is_what_prometheus_saw(scraped: Scraped) -> None:
     assert last("sum(medha_prefix_cache_hits_total)") > 0
     assert last("sum(medha_rank_restarts_total)") == 1
     assert last("sum(medha_pod_restarts_total)") == 1
-    found = scraped.prometheus.range(
+    results = scraped.prometheus.range(
         "sum(medha_kvp_groups{state='running'})", scraped.start, scraped.end
     )
-    assert max(value for series in found for _, value in series.points) == 3  # it has grown
+    assert max(value for series in results for _, value in series.points) == 3  # it has grown

@@ -23,7 +23,7 @@ MOST_BYTES = 200_000
 
 def filled(legend: str, labels: Mapping[str, str]) -> str:
     """A legend with the labels' values in it."""
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), legend)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), legend)
 
 
 @pytest.mark.parametrize("name", BOARDS)
@@ -32,8 +32,8 @@ def test_every_panel_of_a_dashboard_is_drawn_with_its_data(name: str, scraped: S
         pytest.skip(scraped.missing)
 
     def ask(expr: str, legend: str) -> list[Line]:
-        found = scraped.prometheus.range(expr, scraped.start, scraped.end)
-        return [Line(filled(legend, each.labels), each.points) for each in found]
+        results = scraped.prometheus.range(expr, scraped.start, scraped.end)
+        return [Line(filled(legend, result.labels), result.points) for result in results]
 
     board = BOARDS[name]
     picture = drawn(board, ask, (scraped.start, scraped.end))

@@ -1,4 +1,4 @@
-"""A real Prometheus on loopback: it scrapes what it is told to, and keeps the project's alerts."""
+"""A real Prometheus on loopback, with given targets and the project's alerts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from medha.cli.preflight import free_ports
+from medha.cli.local_fleet.preflight import free_ports
 
 HOUSE = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
@@ -22,9 +22,12 @@ SCRAPE_S = 1
 # What Grafana would put in place of its variables, at one scrape per second.
 RATE_INTERVAL, STEP_S, MOST_POINTS = "15s", 5, 60
 VARIABLES = {
-    "$__rate_interval": RATE_INTERVAL, "$namespace": ".*", "$model": ".*", "$class": ".*",
+    "$__rate_interval": RATE_INTERVAL,
+    "$namespace": ".*",
+    "$model": ".*",
+    "$class": ".*",
     "$objective": "0.99",
-}  # fmt: skip
+}
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -38,7 +41,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Series(msgspec.Struct, frozen=True):
-    """One series: its labels, and (time, value) of its points that are numbers."""
+    """Labels of a series, and (time, value) of its finite points."""
 
     labels: Mapping[str, str]
     points: tuple[tuple[float, float], ...]
@@ -51,23 +54,43 @@ class Prometheus:
         (self._port,) = free_ports(HOST, 1)
         self._log = folder / "prometheus.log"
         config = folder / "prometheus.json"  # JSON is YAML
-        config.write_text(json.dumps({
-            "global": {"scrape_interval": f"{SCRAPE_S}s", "scrape_timeout": f"{SCRAPE_S}s",
-                       "evaluation_interval": "1s"},
-            "rule_files": [str(HOUSE / "dashboards" / "alerts.yaml")],
-            "scrape_configs": [
-                {"job_name": each.job, "honor_labels": each.honours,
-                 "static_configs": [{"targets": [each.address],
-                                     "labels": {"namespace": each.namespace}}]}
-                for each in _apart(targets)
-            ],
-        }))  # fmt: skip
+        config.write_text(
+            json.dumps(
+                {
+                    "global": {
+                        "scrape_interval": f"{SCRAPE_S}s",
+                        "scrape_timeout": f"{SCRAPE_S}s",
+                        "evaluation_interval": "1s",
+                    },
+                    "rule_files": [str(HOUSE / "dashboards" / "alerts.yaml")],
+                    "scrape_configs": [
+                        {
+                            "job_name": target.job,
+                            "honor_labels": target.honours,
+                            "static_configs": [
+                                {
+                                    "targets": [target.address],
+                                    "labels": {"namespace": target.namespace},
+                                }
+                            ],
+                        }
+                        for target in _apart(targets)
+                    ],
+                }
+            )
+        )
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [program, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}",
-                 f"--web.listen-address={HOST}:{self._port}", "--log.level=warn"],
-                stdout=log, stderr=log,
-            )  # fmt: skip
+                [
+                    program,
+                    f"--config.file={config}",
+                    f"--storage.tsdb.path={folder / 'data'}",
+                    f"--web.listen-address={HOST}:{self._port}",
+                    "--log.level=warn",
+                ],
+                stdout=log,
+                stderr=log,
+            )
         self._client = httpx.Client(
             base_url=f"http://{HOST}:{self._port}", timeout=60.0, trust_env=False
         )
@@ -81,9 +104,10 @@ class Prometheus:
 
     def up(self) -> dict[str, float]:
         """Each address, and whether its last scrape succeeded."""
-        found = self._client.get("/api/v1/query", params={"query": "up"}).json()
+        response = self._client.get("/api/v1/query", params={"query": "up"}).json()
         return {
-            each["metric"]["instance"]: float(each["value"][1]) for each in found["data"]["result"]
+            result["metric"]["instance"]: float(result["value"][1])
+            for result in response["data"]["result"]
         }
 
     def range(self, expr: str, start: float, end: float, **chosen: str) -> list[Series]:
@@ -95,34 +119,33 @@ class Prometheus:
             data={"query": expr, "start": start, "end": end, "step": step_s},
         ).json()
         assert answer["status"] == "success", f"{expr}: {answer.get('error')}"
-        return [_series(each) for each in answer["data"]["result"]]
+        return [_series(result) for result in answer["data"]["result"]]
 
     def values(self, query: str, start: float, end: float, **chosen: str) -> list[str]:
-        """What a variable of a dashboard may be, by its `label_values(series, label)`, as Grafana
-        asks for it."""
-        found = re.fullmatch(r"label_values\((.+), (\w+)\)", query)
-        assert found, query
-        asked: dict[str, str | float] = {"start": start, "end": end}
-        asked["match[]"] = _chosen(found[1], {}, chosen)
-        answer = self._client.get(f"/api/v1/label/{found[2]}/values", params=asked).json()
+        """Values of a dashboard's variable, by its `label_values(series, label)`, as in Grafana."""
+        match = re.fullmatch(r"label_values\((.+), (\w+)\)", query)
+        assert match, query
+        params: dict[str, str | float] = {"start": start, "end": end}
+        params["match[]"] = _chosen(match[1], {}, chosen)
+        answer = self._client.get(f"/api/v1/label/{match[2]}/values", params=params).json()
         assert answer["status"] == "success", f"{query}: {answer.get('error')}"
         values: list[str] = answer["data"]
         return values
 
     def value(self, expr: str) -> float | None:
-        """What one number is now, as KEDA asks for it; None if there is none."""
+        """Current value of an expression, as KEDA queries it; None if there is none."""
         answer = self._client.get("/api/v1/query", params={"query": expr}).json()
         assert answer["status"] == "success", f"{expr}: {answer.get('error')}"
-        found = answer["data"]["result"]
-        assert len(found) <= 1, found
-        return float(found[0]["value"][1]) if found else None
+        results = answer["data"]["result"]
+        assert len(results) <= 1, results
+        return float(results[0]["value"][1]) if results else None
 
     def jobs_of(self, series: str, start: float, end: float) -> set[str]:
         """The kinds of process that showed a series at any time."""
         names: dict[str, str | float] = {"match[]": series, "start": start, "end": end}
         answer = self._client.get("/api/v1/series", params=names).json()
         assert answer["status"] == "success", answer
-        return {each["job"].partition("-")[0] for each in answer["data"]}
+        return {labels["job"].partition("-")[0] for labels in answer["data"]}
 
     def rules(self) -> list[dict[str, Any]]:
         """Every rule, with its health."""
@@ -150,17 +173,17 @@ def _chosen(expr: str, times: Mapping[str, str], chosen: Mapping[str, str]) -> s
 def _apart(targets: Iterable[Target]) -> list[Target]:
     """Names of jobs must differ: the second router is `router-1`."""
     seen: dict[str, int] = {}
-    made = []
-    for each in targets:
-        number = seen[each.job] = seen.get(each.job, -1) + 1
-        name = f"{each.job}-{number}" if number else each.job
-        made.append(msgspec.structs.replace(each, job=name))
-    return made
+    renamed = []
+    for target in targets:
+        number = seen[target.job] = seen.get(target.job, -1) + 1
+        name = f"{target.job}-{number}" if number else target.job
+        renamed.append(msgspec.structs.replace(target, job=name))
+    return renamed
 
 
-def _series(found: dict[str, Any]) -> Series:
-    points = tuple((float(at), float(value)) for at, value in found["values"])
-    return Series(found["metric"], tuple(each for each in points if math.isfinite(each[1])))
+def _series(result: dict[str, Any]) -> Series:
+    points = tuple((float(at), float(value)) for at, value in result["values"])
+    return Series(result["metric"], tuple(point for point in points if math.isfinite(point[1])))
 
 
 def wait_for(prometheus: Prometheus, addresses: Iterable[str], within_s: float = 60.0) -> None:
@@ -168,7 +191,7 @@ def wait_for(prometheus: Prometheus, addresses: Iterable[str], within_s: float =
     wanted, end = set(addresses), time.monotonic() + within_s
     while True:
         up = prometheus.up() if prometheus.ready() else {}
-        if all(up.get(each) == 1.0 for each in wanted):
+        if all(up.get(address) == 1.0 for address in wanted):
             return
         assert time.monotonic() < end, f"not scraped within {within_s:.0f} s: {wanted}, {up}"
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""The fleet in virtual time: promises are kept, prefixes attract, refusals tell the truth."""
+"""The fleet in virtual time: promises are kept, prefixes attract, refusals are correct."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass
 from medha.scheduling.scheduler import Scheduler
-from medha.sim.fleet import Fleet
 from medha.sim.loop import Loop
-from medha.sim.pipeline import PipelineClock
+from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
-from medha.sim.report import Record, summarise
+from medha.sim.report import RequestRecord, summarise
+from medha.sim.virtual_fleet import SimulatedFleet
 from medha.sim.workload import Arrival, poisson
 from medha.topology import Topology
 
 SHAPE = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256,
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=14336,
+    vocab=128256,
     max_context_tokens=400_000,
-)  # fmt: skip
+)
 RELEGATING = SloClass(when_infeasible="relegate", slo=Slo(tpot_s=0.1))
 REFUSING = SloClass(slo=Slo(tpot_s=0.1))
 
 
-def fleet(count: int = 2, slo_class: SloClass = RELEGATING, pages: int = 10_000) -> Fleet:
+def fleet(count: int = 2, slo_class: SloClass = RELEGATING, pages: int = 10_000) -> SimulatedFleet:
     loop, settings, replicas = Loop(), Scheduling(), []
     for index in range(count):
         predictor = Predictor(A100, SHAPE, Topology(tp=8))
@@ -35,10 +41,10 @@ def fleet(count: int = 2, slo_class: SloClass = RELEGATING, pages: int = 10_000)
         )
         clock = PipelineClock(predictor, 64, scheduler.layout)
         replicas.append(SimReplica(f"r{index}", scheduler, clock, loop))
-    return Fleet(replicas, loop, (slo_class,), settings, 64, 400_000)
+    return SimulatedFleet(replicas, loop, (slo_class,), settings, 64, 400_000)
 
 
-def play(of: Fleet, arrivals: list[Arrival]) -> dict[str, Record]:
+def play(of: SimulatedFleet, arrivals: list[Arrival]) -> dict[str, RequestRecord]:
     of.play(arrivals)
     of.loop.run(most_events=200_000)
     records = of.records()
@@ -48,8 +54,12 @@ def play(of: Fleet, arrivals: list[Arrival]) -> dict[str, Record]:
 
 def arrival(id: str, at: float, prompt: int, output: int = 1, **more: object) -> Arrival:
     return Arrival(
-        id=id, arrival_s=at, prompt_tokens=prompt, output_tokens=output, **more  # type: ignore[arg-type]
-    )  # fmt: skip
+        id=id,
+        arrival_s=at,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        **more,  # type: ignore[arg-type]
+    )
 
 
 def test_two_long_ones_go_to_two_replicas() -> None:
@@ -106,7 +116,7 @@ def test_a_request_waits_in_the_queue_while_replicas_are_full_of_more_urgent_wor
     burst = [arrival(f"s{index}", 0.0, 8000) for index in range(60)]
     waited: list[int] = []
     of.play(burst)
-    of.loop.at(0.3, 3, lambda: waited.append(len(of.queue)))
+    of.loop.at(0.3, 3, lambda: waited.append(len(of.dispatcher)))
     of.loop.run(most_events=100_000)
     assert waited[0] > 0
     assert all(record.finished_s is not None for record in of.records())
@@ -114,8 +124,8 @@ def test_a_request_waits_in_the_queue_while_replicas_are_full_of_more_urgent_wor
 
 def test_more_replicas_keep_more_promises_at_the_same_arrivals() -> None:
     arrivals = poisson([(4000, 5), (1000, 5), (90_000, 5)], 4.0, 150, seed=2)
-    one, two = (
+    single, double = (
         summarise(list(play(fleet(count), arrivals).values()), 100.0).total.attainment
         for count in (1, 2)
     )
-    assert two > one
+    assert double > single

@@ -1,4 +1,4 @@
-"""Virtual time: order at one instant is by rank, then by making; it is the same every run."""
+"""Virtual time: order at one instant is by rank, then by creation; every run is the same."""
 
 from __future__ import annotations
 

@@ -8,20 +8,20 @@ from medha.batch import Batch, Chunk, Move
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
-from medha.sim.pipeline import Layout, PipelineClock
+from medha.sim.pipeline_clock import Layout, PipelineClock
 from medha.topology import Topology
 
 SHAPE = ModelShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
-)  # fmt: skip
+)
 OF = Predictor(A100, SHAPE, Topology(tp=8, spp=2, kvp_min=2, kvp_max=3, tokens_per_group=100_000))
 
 
 def clock(layout: Layout = ()) -> PipelineClock:
-    made = PipelineClock(OF, 64, lambda seq: layout)
+    pipeline = PipelineClock(OF, 64, lambda seq: layout)
     for group in range(3):
-        made.join(group, 0.0)
-    return made
+        pipeline.join(group, 0.0)
+    return pipeline
 
 
 def batch(
@@ -42,15 +42,15 @@ def seconds(length: int, keys: int, groups: int = 1, tail: bool = True, stage: i
 
 def test_the_next_batch_enters_stage_0_while_the_first_is_in_stage_1() -> None:
     of = clock()
-    one = of.run(batch(1, chunk(1, 0, 512, 0)), 0.0)
+    run = of.run(batch(1, chunk(1, 0, 512, 0)), 0.0)
     first, second = seconds(512, 0), seconds(512, 0, stage=1)
-    assert one.ends_s == pytest.approx((first, first + second))
-    assert one.slowest_s == pytest.approx(max(first, second))
-    assert 0 not in of.free_groups(0.5 * first) and 0 in of.free_groups(one.ends_s[0])
-    two = of.run(batch(2, chunk(1, 512, 512, 0)), one.ends_s[0])
-    assert two.ends_s[0] == pytest.approx(one.ends_s[0] + seconds(512, 512))
-    assert two.ends_s[1] == pytest.approx(
-        max(two.ends_s[0], one.ends_s[1]) + seconds(512, 512, stage=1)
+    assert run.ends_s == pytest.approx((first, first + second))
+    assert run.slowest_s == pytest.approx(max(first, second))
+    assert 0 not in of.free_groups(0.5 * first) and 0 in of.free_groups(run.ends_s[0])
+    later = of.run(batch(2, chunk(1, 512, 512, 0)), run.ends_s[0])
+    assert later.ends_s[0] == pytest.approx(run.ends_s[0] + seconds(512, 512))
+    assert later.ends_s[1] == pytest.approx(
+        max(later.ends_s[0], run.ends_s[1]) + seconds(512, 512, stage=1)
     )
 
 

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from medha.sim.report import Record, spread, summarise, table
+from medha.sim.report import RequestRecord, spread, summarise, table
 
 
-def record(id: str = "r", ttft: float | None = 0.1, **more: object) -> Record:
+def record(id: str = "r", ttft: float | None = 0.1, **more: object) -> RequestRecord:
     first = None if ttft is None else 10.0 + ttft
     fields: dict[str, object] = {
-        "id": id, "arrival_s": 10.0, "prompt_tokens": 100, "first_token_s": first,
-        "finished_s": None if first is None else first + 0.2, "output_tokens": 11, "tpot_s": 0.03,
+        "id": id,
+        "arrival_s": 10.0,
+        "prompt_tokens": 100,
+        "first_token_s": first,
+        "finished_s": None if first is None else first + 0.2,
+        "output_tokens": 11,
+        "tpot_s": 0.03,
         **more,
-    }  # fmt: skip
-    return Record(**fields)  # type: ignore[arg-type]
+    }
+    return RequestRecord(**fields)  # type: ignore[arg-type]
 
 
 def test_attainment_counts_refusals_and_late_ones_as_misses() -> None:
     report = summarise(
-        [record("a"), record("b", 0.7), record("c", None, refused="overloaded"),
-         record("d", None)], 100.0,
-    )  # fmt: skip
+        [record("a"), record("b", 0.7), record("c", None, refused="overloaded"), record("d", None)],
+        100.0,
+    )
     assert report.total.attainment == 0.25
     assert (report.total.in_time, report.total.refused, report.total.censored) == (1, 1, 0)
 
@@ -50,12 +55,18 @@ def test_goodput_needs_the_pace_too() -> None:
 
 
 def test_lengths_and_classes_are_told_apart() -> None:
-    records = [record("a"), record("b", prompt_tokens=8192), record("c", prompt_tokens=200_000),
-               record("d", slo_class="gold")]  # fmt: skip
+    records = [
+        record("a"),
+        record("b", prompt_tokens=8192),
+        record("c", prompt_tokens=200_000),
+        record("d", slo_class="gold"),
+    ]
     report = summarise(records, 10.0)
     assert [(part.name, part.requests) for part in report.by_length] == [
-        ("0 – 1K", 2), ("1K – 8K", 1), ("128K – 384K", 1),
-    ]  # fmt: skip
+        ("0 – 1K", 2),
+        ("1K – 8K", 1),
+        ("128K – 384K", 1),
+    ]
     assert [(part.name, part.requests) for part in report.by_class] == [("default", 3), ("gold", 1)]
 
 

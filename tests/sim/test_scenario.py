@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from medha.cli.simulate import Options, run_simulate
+from medha.cli.simulate import SimulateOptions, run_simulate
 from medha.errors import SpecError
 from medha.sim.report import Report
 from medha.sim.scenario import Scenario, Workload, read_scenario, simulate
@@ -84,15 +84,19 @@ def test_the_command_prints_a_table_per_policy_and_writes_what_it_saw(
 ) -> None:
     path = tmp_path / "s.toml"
     path.write_text("[workload]\nmix = 0.0\nrequests = 30\noutput_tokens = 2\n")
-    said = io.StringIO()
+    output = io.StringIO()
     run_simulate(
-        Options(scenario=path, policies=("lars", "fcfs"), load=0.4, seed=3, out=tmp_path / "out"),
-        Console(file=said, width=160),
+        SimulateOptions(
+            scenario=path, policies=("lars", "fcfs"), load=0.4, seed=3, out=tmp_path / "out"
+        ),
+        Console(file=output, width=160),
     )
-    text = said.getvalue()
+    text = output.getvalue()
     assert "lars:" in text and "fcfs:" in text and text.count("prompt tokens") == 2
     report = msgspec.json.decode((tmp_path / "out" / "lars.json").read_bytes(), type=Report)
     assert report.total.requests == 30
     assert len((tmp_path / "out" / "fcfs.records.jsonl").read_bytes().splitlines()) == 30
     with pytest.raises(SpecError, match="--policy is best"):
-        run_simulate(Options(scenario=path, policies=("best",), load=0.4), Console(file=said))
+        run_simulate(
+            SimulateOptions(scenario=path, policies=("best",), load=0.4), Console(file=output)
+        )

@@ -1,4 +1,4 @@
-"""One simulated replica: random workloads end well, and batches are what they should be."""
+"""A simulated replica: random workloads end, and batches are correct."""
 
 from __future__ import annotations
 
@@ -16,31 +16,48 @@ from medha.profile import A100
 from medha.request import Request, Slo
 from medha.scheduling.scheduler import Scheduler
 from medha.sim.loop import ARRIVE, Loop
-from medha.sim.pipeline import PipelineClock
+from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
 from medha.topology import Topology
 
 SHAPE = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256,
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=14336,
+    vocab=128256,
     max_context_tokens=200_000,
-)  # fmt: skip
+)
 PAGE = 64
 
 
 def replica(
-    topology: Topology, pages: int = 3000, slowness: float = 0.0, seed: int = 0,
-    cold_start_s: float = 2.0, **settings: object,
-) -> SimReplica:  # fmt: skip
+    topology: Topology,
+    pages: int = 3000,
+    slowness: float = 0.0,
+    seed: int = 0,
+    cold_start_s: float = 2.0,
+    **settings: object,
+) -> SimReplica:
     predictor = Predictor(A100, SHAPE, topology)
     scheduler = Scheduler(
-        topology, SHAPE, predictor, Scheduling(**settings),  # type: ignore[arg-type]
-        pages, PAGE, 200_000,
-    )  # fmt: skip
+        topology,
+        SHAPE,
+        predictor,
+        Scheduling(**settings),  # type: ignore[arg-type]
+        pages,
+        PAGE,
+        200_000,
+    )
     rng = random.Random(seed)
     clock = PipelineClock(
-        predictor, PAGE, scheduler.layout,
+        predictor,
+        PAGE,
+        scheduler.layout,
         (lambda number, stage: 1.0 + slowness * rng.random()) if slowness else None,
-    )  # fmt: skip
+    )
     return SimReplica("r", scheduler, clock, Loop(), cold_start_s, keep_log=True)
 
 
@@ -51,18 +68,21 @@ def play(of: SimReplica, requests: list[Request]) -> None:
 
 
 def requests_of(seed: int, count: int = 25, longest: int = 60_000) -> list[Request]:
-    rng, now, found = random.Random(seed), 0.0, []
+    rng, now, requests = random.Random(seed), 0.0, []
     for index in range(count):
         now += rng.expovariate(8.0)
         prompt = int(min(longest, max(1, rng.lognormvariate(6.5, 1.8))))
-        found.append(
+        requests.append(
             Request(
-                id=f"q{index}", arrival_s=now, prompt_tokens=prompt,
+                id=f"q{index}",
+                arrival_s=now,
+                prompt_tokens=prompt,
                 max_output_tokens=rng.randint(1, 40),
-                ttft_deadline_s=Slo().ttft_deadline_s(prompt / 50_000), tpot_s=0.05,
+                ttft_deadline_s=Slo().ttft_deadline_s(prompt / 50_000),
+                tpot_s=0.05,
             )
-        )  # fmt: skip
-    return found
+        )
+    return requests
 
 
 SHAPES = [
@@ -87,8 +107,11 @@ def test_a_random_workload_ends_well(seed: int) -> None:
     check_batches([batch for _, batch in of.log], requests, of)
     load = of.scheduler.load(of.loop.now)
     assert load.pending_s == 0 and load.decoding == 0
-    running = [(free, most) for free, most in zip(load.free_pages, load.total_pages, strict=True)
-               if free >= 0]  # fmt: skip
+    running = [
+        (free, most)
+        for free, most in zip(load.free_pages, load.total_pages, strict=True)
+        if free >= 0
+    ]
     assert running and all(free == most for free, most in running)
 
 
@@ -102,7 +125,7 @@ def check_batches(batches: list[Batch], requests: list[Request], of: SimReplica)
         assert chunk.tail in chunk.groups and list(chunk.groups) == sorted(set(chunk.groups))
         reached[chunk.seq] = chunk.end
         total += chunk.length
-    expected = sum(one.prompt_tokens + one.max_output_tokens - 1 for one in requests)
+    expected = sum(request.prompt_tokens + request.max_output_tokens - 1 for request in requests)
     assert total == expected
 
 
@@ -138,8 +161,9 @@ def test_the_same_workload_makes_the_same_batches_at_the_same_times() -> None:
 
 def test_a_long_prompt_that_needs_more_groups_waits_for_one_to_join_and_grows_into_it() -> None:
     of = replica(SHAPES[3], pages=500, cold_start_s=5.0)
-    long = Request(id="long", arrival_s=0.0, prompt_tokens=60_000, max_output_tokens=5,
-                   ttft_deadline_s=60.0)  # fmt: skip
+    long = Request(
+        id="long", arrival_s=0.0, prompt_tokens=60_000, max_output_tokens=5, ttft_deadline_s=60.0
+    )
     play(of, [long])
     (record,) = of.records()
     assert record.output_tokens == 5
@@ -175,7 +199,7 @@ def test_a_lost_group_is_recomputed_and_every_token_still_comes() -> None:
 
 
 def attainment(policy: str, load: float, seed: int) -> float:
-    """Share in time of short prompts beside a few long ones, by the server's load."""
+    """Share in time of short prompts among a few long ones, by the server's load."""
     of = replica(Topology(tp=8), pages=20_000, policy=policy)
     rng, now, requests = random.Random(seed), 0.0, []
     predictor = of.clock.predictor

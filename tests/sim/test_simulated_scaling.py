@@ -11,20 +11,20 @@ from rich.console import Console
 from tests.sim.test_fleet import REFUSING, RELEGATING, SHAPE
 
 from medha.cli.scaling import run_scaling
-from medha.cli.simulate import Options, run_simulate
+from medha.cli.simulate import SimulateOptions, run_simulate
 from medha.config import Scheduling
 from medha.errors import SpecError
+from medha.fleet.autoscaling import Journal, Policy, replay
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass
-from medha.scaling import Journal, Policy, replay
 from medha.scheduling.scheduler import Scheduler
-from medha.sim.autoscaler import Autoscaler
-from medha.sim.fleet import Fleet
 from medha.sim.loop import Loop
-from medha.sim.pipeline import PipelineClock
+from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
 from medha.sim.scenario import Scenario, Workload, read_scenario, simulate
+from medha.sim.virtual_autoscaler import SimulatedAutoscaler
+from medha.sim.virtual_fleet import SimulatedFleet
 from medha.sim.workload import Arrival, poisson
 from medha.topology import Topology
 
@@ -37,13 +37,16 @@ class Scaled:
     """A fleet of replicas that are all alike, with its autoscaler, until `until_s`."""
 
     def __init__(
-        self, policy: Policy = POLICY, slo_class: SloClass = RELEGATING, count: int = 1,
+        self,
+        policy: Policy = POLICY,
+        slo_class: SloClass = RELEGATING,
+        count: int = 1,
         until_s: float = 600.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.loop, self.slo_class, self.until_s = Loop(), slo_class, until_s
         replicas = [self._replica(f"replica-{index}") for index in range(count)]
-        self.fleet = Fleet(replicas, self.loop, (slo_class,), Scheduling(), 64, 400_000)
-        self.scaler = Autoscaler(self.fleet, policy, self._replica, COLD_START_S, until_s)
+        self.fleet = SimulatedFleet(replicas, self.loop, (slo_class,), Scheduling(), 64, 400_000)
+        self.scaler = SimulatedAutoscaler(self.fleet, policy, self._replica, COLD_START_S, until_s)
 
     def _replica(self, name: str) -> SimReplica:
         predictor = Predictor(A100, SHAPE, Topology(tp=8))
@@ -65,7 +68,7 @@ class Scaled:
 
     @property
     def unserved(self) -> list[str]:
-        return [each.id for each in self.fleet.records() if each.finished_s is None]
+        return [record.id for record in self.fleet.records() if record.finished_s is None]
 
 
 def for_minutes(rate: float, minutes: float, seed: int = 1) -> list[Arrival]:
@@ -98,8 +101,8 @@ def test_a_long_prompt_that_is_in_nobodys_way_brings_no_replica() -> None:
     short = poisson([(500, 2), (2000, 2)], 2.0, 150, seed=3, first_s=2.0)
     assert scaled.play([long, *short]) == []
     records = scaled.fleet.records()
-    assert all(each.in_time for each in records)
-    (took_s,) = (each.ttft_s for each in records if each.id == "long")
+    assert all(record.in_time for record in records)
+    (took_s,) = (record.ttft_s for record in records if record.id == "long")
     assert took_s is not None and took_s > 25.0
 
 
@@ -145,7 +148,7 @@ def test_a_fleet_at_zero_holds_the_first_request_and_serves_it_after_a_cold_star
     changes = scaled.play([early, late])
     assert [(count, why) for _, count, why in changes][:2] == [(0, "Surplus"), (1, "FirstRequest")]
     assert changes[0][0] >= POLICY.down_after_s and 400.5 < changes[1][0] <= 403.0
-    (record,) = (each for each in scaled.fleet.records() if each.id == "late")
+    (record,) = (record for record in scaled.fleet.records() if record.id == "late")
     assert record.ttft_s is not None and COLD_START_S < record.ttft_s < COLD_START_S + 3.0
     assert scaled.unserved == []
 
@@ -163,9 +166,9 @@ def test_ten_minutes_of_a_load_whose_slack_lies_about_the_target_change_nothing(
     scaled = Scaled(policy, patient, count=2)
     assert scaled.play(poisson([(8000, 2), (30_000, 2)], 2.94, 1800, seed)) == []
     slacks = [look.signals.slack_p10 for look in scaled.scaler.journal.looks]
-    found = [each for each in slacks if each is not None]
-    assert min(found) < policy.target_slack < max(found)
-    assert sum(found) / len(found) == pytest.approx(policy.target_slack, abs=0.2)
+    known = [slack for slack in slacks if slack is not None]
+    assert min(known) < policy.target_slack < max(known)
+    assert sum(known) / len(known) == pytest.approx(policy.target_slack, abs=0.2)
 
 
 def test_the_example_follows_its_load() -> None:
@@ -193,9 +196,11 @@ def test_the_command_tells_each_change_and_what_it_writes_is_decided_again(
         "load = 1.5\n[autoscaling]\nleast = 1\nmost = 2\ntarget_slack = 0.2\ndown_after_s = 60\n"
         '[topology]\ntp = 8\n[[classes]]\nwhen_infeasible = "relegate"\n'
     )
-    said = io.StringIO()
-    run_simulate(Options(scenario=path, out=tmp_path / "out"), Console(file=said, width=160))
-    assert "from 1 to 2 replicas (LittleSlack)" in said.getvalue()
+    output = io.StringIO()
+    run_simulate(
+        SimulateOptions(scenario=path, out=tmp_path / "out"), Console(file=output, width=160)
+    )
+    assert "from 1 to 2 replicas (LittleSlack)" in output.getvalue()
     again = io.StringIO()
     run_scaling(tmp_path / "out" / "lars.scaling.json", Console(file=again, width=160))
     assert "fleet: 200 looks come out the same" in again.getvalue()

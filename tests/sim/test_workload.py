@@ -84,10 +84,10 @@ def test_mooncake_blocks_become_page_names_shared_exactly_by_equal_prefixes(
         '{"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]}\n'
         '{"timestamp": 1500, "input_length": 1536, "output_length": 5, "hash_ids": [0, 1, 7]}\n'
     )
-    one, two = read_mooncake(trace)
-    assert two.arrival_s == 1.5
+    first, second = read_mooncake(trace)
+    assert second.arrival_s == 1.5
     for page_tokens in (64, 512, 1024):
-        mine, theirs = one.page_names(page_tokens), two.page_names(page_tokens)
+        mine, theirs = first.page_names(page_tokens), second.page_names(page_tokens)
         assert len(mine) == 1100 // page_tokens and len(theirs) == 1536 // page_tokens
         shared = sum(a == b for a, b in zip(mine, theirs, strict=False))
         assert shared == 1024 // page_tokens

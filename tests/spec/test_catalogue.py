@@ -13,7 +13,7 @@ from medha.metrics import (
     LENGTH_LABELS,
     MEDHA,
     OTHER,
-    Cap,
+    CappedLabel,
     Metric,
     length_label,
 )
@@ -37,11 +37,27 @@ PROMISED = re.findall(
 
 # How many values a label can take at most; the product over a metric's labels bounds its series.
 CARDINALITY = {
-    "model": 8, "model_name": 8, "class": 8, "length": len(LENGTH_LABELS), "tenant": 65, "at": 2,
-    "quantile": 2, "outcome": 6, "reason": 12, "state": 6, "kind": 8, "group": 64, "peer": 3,
-    "namespace": 16, "name": 16, "condition": 12, "verb": 4, "code": 16, "program": 2,
+    "model": 8,
+    "model_name": 8,
+    "class": 8,
+    "length": len(LENGTH_LABELS),
+    "tenant": 65,
+    "at": 2,
+    "quantile": 2,
+    "outcome": 6,
+    "reason": 12,
+    "state": 6,
+    "kind": 8,
+    "group": 64,
+    "peer": 3,
+    "namespace": 16,
+    "name": 16,
+    "condition": 12,
+    "verb": 4,
+    "code": 16,
+    "program": 2,
     "slack": 8,
-}  # fmt: skip
+}
 MAX_SERIES = 4000
 
 
@@ -87,11 +103,16 @@ def test_an_alias_repeats_a_metric_of_ours_under_the_other_label(metric: Metric)
 
 def test_a_length_falls_into_the_bucket_that_holds_it() -> None:
     assert [length_label(n) for n in (0, 1_024, 1_025, 131_072, 1_048_576, 1_048_577)] == [
-        "1k", "1k", "8k", "128k", "1m", "1m+",
-    ]  # fmt: skip
+        "1k",
+        "1k",
+        "8k",
+        "128k",
+        "1m",
+        "1m+",
+    ]
     assert [length_label(edge) for edge in LENGTH_EDGES] == list(LENGTH_LABELS[:-1])
 
 
 def test_names_beyond_the_cap_become_other_and_known_ones_stay() -> None:
-    cap = Cap(2)
+    cap = CappedLabel(2)
     assert [cap.label(name) for name in ("a", "b", "c", "a", "d")] == ["a", "b", OTHER, "a", OTHER]

@@ -17,9 +17,9 @@ import yaml
 from msgspec import inspect
 
 from medha.errors import SpecError
-from medha.spec import API_VERSION, KIND, Spec, parse, rules
+from medha.spec import API_VERSION, KIND, MedhaReplicaSpec, parse, rules
 from medha.spec.values import NAME
-from medha_operator.memory import Memory
+from medha_operator.resources.views import PersistedStatus
 
 HERE = Path(__file__).parent
 CRD = HERE.parents[1] / "crds" / "medha.dev_medhareplicas.yaml"
@@ -71,10 +71,10 @@ def declared(kind: inspect.Type) -> dict[str, Any]:
         case inspect.IntType(ge=low, le=high):
             return {"type": "integer", "minimum": low, "maximum": high}
         case inspect.StrType(min_length=low, max_length=high, pattern=pattern):
-            found = {"minLength": low, "maxLength": high, "pattern": pattern}
-            return {"type": "string"} | {key: value for key, value in found.items() if value}
+            limits = {"minLength": low, "maxLength": high, "pattern": pattern}
+            return {"type": "string"} | {key: value for key, value in limits.items() if value}
         case inspect.UnionType(types=kinds):
-            return union([each for each in kinds if not isinstance(each, inspect.NoneType)])
+            return union([kind for kind in kinds if not isinstance(kind, inspect.NoneType)])
     raise AssertionError(f"{kind} has no schema")
 
 
@@ -120,15 +120,15 @@ def plain(schema: dict[str, Any]) -> dict[str, Any]:
         if key in kept:
             kept[key] = plain(kept[key])
     if "properties" in kept:
-        kept["properties"] = {name: plain(each) for name, each in kept["properties"].items()}
+        kept["properties"] = {name: plain(schema) for name, schema in kept["properties"].items()}
     return kept | {key: set(kept[key]) for key in ("enum", "required") if key in kept}
 
 
 def flat(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every schema below one, by its path; items of a list are `path[]`."""
     yield path, schema
-    for name, each in schema.get("properties", {}).items():
-        yield from flat(each, f"{path}.{name}")
+    for name, inner in schema.get("properties", {}).items():
+        yield from flat(inner, f"{path}.{name}")
     if "items" in schema:
         yield from flat(schema["items"], f"{path}[]")
 
@@ -137,12 +137,12 @@ def facts(schema: dict[str, Any], path: str) -> dict[str, Any]:
     """Each field's own facts, so that a difference names its field."""
     nested = ("properties", "items")
     return {
-        where: {key: value for key, value in each.items() if key not in nested}
-        for where, each in flat(schema, path)
+        where: {key: value for key, value in inner.items() if key not in nested}
+        for where, inner in flat(schema, path)
     }
 
 
-DECLARED = facts(declared(inspect.type_info(Spec)), "spec")
+DECLARED = facts(declared(inspect.type_info(MedhaReplicaSpec)), "spec")
 WRITTEN = facts(plain(SCHEMA["properties"]["spec"]), "spec")
 FIELDS = dict(flat(SCHEMA["properties"]["spec"], "spec"))
 
@@ -215,13 +215,14 @@ def test_lists_that_are_merged_by_a_key_require_that_key() -> None:
 
 
 def test_the_status_holds_what_the_operator_remembers_there() -> None:
-    """What the CRD does not name, the API server drops."""
-    kept = declared(inspect.type_info(Memory))["properties"]
+    """The API server drops fields that the CRD does not declare."""
+    kept = declared(inspect.type_info(PersistedStatus))["properties"]
     written = SCHEMA["properties"]["status"]["properties"]
-    for name, each in kept.items():
+    for name, declaration in kept.items():
         items = written[name].get("items", written[name])["properties"]
         assert {key: items[key]["type"] for key in items} == {
-            key: value["type"] for key, value in each.get("items", each)["properties"].items()
+            key: value["type"]
+            for key, value in declaration.get("items", declaration)["properties"].items()
         }
 
 
@@ -275,11 +276,11 @@ class Rule(NamedTuple):
 def cel_rules() -> Iterator[Rule]:
     for path, field in flat(SCHEMA, ""):
         for rule in field.get("x-kubernetes-validations", ()):
-            found = re.fullmatch(
+            match = re.fullmatch(
                 r"'(.*)'\s*\.format\(.*\)", rule.get("messageExpression", ""), flags=re.DOTALL
             )
-            assert found or "messageExpression" not in rule
-            expects, _, remedy = (found[1] if found else rule["message"]).partition("; ")
+            assert match or "messageExpression" not in rule
+            expects, _, remedy = (match[1] if match else rule["message"]).partition("; ")
             pattern = ".+".join(re.escape(part) for part in re.split("%[ds]", expects))
             where = path.removeprefix(".") + rule.get("fieldPath", "")
             yield Rule(where, re.compile(pattern), remedy)
@@ -312,7 +313,7 @@ def test_every_rule_of_the_crd_is_broken_by_a_case_and_has_a_remedy(rule: Rule) 
 def test_every_rule_of_the_spec_is_broken_by_a_case() -> None:
     tree = ast.parse(source.getsource(rules))
     raised = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Raise)}
-    asked = {
+    lines = {
         node.lineno
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
@@ -323,4 +324,4 @@ def test_every_rule_of_the_spec_is_broken_by_a_case() -> None:
     for case in CASES:
         frames = traceback.extract_tb(refused(case).__traceback__)
         reached |= {frame.lineno or 0 for frame in frames if frame.filename == rules.__file__}
-    assert sorted((raised | asked) - reached) == []
+    assert sorted((raised | lines) - reached) == []

@@ -1,4 +1,4 @@
-"""A MedhaReplica is read, defaulted and checked; whatever is wrong is told in one sentence."""
+"""A MedhaReplica is parsed, defaulted and checked; each error is one sentence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from medha.errors import SpecError
 from medha.request import Slo, SloClass
-from medha.spec import Spec, parse, parse_all, seconds, to_bytes, to_number
+from medha.spec import MedhaReplicaSpec, parse, parse_all, seconds, to_bytes, to_number
 from medha.topology import Topology
 
 FULL = """
@@ -99,7 +99,7 @@ def leaves(kind: inspect.Type, path: str) -> Iterator[tuple[str, inspect.Type]]:
             for field in fields:
                 yield from leaves(field.type, f"{path}.{field.encode_name}")
         case inspect.UnionType(types=kinds):
-            present = [each for each in kinds if not isinstance(each, inspect.NoneType)]
+            present = [kind for kind in kinds if not isinstance(kind, inspect.NoneType)]
             yield from [(path, kind)] if len(present) > 1 else leaves(present[0], path)
         case inspect.VarTupleType(item_type=item):
             yield from leaves(item, f"{path}.0")
@@ -111,7 +111,7 @@ def leaves(kind: inspect.Type, path: str) -> Iterator[tuple[str, inspect.Type]]:
 
 LEAVES = [
     (path, kind)
-    for path, kind in leaves(inspect.type_info(Spec), "spec")
+    for path, kind in leaves(inspect.type_info(MedhaReplicaSpec), "spec")
     if not path.startswith(tuple(f"spec.model.source.{kind}" for kind in ("image", "uri", "host")))
 ]
 TP = "spec.parallelism.tp"
@@ -193,10 +193,14 @@ def test_a_null_field_counts_as_absent() -> None:
 
 
 def test_a_class_takes_from_the_default_what_it_leaves_out() -> None:
-    document = put(SMALL, "spec.slo", {
-        "default": {"ttft": {"floor": "2s"}, "tpot": "1s", "whenInfeasible": "Relegate"},
-        "classes": [{"name": "a"}, {"name": "b", "tpot": "50ms"}],
-    })  # fmt: skip
+    document = put(
+        SMALL,
+        "spec.slo",
+        {
+            "default": {"ttft": {"floor": "2s"}, "tpot": "1s", "whenInfeasible": "Relegate"},
+            "classes": [{"name": "a"}, {"name": "b", "tpot": "50ms"}],
+        },
+    )
     default, a, b = parse(document).spec.classes
     assert msgspec.structs.replace(a, name="default") == default
     assert (b.slo.tpot_s, b.slo.ttft_floor_s, b.when_infeasible) == (0.05, 2.0, "relegate")
@@ -204,50 +208,85 @@ def test_a_class_takes_from_the_default_what_it_leaves_out() -> None:
 
 SENTENCES = [
     (TP, 0, "spec.parallelism.tp is 0: must be a whole number from 1 to 64; use 1"),
-    ("spec.scheduling.relegatedPercent", 50,
-     "spec.scheduling.relegatedPercent is 50: must be a whole number from 0 to 40; use 40"),
+    (
+        "spec.scheduling.relegatedPercent",
+        50,
+        "spec.scheduling.relegatedPercent is 50: must be a whole number from 0 to 40; use 40",
+    ),
     (TP, "8", "spec.parallelism.tp is 8: must be a whole number from 1 to 64; use 8"),
-    ("spec.parallelism.tpp", 8,
-     "spec.parallelism.tpp is not a field: spec.parallelism has kvp, spp, tp; did you mean tp?"),
+    (
+        "spec.parallelism.tpp",
+        8,
+        "spec.parallelism.tpp is not a field: spec.parallelism has kvp, spp, tp; did you mean tp?",
+    ),
     ("spec.model.maxContextToken", 8, "did you mean maxContextTokens?"),
     ("spec.zebra", 1, "; remove it"),
-    ("spec.scheduling.policy", "lars",
-     "spec.scheduling.policy is lars: must be one of EDF, FCFS, LARS, LARSPaper, "
-     "LARSPaperNoSharing, LRS, SRPF; use LARS"),
+    (
+        "spec.scheduling.policy",
+        "lars",
+        "spec.scheduling.policy is lars: must be one of EDF, FCFS, LARS, LARSPaper, "
+        "LARSPaperNoSharing, LRS, SRPF; use LARS",
+    ),
     ("spec.scheduling.policy", "larspaper", "; use LARSPaper"),
     ("spec.role", "Prefill", "spec.role is Prefill: must be Unified; use Unified"),
-    ("spec.slo.default.ttft.multiplier", 1.5, 'multiplier is 1.5: must be a number in quotes, as '
-     "'1.5'; put it in quotes: \"1.5\""),
+    (
+        "spec.slo.default.ttft.multiplier",
+        1.5,
+        "multiplier is 1.5: must be a number in quotes, as '1.5'; put it in quotes: \"1.5\"",
+    ),
     ("spec.slo.default.ttft.multiplier", "0.5", "multiplier is 0.5: must be at least 1"),
     ("spec.slo.default.tpot", "20 ms", "tpot is 20 ms: must be a duration such as 500ms or 1h"),
     ("spec.slo.default.tpot", "0s", "spec.slo.default.tpot is 0s: must be longer than nothing"),
-    ("spec.parallelism.kvp", {"min": 2}, "spec.parallelism.kvp.max is 1: must be at least kvp.min, "
-     "which is 2; use 2 or more"),
+    (
+        "spec.parallelism.kvp",
+        {"min": 2},
+        "spec.parallelism.kvp.max is 1: must be at least kvp.min, which is 2; use 2 or more",
+    ),
     ("spec.parallelism.kvp.tokensPerGroup", 63, "must hold at least one page of 64 tokens; use 64"),
-    ("spec.parallelism.kvp", {"tokensPerGroup": 1024}, "spec.model.maxContextTokens is 4096: must "
-     "be at most kvp.max × tokensPerGroup, which is 1024; use 1024 or raise one of the two"),
+    (
+        "spec.parallelism.kvp",
+        {"tokensPerGroup": 1024},
+        "spec.model.maxContextTokens is 4096: must "
+        "be at most kvp.max × tokensPerGroup, which is 1024; use 1024 or raise one of the two",
+    ),
     ("spec.engine.kvMemory", "4Ki", "spec.engine.kvMemory is 4Ki: must be at least 1Mi"),
     ("spec.engine.pageTokens", 48, "pageTokens is 48: must be one of 16, 32, 64, 128, 256"),
     ("spec.model.source", {}, "spec.model.source is empty: must have exactly one of hostPath"),
     ("spec.model.source.uri", "s3://m", "spec.model.source is hostPath and uri: must have exactly"),
     ("spec.device", {"kind": "Cpu", "resource": "x"}, "spec.device.resource is x: must be absent"),
-    ("spec.scheduling.batchBudget", {"min": "1s"}, "batchBudget.min is 1s: must be at most max, "
-     "which is 100ms; use 100ms or less"),
-    ("spec.placement.packLevel", "rack", "spec.placement.packLevel is rack: must be one of "
-     "spec.placement.topologyLevels"),
+    (
+        "spec.scheduling.batchBudget",
+        {"min": "1s"},
+        "batchBudget.min is 1s: must be at most max, which is 100ms; use 100ms or less",
+    ),
+    (
+        "spec.placement.packLevel",
+        "rack",
+        "spec.placement.packLevel is rack: must be one of spec.placement.topologyLevels",
+    ),
     ("spec.autoscaling", {"minReplicas": 3}, "spec.autoscaling.maxReplicas is 1: must be at least"),
-    ("spec.slo.classes", [{"name": "a"}, {"name": "a"}], "spec.slo.classes[1].name is a: must "
-     "differ from a, default"),
-    ("spec.slo.classes", [{"name": name, "reservedPercent": 60} for name in "ab"],
-     "spec.slo.classes is reserving 120 percent in all: must reserve at most 100 percent"),
+    (
+        "spec.slo.classes",
+        [{"name": "a"}, {"name": "a"}],
+        "spec.slo.classes[1].name is a: must differ from a, default",
+    ),
+    (
+        "spec.slo.classes",
+        [{"name": name, "reservedPercent": 60} for name in "ab"],
+        "spec.slo.classes is reserving 120 percent in all: must reserve at most 100 percent",
+    ),
     ("spec.slo.classes", "gold", "spec.slo.classes is gold: must be a list; write its items with"),
     ("spec.model", None, "spec.model is missing: must be a mapping of dtype, "),
     ("metadata.name", "Tiny_1", "metadata.name is Tiny_1: must be lower-case letters"),
     ("apiVersion", "v1", "apiVersion is v1: must be medha.dev/v1alpha1; use medha.dev/v1alpha1"),
     ("kind", "Medha", "kind is Medha: must be MedhaReplica; use MedhaReplica"),
-    ("Spec", {}, "Spec is not a field: the document has apiVersion, kind, metadata, spec; did you "
-     "mean spec?"),
-]  # fmt: skip
+    (
+        "Spec",
+        {},
+        "Spec is not a field: the document has apiVersion, kind, metadata, spec; did you "
+        "mean spec?",
+    ),
+]
 
 
 @pytest.mark.parametrize(

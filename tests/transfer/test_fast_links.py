@@ -1,4 +1,4 @@
-"""What lets pages move as fast as the link: memory in huge pages, enough reads under way."""
+"""Pages move as fast as the link: memory in huge pages, enough reads under way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from medha.batch import Move
 from medha.messages import FetchPages, Peer
 from medha_worker.kv.fetches import Fetches
 from medha_worker.kv.pages import HUGE, KvPages, zeros
-from medha_worker.kv.transfer import MemoryTransfer, MemoryWorld, Read, State
+from medha_worker.kv.transfer import MemoryTransfer, MemoryWorld, PageRead, ReadState
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def test_a_pool_of_some_size_starts_at_a_huge_page_and_at_zero(dtype: torch.dtyp
     assert not memory.view(torch.uint8).any()
     if memory.nbytes >= HUGE and sys.platform == "linux":
         assert memory.data_ptr() % HUGE == 0
-    memory.view(torch.uint8).fill_(255)  # all of it is ours to write
+    memory.view(torch.uint8).fill_(255)  # all of it is writable
 
 
 def test_the_kernel_was_asked_for_huge_pages() -> None:
@@ -40,7 +40,7 @@ def test_the_kernel_was_asked_for_huge_pages() -> None:
     for line in smaps.read_text().splitlines():
         span = line.split()[0]
         if "-" in span and ":" not in span:
-            low, high = (int(each, 16) for each in span.split("-"))
+            low, high = (int(address, 16) for address in span.split("-"))
             inside = low <= first < high
         elif line.startswith("VmFlags:") and inside:
             flags = line
@@ -53,13 +53,13 @@ def test_a_small_pool_takes_no_more_than_it_needs() -> None:
 
 
 class Counting(MemoryTransfer):
-    """Knows how many reads were under way at most."""
+    """Memory transfer that counts the most reads under way."""
 
     def __init__(self, agent: str, pool: KvPages, world: MemoryWorld) -> None:
         super().__init__(agent, pool, world)
         self.asked = self.ended = self.most = 0
 
-    def read(self, group: int, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> Read:
+    def read(self, group: int, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> PageRead:
         read = super().read(group, layer, theirs, ours)
         self.asked += 1
         self.most = max(self.most, self.asked - self.ended)
@@ -67,12 +67,12 @@ class Counting(MemoryTransfer):
 
 
 class Ending:
-    """A read whose end is counted."""
+    """Read that counts its end."""
 
-    def __init__(self, read: Read, by: Counting) -> None:
+    def __init__(self, read: PageRead, by: Counting) -> None:
         self._read, self._by = read, by
 
-    def state(self) -> State:
+    def state(self) -> ReadState:
         return self._read.state()
 
     def close(self) -> None:
@@ -91,10 +91,14 @@ def test_as_many_layers_are_under_way_as_make_enough_bytes_and_two_at_least(
     source, taker = MemoryTransfer("g0", pools[0], world), Counting("g1", pools[1], world)
     taker.connect(
         Peer(
-            group=0, agent=source.agent, metadata=source.metadata, bases=pools[0].bases,
-            page_bytes=pools[0].page_bytes, pages=4,
+            group=0,
+            agent=source.agent,
+            metadata=source.metadata,
+            bases=pools[0].bases,
+            page_bytes=pools[0].page_bytes,
+            pages=4,
         )
-    )  # fmt: skip
+    )
     fetches = Fetches(taker, pools[1], ahead_bytes)
     fetches.begin(FetchPages(Move(1, 0, 0, 1, pages, pages, pages), (1,) * 4), 0.0)
     for turn in itertools.count():

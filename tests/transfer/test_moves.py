@@ -1,4 +1,4 @@
-"""Moves of KV pages on the in-memory twin: whatever the reference, never a wrong page."""
+"""Moves of KV pages in memory: no reference, however wrong, yields a wrong page."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ import torch
 from medha.batch import Move
 from medha.errors import EngineError
 from medha.messages import Fetched, FetchPages, Peer
-from medha_worker.kv.epochs import PageEpochs
-from medha_worker.kv.fetches import Copies, Fetches
-from medha_worker.kv.grants import Grants
-from medha_worker.kv.pages import KvPages
+from medha_worker.kv.fetches import Fetches, MoveTargets
+from medha_worker.kv.page_leases import PageLeases
+from medha_worker.kv.pages import KvPages, PageEpochs
 from medha_worker.kv.transfer import MemoryTransfer, MemoryWorld, digests
 
 PAGES, LAYERS = 24, range(3, 6)
 
 
 class Side:
-    """One rank's end: pool, epochs, grants, copies, reads."""
+    """Rank at one end of a move: pool, epochs, grants, copies, reads."""
 
     def __init__(self, group: int, world: MemoryWorld, pages: int = PAGES) -> None:
         self.kv = KvPages(LAYERS, pages, 1, 4, 2)
         self.epochs = PageEpochs(pages)
-        self.grants, self.copies = Grants(group, self.epochs), Copies(group, self.epochs)
+        self.leases, self.copies = PageLeases(group, self.epochs), MoveTargets(group, self.epochs)
         self.transfer = MemoryTransfer(f"g{group}", self.kv, world)
         self.fetches = Fetches(self.transfer, self.kv)
         self.group = group
@@ -43,7 +42,7 @@ class Side:
         )
 
     def write(self, page: int, value: float) -> None:
-        """What a sequence that was handed the page does."""
+        """Hand out the page and fill it, as a sequence does."""
         self.epochs.hand_out([page])
         self.kv.memory[:, page] = value
 
@@ -84,10 +83,10 @@ def move_of(from_pages: tuple[int, ...], to_pages: tuple[int, ...], id: int = 1)
 
 
 def order_for(source: Side, move: Move, lease_s: float = 30.0, now: float = 0.0) -> FetchPages:
-    """The offer, and the fetch that the controller makes of it."""
+    """Offer a move; returns the fetch that the controller sends in answer."""
     held = dict(zip(move.logical, move.from_pages, strict=True))
-    grant = source.grants.offer(move, held, None, lease_s, now)
-    return FetchPages(move, grant.epochs, digests(source.kv, move.id, move.from_pages), lease_s)
+    lease = source.leases.offer(move, held, None, lease_s, now)
+    return FetchPages(move, lease.epochs, digests(source.kv, move.id, move.from_pages), lease_s)
 
 
 def fetched(target: Side, order: FetchPages, now: float = 0.0) -> Fetched:
@@ -98,9 +97,9 @@ def fetched(target: Side, order: FetchPages, now: float = 0.0) -> Fetched:
 
 def finished(target: Side, now: float, polls: int = 100) -> Fetched:
     for _ in range(polls):
-        for each in target.fetches.advance(now):
-            target.copies.landed(each.move, each.ok)
-            return each
+        for result in target.fetches.advance(now):
+            target.copies.landed(result.move, result.ok)
+            return result
     raise AssertionError("the move is not over")
 
 
@@ -108,37 +107,37 @@ def test_a_move_copies_all_layers_and_can_be_switched(source: Side, target: Side
     move = move_of((3, 5, 20), (0, 9, 4))
     result = fetched(target, order_for(source, move))
     assert result.ok and result.moved_bytes == 3 * 3 * source.kv.page_bytes
-    assert source.grants.withdraw(move.id, 1.0).intact
+    assert source.leases.withdraw(move.id, 1.0).intact
     target.copies.switch(move)
     for theirs, ours in zip(move.from_pages, move.to_pages, strict=True):
         assert torch.equal(source.content(theirs), target.content(ours))
 
 
-def test_a_page_reused_during_the_grant_is_told(source: Side, target: Side) -> None:
+def test_a_page_reused_during_the_grant_is_reported(source: Side, target: Side) -> None:
     move = move_of((3, 5), (0, 1))
     order = order_for(source, move)
     source.write(5, 99.0)
     assert not fetched(target, order).ok, "digests differ"
-    assert not source.grants.withdraw(move.id, 1.0).intact
+    assert not source.leases.withdraw(move.id, 1.0).intact
 
 
-def test_a_page_rewritten_alike_is_told_all_the_same(source: Side, target: Side) -> None:
-    """Equal content proves nothing: the epoch has moved on."""
+def test_a_page_rewritten_with_equal_content_is_reported(source: Side, target: Side) -> None:
+    """Equal content proves nothing: the epoch has changed."""
     move = move_of((3,), (0,))
     order = order_for(source, move)
     source.write(3, 4.0)
     assert fetched(target, order).ok
-    assert not source.grants.withdraw(move.id, 1.0).intact
+    assert not source.leases.withdraw(move.id, 1.0).intact
 
 
 def test_a_grant_that_outlives_its_lease_is_not_intact(source: Side) -> None:
     order_for(source, move_of((3,), (0,)), lease_s=30.0)
-    assert not source.grants.withdraw(1, 31.0).intact
-    assert not source.grants.withdraw(1, 0.0).intact, "a grant ends once"
-    assert not source.grants.withdraw(2, 0.0).intact, "unknown"
+    assert not source.leases.withdraw(1, 31.0).intact
+    assert not source.leases.withdraw(1, 0.0).intact, "a grant ends once"
+    assert not source.leases.withdraw(2, 0.0).intact, "unknown"
 
 
-def test_a_silent_source_holds_nobody_beyond_the_lease(
+def test_a_silent_source_blocks_no_fetch_beyond_the_lease(
     world: MemoryWorld, source: Side, target: Side
 ) -> None:
     order = order_for(source, move_of((3, 4), (0, 1)), lease_s=30.0)
@@ -153,10 +152,10 @@ def test_a_silent_source_holds_nobody_beyond_the_lease(
     world.silent.clear()
     again = order_for(source, move_of((3, 4), (0, 1), id=2))
     target.copies.landed(1, False)
-    assert fetched(target, again, now=40.0).ok, "the next read connects anew"
+    assert fetched(target, again, now=40.0).ok, "the next read connects again"
 
 
-def test_a_withdrawn_fetch_answers_only_when_its_reads_are_terminal(
+def test_a_withdrawn_fetch_ends_only_once_its_reads_have_ended(
     world: MemoryWorld, source: Side, target: Side
 ) -> None:
     order = order_for(source, move_of((3, 4), (0, 1)))
@@ -220,12 +219,12 @@ def test_target_pages_in_use_are_not_overwritten(source: Side, target: Side) -> 
 
 
 def test_a_peer_of_another_shape_is_refused(source: Side, target: Side) -> None:
-    told = source.peer()
+    peer = source.peer()
     for wrong in (
-        msgspec.structs.replace(told, page_bytes=told.page_bytes * 2),
-        msgspec.structs.replace(told, bases=told.bases[:-1]),
-        msgspec.structs.replace(told, pages=0),
-        msgspec.structs.replace(told, metadata=b"nobody"),
+        msgspec.structs.replace(peer, page_bytes=peer.page_bytes * 2),
+        msgspec.structs.replace(peer, bases=peer.bases[:-1]),
+        msgspec.structs.replace(peer, pages=0),
+        msgspec.structs.replace(peer, metadata=b"nobody"),
     ):
         with pytest.raises(EngineError):
             target.transfer.connect(wrong)
@@ -275,7 +274,7 @@ class Forgery:
                 return msgspec.structs.replace(move, source=d.randrange(3), target=d.randrange(3))
 
     def order(self, order: FetchPages) -> FetchPages:
-        """What arrives at the target, perhaps not what was sent."""
+        """Order as it arrives at the target, perhaps changed on the way."""
         d = self.dice
         if d.random() < 0.8:
             return order
@@ -294,32 +293,32 @@ class Forgery:
 def test_ten_thousand_references_never_bring_a_wrong_page(
     world: MemoryWorld, source: Side, target: Side
 ) -> None:
-    """Stale, reused, out of range, forged, flipped: an error; whole and right: the very pages."""
+    """Stale, reused, out-of-range and forged references fail; correct ones copy their pages."""
     dice = random.Random(8)
     logical = dice.sample(range(40), 12)
     truth = dict(zip(logical, dice.sample(range(PAGES), 12), strict=True))
     forger, used, good, refused = Forgery(dice, truth), 100.0, 0, 0
     in_use = set(dice.sample(range(PAGES), 5))
-    sacred = {page: target.content(page) for page in in_use}
+    protected = {page: target.content(page) for page in in_use}
     for number in range(1, 10_001):
         move = forger.move(number)
         partial = dice.choice([None, None, *truth])
         was = {page: source.content(page) for page in truth.values()}
         try:
-            grant = source.grants.offer(move, truth, partial, 30.0, now=float(number))
-            told = digests(source.kv, move.id, move.from_pages)
-            order = forger.order(FetchPages(move, grant.epochs, told, 30.0))
+            lease = source.leases.offer(move, truth, partial, 30.0, now=float(number))
+            sums = digests(source.kv, move.id, move.from_pages)
+            order = forger.order(FetchPages(move, lease.epochs, sums, 30.0))
             target.copies.reserve(order.move, in_use)
         except EngineError:
             refused += 1
-            source.grants.withdraw(move.id, float(number))
+            source.leases.withdraw(move.id, float(number))
             continue
         if dice.random() < 0.15:  # the source gives a page to another sequence meanwhile
             used += 1.0
             source.write(dice.choice(sorted(truth.values())), used)
         target.fetches.begin(order, float(number))
         result = finished(target, float(number))
-        intact = source.grants.withdraw(move.id, float(number)).intact
+        intact = source.leases.withdraw(move.id, float(number)).intact
         if not (result.ok and intact):
             refused += 1
             target.copies.landed(order.move.id, False)
@@ -330,6 +329,6 @@ def test_ten_thousand_references_never_bring_a_wrong_page(
             assert torch.equal(was[theirs], target.content(ours)), f"trial {number}"
             assert theirs in truth.values() and ours not in in_use
     assert good > 2000 and refused > 2000
-    assert all(torch.equal(target.content(page), was) for page, was in sacred.items())
+    assert all(torch.equal(target.content(page), was) for page, was in protected.items())
     assert not target.fetches.busy
     target.copies.reserve(move_of(tuple(range(PAGES)), tuple(range(PAGES)), id=20_000), ())

@@ -1,12 +1,12 @@
-"""The device of a rank as its loop sees it: arrays go there, the loop goes on, results come back.
+"""Host–device traffic of a rank: upload arrays, keep going, fetch results later.
 
     host      build n │ launch n │ build n+1 │ launch n+1 │ wait n │ report n │ …
     device            │ ……………………… n ……………………… │ ……………………… n+1 ……………………… │ …
 
-`upload` packs all arrays of a step into one pinned block and one copy that nobody waits for.
-`fetch` copies results into pinned memory behind everything launched so far; only `wait` waits, once
-per batch. torch keeps a pinned block until the copies out of it have left (its allocator notes an
-event for each), so none is overwritten early. On a CPU both happen at once: one code serves both.
+`upload` packs all arrays of a step into one pinned block and copies it asynchronously. `fetch`
+copies results into pinned memory behind everything launched so far; only `wait` blocks, once per
+batch. torch's allocator keeps a pinned block until its copies are done, so none is overwritten
+early. On a CPU both are immediate, and the same code serves both.
 """
 
 from __future__ import annotations
@@ -20,57 +20,59 @@ import numpy.typing as npt
 import torch
 
 from medha.errors import SetupError
-from medha_worker.parallel.communicator import PeerLost
+from medha_worker.parallel.collectives import PeerLost
 
 Array = npt.NDArray[Any]
 # Where an array begins in a block: a multiple of every item's size.
 ALIGNED_BYTES = 16
-# Between two looks at an event that may never come.
-_LOOK_S = 20e-6
+# Between two polls of an event that may never come.
+_POLL_S = 20e-6
 
 
-class Arriving(Protocol):
-    """Results on their way to the host."""
+class PendingFetch(Protocol):
+    """Results being copied to the host."""
 
     @property
     def ready(self) -> bool:
-        """Whether `wait` returns at once."""
+        """True if `wait` would return at once."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> tuple[torch.Tensor, ...]:
-        """The results, on the host. Raises PeerLost when they do not come within `timeout_s`,
-        which only a peer's silence can bring about."""
+        """Return the results on the host.
+
+        Raises PeerLost if they do not arrive within `timeout_s`; only a silent peer can cause that.
+        """
         ...
 
 
-class Device(Protocol):
-    """`at`: where the tensors of the rank live."""
+class ComputeDevice(Protocol):
+    """The device of a rank; `at` is where its tensors live."""
 
     at: torch.device
 
     def upload(self, *arrays: Array) -> list[torch.Tensor]:
-        """The arrays as tensors on the device, which must not be written to."""
+        """Return the arrays as read-only tensors on the device."""
         ...
 
-    def fetch(self, *tensors: torch.Tensor) -> Arriving:
-        """What the tensors hold after everything that was launched so far."""
+    def fetch(self, *tensors: torch.Tensor) -> PendingFetch:
+        """Copy the tensors' values, as of everything launched so far, to the host."""
         ...
 
 
 class CpuDevice:
-    """Host and device are one: nothing is copied, nothing is awaited."""
+    """Host and device in one: no copies, no waits."""
 
     at = torch.device("cpu")
 
     def upload(self, *arrays: Array) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in arrays]
 
-    def fetch(self, *tensors: torch.Tensor) -> Arriving:
-        return _Here(tensors)
+    def fetch(self, *tensors: torch.Tensor) -> PendingFetch:
+        return _HostResults(tensors)
 
 
-class _Here:
-    """Results that were on the host all the time."""
+class _HostResults:
+    """Results that are on the host already."""
 
     ready = True
 
@@ -82,17 +84,17 @@ class _Here:
 
 
 class CudaDevice:
-    """The process's first GPU, and the stream that the calling thread launches into.
+    """The first GPU of the process, and the calling thread's stream.
 
-    `deterministic`: no product is cut along its length, whatever its shape.
+    `deterministic` forbids split-K products, whatever their shape.
     """
 
     def __init__(self, deterministic: bool = False) -> None:
         self.at = torch.device("cuda", 0)
         torch.cuda.set_device(self.at)
-        # Sums of a product that was cut along its length stay in float32 until all are added.
+        # Partial sums of a split-K product stay in float32 until all are added.
         products: Any = torch.backends.cuda.matmul
-        allowed = (False, not deterministic)  # to sum in narrow types, to cut
+        allowed = (False, not deterministic)  # (sum in narrow types, split K)
         products.allow_bf16_reduced_precision_reduction = allowed
         products.allow_fp16_reduced_precision_reduction = allowed
 
@@ -101,17 +103,17 @@ class CudaDevice:
         pack(arrays, block)
         return unpack(arrays, block.to(self.at, non_blocking=True))
 
-    def fetch(self, *tensors: torch.Tensor) -> Arriving:
+    def fetch(self, *tensors: torch.Tensor) -> PendingFetch:
         pinned = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors)
         for here, there in zip(pinned, tensors, strict=True):
             here.copy_(there, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return _OnItsWay(event, pinned)
+        return _CudaFetch(event, pinned)
 
 
-class _OnItsWay:
-    """Results behind an event in the stream."""
+class _CudaFetch:
+    """Results that are ready once an event in the stream has passed."""
 
     def __init__(self, event: torch.cuda.Event, pinned: tuple[torch.Tensor, ...]) -> None:
         self._event, self._pinned = event, pinned
@@ -127,17 +129,16 @@ class _OnItsWay:
         end = time.monotonic() + timeout_s
         while not self.ready:
             if time.monotonic() > end:
-                raise PeerLost(f"the device waits for a peer since {timeout_s:g} s: it is gone")
-            time.sleep(_LOOK_S)
+                raise PeerLost(f"the device has waited {timeout_s:g} s for a peer, which is lost")
+            time.sleep(_POLL_S)
         return self._pinned
 
 
 CPU = CpuDevice()
 
 
-def device_of(name: str, deterministic: bool = False) -> Device:
-    """`cpu` or `cuda`, the latter `deterministic` or not; raises SetupError for what this machine
-    does not have."""
+def device_of(name: str, deterministic: bool = False) -> ComputeDevice:
+    """Return the device `cpu` or `cuda`. Raises SetupError if this machine does not have it."""
     if name == "cpu":
         return CPU
     if name != "cuda":
@@ -151,7 +152,7 @@ def device_of(name: str, deterministic: bool = False) -> Device:
 
 
 def block_bytes(arrays: Sequence[Array]) -> int:
-    """What the arrays take side by side, each from an aligned place on."""
+    """Return the bytes that the arrays take side by side, each aligned."""
     return sum(-(-array.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for array in arrays)
 
 
@@ -165,7 +166,7 @@ def pack(arrays: Sequence[Array], block: torch.Tensor) -> None:
 
 
 def unpack(arrays: Sequence[Array], block: torch.Tensor) -> list[torch.Tensor]:
-    """Views of `block`, wherever it is, that hold what `pack` wrote."""
+    """Return views of `block` with the arrays that `pack` wrote."""
     views, at = [], 0
     for array in arrays:
         kind = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype

@@ -1,9 +1,9 @@
-"""Turn a step and the rank's sequence state into what the model reads: rows, angles, pages, slots.
+"""Turn a step and the rank's sequence state into model inputs: rows, rotary factors, pages, slots.
 
-Built once per step and rank, used by every layer; every rank of a group builds the same. Rows
-stand in the order of the group's chunks. Pages that the step brings are entered into the
-sequences' tables here, before anything runs. The host lays rows out with numpy; token, position and
-seat of each row cross to the device at once, and what follows from them is computed there.
+Built once per step and rank, and used by every layer; all ranks of a group build the same. Rows
+stand in the order of the group's chunks. New pages of a step enter the sequences' page tables here,
+before anything runs. numpy lays rows out on the host; token, position and slot of each row are
+uploaded at once, and the rest is computed on the device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from medha.batch import Chunk
 from medha.errors import EngineError, ProtocolError
 from medha.messages.ranks import Step
-from medha_worker.attention.interface import Attention, Plan, Sight, Span
-from medha_worker.device import CPU, Device
-from medha_worker.kv.pages import KvPages, Slots
+from medha_worker.attention.kernel_interface import Attention, AttentionPlan, Sight, Span
+from medha_worker.device import CPU, ComputeDevice
+from medha_worker.kv.pages import KvPages, SlotMapping
 from medha_worker.model.rope import Rotary
-from medha_worker.parallel.interface import SharedRows
+from medha_worker.parallel.collectives import SharedRows
 from medha_worker.sequences import PageTable, Sequences, SequenceState
 
 Ids = npt.NDArray[np.int64]
@@ -31,26 +31,25 @@ Ids = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step for one rank.
+    """Model inputs of a step on one rank.
 
-    `tokens` int64 [rows]; `positions` of each in its sequence, whose `seats` these are, alike;
-    `turns` complex64 [rows, 1, head_dim / 2] the rows' rotary angles;
-    `attention` the planned spans, by the window of the layers that they are for; `slots` where the
-    written rows' keys and values go; `written` int64 rows that are, None when all are; `shared` the
-    rows whose attention spans groups.
-    `yielding` are the rows to sample here: (batch row, sequence, position of the token to be
-    drawn), `yield_rows` the rows alone. `whole`: what runs the batch in one launch, with the
-    attention planned there; else None.
+    `tokens`, `positions` (in the sequence) and `device_slots` (of the sequence) are int64 [rows];
+    `turns` are the rows' rotary factors, complex64 [rows, 1, head_dim / 2]. `attention` maps a
+    window to the plan for layers with that window. `slot_mapping` gives the pages and offsets
+    where keys and values of the `written` rows go (int64; None: all rows). Attention of `shared`
+    rows spans groups. `yielding` lists the rows to sample here: (batch row, sequence, position of
+    the new token); `yield_rows` holds their batch rows. `whole`, if set, runs the batch in one
+    launch and has its own attention plan.
     """
 
     number: int
     rows: int
     tokens: torch.Tensor
     positions: torch.Tensor
-    seats: torch.Tensor
+    device_slots: torch.Tensor
     turns: torch.Tensor
-    attention: dict[int, Plan]
-    slots: Slots
+    attention: dict[int, AttentionPlan]
+    slot_mapping: SlotMapping
     written: torch.Tensor | None
     shared: tuple[SharedRows, ...]
     yielding: tuple[tuple[int, SequenceState, int], ...]
@@ -59,23 +58,23 @@ class StepInputs:
 
 
 class WholeBatch(Protocol):
-    """What runs a batch in one launch (see `graphs`)."""
+    """A recorded batch that runs in one launch (see `graphs`)."""
 
     def run(self, rows: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states, or in the last stage logits, of all rows."""
+        """Return hidden states of all rows, or logits in the last stage."""
         ...
 
 
-# Whether a batch with these spans, by window, is run whole; if so its attention is planned there.
+# Returns the recorded batch for chunks and their spans by window, planned; None if none fits.
 Choose = Callable[[Sequence[Chunk], Mapping[int, Sequence[Span]]], WholeBatch | None]
 
 
 class InputBuilder:
-    """Builds the inputs of one rank's steps, in step order.
+    """Builds the inputs of a rank's steps, in step order.
 
-    `embeds`: this rank is in the first stage, so every row needs its token; `vocab` bounds them.
-    `windows`: those of its layers (0: a layer that sees all). `always`: whether layers with a
-    window have it where all is in sight too, so that a row's kernel does not depend on its batch.
+    `embeds`: this rank is in the first stage, so every row needs a token id below `vocab`.
+    `windows`: those of its layers (0: full attention). `always`: give a windowed layer its window
+    even if the whole context is in sight, so that a row's kernel does not depend on its batch.
     """
 
     def __init__(
@@ -87,20 +86,20 @@ class InputBuilder:
         vocab: int,
         embeds: bool,
         windows: tuple[int, ...] = (0,),
-        device: Device = CPU,
+        device: ComputeDevice = CPU,
         choose: Choose = lambda chunks, spans: None,
         always: bool = False,
     ) -> None:
         self.sequences, self.attention, self.rotary, self.kv = sequences, attention, rotary, kv
-        self.device, self.seats, self.choose = device, sequences.seats, choose
+        self.device, self.device_slots, self.choose = device, sequences.device_slots, choose
         self.vocab, self.embeds, self.windows, self.always = vocab, embeds, windows, always
 
     @torch.inference_mode()
     def build(self, step: Step) -> StepInputs:
         """Apply `step` to the sequences and lay out its rows.
 
-        Raises ProtocolError when the step contradicts itself or the tables, EngineError when it
-        needs a sequence or token that this rank does not know.
+        Raises ProtocolError if the step contradicts itself or the page tables, EngineError if it
+        names a sequence or token that this rank does not hold.
         """
         group = self.sequences.group
         self.sequences.apply(step)
@@ -118,8 +117,8 @@ class InputBuilder:
         }
         whole = self.choose(chunks, by_window)
         planned = {
-            window: self.attention.plan(those)
-            for window, those in by_window.items()
+            window: self.attention.plan(window_spans)
+            for window, window_spans in by_window.items()
             if whole is None
         }
         yielding = tuple(
@@ -129,21 +128,21 @@ class InputBuilder:
         )
         written = _written(chunks, starts, group)
         rows = self._rows(tokens, chunks, states, starts, yielding, written)
-        slots = rows.positions, rows.seats
+        positions_and_slots = rows.positions, rows.device_slots
         if written is not None:
-            slots = rows.positions[rows.written], rows.seats[rows.written]
+            positions_and_slots = rows.positions[rows.written], rows.device_slots[rows.written]
         return StepInputs(
             number=step.batch.number,
             rows=starts[-1],
             tokens=rows.tokens,
             positions=rows.positions,
-            seats=rows.seats,
+            device_slots=rows.device_slots,
             turns=self.rotary.turns(
                 rows.positions,
                 [(c.length, s.rope_tokens) for c, s in zip(chunks, states, strict=True)],
             ),
             attention=planned,
-            slots=self.slots(*slots),
+            slot_mapping=self.slot_mapping(*positions_and_slots),
             written=None if written is None else rows.written,
             shared=tuple(
                 SharedRows(at, chunk.length, chunk.groups)
@@ -155,20 +154,22 @@ class InputBuilder:
             whole=whole,
         )
 
-    def slots(self, positions: torch.Tensor, seats: torch.Tensor) -> Slots:
-        """Where the keys and values of rows go, read from the tables on the device."""
+    def slot_mapping(self, positions: torch.Tensor, device_slots: torch.Tensor) -> SlotMapping:
+        """Return page and offset of each row's keys and values, from the tables on the device."""
         T = self.kv.page_tokens
-        return self.seats.pages(seats, positions // T), positions % T
+        return self.device_slots.pages(device_slots, positions // T), positions % T
 
     @torch.inference_mode()
     def drew(self, inputs: StepInputs, tokens: torch.Tensor, kept: Sequence[int]) -> None:
-        """Keep on the device what the yielding rows drew; `kept` are those, of their places in
-        `yielding`, that count."""
+        """Store on the device the tokens that the yielding rows drew.
+
+        `kept` are the indices in `yielding` of the rows that are not broken.
+        """
         rows = inputs.yield_rows
         if len(kept) < len(inputs.yielding):
             (places,) = self.device.upload(np.array(kept, dtype=np.int64))
             rows, tokens = rows[places], tokens[places]
-        self.seats.drew(inputs.seats[rows], tokens)
+        self.device_slots.set_last(inputs.device_slots[rows], tokens)
         for place in kept:
             inputs.yielding[place][1].drawn = True
 
@@ -181,21 +182,21 @@ class InputBuilder:
         yielding: tuple[tuple[int, SequenceState, int], ...],
         written: Ids | None,
     ) -> _Rows:
-        """The rows on the device, each −1 replaced by the token that its sequence drew last."""
-        self.seats.flush()
-        seats = np.array([state.seat for state in states], dtype=np.int64)
+        """Upload the rows, with each −1 replaced by the token that its sequence drew last."""
+        self.device_slots.flush()
+        device_slots = np.array([state.slot for state in states], dtype=np.int64)
         rows = _Rows(
             *self.device.upload(
                 tokens,
                 _positions(chunks, starts),
-                np.repeat(seats, [chunk.length for chunk in chunks]),
+                np.repeat(device_slots, [chunk.length for chunk in chunks]),
                 np.array([row for row, _, _ in yielding], dtype=np.int64),
                 np.empty(0, dtype=np.int64) if written is None else written,
             )
         )
         if tokens.min() >= 0:
             return rows
-        known = torch.where(rows.tokens < 0, self.seats.last[rows.seats], rows.tokens)
+        known = torch.where(rows.tokens < 0, self.device_slots.last[rows.device_slots], rows.tokens)
         return rows._replace(tokens=known)
 
     def _tokens(
@@ -205,7 +206,8 @@ class InputBuilder:
         states: list[SequenceState],
         starts: list[int],
     ) -> Ids:
-        """The rows' ids; −1 where the device knows better; histories see the others pass."""
+        """Return the rows' token ids, −1 where only the device has them. Feeds penalty
+        histories."""
         tokens = np.frombuffer(step.tokens, dtype=np.int32).astype(np.int64)
         if not chunks or len(tokens) != starts[-1]:
             raise ProtocolError(
@@ -232,7 +234,7 @@ class InputBuilder:
     def _lay(
         self, chunks: tuple[Chunk, ...], states: list[SequenceState], starts: list[int]
     ) -> list[Span]:
-        """Spans of all chunks, whose new pages are entered."""
+        """Return the spans of all chunks, after entering their new pages."""
         spans = []
         T = self.kv.page_tokens
         for chunk, state, at in zip(chunks, states, starts, strict=False):
@@ -244,7 +246,8 @@ class InputBuilder:
         return spans
 
     def _enter(self, chunk: Chunk, state: SequenceState, page_tokens: int) -> None:
-        """Add the chunk's new pages; logical pages start // T … (end − 1) // T must be held."""
+        """Add the chunk's new pages; afterwards logical pages start // T … (end − 1) // T must be
+        held."""
         if chunk.pages:
             self.sequences.append(state, -(-chunk.start // page_tokens), chunk.pages)
         first, last = chunk.start // page_tokens, (chunk.end - 1) // page_tokens
@@ -258,12 +261,11 @@ class InputBuilder:
 
 
 class _Rows(NamedTuple):
-    """What crosses to the device with a step, all int64: of each row, then which rows yield and
-    which are written (none where all are)."""
+    """Uploaded arrays of a step, all int64: per row, then the yielding and the written rows."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    seats: torch.Tensor
+    device_slots: torch.Tensor
     yields: torch.Tensor
     written: torch.Tensor
 
@@ -271,33 +273,35 @@ class _Rows(NamedTuple):
 def seen(
     span: Span, chunk: Chunk, pages: PageTable, window: int, page_tokens: int, always: bool = False
 ) -> Span:
-    """The span of a chunk as a layer with `window` has it (0: none): the pages in sight alone, and
-    the window where something is out of sight, or `always`."""
+    """Return the span of a chunk as a layer with `window` reads it (0: full attention).
+
+    Pages out of sight are dropped; the window is set if some page is out of sight, or `always`.
+    """
     if not window or (chunk.end <= window and not always):
         return span
     logical, ids = pages.since(max(0, chunk.start - window + 1) // page_tokens)
-    unseen = len(span.pages) - len(ids)  # full ones, as they are before the chunk's
+    unseen = len(span.pages) - len(ids)  # all full, as they precede the chunk's pages
     held = span.held - unseen * page_tokens
     sight = Sight(window, chunk.start, logical)
     return Span(span.start, span.length, held, ids, span.tail, sight)
 
 
 def _positions(chunks: tuple[Chunk, ...], starts: list[int]) -> Ids:
-    """Of each row in its sequence."""
+    """Return each row's position in its sequence."""
     lengths = [chunk.length for chunk in chunks]
     shift = np.array([chunk.start for chunk in chunks]) - starts[:-1]
     return np.arange(starts[-1]) + np.repeat(shift, lengths)
 
 
 def _held(chunk: Chunk, state: SequenceState, page_tokens: int, tail: bool) -> int:
-    """Tokens before the chunk in this group: full pages, but for the tail's last partial one."""
+    """Return the tokens before the chunk in this group: full pages, and the tail's partial one."""
     count = state.pages.before(-(-chunk.start // page_tokens))
     filled = chunk.start % page_tokens
     return count * page_tokens - (page_tokens - filled if tail and filled else 0)
 
 
 def _written(chunks: tuple[Chunk, ...], starts: list[int], group: int) -> Ids | None:
-    """Rows whose keys and values are kept here; None when all are."""
+    """Return the rows whose keys and values this group stores; None for all."""
     if all(chunk.tail == group for chunk in chunks):
         return None
     kept = [

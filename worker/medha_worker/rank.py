@@ -1,11 +1,11 @@
-"""One rank of a replica: python -m medha_worker.rank --config FILE --group G --stage S --shard T
+"""A rank of a replica: python -m medha_worker.rank --config FILE --group G --stage S --shard T
 
-    link     listens to the controller and beats; never computes
+    link     receives from the controller and sends beats; never computes
     main     loads weights, waits for the group's wiring, then runs commands in order
     mover    reads and serves KV pages in the background
 
-Exit status: 0 after Leave, SIGTERM or a silent controller; 1 after RankFailed; 2 when a person must
-mend something (checkpoint, setting, machine), with one line that says what.
+Exit status: 0 after Leave, SIGTERM or a silent controller; 1 after RankFailed; 2 if a person must
+fix something (checkpoint, setting, machine), with one line that names it.
 """
 
 from __future__ import annotations
@@ -45,32 +45,32 @@ from medha.messages import (
 )
 from medha.topology import Coordinate
 from medha_worker import sampler
-from medha_worker.device import Device, device_of
-from medha_worker.engine import Engine
-from medha_worker.kv.mover import Mover, not_fetched, refused
+from medha_worker.device import ComputeDevice, device_of
+from medha_worker.engine import RankEngine
+from medha_worker.kv.page_mover import PageMover, not_fetched, refused
 from medha_worker.kv.transfer import MemoryTransfer, MemoryWorld, Transfer
-from medha_worker.link import AtOnce, Link, Ordered
 from medha_worker.parallel.mesh import Mesh, Wiring
-from medha_worker.runner import Flight, Runner, Sample, kind_of
+from medha_worker.rank_link import ImmediateCommand, OrderedCommand, RankLink
+from medha_worker.runner import LaunchedBatch, Runner, Sample, kind_of
 
 _LOG = logging.getLogger("medha.rank")
-# At most so often is the progress of loading told.
-_TELL_S = 0.2
-# Batches that may be launched behind the one that is not told yet.
-AHEAD = 1
-# Between two looks at a device that is busy.
-_LOOK_S = 20e-6
+# Least interval between progress reports while loading.
+_PROGRESS_INTERVAL_S = 0.2
+# Batches that may be launched behind one that is not reported yet.
+MAX_OVERLAPPED = 1
+# Between two polls of a busy device.
+_POLL_S = 20e-6
 
 
 class Rank:
-    """The process's parts, wired together; `serve` returns the exit status."""
+    """The threads and parts of the process; `serve` returns the exit status."""
 
     def __init__(
         self,
         config: WorkerConfig,
         at: Coordinate,
         sample: Sample,
-        device: Device,
+        device: ComputeDevice,
         ready_file: pathlib.Path | None = None,
     ) -> None:
         self.at, self._config, self._sample, self._device = at, config, sample, device
@@ -86,23 +86,23 @@ class Rank:
         )
         self._wiring: concurrent.futures.Future[Wiring] = concurrent.futures.Future()
         self._status = 0
-        self._mover: Mover | None = None
+        self._mover: PageMover | None = None
         self._early: list[Peer | Forget] = []
         self._lock = threading.Lock()
-        self._link = Link(
+        self._link = RankLink(
             config.rank_bind,
             at,
             self._incarnation,
-            self._at_once,
+            self._act_now,
             timeout_s=config.rank_timeout_s,
             curve=config.rank_curve,
         )
 
     def serve(self) -> int:
-        """Load, wire, run until it is time to leave."""
+        """Load, wire and run until the rank must leave."""
         self._link.start()
         try:
-            engine = Engine(self._config, self.at, self._device, self._progress())
+            engine = RankEngine(self._config, self.at, self._device, self._progress())
             groups = self._config.topology.kvp_max
             transfer = _transfer(self.at, self._incarnation, engine, groups, self._device)
             mover = self._start_mover(engine, transfer)
@@ -113,7 +113,7 @@ class Rank:
             self._run(runner, mover)
             mover.stop()
         except _LeaveNowError as leave:
-            _LOG.info("leaves: %s", leave)
+            _LOG.info("leaving: %s", leave)
         except UserError as error:
             self._fail("model", error)
             return 2
@@ -124,29 +124,29 @@ class Rank:
             self._link.close()
         return self._status
 
-    def _run(self, runner: Runner, mover: Mover) -> None:
-        """Commands in order; a step that waits already is announced to the stage before.
+    def _run(self, runner: Runner, mover: PageMover) -> None:
+        """Run commands in order, with at most one batch launched behind an unreported one.
 
-        While the device computes a step, the next is built and launched; what is done is told.
+        If another step waits already, its receive is posted before the current one runs.
         """
         commands = self._link.commands
-        following: Ordered | None = None
-        flights: collections.deque[Flight] = collections.deque()
+        following: OrderedCommand | None = None
+        in_flight: collections.deque[LaunchedBatch] = collections.deque()
         while True:
             if following is None:
-                self._tell(runner, flights)
+                self._drain(runner, in_flight)
             command = commands.get() if following is None else following
             following = None if commands.empty() else commands.get()
-            if not isinstance(command, Step) or runner.needs_told(command):
-                self._tell(runner, flights, to_the_end=True)
+            if not isinstance(command, Step) or runner.needs_host_tokens(command):
+                self._drain(runner, in_flight, to_the_end=True)
             match command:
                 case Step():
                     if isinstance(following, Step):
                         runner.expect(command)
                         runner.expect(following)
-                    flights.append(runner.begin(command))
-                    while flights and (len(flights) > AHEAD or flights[0].ready):
-                        self._report(runner, flights)
+                    in_flight.append(runner.begin(command))
+                    while in_flight and (len(in_flight) > MAX_OVERLAPPED or in_flight[0].ready):
+                        self._report(runner, in_flight)
                 case OfferPages():
                     self._offer(runner, mover, command)
                 case FetchPages():
@@ -158,34 +158,34 @@ class Rank:
                     if withdrawn is not None:
                         self._link.post(withdrawn)
                 case Leave():
-                    _LOG.info("leaves: %s", command.reason)
+                    _LOG.info("leaving: %s", command.reason)
                     return
 
-    def _tell(
-        self, runner: Runner, flights: collections.deque[Flight], to_the_end: bool = False
+    def _drain(
+        self, runner: Runner, in_flight: collections.deque[LaunchedBatch], to_the_end: bool = False
     ) -> None:
-        """Report flights as they end, until none is left or another command has come."""
-        while flights:
-            if flights[0].ready or to_the_end:
-                self._report(runner, flights)
+        """Report batches as they finish, until none is left or another command arrives."""
+        while in_flight:
+            if in_flight[0].ready or to_the_end:
+                self._report(runner, in_flight)
             elif self._link.commands.empty():
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             else:
                 return
 
-    def _report(self, runner: Runner, flights: collections.deque[Flight]) -> None:
-        for report in runner.finish(flights.popleft()):
+    def _report(self, runner: Runner, in_flight: collections.deque[LaunchedBatch]) -> None:
+        for report in runner.finish(in_flight.popleft()):
             self._link.post(report)
 
-    def _offer(self, runner: Runner, mover: Mover, order: OfferPages) -> None:
+    def _offer(self, runner: Runner, mover: PageMover, order: OfferPages) -> None:
         try:
-            grant = runner.offer(order, time.monotonic())
+            lease = runner.offer(order, time.monotonic())
         except MedhaError as error:
             self._link.post(refused(order.move.id, error))
         else:
-            mover.offer(grant)
+            mover.offer(lease)
 
-    def _fetch(self, runner: Runner, mover: Mover, order: FetchPages) -> None:
+    def _fetch(self, runner: Runner, mover: PageMover, order: FetchPages) -> None:
         try:
             runner.reserve(order)
         except MedhaError as error:
@@ -195,7 +195,7 @@ class Rank:
 
     # --- on the link's thread -------------------------------------------------------------------
 
-    def _at_once(self, message: AtOnce) -> None:
+    def _act_now(self, message: ImmediateCommand) -> None:
         match message:
             case Form(generation=0):
                 threading.Thread(
@@ -213,9 +213,10 @@ class Rank:
                         _introduce(self._mover, message)
 
     def _wire(self, form: Form) -> None:
-        """The group's own wiring; a second one means that the controller is another: start anew."""
+        """Form the group's own wiring. A second request comes from a restarted controller: leave
+        then."""
         if self._wiring.done():
-            self._link.commands.put(Leave("the controller started anew"))
+            self._link.commands.put(Leave("the controller restarted"))
             return
         try:
             self._wiring.set_result(self._mesh.wire(form))
@@ -225,7 +226,7 @@ class Rank:
     # --- before the first step ------------------------------------------------------------------
 
     def _wired(self) -> Wiring:
-        """Waits for the wiring, or for word to leave."""
+        """Wait for the wiring, or for an order to leave."""
         while True:
             try:
                 return self._wiring.result(timeout=0.1)
@@ -235,9 +236,9 @@ class Rank:
                     if isinstance(command, Leave):
                         raise _LeaveNowError(command.reason) from None
 
-    def _start_mover(self, engine: Engine, transfer: Transfer) -> Mover:
+    def _start_mover(self, engine: RankEngine, transfer: Transfer) -> PageMover:
         self._transfer = transfer
-        mover = Mover(
+        mover = PageMover(
             transfer,
             engine.kv,
             engine.copies,
@@ -252,7 +253,7 @@ class Rank:
                 _introduce(mover, message)
         return mover
 
-    def _ready(self, engine: Engine) -> RankReady:
+    def _ready(self, engine: RankEngine) -> RankReady:
         return RankReady(
             pages=engine.kv.pages,
             page_bytes=engine.kv.page_bytes,
@@ -262,19 +263,19 @@ class Rank:
         )
 
     def _progress(self) -> Callable[[int, int], None]:
-        told = 0.0
+        reported_s = 0.0
 
-        def tell(done_bytes: int, total_bytes: int) -> None:
-            nonlocal told
+        def report(done_bytes: int, total_bytes: int) -> None:
+            nonlocal reported_s
             now = time.monotonic()
-            if now - told >= _TELL_S or done_bytes == total_bytes:
-                told = now
+            if now - reported_s >= _PROGRESS_INTERVAL_S or done_bytes == total_bytes:
+                reported_s = now
                 self._link.post(Loading(done_bytes, total_bytes))
 
-        return tell
+        return report
 
     def _mover_failed(self, error: Exception) -> None:
-        """On the mover's thread: a rank that cannot move pages must be started anew."""
+        """Stop the rank (called on the mover's thread): without a mover it must be restarted."""
         self._status = 1
         self._fail("internal", error)
         self._link.commands.put(Leave("the mover failed"))
@@ -285,10 +286,10 @@ class Rank:
 
 
 class _LeaveNowError(Exception):
-    """Leave came before the rank was ready."""
+    """The rank received Leave before it was ready."""
 
 
-def _introduce(mover: Mover, message: Peer | Forget) -> None:
+def _introduce(mover: PageMover, message: Peer | Forget) -> None:
     if isinstance(message, Peer):
         mover.connect(message)
     else:
@@ -296,9 +297,9 @@ def _introduce(mover: Mover, message: Peer | Forget) -> None:
 
 
 def _transfer(
-    at: Coordinate, incarnation: str, engine: Engine, groups: int, device: Device
+    at: Coordinate, incarnation: str, engine: RankEngine, groups: int, device: ComputeDevice
 ) -> Transfer:
-    """NIXL where there are groups to read from; a lone group's ranks need no agent."""
+    """Return NIXL where there are groups to read from; ranks of a single group need no agent."""
     name = f"{at}-{incarnation[:12]}"
     if groups == 1:
         return MemoryTransfer(name, engine.kv, MemoryWorld())
@@ -314,15 +315,17 @@ def set_environment(
     device: str = "cpu",
     deterministic: bool = False,
 ) -> None:
-    """What UCX and NIXL read, where nobody set it: shared memory and TCP on one interface, and
-    between GPUs of one machine what CUDA has. `deterministic`: nor do products get memory in which
-    to add up parts of themselves."""
+    """Set defaults for UCX, NIXL and NCCL, unless the environment has them.
+
+    Transfers use shared memory and TCP on one interface, and CUDA IPC between GPUs of a machine.
+    `deterministic` also gives cuBLAS no workspace for split sums.
+    """
     if deterministic:
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
         environment.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
     cuda = ",cuda_copy,cuda_ipc" if device == "cuda" else ""
     environment.setdefault("UCX_TLS", f"tcp,sm,self{cuda}")
-    # A peer's silence is told by whoever waits for the device, and not by ending the process.
+    # The thread that waits for the device reports a silent peer; NCCL must not end the process.
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     environment.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     environment.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -337,7 +340,7 @@ def run(
     sample: Sample | None = None,
     ready_file: pathlib.Path | None = None,
 ) -> int:
-    """Be the rank `at` of `config`'s replica; returns the exit status."""
+    """Run rank `at` of `config`'s replica; return the exit status."""
     torch.set_num_threads(config.threads_per_rank)
     blocked = config.deterministic and config.device == "cuda"
     set_environment(os.environ, config.interface, config.device, blocked)
@@ -359,7 +362,7 @@ def _arguments(environment: Mapping[str, str]) -> argparse.Namespace:
             f"--{name}", type=int, default=int(environment.get(variable, "0")), help=f"${variable}"
         )
     parser.add_argument(
-        "--ready-file", type=pathlib.Path, help="made when the rank is loaded and wired"
+        "--ready-file", type=pathlib.Path, help="created once the rank is loaded and wired"
     )
     return parser.parse_args()
 
@@ -374,7 +377,7 @@ def main() -> None:
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         status = 2
-    # Threads blocked in a peer that is gone must not keep the process.
+    # Threads blocked on a lost peer must not keep the process alive.
     sys.stderr.flush()
     os._exit(status)
 

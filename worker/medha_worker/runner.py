@@ -1,16 +1,16 @@
-"""Runs steps on one rank, in order: sequences, pages, model, peers, sampling, reports.
+"""Run steps on one rank, in order.
 
     step ──> switches checked ──> inputs built (ends, switches, starts, new pages)
          ──> rows from the stage before ──> own layers ──> rows to the next stage
          ──> last stage of a chunk's tail group: logits of yielding rows, sampled, reported
 
-`begin` launches a step and `finish` tells of it. On a GPU the first returns before the device is
-done, so that the next step can be built and launched meanwhile: what was drawn stays on the device
-for it, and `finish` is where the batch's one wait is. On a CPU nothing is left to wait for.
+`begin` launches a step and `finish` reports it. On a GPU, `begin` returns before the device is
+done, so the host can build and launch the next step meanwhile. Sampled tokens stay on the device
+for that step; only `finish` waits. On a CPU both are synchronous.
 
-Obeys: which chunk runs where and when was decided by the scheduler. A broken KVP column (see
-`parallel.kvp`) costs only the shared chunks of the batch: their rows yield no token, everything
-else goes on. Any other error ends the rank; `kind_of` names it for the controller.
+The scheduler decides which chunk runs where and when. A broken KVP column (see `parallel.kvp`)
+costs only the batch's shared chunks: their rows yield no token. Any other error ends the rank, and
+`kind_of` classifies it for the controller.
 """
 
 from __future__ import annotations
@@ -35,62 +35,60 @@ from medha.messages import (
     Withdrawn,
 )
 from medha.topology import Coordinate
-from medha_worker.device import Arriving, Device
+from medha_worker.device import ComputeDevice, PendingFetch
 from medha_worker.inputs import InputBuilder, StepInputs
-from medha_worker.kv.epochs import PageEpochs
-from medha_worker.kv.fetches import Copies
-from medha_worker.kv.grants import Grant, Grants
-from medha_worker.kv.pages import KvPages
+from medha_worker.kv.fetches import MoveTargets
+from medha_worker.kv.page_leases import PageLease, PageLeases
+from medha_worker.kv.pages import KvPages, PageEpochs
 from medha_worker.model.decoder import Decoder
-from medha_worker.parallel.communicator import PeerLost
-from medha_worker.parallel.interface import TensorParallel
+from medha_worker.parallel.collectives import PeerLost, TensorParallel
 from medha_worker.parallel.kvp import GroupColumn
 from medha_worker.parallel.mesh import Mesh
-from medha_worker.parallel.pipeline import Note, Pipeline
-from medha_worker.pieces import Pieces
-from medha_worker.sampler import Draw, Drawn
+from medha_worker.parallel.pipeline_parallel import Note, Pipeline
+from medha_worker.piecewise_graphs import PiecewiseGraphs
+from medha_worker.sampler import SampledRow, SampledTokens
 
-Sample = Callable[[torch.Tensor, Sequence[Draw], Device], Drawn]
+Sample = Callable[[torch.Tensor, Sequence[SampledRow], ComputeDevice], SampledTokens]
 
 
 @dataclasses.dataclass(slots=True)
-class Flight:
-    """A batch that was launched; `arriving` comes when the device is done with it."""
+class LaunchedBatch:
+    """A batch launched on the device; `pending` is ready once the device has finished it."""
 
     batch: Batch
     began_s: float
     inputs: StepInputs | None = None
     column: GroupColumn | None = None
     note: Note | None = None
-    drawn: Drawn | None = None
-    arriving: Arriving | None = None
+    drawn: SampledTokens | None = None
+    pending: PendingFetch | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether `Runner.finish` returns at once."""
-        return self.arriving is None or self.arriving.ready
+        """True if `Runner.finish` would return at once."""
+        return self.pending is None or self.pending.ready
 
 
 class Runner:
-    """One rank's compute thread, without its loop. All calls belong to that thread.
+    """The compute thread of a rank, without its loop. All calls belong to that thread.
 
-    `patience_s`: how long the device may wait for a peer; None where it has none.
+    `patience_s` is the longest the device may wait for a peer; None without peers.
     """
 
     def __init__(
         self,
         at: Coordinate,
         *,
-        model: Decoder | Pieces,
+        model: Decoder | PiecewiseGraphs,
         kv: KvPages,
         inputs: InputBuilder,
         tp: TensorParallel,
         pipeline: Pipeline,
         mesh: Mesh,
-        copies: Copies,
+        copies: MoveTargets,
         epochs: PageEpochs,
         sample: Sample,
-        device: Device,
+        device: ComputeDevice,
         patience_s: float | None = None,
     ) -> None:
         self.at = at
@@ -98,7 +96,7 @@ class Runner:
         self._tp, self._pipeline, self._mesh = tp, pipeline, mesh
         self._copies, self._epochs, self._sample = copies, epochs, sample
         self._device, self._patience_s = device, patience_s
-        self._grants = Grants(at.group, epochs)
+        self._leases = PageLeases(at.group, epochs)
         self._failed_generation = 0
         self._finished_s = 0.0
         # sequence -> tokens computed when this group was last its tail
@@ -107,7 +105,7 @@ class Runner:
     # --- steps --------------------------------------------------------------------------------
 
     def expect(self, step: Step) -> None:
-        """Let the rows of a step that runs next arrive while the one before is computed."""
+        """Post the receive for a later step's rows while the current step is computed."""
         rows = sum(chunk.length for chunk in step.batch.of_group(self.at.group))
         if rows:
             self._pipeline.expect(step.batch.number, rows)
@@ -117,20 +115,20 @@ class Runner:
         return self.finish(self.begin(step))
 
     @torch.inference_mode()
-    def begin(self, step: Step) -> Flight:
-        """Launch one step; raises PeerLost when a peer of the own group is gone.
+    def begin(self, step: Step) -> LaunchedBatch:
+        """Launch a step. Raises PeerLost when a peer of the own group is gone.
 
-        A sequence with penalties needs the host to know what was drawn: see `needs_told`.
+        If a sequence has penalties, finish earlier batches first: see `needs_host_tokens`.
         """
-        batch, flight = step.batch, Flight(step.batch, time.perf_counter())
+        batch, launched = step.batch, LaunchedBatch(step.batch, time.perf_counter())
         self._account(step)
         if not batch.of_group(self.at.group):
             self._inputs.sequences.apply(step)
-            return flight
-        inputs = flight.inputs = self._inputs.build(step)
-        column = flight.column = self._column(batch, inputs)
-        hidden = self._rows(flight, inputs, column)
-        flight.began_s = time.perf_counter()
+            return launched
+        inputs = launched.inputs = self._inputs.build(step)
+        column = launched.column = self._column(batch, inputs)
+        hidden = self._rows(launched, inputs, column)
+        launched.began_s = time.perf_counter()
         if inputs.whole is not None:
             done = inputs.whole.run(hidden, inputs)
         else:
@@ -139,21 +137,22 @@ class Runner:
         self._pipeline.send(batch.number, done, column.failure is not None)
         if self._pipeline.last and inputs.yielding:
             logits = done if inputs.whole else self._model.logits(done[inputs.yield_rows])
-            flight.drawn = self._draw(logits, inputs, column)
-        flight.arriving = flight.drawn.arriving if flight.drawn else self._device.fetch()
-        return flight
+            launched.drawn = self._draw(logits, inputs, column)
+        launched.pending = launched.drawn.pending if launched.drawn else self._device.fetch()
+        return launched
 
-    def finish(self, flight: Flight) -> list[RankReport]:
-        """Wait until the device is done with a batch, and tell of it; in the order of `begin`."""
-        inputs, column, batch = flight.inputs, flight.column, flight.batch
-        if inputs is None or column is None or flight.arriving is None:
+    def finish(self, launched: LaunchedBatch) -> list[RankReport]:
+        """Wait until the device has finished a batch, and return its reports. Call in `begin`
+        order."""
+        inputs, column, batch = launched.inputs, launched.column, launched.batch
+        if inputs is None or column is None or launched.pending is None:
             return []
-        tokens = self._tokens(flight.drawn, inputs, column) if flight.drawn else ()
-        if flight.drawn is None:
-            flight.arriving.wait(self._patience_s)
-        if flight.note is not None:
-            flight.note.broken(self._patience_s)
-        began_s, self._finished_s = max(flight.began_s, self._finished_s), time.perf_counter()
+        tokens = self._tokens(launched.drawn, inputs, column) if launched.drawn else ()
+        if launched.drawn is None:
+            launched.pending.wait(self._patience_s)
+        if launched.note is not None:
+            launched.note.broken(self._patience_s)
+        began_s, self._finished_s = max(launched.began_s, self._finished_s), time.perf_counter()
         reports: list[RankReport] = self._failure(batch, column)
         if self.at.shard == 0:
             if tokens:
@@ -161,9 +160,11 @@ class Runner:
             reports.append(StageDone(batch.number, self._finished_s - began_s))
         return reports
 
-    def needs_told(self, step: Step) -> bool:
-        """Whether the step draws with penalties on tokens that this rank drew last: batches under
-        way must be finished first."""
+    def needs_host_tokens(self, step: Step) -> bool:
+        """True if a sampled sequence has penalties, which the host computes from earlier tokens.
+
+        Batches in flight must then be finished before the step begins.
+        """
         known = self._inputs.sequences
         return any(
             chunk.seq in known and known[chunk.seq].history is not None
@@ -171,7 +172,7 @@ class Runner:
         )
 
     def _account(self, step: Step) -> None:
-        """Moves that take effect, sequences that end, pages that are handed out."""
+        """Apply switches, ended sequences and newly allocated pages to page ownership."""
         for move in step.switches:
             if move.target == self.at.group:
                 self._copies.switch(move)
@@ -190,19 +191,21 @@ class Runner:
         except PeerLost as error:
             return GroupColumn(self.at.group, None, error)
 
-    def _rows(self, flight: Flight, inputs: StepInputs, column: GroupColumn) -> torch.Tensor:
-        """Token ids in the first stage, else what the stage before sent."""
+    def _rows(
+        self, launched: LaunchedBatch, inputs: StepInputs, column: GroupColumn
+    ) -> torch.Tensor:
+        """Return token ids in the first stage, else the rows sent by the stage before."""
         if self._pipeline.first:
             return inputs.tokens
         hidden, note = self._pipeline.receive(inputs.number, inputs.rows)
         if not (note.ready or inputs.shared):
-            flight.note = note
+            launched.note = note
         elif note.broken(self._patience_s) and inputs.shared:
             column.fail(PeerLost("the stage before lost its KVP column"))
         return hidden
 
     def _vote(self, inputs: StepInputs, column: GroupColumn) -> None:
-        """What broke one shard's column has spoilt the rows of all."""
+        """Break the shared rows of every shard if one shard's column failed."""
         if not inputs.shared or self._tp.size == 1:
             return
         mine = torch.full((1,), float(column.failure is not None), device=self._device.at)
@@ -210,8 +213,8 @@ class Runner:
         if votes.item() and column.failure is None:
             column.fail(PeerLost("another shard lost its KVP column"))
 
-    def _draw(self, logits: torch.Tensor, inputs: StepInputs, column: GroupColumn) -> Drawn:
-        """Draw for the rows that yield here, every shard alike; broken rows change nothing."""
+    def _draw(self, logits: torch.Tensor, inputs: StepInputs, column: GroupColumn) -> SampledTokens:
+        """Sample the yielding rows, identically on every shard; broken rows change no state."""
         drawn = self._sample(
             logits, [state.draw(at) for _, state, at in inputs.yielding], self._device
         )
@@ -221,19 +224,19 @@ class Runner:
         return drawn
 
     def _tokens(
-        self, drawn: Drawn, inputs: StepInputs, column: GroupColumn
+        self, drawn: SampledTokens, inputs: StepInputs, column: GroupColumn
     ) -> tuple[TokenOut, ...]:
-        """What was drawn, as it is told; broken rows bring nothing."""
+        """Return the sampled tokens to report; broken rows yield none."""
         lost, tokens = _lost(inputs, column), []
-        told = drawn.read(self._patience_s)
-        for (row, state, position), (token, logprob) in zip(inputs.yielding, told, strict=True):
+        sampled = drawn.read(self._patience_s)
+        for (row, state, position), (token, logprob) in zip(inputs.yielding, sampled, strict=True):
             if row not in lost:
                 state.sampled(position, token)
                 tokens.append(TokenOut(state.seq, token, logprob))
         return tuple(tokens)
 
     def _failure(self, batch: Batch, column: GroupColumn) -> list[RankReport]:
-        """A broken generation is told once."""
+        """Report a broken generation, once."""
         if column.failure is None or batch.generation <= self._failed_generation:
             return []
         self._failed_generation = batch.generation
@@ -241,31 +244,34 @@ class Runner:
 
     # --- moves: ordered with the steps, so that they see what the steps before them left ---------
 
-    def offer(self, order: OfferPages, now: float) -> Grant:
-        """Grant a move's pages; raises EngineError when they are not there to give."""
+    def offer(self, order: OfferPages, now: float) -> PageLease:
+        """Lease a move's pages to the target group. Raises EngineError if this rank does not hold
+        them."""
         state = self._inputs.sequences[order.move.seq]
         pages = state.pages
         held = {n: int(pages.ids[pages.before(n)]) for n in order.move.logical if n in pages}
         full, rest = divmod(self._computed.get(order.move.seq, 0), self._kv.page_tokens)
         partial = full if rest else None
-        return self._grants.offer(order.move, held, partial, order.lease_s, now)
+        return self._leases.offer(order.move, held, partial, order.lease_s, now)
 
     def reserve(self, order: FetchPages) -> None:
-        """Claim a move's target pages; raises EngineError when they are strange or in use."""
+        """Claim a move's target pages. Raises EngineError if they are out of range or in use."""
         self._copies.reserve(order.move, self._inputs.sequences.pages_in_use())
 
     def withdraw(self, move: int, now: float) -> Withdrawn | None:
-        """End a grant; None when this rank takes part in the move at its other end, which then
-        gives up a copy that stood and will not be switched to."""
+        """End a lease and report whether its pages stayed intact.
+
+        Return None if this rank is the target of the move: it then drops its copy.
+        """
         if move in self._copies:
             if self._copies.whole(move):
                 self._copies.landed(move, False)
             return None
-        return self._grants.withdraw(move, now)
+        return self._leases.withdraw(move, now)
 
 
 def kind_of(error: BaseException) -> str:
-    """What RankFailed calls this error."""
+    """Return the kind of error that RankFailed reports."""
     if isinstance(error, PeerLost):
         return "group"
     text = str(error).lower()
@@ -277,7 +283,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def _lost(inputs: StepInputs, column: GroupColumn) -> frozenset[int]:
-    """Rows that a broken column has spoilt."""
+    """Return the rows spoiled by a broken column."""
     if column.failure is None:
         return frozenset()
     return frozenset(

@@ -1,11 +1,13 @@
-"""What a rank knows of each sequence: its pages in the own group, and what sampling needs.
+"""Per-sequence state of a rank: its pages in the own group, sampling settings and device slot.
 
 Replicated on every rank of a group and changed only by steps, in step order, so all ranks agree
-without talking. Pages are ids; which id is free is the scheduler's business.
+without communication. The scheduler decides which page ids are free.
 
     logical pages     0 1 2 3 4 5 6 …          of the sequence, page_tokens each
     own group         0 1     4 5              any set of full pages, ascending
     the tail group          2 3     6 (partial)  the only partial page is the last logical one
+
+Every sequence has a slot, a row of the tensors that stay on the device: see `DeviceSlots`.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from medha.batch import Move
 from medha.errors import EngineError, ProtocolError
 from medha.messages.fields import Sampling
 from medha.messages.ranks import SequenceStart, Step
-from medha_worker.sampler import Draw, History
-from medha_worker.seats import NO_PAGE, Seats
+from medha_worker.device import CPU, ComputeDevice
+from medha_worker.sampler import History, SampledRow
+
+Ids = npt.NDArray[np.int64]
+NO_PAGE = -1
 
 
 class PageTable:
@@ -30,7 +36,7 @@ class PageTable:
 
     def __init__(self, pages: Iterable[tuple[int, int]] = ()) -> None:
         self._logical: list[int] = []
-        self._ids: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._ids: Ids = np.empty(0, dtype=np.int64)
         self._replace(pages)
 
     def __len__(self) -> int:
@@ -46,21 +52,21 @@ class PageTable:
         return self._logical[-1] if self._logical else -1
 
     @property
-    def ids(self) -> npt.NDArray[np.int64]:
+    def ids(self) -> Ids:
         """Page ids in ascending logical order; a view that later appends leave alone."""
         return self._ids[: len(self._logical)]
 
     def before(self, logical: int) -> int:
-        """How many held pages precede `logical`."""
+        """Return the number of held pages before `logical`."""
         return bisect.bisect_left(self._logical, logical)
 
-    def since(self, logical: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def since(self, logical: int) -> tuple[Ids, Ids]:
         """Numbers and ids of the held pages from `logical` on."""
         cut = self.before(logical)
         return np.array(self._logical[cut:], dtype=np.int64), self.ids[cut:]
 
     def append(self, first_logical: int, ids: Sequence[int]) -> None:
-        """Pages `first_logical`, `first_logical` + 1, … above all held ones."""
+        """Append pages `first_logical`, `first_logical` + 1, … after all held ones."""
         if first_logical <= self.last_logical:
             raise ProtocolError(
                 f"page {first_logical} of a sequence comes after page {self.last_logical}:"
@@ -75,12 +81,12 @@ class PageTable:
         self._logical.extend(range(first_logical, first_logical + len(ids)))
 
     def insert(self, pages: Iterable[tuple[int, int]]) -> None:
-        """Add (logical, id) pairs anywhere; those held already stay as they are."""
+        """Add (logical, id) pairs anywhere; pages already held keep their ids."""
         held = dict(pages) | dict(zip(self._logical, self.ids.tolist(), strict=True))
         self._replace(held.items())
 
     def remove(self, logical: Iterable[int]) -> None:
-        """Drop logical pages; those not held are ignored."""
+        """Drop logical pages; pages not held are ignored."""
         gone = set(logical)
         pairs = zip(self._logical, self.ids.tolist(), strict=True)
         self._replace(pair for pair in pairs if pair[0] not in gone)
@@ -93,11 +99,14 @@ class PageTable:
 
 @dataclasses.dataclass(slots=True)
 class SequenceState:
-    """One sequence on one rank, at `seat`. `history` exists only where penalties need it; `drawn`:
-    this rank drew a token of it, which the device knows before the host does."""
+    """State of a sequence on this rank, with its device slot.
+
+    `history` exists only if penalties need it. `drawn` means that this rank drew its last token,
+    which the device holds before the host does.
+    """
 
     seq: int
-    seat: int
+    slot: int
     sampling: Sampling
     prompt_tokens: int
     rope_tokens: int
@@ -105,21 +114,100 @@ class SequenceState:
     history: History | None = None
     drawn: bool = False
 
-    def draw(self, position: int) -> Draw:
-        """What sampling the token at `position` needs."""
-        return Draw(self.sampling, position, position - self.prompt_tokens, self.history)
+    def draw(self, position: int) -> SampledRow:
+        """Return the sampling inputs for the token at `position`."""
+        return SampledRow(self.sampling, position, position - self.prompt_tokens, self.history)
 
     def sampled(self, position: int, token: int) -> None:
-        """The host learns that this rank drew `token` at `position`."""
+        """Record on the host that this rank drew `token` at `position`."""
         if self.history is not None:
             self.history.see(position, np.array([token], dtype=np.int32))
 
 
-class Sequences:
-    """The sequences that the ranks of `group` know, each with its seat on the device."""
+class DeviceSlots:
+    """Rows for `slots` sequences of `width` pages, on the device from step to step.
 
-    def __init__(self, group: int, seats: Seats | None = None) -> None:
-        self.group, self.seats = group, seats or Seats()
+        last    [slots]         the token that this rank drew last; the host may not have it yet
+        table   [slots, width]  page id of each logical page of the own group, −1 where it holds
+                                none: a copy of the sequences' page tables
+
+    Page changes are staged on the host and copied at once when a step that needs them is built. A
+    decode that takes no new page copies nothing. Slots of ended sequences are reused. The tensors
+    grow by doubling, up to the longest sequence.
+    """
+
+    def __init__(self, device: ComputeDevice = CPU, slots: int = 16, width: int = 16) -> None:
+        self._device, self._count, self._width = device, slots, width
+        self.last = torch.zeros(slots, dtype=torch.int64, device=device.at)
+        self.table = self._empty(slots, width)
+        self._free = list(range(slots))[::-1]
+        self._cleared: list[int] = []
+        self._staged: list[tuple[int, Ids, Ids]] = []
+
+    def take(self) -> int:
+        """Return a free slot; its table row is empty after the next `flush`."""
+        if not self._free:
+            self._grow(2 * self._count, self._width)
+        slot = self._free.pop()
+        self._cleared.append(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Free the slot of a sequence that ended, and drop its staged changes."""
+        self._staged = [change for change in self._staged if change[0] != slot]
+        self._free.append(slot)
+
+    def put(self, slot: int, logical: Ids, ids: Ids) -> None:
+        """Stage page `ids` for these logical pages of a slot (−1: no longer held)."""
+        if not len(logical):
+            return
+        needed = int(logical.max()) + 1
+        if needed > self._width:
+            self._grow(self._count, max(needed, 2 * self._width))
+        self._staged.append((slot, logical, ids))
+
+    def flush(self) -> None:
+        """Copy staged changes to the device; the last of several changes to a page wins."""
+        if self._cleared:
+            cleared = np.array(self._cleared, dtype=np.int64)
+            self._cleared = []
+            self.table.index_fill_(0, self._device.upload(cleared)[0], NO_PAGE)
+        if not self._staged:
+            return
+        places = np.concatenate([slot * self._width + pages for slot, pages, _ in self._staged])
+        ids = np.concatenate([ids for _, _, ids in self._staged]).astype(np.int32)
+        if len({slot for slot, _, _ in self._staged}) < len(self._staged):
+            places, first = np.unique(places[::-1], return_index=True)
+            ids = ids[::-1][first]
+        self._staged = []
+        where, what = self._device.upload(places, ids)
+        self.table.view(-1).index_copy_(0, where, what)
+
+    def pages(self, slots: torch.Tensor, logical: torch.Tensor) -> torch.Tensor:
+        """Page ids (int64) of pairs of slot and logical page."""
+        return self.table[slots, logical].long()
+
+    def set_last(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Store the tokens that the sequences at `slots` drew."""
+        self.last.index_copy_(0, slots, tokens)
+
+    def _empty(self, slots: int, width: int) -> torch.Tensor:
+        return torch.full((slots, width), NO_PAGE, dtype=torch.int32, device=self._device.at)
+
+    def _grow(self, slots: int, width: int) -> None:
+        grown, last = self._empty(slots, width), self.last.new_zeros(slots)
+        grown[: self._count, : self._width] = self.table
+        last[: self._count] = self.last
+        self._free[:0] = range(slots - 1, self._count - 1, -1)
+        self.table, self.last = grown, last
+        self._count, self._width = slots, width
+
+
+class Sequences:
+    """The sequences of `group`, each with a device slot."""
+
+    def __init__(self, group: int, device_slots: DeviceSlots | None = None) -> None:
+        self.group, self.device_slots = group, device_slots or DeviceSlots()
         self._known: dict[int, SequenceState] = {}
 
     def __len__(self) -> int:
@@ -137,11 +225,11 @@ class Sequences:
             ) from None
 
     def pages_in_use(self) -> set[int]:
-        """Ids of all pages that known sequences hold."""
+        """Return the ids of all pages that sequences hold."""
         return {page for state in self._known.values() for page in state.pages.ids.tolist()}
 
     def apply(self, step: Step) -> None:
-        """Forget, switch, then create, as the step says; chunks come after."""
+        """Apply the step's ends, switches and starts, in this order; its chunks come later."""
         for seq in step.ends:
             self._forget(seq)
         for move in step.switches:
@@ -151,10 +239,10 @@ class Sequences:
             self._known[start.seq] = self._begin(start)
 
     def append(self, state: SequenceState, first_logical: int, ids: Sequence[int]) -> None:
-        """A step brings pages `first_logical`, `first_logical` + 1, … of a sequence."""
+        """Add the pages that a step brings for a sequence, from `first_logical` on."""
         state.pages.append(first_logical, ids)
         logical = np.arange(first_logical, first_logical + len(ids))
-        self.seats.put(state.seat, logical, np.array(ids, dtype=np.int64))
+        self.device_slots.put(state.slot, logical, np.array(ids, dtype=np.int64))
 
     def _begin(self, start: SequenceStart) -> SequenceState:
         history = None
@@ -163,31 +251,31 @@ class Sequences:
             history = History(tokens, start.prompt_tokens)
         state = SequenceState(
             seq=start.seq,
-            seat=self.seats.take(),
+            slot=self.device_slots.take(),
             sampling=start.sampling,
             prompt_tokens=start.prompt_tokens,
             rope_tokens=start.rope_tokens,
             pages=PageTable(start.cached),
             history=history,
         )
-        self.seats.put(state.seat, *state.pages.since(0))
+        self.device_slots.put(state.slot, *state.pages.since(0))
         return state
 
     def _forget(self, seq: int) -> None:
         state = self._known.pop(seq, None)
         if state is not None:
-            self.seats.leave(state.seat)
+            self.device_slots.release(state.slot)
 
     def _switch(self, move: Move) -> None:
-        """A copied move takes effect; a sequence that starts in this very step knows already."""
+        """Apply a completed move; a sequence that starts in this step has it already."""
         state = self._known.get(move.seq)
         if state is None:
             return
         if move.source == self.group:
             state.pages.remove(move.logical)
             gone = np.array(move.logical, dtype=np.int64)
-            self.seats.put(state.seat, gone, np.full(len(gone), NO_PAGE))
+            self.device_slots.put(state.slot, gone, np.full(len(gone), NO_PAGE))
         if move.target == self.group:
             state.pages.insert(zip(move.logical, move.to_pages, strict=True))
-            # Pages that were held already stay as they are.
-            self.seats.put(state.seat, *state.pages.since(min(move.logical, default=0)))
+            # Pages already held keep their ids.
+            self.device_slots.put(state.slot, *state.pages.since(min(move.logical, default=0)))

@@ -1,10 +1,10 @@
-"""Read a rank's share of a checkpoint: its layers, its TP slices, nothing else.
+"""Read a rank's share of a checkpoint: its layers and its TP slices, nothing else.
 
-Files are safetensors (one, or several behind an index), memory-mapped; each slice is read into
+Files are safetensors (one, or several behind an index), memory-mapped. Each slice is read into
 pageable memory, copied to the device, and there once into the fused, transposed tensor that the
-model uses: on a GPU the driver's own staging, not pinned memory, carries it. safetensors checks
-every header against its file's length before anything is read; what is missing, corrupt or of
-another shape raises CheckpointError naming the file, the tensor and the remedy.
+model uses. On a GPU the driver stages the copies, without pinned memory. safetensors checks every
+header against its file's length first. A missing, corrupt or misshapen tensor raises
+CheckpointError naming the file, the tensor and the remedy.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 
 from medha.errors import CheckpointError
 from medha.topology import check_tp, kv_heads_of
-from medha_worker.attention.scales import Scales, of_layer
-from medha_worker.model.config import DecoderConfig
+from medha_worker.attention.fp8_scales import Scales, of_layer
+from medha_worker.model.checkpoint_files import SINGLE, file_of_each
+from medha_worker.model.decoder_config import DecoderConfig
 from medha_worker.model.dummy import DummyCheckpoint
-from medha_worker.model.files import SINGLE, file_of_each
 from medha_worker.model.layers import LayerWeights, Linear, blank, paneled
 from medha_worker.model.rope import interleaved
 
@@ -33,8 +33,11 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """What one rank holds. `embedding` [rows, hidden] in the first stage; `norm` and `head` in the
-    last, with rows = ceil(vocab / tp), zero beyond the vocabulary."""
+    """Weights of one rank. `embedding` [rows, hidden] in the first stage; `norm` and `head` in the
+    last.
+
+    rows = ceil(vocab / tp), zero beyond the vocabulary.
+    """
 
     layers: tuple[LayerWeights, ...]
     embedding: torch.Tensor | None
@@ -43,45 +46,54 @@ class Weights:
 
     @property
     def at(self) -> torch.device:
-        """Where they are."""
+        """The device of the weights."""
         return self.layers[0].attention_norm.device
 
 
 def in_blocks(held: Weights, rows: int) -> Weights:
-    """The same weights, with products of so many rows each (see `Linear`)."""
+    """Return the same weights with products of `rows` rows each (see `Linear`)."""
 
     def cut(linear: Linear) -> Linear:
         return dataclasses.replace(linear, rows=rows)
 
     layers = tuple(
         dataclasses.replace(
-            layer, qkv=cut(layer.qkv), out=cut(layer.out), gate_up=cut(layer.gate_up),
+            layer,
+            qkv=cut(layer.qkv),
+            out=cut(layer.out),
+            gate_up=cut(layer.gate_up),
             down=cut(layer.down),
         )
         for layer in held.layers
-    )  # fmt: skip
+    )
     head = None if held.head is None else cut(held.head)
     return dataclasses.replace(held, layers=layers, head=head)
 
 
 def kv_scales(held: Weights, kv_heads: int, head_dim: int, stretch: float) -> tuple[Scales, ...]:
-    """Scales of FP8 pages of the layers that are held; `stretch`: what the rotation multiplies by.
+    """Return the scales of FP8 pages for the held layers; `stretch` is the factor of the rotation.
 
-    Those of keys and values depend on nothing but the checkpoint, however it is divided.
+    Scales of keys and values depend only on the checkpoint, not on how it is divided.
     """
-    found = []
+    scales = []
     for layer in held.layers:
         weight = layer.qkv.by_output()
         bias = None if layer.qkv.bias is None else layer.qkv.bias.view(-1, head_dim)
-        found.append(
-            of_layer(weight.reshape(-1, head_dim, weight.shape[-1]), bias, layer.attention_norm,
-                     layer.head_norms, kv_heads, stretch)
-        )  # fmt: skip
-    return tuple(found)
+        scales.append(
+            of_layer(
+                weight.reshape(-1, head_dim, weight.shape[-1]),
+                bias,
+                layer.attention_norm,
+                layer.head_norms,
+                kv_heads,
+                stretch,
+            )
+        )
+    return tuple(scales)
 
 
 class Checkpoint:
-    """The safetensors files of a folder, opened when first needed."""
+    """The safetensors files of a folder, opened on first use."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -111,7 +123,7 @@ class Checkpoint:
         return name in self._file_of
 
     def slice(self, name: str, shape: Sequence[int]) -> Any:
-        """A lazy slice of tensor `name`, which must be of `shape`."""
+        """Return a lazy slice of tensor `name`, which must have `shape`."""
         file = self._file_of.get(name)
         if file is None:
             raise CheckpointError(
@@ -119,22 +131,22 @@ class Checkpoint:
                 " config.json and the weights must be of one model: fetch both again"
             )
         try:
-            found = self._handle(file).get_slice(name)
+            tensor = self._handle(file).get_slice(name)
         except SafetensorError as error:
             raise CheckpointError(
                 f"{self.folder / file} lacks {name} ({error}); fetch the file and its index again"
             ) from None
-        if tuple(found.get_shape()) != tuple(shape):
+        if tuple(tensor.get_shape()) != tuple(shape):
             raise CheckpointError(
-                f"{self.folder / file}: {name} is {list(found.get_shape())}: config.json implies"
+                f"{self.folder / file}: {name} is {list(tensor.get_shape())}: config.json implies"
                 f" {list(shape)}; config.json and the weights must be of one model"
             )
-        if found.get_dtype() not in ("F32", "F16", "BF16"):
+        if tensor.get_dtype() not in ("F32", "F16", "BF16"):
             raise CheckpointError(
-                f"{self.folder / file}: {name} is {found.get_dtype()}: must be F32, F16 or BF16;"
+                f"{self.folder / file}: {name} is {tensor.get_dtype()}: must be F32, F16 or BF16;"
                 " use an unquantised checkpoint"
             )
-        return found
+        return tensor
 
 
 def load(
@@ -147,10 +159,10 @@ def load(
     progress: Progress | None = None,
     device: torch.device | str = "cpu",
 ) -> Weights:
-    """The weights of `layers` for shard `shard` of `tp`, in `dtype` on `device`.
+    """Load the weights of `layers` for shard `shard` of `tp`, in `dtype` on `device`.
 
     `progress(done_bytes, total_bytes)` is called as tensors arrive. Raises CheckpointError, or
-    SpecError when the model's heads cannot be divided by `tp`.
+    SpecError if the model's heads cannot be divided by `tp`.
     """
     check_tp(tp, config.heads, config.kv_heads)
     if config.intermediate % tp:
@@ -162,7 +174,7 @@ def load(
 
 
 class _Loader:
-    """One load: where in each tensor this shard's slices lie."""
+    """A load in progress, with the places of this shard's slices in each tensor."""
 
     def __init__(
         self,
@@ -182,8 +194,8 @@ class _Loader:
         heads, kv = config.heads // tp, kv_heads_of(shard, tp, config.kv_heads)
         self.q_rows = range(shard * heads * D, (shard + 1) * heads * D)
         self.kv_rows = range(kv.start * D, kv.stop * D)
-        each = config.intermediate // tp
-        self.mlp_rows = range(shard * each, (shard + 1) * each)
+        rows = config.intermediate // tp
+        self.mlp_rows = range(shard * rows, (shard + 1) * rows)
         self.vocab_rows = -(-config.vocab // tp)
         self.done_bytes = 0
         self.total_bytes = self._total_bytes()
@@ -201,7 +213,7 @@ class _Loader:
         embedding = self._vocab("model.embed_tokens.weight") if first or (last and tied) else None
         head = None
         if last:
-            # A tied head is a view: [hidden, rows] seen through the embedding's memory.
+            # A tied head is a view [hidden, rows] of the embedding's memory.
             table = embedding if tied else self._vocab(HEAD)
             assert table is not None
             head = Linear(table.t() if tied else paneled(table.t()))
@@ -232,7 +244,7 @@ class _Loader:
         )
 
     def _head_norms(self, attention: str) -> torch.Tensor:
-        """The norm of queries for each query head, that of keys for each KV head."""
+        """Return query norms for each query head, then key norms for each KV head."""
         D = self.config.head_dim
         parts = []
         for name, rows in (("q_norm", self.q_rows), ("k_norm", self.kv_rows)):
@@ -248,16 +260,18 @@ class _Loader:
         rotated: int = 0,
         halves: int = 1,
     ) -> Linear:
-        """Column-parallel projections side by side: output rows `range` of each; the first
-        `rotated` are interleaved, and no panel holds columns of two of the equal `halves`."""
+        """Load column-parallel projections side by side: output rows `range` of each.
+
+        The first `rotated` are interleaved. No panel spans two of the equal `halves`.
+        """
         width, D = sum(len(rows) for _, _, rows in parts), self.config.head_dim
         weight = blank(self.config.hidden, width, self.dtype, self.device)
         bias = torch.empty(width, dtype=self.dtype, device=self.device) if biased else None
         at = 0
         for number, (name, outputs, rows) in enumerate(parts):
             cut = slice(at, at + len(rows))
-            found = self.checkpoint.slice(name + ".weight", (outputs, self.config.hidden))
-            own = self._count(found[rows.start : rows.stop, :])
+            tensor = self.checkpoint.slice(name + ".weight", (outputs, self.config.hidden))
+            own = self._count(tensor[rows.start : rows.stop, :])
             weight[:, cut].copy_((interleaved(own, D) if number < rotated else own).t())
             if bias is not None:
                 part = self.checkpoint.slice(name + ".bias", (outputs,))
@@ -267,28 +281,29 @@ class _Loader:
         return Linear(paneled(weight, halves), bias)
 
     def _row(self, name: str, inputs: int, columns: range, biased: bool) -> Linear:
-        """A row-parallel projection: input columns `columns`; its bias counts once, on shard 0."""
-        found = self.checkpoint.slice(name + ".weight", (self.config.hidden, inputs))
-        part = self._count(found[:, columns.start : columns.stop])
+        """Load a row-parallel projection: input columns `columns`; its bias is added once, on
+        shard 0."""
+        tensor = self.checkpoint.slice(name + ".weight", (self.config.hidden, inputs))
+        part = self._count(tensor[:, columns.start : columns.stop])
         bias = None
         if biased and self.shard == 0:
             bias = self._vector(name + ".bias")
         return Linear(paneled(part.t().to(self.dtype)), bias)
 
     def _vector(self, name: str, size: int = 0) -> torch.Tensor:
-        """A vector of `size` entries, or else of one for each of the hidden state."""
-        found = self.checkpoint.slice(name, (size or self.config.hidden,))
-        return self._count(found[:]).to(self.dtype)
+        """Load a vector of `size` entries (0: hidden size)."""
+        tensor = self.checkpoint.slice(name, (size or self.config.hidden,))
+        return self._count(tensor[:]).to(self.dtype)
 
     def _vocab(self, name: str) -> torch.Tensor:
-        """Rows of this shard of a vocabulary table; zero rows fill the last shard up."""
-        found = self.checkpoint.slice(name, (self.config.vocab, self.config.hidden))
+        """Load this shard's rows of a vocabulary table, padded with zero rows."""
+        tensor = self.checkpoint.slice(name, (self.config.vocab, self.config.hidden))
         start = self.shard * self.vocab_rows
         stop = min(start + self.vocab_rows, self.config.vocab)
         shape = (self.vocab_rows, self.config.hidden)
         table = torch.zeros(shape, dtype=self.dtype, device=self.device)
         if start < stop:
-            table[: stop - start].copy_(self._count(found[start:stop, :]))
+            table[: stop - start].copy_(self._count(tensor[start:stop, :]))
         return table
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -298,14 +313,14 @@ class _Loader:
         return tensor.to(self.device)
 
     def _total_bytes(self) -> int:
-        """What this rank will read, from the shapes (norms and biases are lost in the rounding)."""
+        """Return the bytes that this rank will read, without norms and biases."""
         c, item = self.config, self._item_bytes()
         layer = c.hidden * (2 * len(self.q_rows) + 2 * len(self.kv_rows) + 3 * len(self.mlp_rows))
         tables = (self.layers.start == 0) + (self.layers.stop == c.layers)
         return item * (len(self.layers) * layer + tables * self.vocab_rows * c.hidden)
 
     def _item_bytes(self) -> int:
-        found = self.checkpoint.slice(
+        tensor = self.checkpoint.slice(
             "model.embed_tokens.weight", (self.config.vocab, self.config.hidden)
         )
-        return 4 if found.get_dtype() == "F32" else 2
+        return 4 if tensor.get_dtype() == "F32" else 2

@@ -68,7 +68,7 @@ capabilities: {drop: [ALL]}
 {{- with $of.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
-# A node that fell silent is left at once: while it has the only operator, nobody mends anything.
+# Leave an unreachable node at once: without an operator nothing is repaired.
 tolerations:
 - {key: node.kubernetes.io/not-ready, operator: Exists, effect: NoExecute, tolerationSeconds: 5}
 - {key: node.kubernetes.io/unreachable, operator: Exists, effect: NoExecute, tolerationSeconds: 5}

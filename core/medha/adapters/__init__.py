@@ -1,1 +1,1 @@
-"""The core's only contact with the world: sockets, metrics export, logs; for services alone."""
+"""Adapters to the outside world, for services only: sockets, metrics export, logs."""

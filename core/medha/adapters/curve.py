@@ -1,4 +1,4 @@
-"""CURVE on a socket: one end asks an allow-list who may come in, the other trusts one key alone."""
+"""CURVE on a socket: the server admits keys of an allow-list, the client trusts one server key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ZAP_DOMAIN = "medha"
 
 
 class _AllowList:
-    """Answers ZAP: whether a public key (Z85) stands in the file, read at each handshake."""
+    """Answers ZAP: admits the public keys (Z85) of a file, which it reads at each handshake."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -25,16 +25,16 @@ class _AllowList:
         try:
             return domain == ZAP_DOMAIN and key in read_keys(self._path)
         except SetupError as error:
-            logging.getLogger("medha.sockets").error("nobody is let in: %s", error)
+            logging.getLogger("medha.sockets").error("every peer is refused: %s", error)
             return False
 
 
 def serve_curve(
     context: zmq.Context[Any], socket: zmq.Socket[bytes], curve: Curve
 ) -> ThreadAuthenticator:
-    """Make `socket` a CURVE server that lets in only the keys of `curve.allowed`."""
+    """Make `socket` a CURVE server that admits only the keys of `curve.allowed`."""
     secret = read_key(curve.secret)
-    read_keys(curve.allowed)  # a missing or broken list is an error now, not at the first peer
+    read_keys(curve.allowed)  # report a missing or invalid list now, not at the first peer
     guard = ThreadAuthenticator(context, log=logging.getLogger("medha.sockets.zap"))
     guard.configure_curve_callback(ZAP_DOMAIN, _AllowList(curve.allowed))
     guard.start()
@@ -46,7 +46,7 @@ def serve_curve(
 
 
 def use_curve(socket: zmq.Socket[bytes], curve: Curve) -> None:
-    """Make `socket` a CURVE client with its own pair that trusts only the server's key."""
+    """Make `socket` a CURVE client with its own key pair that trusts only the server's key."""
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret := read_key(curve.secret))
     socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
     socket.setsockopt(zmq.CURVE_SERVERKEY, read_key(curve.server_public))

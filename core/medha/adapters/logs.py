@@ -3,8 +3,8 @@
     log = logging.getLogger("medha.controller")
     log.info("group joined", extra={"fields": {"group": 1, "request": "r-17"}})
 
-Prompts, tokens and keys are never passed to a log; `request` is the request's id. `start_logs` is
-called once, by a process's `__main__`.
+Prompts, tokens and keys are never logged. `request` is the request's id. The `__main__` of each
+process calls `start_logs` once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_TEXT = 4000
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per record; `fields` of a record become keys beside the fixed ones.
+    """Formats a record as a JSON object; `fields` of the record become further keys.
 
     `process` names the process (`router`, `llama-0-controller`, `llama-0-g0-s1-t0`, …).
     """
@@ -33,9 +33,9 @@ class JsonLines(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         line: dict[str, Any] = {
-            "time": when.isoformat(timespec="milliseconds"),
+            "time": time.isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "process": self._process,
             "logger": record.name,
@@ -49,10 +49,10 @@ class JsonLines(logging.Formatter):
 
 
 def start_logs(process: str, level: str, stream: TextIO | None = None) -> None:
-    """Send every log of this process to `stream` (stderr) as JSON lines, from `level` on.
+    """Write all logs of this process to `stream` (stderr) as JSON lines, at `level` and above.
 
-    Replaces handlers set up before; warnings of the interpreter are logged too. Raises SpecError
-    for an unknown level.
+    Replaces the former handlers; warnings of the interpreter are logged too. Raises SpecError for
+    an unknown level.
     """
     if level not in LEVELS:
         raise SpecError(
@@ -71,7 +71,7 @@ def start_logs(process: str, level: str, stream: TextIO | None = None) -> None:
 
 
 def _message(record: logging.LogRecord) -> str:
-    """The record's text; a wrong number of arguments is shown, not raised into the caller."""
+    """Return the record's text; a wrong number of arguments is logged, not raised."""
     try:
         return record.getMessage()
     except (TypeError, ValueError):

@@ -1,9 +1,9 @@
-"""The catalogue as live metrics, and the ops port that shows them: /metrics, /healthz, /readyz.
+"""The metrics of the catalogue, and the ops port that exports them: /metrics, /healthz, /readyz.
 
-`Metrics` makes a registry of its own (never the library's global one) from what the catalogue says
-this kind of process exports. `OpsServer` answers on its own threads, so a busy loop does not look
-dead; a process adds routes of its own (`GET /status`, `POST /drain`). It is for machines inside the
-fleet, plain HTTP, bounded in connections and time, and reads no request body.
+`Metrics` makes a registry of its own, not the library's global one, with the metrics that this kind
+of process exports. `OpsServer` answers on its own threads, so that a busy event loop does not seem
+dead; a process adds its own routes (`GET /status`, `POST /drain`). The port is for clients inside
+the fleet: plain HTTP, with bounds on connections and time. It reads no request body.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STALE_TICK_S = 10.0
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What a route answers."""
+    """The response of a route."""
 
     body: bytes = b""
     status: int = 200
@@ -42,15 +42,15 @@ Route = Callable[[], Reply]
 
 
 def json_reply(value: object, status: int = 200) -> Reply:
-    """Any msgspec value as JSON."""
+    """Make a reply from a msgspec value, as JSON."""
     return Reply(msgspec.json.encode(value), status, "application/json")
 
 
 class Metrics:
-    """The metrics that an `exporter` process shows; labels are given in the catalogue's order.
+    """The metrics that an `exporter` process exports; labels follow the catalogue's order.
 
-    Thread-safe. A name that this process does not export is a KeyError, a wrong number of labels
-    a ValueError: both are mistakes of the caller.
+    Thread-safe. Raises KeyError for a metric that this process does not export, and ValueError for
+    a wrong number of labels.
     """
 
     def __init__(self, exporter: Exporter) -> None:
@@ -67,7 +67,7 @@ class Metrics:
         client.ProcessCollector(registry=self.registry)
 
     def add(self, name: str, amount: float, *labels: str) -> None:
-        """Count `amount` (0 or more) onto a counter."""
+        """Add `amount` (0 or more) to a counter."""
         counter = self._counters[name]
         (counter.labels(*labels) if labels else counter).inc(amount)
 
@@ -77,12 +77,15 @@ class Metrics:
         (gauge.labels(*labels) if labels else gauge).set(value)
 
     def drop(self, name: str, *labels: str) -> None:
-        """Show no value of a labelled gauge any more under labels that begin with these: what it
-        tells of is gone, or no longer ours to tell."""
+        """Remove the values of a gauge whose first labels are these.
+
+        For things that no longer exist, or that another process reports now.
+        """
         gauge = self._gauges[name]
-        known = [tuple(each.labels.values()) for family in gauge.collect()
-                 for each in family.samples]  # fmt: skip
-        for values in known:
+        series = [
+            tuple(sample.labels.values()) for family in gauge.collect() for sample in family.samples
+        ]
+        for values in series:
             if values[: len(labels)] == labels:
                 gauge.remove(*values)
 
@@ -92,7 +95,7 @@ class Metrics:
         (histogram.labels(*labels) if labels else histogram).observe(value)
 
     def text(self) -> bytes:
-        """Everything in the exposition format."""
+        """Return all metrics in the exposition format."""
         return generate_latest(self.registry)
 
     def _make(self, metric: Metric) -> None:
@@ -107,9 +110,9 @@ class Metrics:
             )
 
     def _family(self, name: str) -> Family:
-        """The present samples of one metric."""
-        made = self._counters.get(name) or self._gauges.get(name) or self._histograms[name]
-        return next(iter(made.collect()))
+        """Return the current samples of one metric."""
+        metric = self._counters.get(name) or self._gauges.get(name) or self._histograms[name]
+        return next(iter(metric.collect()))
 
 
 class _Aliases:
@@ -135,14 +138,14 @@ class _Aliases:
 
 
 class Tick:
-    """When a process's loop last turned: alive while that was less than `stale_s` ago."""
+    """Liveness of an event loop: alive if it turned within the last `stale_s` seconds."""
 
     def __init__(self, stale_s: float = STALE_TICK_S) -> None:
         self._stale_s = stale_s
         self._last = time.monotonic()
 
     def __call__(self) -> None:
-        """The loop turned."""
+        """Note that the loop turned."""
         self._last = time.monotonic()
 
     def alive(self) -> bool:
@@ -150,11 +153,11 @@ class Tick:
 
 
 class OpsServer:
-    """Serves `/livez`, `/healthz` (is it `alive`), `/readyz` (is it `ready`), `/metrics`, `routes`.
+    """Serves `/livez` and `/healthz` (`alive`), `/readyz` (`ready`), `/metrics`, and `routes`.
 
-    Keys of `routes` are a method and a path (`GET /status`); a route runs on a thread of the
-    server, so it only reads snapshots or posts to the loop. Port 0 takes any; `port` is the real
-    one. Raises SetupError when the port is taken.
+    Keys of `routes` are a method and a path (`GET /status`). A route runs on a thread of the
+    server, so it only reads snapshots or posts to the loop. Port 0 takes any free port; `port` is
+    the actual one. Raises SetupError if the port is taken.
     """
 
     def __init__(
@@ -167,15 +170,15 @@ class OpsServer:
         ready: Callable[[], bool],
         routes: Mapping[str, Route] | None = None,
     ) -> None:
-        every: dict[str, Route] = {
-            "GET /healthz": lambda: _verdict(alive()),
-            "GET /livez": lambda: _verdict(alive()),
-            "GET /readyz": lambda: _verdict(ready()),
+        all_routes: dict[str, Route] = {
+            "GET /healthz": lambda: _probe(alive()),
+            "GET /livez": lambda: _probe(alive()),
+            "GET /readyz": lambda: _probe(ready()),
             "GET /metrics": lambda: Reply(metrics.text(), content_type=CONTENT_TYPE_LATEST),
             **(routes or {}),
         }
         try:
-            self._server = _Server(host, port, every)
+            self._server = _Server(host, port, all_routes)
         except OSError as error:
             raise SetupError(
                 f"ops port {host}:{port} cannot be opened ({error.strerror}): free it or choose "
@@ -197,7 +200,7 @@ class OpsServer:
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """At most MAX_CONNECTIONS at a time; one more is closed at once."""
+    """HTTP server with at most MAX_CONNECTIONS; further connections are closed at once."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -208,7 +211,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        # HTTPServer.server_bind asks DNS for the host's full name, which may block for long.
+        # HTTPServer.server_bind resolves the host's full name by DNS, which may block for long.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -270,7 +273,7 @@ def _guarded(route: Route, path: str) -> Reply:
         return Reply(b"internal error; see the log\n", 500)
 
 
-def _verdict(good: bool) -> Reply:
+def _probe(good: bool) -> Reply:
     return Reply(b"ok\n") if good else Reply(b"not now\n", 503)
 
 
@@ -280,7 +283,7 @@ def _renamed(sample: Sample, old: str, new: str) -> Sample:
 
 
 def _used_share(alias: Metric, pages: Family) -> Family:
-    """Used pages over all pages per model, from the samples of `medha_kv_pages`."""
+    """Return used over total pages per model, from the samples of `medha_kv_pages`."""
     used: dict[str, float] = {}
     total: dict[str, float] = {}
     for sample in pages.samples:

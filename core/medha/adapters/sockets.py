@@ -1,16 +1,14 @@
-"""ZeroMQ behind one door: typed, bounded and, over TCP, authenticated links between processes.
+"""Links between processes over ZeroMQ: typed, bounded and, over TCP, authenticated.
 
-    Listener   binds a ROUTER; peers are named by their socket identity
-    Dialer     connects a DEALER to one Listener, and goes on trying for ever
+    Listener   binds a ROUTER; the socket identity names a peer
+    Dialer     connects a DEALER to one Listener, and retries forever
 
-Both carry one `Codec` per direction, so what a caller gets has the right type, and what does not
-decode is counted and dropped, never raised. Bounds: message size, high-water marks (a full queue
-makes `send` say False), heartbeats, handshake time. A link belongs to one thread, which polls it
-with `receive` and `wait`, or to one event loop, which awaits `next`; `post` and `wake` are the two
-calls that other threads may make.
-
-CURVE alone authenticates nobody, so a Listener with keys always asks an allow-list (ZAP), read
-again at every handshake so that keys rotate without a restart. No message is ever pickled.
+A link has one `Codec` per direction; a message that does not decode is counted and dropped. Bounds:
+message size, high-water marks (`send` returns False if the queue is full), heartbeats, handshake
+time. A link belongs to one thread, which calls `receive` and `wait`, or to one event loop, which
+awaits `next`. Other threads may call only `post` and `wake`. CURVE alone authenticates no peer: a
+Listener with keys always checks an allow-list (ZAP), read at every handshake, so keys rotate
+without a restart. No message is ever pickled.
 """
 
 from __future__ import annotations
@@ -44,29 +42,36 @@ SILENCE_MS = 3000
 IPC_PATH_BYTES = 107
 
 BOUNDS: dict[int, int] = {
-    zmq.LINGER: 0, zmq.SNDHWM: QUEUE_MESSAGES, zmq.RCVHWM: QUEUE_MESSAGES,
-    zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: SILENCE_MS, zmq.HEARTBEAT_TTL: SILENCE_MS,
-    zmq.HANDSHAKE_IVL: 3000, zmq.RECONNECT_IVL: 50, zmq.RECONNECT_IVL_MAX: 500, zmq.BACKLOG: 1024,
-}  # fmt: skip
+    zmq.LINGER: 0,
+    zmq.SNDHWM: QUEUE_MESSAGES,
+    zmq.RCVHWM: QUEUE_MESSAGES,
+    zmq.HEARTBEAT_IVL: 500,
+    zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
+    zmq.HEARTBEAT_TTL: SILENCE_MS,
+    zmq.HANDSHAKE_IVL: 3000,
+    zmq.RECONNECT_IVL: 50,
+    zmq.RECONNECT_IVL_MAX: 500,
+    zmq.BACKLOG: 1024,
+}
 
 
 def write_keys(secret: pathlib.Path) -> str:
-    """Make a CURVE pair: the secret key goes to a new file (0600), the public one is returned."""
+    """Make a CURVE key pair: write the secret key to a new file (0600), return the public key."""
     public, private = make_keys()
     write_secret(secret, private)
     return public.decode()
 
 
 def make_keys() -> tuple[bytes, bytes]:
-    """A new CURVE pair in Z85: the public key, and the secret one."""
+    """Make a CURVE key pair in Z85: public key, secret key."""
     return zmq.curve_keypair()
 
 
 class _Link(Generic[S, R]):
-    """What Listener and Dialer share: socket, bounds, codecs, the outbox of other threads.
+    """Common parts of Listener and Dialer: socket, bounds, codecs, outbox of other threads.
 
-    `rejected` counts messages that did not decode, `unsent` those that found a full queue or no
-    peer. A context of its own gives each link its own authenticator and a clean end.
+    `rejected` counts messages that did not decode, `unsent` those dropped for a full queue or an
+    unknown peer. A separate context gives each link its own authenticator and a clean end.
     """
 
     def __init__(self, kind: int, sends: Codec[S], receives: Codec[R], max_bytes: int) -> None:
@@ -84,12 +89,12 @@ class _Link(Generic[S, R]):
             self._socket.setsockopt(option, value)
 
     def wake(self) -> None:
-        """From any thread: `receive` or `wait` returns early, once."""
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+        """Make `receive` or `wait` return early, once; callable from any thread."""
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes too
             os.write(self._waker, b"w")
 
     def close(self) -> None:
-        """Give back socket, files and threads at once; what is queued is lost. Twice is once."""
+        """Close socket, files and threads at once; queued messages are lost. Idempotent."""
         if self._socket.closed:
             return
         self._socket.close(linger=0)
@@ -99,7 +104,7 @@ class _Link(Generic[S, R]):
 
     @contextlib.contextmanager
     def _opening(self, address: str) -> Iterator[None]:
-        """Turns what goes wrong while `address` is opened into SetupError, leaving nothing open."""
+        """Turn errors while `address` is opened into SetupError, and close everything."""
         try:
             path = address.removeprefix("ipc://").encode()
             if address.startswith("ipc://") and len(path) > IPC_PATH_BYTES:
@@ -125,7 +130,7 @@ class _Link(Generic[S, R]):
         return True
 
     def _flush(self) -> bool:
-        """Take note of wakes and send what other threads posted; says whether there was a wake."""
+        """Send messages that other threads posted; return True if there was a wake."""
         try:
             woken = bool(os.read(self._wakes, 4096))
         except BlockingIOError:
@@ -144,12 +149,12 @@ class _Link(Generic[S, R]):
             self.unsent += 1
             return False
         finally:
-            if self._ready is not None:  # sending takes the socket's signals: tell the reader here
+            if self._ready is not None:  # sending consumes the socket's signals: wake the reader
                 self._signal()
         return True
 
     def _take(self) -> tuple[bytes, R] | None:
-        """The next (peer, message) that decodes, or None when nothing more has arrived."""
+        """Return the next (peer, message) that decodes, or None if no message has arrived."""
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -167,7 +172,7 @@ class _Link(Generic[S, R]):
                     log.warning("dropped from %r: %.300s", peer[:64], str(error))
 
     def _peer(self, frame: zmq.Frame) -> bytes:
-        """Who sent it, by the first part of what came."""
+        """Return the sender, from the first frame of a message."""
         return frame.bytes
 
     def _receive(self, timeout_s: float) -> tuple[bytes, R] | None:
@@ -196,7 +201,7 @@ class _Link(Generic[S, R]):
         loop = asyncio.get_running_loop()
         files = (self._socket.fileno(), self._wakes)
         self._ready = loop.create_future()
-        self._signal()  # asks the socket first: its descriptor signals only what is new
+        self._signal()  # poll first: the descriptor signals only new messages
         for file in files:
             loop.add_reader(file, self._signal)
         try:
@@ -207,7 +212,7 @@ class _Link(Generic[S, R]):
                 loop.remove_reader(file)
 
     def _signal(self) -> None:
-        """End `_readable` when a message is there; the descriptor alone proves nothing."""
+        """End `_readable` if a message has arrived; the descriptor alone is no proof."""
         self._flush()
         if self._socket.poll(0) and self._ready is not None and not self._ready.done():
             self._ready.set_result(None)
@@ -217,13 +222,13 @@ class _Link(Generic[S, R]):
         poller.register(self._wakes, zmq.POLLIN)
 
     def _count_handshakes(self) -> None:
-        """Listeners have none to count."""
+        """Count completed handshakes; a Listener has none."""
 
 
 def wait(links: Sequence[_Link[Any, Any]], timeout_s: float) -> bool:
-    """Block until one of the links has something to receive, was woken, or the time is over.
+    """Block until a link can receive or was woken, or until `timeout_s` has passed.
 
-    Sends what other threads posted. Says False when nothing happened in `timeout_s`.
+    Sends messages that other threads posted. Returns False after a timeout.
     """
     poller = zmq.Poller()
     woken = [link._flush() for link in links]
@@ -231,16 +236,16 @@ def wait(links: Sequence[_Link[Any, Any]], timeout_s: float) -> bool:
         link._register(poller)
     happened = poller.poll(0 if any(woken) else math.ceil(max(0.0, timeout_s) * 1000))
     for link in links:
-        link._count_handshakes()  # seen once, an event does not end the next wait too
+        link._count_handshakes()  # a consumed event does not end the next wait
     return any([*woken, *(link._flush() for link in links), *happened])
 
 
 class Listener(_Link[S, R]):
     """Binds `bind` (`tcp://host:port`, port 0 for any, or `ipc://path`) for many Dialers.
 
-    A Dialer that comes back under its old identity takes that identity's place. With `curve`
-    (secret, allowed) only peers whose public key is listed get through. Raises SetupError when the
-    address cannot be bound.
+    A Dialer that reconnects replaces the connection with the same identity. With `curve` (secret,
+    allowed) only peers with a listed public key can connect. Raises SetupError if the address
+    cannot be bound.
     """
 
     def __init__(
@@ -254,61 +259,62 @@ class Listener(_Link[S, R]):
     ) -> None:
         super().__init__(zmq.ROUTER, sends, receives, max_bytes)
         self._guard: ThreadAuthenticator | None = None
-        self._heard_on: dict[bytes, int] = {}  # peer -> file of its latest connection
+        self._connections: dict[bytes, int] = {}  # peer -> file descriptor of its latest connection
         self._events: zmq.Socket[bytes] | None = None
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         with self._opening(bind):
             if curve is not None:
                 self._guard = serve_curve(self._context, self._socket, curve)
-            self._context.setsockopt(zmq.RCVHWM, 0)  # the next socket's: no event is in the way
+            self._context.setsockopt(zmq.RCVHWM, 0)  # of the monitor socket: no event is dropped
             self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._socket.bind(bind)
 
     @property
     def address(self) -> str:
-        """Where Dialers connect, with the port that was really bound."""
+        """The address for Dialers, with the actual port."""
         return self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def send(self, peer: bytes, message: S) -> bool:
-        """Queue a message for a peer; False when it is gone or its queue is full."""
+        """Queue a message for a peer; False if it is gone or its queue is full."""
         return self._put(peer, self._sends.encode(message))
 
     def closed(self) -> tuple[bytes, ...]:
-        """Peers whose connection has ended since the last call, once all they said is received.
+        """Return peers whose connection has ended since the last call.
 
-        A process that dies is here at once. One that lives dials again, and soon says something:
-        rarely is it here for no more than a number that a newer connection took over.
+        A peer is returned only after all its messages were received. A dead process is returned at
+        once. A live process dials again and soon sends a message; rarely, it is returned only
+        because a newer connection reused its file descriptor.
         """
         ended: set[int] = set()
         while self._events is not None and not self._socket.poll(0):
             try:
-                told = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
+                event = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 break
-            ended.add(told["value"])
-        if self._ready is not None:  # asking takes the socket's signals, as sending does
+            ended.add(event["value"])
+        if self._ready is not None:  # polling consumes the socket's signals, as sending does
             self._signal()
-        found = tuple(peer for peer, file in self._heard_on.items() if file in ended)
-        for peer in found:
-            del self._heard_on[peer]
-        return found
+        closed = tuple(peer for peer, file in self._connections.items() if file in ended)
+        for peer in closed:
+            del self._connections[peer]
+        return closed
 
     def send_all(self, peers: Sequence[bytes], message: S) -> tuple[bytes, ...]:
-        """`send` to several peers, encoded once; returns those that are gone or full."""
+        """Send to several peers, encoded once; return the peers that are gone or full."""
         data = self._sends.encode(message)
         return tuple(peer for peer in peers if not self._put(peer, data))
 
     def post(self, peer: bytes, message: S) -> bool:
-        """`send` from another thread, done by whoever waits next; False when too many wait."""
+        """Send from another thread; the link's owner sends it. False if the outbox is full."""
         return self._post(peer, message)
 
     def receive(self, timeout_s: float = 0.0) -> tuple[bytes, R] | None:
-        """The next (peer, message), or None when time is over or another thread woke us."""
+        """Return the next (peer, message), or None after `timeout_s` or a wake."""
         return self._receive(timeout_s)
 
     async def next(self) -> tuple[bytes, R]:
-        """The next (peer, message), awaited; for one task at a time."""
+        """Wait for the next (peer, message); for one task at a time."""
         return await self._next()
 
     def close(self) -> None:
@@ -323,17 +329,17 @@ class Listener(_Link[S, R]):
 
     def _peer(self, frame: zmq.Frame) -> bytes:
         peer: bytes = frame.bytes
-        with contextlib.suppress(zmq.ZMQError):  # what comes from our own process has none
-            self._heard_on[peer] = int(frame.get(zmq.SRCFD))
+        with contextlib.suppress(zmq.ZMQError):  # a message from the same process has none
+            self._connections[peer] = int(frame.get(zmq.SRCFD))
         return peer
 
 
 class Dialer(_Link[S, R]):
-    """Connects to a Listener under `identity` and re-dials for ever when the link breaks.
+    """Connects to a Listener under `identity` and reconnects forever.
 
-    What is sent before the first connection waits for it. `handshakes` counts connections, so a
-    change says that the other end may be new and wants an introduction. With `curve` (secret,
-    server_public) the Listener must hold that key, and ours must be on its list.
+    Messages sent before the first connection wait for it. `handshakes` counts connections: after a
+    change, the other end may be a new process. With `curve` (secret, server_public) the Listener
+    must hold that key, and this link's key must be on its list.
     """
 
     def __init__(
@@ -358,25 +364,25 @@ class Dialer(_Link[S, R]):
 
     @property
     def handshakes(self) -> int:
-        """How many times the link has been established so far."""
+        """Number of times that the link was established."""
         self._count_handshakes()
         return self._handshakes
 
     def send(self, message: S) -> bool:
-        """Queue a message; False when the queue is full."""
+        """Queue a message; False if the queue is full."""
         return self._put(b"", self._sends.encode(message))
 
     def post(self, message: S) -> bool:
-        """`send` from another thread, done by whoever waits next; False when too many wait."""
+        """Send from another thread; the link's owner sends it. False if the outbox is full."""
         return self._post(b"", message)
 
     def receive(self, timeout_s: float = 0.0) -> R | None:
-        """The next message, or None when time is over or another thread woke us."""
+        """Return the next message, or None after `timeout_s` or a wake."""
         taken = self._receive(timeout_s)
         return taken[1] if taken else None
 
     async def next(self) -> R:
-        """The next message, awaited; for one task at a time."""
+        """Wait for the next message; for one task at a time."""
         return (await self._next())[1]
 
     def close(self) -> None:

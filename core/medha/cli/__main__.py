@@ -1,7 +1,7 @@
-"""`medha`: the command line. Parses, calls, and turns errors into one line and an exit status.
+"""`medha`: parse the command line, run the command, turn an error into one line and a status.
 
-Exit status 0: done; 1: something failed that a person at the keyboard cannot mend; 2: something
-that they can, in one line that says what. Each command's work is in the module of its name.
+Exit status 0: done; 1: a failure that the user cannot fix; 2: an error that the user can fix, in
+one line. Each command is in the module of its name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # of every wrong
 
 @app.callback()
 def medha() -> None:
-    """LLM serving that keeps its word."""
+    """Serve large language models within promised latencies."""
 
 
 @app.command("up")
@@ -50,16 +50,23 @@ def run_up(
         bool, typer.Option("--decision-log", help="write every scheduling decision to the run dir")
     ] = False,
     dummy_weights: Annotated[
-        bool, typer.Option("--dummy-weights", help="draw weights at random, to measure speed")
+        bool, typer.Option("--dummy-weights", help="use random weights, to measure speed")
     ] = False,
 ) -> None:
     """Start a fleet on this machine and keep it running until Ctrl-C."""
-    from medha.cli.up import Options, up
+    from medha.cli.up import UpOptions, up
 
-    options = Options(
-        file=file, port=port, ops_port=ops_port, run_dir=run_dir, policy=_policy(policy),
-        log_level=log_level, quiet=quiet, decision_log=decision_log, dummy_weights=dummy_weights,
-    )  # fmt: skip
+    options = UpOptions(
+        file=file,
+        port=port,
+        ops_port=ops_port,
+        run_dir=run_dir,
+        policy=_policy(policy),
+        log_level=log_level,
+        quiet=quiet,
+        decision_log=decision_log,
+        dummy_weights=dummy_weights,
+    )
     up(options, Console(stderr=True))
 
 
@@ -69,21 +76,21 @@ def run_pod(
         pathlib.Path, typer.Option(help="the replica's WorkerConfig, JSON")
     ] = pathlib.Path("/etc/medha/worker.json"),
     last_words: Annotated[
-        pathlib.Path, typer.Option(help="if it exists: gets the reason why the pod ended")
+        pathlib.Path, typer.Option(help="file for the reason of an exit, if it exists")
     ] = pathlib.Path("/dev/termination-log"),
 ) -> None:
-    """Be one pod of a replica: which one, the environment says (MEDHA_KVP_GROUP and so on)."""
-    from medha.cli.pod import Options, pod
+    """Run one pod of a replica; the environment identifies it (MEDHA_KVP_GROUP and so on)."""
+    from medha.cli.pod import PodOptions, pod
 
-    pod(Options(config=config, environ=os.environ, last_words=last_words))
+    pod(PodOptions(config=config, environ=os.environ, last_words=last_words))
 
 
 @app.command("fetch")
 def run_fetch(
     uri: Annotated[str, typer.Argument(help="http or https address of a checkpoint's folder")],
-    folder: Annotated[pathlib.Path, typer.Argument(help="where to put it")],
+    folder: Annotated[pathlib.Path, typer.Argument(help="target folder")],
 ) -> None:
-    """Bring a checkpoint from an address into a folder."""
+    """Download a checkpoint into a folder."""
     from medha.cli.fetch import fetch
 
     fetch(uri, folder, Console(stderr=True).print)
@@ -94,11 +101,11 @@ def run_replay(
     workload: Annotated[
         pathlib.Path, typer.Option(help="Azure CSV, Mooncake JSON lines, or a CSV of lengths")
     ],
-    model: Annotated[str, typer.Option(help="the model's name, as clients ask for it")],
+    model: Annotated[str, typer.Option(help="the model's name in requests")],
     url: Annotated[str, typer.Option(help="the router's address")] = "http://127.0.0.1:8000",
     key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="API key")] = "",
     rate: Annotated[float | None, typer.Option(min=1e-6, help="requests per second")] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="at most so many requests")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="maximum number of requests")] = None,
     speed: Factor = 1.0,
     scale_lengths: Factor = 1.0,
     longest_tokens: Annotated[int | None, typer.Option(min=1, help="cut prompts here")] = None,
@@ -107,15 +114,22 @@ def run_replay(
     seed: int = 0,
     json: Annotated[pathlib.Path | None, typer.Option(help="write report and records")] = None,
 ) -> None:
-    """Play a workload against a live router, open loop, and say whether it kept its word."""
+    """Play a workload against a live router, open loop, and report SLO attainment."""
     from medha.cli.open_loop import Target
-    from medha.cli.replay import Options, replay
+    from medha.cli.replay import ReplayOptions, replay
 
     target = Target(url=url, model=model, key=key, ttft_s=ttft, tpot_s=tpot)
-    options = Options(
-        target=target, workload=workload, rate=rate, count=count, speed=speed,
-        scale_lengths=scale_lengths, longest_tokens=longest_tokens, seed=seed, json=json,
-    )  # fmt: skip
+    options = ReplayOptions(
+        target=target,
+        workload=workload,
+        rate=rate,
+        count=count,
+        speed=speed,
+        scale_lengths=scale_lengths,
+        longest_tokens=longest_tokens,
+        seed=seed,
+        json=json,
+    )
     replay(options, Console())
 
 
@@ -128,9 +142,9 @@ def simulate(
     out: Annotated[pathlib.Path | None, typer.Option(help="folder for reports")] = None,
 ) -> None:
     """Run a scenario in virtual time: the same scheduler, a pipeline clock, no GPU."""
-    from medha.cli.simulate import Options, run_simulate
+    from medha.cli.simulate import SimulateOptions, run_simulate
 
-    options = Options(
+    options = SimulateOptions(
         scenario=scenario, policies=tuple(policy or ()), load=load, seed=seed, out=out
     )
     run_simulate(options, Console())
@@ -140,8 +154,8 @@ def simulate(
 def run_decisions(
     log: Annotated[pathlib.Path, typer.Argument(help="a decision log, JSON lines")],
 ) -> None:
-    """Run a controller's decision log again: the same inputs must bring the same batches."""
-    from medha.scheduling.decisions import replay
+    """Replay a controller's decision log and check that the batches come out the same."""
+    from medha.scheduling.decision_log import replay
 
     try:
         with log.open("rb") as lines:
@@ -159,7 +173,7 @@ def run_calibrate(
         pathlib.Path, typer.Argument(help="folder of the model; its config.json is enough")
     ],
     out: Annotated[pathlib.Path, typer.Option(help="where to write the profile, JSON")],
-    name: Annotated[str | None, typer.Option(help="of the profile; the device's, if not said")] = (
+    name: Annotated[str | None, typer.Option(help="of the profile; default: the device's")] = (
         None
     ),
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -168,27 +182,52 @@ def run_calibrate(
     rows: Annotated[int, typer.Option(min=64, help="tokens of the largest batch")] = 512,
     keys: Annotated[int, typer.Option(min=1024, help="tokens of the longest context")] = 4096,
     page_tokens: Annotated[int, typer.Option(min=1, help="tokens of a KV page")] = 64,
-    seconds: Annotated[float, typer.Option(min=1.0, help="measure about so long")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="approximate duration")] = 60.0,
     tolerance: Annotated[
-        float, typer.Option(min=0.001, help="error that 95 % of unseen batches must keep")
+        float, typer.Option(min=0.001, help="maximum error of 95 % of unseen batches")
     ] = 0.08,
 ) -> None:
-    """Measure this machine, fit a profile to it, and say how well it predicts."""
-    from medha.cli.calibrate import Options, calibrate
+    """Measure this machine, fit a profile, and report its prediction error."""
+    from medha.cli.calibrate import CalibrateOptions, calibrate
 
-    options = Options(
-        checkpoint=checkpoint, out=out, name=name, device=device, dtype=dtype, threads=threads,
-        rows=rows, keys=keys, page_tokens=page_tokens, seconds=seconds, tolerance=tolerance,
-    )  # fmt: skip
+    options = CalibrateOptions(
+        checkpoint=checkpoint,
+        out=out,
+        name=name,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        rows=rows,
+        keys=keys,
+        page_tokens=page_tokens,
+        seconds=seconds,
+        tolerance=tolerance,
+    )
     if not calibrate(options, Console(stderr=True), Console()):
         raise typer.Exit(1)
 
 
+checkpoint = typer.Typer(no_args_is_help=True, help="Checkpoints for tests and demonstrations.")
+app.add_typer(checkpoint, name="checkpoint")
+
+
+@checkpoint.command(
+    "new",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def run_checkpoint_new(context: typer.Context) -> None:
+    """Write a small checkpoint into a folder; `medha checkpoint new --help` lists the options."""
+    from medha.cli.checkpoint import new_checkpoint
+
+    raise typer.Exit(new_checkpoint(context.args))
+
+
 @app.command("scaling")
 def run_scaling(
-    file: Annotated[pathlib.Path, typer.Argument(help="what an operator's GET /scaling answered")],
+    file: Annotated[pathlib.Path, typer.Argument(help="the JSON of an operator's GET /scaling")],
 ) -> None:
-    """Decide again how many replicas there should be: the same signals must bring the same."""
+    """Replay recorded scaling decisions and check that they come out the same."""
     from medha.cli import scaling
 
     scaling.run_scaling(file, Console())
@@ -202,7 +241,7 @@ def run_doctor(
     port: Port = 8000,
     ops_port: OpsPort = 8001,
 ) -> None:
-    """Say whether this machine can run a fleet, and what to mend if not."""
+    """Check whether this machine can run a fleet, and report what to fix."""
     from medha.cli.doctor import diagnose
 
     if not diagnose(file, port, ops_port, Console()):
@@ -210,7 +249,7 @@ def run_doctor(
 
 
 def _policy(name: str | None) -> str | None:
-    """The resource's spelling of a policy, from that or from the scheduler's."""
+    """Convert a policy name, in either spelling, to the resource's spelling."""
     if name is None:
         return None
     spellings = {
@@ -222,17 +261,17 @@ def _policy(name: str | None) -> str | None:
 
 
 def _usage(error: Exception) -> str:
-    """One line for a wrong command line; the help where nothing was asked."""
-    said = str(getattr(error, "message", error)).strip()
+    """Error line for a wrong command line; the help if no command was given."""
+    message = str(getattr(error, "message", error)).strip()
     context = getattr(error, "ctx", None)
-    if "\n" in said or context is None:
-        return f"{said}\n"
-    told = getattr(error, "format_message", error.__str__)().rstrip(".")
-    return f"medha: {told}; see {context.command_path} --help\n"
+    if "\n" in message or context is None:
+        return f"{message}\n"
+    text = getattr(error, "format_message", error.__str__)().rstrip(".")
+    return f"medha: {text}; see {context.command_path} --help\n"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The entry point; never shows a traceback for what a person can mend."""
+    """Entry point; prints one line instead of a traceback for errors that a user can fix."""
     try:
         sys.exit(app(args=arguments, standalone_mode=False))
     except USAGE_ERROR as error:

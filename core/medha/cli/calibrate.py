@@ -1,8 +1,8 @@
-"""`medha calibrate`: measures a machine in a process of its own, fits a profile, and judges it.
+"""`medha calibrate`: measure a machine in a separate process, fit a profile, and validate it.
 
-The process with the device measures what `medha.measuring` plans; here its lines become a progress
-bar, its figures a profile, and mixed batches that the fit never saw the judges: predicted against
-measured. Writes one JSON file, with the range in which it was measured.
+The process with the device follows the plan of `medha.measurement_plan` and reports on stdout. This
+process shows the progress, fits a profile, and compares predicted with measured times of mixed
+batches that the fit did not use. The profile is one JSON file, with its measured range.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from medha.calibration import Entries, Operator, Sample, fit, misses
 from medha.errors import EngineError, SetupError, SpecError
-from medha.measuring import Begun, Chunks, Measured, Rounds, Told
+from medha.measurement_plan import Begun, Chunks, Measured, MeasurementMessage, Rounds
 from medha.model import ModelShape, pairs
 from medha.profile import ChunkKernel, Profile, encode, guess_for
 from medha.topology import Topology
@@ -30,8 +30,8 @@ from medha.topology import Topology
 SHOWN = 12  # of the unseen batches, spread over their errors
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says; see `medha calibrate --help`."""
+class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `medha calibrate`."""
 
     checkpoint: pathlib.Path
     out: pathlib.Path
@@ -47,7 +47,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """What was measured: of each item the shortest time, as what disturbs a machine only adds."""
+    """Shortest time of each item: disturbances of the machine only add time."""
 
     begun: Begun
     shortest_s: dict[int, float] = {}
@@ -58,7 +58,9 @@ class Figures(msgspec.Struct, kw_only=True):
 
     @property
     def operators(self) -> list[tuple[Operator, float]]:
-        return [(each, self.shortest_s[i]) for i, each in enumerate(self.begun.plan.operators)]
+        return [
+            (operator, self.shortest_s[i]) for i, operator in enumerate(self.begun.plan.operators)
+        ]
 
     @property
     def batches(self) -> list[Sample]:
@@ -70,11 +72,11 @@ class Figures(msgspec.Struct, kw_only=True):
         return self._samples(plan.unseen, len(plan.operators) + len(plan.batches))
 
     def _samples(self, batches: Sequence[Entries], first: int) -> list[Sample]:
-        return [Sample(each, self.shortest_s[first + i]) for i, each in enumerate(batches)]
+        return [Sample(batch, self.shortest_s[first + i]) for i, batch in enumerate(batches)]
 
 
-def calibrate(options: Options, progress: Console, console: Console) -> bool:
-    """Measure, fit, write, and say how well it predicts; whether that is within the tolerance."""
+def calibrate(options: CalibrateOptions, progress: Console, console: Console) -> bool:
+    """Measure, fit, write and report; returns True if the error is within the tolerance."""
     check(options)
     figures = _measured(options, progress)
     shape, guess = figures.begun.shape, guess_for(options.device)
@@ -95,42 +97,54 @@ def calibrate(options: Options, progress: Console, console: Console) -> bool:
     return float(np.quantile(errors, 0.95)) <= options.tolerance
 
 
-def check(options: Options) -> None:
-    """Everything that can be known before minutes of measuring."""
+def check(options: CalibrateOptions) -> None:
+    """Check the options before minutes of measuring."""
     if not (options.checkpoint / "config.json").is_file():
         raise SpecError(
-            "CHECKPOINT", str(options.checkpoint), "must be a folder with a config.json",
+            "CHECKPOINT",
+            str(options.checkpoint),
+            "must be a folder with a config.json",
             "name the folder of the model to measure with",
-        )  # fmt: skip
+        )
     if not options.out.absolute().parent.is_dir() or options.out.is_dir():
         raise SpecError(
-            "--out", str(options.out), "must be a file in a folder that exists",
+            "--out",
+            str(options.out),
+            "must be a file in a folder that exists",
             "make the folder or name another",
-        )  # fmt: skip
+        )
 
 
-def _measured(options: Options, console: Console) -> Figures:
-    """Runs the measuring process to its end; raises what it ended with."""
-    argv = [sys.executable, "-m", "medha_worker.calibrate"]
-    for field in ("checkpoint", "device", "dtype", "threads", "rows", "keys", "page_tokens",
-                  "seconds"):  # fmt: skip
+def _measured(options: CalibrateOptions, console: Console) -> Figures:
+    """Run the measuring process; raises its error."""
+    argv = [sys.executable, "-m", "medha_worker.profiler"]
+    for field in (
+        "checkpoint",
+        "device",
+        "dtype",
+        "threads",
+        "rows",
+        "keys",
+        "page_tokens",
+        "seconds",
+    ):
         argv += [f"--{field.replace('_', '-')}", str(getattr(options, field))]
-    decoder, figures = msgspec.json.Decoder(Told), None
+    decoder, figures = msgspec.json.Decoder(MeasurementMessage), None
     percent = TextColumn("{task.percentage:3.0f} %")
     columns = (TextColumn("{task.description}"), BarColumn(), percent, TimeElapsedColumn())
     with (
-        tempfile.TemporaryFile() as said,
+        tempfile.TemporaryFile() as errors_file,
         Progress(*columns, console=console, transient=True) as bar,
-        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=said) as process,
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors_file) as process,
     ):
-        task = bar.add_task("prepares", total=None)
+        task = bar.add_task("preparing", total=None)
         assert process.stdout is not None
         try:
             for line in process.stdout:
                 match decoder.decode(line):
                     case Begun() as begun:
                         figures = Figures(begun=begun)
-                        bar.update(task, description="measures", total=begun.plan.items)
+                        bar.update(task, description="measuring", total=begun.plan.items)
                     case Rounds(count):
                         assert figures is not None
                         bar.update(task, total=count * figures.begun.plan.items)
@@ -145,34 +159,43 @@ def _measured(options: Options, console: Console) -> Figures:
             process.kill()
             raise
         status = process.wait()
-        said.seek(0)
-        words = said.read().decode(errors="replace").strip()
+        errors_file.seek(0)
+        words = errors_file.read().decode(errors="replace").strip()
     if status == 2:
-        raise SetupError(words.splitlines()[-1] if words else "the measuring process gave up")
+        raise SetupError(words.splitlines()[-1] if words else "the measuring process failed")
     if status or figures is None:
-        last = words.splitlines()[-1] if words else "it said nothing"
+        last = words.splitlines()[-1] if words else "no output"
         raise EngineError(f"the measuring process ended with status {status}: {last}")
     return figures
 
 
 def _show(
-    options: Options, figures: Figures, profile: Profile,
-    judged: Sequence[tuple[Sample, float]], console: Console,
-) -> None:  # fmt: skip
+    options: CalibrateOptions,
+    figures: Figures,
+    profile: Profile,
+    judged: Sequence[tuple[Sample, float]],
+    console: Console,
+) -> None:
     begun = figures.begun
-    console.print(f"{begun.machine}, {options.dtype}, {options.threads} thread(s): profile"
-                  f" {profile.name}", highlight=False)  # fmt: skip
+    console.print(
+        f"{begun.machine}, {options.dtype}, {options.threads} thread(s): profile {profile.name}",
+        highlight=False,
+    )
     for line in _rates(figures):
         console.print(line, highlight=False)
     table = Table(title="Mixed batches that the fit has not seen")
     for column in ("batch", "measured ms", "predicted ms", "error"):
         table.add_column(column, justify="left" if column == "batch" else "right")
-    ordered = sorted(judged, key=lambda each: abs(each[1]))
+    ordered = sorted(judged, key=lambda item: abs(item[1]))
     for place in np.unique(np.linspace(0, len(ordered) - 1, SHOWN).round().astype(int)):
         sample, miss = ordered[place]
         took_ms = 1e3 * sample.seconds
-        table.add_row(_told(sample), f"{took_ms:.2f}", f"{took_ms * (1 + miss):.2f}",
-                      f"{100 * miss:+.1f} %")  # fmt: skip
+        table.add_row(
+            _description(sample),
+            f"{took_ms:.2f}",
+            f"{took_ms * (1 + miss):.2f}",
+            f"{100 * miss:+.1f} %",
+        )
     console.print(table)
     p50, p95, worst = np.quantile(np.abs([miss for _, miss in judged]), (0.5, 0.95, 1.0))
     verdict = "within" if p95 <= options.tolerance else "NOT within"
@@ -181,25 +204,32 @@ def _show(
     console.print(
         f"error of {len(judged)} unseen batches: {errors}; {verdict} --tolerance"
         f" {100 * options.tolerance:g} %\nvalid up to {reach}; written to {options.out}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _rates(figures: Figures) -> list[str]:
-    """The best rate of each operator, as the machine showed it."""
+    """Best measured rate of each kind of operator."""
     shape, best = figures.begun.shape, dict[str, float]()
     for operator, seconds in figures.operators:
         kind, amount = _work(operator, shape)
         best[kind] = max(best.get(kind, 0.0), amount / seconds)
-    units = {"matrix products": "GFLOP/s", "attention of chunks": "GFLOP/s",
-             "attention of decodes": "GB/s"}  # fmt: skip
-    lines = [f"  {kind:<22}{best[kind] / 1e9:12,.1f} {unit}"
-             for kind, unit in units.items() if kind in best]  # fmt: skip
+    units = {
+        "matrix products": "GFLOP/s",
+        "attention of chunks": "GFLOP/s",
+        "attention of decodes": "GB/s",
+    }
+    lines = [
+        f"  {kind:<22}{best[kind] / 1e9:12,.1f} {unit}"
+        for kind, unit in units.items()
+        if kind in best
+    ]
     return [*lines, f"  {'copy in memory':<22}{figures.begun.copy_bytes_per_s / 1e9:12,.1f} GB/s"]
 
 
 def _work(operator: Operator, shape: ModelShape) -> tuple[str, float]:
-    """What it does and how much of it: FLOP, or bytes."""
+    """Kind of work of an operator, and its amount: FLOP, or bytes."""
     match operator.kind:
         case "linear":
             return "matrix products", shape.linear_flops(operator.rows)
@@ -207,13 +237,13 @@ def _work(operator: Operator, shape: ModelShape) -> tuple[str, float]:
             seen = pairs(operator.rows, operator.keys)
             return "attention of chunks", 4.0 * seen * shape.heads * shape.head_dim / operator.tp
         case "decode":
-            each = (operator.keys + 1) * shape.kv_bytes_per_token_layer
-            return "attention of decodes", operator.rows * each / operator.tp
+            key_bytes = (operator.keys + 1) * shape.kv_bytes_per_token_layer
+            return "attention of decodes", operator.rows * key_bytes / operator.tp
     return "the rest", 0.0
 
 
-def _told(sample: Sample) -> str:
-    """Chunks as length after keys, decodes as their count and keys in all."""
+def _description(sample: Sample) -> str:
+    """Describe a batch: chunks as length after keys, decodes as count over total keys."""
     chunks = [f"{length} after {keys:,}" for length, keys, decode in sample.entries if not decode]
     decodes = [keys for _, keys, decode in sample.entries if decode]
     if decodes:

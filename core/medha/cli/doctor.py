@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.text import Text
 
 from medha.adapters.sockets import Dialer, Listener
-from medha.cli import preflight
-from medha.cli.checkpoint import check_checkpoint
+from medha.cli.local_fleet import preflight
+from medha.cli.local_fleet.checkpoint_check import check_checkpoint
+from medha.cli.local_fleet.run_dir import RunDir
 from medha.cli.resource_file import read_resources
-from medha.cli.run_dir import RunDir
 from medha.cli.up import HOST
 from medha.errors import MedhaError, SetupError
 from medha.messages import Codec, LoadReport, RouterBeat
 from medha.messages.fields import Load
-from medha.messages.fleet import ReplicaMessage, RouterMessage
+from medha.messages.routing import ReplicaMessage, RouterMessage
 
 DELIVERY_S = 5.0
 
@@ -90,6 +90,6 @@ def _link(*, encrypted: bool) -> str:
 def _resource(file: pathlib.Path) -> str:
     resources = read_resources(file)
     preflight.check_gpus(resources, preflight.gpu_count())
-    for each in resources:
-        check_checkpoint(each)
+    for resource in resources:
+        check_checkpoint(resource)
     return f"{len(resources)} resources, checkpoints fit"

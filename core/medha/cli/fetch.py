@@ -1,11 +1,11 @@
-"""`medha fetch`: a checkpoint from an http(s) address into a folder, file by file.
+"""`medha fetch`: download a checkpoint from an http(s) address into a folder, file by file.
 
-    <uri>/config.json, tokenizer.json                         must be there
-    <uri>/tokenizer_config.json, generation_config.json, …    if they are
+    <uri>/config.json, tokenizer.json                         required
+    <uri>/tokenizer_config.json, generation_config.json, …    optional
     <uri>/model.safetensors.index.json and its shards, else model.safetensors
 
-A file appears under its name once it is whole. A transfer that breaks is taken up where it ended,
-later each time; a file that is whole already is not fetched again.
+A file gets its name once it is complete. A broken transfer resumes where it stopped, with back-off;
+a complete file is not fetched again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fetch(
     say: Callable[[str], None],
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Bring the checkpoint at `uri` into `folder`; raises CheckpointError in one sentence."""
+    """Download the checkpoint at `uri` into `folder`; raises CheckpointError."""
     folder.mkdir(parents=True, exist_ok=True)
     with httpx.Client(timeout=TIMEOUT, follow_redirects=True) as client:
         source = _Source(client, uri.rstrip("/"), folder, say, pause)
@@ -54,15 +54,17 @@ def _shards(index: pathlib.Path) -> tuple[str, ...]:
     try:
         names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
     except msgspec.MsgspecError as error:
-        raise CheckpointError(f"{index.name} is no index of weights ({error})") from None
+        raise CheckpointError(f"{index.name} is not an index of weights ({error})") from None
     for name in names:
         if not SHARD.fullmatch(name):
-            raise CheckpointError(f"{index.name} names {name!r}: must be a *.safetensors beside it")
+            raise CheckpointError(
+                f"{index.name} names {name!r}: must be a *.safetensors in the same folder"
+            )
     return tuple(sorted(names))
 
 
 class _Source:
-    """An address that files come from, and the folder that they go to."""
+    """Source address and target folder of a download."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class _Source:
         self._say, self._pause = say, pause
 
     def bring(self, name: str, optional: bool = False) -> bool:
-        """Whether the file is in the folder now; one that must be there raises if it is not."""
+        """Download a file; returns False for a missing optional file, raises for a required one."""
         whole, part = self._folder / name, self._folder / f"{name}.part"
         if whole.exists():
             return True
@@ -104,13 +106,13 @@ class _Source:
         )
 
     def _transfer(self, name: str, part: pathlib.Path) -> int:
-        """One try, from where the last one ended; the answer's status."""
+        """Transfer the rest of a file once; returns the HTTP status."""
         done = part.stat().st_size if part.exists() else 0
         headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={done}-"} if done else {})
         with self._client.stream("GET", f"{self._uri}/{name}", headers=headers) as answer:
             if answer.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
                 part.unlink()
-                raise httpx.ReadError("what was fetched before does not fit")
+                raise httpx.ReadError("the part fetched before does not match")
             if answer.status_code >= 400:
                 return answer.status_code
             goes_on = answer.status_code == httpx.codes.PARTIAL_CONTENT

@@ -1,8 +1,8 @@
 """Plays arrivals against a live router, open loop: a request is sent when its time comes, whatever
 became of those before it. Latency counts from the time it was due, so a late client shows too.
 
-What comes back is the simulator's `Record`, so both are reported by the same code. An error of any
-kind ends one request, never the play.
+What comes back is the simulator's `RequestRecord`, so both are reported by the same code. An error
+of any kind ends one request, never the play.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import msgspec
 import numpy as np
 
 from medha.errors import SetupError
-from medha.sim.report import Record
+from medha.sim.report import RequestRecord
 from medha.sim.workload import BLOCK_TOKENS, Arrival
 
 SAMPLE = "The quick brown fox jumps over the lazy dog, while 0123456789 sheep stand by and wonder."
 REQUEST_TIMEOUT_S = 3600.0
 
 Prompts = Callable[[Arrival], list[int]]
-OnRecord = Callable[[Record], None]
+OnRecord = Callable[[RequestRecord], None]
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and how requests are sent.
+    """Address, model and SLO of the requests.
 
-    `ttft_s`: asked of every request by header; without it the promise of the answer is the
+    `ttft_s`: sent with every request in a header; without it the promise in the answer is the
     deadline, or `unpromised_ttft_s` where none is given.
     """
 
@@ -42,16 +42,16 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float = 0.03
 
     def headers(self, slo_class: str) -> dict[str, str]:
-        made = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         if self.ttft_s is not None:
-            made["x-medha-slo-ttft-ms"] = f"{self.ttft_s * 1000:.0f}"
+            headers["x-medha-slo-ttft-ms"] = f"{self.ttft_s * 1000:.0f}"
         if slo_class != "default":
-            made["x-medha-class"] = slo_class
-        return made
+            headers["x-medha-class"] = slo_class
+        return headers
 
 
 class _Progress:
-    """What is known of a request so far; times on the monotonic clock."""
+    """State of a request; times on the monotonic clock."""
 
     def __init__(self) -> None:
         self.first_s: float | None = None
@@ -73,7 +73,7 @@ class _Progress:
 
 async def play(
     target: Target, arrivals: Sequence[Arrival], prompts: Prompts, on_record: OnRecord
-) -> list[Record]:
+) -> list[RequestRecord]:
     """Send every arrival at its time; records in the order of arrivals, zero is the start."""
     start = time.monotonic()
     async with connect(target.url) as client:
@@ -102,7 +102,7 @@ async def _due(
     prompts: Prompts,
     start: float,
     on_record: OnRecord,
-) -> Record:
+) -> RequestRecord:
     await asyncio.sleep(max(0.0, start + arrival.arrival_s - time.monotonic()))
     record = await ask(client, target, arrival, prompts(arrival), start)
     on_record(record)
@@ -111,7 +111,7 @@ async def _due(
 
 async def ask(
     client: httpx.AsyncClient, target: Target, arrival: Arrival, prompt: list[int], start: float
-) -> Record:
+) -> RequestRecord:
     """Send one request now and follow its answer to the end."""
     seen = _Progress()
     body = {
@@ -174,15 +174,15 @@ def _piece(data: str, seen: _Progress, now: float) -> None:
 
 def _code(body: bytes, status: int) -> str:
     try:
-        found = msgspec.json.decode(body)["error"]
-        return str(found.get("code") or found.get("type") or f"http_{status}")
+        fault = msgspec.json.decode(body)["error"]
+        return str(fault.get("code") or fault.get("type") or f"http_{status}")
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         return f"http_{status}"
 
 
-def _record(target: Target, arrival: Arrival, seen: _Progress, start: float) -> Record:
+def _record(target: Target, arrival: Arrival, seen: _Progress, start: float) -> RequestRecord:
     deadline_s = target.ttft_s or seen.promise_s or target.unpromised_ttft_s
-    return Record(
+    return RequestRecord(
         id=arrival.id,
         arrival_s=arrival.arrival_s,
         prompt_tokens=arrival.prompt_tokens,
@@ -237,8 +237,8 @@ def prompts_from(vocabulary: Sequence[int], seed: int, block_tokens: int = BLOCK
     return prompt
 
 
-def faults(records: Sequence[Record]) -> Mapping[str, int]:
-    """How many requests ended with which fault."""
+def faults(records: Sequence[RequestRecord]) -> Mapping[str, int]:
+    """Count requests per fault."""
     counted: dict[str, int] = {}
     for record in records:
         if record.refused:

@@ -1,16 +1,15 @@
-"""`medha pod`: one pod of a replica. Its ranks, and in the leader pod the controller as well.
+"""`medha pod`: run one pod of a replica: its ranks, and in the leader pod the controller.
 
-Starts them, restarts what dies, later each time, and gives up when that does not help. The ops port
-tells the kubelet how it is; everything that concerns more than this pod is decided elsewhere: by
-the controller (who takes part) and by the operator (which pods there are).
+Restarts processes with back-off and gives up when the restart budget is exhausted. The controller
+decides which ranks take part; the operator decides which pods exist. Probes of the ops port:
 
-    /livez    this program turns
-    /readyz   the ranks are loaded and wired; in the leader pod also: the base groups run, and a
-              router took the replica in
+    /livez    the main loop runs
+    /readyz   the ranks are loaded and connected; in the leader pod also: the base groups run, and
+              a router registered the replica
 
-SIGTERM: the leader pod takes nothing new and finishes what runs; the others serve on as long as
-their leader drains; when that is done, or the grace is over, all ends. Exit status 0 after SIGTERM,
-1 when a program was given up, 2 when a person must mend something.
+SIGTERM: the leader pod drains; other pods serve until the leader has drained; then, or after the
+grace period, all processes stop. Exit status 0 after SIGTERM, 1 if a unit was given up, 2 if the
+user must fix something.
 """
 
 from __future__ import annotations
@@ -26,147 +25,162 @@ import msgspec
 
 from medha.adapters.logs import start_logs
 from medha.adapters.prometheus import Metrics, OpsServer, Tick
-from medha.cli.children import Child, Launch
-from medha.cli.leader import Leader
-from medha.cli.plan import RankPlan
-from medha.cli.pod_place import Place, read_place
-from medha.cli.programs import controller_launch, rank_launch
-from medha.cli.supervise import Patience, State, Supervisor, Unit
-from medha.cli.up import Signals, end
+from medha.cli.local_fleet.child_process import ChildProcess, Launch
+from medha.cli.local_fleet.fleet_plan import RankPlan
+from medha.cli.local_fleet.launches import controller_launch, rank_launch
+from medha.cli.local_fleet.pod_identity import PodIdentity, read_pod_identity
+from medha.cli.local_fleet.status_poll import ControllerPoll
+from medha.cli.local_fleet.supervisor import Supervisor, SupervisorSettings, Unit, UnitState
+from medha.cli.up import StopSignals, stop_all
 from medha.config import POD_OPS_PORT, WorkerConfig, read, render
 from medha.errors import EngineError, MedhaError
 
 STEP_S = 0.05
-LAST_WORDS = 4000
-NOTICE_S = 3.0
-"""All pods of a replica are told to end at about the same time: so long the others wait to hear
-that their leader drains."""
-DRAINED_S = 1.0
-"""So long after the word to drain, what routers had sent before it has arrived."""
+LAST_WORDS_CHARACTERS = 4000
+LEADER_DRAIN_WAIT_S = 3.0
+"""Time in which other pods wait for their leader to report draining; all get SIGTERM together."""
+IN_FLIGHT_S = 1.0
+"""Time after the drain request in which requests that routers sent before it still arrive."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """`config` is the replica's WorkerConfig; `environ` says which pod this is; in `last_words`
-    the kubelet looks for why a container ended."""
+class PodOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `medha pod`. `config`: the replica's WorkerConfig; `environ`: identifies the pod;
+    `last_words`: file in which the kubelet finds the reason of an exit."""
 
     config: pathlib.Path
     environ: Mapping[str, str]
     last_words: pathlib.Path
     ops_port: int = POD_OPS_PORT
-    patience: Patience = Patience()
+    supervision: SupervisorSettings = SupervisorSettings()
 
 
-def pod(options: Options) -> None:
-    """Be that pod until SIGTERM. Raises UserError or EngineError when it cannot go on."""
+def pod(options: PodOptions) -> None:
+    """Run the pod until SIGTERM. Raises UserError or EngineError if it cannot continue."""
     try:
         _pod(options)
     except MedhaError as error:
         if options.last_words.exists():
-            options.last_words.write_text(str(error)[:LAST_WORDS])
+            options.last_words.write_text(str(error)[:LAST_WORDS_CHARACTERS])
         raise
 
 
-def _pod(options: Options) -> None:
-    with Signals() as signals:
+def _pod(options: PodOptions) -> None:
+    with StopSignals() as signals:
         shared = read(WorkerConfig, options.config)
         start_logs(f"{shared.replica}-pod", shared.log_level)
-        place = read_place(options.environ, shared)
+        identity = read_pod_identity(options.environ, shared)
         folder = pathlib.Path(tempfile.mkdtemp(prefix="medha-pod-", dir=shared.run_dir or None))
         try:
-            programs = Programs(place, place.of_this_pod(shared, str(folder)), options.environ)
-            Pod(programs, options).run(signals)
+            config = identity.worker_config(shared, str(folder))
+            processes = PodProcesses(identity, config, options.environ)
+            PodSupervisor(processes, options).run(signals)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class Programs:
-    """What runs in this pod, and how it is started; writes the config that they decode."""
+class PodProcesses:
+    """Launches of this pod's processes; writes the config that they decode."""
 
-    def __init__(self, place: Place, config: WorkerConfig, environ: Mapping[str, str]) -> None:
-        self.place, self.config = place, config
+    def __init__(
+        self, identity: PodIdentity, config: WorkerConfig, environ: Mapping[str, str]
+    ) -> None:
+        self.identity, self.config = identity, config
         self._folder = pathlib.Path(config.run_dir)
         self._file = self._folder / "worker.json"
         self._file.write_bytes(render(config))
-        self._transports = {} if "UCX_TLS" in environ or config.device != "cpu" else PLAIN
+        self._transports = (
+            {} if "UCX_TLS" in environ or config.device != "cpu" else WITHOUT_SHARED_MEMORY
+        )
 
     def controller(self) -> Launch:
         return controller_launch(self.config.replica, self._file)
 
     def ranks(self, generation: int) -> Iterable[Launch]:
-        """One rank per shard; those of earlier generations are ready no more."""
+        """Launches of the ranks, one per shard; removes ready files of earlier generations."""
         for stale in self._folder.glob("ready-*"):
             stale.unlink()
-        for at in self.place.ranks(self.config):
+        for at in self.identity.ranks(self.config):
             gpu = at.shard if self.config.device == "cuda" else None
             launch = rank_launch(
-                self.config, RankPlan(at=at, gpu=gpu), self._file, generation,
+                self.config,
+                RankPlan(at=at, gpu=gpu),
+                self._file,
+                generation,
                 ready_file=self._folder / f"ready-{at.shard}",
-            )  # fmt: skip
+            )
             yield msgspec.structs.replace(launch, env={**self._transports, **launch.env})
 
     @property
     def loaded(self) -> bool:
-        """Every rank has said that it is ready."""
+        """Every rank has created its ready file."""
         return len(list(self._folder.glob("ready-*"))) == self.config.topology.tp
 
 
-PLAIN = {"UCX_TLS": "tcp,self"}
-"""Ranks that exchange pages are in different pods: no memory is shared between them."""
+WITHOUT_SHARED_MEMORY = {"UCX_TLS": "tcp,self"}
+"""UCX transports for ranks that exchange pages across pods."""
 
 
-class Pod:
-    """The programs of one pod under supervision, its ops port, and its view of the controller."""
+class PodSupervisor:
+    """Main loop of a pod: supervised processes, ops port and poll of the controller."""
 
-    def __init__(self, programs: Programs, options: Options) -> None:
-        self._programs, self._place, config = programs, programs.place, programs.config
-        place = self._place
-        name = f"{config.replica}-g{place.group}-s{place.stage}"
+    def __init__(self, processes: PodProcesses, options: PodOptions) -> None:
+        self._processes, self._identity = processes, processes.identity
+        config, identity = processes.config, self._identity
+        name = f"{config.replica}-g{identity.group}-s{identity.stage}"
         controller = (
-            Unit(f"{config.replica}-controller", lambda _: [programs.controller()])
-            if place.leads
+            Unit(f"{config.replica}-controller", lambda _: [processes.controller()])
+            if identity.leads
             else None
         )
         self._ranks = Unit(
-            name, programs.ranks, vital=place.group < config.topology.kvp_min, follows=controller
+            name,
+            processes.ranks,
+            vital=identity.group < config.topology.kvp_min,
+            follows=controller,
         )
         self._units = (self._ranks,) if controller is None else (controller, self._ranks)
         self._supervisor = Supervisor(
-            self._units, (), lambda launch: Child(launch, say), options.patience
+            self._units, (), lambda launch: ChildProcess(launch, forward_line), options.supervision
         )
         self._metrics, self._tick = Metrics("pod"), Tick()
-        self._begun = dict.fromkeys(self._units, 0)
+        self._seen_generation = dict.fromkeys(self._units, 0)
         for unit in self._units:
             self._metrics.add("medha_pod_restarts_total", 0, self._kind(unit))
         self._ready = False
         self._ops = OpsServer(
-            place.address, options.ops_port, self._metrics, alive=self._tick.alive,
+            identity.address,
+            options.ops_port,
+            self._metrics,
+            alive=self._tick.alive,
             ready=lambda: self._ready,
-        )  # fmt: skip
-        self._leader = Leader(place.controller_url)
-        if place.leads:
-            self._leader.ask()
+        )
+        self._controller = ControllerPoll(identity.controller_url)
+        if identity.leads:
+            self._controller.start()
 
-    def run(self, signals: Signals) -> None:
-        """Serve until a signal, let what runs finish, and end everything that was started."""
+    def run(self, signals: StopSignals) -> None:
+        """Serve until a signal, drain, and stop all processes."""
         try:
             while not signals.count:
-                self._turn()
-                self._return()
+                self._step()
+                self._rejoin()
             self._drain(signals)
         finally:
-            end(self._supervisor, signals)
-            self._leader.close()
+            stop_all(self._supervisor, signals)
+            self._controller.close()
             self._ops.close()
 
-    def _turn(self) -> None:
+    def _step(self) -> None:
         self._supervisor.step(time.monotonic())
         for unit in self._units:
-            if unit.generation > self._begun[unit]:
-                if self._begun[unit]:
+            if unit.generation > self._seen_generation[unit]:
+                if self._seen_generation[unit]:
                     self._metrics.add("medha_pod_restarts_total", 1, self._kind(unit))
-                self._begun[unit] = unit.generation
-            if unit.state is State.GIVEN_UP:
-                raise EngineError(f"{unit.name} is given up: see what its programs said last")
+                self._seen_generation[unit] = unit.generation
+            if unit.state is UnitState.GIVEN_UP:
+                raise EngineError(
+                    f"{unit.name} is given up: see the last log lines of its processes"
+                )
         self._ready = self._is_ready()
         self._tick()
         time.sleep(STEP_S)
@@ -175,11 +189,11 @@ class Pod:
         return "ranks" if unit is self._ranks else "controller"
 
     def _is_ready(self) -> bool:
-        if self._ranks.state is not State.RUNNING or not self._programs.loaded:
+        if self._ranks.state is not UnitState.RUNNING or not self._processes.loaded:
             return False
-        if not self._place.leads:
+        if not self._identity.leads:
             return True
-        status, least = self._leader.status, self._programs.config.topology.kvp_min
+        status, least = self._controller.status, self._processes.config.topology.kvp_min
         return (
             status is not None
             and status.ready
@@ -187,46 +201,46 @@ class Pod:
             and all(group.state == "running" for group in status.groups[:least])
         )
 
-    def _return(self) -> None:
-        """A group beyond the base whose ranks were told to leave stays out, until it is wanted
-        again: because its controller lost it, or because the replica grows once more."""
+    def _rejoin(self) -> None:
+        """Restart the ranks of a released extra group once the controller wants the group again,
+        either to replace a lost group or to grow."""
         if self._ranks.wanted:
             return
-        self._leader.ask()
-        status, group = self._leader.status, self._place.group
+        self._controller.start()
+        status, group = self._controller.status, self._identity.group
         if status and (group < status.wanted_groups or group in status.restart_groups):
             self._ranks.wanted = True
-            self._leader.rest()
+            self._controller.pause()
 
-    def _drain(self, signals: Signals) -> None:
-        """Until nothing runs here, the grace is over, or a second signal cuts it short."""
+    def _drain(self, signals: StopSignals) -> None:
+        """Step until the pod is idle, the grace period is over, or a second signal arrives."""
         began_s = time.monotonic()
-        if self._place.leads:
-            self._leader.drain()
+        if self._identity.leads:
+            self._controller.drain()
         else:
-            self._leader.ask()
-        while signals.count < 2 and time.monotonic() - began_s < self._place.grace_s:
+            self._controller.start()
+        while signals.count < 2 and time.monotonic() - began_s < self._identity.grace_s:
             served_s = time.monotonic() - began_s
-            if self._idle(served_s) if self._place.leads else self._unneeded(served_s):
+            if self._idle(served_s) if self._identity.leads else self._unneeded(served_s):
                 return
-            self._turn()
+            self._step()
 
     def _idle(self, served_s: float) -> bool:
-        """The leader: everything is finished, or there is no controller that would."""
-        status = self._leader.status
-        if not self._leader.told_to_drain or status is None:
-            return served_s > NOTICE_S
-        return served_s > DRAINED_S and not status.running and not status.waiting
+        """Leader pod: all requests are finished, or no controller runs."""
+        status = self._controller.status
+        if not self._controller.drain_accepted or status is None:
+            return served_s > LEADER_DRAIN_WAIT_S
+        return served_s > IN_FLIGHT_S and not status.running and not status.waiting
 
     def _unneeded(self, served_s: float) -> bool:
-        """The others: the ranks have left, or the leader does not drain."""
-        if self._ranks.state is not State.RUNNING or not self._programs.loaded:
+        """Other pods: the ranks have left, or the leader is not draining."""
+        if self._ranks.state is not UnitState.RUNNING or not self._processes.loaded:
             return True
-        status = self._leader.status
-        return served_s > NOTICE_S and (status is None or not status.draining)
+        status = self._controller.status
+        return served_s > LEADER_DRAIN_WAIT_S and (status is None or not status.draining)
 
 
-def say(process: str, line: str) -> None:
-    """Pass a program's line on; log lines name their process themselves."""
+def forward_line(process: str, line: str) -> None:
+    """Write a process's line to stdout; log lines carry the process name already."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

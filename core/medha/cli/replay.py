@@ -1,7 +1,7 @@
-"""`medha replay`: a workload played against a live router, reported like the simulator's.
+"""`medha replay`: play a workload against a live router; same report as the simulator.
 
 A workload is a trace with arrival times (Azure's CSV, Mooncake's JSON lines), or a CSV of lengths
-that arrive at a rate. Prompts are made of the model's own tokens, exact in length.
+that arrive at a rate. Prompts consist of the model's own tokens and have exact lengths.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from medha.cli.open_loop import Target, connect, faults, play, prompts_from, vocabulary
 from medha.errors import SpecError
-from medha.sim.report import Record, summarise, table
+from medha.sim.report import RequestRecord, summarise, table
 from medha.sim.workload import (
     BLOCK_TOKENS,
     Arrival,
@@ -29,8 +29,8 @@ from medha.sim.workload import (
 )
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says; `rate` is for workloads without arrival times."""
+class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `medha replay`; `rate` is for workloads without arrival times."""
 
     target: Target
     workload: pathlib.Path
@@ -43,7 +43,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     json: pathlib.Path | None = None
 
 
-def replay(options: Options, console: Console) -> list[Record]:
+def replay(options: ReplayOptions, console: Console) -> list[RequestRecord]:
     """Play and print the report; raises UserError before the first request is sent."""
     arrivals = arrivals_of(options)
     started = time.monotonic()
@@ -54,49 +54,61 @@ def replay(options: Options, console: Console) -> list[Record]:
     for fault, count in sorted(faults(records).items()):
         console.print(f"{count} requests ended with {fault}", highlight=False)
     if options.json is not None:
-        found = {"report": report, "faults": faults(records), "records": records}
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+        contents = {"report": report, "faults": faults(records), "records": records}
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(contents), indent=1))
     return records
 
 
-async def _play(options: Options, arrivals: Sequence[Arrival], console: Console) -> list[Record]:
+async def _play(
+    options: ReplayOptions, arrivals: Sequence[Arrival], console: Console
+) -> list[RequestRecord]:
     target = options.target
     async with connect(target.url) as client:
         ids = await vocabulary(client, target)
     block = max(1, round(BLOCK_TOKENS * options.scale_lengths))
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True,
-    ) as bar:  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as bar:
         task = bar.add_task("requests", total=len(arrivals))
         return await play(
             target, arrivals, prompts_from(ids, options.seed, block), lambda _: bar.advance(task)
         )
 
 
-def arrivals_of(options: Options) -> list[Arrival]:
-    """The workload's requests as they will arrive; raises SpecError when it is no workload."""
+def arrivals_of(options: ReplayOptions) -> list[Arrival]:
+    """Arrivals of the workload; raises SpecError if the file is not a workload."""
     path = options.workload
     if not path.is_file():
         raise SpecError("--workload", str(path), "must be a file", "name a trace or a CSV")
     if path.suffix == ".jsonl":
-        found = read_mooncake(path)
+        arrivals = read_mooncake(path)
     elif _header(path).startswith("TIMESTAMP"):
-        found = read_azure(path)
+        arrivals = read_azure(path)
     else:
-        found = _drawn(path, options)
+        arrivals = _drawn(path, options)
     if options.count is not None:
-        found = found[: options.count]
-    if not found:
+        arrivals = arrivals[: options.count]
+    if not arrivals:
         raise SpecError("--workload", str(path), "must hold requests", "name another file")
     longest = options.longest_tokens or 1 << 40
-    return scaled([_resized(each, options.scale_lengths, longest) for each in found], options.speed)
+    return scaled(
+        [_resized(arrival, options.scale_lengths, longest) for arrival in arrivals], options.speed
+    )
 
 
-def _drawn(path: pathlib.Path, options: Options) -> list[Arrival]:
+def _drawn(path: pathlib.Path, options: ReplayOptions) -> list[Arrival]:
     if options.rate is None:
-        raise SpecError("--rate", "missing", "must be given for lengths without arrival times",
-                        "set requests per second")  # fmt: skip
+        raise SpecError(
+            "--rate",
+            "missing",
+            "must be given for lengths without arrival times",
+            "set requests per second",
+        )
     lengths = read_lengths(path)
     return poisson(lengths, options.rate, options.count or len(lengths), options.seed)
 

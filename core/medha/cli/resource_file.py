@@ -1,4 +1,4 @@
-"""Reads MedhaReplicas from a YAML file; relative paths in it are taken from beside the file."""
+"""Read MedhaReplicas from a YAML file; relative paths are relative to the file's folder."""
 
 from __future__ import annotations
 
@@ -12,20 +12,29 @@ from medha.spec import MedhaReplica, parse_all
 
 
 def read_resources(path: pathlib.Path) -> tuple[MedhaReplica, ...]:
-    """Every MedhaReplica of the file; raises SpecError in one sentence for what is wrong."""
+    """Read every MedhaReplica of the file; raises SpecError for the first error."""
     try:
         documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise SpecError("-f", str(path), f"must be a file that can be read ({error.strerror})",
-                        "name a file with a MedhaReplica") from None  # fmt: skip
+        raise SpecError(
+            "-f",
+            str(path),
+            f"must be a file that can be read ({error.strerror})",
+            "name a file with a MedhaReplica",
+        ) from None
     except UnicodeDecodeError:
-        raise SpecError("-f", str(path), "must be text in UTF-8", "save it so") from None
+        raise SpecError("-f", str(path), "must be text in UTF-8", "save it as UTF-8") from None
     except yaml.YAMLError as error:
-        raise SpecError("-f", str(path), f"must be YAML ({_first_fault(error)})",
-                        "mend that line") from None  # fmt: skip
+        raise SpecError(
+            "-f", str(path), f"must be YAML ({_first_fault(error)})", "fix that line"
+        ) from None
     except RecursionError:
-        raise SpecError("-f", str(path), "must be YAML of a few levels, and is of thousands",
-                        "write a MedhaReplica") from None  # fmt: skip
+        raise SpecError(
+            "-f",
+            str(path),
+            "must be YAML of a few levels, not thousands",
+            "write a MedhaReplica",
+        ) from None
     return tuple(_resolved(replica, path) for replica in parse_all(documents))
 
 
@@ -43,5 +52,5 @@ def _resolved(replica: MedhaReplica, file: pathlib.Path) -> MedhaReplica:
 
 def _first_fault(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or "it does not parse"
+    problem = getattr(error, "problem", None) or "invalid syntax"
     return f"line {mark.line + 1}: {problem}" if mark is not None else str(problem)

@@ -1,8 +1,8 @@
-"""`medha scaling`: the looks that an operator showed are decided again, from the same signals.
+"""`medha scaling`: replay recorded scaling decisions from their signals.
 
-The operator's `GET /scaling` has the last looks at each resource, and `medha simulate --out` writes
-those at its fleet. What scales a fleet is the same code everywhere, so every decision must come out
-the same; each change is shown with its why.
+The operator's `GET /scaling` returns the latest decisions of each resource; `medha simulate --out`
+writes those of its fleet. The same code decides everywhere, so every decision must come out the
+same. Prints each change with its reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 
 from medha.errors import MedhaError, SpecError
-from medha.scaling import Journal, replay
+from medha.fleet.autoscaling import Journal, replay
 
 
 class ScaledOtherwise(MedhaError):
@@ -43,8 +43,9 @@ def tell_changes(name: str, journal: Journal, console: Console) -> None:
             console.print(
                 f"{name} at {look.signals.at_s:.0f} s: from {look.signals.current} to "
                 f"{decision.replicas} replicas ({decision.why}): {decision.message}",
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
+                highlight=False,
+                soft_wrap=True,
+            )
 
 
 def _read(path: pathlib.Path) -> dict[str, Journal]:
@@ -52,11 +53,15 @@ def _read(path: pathlib.Path) -> dict[str, Journal]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Journal])
     except OSError as error:
         raise SpecError(
-            "FILE", str(path), f"must be readable ({error.strerror})",
+            "FILE",
+            str(path),
+            f"must be readable ({error.strerror})",
             "save the operator's GET /scaling into it",
-        ) from None  # fmt: skip
+        ) from None
     except msgspec.MsgspecError as error:
         raise SpecError(
-            "FILE", str(path), f"must be what GET /scaling answers ({error})",
-            "save it anew from the operator's ops port",
-        ) from None  # fmt: skip
+            "FILE",
+            str(path),
+            f"must be what GET /scaling answers ({error})",
+            "save it again from the operator's ops port",
+        ) from None

@@ -13,12 +13,12 @@ from medha.cli.scaling import tell_changes
 from medha.config import POLICIES
 from medha.errors import SpecError
 from medha.sim.report import table
-from medha.sim.scenario import Outcome, Scenario, read_scenario, simulate
+from medha.sim.scenario import Scenario, SimulationResult, read_scenario, simulate
 
 NAME = "fleet"
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`policies`: run the scenario once under each; empty: as it is written.
 
     `out`: a folder for `<policy>.json` (the report), `<policy>.records.jsonl`, and with autoscaling
@@ -32,7 +32,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     out: pathlib.Path | None = None
 
 
-def run_simulate(options: Options, console: Console) -> None:
+def run_simulate(options: SimulateOptions, console: Console) -> None:
     """Run and print one table per policy on `console`; raises SpecError for a broken scenario."""
     scenario = _overridden(read_scenario(options.scenario), options)
     for policy in options.policies or (scenario.scheduling.policy,):
@@ -62,10 +62,14 @@ def run_simulate(options: Options, console: Console) -> None:
                 )
 
 
-def _watched(scenario: Scenario, base: pathlib.Path, console: Console) -> Outcome:
+def _watched(scenario: Scenario, base: pathlib.Path, console: Console) -> SimulationResult:
     """Simulate with a progress bar of the requests that have arrived."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TextColumn("{task.fields[at]}"))  # fmt: skip
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[at]}"),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(scenario.scheduling.policy, total=scenario.workload.requests, at="")
         return simulate(
@@ -73,7 +77,7 @@ def _watched(scenario: Scenario, base: pathlib.Path, console: Console) -> Outcom
         )
 
 
-def _overridden(scenario: Scenario, options: Options) -> Scenario:
+def _overridden(scenario: Scenario, options: SimulateOptions) -> Scenario:
     workload = scenario.workload
     if options.load is not None:
         workload = msgspec.structs.replace(workload, load=options.load, per_second=None)

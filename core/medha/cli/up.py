@@ -1,8 +1,8 @@
-"""`medha up`: a whole fleet on this machine from the same resource that Kubernetes gets.
+"""`medha up`: start a whole fleet on this machine from the resource that Kubernetes would get.
 
-Reads, checks, plans, renders, starts, and then watches: it restarts what dies, starts the KVP
-groups that a controller wants, and at Ctrl-C or SIGTERM drains for a moment and ends everything
-that it started.
+Reads and checks the resources, plans the fleet, writes the configs and starts the processes. Then
+restarts processes that exit and starts the KVP groups that controllers want. On Ctrl-C or SIGTERM,
+drains for a moment and stops everything.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
-from medha.cli import preflight
-from medha.cli.checkpoint import check_checkpoint
-from medha.cli.children import Child
-from medha.cli.plan import FleetPlan, Place, plan_fleet, replicas_of
-from medha.cli.programs import supervisor_of
+from medha.cli.local_fleet import preflight
+from medha.cli.local_fleet.checkpoint_check import check_checkpoint
+from medha.cli.local_fleet.child_process import ChildProcess
+from medha.cli.local_fleet.console_output import LoadingBars, LogStream, placement_table
+from medha.cli.local_fleet.fleet_plan import FleetPlan, HostSettings, plan_fleet, replica_count
+from medha.cli.local_fleet.launches import fleet_supervisor
+from medha.cli.local_fleet.run_dir import RunDir
+from medha.cli.local_fleet.status_poll import FleetPoll
+from medha.cli.local_fleet.supervisor import Supervisor
 from medha.cli.resource_file import read_resources
-from medha.cli.run_dir import RunDir
-from medha.cli.show import Loading, LogStream, placement_table
-from medha.cli.supervise import Patience, Supervisor
-from medha.cli.watch import Watch
 from medha.errors import SetupError
 from medha.messages import ReplicaStatus
 from medha.spec import MedhaReplica
@@ -36,8 +36,8 @@ DRAIN_S = 5.0
 HOST = "127.0.0.1"
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says beside the file. Port 0 takes any that is free."""
+class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `medha up`. Port 0: any free port."""
 
     file: pathlib.Path
     port: int = 8000
@@ -51,8 +51,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = DRAIN_S
 
 
-def up(options: Options, console: Console) -> None:
-    """Run the fleet until a signal says to end; raises UserError when it cannot be started."""
+def up(options: UpOptions, console: Console) -> None:
+    """Run the fleet until a signal; raises UserError if it cannot start."""
     resources = with_policy(read_resources(options.file), options.policy)
     checkpoints = check(resources, options)
     run_dir = RunDir.make(options.run_dir)
@@ -68,12 +68,14 @@ def up(options: Options, console: Console) -> None:
         run_dir.clean()
 
 
-def check(resources: Sequence[MedhaReplica], options: Options) -> dict[str, str]:
-    """Everything that can be known before a process starts; the checkpoints' folders by name."""
+def check(resources: Sequence[MedhaReplica], options: UpOptions) -> dict[str, str]:
+    """Run all checks that need no process; returns each resource's checkpoint folder."""
     preflight.check_programs()
     preflight.check_gpus(resources, preflight.gpu_count())
     weights = not options.dummy_weights
-    folders = {each.name: str(check_checkpoint(each, weights=weights)) for each in resources}
+    folders = {
+        resource.name: str(check_checkpoint(resource, weights=weights)) for resource in resources
+    }
     preflight.check_shared_memory()
     preflight.check_apart(options.port, options.ops_port)
     preflight.check_port(HOST, options.port, "--port")
@@ -82,16 +84,18 @@ def check(resources: Sequence[MedhaReplica], options: Options) -> dict[str, str]
 
 
 def with_policy(resources: Sequence[MedhaReplica], policy: str | None) -> tuple[MedhaReplica, ...]:
-    """The resources under another scheduling policy, checked like the file's own."""
+    """The resources with another scheduling policy, if one is given."""
     if policy is None:
         return tuple(resources)
     replace = msgspec.structs.replace
     return tuple(
         replace(
-            each,
-            spec=replace(each.spec, scheduling=replace(each.spec.scheduling, policy=policy)),
+            resource,
+            spec=replace(
+                resource.spec, scheduling=replace(resource.spec.scheduling, policy=policy)
+            ),
         )
-        for each in resources
+        for resource in resources
     )
 
 
@@ -99,14 +103,14 @@ def _plan(
     resources: Sequence[MedhaReplica],
     checkpoints: dict[str, str],
     run_dir: RunDir,
-    options: Options,
+    options: UpOptions,
 ) -> FleetPlan:
-    count = replicas_of(resources)
+    count = replica_count(resources)
     any_port, any_ops_port, fleet_port, *ports = preflight.free_ports(HOST, count + 3)
     router_curve, controller_curve = run_dir.write_keys()
-    place = Place(
+    host = HostSettings(
         run_dir=str(run_dir.path),
-        host=HOST,
+        address=HOST,
         port=options.port or any_port,
         ops_port=options.ops_port or any_ops_port,
         fleet_address=f"tcp://{HOST}:{fleet_port}",
@@ -119,68 +123,68 @@ def _plan(
         decision_log=options.decision_log,
         dummy_weights=options.dummy_weights,
     )
-    plan = plan_fleet(resources, place)
-    for each in plan.replicas:
-        preflight.check_socket_path(each.config.rank_bind)
+    plan = plan_fleet(resources, host)
+    for replica in plan.replicas:
+        preflight.check_socket_path(replica.config.rank_bind)
     return plan
 
 
 def _run(
-    plan: FleetPlan, run_dir: RunDir, logs: LogStream, options: Options, console: Console
+    plan: FleetPlan, run_dir: RunDir, logs: LogStream, options: UpOptions, console: Console
 ) -> None:
-    supervisor = supervisor_of(plan, run_dir, lambda launch: Child(launch, logs), Patience())
-    watch = Watch(
+    supervisor = fleet_supervisor(plan, run_dir, lambda launch: ChildProcess(launch, logs))
+    poll = FleetPoll(
         f"http://{HOST}:{plan.router.ops_port}",
-        {each.name: f"http://{HOST}:{each.config.ops_port}" for each in plan.replicas},
+        {replica.name: f"http://{HOST}:{replica.config.ops_port}" for replica in plan.replicas},
     )
-    signals = Signals()
+    signals = StopSignals()
     with signals:
-        watch.start()
+        poll.start()
         try:
-            if _load(plan, supervisor, watch, signals, console):
+            if _load(plan, supervisor, poll, signals, console):
                 console.print(placement_table(plan, supervisor))
                 console.print(f"Serving on http://{HOST}:{plan.router.port}/v1")
-                _serve(supervisor, watch, signals)
-                console.print("Ending: what runs may finish for a moment")
-                _drain(supervisor, watch, signals, options.drain_s)
+                _serve(supervisor, poll, signals)
+                console.print("Stopping: running requests may finish for a moment")
+                _drain(supervisor, poll, signals, options.drain_s)
         finally:
-            end(supervisor, signals)
-            watch.close()
+            stop_all(supervisor, signals)
+            poll.close()
 
 
 def _load(
-    plan: FleetPlan, supervisor: Supervisor, watch: Watch, signals: Signals, console: Console
+    plan: FleetPlan, supervisor: Supervisor, poll: FleetPoll, signals: StopSignals, console: Console
 ) -> bool:
-    """Start everything; True when it serves, False when a signal came first."""
-    with Loading(console, plan) as bars:
-        while not watch.ready:
+    """Start everything; True once the fleet is ready, False if a signal came first."""
+    with LoadingBars(console, plan) as bars:
+        while not poll.ready:
             if signals.count:
                 return False
-            _turn(supervisor, watch)
-            statuses = watch.statuses
-            check_taken_in(plan, statuses)
+            _step(supervisor, poll)
+            statuses = poll.statuses
+            check_registered(plan, statuses)
             bars.update(statuses)
     return True
 
 
-def check_taken_in(plan: FleetPlan, statuses: Mapping[str, ReplicaStatus]) -> None:
-    """A router that finds fault with a replica will find it again: a person must mend it."""
-    for each in plan.replicas:
-        if each.name in statuses and (why := statuses[each.name].refused):
+def check_registered(plan: FleetPlan, statuses: Mapping[str, ReplicaStatus]) -> None:
+    """Raises SetupError if the router refused a replica: a retry would be refused again."""
+    for replica in plan.replicas:
+        if replica.name in statuses and (why := statuses[replica.name].refused):
             raise SetupError(
-                f"replica {each.name} with the checkpoint {each.config.checkpoint} is not taken in "
-                f"by its router: {why}"
+                f"replica {replica.name} with the checkpoint {replica.config.checkpoint} is "
+                f"refused by its router: {why}"
             )
 
 
-def _serve(supervisor: Supervisor, watch: Watch, signals: Signals) -> None:
+def _serve(supervisor: Supervisor, poll: FleetPoll, signals: StopSignals) -> None:
     while not signals.count:
-        _turn(supervisor, watch)
+        _step(supervisor, poll)
 
 
-def _turn(supervisor: Supervisor, watch: Watch) -> None:
+def _step(supervisor: Supervisor, poll: FleetPoll) -> None:
     now = time.monotonic()
-    statuses = watch.statuses
+    statuses = poll.statuses
     for replica in supervisor.replicas:
         if replica.name in statuses:
             supervisor.follow(replica, statuses[replica.name], now)
@@ -188,40 +192,40 @@ def _turn(supervisor: Supervisor, watch: Watch) -> None:
     time.sleep(STEP_S)
 
 
-def _drain(supervisor: Supervisor, watch: Watch, signals: Signals, drain_s: float) -> None:
-    """Let what runs finish, for at most `drain_s`; a second signal cuts it short."""
+def _drain(supervisor: Supervisor, poll: FleetPoll, signals: StopSignals, drain_s: float) -> None:
+    """Let running requests finish, for at most `drain_s` or until a second signal."""
     until = time.monotonic() + drain_s
-    asking = threading.Thread(target=watch.drain, name="drain", daemon=True)
-    asking.start()
-    asked_s = time.monotonic()
+    drain_requests = threading.Thread(target=poll.drain, name="drain", daemon=True)
+    drain_requests.start()
+    requested_s = time.monotonic()
     while time.monotonic() < until and signals.count < 2:
-        busy = any(status.running or status.waiting for status in watch.statuses.values())
-        told = time.monotonic() - asked_s > 1.0 and not asking.is_alive()
-        if told and not busy:
+        busy = any(status.running or status.waiting for status in poll.statuses.values())
+        drained = time.monotonic() - requested_s > 1.0 and not drain_requests.is_alive()
+        if drained and not busy:
             return
         time.sleep(STEP_S)
 
 
-def end(supervisor: Supervisor, signals: Signals) -> None:
-    """End every process; whoever ignores the request, or a second signal, is killed."""
-    seen = signals.count
+def stop_all(supervisor: Supervisor, signals: StopSignals) -> None:
+    """Stop every process; kill all of them after the grace period or a second signal."""
+    handled = signals.count
     supervisor.stop(time.monotonic())
-    while not supervisor.over:
-        if signals.count > max(seen, 1):
-            seen = signals.count
+    while not supervisor.stopped:
+        if signals.count > max(handled, 1):
+            handled = signals.count
             supervisor.stop(time.monotonic(), at_once=True)
         supervisor.step(time.monotonic())
         time.sleep(STEP_S)
 
 
-class Signals:
-    """Counts SIGINT, SIGTERM and SIGHUP while it is entered, instead of dying of them."""
+class StopSignals:
+    """Context that counts SIGINT, SIGTERM and SIGHUP instead of letting them end the process."""
 
     def __init__(self) -> None:
         self.count = 0
         self._old: dict[signal.Signals, object] = {}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._old[number] = signal.signal(number, self._note)
         return self

@@ -1,8 +1,8 @@
-"""Machine code of the modules that decide, used where it was made of their sources as they stand.
+"""Machine code of the decision modules, used only if it matches their current sources.
 
-`hatch_build.py` makes it with mypyc when the project is installed and Python's headers are there;
-it lies in this folder, and in RECORD of what it was made. Where one source differs, none is used:
-the sources run as they are, to the same decisions, in half as much time again.
+`hatch_build.py` compiles them with mypyc at installation, if Python's headers are present. This
+folder holds the result, and RECORD the digests of its sources. If any source differs, the sources
+run instead: same decisions, half as much time again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from types import ModuleType
 FOLDER = pathlib.Path(__file__).parent
 RECORD = "record.json"
 SHARED = "medha__mypyc"
-"""The module that holds the code of all; those that are imported name it."""
+"""Module that holds all machine code; the imported modules refer to it."""
 
 
 class Finder(MetaPathFinder):
-    """Finds modules by name in files of machine code."""
+    """Importer of modules from files of machine code."""
 
     def __init__(self, files: Mapping[str, pathlib.Path]) -> None:
         self.files = files
@@ -40,7 +40,7 @@ class Finder(MetaPathFinder):
 
 
 def source_of(root: pathlib.Path, module: str) -> pathlib.Path:
-    """Where the source of `module` is, below the folder that holds the package."""
+    """Path of the source of `module`; `root` is the folder of the package."""
     return root.joinpath(*module.split(".")).with_suffix(".py")
 
 
@@ -49,25 +49,28 @@ def digest(source: pathlib.Path) -> str:
 
 
 def stale(folder: pathlib.Path = FOLDER) -> str | None:
-    """Why the machine code in `folder` is not to be used; None where it is."""
+    """Reason not to use the machine code in `folder`; None if it can be used."""
     record = folder / RECORD
     if not record.exists():
-        return "it was not made: run `make setup` where Python's headers are"
-    made = json.loads(record.read_text())
-    if made["python"] != sys.implementation.cache_tag:
-        return f"it was made for {made['python']}: run `make compile`"
-    for name in (*made["modules"], SHARED):
+        return "it was not compiled: run `make setup` where Python's headers are installed"
+    compiled = json.loads(record.read_text())
+    if compiled["python"] != sys.implementation.cache_tag:
+        return f"it was compiled for {compiled['python']}: run `make compile`"
+    for name in (*compiled["modules"], SHARED):
         if not (folder / f"{name}.so").exists():
-            return f"that of {name} is missing: run `make compile`"
+            return f"the code of {name} is missing: run `make compile`"
     root = folder.parent.parent
-    for module, known in made["modules"].items():
-        if digest(source_of(root, module)) != known:
+    for module, known in compiled["modules"].items():
+        source = source_of(root, module)
+        if not source.exists():
+            return f"the source of {module} is gone: run `make compile`"
+        if digest(source) != known:
             return f"the source of {module} has changed: run `make compile`"
     return None
 
 
 def install(folder: pathlib.Path = FOLDER) -> bool:
-    """Let imports find the machine code in `folder`; whether it is to be used."""
+    """Import modules from `folder` if their machine code matches; returns True if so."""
     if stale(folder) is not None:
         return False
     names = [*json.loads((folder / RECORD).read_text())["modules"], SHARED]

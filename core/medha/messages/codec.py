@@ -1,4 +1,4 @@
-"""One codec per direction: bytes to a union's message and back; junk and oversize are refused."""
+"""Codec of one link direction: messages of a union to bytes and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ M = TypeVar("M")
 
 
 class Codec(Generic[M]):
-    """Encodes and decodes one direction's union; junk and oversize raise ProtocolError."""
+    """Encodes and decodes one union; malformed or oversized bytes raise ProtocolError."""
 
     def __init__(self, union: object) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -45,7 +45,7 @@ def to_bytes(tokens: npt.ArrayLike) -> bytes:
 
 
 def from_bytes(data: bytes) -> npt.NDArray[np.int32]:
-    """The inverse of `to_bytes`; raises ProtocolError when the length is no multiple of four."""
+    """The inverse of `to_bytes`; raises ProtocolError if the length is not a multiple of four."""
     if len(data) % 4:
         raise ProtocolError(f"token bytes have length {len(data)}: must be a multiple of 4")
     return np.frombuffer(data, dtype="<i4")

@@ -19,10 +19,10 @@ Group = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drawn; temperature 0 is greedy. Counter-based on (seed, position).
+    """Sampling parameters; temperature 0 is greedy. Random numbers depend on (seed, position).
 
-    `logprobs` None: none; else the number of alternatives (0: the chosen token alone).
-    `stop_tokens` end the sequence (the stop token itself is reported). Bounds are OpenAI's.
+    `logprobs`: number of alternatives (0: the sampled token only), None without log probabilities.
+    `stop_tokens` end the sequence; the stop token itself is reported. Bounds are OpenAI's.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=10.0)] = 1.0
@@ -40,7 +40,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def penalised(self) -> bool:
-        """Needs the tokens so far where it is sampled."""
+        """True if sampling needs the earlier tokens of the sequence."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -56,14 +56,14 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a replica tells of its work; the router places and admits by it.
+    """Work of a replica, by which the router admits and places.
 
-    `margins`: (due in s, seconds of work that still fit before it) of kept requests by deadline;
-    `due in` may be negative. `pending_bands`: (relative slack up to, seconds of prefill work).
-    `relegated_s`: work without a promise. `free_pages`, `total_pages` per running group (index =
-    group; -1 where the group does not run); `claimable_pages`: of groups that may still come.
-    `share`: part of time that promised prefills get beside decodes and relegated ones.
-    `ahead_s`: work that would run before a most urgent newcomer. `predicted_tpot_s`: of the
+    `margins`: (due in s, seconds of work that still fit before it) of promised requests by
+    deadline; `due in` may be negative. `pending_bands`: (relative slack up to, seconds of prefill
+    work). `relegated_s`: work without a promise. `free_pages`, `total_pages`: by group, -1 for a
+    group that does not run. `claimable_pages`: pages of groups that may still be added.
+    `share`: share of time for promised prefills, given decodes and relegated prefills.
+    `ahead_s`: work that would run before a most urgent new request. `predicted_tpot_s`: of the
     running decodes.
     """
 

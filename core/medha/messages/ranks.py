@@ -28,7 +28,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """One batch for one group. `step` numbers this group's steps without gaps, from 1.
+    """A batch for one group. `step` numbers the group's steps without gaps, from 1.
 
     `tokens`: int32 ids of the rows of `batch.of_group(group)` in order; -1 for a decode means the
     token that this sequence sampled last. `ends`: sequences that the ranks forget first.
@@ -59,7 +59,7 @@ class Dissolve(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Peer(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """How to reach the rank at (group, same stage, same shard) for KV transfers."""
+    """Address of the rank at (group, same stage, same shard) for KV transfers."""
 
     group: Group
     agent: Name
@@ -116,15 +116,24 @@ class ControllerBeat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class Resend(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """What follows are steps from `step` on, sent again after a gap."""
+    """Announces the steps from `step` on, sent again after a gap."""
 
     step: Count
 
 
 RankCommand = (
-    Step | Form | Dissolve | Peer | Forget | OfferPages | FetchPages | Withdraw | Leave
-    | ControllerBeat | Resend
-)  # fmt: skip
+    Step
+    | Form
+    | Dissolve
+    | Peer
+    | Forget
+    | OfferPages
+    | FetchPages
+    | Withdraw
+    | Leave
+    | ControllerBeat
+    | Resend
+)
 
 
 class RankHello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -160,7 +169,7 @@ class RankReady(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unkn
 
 
 class StageDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """This rank's stage finished batch `number` after `elapsed_s` of its own computing."""
+    """Reports that the rank's stage finished batch `number` after `elapsed_s` of computing."""
 
     number: Count
     elapsed_s: float = 0.0
@@ -180,7 +189,7 @@ class BatchTokens(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
 
 
 class Formed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """This rank joined its column of `generation`, or could not (`error` says why)."""
+    """Reports that the rank joined its column of `generation`, or the `error` that prevented it."""
 
     generation: Count
     error: Text = ""
@@ -236,6 +245,16 @@ class RankBeat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 RankReport = (
-    RankHello | Loading | RankReady | StageDone | BatchTokens | Formed | Offered | Fetched
-    | Withdrawn | Gap | RankFailed | RankBeat
-)  # fmt: skip
+    RankHello
+    | Loading
+    | RankReady
+    | StageDone
+    | BatchTokens
+    | Formed
+    | Offered
+    | Fetched
+    | Withdrawn
+    | Gap
+    | RankFailed
+    | RankBeat
+)

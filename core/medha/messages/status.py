@@ -1,4 +1,4 @@
-"""What controllers and routers tell over HTTP on their ops ports; an operator acts on it."""
+"""Status that controllers and routers serve over HTTP on their ops ports, for an operator."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """GET /status on a controller's ops port: what an operator or `medha up` acts on.
+    """Response to GET /status on the ops port of a controller, for an operator or `medha up`.
 
-    `wanted_groups` is an absolute target; `restart_groups` must be started anew (a rank was lost).
-    `refused`: why a router that heard our Hello does not take us in; empty: none refuses.
+    `wanted_groups` is an absolute target. `restart_groups` must restart because a rank was lost.
+    `refused`: the reason of a router that rejected the Hello of this controller, or empty.
     """
 
     replica: str
@@ -47,12 +47,12 @@ class ClassDemand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ModelDemand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What clients wanted of a model within the window, and what waits or runs now.
+    """Demand for a model within the window, and its requests that wait or run now.
 
-    `slack_counts`: relative slack at arrival by the buckets of `medha.metrics.RATIO`, refused
-    requests included, those left out that not even an idle replica could serve in time.
-    `alone_counts`: what an idle replica would have left to the same requests. `work_s`: prefill
-    seconds of what arrived. `held`: requests that found no replica, or wait for one.
+    `slack_counts`: relative slack at arrival by the buckets of `medha.metrics.RATIO`, with refused
+    requests and without those that not even an idle replica could serve in time. `alone_counts`:
+    the slack of the same requests on an idle replica. `work_s`: prefill seconds of all arrivals.
+    `held`: requests that find no replica or wait for one.
     """
 
     model: str

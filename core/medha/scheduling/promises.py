@@ -1,116 +1,605 @@
-"""The promise set: which requests can *all* still make their deadlines, and by what margin.
+"""The promise set: which requests hold a promise, and which others can still meet their deadline.
 
-Time is one server's: work is counted in seconds of it, requests stand in order of deadline.
+Each group is one server; a request that needs several groups must fit in each of them. Three ranks:
 
-    margin[i] = due[i] − (work of kept requests due no later than i)      kept: every margin ≥ 0
+    promised    at acceptance it fitted alongside all promises, each at its full cost
+    kept        no promise, but it fits alongside everything that is kept; gives way to new promises
+    relegated   all others: they run after the kept ones, with a guaranteed share of the time
 
-A promise given is kept (`commit`): it is dropped only when predictions were wrong or machines fell
-away. This module holds arithmetic over arrays; it knows neither requests nor clocks.
+    bare cost = work / share + overhead          overhead: it may be cut once more than T(n) assumes
+    full cost = bare cost / (1 − relegated share)
+
+`share` is the part of time that prefills get alongside decodes. A promise is withdrawn only when
+even the bare costs of the promised overrun a deadline by more than the hysteresis: one batch, and
+twice the predictor's error. Without `commit` there are no promises: the largest feasible set is
+kept.
 """
 
 from __future__ import annotations
 
-import heapq
+import functools
+import math
+from collections import abc
 
 import numpy as np
 
-from medha.scheduling.lars import Floats, Mask, Places
+from medha.config import Scheduling
+from medha.metrics import LENGTH_LABELS, length_bucket
+from medha.predictor import Predictor
+from medha.scheduling import native
+from medha.scheduling.feasibility import (
+    available_s,
+    group_sets_fit,
+    largest_feasible,
+    margins_s,
+    select_victims,
+    spares_s,
+)
+from medha.scheduling.kv_groups import KvGroups
+from medha.scheduling.policies import PrefillView
+from medha.scheduling.sequence import Sequence
+from medha.scheduling.waiting_queue import Floats, Mask, Places, WaitingQueue
+
+CHANGES_PER_ROUND = 4
+ROUNDS_PER_REVIEW = 8
+MEMORY_S = 30.0
+
+# Of the measured share of time: the weight of a new batch, and the least that one counts.
+SHARE_WEIGHT = 0.1
+LEAST_SHARE = 0.05
+
+LOSS_MEMORY_S = 600.0
+FREE = len(LENGTH_LABELS)
+"""The bucket of requests whose loss does not count."""
+ROUNDING = 1e-9
 
 
-def largest_feasible(
-    due_in_s: Floats, work_s: Floats, bucket: Places | None = None, left: list[float] | None = None
-) -> Mask:
-    """The largest set that can be done in time (Moore–Hodgson, O(n log n)).
+class PrefillShare:
+    """The part of each group's time that prefills get alongside decodes.
 
-    Arrays of [n] in ascending order of `due_in_s`; walks by deadline, adds up work, and where the
-    sum overruns drops the largest so far (of equal ones the latest). Returns which are kept.
-
-    With `bucket` of each and how many of each bucket are `left` to drop (counted down here), those
-    of others are dropped instead, the largest first; what nobody is left for stays overrun.
+    `of`: the smaller of `measured`, which recent batches had, and the forecast alongside the
+    decodes still to come (see prefill_admission.py).
     """
-    kept = np.ones(len(due_in_s), dtype=np.bool_)
-    if not len(due_in_s) or bool((np.cumsum(work_s) <= due_in_s).all()):
+
+    def __init__(self) -> None:
+        self.of: dict[int, float] = {}
+        self.measured: dict[int, float] = {}
+        self._forecast: dict[int, float] = {}
+
+    def join(self, group: int) -> None:
+        self.of[group] = self.measured[group] = self._forecast[group] = 1.0
+
+    def leave(self, group: int) -> None:
+        for shares in (self.of, self.measured, self._forecast):
+            del shares[group]
+
+    def measure(self, group: int, batch_s: float, decode_s: float) -> None:
+        """Learn from a batch of `batch_s`, in which decodes alone would have taken `decode_s`."""
+        if decode_s <= 0.0 or batch_s <= 0.0:
+            measured = 1.0
+        else:
+            part, before = max(LEAST_SHARE, 1.0 - decode_s / batch_s), self.measured[group]
+            measured = before + SHARE_WEIGHT * (part - before)
+        self.measured[group] = measured
+        self.of[group] = min(measured, self._forecast[group])
+
+    def set_forecast(self, group: int, share: float) -> None:
+        """Set the share alongside the decodes that run and those to come."""
+        self._forecast[group] = share
+        self.of[group] = min(share, self.measured[group])
+
+
+class BucketLossCap:
+    """Limit on the part of each length bucket that may be dropped from the promise set.
+
+    Dropping the largest request keeps the most deadlines, and always costs the longest prompts.
+    A cap prevents this: a bucket of prompt tokens (as in reports and metrics) that has lost its
+    part is protected.
+
+        displaced + 1 ≤ most × decided        requests of the bucket, fading with `LOSS_MEMORY_S`
+
+    Victims then come from other buckets, and no promise is given that would cost a protected one
+    its place. Two rules stand above the cap: a promise is not broken for a request without one, and
+    a request that cannot meet its deadline even alone is no loss. `most`: 1 allows every loss.
+    `displaced`: total number per bucket; a request counts once.
+    """
+
+    def __init__(self, most: float) -> None:
+        self.most, self.capped = most, most < 1.0
+        self.displaced = [0] * FREE
+        self._decided = [0.0] * FREE
+        self._lost = [0.0] * FREE
+        self._as_of_s = 0.0
+
+    def count_decided(self, sequence: Sequence, now: float) -> None:
+        """Count an accepted request."""
+        self._fade(now)
+        self._decided[length_bucket(sequence.request.prompt_tokens)] += 1.0
+
+    def count_displaced(self, sequence: Sequence, now: float) -> None:
+        """Count a request whose place others took."""
+        if sequence.displaced:
+            return
+        self._fade(now)
+        sequence.displace()
+        bucket = length_bucket(sequence.request.prompt_tokens)
+        self._lost[bucket] += 1.0
+        self.displaced[bucket] += 1
+
+    def remaining(self, now: float) -> list[float]:
+        """Return how many more requests each bucket may lose now; infinite for `FREE`."""
+        self._fade(now)
+        pairs = zip(self._decided, self._lost, strict=True)
+        return [*(math.floor(self.most * n - lost + ROUNDING) for n, lost in pairs), math.inf]
+
+    def buckets(self, waiting: WaitingQueue, due_in_s: Floats, cost_s: Floats) -> Places:
+        """Return the bucket of each row; FREE if it was displaced before or is too late anyway."""
+        buckets = np.fromiter(
+            (
+                FREE if row.displaced else length_bucket(row.request.prompt_tokens)
+                for row in waiting.sequences
+            ),
+            dtype=np.intp,
+            count=len(waiting),
+        )
+        buckets[cost_s > due_in_s] = FREE
+        return buckets
+
+    def protected(
+        self, waiting: WaitingQueue, due_in_s: Floats, cost_s: Floats, now: float
+    ) -> Mask:
+        """Return the rows whose bucket has lost its part."""
+        full: Mask = np.array(self.remaining(now)) < 1.0
+        return full[self.buckets(waiting, due_in_s, cost_s)]
+
+    def drop(
+        self,
+        waiting: WaitingQueue,
+        terms: abc.Callable[[], tuple[Floats, Floats]],
+        now: float,
+        most: int,
+        lower: abc.Callable[[Sequence], None],
+        victims: abc.Callable[[int, Mask | None], list[int]],
+    ) -> int:
+        """Call `lower` for at most `most` victims; return their number.
+
+        `terms` returns (due in, cost) of the rows; `victims(count, protected)` returns rows. With a
+        cap there is one victim at a time, as each may protect the next.
+        """
+        count, step = 0, 1 if self.capped else most
+        while count < most:
+            protected = self.protected(waiting, *terms(), now) if self.capped else None
+            places = victims(step, protected)
+            due_in_s, cost_s = terms() if places else (waiting.due_s, waiting.work_s)
+            for place in places:
+                lower(waiting.sequences[place])
+                if cost_s[place] <= due_in_s[place]:
+                    self.count_displaced(waiting.sequences[place], now)
+            count += len(places)
+            if len(places) < step:
+                break
+        return count
+
+    def largest(self, waiting: WaitingQueue, due_in_s: Floats, cost_s: Floats, now: float) -> Mask:
+        """Return the largest set that meets its deadlines within the cap; displace the others."""
+        if self.capped:
+            bucket = self.buckets(waiting, due_in_s, cost_s)
+            kept = largest_feasible(due_in_s, cost_s, bucket, self.remaining(now))
+        else:
+            kept = largest_feasible(due_in_s, cost_s)
+        for place in np.flatnonzero(~kept & (cost_s <= due_in_s)).tolist():
+            self.count_displaced(waiting.sequences[place], now)
         return kept
-    heap: list[tuple[float, int]] = []
-    total = 0.0
-    for place, (due, work) in enumerate(zip(due_in_s.tolist(), work_s.tolist(), strict=True)):
-        heapq.heappush(heap, (-work, -place))
-        total += work
-        while total > due and heap:
-            dropped, at = heapq.heappop(heap)
-            if bucket is not None and left is not None:
-                if left[bucket[-at]] < 1.0:
-                    continue
-                left[bucket[-at]] -= 1.0
-            kept[-at] = False
-            total += dropped
-            if -dropped >= work:
-                break  # no worse than before this one
-    return kept
+
+    def _fade(self, now: float) -> None:
+        if now > self._as_of_s:
+            faded = math.exp((self._as_of_s - now) / LOSS_MEMORY_S)
+            self._as_of_s = now
+            self._decided = [faded * count for count in self._decided]
+            self._lost = [faded * count for count in self._lost]
 
 
-def margins_s(due_in_s: Floats, work_s: Floats, kept: Mask) -> Floats:
-    """Margin of each kept request, infinite for the others; arrays of [n] by deadline."""
-    left = due_in_s - np.cumsum(np.where(kept, work_s, 0.0))
-    return np.where(kept, left, np.inf)
+class PromiseSet:
+    """Promises over the waiting prefills of every group.
 
-
-def room_s(margins: Floats, due_in_s: Floats, place: int, due_s: float) -> float:
-    """Work due in `due_s` that fits at `place` in deadline order beside all kept ones.
-
-    `margins` and `due_in_s` are of [n]; those at `place` and later are due no earlier. The work
-    must fit its own deadline after what is kept before it, and the margins of all that are later.
+    `drain_s`: upper bound of what a chunk still needs behind stage 0. `overhead_s`: cost of a batch
+    that holds next to nothing. `relegated_credit_s`: time owed to the relegated, per group.
+    `broken_count`: promises withdrawn. `guard_s`: slack that does not count, a part of the longest
+    batch. `long_s`: work beyond which a prompt is long.
     """
-    later = float(margins[place:].min()) if place < len(margins) else np.inf
-    before = margins[:place]
-    known = np.flatnonzero(np.isfinite(before))
-    if not len(known):
-        return min(later, due_s)
-    last = int(known[-1])
-    return min(later, due_s - float(due_in_s[last] - before[last]))
+
+    def __init__(
+        self, settings: Scheduling, groups: KvGroups, predictor: Predictor, spp: int
+    ) -> None:
+        self.settings, self.groups = settings, groups
+        self.waiting = groups.running
+        self.longest_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
+        self.drain_s = (spp - 1) * self.longest_s
+        self.overhead_s = _overhead_s(predictor)
+        self.promising = settings.policy == "lars"
+        self.gives = self.promising and settings.commit
+        self.shares = PrefillShare()
+        self.share = self.shares.of
+        self.relegated_credit_s: dict[int, float] = {}
+        self._rounds: dict[int, int] = {}
+        self._turns: dict[int, int] = {}
+        self._arrivals: dict[int, tuple[float, float]] = {}
+        self.broken_count, self.loss_cap = 0, BucketLossCap(settings.max_bucket_loss)
+        self.guard_s = settings.margin_guard * self.longest_s
+        self.long_s = 8.0 * self.longest_s
+        self._inflation = 1.0 / (1.0 - settings.relegated_share)
+        self._kernel = native.load() if self.promising else None
+        self._rows: dict[int, native.NativeRows] = {}
+
+    def join(self, group: int) -> None:
+        self._arrivals[group] = 0.0, 0.0
+        self.shares.join(group)
+        self.relegated_credit_s[group] = 0.0
+        self._rounds[group], self._turns[group] = 0, 0
+        if self._kernel is not None:
+            self._rows[group] = native.NativeRows(self.waiting[group], self._kernel)
+
+    def leave(self, group: int) -> None:
+        self.shares.leave(group)
+        del self._arrivals[group], self.relegated_credit_s[group]
+        del self._rounds[group], self._turns[group]
+        self._rows.pop(group, None)
+
+    def factor(self, group: int) -> float:
+        """Return the seconds that pass per second of prefill work in `group`."""
+        return 1.0 / self.share[group]
+
+    def full_cost_s(self, work_s: float, share: float) -> float:
+        """Return the time that a promise for that much work takes up."""
+        return (work_s / share + self.overhead_s) * self._inflation
+
+    def _costs(self, group: int, share: float) -> Floats:
+        cost = self.waiting[group].work_s / share
+        return (cost + self.overhead_s) * self._inflation
+
+    # --- one request ------------------------------------------------------------------------------
+
+    def fits(
+        self,
+        sequence: Sequence,
+        work_by_group: dict[int, float],
+        starts: dict[int, float],
+        shares: abc.Mapping[int, float],
+    ) -> bool:
+        """Return whether the sequence may be promised.
+
+        It must fit alongside all promises in each of its groups, and the groups of every promise
+        that spans several must be free together in time. A long prompt must leave room for the
+        short ones that will arrive while it waits and runs. `starts`: when stage 0 of each group is
+        free; `shares`: part of the time that prefills will get.
+        """
+        for group, work_s in work_by_group.items():
+            if group not in self.waiting:
+                return False
+            start = starts[group]
+            coming = self._coming(group, start) if work_s > self.long_s else 0.0
+            due_in, margins = self._promised(group, start, shares[group], coming)
+            place = self.waiting[group].place(sequence.key)
+            own = sequence.key[0] - start - self.drain_s
+            cost_s = self.full_cost_s(work_s, shares[group]) * self._widened(coming)
+            if available_s(margins, due_in, place, own) < cost_s:
+                return False
+        by_s = max(starts.values(), default=0.0) + self.drain_s
+
+        def costs(group: int) -> Floats:
+            return self._costs(group, shares[group])
+
+        fit = group_sets_fit(self.groups, costs, by_s, self.guard_s, sequence)
+        return fit and bool(work_by_group)
+
+    def fits_with_kept(self, sequence: Sequence, groups: abc.Iterable[int], start: float) -> bool:
+        """Return whether a queued sequence fits with all kept ones in those groups."""
+        for group in groups:
+            if group not in self.waiting:
+                continue
+            waiting = self.waiting[group]
+            bare = waiting.work_s / self.share[group] + self.overhead_s
+            due_in = waiting.due_s - start - self.drain_s
+            margins = margins_s(due_in, bare, waiting.kept)
+            place = waiting.place(sequence.key)
+            if available_s(margins, due_in, place, float(due_in[place])) < float(bare[place]):
+                return False
+        return True
+
+    def count_arrival(self, work_by_group: dict[int, float], now: float) -> None:
+        """Count a request: short ones determine the share of time kept free for more."""
+        for group, work_s in work_by_group.items():
+            if work_s <= self.long_s and group in self._arrivals:
+                then, sum_s = self._arrivals[group]
+                self._arrivals[group] = now, sum_s * math.exp((then - now) / MEMORY_S) + work_s
+
+    def _coming(self, group: int, now: float) -> float:
+        """Return the part of the time that short requests took over the last `MEMORY_S`."""
+        then, sum_s = self._arrivals[group]
+        load = sum_s * math.exp(min(0.0, then - now) / MEMORY_S) / MEMORY_S
+        return min(0.5, load / self.share[group])
+
+    def _widened(self, coming: float) -> float:
+        """Return the factor on a full cost that leaves room for short arrivals."""
+        kept = 1.0 - self.settings.relegated_share
+        return kept / (kept - coming)
+
+    def relegate_for_promise(self, group: int, start: float, error: float) -> None:
+        """Relegate the sequences that no longer fit with a new promise."""
+        rows = self._margins(group, start)
+        if rows.least_s < 0.0:
+            self._relegate(group, rows, start, error)
+
+    def set_rank(self, sequence: Sequence, *, kept: bool, promised: bool) -> None:
+        """Move a sequence to another rank, in every group where it waits."""
+        sequence.set_rank(kept, promised)
+        self.groups.queues.update_flags(sequence)
+
+    def margins(self, group: int, start: float, share: float) -> tuple[Floats, Floats]:
+        """Return (due in, margin) of a group's promises from `start` on, by deadline, for Load."""
+        due_in, margins = self._promised(group, start, share)
+        promised = self.waiting[group].promised
+        return due_in[promised], margins[promised]
+
+    def _promised(
+        self, group: int, start: float, share: float, coming: float = 0.0
+    ) -> tuple[Floats, Floats]:
+        waiting = self.waiting[group]
+        due_in, cost = waiting.due_s - start - self.drain_s, self._costs(group, share)
+        if coming:
+            cost[waiting.work_s > self.long_s] *= self._widened(coming)
+        return due_in, margins_s(due_in, cost, waiting.promised)
+
+    # --- one round --------------------------------------------------------------------------------
+
+    def update(self, group: int, now: float, error: float) -> None:
+        """Relegate requests that no longer fit and re-admit those that do. Recomputes margins."""
+        if not self.promising:
+            return
+        waiting = self.waiting[group]
+        if not self.settings.commit:
+            self._choose(group, waiting, now)
+        review = self._is_review_due(group, waiting)
+        rows = self._margins(group, now)
+        count, lost, broken = waiting.kept_count, 0, 0
+        if (review or waiting.promised_count < count) and rows.least_s < 0.0:
+            lost, broken = self._relegate(group, rows, now, error)
+        changed = broken > 0
+        if review and self.settings.commit and count - lost < len(waiting):
+            changed = self._readmit(group, waiting, now) or changed
+        if changed:
+            self._margins(group, now)
+
+    def can_idle(self, group: int, idle_s: float, now: float) -> bool:
+        """Return whether the group can idle, then pay its relegated, without a broken promise."""
+        if not self.promising:
+            return True
+        least_s = self._margins(group, now).least_promised_s
+        return least_s >= idle_s + max(0.0, self.relegated_credit_s[group])
+
+    def can_idle_for_promise(self, group: int, idle_s: float, now: float) -> bool:
+        """Return whether the group can idle without breaking a promise of this group alone."""
+        rows, waiting = self._margins(group, now), self.waiting[group]
+        return all(
+            rows.margin_s(place) >= idle_s
+            for place in waiting.promised.nonzero()[0].tolist()
+            if waiting.sequences[place].number not in self.groups.shared
+        )
+
+    def holds_with_promises_only(self, group: int, now: float) -> bool:
+        """Return whether all promises of the group hold if everything else gives way."""
+        waiting = self.waiting[group]
+        least_s = self._rows[group].alone_s(
+            now, self.drain_s, self.share[group], self.overhead_s, self._inflation
+        )
+        if least_s < 0.0:
+            return False
+        spares = self._spares_s(now + self.drain_s) if self.groups.shared else {}
+        return all(
+            spare_s >= 0.0 or self.groups.shared[number] not in waiting
+            for number, spare_s in spares.items()
+        )
+
+    def view(self, group: int, limit: float, now: float) -> PrefillView:
+        """Return a snapshot for a policy: ready rows that have or need at most `limit` pages."""
+        settings, waiting, share = self.settings, self.waiting[group], self.share[group]
+        rows: Places = (waiting.ready & (waiting.need <= limit)).nonzero()[0]
+        work = waiting.work_s[rows] / share
+        if settings.long_tokens is None:
+            long = work > self.long_s
+        else:
+            long = waiting.tokens[rows] > settings.long_tokens
+        return PrefillView(rows, waiting, waiting.due_s[rows] - now, work, long, settings.max_yield)
+
+    def order(self, group: int, limit: float, now: float) -> native.NativeRows:
+        """Order the same rows by `lars`. Requires `update` in the same round."""
+        rows, long_tokens = self._rows[group], self.settings.long_tokens
+        credit = native.NOTHING
+        if self.relegated_credit_s[group] >= self.longest_s and self._credit_is_due(group, rows):
+            credit = native.FIRST_DUE if self._turns[group] % 2 else native.SHORT_ONES
+        rows.order(
+            limit,
+            now + self.drain_s,
+            self.share[group],
+            self.long_s if long_tokens is None else long_tokens,
+            long_tokens is not None,
+            self.guard_s,
+            credit,
+        )
+        return rows
+
+    def is_roomy(self, group: int) -> bool:
+        """Return whether no promise in the group is so tight that half a batch matters.
+
+        Constant from one `order` to the next.
+        """
+        return not self.promising or self._rows[group].last_s >= 2.0 * self.guard_s
+
+    def account(
+        self,
+        group: int,
+        batch_s: float,
+        relegated_s: float,
+        relegated_waits: bool,
+        measured: tuple[float, float] | None,
+    ) -> None:
+        """Account a batch that spends `relegated_s` on the share of the relegated.
+
+        They earn their share while they wait. Time in the gaps of others costs them nothing.
+        `measured`: target and decode seconds of a batch with prefills.
+        """
+        credit = self.relegated_credit_s[group] - relegated_s
+        self._turns[group] += relegated_s > 0.0
+        if relegated_waits:
+            credit += self.settings.relegated_share * batch_s
+        self.relegated_credit_s[group] = min(max(credit, -self.longest_s), 3.0 * self.longest_s)
+        if measured is not None:
+            self.shares.measure(group, measured[0], measured[1])
+
+    def _margins(self, group: int, start: float) -> native.NativeRows:
+        """Compute the margins of the group's kept rows from `start` on."""
+        rows, waiting, shared = self._rows[group], self.waiting[group], self.groups.shared
+        start += self.drain_s
+        rows.margins(start, self.share[group], self.overhead_s, self._inflation)
+        if shared and waiting.promised_count:
+            for number, spare_s in self._spares_s(start).items():
+                if shared[number] in waiting:
+                    rows.lower(waiting.place(shared[number].key), spare_s)
+        return rows
+
+    def _spares_s(self, start: float) -> dict[int, float]:
+        return spares_s(self.groups, lambda group: self._costs(group, self.share[group]), start)
+
+    def _terms(self, group: int, start: float, share: float) -> tuple[Floats, Floats]:
+        """Return (due in, bare cost) of the group's rows from `start` on."""
+        waiting = self.waiting[group]
+        cost = waiting.work_s / share
+        cost += self.overhead_s
+        return waiting.due_s - (start + self.drain_s), cost
+
+    def _credit_is_due(self, group: int, rows: native.NativeRows) -> bool:
+        """Return whether the relegated get the batch owed to them now.
+
+        They do if no promise is too tight (margins include their share, so that they widen as
+        promised work is done). If the batch is overdue, the promises must only be able to spare it
+        from the share that they include.
+        """
+        if rows.least_promised_s >= self.longest_s:
+            return True
+        overdue = self.relegated_credit_s[group] >= 3.0 * self.longest_s
+        return overdue and rows.least_bare_s >= self.longest_s
+
+    def _is_review_due(self, group: int, waiting: WaitingQueue) -> bool:
+        """Return whether to review which sequences fit and which cannot be kept.
+
+        Room grows when work is removed, and slowly as batches take less time than their work was
+        worth. Only sequences without a promise must give way at once.
+        """
+        self._rounds[group] = (self._rounds[group] + 1) % ROUNDS_PER_REVIEW
+        due = waiting.freed or not self._rounds[group]
+        if waiting.freed:
+            waiting.clear_freed()
+        return due
+
+    def _relegate(
+        self, group: int, rows: native.NativeRows, start: float, error: float
+    ) -> tuple[int, int]:
+        """Relegate until no margin is overrun; return how many gave way, and how many promises.
+
+        The largest sequence without a promise due no later gives way; a promise only if the
+        promised alone overrun by more than the hysteresis. Margins are up to date afterwards,
+        except for such a promise.
+        """
+        waiting = self.waiting[group]
+
+        def terms() -> tuple[Floats, Floats]:
+            return self._terms(group, start, self.share[group])
+
+        def measured_terms() -> tuple[Floats, Floats]:  # the decodes forecast may never come
+            return self._terms(group, start, self.shares.measured[group])
+
+        drop = functools.partial(
+            self.loss_cap.drop, waiting, terms, start, CHANGES_PER_ROUND, self._relegate_one
+        )
+        lost = drop(functools.partial(self._overrunning, rows))
+        if not waiting.promised_count or rows.least_s >= -self.longest_s:
+            return lost, 0
+        return lost, drop(functools.partial(self._broken, waiting.promised, measured_terms, error))
+
+    def _relegate_one(self, sequence: Sequence) -> None:
+        self.set_rank(sequence, kept=False, promised=False)
+
+    def _overrunning(self, rows: native.NativeRows, most: int, protected: Mask | None) -> list[int]:
+        """Return at most `most` rows without a promise that must give way.
+
+        A protected one gives way to a promise if no other can.
+        """
+        lost = rows.relegate(self.longest_s, most, protected)
+        if protected is not None and self.gives and not lost and rows.least_promised_s < 0.0:
+            lost = rows.relegate(math.inf, most)
+        return lost
+
+    def _broken(
+        self,
+        promised: Mask,
+        terms: abc.Callable[[], tuple[Floats, Floats]],
+        error: float,
+        most: int,
+        protected: Mask | None,
+    ) -> list[int]:
+        """Return at most `most` rows whose promise must be withdrawn."""
+        due_in, bare = terms()
+        sure = (bare * promised).cumsum() * (1.0 - min(0.9, 2.0 * error))
+        left = np.where(promised, due_in - sure, np.inf)
+        if left.min() >= -self.longest_s:
+            return []
+        lost = select_victims(left, bare, promised, self.longest_s, most, protected)
+        self.broken_count += len(lost)
+        return lost
+
+    def _readmit(self, group: int, waiting: WaitingQueue, now: float) -> bool:
+        """Keep relegated rows that fit with a batch to spare, smallest first; False if none."""
+        rows, start = self._rows[group], now + self.drain_s
+        rows.open(start, self.share[group], self.overhead_s, self._inflation)
+        for count in range(CHANGES_PER_ROUND):
+            place = rows.fitting(self.guard_s)
+            while place >= 0 and not self._fits_elsewhere(
+                waiting.sequences[place], group, float(waiting.due_s[place]) - start
+            ):
+                place = rows.fitting(self.guard_s, place)
+            if place < 0:
+                return count > 0
+            self.set_rank(waiting.sequences[place], kept=True, promised=False)
+            rows.keep(place)
+        return True
+
+    def _fits_elsewhere(self, sequence: Sequence, group: int, due_in_s: float) -> bool:
+        """Return whether a sequence that fits in `group` fits in its other groups too."""
+        others = [other for other in sequence.assigned_groups if other != group]
+        start = sequence.key[0] - due_in_s - self.drain_s
+        return not others or self.fits_with_kept(sequence, others, start)
+
+    def _choose(self, group: int, waiting: WaitingQueue, now: float) -> None:
+        """Without `commit`: keep the largest feasible set, chosen again in each round.
+
+        Members have the hysteresis. A protected sequence costs what a promise costs, and stays like
+        one.
+        """
+        before, cap = waiting.kept, self.loss_cap
+        due_in, bare = self._terms(group, now, self.share[group])
+        protected = cap.protected(waiting, due_in, bare, now) if cap.capped else ~before & before
+        hysteresis = np.where(before & ~protected, self.longest_s, 0.0)
+        cost = np.where(protected, bare * self._inflation, bare)
+        after = cap.largest(waiting, due_in + hysteresis, cost, now)
+        firm = after & protected
+        for place in np.flatnonzero((before != after) | (waiting.promised != firm)).tolist():
+            sequence = waiting.sequences[place]
+            keep = bool(after[place])
+            if not keep or self._fits_elsewhere(sequence, group, float(due_in[place])):
+                self.set_rank(sequence, kept=keep, promised=bool(firm[place]))
 
 
-def broken(
-    margins: Floats, work_s: Floats, kept: Mask, tolerance_s: float, most: int | None = None,
-    spared: Mask | None = None,
-) -> list[int]:  # fmt: skip
-    """Kept requests that must lose their promise, one Moore–Hodgson step per overrun.
-
-    Where the earliest overrun beyond `tolerance_s` stands, the largest kept one due no later is
-    dropped; again until no overrun is left, or `most` are dropped. Returns places, in the order in
-    which they are dropped. Overruns with none but `spared` ones before them stay.
-    """
-    lost: list[int] = []
-    left, held = margins, kept
-    while True:
-        over = np.flatnonzero(left < -tolerance_s)
-        able = held if spared is None else held & ~spared
-        if spared is not None:
-            over = over[able.cumsum()[over] > 0]
-        if not len(over) or len(lost) == most:
-            return lost
-        if not lost:
-            left, held = left.copy(), kept.copy()
-        upto = int(over[0]) + 1
-        victim = int(np.argmax(np.where(able[:upto], work_s[:upto], -1.0)))
-        lost.append(victim)
-        held[victim] = False
-        left[victim] = np.inf
-        left[victim + 1 :] += work_s[victim]
-
-
-def earliest_due_s(margins: Floats, due_in_s: Floats, work_s: float) -> float:
-    """Earliest deadline (seconds from now) at which `work_s` would fit beside all kept ones.
-
-    Behind place k it needs every later margin to bear it, and its own sum: O(n).
-    """
-    kept = np.flatnonzero(np.isfinite(margins))
-    if not len(kept):
-        return work_s
-    left = margins[kept]
-    done = due_in_s[kept] - left
-    tight = np.flatnonzero(left < work_s)
-    after = int(tight[-1]) if len(tight) else -1
-    if after < 0:
-        return work_s
-    return max(float(done[after]) + work_s, float(due_in_s[kept[after]]))
+def _overhead_s(predictor: Predictor) -> float:
+    """Return a batch's cost before its first token: the intercept through one and two tokens."""
+    load = predictor.load()
+    return max(0.0, 2.0 * load.seconds_with(1, 0) - load.seconds_with(2, 0))

@@ -3,142 +3,103 @@
 Decides from requests, the clock's `now` (an argument) and what ranks acknowledge; the controller
 and the simulator drive it alike. It reads no clock, sends nothing and holds no tensors. The rules:
 
-* a batch names its groups and carries one replica-wide number; each group runs its batches in order
+* a batch names its groups and has one replica-wide number; each group runs its batches in order
 * up to `spp` batches are in flight per group; chunk i+1 of a prompt follows once i left stage 0
 * decodes are never skipped for prefills; one decode of a sequence is in flight at a time
-* with `ahead_s` a lone group's next batch is decided while one runs (see `ahead`)
-* pages come back exactly once, when nothing in flight uses them
+* with `ahead_s` a lone group's next batch is decided while one runs (see `Lookahead`)
+* pages return exactly once, when nothing in flight uses them
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
-
-import msgspec
+from collections import abc
+from math import inf
 
 from medha.batch import Batch, BatchResult, Move
 from medha.config import Scheduling
-from medha.costs import BatchLoad
 from medha.errors import ProtocolError, Refusal
 from medha.messages.fields import Load
 from medha.model import ModelShape
-from medha.predictor import Predictor
+from medha.predictor import BatchLoad, Predictor
 from medha.request import Request, SloClass
-from medha.scheduling.ahead import Ahead
-from medha.scheduling.blocks import Pool
-from medha.scheduling.crews import Crews
-from medha.scheduling.decodes import Decodes
-from medha.scheduling.endings import Endings, Failure
-from medha.scheduling.growth import Groups
-from medha.scheduling.inflight import Flight, Flights
-from medha.scheduling.lars import normaliser_s
-from medha.scheduling.ledger import Ledger
-from medha.scheduling.members import Members
-from medha.scheduling.outlook import Outlook
-from medha.scheduling.packer import Packer
-from medha.scheduling.plan import Plan
-from medha.scheduling.progress import Progress
+from medha.scheduling.batch_builder import BatchBuilder, BatchDraft
+from medha.scheduling.block_pool import BlockPool
+from medha.scheduling.group_selection import GroupSelector
+from medha.scheduling.interface import Admitted, Completed, Failure
+from medha.scheduling.lifecycle import Lifecycle
+from medha.scheduling.load_report import report
+from medha.scheduling.membership import GroupMembership
+from medha.scheduling.policies import normaliser_s
+from medha.scheduling.prefill_admission import DecodeForecast, PrefillAdmission
 from medha.scheduling.rebalance import Rebalance
-from medha.scheduling.report import report
+from medha.scheduling.running import InFlightBatch
 from medha.scheduling.sequence import Sequence
-from medha.scheduling.starts import Starts
+from medha.scheduling.state import SchedulerState
 from medha.topology import Topology
 
 
-class Admitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request was taken: its number, what the cache holds of it, and what to expect."""
-
-    seq: int
-    cached_tokens: int
-    promised: bool
-    predicted_ttft_s: float
-
-
-class Completed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A sequence ended; `reason` is `stop` or `length`."""
-
-    seq: int
-    request_id: str
-    reason: str
-    prompt_tokens: int
-    output_tokens: int
-
-
 class Scheduler:
-    """See the module; times are seconds on the caller's clock."""
+    """Implements `SchedulerInterface`, which documents the methods."""
 
     def __init__(
-        self, topology: Topology, shape: ModelShape, predictor: Predictor, settings: Scheduling,
-        pages_per_group: int, page_tokens: int, max_context_tokens: int,
+        self,
+        topology: Topology,
+        shape: ModelShape,
+        predictor: Predictor,
+        settings: Scheduling,
+        pages_per_group: int,
+        page_tokens: int,
+        max_context_tokens: int,
         classes: tuple[SloClass, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.topology, self.shape, self.settings, self.classes = topology, shape, settings, classes
         self.predictor, self.max_context_tokens = predictor, max_context_tokens
         self.pages_per_group, self.page_tokens = pages_per_group, page_tokens
-        self._pool = Pool(pages_per_group, page_tokens, topology.kvp_max)
-        self._groups = Groups(self._pool, predictor, topology.spp, settings.output_reserve)
-        self._flights = Flights(topology.spp)
-        self._decodes = Decodes()
-        longest_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
-        drain_s = (topology.spp - 1) * longest_s
-        self._ledger = Ledger(settings, self._groups, drain_s, _overhead_s(predictor))
-        self._outlook = Outlook(settings, topology.spp, predictor, self._groups, self._ledger)
-        self._starts = Starts(settings, self._groups, self._outlook)
-        self._packer = Packer(
-            settings, topology.spp, predictor, self._groups, self._decodes, self._ledger,
-            self._starts,
-        )  # fmt: skip
-        self._endings = Endings(self._groups, self._decodes, self._starts)
-        self._crews = Crews(
-            self._groups, self._flights, self._ledger, settings.min_batch_s,
-            settings.max_starved_rounds,
-        )  # fmt: skip
-        self._rebalance = Rebalance(self._groups, self._flights, self._endings, predictor)
-        self._progress = Progress(
-            self._groups, self._decodes, self._endings, settings, max_context_tokens
-        )
-        self._ahead = Ahead(
-            settings, topology.spp, self._groups, self._flights, self._packer, self._progress
-        )
-        self._members = Members(
-            self._groups, self._ledger, self._flights, self._decodes, self._endings, self._crews,
-            topology, settings,
-        )  # fmt: skip
-        self._next_number, self._next_seq = 1, 1
+        pool = BlockPool(pages_per_group, page_tokens, topology.kvp_max)
+        self._state = state = SchedulerState(topology, predictor, settings, pool)
+        self._groups, self._queues = state.groups, state.queues
+        self._running, self._in_flight = state.running, state.in_flight
+        self._promises, self._waiting = state.promises, state.queues.by_group
+        self._forecast = DecodeForecast(state)
+        self._admission = PrefillAdmission(state, self._forecast)
+        self._builder = BatchBuilder(state, self._admission)
+        self._selector = GroupSelector(state)
+        self._lifecycle = Lifecycle(state, self._admission, self._forecast, max_context_tokens)
+        self._membership = GroupMembership(state, self._lifecycle)
+        self._rebalance = Rebalance(state, self._lifecycle)
+        self._lookahead = Lookahead(state, self._builder, self._lifecycle)
+        self._next_batch_number = 1
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now: float, hashes: Items[bytes] = ()) -> Admitted:
-        """Take a request; `hashes` name its full pages. Raises Refusal when it can never fit, and
-        ProtocolError when a request with that id is already here."""
-        if request.id in self._endings.by_id:
+    def submit(self, request: Request, now: float, hashes: abc.Sequence[bytes] = ()) -> Admitted:
+        state = self._state
+        if request.id in state.by_id:
             raise ProtocolError(f"request {request.id} is already here; submit each id once")
         self._check_fits(request)
-        names = hashes if self.settings.prefix_cache else ()
-        sequence = Sequence(self._next_seq, request, names)
-        self._next_seq += 1
-        self._endings.sequences[sequence.number] = sequence
-        self._endings.by_id[request.id] = sequence
-        cached = self._endings.house(sequence)
-        work_s = request.work_s or self.predictor.prefill_s(sequence.goal, cached)
-        sequence.total_work_s = work_s
-        sequence.norm_s = normaliser_s(
+        used_hashes = hashes if self.settings.prefix_cache else ()
+        sequence = Sequence(state.next_number(), request, used_hashes)
+        state.add(sequence)
+        cached = self._lifecycle.assign_groups(sequence)
+        work_s = request.work_s or self.predictor.prefill_s(sequence.target_tokens, cached)
+        norm_s = normaliser_s(
             self.settings.normaliser, work_s, request.ttft_deadline_s, self.settings.work_floor_s
         )
-        sequence.kept = sequence.promised = self._ledger.gives and bool(request.promised)
-        self._groups.enlist(sequence, cached)
-        self._ledger.losses.decide(sequence, now)
+        sequence.set_work(work_s, norm_s)
+        promised = self._promises.gives and bool(request.promised)
+        sequence.set_rank(promised, promised)
+        self._queues.enqueue(sequence, cached)
+        self._promises.loss_cap.count_decided(sequence, now)
         promised = self._promise(sequence, now, cached)
-        return Admitted(sequence.number, cached, promised, self._expect_s(sequence, now))
+        return Admitted(sequence.number, cached, promised, self._expected_ttft_s(sequence, now))
 
     def abort(self, id: str, now: float) -> None:
-        """Stop a request; unknown ids are ignored. Its pages return once nothing uses them."""
-        sequence = self._endings.by_id.get(id)
+        sequence = self._state.by_id.get(id)
         if sequence is not None:
-            self._endings.end(sequence)
+            self._lifecycle.finish(sequence)
 
     def _check_fits(self, request: Request) -> None:
-        capacity = self._pool.groups_max * self._pool.pages_per_group * self._pool.page_tokens
+        capacity = self.topology.kvp_max * self.pages_per_group * self.page_tokens
         most = min(self.max_context_tokens - 1, capacity)
         if request.prompt_tokens > most:
             raise Refusal(
@@ -148,248 +109,312 @@ class Scheduler:
             )
 
     def _promise(self, sequence: Sequence, now: float, cached: int) -> bool:
-        """Whether it holds a promise: the one that admission gave, else one that fits now, in time
-        and in pages. A promise reserves its pages at once, and keeps what the cache has of it."""
-        if not self._ledger.promising or not sequence.plan:
+        """Return whether the sequence gets a promise: from admission, or because it fits now.
+
+        It must fit in time and in pages. A promise reserves its pages and cached pages at once.
+        """
+        promises, admission = self._promises, self._admission
+        if not promises.promising or not sequence.assigned_groups:
             return sequence.promised
         if sequence.promised:
-            self._starts.start(sequence, now)
+            admission.try_start(sequence, now)
             return True
-        works = self._groups.works(sequence, cached)
-        self._ledger.arrived(works, now)
-        starts = {group: now + self._flights.free_in_s(group, now) for group in works}
-        asked = (
+        work_s = self._queues.work_by_group(sequence, cached)
+        promises.count_arrival(work_s, now)
+        starts = {group: now + self._in_flight.free_in_s(group, now) for group in work_s}
+        open_ = (
             sequence.request.promised is None
-            and self._ledger.gives
-            and all(self._starts.aged(self._groups.waiting[one], now) is None for one in works)
+            and promises.gives
+            and all(
+                admission.longest_passed_over(self._waiting[group], now) is None for group in work_s
+            )
         )
-        fits = asked and self._ledger.fits(sequence, works, starts, self._outlook.given(sequence))
-        sequence.promised = fits
-        sequence.promised = fits and self._starts.start(sequence, now)
-        if sequence.promised:
-            self._ledger.rank(sequence, kept=True, promised=True)
-            for group in works:
-                self._ledger.give_way(group, starts[group], self.predictor.error)
-        elif self._ledger.fits_beside(sequence, works, max(starts.values())):
-            self._ledger.rank(sequence, kept=True, promised=False)
+        fits = open_ and promises.fits(
+            sequence, work_s, starts, self._forecast.available_shares(sequence)
+        )
+        sequence.set_rank(sequence.kept, fits)
+        if fits and admission.try_start(sequence, now):
+            promises.set_rank(sequence, kept=True, promised=True)
+            for group in work_s:
+                promises.relegate_for_promise(group, starts[group], self.predictor.error)
+        else:
+            sequence.set_rank(sequence.kept, False)
+            if promises.fits_with_kept(sequence, work_s, max(starts.values())):
+                promises.set_rank(sequence, kept=True, promised=False)
         return sequence.promised
 
-    def _expect_s(self, sequence: Sequence, now: float) -> float:
-        """Seconds from now until its first token, if nothing more urgent comes."""
-        if not sequence.plan:
+    def _expected_ttft_s(self, sequence: Sequence, now: float) -> float:
+        """Return the seconds until the first token, if nothing more urgent arrives."""
+        if not sequence.assigned_groups:
             return sequence.total_work_s
-        group = sequence.plan[0]
-        waiting = self._groups.waiting[group]
+        group = sequence.assigned_groups[0]
+        waiting = self._waiting[group]
         place = waiting.place(sequence.key)
-        ahead_s = float(waiting.work_s[:place].sum()) * self._ledger.factor(group)
-        return self._flights.free_in_s(group, now) + ahead_s + sequence.total_work_s
+        before_s = float(waiting.work_s[:place].sum()) * self._promises.factor(group)
+        return self._in_flight.free_in_s(group, now) + before_s + sequence.total_work_s
 
     # --- batches ----------------------------------------------------------------------------------
 
     def next_batch(self, now: float, free_groups: frozenset[int]) -> Batch | None:
-        """The next batch for some of `free_groups` (whose stage 0 is free, or holds one batch where
-        `ahead_s` is set); None when there is nothing to run there now. Call until None."""
-        if self._decodes.hungry:
-            self._progress.feed(now)
+        if self._running.blocked_on_pages:
+            self._lifecycle.retry_blocked(now)
         if self._groups.shared:
-            self._progress.expire(now)
+            self._lifecycle.expire(now)
         eligible = frozenset(
-            group for group in free_groups if group in self._groups and self._flights.room(group)
+            group
+            for group in free_groups
+            if group in self._waiting and self._in_flight.has_room(group)
         )
-        plan = self._at_once(eligible, now) if eligible else None
-        if plan is None and self._ahead.lead_s:
-            plan = self._ahead.plan(free_groups, now)
-        return None if plan is None else self._send(plan, now)
+        draft = self._draft_now(eligible, now) if eligible else None
+        if draft is None and self._lookahead.lead_s:
+            draft = self._lookahead.draft(free_groups, now)
+        return None if draft is None else self._send(draft, now)
 
-    def _at_once(self, eligible: frozenset[int], now: float) -> Plan | None:
-        """What runs on groups that are free."""
-        started = self._starts.running
-        plan = self._choose(eligible, now)
-        if plan is None:
-            again = self._starts.running != started  # it is known now which groups that one needs
-            if self._outlook.closed and not self._flights.by_number:
-                self._outlook.look(now)  # else no batch would end after which somebody looks
+    def _draft_now(self, eligible: frozenset[int], now: float) -> BatchDraft | None:
+        """Draft a batch for groups that are free."""
+        started = self._admission.started_count
+        draft = self._choose(eligible, now)
+        if draft is None:
+            again = self._admission.started_count != started  # its groups are known only now
+            if self._forecast.closed and not self._in_flight.by_number:
+                self._forecast.refresh(now)  # no batch will complete after which it is refreshed
                 again = True
-            plan = self._choose(eligible, now) if again else None
-        return plan
+            draft = self._choose(eligible, now) if again else None
+        return draft
 
-    def _choose(self, eligible: frozenset[int], now: float) -> Plan | None:
-        """The first crew that has something to run, and what."""
+    def _choose(self, eligible: frozenset[int], now: float) -> BatchDraft | None:
+        """Draft a batch for the first group set that has something to run."""
         error = self.predictor.error
-        for crew, limit_s in self._crews.candidates(eligible, now):
-            if len(crew) == 1:
-                self._groups.steal(crew[0])
-            plan = self._packer.plan(crew, now, limit_s, error)
-            if len(crew) > 1:
-                parts = plan.parts if plan is not None else []
-                self._crews.tried(crew, {part.sequence.number for part in parts}, now)
-            if plan is not None and (len(crew) == 1 or plan.shared):
-                return plan
+        if not self._groups.shared:
+            if self._selector.active:
+                self._selector.clear()
+            for group in sorted(eligible):
+                draft = self._draft_alone(group, inf, now, error)
+                if draft is not None:
+                    return draft
+            return None
+        for group_set, limit_s in self._selector.candidates(eligible, now):
+            if len(group_set) == 1:
+                draft = self._draft_alone(group_set[0], limit_s, now, error)
+                if draft is not None:
+                    return draft
+                continue
+            draft = self._builder.build(group_set, now, limit_s, error)
+            chunks = draft.chunks if draft is not None else []
+            chosen = {chunk.sequence.number for chunk in chunks}
+            self._selector.decline_others(group_set, chosen, now)
+            if draft is not None and draft.shared:
+                return draft
         return None
 
-    def _send(self, plan: Plan, now: float) -> Batch:
-        number, self._next_number = self._next_number, self._next_number + 1
-        predicted_s = plan.seconds
-        heaviest = max(plan.loads.values(), key=_rows)
-        ended = self._endings.take_ended()
-        chunks = self._packer.carry_out(plan, predicted_s)
-        sequences = self._endings.sequences
-        for part in plan.parts:
-            part.sequence.in_flight += 1
-            self._groups.refresh(part.sequence)
-            if len(part.groups) > 1:
-                part.sequence.passed, part.sequence.waiting_since_s = 0, None
-                part.sequence.refused = False
-        for groups, _ in plan.cohorts:
+    def _draft_alone(
+        self, group: int, limit_s: float, now: float, error: float
+    ) -> BatchDraft | None:
+        if len(self._waiting) > 1:
+            self._groups.steal_work(group)
+        return self._builder.build((group,), now, limit_s, error)
+
+    def _send(self, draft: BatchDraft, now: float) -> Batch:
+        number, self._next_batch_number = self._next_batch_number, self._next_batch_number + 1
+        predicted_s = draft.seconds
+        heaviest = max(draft.loads.values(), key=_rows)
+        ended = self._lifecycle.take_ended() if self._lifecycle.ended else ()
+        chunks = self._builder.commit(draft, predicted_s)
+        sequences = self._state.sequences
+        self._queues.update_all([chunk_draft.sequence for chunk_draft in draft.chunks])
+        for chunk_draft in draft.chunks:
+            if len(chunk_draft.groups) > 1:
+                chunk_draft.sequence.run_together(prefill=True)
+        for groups, _ in draft.decodes:
             if len(groups) > 1:
                 for chunk in chunks:
                     if chunk.decode and chunk.shared:
-                        sequence = sequences[chunk.seq]
-                        sequence.passed, sequence.waiting_since_s = 0, None
+                        sequences[chunk.seq].run_together(prefill=False)
                 break
         switches = (
             self._rebalance.switch(chunks, sequences, number) if self._rebalance.ready else ()
         )
-        batch = Batch(number, self._members.generation, tuple(chunks), switches, ended, predicted_s)
-        crew = plan.crew if len(plan.crew) == 1 else batch.groups
-        self._flights.add(Flight(batch, crew, now, heaviest))
-        self._crews.ran(crew)
-        for group in crew:
-            self._groups.last_used_s[group] = now
+        generation = self._state.generation
+        batch = Batch(number, generation, tuple(chunks), switches, ended, predicted_s)
+        group_set = draft.group_set if len(draft.group_set) == 1 else batch.groups
+        self._in_flight.add(InFlightBatch(batch, group_set, now, heaviest))
+        if self._selector.active:
+            self._selector.count_round(group_set)
+        self._groups.mark_used(group_set, now)
         return batch
 
     def stage_done(self, number: int, stage: int, now: float) -> None:
-        """Every participant's stage `stage` finished the batch; unknown numbers are ignored."""
-        flight = self._flights.by_number.get(number)
-        if flight is not None and stage == 0 and not flight.left:
-            self._leave_stage_0(flight)
+        sent = self._in_flight.by_number.get(number)
+        if sent is not None and stage == 0 and not sent.left_stage0:
+            self._leave_stage0(sent)
 
-    def _leave_stage_0(self, flight: Flight) -> None:
-        flight.left = True
-        if not flight.followed:
-            self._progress.left_stage_0(flight.batch)
+    def _leave_stage0(self, sent: InFlightBatch) -> None:
+        sent.leave_stage0()
+        if not sent.followed:
+            self._lifecycle.leave_stage0(sent.batch)
 
     def complete(self, number: int, result: BatchResult, now: float) -> tuple[Completed, ...]:
-        """The batch is done on every participant; returns the sequences that ended with it.
-
-        Raises ProtocolError when `result` lacks a yielding chunk of a live sequence.
-        """
-        flight = self._flights.remove(number)
-        if flight is None:
+        sent = self._in_flight.remove(number)
+        if sent is None:
             return ()
-        if not flight.left:
-            self._leave_stage_0(flight)
+        if not sent.left_stage0:
+            self._leave_stage0(sent)
         if result.elapsed_s is not None:
-            self.predictor.observe(flight.heaviest, flight.predicted_s, result.elapsed_s)
-        sampled = {one.seq: one for one in result.sampled}
-        sequences, decodes = self._endings.sequences, self._decodes
+            self.predictor.observe(sent.heaviest, sent.predicted_s, result.elapsed_s)
+        sampled = {outcome.seq: outcome for outcome in result.sampled}
+        sequences, running, lifecycle = self._state.sequences, self._running, self._lifecycle
         completed: list[Completed] = []
-        for chunk in flight.batch.chunks:
+        for chunk in sent.batch.chunks:
             sequence = sequences[chunk.seq]
-            sequence.in_flight -= 1
+            stopped = sequence.land()
             if chunk.decode:
-                decodes.back(chunk.groups)
-            stopped = sequence.over or sequence.taken_back
+                running.land(chunk.groups)
             if not (stopped or chunk.decode):
-                self._progress.chunk_done(sequence, chunk)
+                lifecycle.on_chunk_done(sequence, chunk)
             reason = None
-            if chunk.yields and not sequence.over:
+            if chunk.yields and not (stopped and sequence.finished):
                 outcome = sampled.get(chunk.seq)
                 if outcome is None:
                     raise ProtocolError(f"batch {number} brings no token of sequence {chunk.seq}")
                 if stopped:
-                    reason = self._progress.count(sequence, outcome, now)
+                    reason = lifecycle.count_token(sequence, outcome, now)
                 else:
-                    reason = self._progress.token(sequence, chunk, outcome, now)
+                    reason = lifecycle.on_token(sequence, chunk, outcome, now)
             if stopped:
-                self._endings.settle(sequence)
+                lifecycle.free(sequence)
             if reason is not None:
                 completed.append(
                     Completed(
-                        sequence.number, sequence.id, reason, sequence.request.prompt_tokens,
-                        sequence.emitted,
+                        sequence.number,
+                        sequence.id,
+                        reason,
+                        sequence.request.prompt_tokens,
+                        sequence.output_tokens,
                     )
-                )  # fmt: skip
-        self._rebalance.landed()
-        if self._outlook.outdated():
-            self._outlook.look(now)
+                )
+        self._rebalance.on_complete()
+        if self._forecast.is_outdated():
+            self._forecast.refresh(now)
         return tuple(completed)
 
-    # --- what others ask --------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
     def layout(self, seq: int) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
-        """(group, ((logical page, page id), …)) of a sequence, for a group that does not know it:
-        after the newest batch's switches, without the pages which that batch itself takes."""
-        return self._endings.sequences[seq].layout()
+        return self._state.sequences[seq].layout()
 
     def load(self, now: float) -> Load:
-        """What the router places and admits by."""
         return report(
-            self._groups, self._ledger, self._flights, self._decodes, self._packer,
-            self._outlook, self.wanted_groups(now), now,
-        )  # fmt: skip
+            self._state,
+            self._forecast.available_shares(),
+            self._builder.decode_tpot_s(),
+            self.wanted_groups(now),
+            now,
+        )
 
     def cached_pages(self, group: int) -> int:
-        """Those of its unused pages that the prefix cache names."""
-        return self._pool[group].cached
+        return self._state.pool[group].cached
 
     def displaced(self) -> tuple[int, ...]:
-        """How many requests of each length bucket were ever dropped from the promise set."""
-        return tuple(self._ledger.losses.displaced)
+        return tuple(self._promises.loss_cap.displaced)
 
     def take_kv_events(
         self,
     ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-        """(stored, removed) page names since the last call, each as (group, hash)."""
-        return self._pool.take_events()
+        return self._state.pool.take_events()
 
     def take_failed(self) -> tuple[Failure, ...]:
-        """Requests that could not be finished, since the last call."""
-        failed, self._endings.failed = tuple(self._endings.failed), []
-        return failed
+        return self._lifecycle.take_failed()
 
     # --- groups and moves -------------------------------------------------------------------------
 
     def group_joined(self, group: int, generation: int, now: float) -> None:
-        """A group runs, and the columns of `generation` include it."""
-        self._members.joined(group, generation, now)
+        self._membership.join(group, generation, now)
 
     def regenerated(self, generation: int, now: float) -> None:
-        """Columns of a newer generation stand; shared chunks use them from now on."""
-        self._members.regenerated(generation)
+        self._membership.regenerate(generation)
 
     def group_lost(self, group: int, generation: int, now: float) -> tuple[int, ...]:
-        """A group is gone with its pages: its batches are void, and every sequence in them or with
-        pages there is taken back. Shared chunks wait for columns newer than the current ones,
-        unless `generation` is newer already. Returns the sequences taken back."""
-        return self._members.lost(group, generation, now)
+        return self._membership.lose(group, generation, now)
 
     def group_released(self, group: int, generation: int, now: float) -> None:
-        """A releasable group has left in good order; the columns of `generation` go on."""
-        self._members.released(group, generation, now)
+        self._membership.release(group, generation, now)
 
     def wanted_groups(self, now: float) -> int:
-        """How many groups should run, 0 .. wanted-1."""
-        return self._members.wanted(now)
+        return self._membership.wanted(now)
 
     def releasable(self, now: float) -> tuple[int, ...]:
-        """Groups, highest first, that have held nothing for `release_cooldown_s`."""
-        return self._members.releasable(now)
+        return self._membership.releasable(now)
 
     def plan_moves(self, now: float) -> tuple[Move, ...]:
-        """Copies of pages that would even out shards; their target pages are taken already."""
         return self._rebalance.plan() if self.settings.rebalance else ()
 
     def moved(self, move_id: int, ok: bool, now: float) -> None:
-        """A copy ended: it is switched by a later batch, or its target pages come back."""
         self._rebalance.moved(move_id, ok)
+
+
+class Lookahead:
+    """Decides a lone group's next batch while one runs, so that no rank waits for the decision.
+
+        rank          | batch n .............................. | batch n+1 ........
+        scheduler       ^ n−1 completes       ^ n+1 is decided   ^ n completes
+                                              `lead_s` before n is predicted to end
+
+    A decode in batch n+1 may depend on the token that batch n is still computing: the rank that
+    samples it reads it there (ADR 2), and the scheduler receives it later. If a sequence ends
+    meanwhile, one row is superfluous and its token is dropped; its pages return with the last batch
+    that names the sequence, as after an abort. An output that ends by its length is known in
+    advance and has no such row.
+
+    A batch is decided early only as it would be decided late: every decode of the running batch has
+    its next one prepared, so that none is skipped. Nothing spans groups, since a token is known
+    only where it is sampled. It is decided at most `lead_s` early (0: never), since later arrivals
+    wait for both batches, and for the moment at which it can begin.
+    """
+
+    def __init__(self, state: SchedulerState, builder: BatchBuilder, lifecycle: Lifecycle) -> None:
+        self.lead_s = state.settings.lead_s(state.topology.spp)
+        self.groups, self.in_flight, self.predictor = state.groups, state.in_flight, state.predictor
+        self.builder, self.lifecycle = builder, lifecycle
+
+    def draft(self, free_groups: frozenset[int], now: float) -> BatchDraft | None:
+        """Draft a batch to send behind the one that a group runs; None if there is none."""
+        for group in sorted(free_groups):
+            if group in self.groups and self._is_open(group, now):
+                begins_s = now + self.in_flight.free_in_s(group, now)
+                draft = self.builder.build((group,), begins_s, inf, self.predictor.error)
+                if draft is not None:
+                    return draft
+        return None
+
+    def _is_open(self, group: int, now: float) -> bool:
+        """Return whether another batch may follow the group's batch as if that had completed.
+
+        The group must run it alone, and it must be about to end.
+        """
+        batches = self.in_flight.on_group(group)
+        if len(batches) != 1 or self.in_flight.free_in_s(group, now) > self.lead_s:
+            return False
+        spans = any(
+            group in sequence.assigned_groups or group in sequence.tokens_by_group
+            for sequence in self.groups.shared.values()
+        )
+        if spans or len(batches[0].groups) > 1:
+            return False
+        if not batches[0].followed:
+            self._follow(batches[0])
+        return batches[0].open
+
+    def _follow(self, sent: InFlightBatch) -> None:
+        """Let the batch's prompts continue, and prepare its decodes."""
+        sent.follow()
+        self.lifecycle.leave_stage0(sent.batch)
+        ready = [
+            self.lifecycle.prepare_ahead(chunk, sent.due_out_s)
+            for chunk in sent.batch.chunks
+            if chunk.yields
+        ]
+        sent.open_for_next(all(ready))
 
 
 def _rows(load: BatchLoad) -> int:
     return load.rows
-
-
-def _overhead_s(predictor: Predictor) -> float:
-    """What a batch costs before its first token: the intercept through one and two tokens."""
-    load = predictor.load()
-    return max(0.0, 2.0 * load.seconds_with(1, 0) - load.seconds_with(2, 0))

@@ -1,111 +1,379 @@
-"""A sequence in the scheduler: a request, three cursors and where its pages are.
+"""A sequence: one accepted request, its cursors, its pages and the transitions of its state.
 
-    position   0 ...... done ...... left ...... packed ........... goal
-               | finished | past     | in stage 0 | not handed out  |
-               | stages   | stage 0  |            | yet             |
+    position   0 ...... computed ...... past_stage0 ...... scheduled ........... target
+               | every stage | left stage 0   | in stage 0      | not yet in a   |
+               | is done     |                |                 | batch          |
 
-`goal` is the prompt, and after a recomputation the prompt and what was emitted. Pages are kept by
-logical index; the group of each says whose shard it belongs to.
+    WAITING --allocate--> PREFILL --start_decode--> DECODE --finish--> FINISHED
+       ^                     |                        |
+       +------reset------ PREEMPTED <----preempt------+         finish is possible in every state
+
+`target_tokens` is the prompt; after a preemption it is the prompt and the output so far. During a
+prefill the cursors keep the order of the drawing. Only this module assigns a sequence's fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+import enum
+from collections import abc
+from typing import Final
 
 from medha.batch import Chunk, Move
 from medha.request import Request
 
 
-class Sequence:
-    """State of one accepted request, from submit until its pages have come back.
+class Status(enum.Enum):
+    """Stage of a sequence's life."""
 
-    `plan`: groups in the order in which they become active.
-    `kept`: it is in the promise set, `promised`: by a promise. `reserved`: pages per group that it
-    will still take; `claim`: on groups that do not run yet. `fresh`: pages that its newest chunk
-    took. `displaced`: it lost its place in the promise set to others. `moving`: copies of its pages
-    under way or not yet switched. `refused`: its groups were together, and it was not taken. `row`:
-    where it stood lately among the rows of a group.
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+# Compiled code reads a constant of the module faster than a member of an enum.
+WAITING: Final = Status.WAITING
+PREFILL: Final = Status.PREFILL
+DECODE: Final = Status.DECODE
+PREEMPTED: Final = Status.PREEMPTED
+FINISHED: Final = Status.FINISHED
+
+
+class Sequence:
+    """State of one accepted request, from submit until its pages are free again.
+
+    `assigned_groups`: KVP groups in the order in which they become active. `kept`: member of the
+    promise set; `promised`: by a promise. `started`: pages are allocated, also while a preempted or
+    finished sequence waits for batches in flight. `reserved`: pages per group still to be taken;
+    `growth_claim`: pages claimed of groups that do not run yet. `new_pages`: pages that the newest
+    chunk took. `displaced`: others took its place in the promise set. `moving`: page copies under
+    way or not yet switched. `rounds_skipped`, `blocked_since_s`: how long it has waited for its
+    groups to be free together; `declined_together`: they were, and it was not chosen. `row`: its
+    last known row in a waiting queue.
     """
 
     __slots__ = (
-        "claim", "decode_due_s", "decoding", "displaced", "done", "emitted", "ended",
-        "first_token_s", "fresh", "goal", "group_of", "groups", "hashes", "held", "in_flight",
-        "kept", "key", "left", "moving", "next_chunk", "norm_s", "number", "over", "packed",
-        "page_of", "passed", "paused_since_s", "plan", "promised", "refused", "request", "reserved",
-        "row", "slot", "started", "switching", "taken_back", "total_work_s", "waiting_since_s",
-    )  # fmt: skip
+        "assigned_groups",
+        "blocked_since_s",
+        "computed_tokens",
+        "declined_together",
+        "decode_due_s",
+        "displaced",
+        "first_token_s",
+        "group_of",
+        "groups",
+        "growth_claim",
+        "hashes",
+        "in_flight",
+        "kept",
+        "key",
+        "moving",
+        "new_pages",
+        "next_chunk",
+        "norm_s",
+        "number",
+        "output_tokens",
+        "page_of",
+        "past_stage0_tokens",
+        "paused_since_s",
+        "promised",
+        "request",
+        "reserved",
+        "rounds_skipped",
+        "row",
+        "scheduled_tokens",
+        "slot",
+        "started",
+        "status",
+        "switching",
+        "target_tokens",
+        "tokens_by_group",
+        "total_work_s",
+    )
 
-    def __init__(self, number: int, request: Request, hashes: Items[bytes] = ()) -> None:
+    def __init__(self, number: int, request: Request, hashes: abc.Sequence[bytes] = ()) -> None:
         self.number, self.request, self.hashes = number, request, tuple(hashes)
         self.key = (request.due_s, request.arrival_s, request.id)
-        self.goal = request.prompt_tokens
-        self.emitted = 0
-        self.plan: tuple[int, ...] = ()
-        self.kept = self.promised = False
+        self.output_tokens = 0
+        self.assigned_groups: tuple[int, ...] = ()
+        self.kept = self.promised = self.displaced = False
         self.total_work_s = self.norm_s = 0.0
-        self.over = self.ended = self.taken_back = self.displaced = False
         self.in_flight = self.moving = 0
         self.first_token_s: float | None = None
-        self.claim = self.row = 0
+        self.growth_claim = self.row = 0
         self.reserved: dict[int, int] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Back to the start: nothing computed, no pages; what was emitted is computed anew."""
-        self.packed = self.left = self.done = 0
-        self.goal = self.request.prompt_tokens + self.emitted
+        """Return to the queue: nothing is computed and no page is held."""
+        self.status: Status = WAITING
+        self.started = False
+        self.scheduled_tokens = self.past_stage0_tokens = self.computed_tokens = 0
+        self.target_tokens = self.request.prompt_tokens + self.output_tokens
         self.page_of: list[int] = []
         self.group_of: list[int] = []
-        self.held: dict[int, int] = {}
+        self.tokens_by_group: dict[int, int] = {}
         self.groups: tuple[int, ...] = ()
-        self.fresh = 0
-        self.started = self.decoding = False
+        self.new_pages = 0
         self.next_chunk: Chunk | None = None
         self.slot = -1
         self.decode_due_s = 0.0
-        self.passed, self.refused = 0, False
-        self.waiting_since_s: float | None = None
+        self.rounds_skipped, self.declined_together = 0, False
+        self.blocked_since_s: float | None = None
         self.paused_since_s: float | None = None
         self.switching: list[Move] = []
+
+    # --- properties -------------------------------------------------------------------------------
 
     @property
     def id(self) -> str:
         return self.request.id
 
     @property
+    def decoding(self) -> bool:
+        return self.status is DECODE
+
+    @property
+    def preempted(self) -> bool:
+        return self.status is PREEMPTED
+
+    @property
+    def finished(self) -> bool:
+        return self.status is FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Finished or preempted: no further batch may include the sequence."""
+        return self.status is FINISHED or self.status is PREEMPTED
+
+    @property
     def remaining_tokens(self) -> int:
-        """Prompt tokens that no batch holds yet."""
-        return self.goal - self.packed
+        """Tokens to prefill that are in no batch yet."""
+        return self.target_tokens - self.scheduled_tokens
 
     @property
     def ready(self) -> bool:
-        """The next chunk of the prompt may be packed: the one before left stage 0."""
-        return self.left == self.packed and not (self.over or self.taken_back)
-
-    @property
-    def last_token(self) -> int:
-        """Output tokens after which it ends with reason `length`."""
-        return self.request.max_output_tokens
-
-    def hold(self, group: int, tokens: int) -> None:
-        """`tokens` more of it lie in `group`."""
-        if group in self.held:
-            self.held[group] += tokens
-        else:
-            self.held[group] = tokens
-            self.groups = tuple(sorted(self.held))
-
-    def let_go(self, group: int, tokens: int) -> None:
-        """`tokens` fewer of it lie in `group`."""
-        self.held[group] -= tokens
-        if not self.held[group]:
-            del self.held[group]
-            self.groups = tuple(sorted(self.held))
+        """The next prompt chunk may be scheduled: the previous one has left stage 0."""
+        return self.past_stage0_tokens == self.scheduled_tokens and not self.stopped
 
     def layout(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
-        """(group, ((logical page, page id), …)) without the pages that its newest chunk took."""
+        """Return (group, ((logical page, page id), …)) without the pages of the newest chunk."""
         by_group: dict[int, list[tuple[int, int]]] = {}
-        for logical in range(len(self.page_of) - self.fresh):
+        for logical in range(len(self.page_of) - self.new_pages):
             pair = (logical, self.page_of[logical])
             by_group.setdefault(self.group_of[logical], []).append(pair)
         return tuple((group, tuple(by_group[group])) for group in sorted(by_group))
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def set_work(self, total_work_s: float, norm_s: float) -> None:
+        self.total_work_s, self.norm_s = total_work_s, norm_s
+
+    def set_rank(self, kept: bool, promised: bool) -> None:
+        self.kept, self.promised = kept, promised
+
+    def set_row(self, row: int) -> None:
+        self.row = row
+
+    def displace(self) -> None:
+        """Record that others took the sequence's place in the promise set."""
+        self.displaced = True
+
+    def assign(self, groups: tuple[int, ...]) -> None:
+        """Set the groups in which the sequence lives, in the order in which they become active."""
+        self.assigned_groups = groups
+
+    def assign_more(self, group: int) -> None:
+        self.assigned_groups = (*self.assigned_groups, group)
+
+    def allocate(self, reserved: dict[int, int]) -> None:
+        """Start the prefill: pages are reserved."""
+        self.reserved = reserved
+        self.started = True
+        self.status = PREFILL
+
+    def reuse(self, cached: list[tuple[int, int]], page_tokens: int) -> None:
+        """Take over cached pages, as (group, page): their tokens count as computed."""
+        for group, page in cached:
+            self.page_of.append(page)
+            self.group_of.append(group)
+            self.add_tokens(group, page_tokens)
+        tokens = len(cached) * page_tokens
+        self.scheduled_tokens = self.past_stage0_tokens = self.computed_tokens = tokens
+
+    # --- pages ------------------------------------------------------------------------------------
+
+    def reserve(self, group: int, pages: int) -> None:
+        """Count `pages` more (or fewer) as reserved in a group."""
+        self.reserved[group] = self.reserved.get(group, 0) + pages
+
+    def take_reserve(self, group: int) -> int:
+        """Remove the reservation of a group; return its pages."""
+        return self.reserved.pop(group, 0)
+
+    def clear_reserve(self) -> None:
+        self.reserved = {}
+        self.growth_claim = 0
+
+    def claim(self, pages: int) -> None:
+        """Claim `pages` more (or fewer) of groups that do not run yet."""
+        self.growth_claim += pages
+
+    def add_tokens(self, group: int, tokens: int) -> None:
+        if group in self.tokens_by_group:
+            self.tokens_by_group[group] += tokens
+        else:
+            self.tokens_by_group[group] = tokens
+            self.groups = tuple(sorted(self.tokens_by_group))
+
+    def remove_tokens(self, group: int, tokens: int) -> None:
+        self.tokens_by_group[group] -= tokens
+        if not self.tokens_by_group[group]:
+            del self.tokens_by_group[group]
+            self.groups = tuple(sorted(self.tokens_by_group))
+
+    def drop_group(self, group: int) -> None:
+        """Forget a lost group with its pages and reservations."""
+        self.assigned_groups = tuple(other for other in self.assigned_groups if other != group)
+        self.group_of = [-1 if holder == group else holder for holder in self.group_of]
+        self.reserved.pop(group, None)
+        if group in self.tokens_by_group:
+            self.remove_tokens(group, self.tokens_by_group[group])
+
+    # --- batches ----------------------------------------------------------------------------------
+
+    def schedule(self, tokens: int, group: int, pages: list[int], reserved: int = 0) -> None:
+        """Put the next `tokens` into a batch; they lie in `group`, `pages` are new.
+
+        `reserved`: how many of the pages were reserved.
+        """
+        if pages:
+            self.page_of += pages
+            self.group_of += [group] * len(pages)
+        if reserved:
+            self.reserved[group] -= reserved
+        self.new_pages = len(pages)
+        self.scheduled_tokens += tokens
+        self.add_tokens(group, tokens)
+        self.in_flight += 1
+        assert self.status is DECODE or self.scheduled_tokens <= self.target_tokens
+
+    def schedule_decode(self, group: int) -> None:
+        """Put the next token into a batch; it lies in a page that `group` already holds."""
+        self.scheduled_tokens += 1
+        self.tokens_by_group[group] += 1
+        self.new_pages = 0
+        self.in_flight += 1
+
+    def land(self) -> bool:
+        """A batch with the sequence is complete or void, or a prepared decode is withdrawn.
+
+        Returns `stopped`, because every decode of a batch passes here.
+        """
+        self.in_flight -= 1
+        return self.status is FINISHED or self.status is PREEMPTED
+
+    def leave_stage0(self, position: int) -> None:
+        """The tokens up to `position` have left stage 0."""
+        assert self.past_stage0_tokens <= position <= self.scheduled_tokens
+        self.past_stage0_tokens = position
+
+    def complete(self, position: int) -> None:
+        """Every stage has computed the tokens up to `position`."""
+        assert self.computed_tokens <= position <= self.past_stage0_tokens
+        self.computed_tokens = position
+
+    def count_token(self, now: float) -> None:
+        """Count an output token that the client receives."""
+        self.output_tokens += 1
+        if self.first_token_s is None:
+            self.first_token_s = now
+
+    # --- groups that must be free together --------------------------------------------------------
+
+    def block(self, now: float) -> None:
+        """The sequence waits for its groups to be free together."""
+        if self.blocked_since_s is None:
+            self.blocked_since_s = now
+
+    def skip_round(self) -> None:
+        """Another batch ran on a group for which the sequence waits."""
+        self.rounds_skipped += 1
+
+    def decline(self) -> None:
+        """The groups were free together, and the batch did not include the sequence."""
+        self.rounds_skipped, self.blocked_since_s, self.declined_together = 0, None, True
+
+    def run_together(self, *, prefill: bool) -> None:
+        """A batch on the sequence's groups includes it."""
+        self.rounds_skipped, self.blocked_since_s = 0, None
+        if prefill:
+            self.declined_together = False
+
+    def pause(self, now: float) -> None:
+        """The prefill waits for another group."""
+        if self.paused_since_s is None:
+            self.paused_since_s = now
+
+    def resume(self) -> None:
+        self.paused_since_s = None
+
+    # --- decodes ----------------------------------------------------------------------------------
+
+    def start_decode(self, slot: int) -> None:
+        """Start to decode; `slot` is the sequence's place among the running decodes."""
+        self.slot = slot
+        self.status = DECODE
+
+    def stop_decode(self) -> None:
+        self.slot = -1
+        self.status = PREFILL
+
+    def set_decode_due(self, due_s: float) -> None:
+        self.decode_due_s = due_s
+
+    def set_next_chunk(self, chunk: Chunk | None) -> None:
+        self.next_chunk = chunk
+
+    # --- page moves -------------------------------------------------------------------------------
+
+    def begin_move(self) -> None:
+        self.moving += 1
+
+    def end_move(self) -> None:
+        self.moving -= 1
+
+    def await_switch(self, move: Move) -> None:
+        """A copy is done; a later batch switches its pages."""
+        self.switching.append(move)
+
+    def cancel_switches(self) -> None:
+        self.moving -= len(self.switching)
+        self.switching.clear()
+
+    def switch(self, move: Move, page_tokens: int) -> None:
+        """Use the copied pages from now on."""
+        for logical, page in zip(move.logical, move.to_pages, strict=True):
+            self.page_of[logical], self.group_of[logical] = page, move.target
+        tokens = len(move.logical) * page_tokens
+        self.remove_tokens(move.source, tokens)
+        self.add_tokens(move.target, tokens)
+        self.switching.remove(move)
+        self.moving -= 1
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def preempt(self, due_s: float | None) -> None:
+        """Stop; the tokens are recomputed later.
+
+        A decode passes `due_s`: its next token is due as soon as a first one would be.
+        """
+        self.status = PREEMPTED
+        if due_s is not None:
+            self.kept = self.promised = False
+            self.key = (due_s, self.request.arrival_s, self.request.id)
+
+    def finish(self) -> None:
+        """Stop for good: completed, aborted or failed."""
+        self.status = FINISHED

@@ -1,8 +1,7 @@
 """Virtual time: a heap of events, a clock that jumps from one to the next.
 
-Events of one instant run by rank, and inside a rank in the order in which they were made, so a run
-is the same each time. What finished at an instant is told before what arrives, and both before
-anybody decides.
+Events of one instant run by rank, and within a rank in the order of their creation, so a run is
+deterministic. Ends are processed before arrivals, and both before decisions.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ class Loop:
         self.now = 0.0
         self.events = 0
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
-        self._made = 0
+        self._created = 0
 
     def at(self, time_s: float, rank: int, action: Callable[[], None]) -> None:
         """Run `action` at `time_s`, or at this instant when that has passed."""
-        self._made += 1
-        heapq.heappush(self._heap, (max(time_s, self.now), rank, self._made, action))
+        self._created += 1
+        heapq.heappush(self._heap, (max(time_s, self.now), rank, self._created, action))
 
     def run(self, until_s: float = float("inf"), most_events: int | None = None) -> None:
         """Run events up to and including `until_s`; `most_events` guards against a livelock."""

@@ -1,9 +1,9 @@
-"""One replica in virtual time: the very scheduler that serves, on a PipelineClock.
+"""A replica in virtual time: the live scheduler on a PipelineClock.
 
-Drives a Scheduler as the controller does and keeps what became of each request. The order of calls,
-which a controller under test must follow to make identical batches at identical times:
+Drives a Scheduler as the controller does, and records the outcome of each request. A controller
+that calls in the same order makes identical batches at identical times:
 
-1. all events of one instant are told first: `stage_done` of each stage (and, for the last one,
+1. all events of one instant first: `stage_done` of each stage (and, for the last one,
    `complete` right after it), then arrivals (`submit`); simultaneous ends in the order in which
    their batches started, stage by stage;
 2. then one round: `next_batch(now, free_groups)` until it returns None. Each batch is started at
@@ -28,17 +28,24 @@ from medha.errors import Refusal
 from medha.request import Request
 from medha.scheduling.scheduler import Scheduler
 from medha.sim.loop import DECIDE, DONE, WATCH, Loop
-from medha.sim.pipeline import PipelineClock
-from medha.sim.report import Record
+from medha.sim.pipeline_clock import PipelineClock
+from medha.sim.report import RequestRecord
 
 
 class Live:
-    """A request that is being served: what its record will say."""
+    """A request that is being served, with the values of its record."""
 
     __slots__ = (
-        "cached", "emitted", "finished_s", "first_s", "gap_s", "last_s", "promised", "request",
+        "cached",
+        "emitted",
+        "finished_s",
+        "first_s",
+        "gap_s",
+        "last_s",
+        "promised",
+        "request",
         "stops_after",
-    )  # fmt: skip
+    )
 
     def __init__(self, request: Request, stops_after: int | None) -> None:
         self.request, self.stops_after = request, stops_after
@@ -49,7 +56,7 @@ class Live:
         self.promised = False
 
     def token(self, now: float) -> None:
-        """One more output token came."""
+        """Record one more output token."""
         if self.first_s is None:
             self.first_s = now
         else:
@@ -61,15 +68,20 @@ class Live:
 class SimReplica:
     """Runs one Scheduler on a Loop.
 
-    `cold_start_s`: how long a wanted group takes to join; `watch` is called after each round with
-    this replica (the fleet dispatches there). `log` holds (time, batch) when `keep_log` is set.
+    `cold_start_s`: seconds until a wanted group joins. `watch` is called with this replica after
+    each round. `log` holds (time, batch) if `keep_log` is set.
     """
 
     def __init__(
-        self, name: str, scheduler: Scheduler, clock: PipelineClock, loop: Loop,
-        cold_start_s: float = 60.0, watch: Callable[[SimReplica], None] | None = None,
+        self,
+        name: str,
+        scheduler: Scheduler,
+        clock: PipelineClock,
+        loop: Loop,
+        cold_start_s: float = 60.0,
+        watch: Callable[[SimReplica], None] | None = None,
         keep_log: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.scheduler, self.clock, self.loop = name, scheduler, clock, loop
         self.cold_start_s, self.watch, self.keep_log = cold_start_s, watch, keep_log
         self.log: list[tuple[float, Batch]] = []
@@ -90,7 +102,7 @@ class SimReplica:
     def submit(
         self, request: Request, hashes: Sequence[bytes] = (), stops_after: int | None = None
     ) -> None:
-        """A request arrives; a refusal is kept as such. `stops_after`: tokens until it stops."""
+        """Submit a request, or record its refusal. `stops_after`: tokens until it stops."""
         try:
             admitted = self.scheduler.submit(request, self.loop.now, hashes)
         except Refusal as refusal:
@@ -102,8 +114,12 @@ class SimReplica:
         self._seqs[request.id] = admitted.seq
         self.kick()
 
+    def serves(self, id: str) -> bool:
+        """True if a request waits or runs here."""
+        return id in self._seqs
+
     def abort(self, id: str) -> None:
-        """The client left."""
+        """Abort a request whose client left."""
         self.scheduler.abort(id, self.loop.now)
         seq = self._seqs.pop(id, None)
         if seq is not None:
@@ -111,28 +127,28 @@ class SimReplica:
         self.kick()
 
     def kick(self) -> None:
-        """Let the scheduler decide once everything of this instant has been told."""
+        """Schedule a round after all other events of this instant."""
         if not self._round_due:
             self._round_due = True
             self.loop.at(self.loop.now, DECIDE, self._round)
 
     def lose(self, group: int) -> tuple[int, ...]:
-        """A group dies; batches that name it never end. Returns sequences taken back."""
+        """Lose a group: batches that name it never end. Returns the preempted sequences."""
         self.clock.leave(group)
         lost = {n for n, batch in self._in_flight.items() if group in batch.groups}
         for number in lost:
             del self._in_flight[number]
         self._generation += 1
-        back = self.scheduler.group_lost(group, self._generation, self.loop.now)
+        preempted = self.scheduler.group_lost(group, self._generation, self.loop.now)
         self.kick()
-        return back
+        return preempted
 
-    def records(self) -> list[Record]:
-        """What became of every request so far."""
-        found = [self.record(live) for live in [*self.over, *self.live.values()]]
+    def records(self) -> list[RequestRecord]:
+        """A record of every request so far."""
+        records = [self.record(live) for live in [*self.over, *self.live.values()]]
         for request, code in self.refused.values():
-            found.append(structs.replace(self.record(Live(request, None)), refused=code))
-        return found
+            records.append(structs.replace(self.record(Live(request, None)), refused=code))
+        return records
 
     def _join(self, group: int) -> None:
         self._generation += 1
@@ -154,7 +170,7 @@ class SimReplica:
             self._rebalance(now)
             self._resize(now)
         if self.live and not self._in_flight and not self._retry_due:
-            self._retry_due = True  # it waits of its own will: for credit, pages or a group
+            self._retry_due = True  # the scheduler waits for credit, pages or a group
             self.loop.at(now + 0.01, WATCH, self._retry)
         if self.watch is not None:
             self.watch(self)
@@ -171,13 +187,13 @@ class SimReplica:
         run = self.clock.run(batch, now)
         for stage, end_s in enumerate(run.ends_s):
             self.loop.at(end_s, DONE, self._stage_done(batch, stage, run.slowest_s))
-        if self._lead_s:  # some time after which the next batch may be decided
+        if self._lead_s:  # the next batch may be decided after this time
             self.loop.at(max(now, run.ends_s[0] - 0.5 * self._lead_s), WATCH, self.kick)
 
     def _stage_done(self, batch: Batch, stage: int, elapsed_s: float) -> Callable[[], None]:
         def done() -> None:
             if batch.number not in self._in_flight:
-                return  # a group of it was lost
+                return  # a group of the batch was lost
             now = self.loop.now
             self.scheduler.stage_done(batch.number, stage, now)
             if stage == self.clock.spp - 1:
@@ -228,14 +244,23 @@ class SimReplica:
                 self.scheduler.group_released(group, self._generation, now)
                 self.clock.leave(group)
 
-    def record(self, live: Live) -> Record:
-        """What became of one request so far."""
+    def record(self, live: Live) -> RequestRecord:
+        """The record of one request so far."""
         request = live.request
-        return Record(
-            id=request.id, arrival_s=request.arrival_s, prompt_tokens=request.prompt_tokens,
-            output_tokens=live.emitted, cached_tokens=live.cached,
-            ttft_deadline_s=request.ttft_deadline_s, tpot_s=request.tpot_s,
-            work_s=request.work_s, first_token_s=live.first_s, finished_s=live.finished_s,
-            worst_gap_s=live.gap_s, promised=live.promised, slo_class=request.slo_class,
-            tenant=request.tenant, replica=self.name,
-        )  # fmt: skip
+        return RequestRecord(
+            id=request.id,
+            arrival_s=request.arrival_s,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=live.emitted,
+            cached_tokens=live.cached,
+            ttft_deadline_s=request.ttft_deadline_s,
+            tpot_s=request.tpot_s,
+            work_s=request.work_s,
+            first_token_s=live.first_s,
+            finished_s=live.finished_s,
+            worst_gap_s=live.gap_s,
+            promised=live.promised,
+            slo_class=request.slo_class,
+            tenant=request.tenant,
+            replica=self.name,
+        )

@@ -1,9 +1,8 @@
-"""Whether we kept our word: latencies, attainment and goodput from records of requests.
+"""Report of latencies, attainment and goodput from records of requests.
 
-Pure: records in, a struct and a table of text out; the simulator makes the records, and so does
-`medha replay` from what a live fleet answered. Latency counts from arrival; refused and unfinished
-requests stay in the statistics: a refusal is a miss, and so is a request whose deadline passed
-before the end; one that was still in time when the run ended is counted as censored.
+The simulator makes the records; `medha replay` makes them from the responses of a live fleet.
+Latency counts from arrival. A refused request is a miss, and so is one whose deadline passed
+without a token. A request without a token before its deadline at the end of the run is censored.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from medha.metrics import LENGTH_EDGES
 BUCKETS = LENGTH_EDGES  # upper bounds in prompt tokens, then the rest
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What became of one request; times are seconds, absolute on the run's clock.
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Outcome of one request; times are seconds on the clock of the run.
 
-    `refused` is a Refusal's code; `worst_gap_s` the longest time between two of its tokens.
+    `refused`: code of the Refusal. `worst_gap_s`: the longest time between two tokens.
     """
 
     id: str
@@ -48,27 +47,27 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def in_time(self) -> bool:
-        """Its first token came within the deadline."""
+        """True if the first token arrived within the deadline."""
         return self.ttft_s is not None and self.ttft_s <= self.ttft_deadline_s
 
     @property
     def mean_tpot_s(self) -> float | None:
-        """Mean time per output token after the first; None before it is known."""
+        """Mean time per output token after the first; None before the request has finished."""
         if self.finished_s is None or self.first_token_s is None or self.output_tokens < 2:
             return None
         return (self.finished_s - self.first_token_s) / (self.output_tokens - 1)
 
     @property
     def good(self) -> bool:
-        """In time, finished, and its tokens came at the promised pace."""
+        """True if the request finished and met its TTFT and TPOT targets."""
         pace = self.mean_tpot_s
-        return self.in_time and self.finished_s is not None and (
-            pace is None or pace <= self.tpot_s
-        )  # fmt: skip
+        return (
+            self.in_time and self.finished_s is not None and (pace is None or pace <= self.tpot_s)
+        )
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Percentiles and mean of `count` values, in seconds; all zero when there are none."""
+    """Percentiles and mean of `count` values in seconds; all zero without values."""
 
     count: int = 0
     mean: float = 0.0
@@ -78,11 +77,11 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     most: float = 0.0
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Outcome of a part of the requests (a length bucket, a class, or all).
+class ReportSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Statistics of a length bucket, a class, or all requests.
 
-    `attainment`: share in time, of all that are decided (not censored); `kept`: share of promises
-    kept; `goodput_per_s`: requests per second that met TTFT and TPOT.
+    `attainment`: share of requests in time, without censored ones. `kept`: share of promises kept.
+    `goodput_per_s`: requests per second that met TTFT and TPOT.
     """
 
     name: str
@@ -103,20 +102,22 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`offered`: work of all arrivals over the capacity of the run (ρ), None when unknown."""
+    """Statistics of a run. `offered`: work of all arrivals over capacity (ρ); None if unknown."""
 
     seconds: float
     offered: float | None
-    total: Part
-    by_length: tuple[Part, ...]
-    by_class: tuple[Part, ...]
+    total: ReportSection
+    by_length: tuple[ReportSection, ...]
+    by_class: tuple[ReportSection, ...]
 
 
 def summarise(
-    records: Sequence[Record], seconds: float, offered: float | None = None,
+    records: Sequence[RequestRecord],
+    seconds: float,
+    offered: float | None = None,
     buckets: Sequence[int] = BUCKETS,
-) -> Report:  # fmt: skip
-    """Report of a run that lasted `seconds` (the clock when it ended)."""
+) -> Report:
+    """Make the report of a run that ended at `seconds`."""
     bounds = [0, *buckets, 1 << 62]
     by_length = [
         _part(
@@ -140,14 +141,14 @@ def summarise(
 
 
 def table(report: Report) -> str:
-    """The report as text: one line per part."""
+    """Format the report as text, one line per section."""
     head = (
         f"{'prompt tokens':>14} {'requests':>8} {'in time':>8} {'kept':>6} {'refused':>8} "
         f"{'censored':>8} {'good/s':>7} | {'TTFT p50':>9} {'p90':>8} {'p99':>8} | "
         f"{'TPOT p50':>9} {'p99':>7}"
     )
     lines = [head, "-" * len(head)]
-    parts: list[Part] = [*report.by_length]
+    parts: list[ReportSection] = [*report.by_length]
     if len(report.by_class) > 1:
         parts += report.by_class
     lines += [_line(part) for part in [*parts, report.total]]
@@ -156,7 +157,7 @@ def table(report: Report) -> str:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Percentiles of values in seconds."""
+    """Compute percentiles of values in seconds."""
     array = np.sort(np.fromiter(values, dtype=np.float64))
     if not len(array):
         return Spread()
@@ -164,12 +165,14 @@ def spread(values: Iterable[float]) -> Spread:
     return Spread(len(array), float(array.mean()), p50, p90, p99, float(array[-1]))
 
 
-def _part(name: str, records: Sequence[Record], end_s: float) -> Part:
+def _part(name: str, records: Sequence[RequestRecord], end_s: float) -> ReportSection:
     censored = [
-        record for record in records
-        if record.first_token_s is None and not record.refused
+        record
+        for record in records
+        if record.first_token_s is None
+        and not record.refused
         and record.arrival_s + record.ttft_deadline_s >= end_s
-    ]  # fmt: skip
+    ]
     promised = [record for record in records if record.promised]
     out = {record.id for record in censored}
     broken = sum(not record.in_time for record in promised if record.id not in out)
@@ -177,7 +180,7 @@ def _part(name: str, records: Sequence[Record], end_s: float) -> Part:
     in_time = sum(record.in_time for record in records)
     good = sum(record.good for record in records)
     decided = len(records) - len(censored)
-    return Part(
+    return ReportSection(
         name=name,
         requests=len(records),
         in_time=in_time,
@@ -200,7 +203,7 @@ def _part(name: str, records: Sequence[Record], end_s: float) -> Part:
     )
 
 
-def _line(part: Part) -> str:
+def _line(part: ReportSection) -> str:
     return (
         f"{part.name:>14} {part.requests:>8} {part.attainment:>8.3f} {part.kept:>6.3f} "
         f"{part.refused:>8} {part.censored:>8} {part.goodput_per_s:>7.2f} | "

@@ -1,4 +1,4 @@
-"""A scenario: what to simulate, as one TOML file, and running it.
+"""Scenarios: simulations described by TOML files.
 
     seed = 0                                  [workload]
     replicas = 2                              mix = 0.05        # share of long prompts, or
@@ -10,9 +10,8 @@
     [autoscaling]  least, most, target_slack, down_after_s: replicas follow the load
 
 `load` is offered work over capacity (ρ): prefill seconds of all arrivals per second and replica.
-With `admission = true` requests pass the fleet's door (promises, refusals, one queue); without it
-each goes to the replica with the least pending work and nothing is refused, so that policies can
-be compared alone.
+With `admission = true`, requests pass admission and one queue for all replicas. Without it, each
+goes to the replica with the least pending work and none is refused, to compare policies alone.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ import msgspec
 from medha import profile as profiles
 from medha.config import Scheduling
 from medha.errors import SpecError
+from medha.fleet.autoscaling import Journal, Policy
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import Profile
 from medha.request import Request, SloClass
-from medha.scaling import Journal, Policy
 from medha.scheduling.scheduler import Scheduler
-from medha.sim.autoscaler import Autoscaler
-from medha.sim.fleet import Fleet
 from medha.sim.loop import ARRIVE, Loop
-from medha.sim.pipeline import PipelineClock
+from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
-from medha.sim.report import Record, Report, summarise
+from medha.sim.report import Report, RequestRecord, summarise
+from medha.sim.virtual_autoscaler import SimulatedAutoscaler
+from medha.sim.virtual_fleet import SimulatedFleet
 from medha.sim.workload import (
     Arrival,
     mixed,
@@ -53,16 +52,22 @@ from medha.topology import Topology
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 LLAMA_3_8B = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256,
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=14336,
+    vocab=128256,
     max_context_tokens=1 << 20,
-)  # fmt: skip
+)
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where requests come from: exactly one of `mix`, `lengths`, `azure`, `mooncake`.
+    """Source of requests: exactly one of `mix`, `lengths`, `azure`, `mooncake`.
 
-    The first two arrive as a Poisson process at `load` or `per_second`; traces arrive as recorded,
-    `speed` times as fast, at most `requests` of them.
+    `mix` and `lengths` arrive as a Poisson process at `load` or `per_second`. Traces arrive as
+    recorded, `speed` times as fast, at most `requests` of them.
     """
 
     mix: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
@@ -77,10 +82,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What runs, on what, under which settings. `profile`: a shipped name, or a JSON file.
+    """Workload, fleet and settings of a simulation. `profile`: a shipped name or a JSON file.
 
-    `until_s` None: until everything has been served. `replicas` at the start; with `autoscaling`,
-    as a resource's `spec.autoscaling` has it, more come after `cold_start_s` each.
+    `until_s` None: until all requests are served. `replicas`: number at the start. `autoscaling` is
+    as in `spec.autoscaling` of a resource; an added replica serves after `cold_start_s`.
     """
 
     workload: Workload
@@ -99,11 +104,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: int = 0
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """What a run brought. `scaling`: each look at how many replicas there should be."""
+class SimulationResult(msgspec.Struct, frozen=True):
+    """Result of a simulation. `scaling`: the looks of the autoscaler."""
 
     report: Report
-    records: tuple[Record, ...]
+    records: tuple[RequestRecord, ...]
     batches: int
     events: int
     scaling: Journal = Journal()
@@ -124,12 +129,13 @@ def read_scenario(path: pathlib.Path) -> Scenario:
 
 
 def simulate(
-    scenario: Scenario, base: pathlib.Path = pathlib.Path(),
+    scenario: Scenario,
+    base: pathlib.Path = pathlib.Path(),
     progress: Callable[[float, int], None] | None = None,
-) -> Outcome:  # fmt: skip
+) -> SimulationResult:
     """Run a scenario; files in it are relative to `base`.
 
-    `progress` is called now and then with the virtual time and the number of requests arrived.
+    `progress` is called repeatedly with the virtual time and the number of arrivals.
     """
     loop, machine = Loop(), _profile(scenario.profile, base)
     replicas: list[SimReplica] = []
@@ -150,51 +156,57 @@ def simulate(
     for index, arrival in enumerate(arrivals):
         loop.at(arrival.arrival_s, ARRIVE, functools.partial(arrive, arrival))
         if progress is not None and index % 100 == 0:
-            tell = functools.partial(_tell, progress, loop, index)
-            loop.at(arrival.arrival_s, ARRIVE, tell)
+            notify = functools.partial(_notify, progress, loop, index)
+            loop.at(arrival.arrival_s, ARRIVE, notify)
     loop.run(float("inf") if scenario.until_s is None else scenario.until_s)
-    found = tuple(records())
+    request_records = tuple(records())
     last_s = arrivals[-1].arrival_s if arrivals else 0.0
-    work_s = sum(predictor.prefill_s(one.prompt_tokens) for one in arrivals)
+    work_s = sum(predictor.prefill_s(arrival.prompt_tokens) for arrival in arrivals)
     served = scaler.replica_s / loop.now if scaler else scenario.replicas
-    return Outcome(
+    return SimulationResult(
         report=summarise(
-            found, loop.now, work_s / last_s / served if last_s > 0 and served else None
+            request_records, loop.now, work_s / last_s / served if last_s > 0 and served else None
         ),
-        records=found,
+        records=request_records,
         batches=sum(replica.batches for replica in replicas),
         events=loop.events,
         scaling=scaler.journal if scaler else Journal(),
     )
 
 
-def _fleet(scenario: Scenario, replicas: Sequence[SimReplica], loop: Loop) -> Fleet:
-    return Fleet(
-        replicas, loop, scenario.classes, scenario.scheduling, scenario.page_tokens,
+def _fleet(scenario: Scenario, replicas: Sequence[SimReplica], loop: Loop) -> SimulatedFleet:
+    return SimulatedFleet(
+        replicas,
+        loop,
+        scenario.classes,
+        scenario.scheduling,
+        scenario.page_tokens,
         scenario.model.max_context_tokens,
-    )  # fmt: skip
+    )
 
 
 def _scaler(
-    scenario: Scenario, fleet: Fleet | None, start: Callable[[str], SimReplica]
-) -> Autoscaler | None:
+    scenario: Scenario, fleet: SimulatedFleet | None, start: Callable[[str], SimReplica]
+) -> SimulatedAutoscaler | None:
     if scenario.autoscaling is None:
         return None
     if fleet is None:
         raise SpecError(
-            "admission", False, "must be true with [autoscaling]: slack is found at the door",
+            "admission",
+            False,
+            "must be true with [autoscaling]: admission measures slack",
             "set admission = true, or leave [autoscaling] out",
-        )  # fmt: skip
-    return Autoscaler(
+        )
+    return SimulatedAutoscaler(
         fleet, scenario.autoscaling, start, scenario.cold_start_s, scenario.until_s
-    )  # fmt: skip
+    )
 
 
 def _unguarded(
     scenario: Scenario, replicas: Sequence[SimReplica], loop: Loop
-) -> tuple[Callable[[Arrival], None], Callable[[], list[Record]]]:
-    """How a request gets in, and how its record gets out, where nobody is refused."""
-    classes = {each.name: each for each in scenario.classes}
+) -> tuple[Callable[[Arrival], None], Callable[[], list[RequestRecord]]]:
+    """Functions that submit a request and return all records, without admission."""
+    classes = {slo_class.name: slo_class for slo_class in scenario.classes}
 
     def arrive(arrival: Arrival) -> None:
         loads = [replica.scheduler.load(loop.now) for replica in replicas]
@@ -202,11 +214,16 @@ def _unguarded(
         replica, slo = replicas[least], classes[arrival.slo_class].slo
         work_s = replica.clock.predictor.prefill_s(arrival.prompt_tokens)
         request = Request(
-            id=arrival.id, arrival_s=loop.now, prompt_tokens=arrival.prompt_tokens,
-            max_output_tokens=arrival.output_tokens, work_s=work_s,
-            ttft_deadline_s=slo.ttft_deadline_s(work_s), tpot_s=slo.tpot_s,
-            slo_class=arrival.slo_class, tenant=arrival.tenant,
-        )  # fmt: skip
+            id=arrival.id,
+            arrival_s=loop.now,
+            prompt_tokens=arrival.prompt_tokens,
+            max_output_tokens=arrival.output_tokens,
+            work_s=work_s,
+            ttft_deadline_s=slo.ttft_deadline_s(work_s),
+            tpot_s=slo.tpot_s,
+            slo_class=arrival.slo_class,
+            tenant=arrival.tenant,
+        )
         replica.submit(request, arrival.page_names(scenario.page_tokens))
 
     return arrive, lambda: [record for replica in replicas for record in replica.records()]
@@ -216,10 +233,15 @@ def _replica(scenario: Scenario, name: str, machine: Profile, loop: Loop) -> Sim
     longest_s = scenario.scheduling.max_batch_s
     predictor = Predictor(machine, scenario.model, scenario.topology, longest_s)
     scheduler = Scheduler(
-        scenario.topology, scenario.model, predictor, scenario.scheduling,
-        scenario.pages_per_group, scenario.page_tokens, scenario.model.max_context_tokens,
+        scenario.topology,
+        scenario.model,
+        predictor,
+        scenario.scheduling,
+        scenario.pages_per_group,
+        scenario.page_tokens,
+        scenario.model.max_context_tokens,
         scenario.classes,
-    )  # fmt: skip
+    )
     clock = PipelineClock(predictor, scenario.page_tokens, scheduler.layout)
     return SimReplica(name, scheduler, clock, loop, scenario.cold_start_s)
 
@@ -230,57 +252,71 @@ def _profile(name: str, base: pathlib.Path) -> Profile:
     path = base / name
     if not path.is_file():
         raise SpecError(
-            "profile", name, "must be a file or a shipped profile",
+            "profile",
+            name,
+            "must be a file or a shipped profile",
             f"use one of {', '.join(profiles.SHIPPED)} or a JSON file from `medha calibrate`",
-        )  # fmt: skip
+        )
     return profiles.decode(path.read_bytes(), str(path))
 
 
 def _arrivals(scenario: Scenario, predictor: Predictor, base: pathlib.Path) -> list[Arrival]:
-    one = scenario.workload
-    sources = [name for name in ("mix", "lengths", "azure", "mooncake")
-               if getattr(one, name) is not None]  # fmt: skip
+    workload = scenario.workload
+    sources = [
+        name
+        for name in ("mix", "lengths", "azure", "mooncake")
+        if getattr(workload, name) is not None
+    ]
     if len(sources) != 1:
         raise SpecError(
-            "workload", ", ".join(sources) or "empty", "must have exactly one source",
+            "workload",
+            ", ".join(sources) or "empty",
+            "must have exactly one source",
             "set mix, lengths, azure or mooncake",
-        )  # fmt: skip
-    if one.azure is not None or one.mooncake is not None:
-        trace = read_azure(base / one.azure) if one.azure else read_mooncake(
-            base / str(one.mooncake)
-        )  # fmt: skip
-        found = scaled(trace[: one.requests], one.speed)
+        )
+    if workload.azure is not None or workload.mooncake is not None:
+        trace = (
+            read_azure(base / workload.azure)
+            if workload.azure
+            else read_mooncake(base / str(workload.mooncake))
+        )
+        arrivals = scaled(trace[: workload.requests], workload.speed)
     else:
         lengths = (
-            read_lengths(base / one.lengths) if one.lengths else mixed(one.mix or 0.0, 20_000,
-                                                                       scenario.seed)
-        )  # fmt: skip
-        found = poisson(lengths, _rate(scenario, predictor, lengths), one.requests, scenario.seed)
-    return list(_fitting(found, scenario.model.max_context_tokens, one.output_tokens))
+            read_lengths(base / workload.lengths)
+            if workload.lengths
+            else mixed(workload.mix or 0.0, 20_000, scenario.seed)
+        )
+        arrivals = poisson(
+            lengths, _rate(scenario, predictor, lengths), workload.requests, scenario.seed
+        )
+    return list(_fitting(arrivals, scenario.model.max_context_tokens, workload.output_tokens))
 
 
 def _rate(scenario: Scenario, predictor: Predictor, lengths: Sequence[tuple[int, int]]) -> float:
-    one = scenario.workload
-    if (one.load is None) == (one.per_second is None):
+    workload = scenario.workload
+    if (workload.load is None) == (workload.per_second is None):
         raise SpecError(
-            "workload", f"load {one.load}, per_second {one.per_second}",
-            "must have exactly one of the two", "set load = 0.8, say",
-        )  # fmt: skip
-    if one.per_second is not None:
-        return one.per_second
+            "workload",
+            f"load {workload.load}, per_second {workload.per_second}",
+            "must have exactly one of the two",
+            "set load = 0.8, say",
+        )
+    if workload.per_second is not None:
+        return workload.per_second
     mean_s = sum(predictor.prefill_s(prompt) for prompt, _ in lengths) / len(lengths)
-    return float(one.load or 0.0) * scenario.replicas / mean_s
+    return float(workload.load or 0.0) * scenario.replicas / mean_s
 
 
 def _fitting(
     arrivals: Sequence[Arrival], most_tokens: int, output_tokens: int | None
 ) -> Iterator[Arrival]:
-    """Arrivals with the scenario's output length, none beyond the model's context."""
+    """Arrivals with the output length of the scenario, without those beyond the context."""
     for arrival in arrivals:
         output = output_tokens or arrival.output_tokens
         if arrival.prompt_tokens + output < most_tokens:
             yield msgspec.structs.replace(arrival, output_tokens=output)
 
 
-def _tell(progress: Callable[[float, int], None], loop: Loop, arrived: int) -> None:
+def _notify(progress: Callable[[float, int], None], loop: Loop, arrived: int) -> None:
     progress(loop.now, arrived)

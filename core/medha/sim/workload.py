@@ -1,7 +1,7 @@
-"""Arrivals of requests: from traces, or drawn from a seed; always open-loop.
+"""Arrivals of requests, from traces or drawn from a seed; always open-loop.
 
-Everything drawn comes from one seeded generator, so a workload is a value: the same seed gives the
-same arrivals whatever serves them. Trace files are read where they lie; the project ships none.
+One seeded generator draws everything, so the same seed gives the same arrivals on any fleet. The
+project ships no trace files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ BLOCK_TOKENS = 512  # of a Mooncake hash id
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request that will come. `blocks` name its 512-token blocks with all before them.
+    """A future request. `blocks` name its 512-token blocks, each with all blocks before it.
 
-    `output_tokens` is how many it will really make.
+    `output_tokens`: the actual length of the output.
     """
 
     id: str
@@ -45,20 +45,25 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def poisson(
-    lengths: Sequence[tuple[int, int]], per_second: float, count: int, seed: int = 0,
+    lengths: Sequence[tuple[int, int]],
+    per_second: float,
+    count: int,
+    seed: int = 0,
     first_s: float = 0.0,
-) -> list[Arrival]:  # fmt: skip
+) -> list[Arrival]:
     """`count` arrivals of a Poisson process; (prompt, output) lengths are drawn from `lengths`."""
     rng = np.random.default_rng(seed)
     times = first_s + np.cumsum(rng.exponential(1.0 / per_second, count))
     picks = rng.integers(0, len(lengths), count)
     return [
         Arrival(
-            id=f"r{index}", arrival_s=float(times[index]), prompt_tokens=lengths[pick][0],
+            id=f"r{index}",
+            arrival_s=float(times[index]),
+            prompt_tokens=lengths[pick][0],
             output_tokens=max(1, lengths[pick][1]),
         )
         for index, pick in enumerate(picks.tolist())
-    ]  # fmt: skip
+    ]
 
 
 def mixed(long_share: float, count: int = 10_000, seed: int = 0) -> list[tuple[int, int]]:
@@ -85,13 +90,13 @@ def read_lengths(path: pathlib.Path) -> list[tuple[int, int]]:
 
 def read_azure(path: pathlib.Path) -> list[Arrival]:
     """Arrivals of Azure's public trace: TIMESTAMP, ContextTokens, GeneratedTokens."""
-    found: list[Arrival] = []
+    arrivals: list[Arrival] = []
     start: datetime.datetime | None = None
     columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
     for index, row in enumerate(_rows(path, columns)):
         moment = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
         start = start or moment
-        found.append(
+        arrivals.append(
             Arrival(
                 id=f"r{index}",
                 arrival_s=(moment - start).total_seconds(),
@@ -99,17 +104,17 @@ def read_azure(path: pathlib.Path) -> list[Arrival]:
                 output_tokens=max(1, int(row["GeneratedTokens"])),
             )
         )
-    return found
+    return arrivals
 
 
 def read_mooncake(path: pathlib.Path) -> list[Arrival]:
     """Arrivals of Mooncake's public trace (JSON lines): timestamp in ms, lengths, hash_ids."""
-    found: list[Arrival] = []
+    arrivals: list[Arrival] = []
     with path.open(encoding="utf-8") as lines:
         for index, line in enumerate(lines):
             try:
                 row = json.loads(line)
-                found.append(
+                arrivals.append(
                     Arrival(
                         id=f"r{index}",
                         arrival_s=row["timestamp"] / 1e3,
@@ -120,10 +125,12 @@ def read_mooncake(path: pathlib.Path) -> list[Arrival]:
                 )
             except (KeyError, TypeError, ValueError) as error:
                 raise SpecError(
-                    f"{path}:{index + 1}", line.strip(), f"must be a request ({error!r})",
+                    f"{path}:{index + 1}",
+                    line.strip(),
+                    f"must be a request ({error!r})",
                     "use Mooncake's trace format",
-                ) from None  # fmt: skip
-    return found
+                ) from None
+    return arrivals
 
 
 def scaled(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
@@ -139,7 +146,9 @@ def _rows(path: pathlib.Path, columns: Sequence[str]) -> Iterator[dict[str, str]
         missing = [name for name in columns if name not in (reader.fieldnames or ())]
         if missing:
             raise SpecError(
-                str(path), ", ".join(reader.fieldnames or ()), f"must have {', '.join(missing)}",
+                str(path),
+                ", ".join(reader.fieldnames or ()),
+                f"must have {', '.join(missing)}",
                 "use a trace of this format",
-            )  # fmt: skip
+            )
         yield from reader

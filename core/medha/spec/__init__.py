@@ -1,7 +1,7 @@
-"""MedhaReplica as typed values: parse, default, check; each broken rule in one clear sentence.
+"""MedhaReplica as typed values: parse, default, check; one clear sentence per broken rule.
 
-`parse` takes the mapping that a YAML or JSON document holds. It touches no file and no network:
-whether the model exists, or `tp` divides its heads, is for who can see the model.
+`parse` takes the mapping that a YAML or JSON document holds. It opens no file and no
+connection; checks that need the model, such as that `tp` divides its heads, happen elsewhere.
 """
 
 from medha.spec.quantities import seconds, to_bytes, to_number
@@ -9,39 +9,39 @@ from medha.spec.reading import parse, parse_all
 from medha.spec.values import (
     API_VERSION,
     KIND,
-    Autoscaling,
-    BatchBudget,
-    Device,
-    Engine,
-    Kvp,
+    AutoscalingSpec,
+    BatchBudgetSpec,
+    CheckpointSource,
+    DeviceSpec,
+    EngineSpec,
+    KvpSpec,
     MedhaReplica,
-    Model,
-    Parallelism,
-    Placement,
-    Scheduling,
+    MedhaReplicaSpec,
+    ModelSpec,
+    ParallelismSpec,
+    PlacementSpec,
+    SchedulingSpec,
     SloTargets,
-    Source,
-    Spec,
-    Template,
+    TemplateSpec,
 )
 
 __all__ = [
     "API_VERSION",
     "KIND",
-    "Autoscaling",
-    "BatchBudget",
-    "Device",
-    "Engine",
-    "Kvp",
+    "AutoscalingSpec",
+    "BatchBudgetSpec",
+    "CheckpointSource",
+    "DeviceSpec",
+    "EngineSpec",
+    "KvpSpec",
     "MedhaReplica",
-    "Model",
-    "Parallelism",
-    "Placement",
-    "Scheduling",
+    "MedhaReplicaSpec",
+    "ModelSpec",
+    "ParallelismSpec",
+    "PlacementSpec",
+    "SchedulingSpec",
     "SloTargets",
-    "Source",
-    "Spec",
-    "Template",
+    "TemplateSpec",
     "parse",
     "parse_all",
     "seconds",

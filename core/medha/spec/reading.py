@@ -1,9 +1,9 @@
-"""From a document to a checked MedhaReplica: the first broken rule is told in one sentence.
+"""Parse a document into a checked MedhaReplica; report the first broken rule in one sentence.
 
     spec.parallelism.tp is 0: must be a whole number from 1 to 64; use 1
 
-Types, bounds and defaults come from the fields' own declarations; rules between fields follow in
-`rules`. A field that is null counts as absent, as Kubernetes has it.
+Types, bounds and defaults come from the declarations of the fields; `rules` checks rules between
+fields. A null field counts as absent, as in Kubernetes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from msgspec import inspect
 
 from medha.errors import SpecError
 from medha.spec.rules import check_rules
-from medha.spec.values import API_VERSION, KIND, NAME, MedhaReplica, Spec
+from medha.spec.values import API_VERSION, KIND, NAME, MedhaReplica, MedhaReplicaSpec
 
 
 def parse(document: object) -> MedhaReplica:
@@ -27,8 +27,8 @@ def parse(document: object) -> MedhaReplica:
     whole = _mapping(document, "the document", "a mapping with apiVersion, kind, metadata, spec")
     for field, value in (("apiVersion", API_VERSION), ("kind", KIND)):
         if whole.get(field) != value:
-            found = whole.get(field, "missing")
-            raise SpecError(field, found, f"must be {value}", f"use {value}")
+            given = whole.get(field, "missing")
+            raise SpecError(field, given, f"must be {value}", f"use {value}")
     for field in whole:
         if field not in ("apiVersion", "kind", "metadata", "spec", "status"):
             raise _unknown("", str(field), ("apiVersion", "kind", "metadata", "spec"))
@@ -36,15 +36,21 @@ def parse(document: object) -> MedhaReplica:
     name = metadata.get("name", "missing")
     if not isinstance(name, str) or not re.fullmatch(NAME, name) or len(name) > 40:
         raise SpecError(
-            "metadata.name", name, "must be lower-case letters, digits and dashes, at most 40",
+            "metadata.name",
+            name,
+            "must be lower-case letters, digits and dashes, at most 40",
             "use a name such as llama-70b",
-        )  # fmt: skip
+        )
     spec = _check(_clean(whole.get("spec")), _spec_type(), "spec")
     try:
-        typed = msgspec.convert(spec, Spec)
+        typed = msgspec.convert(spec, MedhaReplicaSpec)
     except msgspec.ValidationError as error:  # a bound that `_check` does not know
-        raise SpecError("spec", "refused", f"must hold what it declares ({error})",
-                        "compare it with the documentation") from None  # fmt: skip
+        raise SpecError(
+            "spec",
+            "refused",
+            f"must hold what it declares ({error})",
+            "compare it with the documentation",
+        ) from None
     check_rules(typed)
     generation = metadata.get("generation", 0)
     return MedhaReplica(
@@ -58,36 +64,40 @@ def parse(document: object) -> MedhaReplica:
 
 def parse_all(documents: Iterable[object]) -> tuple[MedhaReplica, ...]:
     """Every resource of a file; empty documents are skipped, names must differ."""
-    found: dict[str, MedhaReplica] = {}
+    replicas: dict[str, MedhaReplica] = {}
     for document in documents:
         if document is None:
             continue
         replica = parse(document)
-        if replica.name in found:
-            raise SpecError("metadata.name", replica.name, "must differ from the other documents'",
-                            "give each resource a name of its own")  # fmt: skip
-        found[replica.name] = replica
-    if not found:
+        if replica.name in replicas:
+            raise SpecError(
+                "metadata.name",
+                replica.name,
+                "must differ from the other documents'",
+                "give each resource a name of its own",
+            )
+        replicas[replica.name] = replica
+    if not replicas:
         raise SpecError("the file", "empty", f"must hold a {KIND}", "write one")
-    return tuple(found.values())
+    return tuple(replicas.values())
 
 
 @functools.cache
 def _spec_type() -> inspect.Type:
-    return inspect.type_info(Spec)
+    return inspect.type_info(MedhaReplicaSpec)
 
 
 def _clean(value: Any) -> Any:
-    """Without nulls."""
+    """Remove nulls."""
     if isinstance(value, Mapping):
-        return {key: _clean(each) for key, each in value.items() if each is not None}
+        return {key: _clean(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_clean(each) for each in value]
+        return [_clean(item) for item in value]
     return value
 
 
 def _check(value: Any, kind: inspect.Type, path: str) -> Any:
-    """`value`, when it is what `kind` declares; else SpecError for `path`."""
+    """Return `value` if it matches `kind`; else raise SpecError for `path`."""
     match _bare(kind):
         case inspect.StructType() as struct:
             return _check_struct(value, struct, path)
@@ -98,9 +108,9 @@ def _check(value: Any, kind: inspect.Type, path: str) -> Any:
             _check_count(len(items), mapping.max_length, path)
             return {
                 _check(key, mapping.key_type, f"a key of {path}"): _check(
-                    each, mapping.value_type, f"{path}.{_shown(key)}"
+                    item, mapping.value_type, f"{path}.{_shown(key)}"
                 )
-                for key, each in items.items()
+                for key, item in items.items()
             }
         case inspect.AnyType():
             return value
@@ -117,11 +127,15 @@ def _check_struct(value: Any, kind: inspect.StructType, path: str) -> dict[str, 
             raise _unknown(path, str(key), tuple(fields))
     for name, field in fields.items():
         if field.required and name not in given:
-            raise SpecError(f"{path}.{name}", "missing", f"must be {_expected(field.type)}",
-                            f"set it{_example(field.type)}")  # fmt: skip
+            raise SpecError(
+                f"{path}.{name}",
+                "missing",
+                f"must be {_expected(field.type)}",
+                f"set it{_example(field.type)}",
+            )
     return {
-        name: _check(each, _present(fields[name].type), f"{path}.{name}")
-        for name, each in given.items()
+        name: _check(item, _present(fields[name].type), f"{path}.{name}")
+        for name, item in given.items()
     }
 
 
@@ -129,25 +143,26 @@ def _check_list(value: Any, kind: inspect.ListType | inspect.VarTupleType, path:
     if not isinstance(value, list | tuple):
         raise SpecError(path, value, "must be a list", "write its items with dashes")
     _check_count(len(value), kind.max_length, path)
-    return [_check(each, kind.item_type, f"{path}[{index}]") for index, each in enumerate(value)]
+    return [_check(item, kind.item_type, f"{path}[{index}]") for index, item in enumerate(value)]
 
 
 def _check_count(count: int, most: int | None, path: str) -> None:
     if most is not None and count > most:
-        raise SpecError(path, f"{count} items long", f"must have at most {most}",
-                        f"remove {count - most}")  # fmt: skip
+        raise SpecError(
+            path, f"{count} items long", f"must have at most {most}", f"remove {count - most}"
+        )
 
 
 def _check_leaf(value: Any, kind: inspect.Type, path: str) -> None:
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    if not any(_fits(value, each) for each in kinds):
+    if not any(_fits(value, choice) for choice in kinds):
         raise SpecError(path, value, f"must be {_expected(kind)}", _remedy(value, kinds))
 
 
 def _fits(value: Any, kind: inspect.Type) -> bool:
     match _bare(kind):
         case inspect.LiteralType(values=values):
-            return any(value == each and type(value) is type(each) for each in values)
+            return any(value == option and type(value) is type(option) for option in values)
         case inspect.IntType(ge=low, le=high):
             return type(value) is int and (low or 0) <= value <= (high or value)
         case inspect.StrType(min_length=shortest, max_length=longest, pattern=pattern):
@@ -161,7 +176,7 @@ def _fits(value: Any, kind: inspect.Type) -> bool:
 
 
 def _expected(kind: inspect.Type) -> str:
-    """What a field must be, in words."""
+    """Describe the values that a field accepts."""
     if isinstance(kind, inspect.Metadata) and (kind.extra_json_schema or {}).get("description"):
         return str((kind.extra_json_schema or {})["description"])
     match _bare(kind):
@@ -170,19 +185,21 @@ def _expected(kind: inspect.Type) -> str:
         case inspect.IntType(ge=low, le=high):
             return f"a whole number from {low or 0} to {high}"
         case inspect.UnionType(types=kinds):
-            told = [each for each in kinds if not isinstance(each, inspect.NoneType)]
-            return _expected(told[-1] if isinstance(_bare(told[0]), inspect.IntType) else told[0])
+            present = [kind for kind in kinds if not isinstance(kind, inspect.NoneType)]
+            return _expected(
+                present[-1] if isinstance(_bare(present[0]), inspect.IntType) else present[0]
+            )
         case inspect.StructType(fields=fields):
             return f"a mapping of {', '.join(sorted(field.encode_name for field in fields))}"
     return "text"
 
 
 def _remedy(value: Any, kinds: tuple[inspect.Type, ...]) -> str:
-    """What to write instead: the nearest that would fit."""
+    """Suggest the nearest valid value."""
     bare = [_bare(kind) for kind in kinds]
     for kind in bare:
         if isinstance(kind, inspect.LiteralType):
-            names = {str(each).lower(): each for each in kind.values}
+            names = {str(option).lower(): option for option in kind.values}
             near = difflib.get_close_matches(str(value).lower(), names, n=1, cutoff=0.5)
             near = near or (list(names) if len(names) == 1 else [])
             return f"use {names[near[0]] if near else 'one of them'}"
@@ -217,9 +234,9 @@ def _bare(kind: inspect.Type) -> inspect.Type:
 
 
 def _present(kind: inspect.Type) -> inspect.Type:
-    """The type of an optional field that is there."""
+    """Type of an optional field without None."""
     if isinstance(kind, inspect.UnionType):
-        left = tuple(each for each in kind.types if not isinstance(each, inspect.NoneType))
+        left = tuple(choice for choice in kind.types if not isinstance(choice, inspect.NoneType))
         return left[0] if len(left) == 1 else inspect.UnionType(left)
     return kind
 
@@ -232,7 +249,7 @@ def _mapping(value: Any, path: str, expected: str) -> Mapping[str, Any]:
 
 
 def _shown(key: object) -> str:
-    """A key as part of a path: on one line whatever it holds."""
+    """Show a key as part of a path, on one line."""
     text = str(key)
     return text if text.isprintable() and text and len(text) <= 80 else ascii(text[:80])
 

@@ -1,4 +1,4 @@
-"""Rules between the fields of a MedhaReplica, checked once each field is right by itself."""
+"""Rules between fields of a MedhaReplica, checked after each field by itself."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from medha.errors import SpecError
 from medha.spec.quantities import seconds, to_bytes, to_number
-from medha.spec.values import SloTargets, Spec, Ttft
+from medha.spec.values import MedhaReplicaSpec, SloTargets, TtftTarget
 
 
-def check_rules(spec: Spec) -> None:
+def check_rules(spec: MedhaReplicaSpec) -> None:
     """Raises SpecError for the first rule between fields that `spec` breaks."""
     _check_source(spec)
     _check_device(spec)
@@ -20,7 +20,7 @@ def check_rules(spec: Spec) -> None:
     _check_autoscaling(spec)
 
 
-def _check_source(spec: Spec) -> None:
+def _check_source(spec: MedhaReplicaSpec) -> None:
     source = spec.model.source
     names = ("hostPath", "pvc", "image", "uri")
     given = [
@@ -32,102 +32,142 @@ def _check_source(spec: Spec) -> None:
     ]
     if len(given) != 1:
         raise SpecError(
-            "spec.model.source", " and ".join(given) or "empty",
+            "spec.model.source",
+            " and ".join(given) or "empty",
             f"must have exactly one of {', '.join(names)}",
             f"keep {given[0]}" if given else "set hostPath: {path: …}",
-        )  # fmt: skip
+        )
 
 
-def _check_device(spec: Spec) -> None:
+def _check_device(spec: MedhaReplicaSpec) -> None:
     device = spec.device
     if device.kind == "Cpu" and device.resource is not None:
-        raise SpecError("spec.device.resource", device.resource,
-                        "must be absent when spec.device.kind is Cpu", "remove it")  # fmt: skip
+        raise SpecError(
+            "spec.device.resource",
+            device.resource,
+            "must be absent when spec.device.kind is Cpu",
+            "remove it",
+        )
     if device.kind == "Cpu" and spec.model.kv_cache_dtype == "fp8_e4m3":
-        raise SpecError("spec.model.kvCacheDtype", spec.model.kv_cache_dtype,
-                        "must be auto when spec.device.kind is Cpu", "use auto")  # fmt: skip
+        raise SpecError(
+            "spec.model.kvCacheDtype",
+            spec.model.kv_cache_dtype,
+            "must be auto when spec.device.kind is Cpu",
+            "use auto",
+        )
 
 
-def _check_kvp(spec: Spec) -> None:
+def _check_kvp(spec: MedhaReplicaSpec) -> None:
     kvp = spec.parallelism.kvp
     if kvp.max < kvp.min:
-        raise SpecError("spec.parallelism.kvp.max", kvp.max,
-                        f"must be at least kvp.min, which is {kvp.min}",
-                        f"use {kvp.min} or more")  # fmt: skip
+        raise SpecError(
+            "spec.parallelism.kvp.max",
+            kvp.max,
+            f"must be at least kvp.min, which is {kvp.min}",
+            f"use {kvp.min} or more",
+        )
     page = spec.engine.page_tokens
     if kvp.tokens_per_group is not None and kvp.tokens_per_group < page:
-        raise SpecError("spec.parallelism.kvp.tokensPerGroup", kvp.tokens_per_group,
-                        f"must hold at least one page of {page} tokens",
-                        f"use {page} or more")  # fmt: skip
+        raise SpecError(
+            "spec.parallelism.kvp.tokensPerGroup",
+            kvp.tokens_per_group,
+            f"must hold at least one page of {page} tokens",
+            f"use {page} or more",
+        )
     holds = (kvp.tokens_per_group or spec.model.max_context_tokens) * kvp.max
     if spec.model.max_context_tokens > holds:
-        raise SpecError("spec.model.maxContextTokens", spec.model.max_context_tokens,
-                        f"must be at most kvp.max × tokensPerGroup, which is {holds}",
-                        f"use {holds} or raise one of the two")  # fmt: skip
+        raise SpecError(
+            "spec.model.maxContextTokens",
+            spec.model.max_context_tokens,
+            f"must be at most kvp.max × tokensPerGroup, which is {holds}",
+            f"use {holds} or raise one of the two",
+        )
     if spec.engine.kv_pages is None and spec.engine.kv_bytes < 1 << 20:
-        raise SpecError("spec.engine.kvMemory", spec.engine.kv_memory, "must be at least 1Mi",
-                        f"use 1Mi or more (it is {to_bytes(spec.engine.kv_memory)} "
-                        "bytes)")  # fmt: skip
+        raise SpecError(
+            "spec.engine.kvMemory",
+            spec.engine.kv_memory,
+            "must be at least 1Mi",
+            f"use 1Mi or more (it is {to_bytes(spec.engine.kv_memory)} bytes)",
+        )
 
 
-def _check_slo(spec: Spec) -> None:
+def _check_slo(spec: MedhaReplicaSpec) -> None:
     default: SloTargets = spec.slo.default
     _check_ttft("spec.slo.default.ttft", default.ttft)
     _check_positive("spec.slo.default.tpot", default.tpot)
     seen = {"default"}
-    for index, each in enumerate(spec.slo.classes):
+    for index, slo_class in enumerate(spec.slo.classes):
         path = f"spec.slo.classes[{index}]"
-        if each.name in seen:
-            raise SpecError(f"{path}.name", each.name,
-                            f"must differ from {', '.join(sorted(seen))}",
-                            "give each class a name of its own")  # fmt: skip
-        seen.add(each.name)
-        if each.ttft is not None:
-            _check_ttft(f"{path}.ttft", each.ttft)
-        if each.tpot is not None:
-            _check_positive(f"{path}.tpot", each.tpot)
-    reserved = sum(each.reserved_percent for each in spec.slo.classes)
+        if slo_class.name in seen:
+            raise SpecError(
+                f"{path}.name",
+                slo_class.name,
+                f"must differ from {', '.join(sorted(seen))}",
+                "give each class a name of its own",
+            )
+        seen.add(slo_class.name)
+        if slo_class.ttft is not None:
+            _check_ttft(f"{path}.ttft", slo_class.ttft)
+        if slo_class.tpot is not None:
+            _check_positive(f"{path}.tpot", slo_class.tpot)
+    reserved = sum(slo_class.reserved_percent for slo_class in spec.slo.classes)
     if reserved > 100:
-        raise SpecError("spec.slo.classes", f"reserving {reserved} percent in all",
-                        "must reserve at most 100 percent together",
-                        "lower their reservedPercent")  # fmt: skip
+        raise SpecError(
+            "spec.slo.classes",
+            f"reserving {reserved} percent in all",
+            "must reserve at most 100 percent together",
+            "lower their reservedPercent",
+        )
 
 
-def _check_ttft(path: str, ttft: Ttft) -> None:
+def _check_ttft(path: str, ttft: TtftTarget) -> None:
     _check_positive(f"{path}.floor", ttft.floor)
     if to_number(ttft.multiplier) < 1.0:
-        raise SpecError(f"{path}.multiplier", ttft.multiplier,
-                        "must be at least 1: no prefill is faster than on an idle replica",
-                        'use "1.5"')  # fmt: skip
+        raise SpecError(
+            f"{path}.multiplier",
+            ttft.multiplier,
+            "must be at least 1: no prefill is faster than on an idle replica",
+            'use "1.5"',
+        )
 
 
-def _check_budget(spec: Spec) -> None:
+def _check_budget(spec: MedhaReplicaSpec) -> None:
     budget = spec.scheduling.batch_budget
     path = "spec.scheduling.batchBudget"
     fields = (("min", budget.min), ("max", budget.max), ("fixed", budget.fixed))
     for name, value in fields:
         _check_positive(f"{path}.{name}", value)
     if seconds(budget.min) > seconds(budget.max):
-        raise SpecError(f"{path}.min", budget.min, f"must be at most max, which is {budget.max}",
-                        f"use {budget.max} or less")  # fmt: skip
+        raise SpecError(
+            f"{path}.min",
+            budget.min,
+            f"must be at most max, which is {budget.max}",
+            f"use {budget.max} or less",
+        )
     _check_positive("spec.scheduling.growthTimeout", spec.scheduling.growth_timeout)
     _check_positive("spec.drainTimeout", spec.drain_timeout)
 
 
-def _check_placement(spec: Spec) -> None:
+def _check_placement(spec: MedhaReplicaSpec) -> None:
     placement = spec.placement
     if placement.pack_level is not None and placement.pack_level not in placement.topology_levels:
-        raise SpecError("spec.placement.packLevel", placement.pack_level,
-                        "must be one of spec.placement.topologyLevels",
-                        f"use one of {_listed(placement.topology_levels)}")  # fmt: skip
+        raise SpecError(
+            "spec.placement.packLevel",
+            placement.pack_level,
+            "must be one of spec.placement.topologyLevels",
+            f"use one of {_listed(placement.topology_levels)}",
+        )
 
 
-def _check_autoscaling(spec: Spec) -> None:
+def _check_autoscaling(spec: MedhaReplicaSpec) -> None:
     scaling = spec.autoscaling
     if scaling is not None and scaling.max_replicas < scaling.min_replicas:
-        raise SpecError("spec.autoscaling.maxReplicas", scaling.max_replicas,
-                        f"must be at least minReplicas, which is {scaling.min_replicas}",
-                        f"use {scaling.min_replicas} or more")  # fmt: skip
+        raise SpecError(
+            "spec.autoscaling.maxReplicas",
+            scaling.max_replicas,
+            f"must be at least minReplicas, which is {scaling.min_replicas}",
+            f"use {scaling.min_replicas} or more",
+        )
 
 
 def _check_positive(path: str, duration: str) -> None:

@@ -1,4 +1,4 @@
-"""The fields of a MedhaReplica with their bounds and defaults, in the order that people write them.
+"""Fields of a MedhaReplica with bounds and defaults, in the order of the documentation.
 
 Field names are the resource's, in snake case here and camel case in YAML. Durations and numbers
 stay text, as the API holds them; properties with a unit in their name give the values.
@@ -23,24 +23,30 @@ MODEL_NAME = r"^[A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?$"
 Name = Annotated[
     str,
     msgspec.Meta(
-        pattern=NAME, max_length=40,
-        description="lower-case letters, digits and dashes, at most 40", examples=["llama-70b"],
+        pattern=NAME,
+        max_length=40,
+        description="lower-case letters, digits and dashes, at most 40",
+        examples=["llama-70b"],
     ),
-]  # fmt: skip
+]
 ModelName = Annotated[
     str,
     msgspec.Meta(
-        pattern=MODEL_NAME, max_length=200,
-        description="letters, digits and . _ : / -, at most 200", examples=["llama-3-70b"],
+        pattern=MODEL_NAME,
+        max_length=200,
+        description="letters, digits and . _ : / -, at most 200",
+        examples=["llama-3-70b"],
     ),
-]  # fmt: skip
+]
 Path = Annotated[
     str,
     msgspec.Meta(
-        min_length=1, max_length=1024, description="a path of 1 to 1024 characters",
+        min_length=1,
+        max_length=1024,
+        description="a path of 1 to 1024 characters",
         examples=["models/llama-3-70b"],
     ),
-]  # fmt: skip
+]
 Text = Annotated[
     str,
     msgspec.Meta(
@@ -67,51 +73,53 @@ Tokens = Annotated[int, msgspec.Meta(ge=1, le=12_000_000)]
 Switch = Literal["Enabled", "Disabled"]
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
-    """What all parts of the resource share: frozen, camel case outside, unknown fields refused."""
+class SpecSection(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"
+):
+    """Base of all sections of the resource: frozen, camel case in YAML, unknown fields refused."""
 
 
-class HostPath(Part, frozen=True):
-    """A directory of the machine; `medha up` takes a relative one from beside the file."""
+class HostPathSource(SpecSection, frozen=True):
+    """A directory of the machine; for `medha up` relative to the resource file."""
 
     path: Path
 
 
-class Claim(Part, frozen=True):
+class ClaimSource(SpecSection, frozen=True):
     """A directory on a persistent volume."""
 
     claim_name: Text
     path: SubPath = ""
 
 
-class Image(Part, frozen=True):
+class ImageSource(SpecSection, frozen=True):
     """A model inside a container image, mounted as an image volume."""
 
     reference: Text
     path: SubPath = ""
 
 
-class Source(Part, frozen=True):
-    """Where the checkpoint is: exactly one of these."""
+class CheckpointSource(SpecSection, frozen=True):
+    """Location of the checkpoint: exactly one of these."""
 
-    host_path: HostPath | None = None
-    pvc: Claim | None = None
-    image: Image | None = None
+    host_path: HostPathSource | None = None
+    pvc: ClaimSource | None = None
+    image: ImageSource | None = None
     uri: Text | None = None
 
 
-class Model(Part, frozen=True):
+class ModelSpec(SpecSection, frozen=True):
     """`dtype` Auto: bfloat16 on Cuda, float32 on Cpu. `kvCacheDtype` auto: as `dtype`."""
 
     name: ModelName
-    source: Source
+    source: CheckpointSource
     max_context_tokens: Tokens
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
 
 
-class Device(Part, frozen=True):
-    """`resource` is what a pod asks of Kubernetes per rank; a Cpu rank asks for none."""
+class DeviceSpec(SpecSection, frozen=True):
+    """`resource`: the Kubernetes resource that a pod requests per rank; none for Cpu."""
 
     kind: Literal["Cuda", "Cpu"] = "Cuda"
     resource: Text | None = None
@@ -121,7 +129,7 @@ class Device(Part, frozen=True):
         return self.resource or ("nvidia.com/gpu" if self.kind == "Cuda" else "")
 
 
-class Kvp(Part, frozen=True):
+class KvpSpec(SpecSection, frozen=True):
     """KVP groups: at least `min` run; more come, up to `max`, as contexts outgrow them.
 
     `tokensPerGroup` of one sequence go into a group before the next joins; absent: predicted.
@@ -132,47 +140,47 @@ class Kvp(Part, frozen=True):
     tokens_per_group: Tokens | None = None
 
 
-class Parallelism(Part, frozen=True):
+class ParallelismSpec(SpecSection, frozen=True):
     """Devices per replica = tp × spp × KVP groups."""
 
     tp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     spp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    kvp: Kvp = Kvp()
+    kvp: KvpSpec = KvpSpec()
 
 
-class Ttft(Part, frozen=True):
+class TtftTarget(SpecSection, frozen=True):
     """TTFT deadline: max(floor, multiplier × predicted prefill time on an idle replica)."""
 
     floor: Duration = "500ms"
     multiplier: Number = "1.5"
 
 
-class SloTargets(Part, frozen=True):
-    """What requests without a class get."""
+class SloTargets(SpecSection, frozen=True):
+    """Targets of requests without a class."""
 
-    ttft: Ttft = Ttft()
+    ttft: TtftTarget = TtftTarget()
     tpot: Duration = "30ms"
     when_infeasible: Literal["Refuse", "Relegate"] = "Refuse"
 
 
-class ClassTargets(Part, frozen=True):
-    """A QoS class; what it leaves out it takes from `slo.default`."""
+class SloClassSpec(SpecSection, frozen=True):
+    """QoS class; absent fields default to `slo.default`."""
 
     name: Name
     weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
     reserved_percent: Percent = 0
-    ttft: Ttft | None = None
+    ttft: TtftTarget | None = None
     tpot: Duration | None = None
     when_infeasible: Literal["Refuse", "Relegate"] | None = None
 
 
-class SloSpec(Part, frozen=True):
+class SloSpec(SpecSection, frozen=True):
     default: SloTargets = SloTargets()
-    classes: Annotated[tuple[ClassTargets, ...], msgspec.Meta(max_length=16)] = ()
+    classes: Annotated[tuple[SloClassSpec, ...], msgspec.Meta(max_length=16)] = ()
 
 
-class BatchBudget(Part, frozen=True):
-    """How long a batch may take: Slack of the decodes within [min, max], Fixed, or by Tokens."""
+class BatchBudgetSpec(SpecSection, frozen=True):
+    """Time budget of a batch: the decodes' Slack in [min, max], Fixed, or a number of Tokens."""
 
     mode: Literal["Slack", "Fixed", "Tokens"] = "Slack"
     min: Duration = "10ms"
@@ -181,20 +189,19 @@ class BatchBudget(Part, frozen=True):
     tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 2048
 
 
-class Scheduling(Part, frozen=True):
-    """`promises` Commit: one once given is kept; Revise: later requests may displace it.
+class SchedulingSpec(SpecSection, frozen=True):
+    """`promises` Commit: a promise is kept; Revise: later requests may displace it.
 
-    `decideAhead`: in replicas of one stage, whether the next batch is decided while one runs; Auto:
-    where a GPU computes.
-    `relegatedPercent`: up to half of the time is kept free for short ones to come; promises need
-    something beside both. `maxBucketLossPercent` 100: whoever is largest gives way.
+    `decideAhead`: a replica of one stage decides the next batch while one runs; Auto: on GPUs.
+    `relegatedPercent`: at most 40, since up to half of the time is reserved for short requests to
+    come, and promises need the rest. `maxBucketLossPercent` 100: the largest request loses first.
     """
 
     policy: Literal["LARS", "LARSPaper", "LARSPaperNoSharing", "LRS", "EDF", "SRPF", "FCFS"] = (
         "LARS"
     )
     normaliser: Literal["Work", "Deadline"] = "Work"
-    batch_budget: BatchBudget = BatchBudget()
+    batch_budget: BatchBudgetSpec = BatchBudgetSpec()
     max_yield_percent: Percent = 40
     relegated_percent: Annotated[int, msgspec.Meta(ge=0, le=40)] = 10
     max_bucket_loss_percent: Percent = 100
@@ -209,8 +216,8 @@ class Scheduling(Part, frozen=True):
     release_cooldown: Duration = "30s"
 
 
-class Engine(Part, frozen=True):
-    """A rank's means. `kvPages` per group wins over `kvMemory` per rank."""
+class EngineSpec(SpecSection, frozen=True):
+    """Engine of a rank. `kvPages` per group takes precedence over `kvMemory` per rank."""
 
     page_tokens: Literal[16, 32, 64, 128, 256] = 64
     kv_memory: Size = "1Gi"
@@ -224,7 +231,7 @@ class Engine(Part, frozen=True):
         return to_bytes(self.kv_memory)
 
 
-class Placement(Part, frozen=True):
+class PlacementSpec(SpecSection, frozen=True):
     """Node labels from the widest domain to the narrowest; a replica stays inside one packLevel."""
 
     topology_levels: Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)] = (
@@ -238,8 +245,8 @@ class Placement(Part, frozen=True):
     tolerations: Pieces = ()
 
 
-class Autoscaling(Part, frozen=True):
-    """Builtin writes /scale itself; External exports what it would want."""
+class AutoscalingSpec(SpecSection, frozen=True):
+    """Builtin: the operator writes /scale; External: it exports the desired number."""
 
     mode: Literal["Builtin", "External"] = "Builtin"
     min_replicas: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 1
@@ -248,8 +255,8 @@ class Autoscaling(Part, frozen=True):
     scale_down_stabilization: Duration = "10m"
 
 
-class Template(Part, frozen=True):
-    """Overrides of the pods; `medha up` starts processes and has no use for them."""
+class TemplateSpec(SpecSection, frozen=True):
+    """Overrides of the pods; ignored by `medha up`."""
 
     image: Text | None = None
     resources: Piece = {}
@@ -262,50 +269,53 @@ class Template(Part, frozen=True):
     annotations: Annotated[dict[str, Note], msgspec.Meta(max_length=32)] = {}
 
 
-class Spec(Part, frozen=True, kw_only=True):
+class MedhaReplicaSpec(SpecSection, frozen=True, kw_only=True):
     replicas: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 1
     role: Literal["Unified"] = "Unified"
-    model: Model
-    device: Device = Device()
-    parallelism: Parallelism = Parallelism()
+    model: ModelSpec
+    device: DeviceSpec = DeviceSpec()
+    parallelism: ParallelismSpec = ParallelismSpec()
     slo: SloSpec = SloSpec()
-    scheduling: Scheduling = Scheduling()
-    engine: Engine = Engine()
-    placement: Placement = Placement()
-    autoscaling: Autoscaling | None = None
-    template: Template = Template()
+    scheduling: SchedulingSpec = SchedulingSpec()
+    engine: EngineSpec = EngineSpec()
+    placement: PlacementSpec = PlacementSpec()
+    autoscaling: AutoscalingSpec | None = None
+    template: TemplateSpec = TemplateSpec()
     drain_timeout: Duration = "1h"
 
     @property
     def topology(self) -> Topology:
         kvp = self.parallelism.kvp
         return Topology(
-            tp=self.parallelism.tp, spp=self.parallelism.spp,
-            kvp_min=kvp.min, kvp_max=kvp.max, tokens_per_group=kvp.tokens_per_group,
-        )  # fmt: skip
+            tp=self.parallelism.tp,
+            spp=self.parallelism.spp,
+            kvp_min=kvp.min,
+            kvp_max=kvp.max,
+            tokens_per_group=kvp.tokens_per_group,
+        )
 
     @property
     def classes(self) -> tuple[SloClass, ...]:
         """Every class, `default` first."""
         default = self.slo.default
-        plain = ClassTargets(name="default")
-        return tuple(_slo_class(each, default) for each in (plain, *self.slo.classes))
+        plain = SloClassSpec(name="default")
+        return tuple(_slo_class(targets, default) for targets in (plain, *self.slo.classes))
 
 
 class MedhaReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """One resource: `spec.replicas` identical 3D-parallel copies of a model.
+    """Resource: `spec.replicas` identical 3D-parallel copies of a model.
 
-    `uid` and `generation` are what a cluster's API gave it; a file's resource has none.
+    The API server assigns `uid` and `generation`; a resource from a file has none.
     """
 
     name: str
     namespace: str = "default"
     uid: str = ""
     generation: int = 0
-    spec: Spec
+    spec: MedhaReplicaSpec
 
 
-def _slo_class(of: ClassTargets, default: SloTargets) -> SloClass:
+def _slo_class(of: SloClassSpec, default: SloTargets) -> SloClass:
     ttft = of.ttft or default.ttft
     slo = Slo(
         ttft_floor_s=seconds(ttft.floor),
@@ -314,6 +324,9 @@ def _slo_class(of: ClassTargets, default: SloTargets) -> SloClass:
     )
     when = (of.when_infeasible or default.when_infeasible).lower()
     return SloClass(
-        name=of.name, slo=slo, weight=float(of.weight), reserved=of.reserved_percent / 100,
+        name=of.name,
+        slo=slo,
+        weight=float(of.weight),
+        reserved=of.reserved_percent / 100,
         when_infeasible=when,
-    )  # fmt: skip
+    )

@@ -1,1 +1,1 @@
-"""Attention over paged KV: one interface, kernels behind it, and the merge of partial states."""
+"""Attention over paged KV: the kernel interface, its kernels, and the merge of partial states."""

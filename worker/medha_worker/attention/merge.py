@@ -1,9 +1,9 @@
-"""Merge partial attention states exactly (online softmax).
+"""Exact merge of partial attention states (online softmax).
 
-For parts p with o_p and lse_p:  lse = log Σ_p exp(lse_p),  o = Σ_p exp(lse_p − lse) · o_p
-(Medha, KV parallelism; Milakov and Gimelshein, online normaliser). The sum runs in the order given,
-so ranks that merge the same parts in the same order get equal bits. A part that is empty is
-(0, −∞); if all are, so is the result.
+For parts p with o_p and lse_p:  lse = log Σ_p exp(lse_p),  o = Σ_p exp(lse_p − lse) · o_p (Medha,
+KV parallelism; Milakov and Gimelshein, online normaliser). The sum runs in the given order, so
+ranks that merge the same parts in the same order get equal bits. An empty part is (0, −∞); if all
+parts are empty, so is the result.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from medha_worker.attention.interface import LogBase, Partial
+from medha_worker.attention.kernel_interface import LogBase, Partial
 
 
 def merge(parts: Sequence[Partial]) -> Partial:
-    """The state over the union of the parts, all of one shape, in base e; inputs stay untouched."""
+    """Return the state over the union of the parts, in base e; inputs stay untouched."""
     first = parts[0].natural()
     whole = Partial(first.out.clone(), first.lse.clone(), LogBase.E)
     for part in parts[1:]:
@@ -36,7 +36,7 @@ def fold(whole: Partial, part: Partial) -> None:
 
 
 def empty(rows: int, heads: int, head_dim: int, device: torch.device | None = None) -> Partial:
-    """The state over no keys at all."""
+    """Return the state over no keys."""
     return Partial(
         torch.zeros(rows, heads, head_dim, dtype=torch.float32, device=device),
         torch.full((rows, heads), float("-inf"), dtype=torch.float32, device=device),

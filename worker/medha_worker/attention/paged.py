@@ -1,15 +1,15 @@
-"""The CUDA backend: FlashInfer's paged kernels, chosen by shape.
+"""CUDA backend: FlashInfer's paged kernels, selected by shape.
 
     single rows          the decode kernel, which splits keys by itself
-    chunks               one causal entry each; where a chunk is small and what it follows is long,
-                         its prefix in parts and the chunk's own tail apart, merged (see `splits`)
-    deterministic        `blocks` of one size instead, so that no row's bits depend on another's
-    windows over holes   plain torch: rows of a shared sequence in a layer with a window, whose
-                         shard of the keys is not one run
+    chunks               one causal entry each; for a small chunk after a long prefix, the prefix
+                         in parts and the chunk's tail separately, merged (see `kv_splits`)
+    deterministic        `fixed_blocks` of one size, so that no row's bits depend on another's
+    windows over holes   plain torch: shared rows in a layer with a window, whose shard of the
+                         keys is not contiguous
 
-`plan` is called once per step and window with arrays on the CPU, some 100 µs each call; `run` once
-per layer, and only launches. A plan holds its wrappers until `turns` more plans are made. States
-are in the type of the model, log-sum-exps in base 2. All calls belong to one thread and stream.
+`plan` runs once per step and window with arrays on the CPU, about 100 µs per call; `run` runs once
+per layer and only launches. A plan keeps its wrappers until `turns` more plans are made. States are
+in the model's type, log-sum-exps in base 2. All calls belong to one thread and stream.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 import torch
 
-from medha_worker.attention.blocks import Blocks, block_rows, lay_blocks
-from medha_worker.attention.calls import (
+from medha_worker.attention.fixed_blocks import BlockBatch, block_rows, lay_blocks
+from medha_worker.attention.flashinfer_plan import (
     BlockCall,
     ChunkCall,
     DecodeCall,
@@ -29,38 +29,37 @@ from medha_worker.attention.calls import (
     Wrappers,
     to_device,
 )
-from medha_worker.attention.interface import LogBase, Partial, Span
-from medha_worker.attention.reference import ReferenceAttention, ReferencePlan
-from medha_worker.attention.scales import Scales
-from medha_worker.attention.splits import (
+from medha_worker.attention.fp8_scales import Scales
+from medha_worker.attention.kernel_interface import LogBase, Partial, Span
+from medha_worker.attention.kv_splits import (
     H200,
     LEAST_TOKENS,
     MOST_STATES,
-    Batch,
-    Choice,
+    KernelBatch,
     Merges,
+    PrefixSplit,
     lay,
     lay_singles,
     merges,
     sees_a_run,
 )
-from medha_worker.kernels import Library
+from medha_worker.attention.reference import ReferenceAttention, ReferencePlan
+from medha_worker.flashinfer import Library
 
-# Products in FP8 are summed in few bits, so the longer a sum the more it loses: a part of a prefix
-# is no longer than this where queries are FP8 too.
+# FP8 products are summed in few bits, so long sums lose precision: with FP8 queries a part of a
+# prefix is at most this long.
 NARROW_TOKENS = 16_384
-# Pages of keys that plain torch works on at once.
+# Pages of keys that plain torch processes at once.
 TILE_PAGES = 32
-# The library merges so many numbers of a row at a time: a thread for eight, in one block.
+# Scalars of a row that FlashInfer can merge in one block: eight per thread.
 MERGED = 8192
 
 
 class PagedAttention:
-    """Attention of one rank on one CUDA device; implements `interface.Attention`.
+    """Attention of a rank on a CUDA device; implements `kernel_interface.Attention`.
 
-    `table`, `least_tokens`, `narrow_tokens`: how prefixes are cut (see `splits` and NARROW_TOKENS);
-    `turns`: how many plans are held at a time; `spare`: a page that nobody owns, which blocks read
-    where all is masked.
+    `table`, `least_tokens`, `narrow_tokens`: prefix splits (see `kv_splits` and NARROW_TOKENS).
+    `turns`: plans alive at a time. `spare`: a page that no sequence owns, read by masked blocks.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class PagedAttention:
         library: Library,
         device: torch.device,
         *,
-        table: Sequence[Choice] = H200,
+        table: Sequence[PrefixSplit] = H200,
         least_tokens: int = LEAST_TOKENS,
         narrow_tokens: int = NARROW_TOKENS,
         turns: int = 4,
@@ -83,29 +82,35 @@ class PagedAttention:
         self.most_tokens = narrow_tokens if G.narrow_queries() else 0
 
     @property
-    def room_bytes(self) -> int:
-        """Memory beside the pool that a large chunk after a very long prefix takes at most: queries
-        and states of all parts, and those states once more, by row, where they are merged."""
+    def scratch_bytes(self) -> int:
+        """Upper bound of memory for a large chunk after a very long prefix, besides the pool.
+
+        Queries and states of all parts, and these states again by row while they are merged.
+        """
         G = self.geometry
-        each = G.heads * (3 * G.head_dim * G.dtype.itemsize + 2 * torch.float32.itemsize)
-        return MOST_STATES * each if self.most_tokens else 0
+        row_bytes = G.heads * (3 * G.head_dim * G.dtype.itemsize + 2 * torch.float32.itemsize)
+        return MOST_STATES * row_bytes if self.most_tokens else 0
 
     @torch.inference_mode()
     def plan(self, spans: Sequence[Span]) -> PagedPlan:
-        """Lay out a step's spans, those of one window, and plan the kernels for them."""
+        """Lay out a step's spans, all of one window, and plan their kernels."""
         G, T = self.geometry, self.geometry.page_tokens
         runs = [span for span in spans if sees_a_run(span, T)]
         rest = [span for span in spans if not sees_a_run(span, T)]
-        single, batches, blocks = None, tuple[Batch, ...](), tuple[Blocks, ...]()
+        single, batches, blocks = None, tuple[KernelBatch, ...](), tuple[BlockBatch, ...]()
         if G.split_pages:
             rows, most = block_rows(G.group), G.most_parts
             blocks = lay_blocks(runs, T, rows, G.split_pages, most, self.spare)
         else:
             single = lay_singles([span for span in runs if span.length == 1], T)
             batches = lay(
-                [span for span in runs if span.length > 1], T, G.group, self.table,
-                self.least_tokens, self.most_tokens,
-            )  # fmt: skip
+                [span for span in runs if span.length > 1],
+                T,
+                G.group,
+                self.table,
+                self.least_tokens,
+                self.most_tokens,
+            )
         self._turn = (self._turn + 1) % self.turns
         return PagedPlan(
             self,
@@ -120,7 +125,7 @@ class PagedAttention:
 
 
 class PagedPlan:
-    """One step's spans, ready to run in every layer; implements `interface.Plan`."""
+    """A step's spans, planned for every layer; implements `kernel_interface.AttentionPlan`."""
 
     def __init__(
         self,
@@ -135,14 +140,18 @@ class PagedPlan:
     ) -> None:
         self.attention, self.single, self.chunks, self.blocks = attention, single, chunks, blocks
         self.rest, self.bare, self.rest_rows = rest, bare, rest_rows
-        # One call whose rows are nobody else's writes them where they belong.
+        # A single call over contiguous rows writes them in place.
         direct = len(chunks) == 1 and not len(states.several) and isinstance(chunks[0].rows, slice)
         self.states = None if direct or not chunks else _Merging(states, attention)
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor,
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
         scales: Scales | None = None,
-    ) -> Partial:  # fmt: skip
+    ) -> Partial:
         out = torch.empty(q.shape, dtype=self.attention.geometry.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if self.single is not None:
@@ -166,7 +175,7 @@ class PagedPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Indices:
-    """Rows and states of `splits.Merges`, on the device."""
+    """Rows and states of `kv_splits.Merges`, on the device."""
 
     alone_rows: torch.Tensor
     alone: torch.Tensor
@@ -175,7 +184,7 @@ class _Indices:
 
 
 class _Merging:
-    """The states of several calls, side by side, made into those of batch rows."""
+    """Merges the states of several calls into those of batch rows."""
 
     def __init__(self, states: Merges, attention: PagedAttention) -> None:
         device = attention.device
@@ -186,13 +195,18 @@ class _Merging:
         )
 
     def run(
-        self, calls: Sequence[ChunkCall], q: torch.Tensor, pool: torch.Tensor,
-        scales: Scales | None, out: torch.Tensor, lse: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        calls: Sequence[ChunkCall],
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        scales: Scales | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
         at, ends = self._at, [0]
         for call in calls:
             ends.append(ends[-1] + len(call.batch.rows))
-        # Behind the last state an empty one.
+        # One empty state after the last.
         states = out.new_empty(ends[-1] + 1, *out.shape[1:])
         sums = lse.new_empty(ends[-1] + 1, lse.shape[1])
         states[-1].zero_()

@@ -1,11 +1,11 @@
-"""Attention over pages in plain torch: chunks of several tokens on CPU, every dtype and geometry,
-and the oracle of every other kernel. On other devices it serves what their kernels do not.
+"""Attention over pages in plain torch, for CPU chunks, every dtype and geometry.
 
-Computes in float32 whatever the pool holds, exactly, in bounded memory: pages are gathered tile by
-tile into one reused workspace and the tiles' states are folded together; the scores of a chunk
-never exist as a whole. Spans attend one by one: first the earlier pages without a mask (the query
-heads of a KV head folded into rows), then the chunk itself causally. Where rows see a window only,
-they attend in blocks, over what some row of the block sees, masked where not all do.
+It is the oracle of all other kernels, and serves other devices where their kernels cannot. It
+computes in float32, exactly, in bounded memory: pages are gathered tile by tile into a reused
+workspace and the tiles' states are folded, so a chunk's score matrix never exists. Spans attend
+separately: first to earlier pages without a mask (query heads of a KV head folded into rows), then
+causally to the chunk itself. Rows with a window attend in blocks, over what some row of the block
+sees, masked if not all rows see it.
 """
 
 from __future__ import annotations
@@ -16,25 +16,30 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from medha_worker.attention.interface import Partial, Span, unfilled
+from medha_worker.attention.fp8_scales import FP8, Scales
+from medha_worker.attention.kernel_interface import Partial, Span
 from medha_worker.attention.merge import fold
-from medha_worker.attention.scales import FP8, Scales
 
-# (out, lse in base e) of softmax(q·kᵀ/√d)·v; blocked, so no score matrix is ever held.
+# (out, lse in base e) of softmax(q·kᵀ/√d)·v; blocked, so the score matrix never exists.
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class ReferenceAttention:
     """Plain-torch attention for pages of one geometry.
 
-    `tile_pages` bounds the workspace: pages gathered at once; `block_rows` the masks: rows with a
-    window that attend at once.
+    `tile_pages` bounds the workspace (pages gathered at once), `block_rows` the masks (windowed
+    rows that attend at once).
     """
 
     def __init__(
-        self, heads: int, kv_heads: int, head_dim: int, page_tokens: int, tile_pages: int = 256,
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_tokens: int,
+        tile_pages: int = 256,
         block_rows: int = 256,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.page_tokens, self.tile_pages = page_tokens, tile_pages
         self.block_rows = block_rows
@@ -44,8 +49,7 @@ class ReferenceAttention:
         return ReferencePlan(self, tuple(chunk for span in spans for chunk in self._chunks(span)))
 
     def gather(self, pool: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Planes `index` of `pool` seen as [-1, page_tokens · head_dim], float32, in the
-        workspace."""
+        """Gather planes `index` of `pool`, seen as [-1, page_tokens · head_dim], in float32."""
         row_size = self.page_tokens * self.head_dim
         size = index.numel() * row_size
         held = pool.view(torch.uint8) if pool.dtype == FP8 else pool
@@ -56,7 +60,7 @@ class ReferenceAttention:
         return rows.view(pool.dtype).float()
 
     def _chunks(self, span: Span) -> Iterator[_Chunk]:
-        """The span, or with a window its blocks of rows."""
+        """Yield the span, or its blocks of rows if it has a window."""
         sight = span.sight
         if sight is None:
             yield _Chunk(span, 0, span.length, tuple(self._tiles(span, 0)))
@@ -68,7 +72,8 @@ class ReferenceAttention:
             yield _Chunk(span, first, end, tuple(self._tiles(span, page)))
 
     def _tiles(self, span: Span, page: int) -> Iterator[_Tile]:
-        """The earlier pages from `page` on, each tile gathered as [2, kv_heads, tokens, dim]."""
+        """Yield tiles of earlier pages from `page` on, each gathered as [2, kv_heads, tokens,
+        dim]."""
         T, count = self.page_tokens, -(-span.held // self.page_tokens)
         planes = np.arange(2 * self.kv_heads, dtype=np.int64)[:, None]
         for first in range(page, count, self.tile_pages):
@@ -84,7 +89,7 @@ class ReferenceAttention:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tile:
-    """Pages that are gathered at once by `index`; where they stand matters with a window only."""
+    """Pages gathered at once by `index`; `positions` are set only with a window."""
 
     index: torch.Tensor
     held: int
@@ -93,7 +98,7 @@ class _Tile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Rows [first, end) of a span, and what they see of its pages."""
+    """Rows [first, end) of a span, and the tiles they see."""
 
     span: Span
     first: int
@@ -101,7 +106,7 @@ class _Chunk:
     tiles: tuple[_Tile, ...]
 
     def sees(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """Bool [rows, keys]: which rows see which keys; None where all see all."""
+        """Return a mask, bool [rows, keys]; None if all rows see all keys."""
         sight = self.span.sight
         if sight is None:
             return None
@@ -113,15 +118,19 @@ class _Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReferencePlan:
-    """One step's spans, ready to run in every layer."""
+    """A step's spans, planned for every layer."""
 
     kernel: ReferenceAttention
     chunks: tuple[_Chunk, ...]
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor,
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
         scales: Scales | None = None,
-    ) -> Partial:  # fmt: skip
+    ) -> Partial:
         states = unfilled(q)
         self.fill(q, k, v, pool, states, scales)
         return states
@@ -135,12 +144,18 @@ class ReferencePlan:
         into: Partial,
         scales: Scales | None = None,
     ) -> None:
-        """Store the spans' states in `into`, and leave other rows alone."""
+        """Store the spans' states in `into`; other rows are untouched."""
         for chunk in self.chunks:
             span = chunk.span
             rows = slice(span.start + chunk.first, span.start + chunk.end)
-            self._fill_chunk(chunk, q[rows] if scales is None else scales.meeting(q[rows]),
-                             k, v, pool, Partial(into.out[rows], into.lse[rows]))  # fmt: skip
+            self._fill_chunk(
+                chunk,
+                q[rows] if scales is None else scales.meeting(q[rows]),
+                k,
+                v,
+                pool,
+                Partial(into.out[rows], into.lse[rows]),
+            )
             if scales is not None:
                 scales.restore(into.out[rows])
 
@@ -153,8 +168,11 @@ class ReferencePlan:
         pool: torch.Tensor,
         into: Partial,
     ) -> None:
-        """`q` and `into` are the chunk's rows; `k` and `v` those of all. States are in the layout
-        [kv_heads, group, length, head_dim] until they are stored."""
+        """Attend for one chunk.
+
+        `q` and `into` are the chunk's rows; `k` and `v` those of the batch. States have the layout
+        [kv_heads, group, length, head_dim] until they are stored.
+        """
         K = self.kernel
         G, n, D = K.heads // K.kv_heads, chunk.end - chunk.first, K.head_dim
         queries = q.view(n, K.kv_heads, G, D).permute(1, 2, 0, 3).float().contiguous()
@@ -175,7 +193,7 @@ class ReferencePlan:
     def _own(
         self, chunk: _Chunk, queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> Partial:
-        """Over the span's own keys, causally."""
+        """Attend causally over the span's own keys."""
         span, sight, first = chunk.span, chunk.span.sight, 0
         if sight is not None:
             first = max(0, chunk.first - sight.window + 1)
@@ -188,13 +206,19 @@ class ReferencePlan:
         return _attended(queries, keys, values, chunk.sees(positions))
 
 
+def unfilled(q: torch.Tensor) -> Partial:
+    """Allocate states for queries `q` [rows, heads, head_dim]."""
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    return Partial(out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
+
+
 def _attended(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None
 ) -> Partial:
-    """State of queries [kv_heads, group, rows, head_dim] over keys and values [kv_heads, tokens,
-    head_dim], where `seen` [rows, tokens], if given."""
+    """Return the state of queries [kv_heads, group, rows, head_dim] over keys and values
+    [kv_heads, tokens, head_dim], masked by `seen` [rows, tokens] if given."""
     heads, group, rows, dim = queries.shape
-    if seen is None:  # a KV head's query heads are so many more rows
+    if seen is None:  # fold a KV head's query heads into rows
         out, lse = _flash(
             queries.view(1, heads, group * rows, dim), keys.unsqueeze(0), values.unsqueeze(0)
         )
@@ -203,21 +227,26 @@ def _attended(
     seen = seen.to(queries.device)
     mask = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
     out, lse = _flash(queries, keys, values, mask.view(1, 1, *seen.shape))
-    # Of a row that sees nothing it says 0, 0.
+    # torch returns 0, 0 for a row that sees no key.
     return Partial(out, lse.masked_fill_(~seen.any(1), float("-inf")))
 
 
 def _flash(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    attn_mask: torch.Tensor | None = None, is_causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, lse in base e) of softmax(q·kᵀ/√d + mask)·v, all [batch, heads, rows, head_dim]; 0, 0
-    for a row that sees nothing. Elsewhere than on a CPU the scores are held as a whole."""
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse in base e) of softmax(q·kᵀ/√d + mask)·v, all [batch, heads, rows, head_dim].
+
+    A row that sees no key gives 0, 0. On other devices than a CPU the scores are held as a whole.
+    """
     if queries.is_cpu:
-        found: tuple[torch.Tensor, torch.Tensor] = _flash_on_cpu(
+        state: tuple[torch.Tensor, torch.Tensor] = _flash_on_cpu(
             queries, keys, values, is_causal=is_causal, attn_mask=attn_mask
         )
-        return found
+        return state
     scores = queries @ keys.transpose(-1, -2) / queries.shape[-1] ** 0.5
     if is_causal:
         square = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)

@@ -1,10 +1,10 @@
-/* Attention of single rows (decodes) over pages of keys and values, in one pass over them.
+/* Attention of single rows (decodes) over pages of keys and values, in one pass.
 
-   A row's query heads see all of its tokens from one on, without a mask. All heads of a KV head are served while
-   its keys and values are in the nearest cache, and the block that comes next is on its way from
-   memory, so that arithmetic hides behind reading. Softmax is online: a running maximum, and sums
-   that shrink when it grows. Plain C: no Python, no torch; native.py is the door and checks what
-   comes in. The instruction set is chosen when the library is first called. */
+   A row's query heads see a contiguous run of its tokens, without a mask. All query heads of a KV
+   head are computed while its keys and values are in the nearest cache, and the next block is
+   prefetched, so that reading hides behind arithmetic. Softmax is online: a running maximum, and
+   sums that shrink when it grows. Plain C: no Python, no torch; cpu.py checks all inputs.
+   The instruction set is chosen at the first call. */
 
 #include <float.h>
 #include <math.h>
@@ -16,12 +16,12 @@
 #define HEADS 4
 /* Query heads of a KV head, at most. */
 #define GROUP 64
-/* Brings `size` bytes that are read next near the processor. */
+/* Prefetches the `size` bytes that are read next. */
 #define FETCH(from, size)                                                                          \
     for (int fetched = 0; fetched < (size); fetched += 64)                                         \
     __builtin_prefetch((from) + fetched, 0, 2)
 
-/* What native.py plans once per step. Row i is row `row[i]` of queries and outputs, its pages are
+/* Planned by cpu.py once per step. Row i is row `row[i]` of queries and outputs, its pages are
    `pages[first[i]]` and those that follow, and it sees their tokens [hidden[i], tokens[i]), at least
    one. */
 struct plan {
@@ -36,7 +36,7 @@ struct block {
     const char *keys, *values, *next_keys, *next_values;
 };
 
-/* Of one query head: the largest score so far, and the sum of 2^(score - most). */
+/* State of a query head: its largest score so far, and the sum of 2^(score - most). */
 struct state {
     float most, total;
 };

@@ -1,4 +1,4 @@
-"""The replica controller: owns the scheduler, tells ranks what to run and routers what came of it.
+"""The replica controller: owns the scheduler, sends ranks their batches and routers the results.
 
 `python -m medha_worker.controller --config FILE` starts it; `Controller` is the same without I/O.
 """

@@ -1,7 +1,7 @@
 """Starts one replica's controller: `python -m medha_worker.controller --config FILE`.
 
-The composition root: everything that the controller needs is made here and passed on. Exit status
-2 means that a person must mend the config, the checkpoint or the machine; the message says how.
+The composition root: every part of the controller is created here. Exit status 2 means that a
+person must fix the config, the checkpoint or the machine; the message explains how.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from medha.config import WorkerConfig, read
 from medha.errors import SpecError, UserError
 from medha_worker.controller.controller import Controller
 from medha_worker.controller.process import (
-    OfModel,
-    Process,
+    ControllerProcess,
+    ModelMetrics,
     identity_of,
-    read_profile,
     scheduler_maker,
 )
 from medha_worker.parallel.mesh import serve_store
@@ -35,7 +34,7 @@ log = logging.getLogger("medha.controller")
 
 def serve(config: WorkerConfig) -> None:
     """Run the controller of `config` until SIGTERM or SIGINT."""
-    identity, profile = identity_of(config), read_profile(config.profile)
+    identity = identity_of(config)
     store, address = serve_store(config.store_bind)
     metrics = Metrics("controller")
     with contextlib.ExitStack() as open_files:
@@ -47,11 +46,10 @@ def serve(config: WorkerConfig) -> None:
             identity,
             make_scheduler=scheduler_maker(config, identity.shape, decisions),
             store=address,
-            profile=profile,
-            meters=OfModel(metrics, config.model),
+            metrics=ModelMetrics(metrics, config.model),
             clock=time.perf_counter,
         )
-        process = Process(config, controller, metrics)
+        process = ControllerProcess(config, controller, metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: process.leave())
         fields = {"ops_port": process.ops_port, "store": address, "ranks": config.rank_bind}
@@ -59,21 +57,25 @@ def serve(config: WorkerConfig) -> None:
             log.warning("the scheduler runs without machine code, slower: %s", why)
         log.info("controller of %s serves", config.replica, extra={"fields": fields})
         process.run()
-    del store  # it serves as long as it is held
+    del store  # it serves as long as a reference exists
 
 
 def new_log(path: pathlib.Path) -> io.FileIO:
-    """A decision log that a kill does not cut short: each line is written at once, which costs a
-    microsecond. What the controller before this one wrote stays beside it, as NAME.before."""
+    """Open a decision log; an older log at the same path is kept as NAME.before.
+
+    The log is unbuffered, at a microsecond per line, so that a kill does not cut it short.
+    """
     try:
         if path.exists():
             path.replace(path.with_name(path.name + ".before"))
         return path.open("wb", buffering=0)
     except OSError as error:
         raise SpecError(
-            "decision_log", str(path), f"must be a file that can be written ({error.strerror})",
+            "decision_log",
+            str(path),
+            f"must be a file that can be written ({error.strerror})",
             "name one in a folder that exists, such as /tmp/decisions.jsonl",
-        ) from None  # fmt: skip
+        ) from None
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
-"""What the controller wants sent: values that the process shell encodes once and puts on sockets.
+"""Outgoing messages as values; the process encodes each once and writes it to sockets.
 
-Order is kept: a rank or router gets its messages in the order in which they were written here.
+Each rank and router receives its messages in the order in which they were added here.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from medha.topology import Coordinate
 
 
 class ToRanks(msgspec.Struct, frozen=True):
-    """One message for several ranks; encoded once."""
+    """Message for several ranks; encoded once."""
 
     ranks: tuple[Coordinate, ...]
     message: RankCommand
 
 
 class ToRouter(msgspec.Struct, frozen=True):
-    """One message for the router behind an endpoint of the config's `routers`."""
+    """Message for the router behind an endpoint of the config's `routers`."""
 
     router: str
     message: ReplicaMessage
 
 
 class Redial(msgspec.Struct, frozen=True):
-    """Close the link to this router, with whatever waits on it, and dial anew."""
+    """Close the link to this router with its unsent messages, and dial again."""
 
     router: str
 
@@ -37,7 +37,7 @@ Outgoing = ToRanks | ToRouter | Redial
 
 
 class Outbox:
-    """Collects outgoing messages until the shell takes them."""
+    """Collects outgoing messages until the process takes them."""
 
     def __init__(self) -> None:
         self._items: list[Outgoing] = []
@@ -51,7 +51,7 @@ class Outbox:
         self._items.append(ToRouter(router, message))
 
     def redial(self, router: str) -> None:
-        """Drops what still waits for this router and asks for a new link."""
+        """Drop the messages that wait for this router and request a new link."""
         self._items = [
             item
             for item in self._items

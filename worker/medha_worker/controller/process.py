@@ -4,8 +4,8 @@
     routers ── ZeroMQ ─> Dialers ┴─> Controller.on_tick ┴─> Dialers ──> routers
     ops port: GET /status, /healthz, /readyz, /metrics, POST /drain (its own threads; snapshots)
 
-One thread owns sockets and controller. After each burst of messages comes one tick; with nothing to
-hear it ticks every few milliseconds while requests wait, else twenty times a second.
+One thread owns sockets and controller. One tick follows each burst of messages; without messages it
+ticks every few milliseconds while requests wait, else twenty times a second.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from medha.messages import (
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import Profile, decode
-from medha.scheduling.decisions import Recorded
+from medha.scheduling.decision_log import RecordingScheduler
+from medha.scheduling.interface import SchedulerInterface
 from medha.scheduling.scheduler import Scheduler
 from medha.topology import Coordinate
 from medha_worker.controller.controller import Controller
-from medha_worker.controller.decider import Decider
-from medha_worker.controller.names import Names, literal
 from medha_worker.controller.outbox import Outgoing, Redial, ToRanks, ToRouter
+from medha_worker.controller.resolver import RouterResolver, is_literal
 from medha_worker.controller.startup import Identity, MakeScheduler
-from medha_worker.model.config import read_config
-from medha_worker.model.files import digest_of
+from medha_worker.model.checkpoint_files import digest_of
+from medha_worker.model.decoder_config import read_config
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -50,7 +50,7 @@ KV_BYTES = {**BYTES, "fp8_e4m3": 1.0}
 BURST = 256
 BUSY_TICK_S, IDLE_TICK_S = 0.005, 0.05
 STATUS_S = 0.1
-FAREWELL_S = 0.1  # sockets are closed with what they hold: let the last words out
+FAREWELL_S = 0.1  # closing a socket discards unsent messages: wait until the last are sent
 
 log = logging.getLogger("medha.controller")
 
@@ -59,7 +59,7 @@ RankLinks = Listener[RankCommand, RankReport]
 
 
 def identity_of(config: WorkerConfig) -> Identity:
-    """Reads what Hello tells of the checkpoint; raises CheckpointError or SpecError."""
+    """Read checkpoint and profile for Hello; raises CheckpointError or SpecError."""
     folder = pathlib.Path(config.checkpoint)
     model = read_config(folder)
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
@@ -81,6 +81,7 @@ def identity_of(config: WorkerConfig) -> Identity:
         },
         checkpoint="dummy" if config.dummy_weights else digest_of(folder),
         stop_tokens=model.stop_tokens,
+        profile=read_profile(config.profile),
     )
 
 
@@ -91,7 +92,7 @@ def _bytes(field: str, dtype: str, known: dict[str, float]) -> float:
 
 
 def read_profile(path: str) -> Profile | None:
-    """The profile of a file, None without a path; raises SpecError."""
+    """Read the profile of a file; None without a path. Raises SpecError."""
     if not path:
         return None
     try:
@@ -105,9 +106,9 @@ def read_profile(path: str) -> Profile | None:
 def scheduler_maker(
     config: WorkerConfig, shape: ModelShape, decisions: Callable[[bytes], object] | None
 ) -> MakeScheduler:
-    """Makes the scheduler once profile and pages are known; `decisions` takes its log's lines."""
+    """Return the function that creates the scheduler; `decisions` takes its log's lines."""
 
-    def make(profile: Profile, pages: int) -> tuple[Decider, Predictor]:
+    def make(profile: Profile, pages: int) -> tuple[SchedulerInterface, Predictor]:
         settings = config.scheduling
         predictor = Predictor(profile, shape, config.topology, settings.max_batch_s)
         scheduler = Scheduler(
@@ -122,13 +123,13 @@ def scheduler_maker(
         )
         if decisions is None:
             return scheduler, predictor
-        return Recorded(scheduler, decisions), predictor
+        return RecordingScheduler(scheduler, decisions), predictor
 
     return make
 
 
-class OfModel:
-    """The metrics of one model: puts its name before the other labels."""
+class ModelMetrics:
+    """Metrics of one model: puts its name before the other labels."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics, self._model = metrics, model
@@ -143,8 +144,8 @@ class OfModel:
         self._metrics.observe(name, value, self._model, *labels)
 
 
-class Process:
-    """Sockets and ops port of one controller; `run` blocks until it is told to stop."""
+class ControllerProcess:
+    """Sockets and ops port of one controller; `run` blocks until `leave`."""
 
     def __init__(self, config: WorkerConfig, controller: Controller, metrics: Metrics) -> None:
         self._config, self._controller, self._metrics = config, controller, metrics
@@ -155,8 +156,8 @@ class Process:
             receives=self._reports,
             curve=config.listening_curve(),
         )
-        self._names = Names(config.routers)
-        fixed = [router for router in config.routers if literal(router)]
+        self._resolver = RouterResolver(config.routers)
+        fixed = [router for router in config.routers if is_literal(router)]
         self._routers = {router: self._dial(router) for router in fixed}
         self._tick = Tick()
         self._status: ReplicaStatus | None = None
@@ -198,7 +199,7 @@ class Process:
         return Reply(b"draining\n", 202)
 
     def leave(self) -> None:
-        """End `run` once what runs is finished, the second time at once; from a signal handler."""
+        """End `run` once running requests finish; the second call ends it at once. Signal-safe."""
         if self._leaving.is_set():
             self._stopping.set()
         self._leaving.set()
@@ -208,16 +209,16 @@ class Process:
     # --- the loop -----------------------------------------------------------------------------
 
     def run(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Serve until told to leave."""
-        self._names.start()
+        """Serve until `leave`."""
+        self._resolver.start()
         try:
             while not self._stopping.is_set():
                 wait([self._ranks, *self._routers.values()], self._patience_s())
                 now = clock()
-                self._follow(self._names.take(), now)
+                self._update_routers(self._resolver.take(), now)
                 if self._draining.is_set():
                     self._controller.drain()
-                self._hear(now)
+                self._receive(now)
                 for item in self._controller.on_tick(now):
                     self._send(item)
                 if now - self._status_s >= STATUS_S:
@@ -232,8 +233,8 @@ class Process:
         finally:
             self.close()
 
-    def _follow(self, routers: tuple[str, ...] | None, now: float) -> None:
-        """Dial the routers that names stand for now."""
+    def _update_routers(self, routers: tuple[str, ...] | None, now: float) -> None:
+        """Dial the routers of a newly resolved list, and close links to those that disappeared."""
         if routers is None or set(routers) == set(self._routers):
             return
         self._controller.set_routers(routers, now)
@@ -243,7 +244,7 @@ class Process:
             self._routers[router] = self._dial(router)
 
     def close(self) -> None:
-        self._names.close()
+        self._resolver.close()
         for link in self._routers.values():
             link.close()
         self._ranks.close()
@@ -259,8 +260,8 @@ class Process:
     def _patience_s(self) -> float:
         return BUSY_TICK_S if self._controller.busy else IDLE_TICK_S
 
-    def _hear(self, now: float) -> None:
-        """Take in what has arrived, ranks first, a bounded number of each."""
+    def _receive(self, now: float) -> None:
+        """Pass received messages to the controller, ranks first, a bounded number of each."""
         for _ in range(BURST):
             report = self._ranks.receive()
             if report is None:
@@ -270,7 +271,7 @@ class Process:
                 self._controller.on_rank(at, report[1], now)
         for peer in self._ranks.closed():
             if (at := coordinate_of(peer)) is not None:
-                self._controller.membership.hung_up(at, now)
+                self._controller.on_disconnect(at, now)
         for router, link in self._routers.items():
             for _ in range(BURST):
                 message = link.receive()
@@ -290,7 +291,7 @@ class Process:
 
 
 def coordinate_of(peer: bytes) -> Coordinate | None:
-    """The rank behind a socket identity such as `g0-s1-t0`; None for a stranger."""
+    """Rank of a socket identity such as `g0-s1-t0`; None if it names no rank."""
     parts = peer.decode("ascii", "replace").split("-")
     tags = [part[:1] for part in parts]
     numbers = [part[1:] for part in parts]

@@ -1,10 +1,10 @@
-"""Links to routers: introductions, heartbeats, load reports, prefix-cache news, tokenizer files.
+"""Links to routers: Hello, heartbeats, load reports, prefix-cache events, tokenizer files.
 
-The controller dials every router of its config and says Hello until it is welcome, at most a second
-apart. A router that is silent for too long, or is welcomed under another incarnation, is lost: what
-ran for it is aborted by the caller. Load is reported when it changed, at most every 20 ms, and at
-least each half second as our own sign of life. Cache news is numbered per link from 1 and begins
-with a snapshot. Decides nothing about requests.
+The controller dials every router of its config and sends Hello, at most a second apart, until the
+router answers Welcome. A router that is silent for too long, or whose Welcome names another
+incarnation, is lost, and the caller aborts its requests. Load is reported when it changes, at most
+every 20 ms, and at least each half second as a sign of life. Cache events are numbered per link
+from 1 and start with a snapshot. Decides nothing about requests.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ NAMES_PER_EVENT = 1 << 19
 log = logging.getLogger("medha.controller")
 
 
-class _Link:
+class _RouterLink:
+    """Router; `incarnation` is empty until it is welcome."""
+
     def __init__(self, router: str) -> None:
         self.router = router
         self.incarnation = ""
-        self.heard_s = 0.0
+        self.last_seen_s = 0.0
         self.hello_s: float | None = None
         self.wait_s = 0.0
         self.report_s = 0.0
@@ -45,65 +47,76 @@ class _Link:
         return bool(self.incarnation)
 
 
-class Routers:
-    """Every configured router, welcome or not."""
+class RouterLinks:
+    """Every configured router, with or without a Welcome."""
 
     def __init__(self, routers: tuple[str, ...], outbox: Outbox, timeout_s: float) -> None:
         self._outbox, self._timeout_s = outbox, timeout_s
-        self._links = {router: _Link(router) for router in routers}
+        self._links = {router: _RouterLink(router) for router in routers}
         self._hello: Hello | None = None
         self._files: dict[str, bytes] = {}
-        # name of a cached page -> in how many groups it is held
-        self._held: dict[bytes, int] = {}
+        self._holders: dict[bytes, int] = {}  # name of a cached page -> groups that hold it
 
     @property
     def welcome(self) -> tuple[str, ...]:
-        """Routers that took us in."""
+        """Routers that accepted this replica."""
         return tuple(router for router, link in self._links.items() if link.welcome)
 
     @property
     def refused(self) -> str:
-        """Why a router does not take us in; empty: none refuses."""
+        """Reason of a router that refuses this replica; empty if none does."""
         return next((link.refused for link in self._links.values() if link.refused), "")
 
-    def configure(self, routers: tuple[str, ...]) -> tuple[str, ...]:
-        """The routers that there are now; returns those that are no more."""
+    def set_endpoints(self, routers: tuple[str, ...]) -> tuple[str, ...]:
+        """Replace the list of routers; returns those that disappeared."""
         gone = tuple(router for router in self._links if router not in routers)
         for router in gone:
             del self._links[router]
         for router in routers:
-            self._links.setdefault(router, _Link(router))
+            self._links.setdefault(router, _RouterLink(router))
         return gone
 
-    def introduce(self, hello: Hello, files: dict[str, bytes]) -> None:
-        """From now on this is who we are; `files`: content hash -> bytes."""
+    # --- introduction -------------------------------------------------------------------------
+
+    def announce(self, hello: Hello, files: dict[str, bytes]) -> None:
+        """Introduce this replica by `hello` from now on; `files`: content hash -> bytes."""
         self._hello, self._files = hello, files
         for link in self._links.values():
             link.hello_s = None
 
-    # --- hearing ------------------------------------------------------------------------------
+    def send_hellos(self, now: float) -> None:
+        """Send Hello to routers without a Welcome, with a back-off of up to a second."""
+        if self._hello is None:
+            return
+        for router, link in self._links.items():
+            if link.welcome or (link.hello_s is not None and now - link.hello_s < link.wait_s):
+                continue
+            link.hello_s = now
+            link.wait_s = min(max(HELLO_S, 1.5 * link.wait_s), MAX_HELLO_S)
+            self._outbox.to_router(router, self._hello)
 
-    def heard(self, router: str, now: float) -> bool:
-        """Notes a sign of life; whether the router has welcomed us."""
-        link = self._links[router]
-        link.heard_s = now
-        return link.welcome
+    def send_file_part(self, router: str, message: FetchFile) -> None:
+        """Send the requested part of a file; an unknown hash gets an empty file."""
+        data = self._files.get(message.hash, b"")
+        part = data[message.offset : message.offset + FILE_PART_BYTES]
+        self._outbox.to_router(router, FilePart(message.hash, message.offset, len(data), part))
 
     def welcomed(self, router: str, message: Welcome, now: float) -> bool:
-        """Taken in, or asked for a snapshot of the cache; True when the router is another process
-        than the one we knew."""
+        """Record a Welcome and send a snapshot of the cache; True if the router was restarted."""
         link = self._links[router]
-        renewed = link.welcome and link.incarnation != message.router
-        if not link.welcome or renewed:
+        restarted = link.welcome and link.incarnation != message.router
+        if not link.welcome or restarted:
             link.reported, link.wait_s = None, 0.0
         link.events = 0
-        self._snapshot(link)
-        link.incarnation, link.heard_s, link.refused = message.router, now, ""
-        return renewed
+        self._send_snapshot(link)
+        link.incarnation, link.last_seen_s, link.refused = message.router, now, ""
+        return restarted
 
     def rejected(self, router: str, message: Rejected) -> bool:
-        """Refused; True when we were welcome before: the router is another process now, and an
-        introduction is all it wants. A new reason for not taking us in is logged."""
+        """Record a refusal; True if the router had accepted this replica before.
+
+        Such a router was restarted and only needs a Hello. A new reason is logged.
+        """
         link = self._links[router]
         if link.welcome:
             link.incarnation, link.hello_s = "", None
@@ -115,85 +128,74 @@ class Routers:
             )
         return False
 
-    def fetch(self, router: str, message: FetchFile) -> None:
-        """Send the part of a file that was asked for; an unknown hash gets an empty file."""
-        data = self._files.get(message.hash, b"")
-        part = data[message.offset : message.offset + FILE_PART_BYTES]
-        self._outbox.to_router(router, FilePart(message.hash, message.offset, len(data), part))
+    # --- signs of life ------------------------------------------------------------------------
 
-    # --- time ---------------------------------------------------------------------------------
+    def accept(self, router: str, now: float) -> bool:
+        """Note a sign of life; False if the router has not sent Welcome yet."""
+        link = self._links[router]
+        link.last_seen_s = now
+        return link.welcome
 
-    def excuse(self, slept_s: float) -> None:
-        """We did not run for `slept_s`: time that we slept through is nobody's silence."""
-        if STALL_S < slept_s < float("inf"):
+    def excuse_pause(self, pause_s: float) -> None:
+        """Do not count a time in which this process did not run as the routers' silence."""
+        if STALL_S < pause_s < float("inf"):
             for link in self._links.values():
-                link.heard_s += slept_s
+                link.last_seen_s += pause_s
 
-    def lost(self, now: float) -> list[str]:
-        """Routers that fell silent; they are dialled anew."""
+    def drop_silent(self, now: float) -> list[str]:
+        """Redial and return the routers that have been silent for too long."""
         silent = []
         for router, link in self._links.items():
-            if link.welcome and now - link.heard_s > self._timeout_s:
+            if link.welcome and now - link.last_seen_s > self._timeout_s:
                 link.incarnation, link.hello_s, link.wait_s = "", None, 0.0
                 self._outbox.redial(router)
                 silent.append(router)
         return silent
 
-    def say_hello(self, now: float) -> None:
-        """Introduce ourselves where we are not welcome yet, with back-off up to a second."""
-        if self._hello is None:
-            return
-        for router, link in self._links.items():
-            if link.welcome or (link.hello_s is not None and now - link.hello_s < link.wait_s):
-                continue
-            link.hello_s = now
-            link.wait_s = min(max(HELLO_S, 1.5 * link.wait_s), MAX_HELLO_S)
-            self._outbox.to_router(router, self._hello)
+    # --- load and prefix cache ----------------------------------------------------------------
 
-    def due(self, now: float) -> bool:
-        """Some router may be told of our load now."""
+    def report_due(self, now: float) -> bool:
+        """True if some router may get a load report now."""
         return any(
             link.welcome and now - link.report_s >= REPORT_S for link in self._links.values()
         )
 
-    def report(self, load: Load, draining: bool, learned: Learned, now: float) -> None:
-        """Tell the load where it changed, or where the last report is half a second old."""
+    def send_report(self, load: Load, draining: bool, learned: Learned, now: float) -> None:
+        """Send the load to routers for which it changed, or whose last report is too old."""
         report = LoadReport(load, draining, learned)
         for router, link in self._links.items():
-            waited = now - link.report_s
-            if not link.welcome or waited < REPORT_S:
+            waited_s = now - link.report_s
+            if not link.welcome or waited_s < REPORT_S:
                 continue
-            if waited >= BEAT_S or report != link.reported:
+            if waited_s >= BEAT_S or report != link.reported:
                 link.report_s, link.reported = now, report
                 self._outbox.to_router(router, report)
 
-    # --- prefix cache -------------------------------------------------------------------------
-
-    def cached(
+    def send_cache_events(
         self, stored: Sequence[tuple[int, bytes]], removed: Sequence[tuple[int, bytes]]
     ) -> None:
-        """Pages that groups now hold under a name, or no longer; told where that is news."""
+        """Send the names of pages that the first group stored or the last one removed."""
         appeared, vanished = [], []
         for _, name in stored:
-            self._held[name] = self._held.get(name, 0) + 1
-            if self._held[name] == 1:
+            self._holders[name] = self._holders.get(name, 0) + 1
+            if self._holders[name] == 1:
                 appeared.append(name)
         for _, name in removed:
-            count = self._held.get(name, 0) - 1
+            count = self._holders.get(name, 0) - 1
             if count > 0:
-                self._held[name] = count
-            elif self._held.pop(name, None) is not None:
+                self._holders[name] = count
+            elif self._holders.pop(name, None) is not None:
                 vanished.append(name)
         if not appeared and not vanished:
             return
         for link in self._links.values():
             if link.welcome:
                 link.events += 1
-                news = KvEvents(link.events, b"".join(appeared), b"".join(vanished))
-                self._outbox.to_router(link.router, news)
+                events = KvEvents(link.events, b"".join(appeared), b"".join(vanished))
+                self._outbox.to_router(link.router, events)
 
-    def _snapshot(self, link: _Link) -> None:
-        names = list(self._held)
+    def _send_snapshot(self, link: _RouterLink) -> None:
+        names = list(self._holders)
         for start in range(0, max(len(names), 1), NAMES_PER_EVENT):
             link.events += 1
             part = b"".join(names[start : start + NAMES_PER_EVENT])

@@ -1,14 +1,14 @@
-"""The taking end of a move: pages read layer by layer, judged by digest, kept till the switch.
+"""The target side of a move: pages read layer by layer, verified by digest, kept until the switch.
 
-    begin     the target pages are free here, and get a new epoch of their own
-    advance   polls the reads; a move is over when all its layers are in and the digests agree,
-              when one failed, when it was cancelled, or when its lease ran out; never before
-              every read of it is terminal
-    switched  the copy may be used only if its pages still have that epoch: any doubt is an error
+    begin     the target pages are free here, and get a new epoch
+    advance   polls the reads; a move ends when all layers are read and the digests agree, when a
+              read failed, when it was cancelled, or when its lease ran out; never before all its
+              reads are terminal
+    switch    the copy is used only if its pages still have that epoch; otherwise an error
 
-Reads go on in the background of running batches, `ahead` layers at a time. `now` is seconds on the
-caller's clock. The epochs belong to the thread that runs steps, the reads to the mover's: so
-`Copies` (who owns what) and `Fetches` (what is under way) are two.
+Reads run in the background, several layers ahead of the poll. `now` is seconds on the caller's
+clock. The step thread owns the epochs and the mover's thread the reads, so they are two classes:
+`MoveTargets` (page ownership) and `Fetches` (reads in progress).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from collections.abc import Collection
 from medha.batch import Move
 from medha.errors import EngineError
 from medha.messages import Fetched, FetchPages
-from medha_worker.kv.epochs import PageEpochs
-from medha_worker.kv.grants import check_move
-from medha_worker.kv.transfer import DIGEST_BYTES, Pool, Read, State, Transfer, digests
+from medha_worker.kv.page_leases import check_move
+from medha_worker.kv.pages import PageEpochs
+from medha_worker.kv.transfer import DIGEST_BYTES, PagePool, PageRead, ReadState, Transfer, digests
 
 
-class Copies:
-    """Target pages of moves, from the fetch to the switch; `landed` may come from any thread."""
+class MoveTargets:
+    """Target pages of moves, from fetch to switch; any thread may call `landed`."""
 
     def __init__(self, group: int, epochs: PageEpochs) -> None:
         self._group, self._epochs = group, epochs
@@ -38,7 +38,7 @@ class Copies:
         return move in self._epochs_at
 
     def reserve(self, move: Move, in_use: Collection[int]) -> None:
-        """Claim a move's target pages; raises EngineError when they are strange or in use."""
+        """Claim a move's target pages. Raises EngineError if they are out of range or in use."""
         check_move(move)
         if move.target != self._group:
             raise EngineError(
@@ -47,8 +47,8 @@ class Copies:
         self._epochs.check(move.to_pages)
         with self._lock:
             if move.id in self._epochs_at:
-                raise EngineError(f"move {move.id} is under way already: a move id is used once")
-            # A copy that landed gives way: its pages were given up if they are named again.
+                raise EngineError(f"move {move.id} is in progress already: a move id is used once")
+            # A completed copy gives way: pages named again were released.
             taken = {
                 page
                 for held, _ in self._epochs_at.values()
@@ -66,7 +66,7 @@ class Copies:
             self._epochs_at[move.id] = (move, self._epochs.of(move.to_pages))
 
     def landed(self, move: int, ok: bool) -> None:
-        """The fetch is over; a failed one gives its pages back. Any thread."""
+        """Record the end of a fetch; a failed one releases its pages. Any thread may call."""
         with self._lock:
             if ok and move in self._epochs_at:
                 self._whole.add(move)
@@ -74,11 +74,11 @@ class Copies:
                 self._drop(move)
 
     def whole(self, move: int) -> bool:
-        """The copy stands."""
+        """Return True if the copy is complete."""
         return move in self._whole
 
     def switch(self, move: Move) -> None:
-        """The copy becomes the sequence's own; raises EngineError unless whole and untouched."""
+        """Hand the copy to its sequence. Raises EngineError unless it is complete and untouched."""
         with self._lock:
             held, epochs = self._epochs_at.get(move.id, (None, ()))
             if held != move or move.id not in self._whole:
@@ -94,31 +94,34 @@ class Copies:
 
 @dataclasses.dataclass(slots=True)
 class _Fetch:
-    """A move being read: layers from `next_layer` on have not been asked for yet."""
+    """A move being read; layers from `next_layer` on are not requested yet."""
 
     order: FetchPages
     began: float
     until: float
     next_layer: int
-    reads: list[Read]
+    reads: list[PageRead]
     read_bytes: int = 0
     error: str = ""
-    stuck_at: float = 0.0  # with an error: when reads that still go on are cut off
+    stuck_at: float = 0.0  # after an error: when unfinished reads are cut off
 
 
 class Fetches:
-    """Reads of all moves of one rank. Belongs to the mover's thread.
+    """Reads of all moves of a rank. Belongs to the mover's thread.
 
-    Of each move two layers at least are under way, and more up to `ahead_bytes`: a fast link is
-    through with a few pages before anybody looks again. A move that has failed waits `patience_s`
-    for its reads to end by themselves, then breaks the connection to their source, which ends them
-    for certain. `moved_bytes`: of all reads that are over.
+    Each move reads at least two layers ahead, and more up to `readahead_bytes`: a fast link
+    finishes a few pages between polls. A failed move waits `patience_s` for its reads to end, then
+    resets the connection to their source, which ends them. `moved_bytes` counts finished reads.
     """
 
     def __init__(
-        self, transfer: Transfer, pool: Pool, ahead_bytes: int = 64 << 20, patience_s: float = 1.0
+        self,
+        transfer: Transfer,
+        pool: PagePool,
+        readahead_bytes: int = 64 << 20,
+        patience_s: float = 1.0,
     ) -> None:
-        self._transfer, self._pool, self._ahead_bytes = transfer, pool, ahead_bytes
+        self._transfer, self._pool, self._readahead_bytes = transfer, pool, readahead_bytes
         self._patience_s, self.moved_bytes = patience_s, 0
         self._fetches: dict[int, _Fetch] = {}
 
@@ -127,7 +130,7 @@ class Fetches:
         return bool(self._fetches)
 
     def begin(self, order: FetchPages, now: float) -> None:
-        """Start on a move whose target pages are reserved; failures come out of `advance`."""
+        """Start a move whose target pages are reserved; `advance` reports failures."""
         fetch = _Fetch(order, now, now + order.lease_s, self._pool.layers.start, [])
         count = len(order.move.to_pages)
         if len(order.epochs) != count:
@@ -137,20 +140,21 @@ class Fetches:
         self._fetches[order.move.id] = fetch
 
     def cancel(self, move: int, reason: str, now: float) -> None:
-        """Stop reading; `advance` reports it once every read is terminal. Unknown: nothing."""
+        """Stop reading; `advance` reports the move once all its reads are terminal. Ignores
+        unknown moves."""
         fetch = self._fetches.get(move)
         if fetch is not None:
             self._fail(fetch, reason, now)
 
     def advance(self, now: float) -> list[Fetched]:
-        """Poll, ask for further layers, and report the moves that are over."""
+        """Poll reads, request further layers, and return the moves that ended."""
         over = []
         for move, fetch in list(self._fetches.items()):
             self._poll(fetch, now)
             if now > fetch.until:
                 self._fail(fetch, f"lease of {fetch.order.lease_s:g} s ran out", now)
             if not fetch.error:
-                self._ask(fetch, now)
+                self._request(fetch, now)
             elif fetch.reads and now >= fetch.stuck_at:
                 self._transfer.reset(fetch.order.move.source)
                 self._poll(fetch, now)
@@ -160,14 +164,14 @@ class Fetches:
         return over
 
     def _poll(self, fetch: _Fetch, now: float) -> None:
-        going: list[Read] = []
+        going: list[PageRead] = []
         for read in fetch.reads:
             state = read.state()
-            if state is State.GOING:
+            if state is ReadState.PENDING:
                 going.append(read)
                 continue
             read.close()
-            if state is State.DONE:
+            if state is ReadState.DONE:
                 read_bytes = len(fetch.order.move.to_pages) * self._pool.page_bytes
                 fetch.read_bytes += read_bytes
                 self.moved_bytes += read_bytes
@@ -175,11 +179,13 @@ class Fetches:
                 self._fail(fetch, "a read failed: the source is gone or refused it", now)
         fetch.reads = going
 
-    def _ask(self, fetch: _Fetch, now: float) -> None:
+    def _request(self, fetch: _Fetch, now: float) -> None:
         move = fetch.order.move
-        ahead = max(2, self._ahead_bytes // max(1, len(move.to_pages) * self._pool.page_bytes))
+        readahead = max(
+            2, self._readahead_bytes // max(1, len(move.to_pages) * self._pool.page_bytes)
+        )
         try:
-            while len(fetch.reads) < ahead and fetch.next_layer < self._pool.layers.stop:
+            while len(fetch.reads) < readahead and fetch.next_layer < self._pool.layers.stop:
                 fetch.reads.append(
                     self._transfer.read(
                         move.source, fetch.next_layer, move.from_pages, move.to_pages
@@ -199,5 +205,5 @@ class Fetches:
         if not error and fetch.order.digests:
             ours = digests(self._pool, move.id, move.to_pages)
             if ours != fetch.order.digests:
-                error = "digests differ: the source's pages are not what was granted"
+                error = "digests differ: the source's pages are not what was leased"
         return Fetched(move.id, not error, fetch.read_bytes, now - fetch.began, error)

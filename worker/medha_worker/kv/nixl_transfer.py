@@ -1,10 +1,10 @@
-"""`Transfer` over NIXL (UCX): pages read straight out of a peer's registered pool.
+"""`Transfer` over NIXL (UCX): pages read directly from a peer's registered pool.
 
-Descriptors of both pools are prepared once per peer, from numbers that the peer told us over our
-own link; a read then names indices only. What crosses as NIXL's own is the opaque agent metadata,
-on the authenticated link. NIXL refuses addresses that the peer did not register. There is no
-progress thread (it would spin on a core): `progress` is called while this rank reads or is read.
-No other module imports nixl.
+Descriptors of both pools are prepared once per peer from addresses that the peer sent over our own
+link; a read then names indices only. NIXL's agent metadata is opaque and travels on the
+authenticated link. NIXL refuses addresses that the peer did not register. There is no progress
+thread, which would spin on a core: `progress` is called while this rank reads or is read. No other
+module imports nixl.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from nixl._api import nixl_agent, nixl_agent_config
 
 from medha.errors import EngineError, SetupError
 from medha.messages import Peer
-from medha_worker.kv.transfer import Pool, Read, State, check_peer, check_read
+from medha_worker.kv.transfer import PagePool, PageRead, ReadState, check_peer, check_read
 
-# Every error of NIXL's own; the bindings give them no ancestor of their own.
+# All errors of NIXL, whose bindings define no common base class.
 _ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
     ValueError,
@@ -31,12 +31,12 @@ _ERRORS: tuple[type[Exception], ...] = (
 
 
 class NixlTransfer:
-    """One rank's NIXL agent over its KV pool. `device`: index of the CUDA device, None on CPU.
+    """The NIXL agent of a rank over its KV pool. `device`: index of the CUDA device, None on CPU.
 
-    Raises SetupError when UCX cannot be had. The pool must outlive this object.
+    Raises SetupError if UCX is not available. The pool must outlive this object.
     """
 
-    def __init__(self, agent: str, pool: Pool, device: int | None = None) -> None:
+    def __init__(self, agent: str, pool: PagePool, device: int | None = None) -> None:
         self.agent, self._pool = agent, pool
         self._memory, self._device = ("DRAM", 0) if device is None else ("VRAM", device)
         config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
@@ -74,14 +74,15 @@ class NixlTransfer:
         self.reset(group)
 
     def reset(self, group: int) -> None:
-        """Closing the endpoint is what ends reads for certain; NIXL's cancel may let data land."""
+        """Close the endpoint, the only certain way to end reads: after NIXL's cancel data may
+        still land."""
         remote = self._peers.pop(group, None)
         if remote is not None:
-            with contextlib.suppress(*_ERRORS):  # it may be gone already, which is what we want
+            with contextlib.suppress(*_ERRORS):  # it may be gone already
                 remote.pages.release()
                 self._nixl.remove_remote_agent(remote.agent)
 
-    def read(self, group: int, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> Read:
+    def read(self, group: int, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> PageRead:
         peer = check_read(self._pool, self._known.get(group), group, layer, theirs, ours)
         remote = self._peers.get(group) or self._reach(peer)
         row = layer - self._pool.layers.start
@@ -99,20 +100,20 @@ class NixlTransfer:
             raise EngineError(f"agent {remote.agent} refuses a read: {error}") from None
 
     def progress(self) -> None:
-        """Let transfers move on that need this end's CPU."""
-        with contextlib.suppress(*_ERRORS):  # a peer that died; its reads say so themselves
+        """Drive transfers that need this end's CPU."""
+        with contextlib.suppress(*_ERRORS):  # a dead peer's reads report the failure
             self._nixl.get_new_notifs()
 
     def close(self) -> None:
-        """Disconnect from all peers and give the memory back."""
+        """Disconnect from all peers and deregister the memory."""
         for group in list(self._known):
             self.disconnect(group)
-        with contextlib.suppress(*_ERRORS):  # the process ends anyway
+        with contextlib.suppress(*_ERRORS):  # the process is ending
             self._own.release()
             self._nixl.deregister_memory(self._registered)
 
     def _prepare(self, agent: str, bases: Sequence[int], pages: int) -> Any:
-        """A descriptor per (layer, page): index = layer × pages + page."""
+        """Prepare a descriptor per (layer, page): index = layer × pages + page."""
         size = self._pool.page_bytes
         rows = np.array([(base, size, self._device, size, pages) for base in bases], np.uint64)
         return self._nixl.prep_xfer_dlist(agent, rows, self._memory)
@@ -133,27 +134,27 @@ class _Remote:
 
 
 class _NixlRead:
-    """A posted request; its state is asked for until it is terminal, then remembered."""
+    """A posted request; polled until terminal, then its state is kept."""
 
     def __init__(self, agent: Any, handle: Any) -> None:
         self._agent, self._handle = agent, handle
-        self._state = self._told(agent.transfer(handle))
+        self._state = self._state_of(agent.transfer(handle))
 
-    def state(self) -> State:
-        if self._state is State.GOING:
+    def state(self) -> ReadState:
+        if self._state is ReadState.PENDING:
             try:
-                self._state = self._told(self._agent.check_xfer_state(self._handle))
+                self._state = self._state_of(self._agent.check_xfer_state(self._handle))
             except _ERRORS:
-                self._state = State.FAILED
+                self._state = ReadState.FAILED
         return self._state
 
     def close(self) -> None:
-        with contextlib.suppress(*_ERRORS):  # NIXL frees what it could not release with the agent
+        with contextlib.suppress(*_ERRORS):  # NIXL frees the rest with the agent
             self._handle.release()
 
     @staticmethod
-    def _told(status: str) -> State:
-        return {"DONE": State.DONE, "PROC": State.GOING}.get(status, State.FAILED)
+    def _state_of(status: str) -> ReadState:
+        return {"DONE": ReadState.DONE, "PROC": ReadState.PENDING}.get(status, ReadState.FAILED)
 
 
 def _indices(pages: Sequence[int], first: int) -> npt.NDArray[np.int32]:

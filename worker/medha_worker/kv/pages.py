@@ -1,12 +1,12 @@
-"""The KV pool of one rank: tensors in pages; which page belongs to whom is decided elsewhere.
+"""The KV pool of a rank: tensors in pages. The scheduler decides which page belongs to whom.
 
 Layout HND, one block of memory for all own layers:
 
     memory  [layers, pages, 2 (key, value), kv_heads, page_tokens, head_dim]
 
 so that page `p` of a layer is one contiguous block at `bases[layer] + p × page_bytes`, and a slice
-of heads within it stays contiguous (what transfers between ranks need). In FP8 a layer's numbers
-have `scales`, which follow from the weights and so are no part of what moves.
+of heads within it stays contiguous, as transfers between ranks need. In FP8 each layer has
+`scales`, which follow from the weights and so need not move with the pages.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import math
 import mmap
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from medha.errors import SetupError
-from medha_worker.attention.scales import FP8, Scales
+from medha.errors import EngineError, SetupError
+from medha_worker.attention.fp8_scales import FP8, Scales
 
-# Where tokens are written: (page, offset in the page) of each, int64.
-Slots = tuple[torch.Tensor, torch.Tensor]
+# Page and offset in the page of each written token, int64.
+SlotMapping = tuple[torch.Tensor, torch.Tensor]
 
-
-# What the kernel calls huge, on x86 and most else.
+# Size of a huge page on x86 and most other processors.
 HUGE = 2 << 20
 
 
 class KvPages:
-    """Pages of keys and values of the layers that one rank holds.
+    """Pages of keys and values of the layers that this rank holds.
 
-    Zeroed at first: rows beyond a page's last token are masked, never trusted to be finite.
-    `scales`: of each own layer, where `dtype` is FP8. `spare`: pages beyond those that are handed
-    out, from number `pages` on; what fills a batch up to the size of a CUDA graph is written there.
-    Raises SetupError when the memory cannot be had.
+    Zeroed at first; rows beyond a page's last token are masked, never assumed finite. `scales`: one
+    per own layer if `dtype` is FP8. `spare`: extra pages, from number `pages` on, where padding
+    rows of CUDA graphs write. Raises SetupError if the memory cannot be allocated.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class KvPages:
                 f" ({str(error).splitlines()[0]}); set spec.engine.kvPages or kvMemory lower"
             ) from None
         self._pools = self.memory.unbind(0)
-        # The same memory as [pages, page_tokens, 2 · kv_heads, head_dim]: what a token's rows fill.
-        # In eights of bytes on a GPU, which stores by index number by number; and FP8 everywhere,
-        # since there is no storing by index of narrow floats.
+        # The same memory as [pages, page_tokens, 2 · kv_heads, head_dim], to write tokens. A GPU
+        # stores by index element by element, so it gets eight bytes at once; FP8 needs an integer
+        # view everywhere, as torch cannot store narrow floats by index.
         wide = (dtype == FP8 or self.memory.is_cuda) and head_dim * dtype.itemsize % 8 == 0
         self._stored = torch.int64 if wide else torch.uint8 if dtype == FP8 else dtype
         memory = self.memory.view(self._stored)
@@ -75,7 +75,7 @@ class KvPages:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of one layer."""
+        """Bytes of a page in one layer."""
         return page_bytes(self.kv_heads, self.page_tokens, self.head_dim, self.memory.dtype)
 
     @property
@@ -84,45 +84,88 @@ class KvPages:
         return tuple(self.memory[i].data_ptr() for i in range(len(self.layers)))
 
     def pool(self, layer: int) -> torch.Tensor:
-        """[pages, 2, kv_heads, page_tokens, head_dim] of model layer `layer`."""
+        """Return the pages [pages, 2, kv_heads, page_tokens, head_dim] of model layer `layer`."""
         return self._pools[layer - self.layers.start]
 
     def page(self, layer: int, page: int) -> torch.Tensor:
-        """[2, kv_heads, page_tokens, head_dim], contiguous."""
+        """Return page [2, kv_heads, page_tokens, head_dim] of a layer, contiguous."""
         return self.pool(layer)[page]
 
     def scales(self, layer: int) -> Scales | None:
-        """Of the numbers of model layer `layer`; None where they are the values themselves."""
+        """Return the FP8 scales of model layer `layer`; None if pages hold the values
+        themselves."""
         return self._scales[layer - self.layers.start] if self._scales else None
 
     def kept(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """Tokens' `rows` [n, 2 · kv_heads, head_dim], keys before values, as pages hold them."""
+        """Convert tokens' `rows` [n, 2 · kv_heads, head_dim], keys before values, to the pages'
+        type."""
         scales = self.scales(layer)
         return rows.to(self.memory.dtype) if scales is None else scales.store(rows)
 
     def write(
-        self, layer: int, kept: torch.Tensor, slots: Slots, which: torch.Tensor | None = None
+        self,
+        layer: int,
+        kept: torch.Tensor,
+        slot_mapping: SlotMapping,
+        which: torch.Tensor | None = None,
     ) -> None:
-        """Store at `slots` n tokens' rows as `kept` gave them, or those at `which` alone."""
+        """Store rows converted by `kept` at `slot_mapping`; only those at `which`, if given."""
         rows = kept.view(self._stored)
         rows = rows if which is None else rows[which]
-        self._tokens[layer - self.layers.start].index_put_(slots, rows)
+        self._tokens[layer - self.layers.start].index_put_(slot_mapping, rows)
+
+
+class PageEpochs:
+    """Epochs of a rank's pool, one per page for all layers: allocation counts that detect reuse.
+
+    A page's epoch increases whenever a sequence receives the page to write it. An unchanged (page,
+    epoch) proves that nothing wrote the page in between. A cached page that a second sequence reads
+    keeps its epoch.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self._epochs: npt.NDArray[np.int64] = np.zeros(pages, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._epochs)
+
+    def hand_out(self, pages: Sequence[int]) -> None:
+        """Increment the epochs of pages about to be written. Raises EngineError if one is out of
+        range."""
+        if pages:
+            self._epochs[self.check(pages)] += 1
+
+    def of(self, pages: Sequence[int]) -> tuple[int, ...]:
+        """Return the epochs of these pages. Raises EngineError if one is out of range."""
+        return tuple(self._epochs[self.check(pages)].tolist())
+
+    def check(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return the pages as an index. Raises EngineError if one is out of range or repeated."""
+        index = np.asarray(pages, dtype=np.int64)
+        if len(index) and not (index.min() >= 0 and index.max() < len(self._epochs)):
+            wrong = next(p for p in pages if not 0 <= p < len(self._epochs))
+            raise EngineError(f"page {wrong} is out of range: the pool has {len(self._epochs)}")
+        if len(np.unique(index)) != len(index):
+            raise EngineError(f"pages {tuple(pages)} repeat a page: all must be distinct")
+        return index
 
 
 def page_bytes(kv_heads: int, page_tokens: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one page of one layer."""
+    """Return the bytes of a page in one layer."""
     return 2 * kv_heads * page_tokens * head_dim * dtype.itemsize
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeroed memory; on the CPU in huge pages where it fills some and the kernel has them: what
-    another process reads of it comes half as fast again, or faster, as the kernel copies by page.
+    """Allocate zeroed memory, on the CPU in huge pages where it is large enough.
+
+    Other processes read huge pages at least 1.5 times as fast, since the kernel copies page by
+    page.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device=device)
     whole = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages has others
+    with contextlib.suppress(OSError):  # without huge pages, ordinary ones serve
         whole.madvise(mmap.MADV_HUGEPAGE)
     rows = torch.frombuffer(whole, dtype=torch.uint8)
     first = -rows.data_ptr() % HUGE

@@ -1,10 +1,9 @@
-"""The seam through which pages of KV cross between ranks, and its in-memory twin.
+"""Interface by which KV pages cross between ranks, and its in-memory implementation.
 
-The taker READs: it writes only its own pages, so that whatever it read can be judged afterwards by
-owner, epoch and digest (see `grants` and `fetches`), and a dead or stale owner can spoil nothing.
-Peers tell each other numbers (base addresses, page size, page count); a reference is checked
-against them before anything moves. A read runs in the background until it is terminal; only then
-may the pages at either end be used for something else.
+The target READs: it writes only its own pages, so it can verify what it read by owner, epoch and
+digest (see `page_leases` and `fetches`), and a dead or stale source can corrupt nothing. Peers
+exchange numbers (base addresses, page size, page count), and every read is checked against them. A
+read runs in the background until it is terminal; only then may the pages at either end be reused.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from medha.messages import Peer
 DIGEST_BYTES = 8
 
 
-class State(enum.Enum):
-    """Of a read: under way, or terminal in one of two ways."""
+class ReadState(enum.Enum):
+    """State of a read: in progress, or terminal in one of two ways."""
 
-    GOING = "going"
+    PENDING = "going"
     DONE = "done"
     FAILED = "failed"
 
 
-class Pool(Protocol):
-    """What transfers need of the KV pool (`kv.pages.KvPages`)."""
+class PagePool(Protocol):
+    """The part of the KV pool that transfers need (`kv.pages.KvPages`)."""
 
     layers: range
     pages: int
@@ -46,54 +45,56 @@ class Pool(Protocol):
     def page(self, layer: int, page: int) -> torch.Tensor: ...
 
 
-class Read(Protocol):
-    """Pages of one layer on their way from a peer."""
+class PageRead(Protocol):
+    """A read of pages of one layer from a peer."""
 
-    def state(self) -> State: ...
+    def state(self) -> ReadState: ...
 
     def close(self) -> None:
-        """Free its resources; only once terminal."""
+        """Free the read's resources; call only once it is terminal."""
         ...
 
 
 class Transfer(Protocol):
-    """One rank's end. All calls belong to one thread."""
+    """The transfer endpoint of a rank. All calls belong to one thread."""
 
     agent: str
     metadata: bytes
 
     def connect(self, peer: Peer) -> None:
-        """Learn how to reach the rank of a group, replacing what was known of that group.
+        """Register the rank of a group, replacing an earlier one of that group.
 
-        Raises EngineError when its pages differ in size or layers, or its metadata is refused.
+        Raises EngineError if its pages differ in size or layers, or its metadata is refused.
         """
         ...
 
     def disconnect(self, group: int) -> None:
-        """The group's rank is gone: its reads fail. Unknown groups are ignored."""
+        """Remove the group's rank: its reads fail. Ignores unknown groups."""
         ...
 
     def reset(self, group: int) -> None:
-        """Break the connection, so that reads from the group are terminal at once and nothing of
-        theirs lands later; the next read connects anew."""
+        """Break the connection, so that reads from the group end at once and no data lands later.
+
+        The next read connects again.
+        """
         ...
 
-    def read(self, group: int, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> Read:
-        """Begin to copy pages `theirs` of a group's model layer `layer` into pages `ours`.
+    def read(self, group: int, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> PageRead:
+        """Start copying pages `theirs` of a group's model layer `layer` into pages `ours`.
 
-        Raises EngineError when the group is not connected, or a page or layer is out of range.
+        Raises EngineError if the group is not connected, or a page or layer is out of range.
         """
         ...
 
     def progress(self) -> None:
-        """Let reads move on that need this end's CPU, its own and its peers'."""
+        """Drive reads that need this end's CPU: its own and its peers'."""
         ...
 
     def close(self) -> None: ...
 
 
-def check_peer(peer: Peer, pool: Pool) -> None:
-    """Raises EngineError unless the peer's pages look like the pool's."""
+def check_peer(peer: Peer, pool: PagePool) -> None:
+    """Raise EngineError unless the peer's pages match the pool's."""
     if peer.page_bytes != pool.page_bytes or len(peer.bases) != len(pool.layers) or peer.pages < 1:
         raise EngineError(
             f"peer {peer.agent} of group {peer.group} has {len(peer.bases)} layers of {peer.pages} "
@@ -103,16 +104,22 @@ def check_peer(peer: Peer, pool: Pool) -> None:
 
 
 def check_read(
-    pool: Pool, peer: Peer | None, group: int, layer: int, theirs: Sequence[int],
+    pool: PagePool,
+    peer: Peer | None,
+    group: int,
+    layer: int,
+    theirs: Sequence[int],
     ours: Sequence[int],
-) -> Peer:  # fmt: skip
-    """The peer to read from; raises EngineError for whatever does not exist."""
+) -> Peer:
+    """Return the peer to read from. Raises EngineError if a group, layer or page does not exist."""
     if peer is None:
         raise EngineError(f"group {group} is not connected: its Peer message must come first")
     if layer not in pool.layers:
         raise EngineError(f"layer is {layer}: this rank holds {pool.layers}")
     if len(theirs) != len(ours) or not ours:
-        raise EngineError(f"{len(theirs)} pages were to be read into {len(ours)}: must be equal")
+        raise EngineError(
+            f"{len(theirs)} source pages for {len(ours)} target pages: must be equal, at least 1"
+        )
     for name, pages, count in (("source", theirs, peer.pages), ("target", ours, pool.pages)):
         wrong = [page for page in pages if not 0 <= page < count]
         if wrong:
@@ -121,19 +128,19 @@ def check_read(
 
 
 def digest(page: torch.Tensor) -> bytes:
-    """Eight bytes that name a page's content (SHA-256: processors have instructions for it)."""
+    """Return eight bytes that identify a page's content (SHA-256, which processors accelerate)."""
     content = page.contiguous().view(torch.uint8).cpu().numpy()
     return hashlib.sha256(content.data).digest()[:DIGEST_BYTES]
 
 
 def sampled_layers(move: int, pages: int, layers: range) -> list[int]:
-    """For each page of a move the layer whose digest both ends compare; the same at both."""
+    """Return, for each page of a move, the layer whose digest both ends compare."""
     draws = (hashlib.blake2b(f"{move}:{i}".encode(), digest_size=8).digest() for i in range(pages))
     return [layers[int.from_bytes(draw, "little") % len(layers)] for draw in draws]
 
 
-def digests(pool: Pool, move: int, pages: Sequence[int]) -> bytes:
-    """The sampled digests of a move's pages, in the move's order."""
+def digests(pool: PagePool, move: int, pages: Sequence[int]) -> bytes:
+    """Return the sampled digests of a move's pages, in the move's order."""
     layers = sampled_layers(move, len(pages), pool.layers)
     return b"".join(
         digest(pool.page(layer, page)) for layer, page in zip(layers, pages, strict=True)
@@ -142,10 +149,10 @@ def digests(pool: Pool, move: int, pages: Sequence[int]) -> bytes:
 
 @dataclasses.dataclass(eq=False)
 class MemoryWorld:
-    """Where in-memory twins meet: agents by name, and faults to play.
+    """Meeting place of in-memory transfers: agents by name, and injected faults.
 
-    `steps`: polls that a read takes. `dead`: agents from which reads fail; `silent`: agents from
-    which reads never end by themselves.
+    `steps`: polls that a read takes. Reads from `dead` agents fail; reads from `silent` agents
+    never end by themselves.
     """
 
     steps: int = 1
@@ -155,9 +162,9 @@ class MemoryWorld:
 
 
 class MemoryTransfer:
-    """`Transfer` inside one process: the same checks, copies between tensors."""
+    """`Transfer` inside one process: the same checks, and copies between tensors."""
 
-    def __init__(self, agent: str, pool: Pool, world: MemoryWorld) -> None:
+    def __init__(self, agent: str, pool: PagePool, world: MemoryWorld) -> None:
         self.agent, self.metadata = agent, agent.encode()
         self._pool, self._world = pool, world
         self._peers: dict[int, Peer] = {}
@@ -176,7 +183,7 @@ class MemoryTransfer:
     def reset(self, group: int) -> None:
         self._resets[group] = self._resets.get(group, 0) + 1
 
-    def read(self, group: int, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> Read:
+    def read(self, group: int, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> PageRead:
         peer = check_read(self._pool, self._peers.get(group), group, layer, theirs, ours)
         source = self._world.agents[peer.metadata.decode()]
         row = layer - self._pool.layers.start
@@ -189,18 +196,18 @@ class MemoryTransfer:
         return _MemoryRead(self, peer, copies, self._world)
 
     def progress(self) -> None:
-        """Nothing needs this end."""
+        """Do nothing: copies need no help of this end."""
 
     def close(self) -> None:
         self._peers.clear()
 
     def link(self, group: int) -> tuple[Peer | None, int]:
-        """Changes when the connection to a group does."""
+        """Return a value that changes whenever the connection to a group changes."""
         return self._peers.get(group), self._resets.get(group, 0)
 
 
 class _MemoryRead:
-    """Copies a part of its pages at each poll."""
+    """A read that copies a part of its pages at each poll."""
 
     def __init__(
         self,
@@ -210,20 +217,23 @@ class _MemoryRead:
         world: MemoryWorld,
     ) -> None:
         self._owner, self._peer, self._copies, self._world = owner, peer, copies, world
-        self._each = -(-len(copies) // max(1, world.steps))
+        self._pages_per_poll = -(-len(copies) // max(1, world.steps))
         self._link = owner.link(peer.group)
 
-    def state(self) -> State:
+    def state(self) -> ReadState:
         if not self._copies:
-            return State.DONE
+            return ReadState.DONE
         if self._peer.agent in self._world.dead or self._link != self._owner.link(self._peer.group):
-            return State.FAILED
+            return ReadState.FAILED
         if self._peer.agent in self._world.silent:
-            return State.GOING
-        now, self._copies = self._copies[: self._each], self._copies[self._each :]
+            return ReadState.PENDING
+        now, self._copies = (
+            self._copies[: self._pages_per_poll],
+            self._copies[self._pages_per_poll :],
+        )
         for theirs, ours in now:
             ours.copy_(theirs)
-        return State.GOING if self._copies else State.DONE
+        return ReadState.PENDING if self._copies else ReadState.DONE
 
     def close(self) -> None:
         self._copies = []

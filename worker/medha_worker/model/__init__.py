@@ -1,1 +1,1 @@
-"""Model families, one file each, readable beside the paper."""
+"""Decoder models: families, configuration, layers and arithmetic, named as in the papers."""

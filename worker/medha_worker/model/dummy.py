@@ -1,9 +1,9 @@
-"""Weights drawn at random instead of read: for benchmarks of speed, with config.json alone.
+"""Random weights instead of read ones, for speed benchmarks with config.json alone.
 
-Stands where `weights.Checkpoint` does, so the same code slices, fuses and lays out what it draws.
-Products keep the spread of their inputs, norms are about one: nothing overflows or vanishes in any
-type. The same name and slice give the same numbers; slices of different shards are no parts of one
-tensor, and what comes out means nothing.
+Replaces `weights.Checkpoint`, so the same code slices, fuses and lays out the weights. Products
+keep the spread of their inputs and norms are about one, so nothing overflows or vanishes in any
+type. The same name and slice give the same numbers, but slices of different shards do not form one
+tensor, and outputs have no meaning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class DummyCheckpoint:
-    """Has every tensor that is asked for. `folder`: of config.json, for messages alone."""
+    """A checkpoint that has every tensor. `folder`, of config.json, appears in messages only."""
 
     def __init__(self, folder: pathlib.Path, device: torch.device | str = "cpu") -> None:
         self.folder, self._device = folder, device
@@ -26,12 +26,12 @@ class DummyCheckpoint:
     def __contains__(self, name: str) -> bool:
         return True
 
-    def slice(self, name: str, shape: Sequence[int]) -> Drawn:
-        return Drawn(name, tuple(shape), self._device)
+    def slice(self, name: str, shape: Sequence[int]) -> RandomTensor:
+        return RandomTensor(name, tuple(shape), self._device)
 
 
-class Drawn:
-    """A tensor of which any slice can be drawn; speaks as a slice of safetensors does."""
+class RandomTensor:
+    """A tensor with random slices; has the interface of a safetensors slice."""
 
     def __init__(self, name: str, shape: tuple[int, ...], device: torch.device | str) -> None:
         self._name, self._shape, self._device = name, shape, device
@@ -41,7 +41,7 @@ class Drawn:
 
     def __getitem__(self, cut: slice | tuple[slice, ...]) -> torch.Tensor:
         cuts = cut if isinstance(cut, tuple) else (cut,)
-        spans = [one.indices(size) for one, size in zip(cuts, self._shape, strict=True)]
+        spans = [part.indices(size) for part, size in zip(cuts, self._shape, strict=True)]
         seed = zlib.crc32(f"{self._name} {spans}".encode())
         dice = torch.Generator(self._device).manual_seed(seed)
         size = [stop - start for start, stop, _ in spans]

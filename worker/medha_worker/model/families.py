@@ -1,8 +1,8 @@
-"""Where the families of decoder-only models differ: Llama, Qwen2 and 2.5, Qwen3, Mistral.
+"""Differences between the served model families: Llama, Qwen2 and 2.5, Qwen3, Mistral.
 
-All are the same layers (see `decoder`). A family says what its config.json means where that is
-silent, and which parts it adds: biases of query, key and value, a norm of each head's query and key
-before they are rotated, a window of tokens beyond which a layer's rows do not look back.
+All share the same layers (see `decoder`). A family defines the defaults of its config.json and the
+parts it adds: biases of query, key and value, a norm of each head's query and key before rotation,
+an attention window.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from medha.errors import CheckpointError
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_tokens`, `kv_heads`, `head_dim`: what config.json means when it does not say (None: as
-    many as heads; hidden / heads).
+    """Defaults and added parts of a family.
 
-    `biases`: "qkv" always has those three, "chosen" has what attention_bias and mlp_bias say.
+    `max_tokens`, `kv_heads`, `head_dim`: defaults of config.json (None: as many as heads; hidden /
+    heads). `biases`: "qkv" always has those three, "chosen" follows attention_bias and mlp_bias.
     `windowed`: "all" layers by sliding_window, or "late": from max_window_layers on, if
     use_sliding_window.
     """
@@ -36,20 +36,25 @@ FAMILIES = {
     "llama": Family(max_tokens=2048, biases="chosen"),
     "qwen2": Family(max_tokens=32_768, kv_heads=32, biases="qkv", windowed="late"),
     "qwen3": Family(
-        max_tokens=32_768, kv_heads=32, head_dim=128, biases="chosen", head_norms=True,
+        max_tokens=32_768,
+        kv_heads=32,
+        head_dim=128,
+        biases="chosen",
+        head_norms=True,
         windowed="late",
     ),
     "mistral": Family(max_tokens=131_072, kv_heads=8, windowed="all"),
-}  # fmt: skip
+}
 
-# What sliding_window and max_window_layers are where config.json does not say.
+# Defaults of sliding_window and max_window_layers.
 WINDOW, WINDOWED_FROM = 4096, 28
 
 KINDS = ("full_attention", "sliding_attention")
 
 
 def family_of(path: pathlib.Path, raw: dict[str, Any]) -> Family:
-    """The family that config.json `raw` names; raises CheckpointError for what is not served."""
+    """Return the family that config.json `raw` names. Raises CheckpointError if it is not
+    served."""
     name = raw.get("model_type", "llama")
     if name not in FAMILIES:
         raise CheckpointError(
@@ -69,11 +74,16 @@ def family_of(path: pathlib.Path, raw: dict[str, Any]) -> Family:
                 " have no such choice; fetch the file again"
             )
     for key, what in (
-        ("quantization_config", "quantised weights are not served; use the bfloat16 or float32"
-         " checkpoint"),
-        ("dual_chunk_attention_config", "attention in dual chunks is not served; remove it from"
-         " the file to serve the contexts that the model was trained at"),
-    ):  # fmt: skip
+        (
+            "quantization_config",
+            "quantised weights are not served; use the bfloat16 or float32 checkpoint",
+        ),
+        (
+            "dual_chunk_attention_config",
+            "attention in dual chunks is not served; remove it from"
+            " the file to serve the contexts that the model was trained at",
+        ),
+    ):
         if raw.get(key):
             raise CheckpointError(f"{path}: {key} is set: must be absent, as {what}")
     return family
@@ -82,7 +92,8 @@ def family_of(path: pathlib.Path, raw: dict[str, Any]) -> Family:
 def windows_of(
     path: pathlib.Path, raw: dict[str, Any], family: Family, layers: int
 ) -> tuple[int, ...]:
-    """Tokens that a row of each layer sees, its own included (0: all); () when all see all."""
+    """Return the window of each layer in tokens, a row's own included (0: all); () if none has
+    one."""
     window = raw.get("sliding_window", WINDOW)
     if family.windowed == "none" or window is None:
         window = 0
@@ -100,7 +111,7 @@ def windows_of(
 def _kinds(
     path: pathlib.Path, raw: dict[str, Any], family: Family, layers: int, windowed: bool
 ) -> list[bool]:
-    """Which layers have the window: layer_types says, or else the family's rule."""
+    """Return which layers have the window, by layer_types or else by the family's rule."""
     first = raw.get("max_window_layers", WINDOWED_FROM) if family.windowed == "late" else 0
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
         raise CheckpointError(
@@ -116,10 +127,10 @@ def _kinds(
             f"{path}: layer_types must hold one of {' or '.join(KINDS)} for each of {layers}"
             " layers; fetch the file again"
         )
-    told = [kind == KINDS[1] for kind in given]
-    if told != ruled and (family.windowed != "late" or not windowed):
+    windowed_layers = [kind == KINDS[1] for kind in given]
+    if windowed_layers != ruled and (family.windowed != "late" or not windowed):
         raise CheckpointError(
-            f"{path}: layer_types has a window in {sum(told)} of {layers} layers: must have it in"
-            f" {sum(ruled)}, as sliding_window says; fetch the file again"
+            f"{path}: layer_types has a window in {sum(windowed_layers)} of {layers} layers:"
+            f" must have it in {sum(ruled)}, as sliding_window says; fetch the file again"
         )
-    return told
+    return windowed_layers

@@ -1,29 +1,32 @@
-"""What a TP shard holds of a decoder layer: weights as plain tensors, math beside them.
+"""Weights of a decoder layer's TP shard, and the arithmetic on them in torch or FlashInfer.
 
-Projection weights are kept [in, out], the transpose of the checkpoint's: on CPU a product of few
-rows with that layout runs 1.4 times as fast, and large ones do not mind. Wide ones are kept as
-panels of columns, each contiguous: read in one stream they come from memory 1.5 times as fast.
-On a GPU a weight is seen as [in, out] through the checkpoint's own layout, which is what its
-kernels are tuned for.
+Projection weights are stored [in, out], the transpose of the checkpoint's: on a CPU a product of
+few rows is 1.4 times as fast that way, and large ones are not slower. Wide weights are stored as
+contiguous panels of columns, which read from memory 1.5 times as fast. On a GPU a weight is a
+transposed view of the checkpoint's layout, which its kernels are tuned for.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
-# Outputs from which on a weight is kept in panels, and the least width of one.
+from medha_worker.flashinfer import Library
+from medha_worker.model.rope import rotate
+
+# Least number of outputs of a paneled weight, and least width of a panel.
 WIDE, PANEL = 512, 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Linear:
-    """x·W + b with `weight` [in, out], or [panels, in, out / panels] as `paneled` makes it.
+    """x·W + b with `weight` [in, out], or [panels, in, out / panels] from `paneled`.
 
-    `rows`: how many each product has, the last filled up with zeros, so that a GPU takes the same
-    kernel for any batch and a row's bits depend on it alone; 0: all at once.
+    `rows`: rows per product, the last padded with zeros, so that a GPU uses the same kernel for any
+    batch and a row's bits depend on it alone; 0: all rows at once.
     """
 
     weight: torch.Tensor
@@ -53,12 +56,12 @@ class Linear:
             sum_.add_(self.bias)
 
     def by_output(self) -> torch.Tensor:
-        """The weight as [out, in]."""
+        """Return the weight as [out, in]."""
         weight = self.weight
         return weight.t() if weight.ndim == 2 else weight.transpose(1, 2).flatten(0, 1)
 
     def _in_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """x·W, from memory of its own: kernels are chosen by alignment too."""
+        """Compute x·W from a fresh buffer, since kernels are also selected by alignment."""
         count = -(-len(x) // self.rows) * self.rows
         filled = x.new_zeros(count, x.shape[1])
         filled[: len(x)] = x
@@ -69,14 +72,16 @@ class Linear:
         return out[: len(x)]
 
     def _by_panel(self, out: torch.Tensor) -> torch.Tensor:
-        """`out` [rows, out] seen as [panels, rows, out / panels]."""
+        """View `out` [rows, out] as [panels, rows, out / panels]."""
         return out.view(len(out), len(self.weight), -1).transpose(0, 1)
 
 
 def paneled(weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """`weight` [in, out] as a Linear keeps it: contiguous, in panels where that pays (float32 on a
-    CPU). No panel holds columns of two of the equal `parts`. Elsewhere its transpose is
-    contiguous."""
+    """Return `weight` [in, out] in the layout of a Linear.
+
+    On a CPU: contiguous, in panels for wide float32 weights; no panel spans two of the equal
+    `parts`. Elsewhere the transpose is contiguous.
+    """
     inputs, outputs = weight.shape
     if not weight.is_cpu:
         return weight if weight.t().is_contiguous() else weight.t().contiguous().t()
@@ -90,7 +95,8 @@ def paneled(weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
 def blank(
     inputs: int, outputs: int, dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
-    """An unfilled weight [in, out], laid out so that `paneled` need not copy it on a GPU."""
+    """Return an uninitialised weight [in, out], laid out so that `paneled` need not copy it on a
+    GPU."""
     if torch.device(device).type == "cpu":
         return torch.empty(inputs, outputs, dtype=dtype)
     return torch.empty(outputs, inputs, dtype=dtype, device=device).t()
@@ -98,14 +104,13 @@ def blank(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's share of a shard.
+    """A shard's weights of one layer; all counts are the shard's.
 
-    `qkv` [hidden, (heads + 2·kv_heads)·head_dim]: query, key, value side by side, those of query
-    and key with the halves of each head `interleaved`; `out` [heads·head_dim, hidden]; `gate_up`
-    [hidden, 2·intermediate], no panel in both; `down` [intermediate, hidden].
-    `head_norms` [heads + kv_heads, head_dim]: of queries and keys, `interleaved` like them; None in
-    families without.
-    Counts are the shard's. A row-parallel bias (`out`, `down`) is held by shard 0 alone.
+    `qkv` [hidden, (heads + 2·kv_heads)·head_dim]: query, key, value side by side, with the halves
+    of each query and key head `interleaved`; `out` [heads·head_dim, hidden]; `gate_up` [hidden,
+    2·intermediate], no panel in both; `down` [intermediate, hidden]. `head_norms` [heads +
+    kv_heads, head_dim]: of queries and keys, `interleaved` too; None in families without. Shard 0
+    alone holds row-parallel biases (`out`, `down`).
     """
 
     attention_norm: torch.Tensor
@@ -118,14 +123,16 @@ class LayerWeights:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """x / √(mean x² + ε) · weight over the last dimension; the mean in float32, as `eps` is."""
+    """Return x / √(mean x² + ε) · weight over the last dimension; the mean is float32, like
+    `eps`."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return torch.mul(x, scale).to(x.dtype).mul_(weight)
 
 
 def gated(gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
-    """silu(gate x) · up x [rows, intermediate], gate and up side by side in `gate_up`."""
+    """Return silu(gate x) · up x [rows, intermediate], with gate and up side by side in
+    `gate_up`."""
     weight, bias = gate_up.weight, gate_up.bias
     if weight.ndim == 2:
         gate, up = gate_up(x).chunk(2, dim=-1)
@@ -138,3 +145,85 @@ def gated(gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(len(x), len(up) * width)
     torch.mul(functional.silu(gate), up, out=out.view(len(x), -1, width).transpose(0, 1))
     return out
+
+
+class Arithmetic(Protocol):
+    """Norms, rotation and activation of a layer, for its model's ε and head size.
+
+    On a GPU each of these is one FlashInfer launch instead of three to six in torch. Both compute
+    the same; narrow types are rounded at different places.
+    """
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMS norm over the last dimension; `weight` is [dim], or [heads, dim] per head."""
+        ...
+
+    def turns(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Return the rotary factors for `rotate`, from float32 [rows, 1, head_dim / 2] each."""
+        ...
+
+    def rotate(self, turned: torch.Tensor, heads: int, turns: torch.Tensor) -> None:
+        """Rotate queries (the first `heads`) and keys in place: interleaved [rows, heads +
+        kv_heads, head_dim]."""
+        ...
+
+    def gated(self, gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate x) · up x."""
+        ...
+
+
+class TorchArithmetic:
+    """Plain torch."""
+
+    def __init__(self, eps: float, at: torch.device | str = "cpu") -> None:
+        self._eps = torch.tensor(eps, device=at)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, self._eps)
+
+    def turns(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return torch.complex(cos, sin)
+
+    def rotate(self, turned: torch.Tensor, heads: int, turns: torch.Tensor) -> None:
+        rotate(turned, turns)
+
+    def gated(self, gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
+        return gated(gate_up, x)
+
+
+class FusedArithmetic:
+    """FlashInfer's kernels; rotary factors are [rows, head_dim], cosines before sines, float32."""
+
+    def __init__(self, library: Library, eps: float, at: torch.device | str) -> None:
+        self._library, self._eps = library, eps
+        # Row numbers, in growing lengths; never replaced, as CUDA graphs keep their addresses.
+        self._counts = [torch.arange(256, device=at)]
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if weight.ndim == 1:
+            return self._library.rmsnorm(x, weight, self._eps)
+        # Per head. torch's own sums depend on the number of rows.
+        heads = x.reshape(-1, x.shape[-1])
+        ones = torch.ones_like(weight[0])
+        return self._library.rmsnorm(heads, ones, self._eps).view(x.shape).mul_(weight)
+
+    def turns(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return torch.cat((cos, sin), dim=-1).squeeze(1)
+
+    def rotate(self, turned: torch.Tensor, heads: int, turns: torch.Tensor) -> None:
+        rows, _, dim = turned.shape
+        if rows > len(self._counts[-1]):
+            self._counts.append(torch.arange(2 * rows, device=turned.device))
+        numbers = next(count[:rows] for count in self._counts if rows <= len(count))
+        # The table has a line per row, so any scaling of angles works.
+        self._library.apply_rope_with_cos_sin_cache_inplace(
+            numbers,
+            turned[:, :heads].flatten(1),
+            turned[:, heads:].flatten(1),
+            dim,
+            turns,
+            is_neox=False,
+        )
+
+    def gated(self, gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self._library.silu_and_mul(gate_up(x))

@@ -1,8 +1,8 @@
 """Rotary positions: frequencies of every scaling kind, and the rotation of queries and keys.
 
-Position p turns pair (i, i + d/2) of a head by p·f_i, f_i = θ^(−2i/d). Weights are loaded with the
-two of a pair side by side, as one complex number, so that a turn is one product; scores stay as
-they are, since queries and keys are ordered alike. f is scaled by kind:
+Position p turns pair (i, i + d/2) of a head by p·f_i, f_i = θ^(−2i/d). Weights are loaded with
+pairs adjacent, as complex numbers, so that a turn is one product; scores do not change, since
+queries and keys are ordered alike. f is scaled by kind:
 
 * linear: f / s.   * llama3: f / s for long wavelengths, f for short ones, smooth between.
 * yarn (arXiv 2309.00071): f / s below β_slow turns over the trained length, f above β_fast, a ramp
@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from medha_worker.model.config import Rope
+from medha_worker.model.decoder_config import Rope
 
 
 class Rotary:
-    """Cosines and sines of the rows of a step, where their positions are."""
+    """Rotary cosines and sines for the rows of a step, on the device."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class Rotary:
     def angles(
         self, positions: torch.Tensor, spans: Sequence[tuple[int, int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each float32 [rows, 1, head_dim / 2], for `positions` [rows].
+        """Return (cos, sin), each float32 [rows, 1, head_dim / 2], for `positions` [rows].
 
-        `spans`: (length in rows, rope_tokens) of the step's chunks in row order; rope_tokens
-        matters to dynamic NTK alone.
+        `spans`: (rows, rope_tokens) of the step's chunks in row order; only dynamic NTK uses
+        rope_tokens.
         """
         turns = positions.to(torch.float32).unsqueeze(1)
         if self.rope.kind == "dynamic":
@@ -59,8 +59,11 @@ class Rotary:
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def turns(self, positions: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """`angles` as the rotation takes them: complex64 [rows, 1, head_dim / 2] cos + i·sin, or
-        what else `kept` makes of both."""
+        """Return `angles` as rotary factors for the rotation.
+
+        By default complex64 [rows, 1, head_dim / 2], cos + i·sin; `kept` may convert them
+        otherwise.
+        """
         return self._kept(*self.angles(positions, spans))
 
     def _of_length(self, tokens: int) -> torch.Tensor:
@@ -70,24 +73,26 @@ class Rotary:
 
 
 def interleaved(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows [heads · head_dim, …] of a checkpoint with pairs (i, i + head_dim / 2) of each head side
-    by side."""
+    """Return checkpoint rows [heads · head_dim, …] with pairs (i, i + head_dim / 2) of each head
+    adjacent."""
     halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def rotate(x: torch.Tensor, turns: torch.Tensor) -> None:
-    """Rotate interleaved `x` [rows, heads, head_dim] in place by `turns`, complex64 [rows, 1,
-    head_dim / 2] cos + i·sin."""
+    """Rotate interleaved `x` [rows, heads, head_dim] in place.
+
+    `turns`: complex64 [rows, 1, head_dim / 2], cos + i·sin.
+    """
     pairs = x.view(*x.shape[:-1], -1, 2)
     if x.dtype == torch.float32:
         torch.view_as_complex(pairs).mul_(turns)
-    else:  # there are no complex numbers of narrow types
+    else:  # torch has no complex numbers of narrow types
         pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(turns)))
 
 
 def frequencies(rope: Rope, head_dim: int, tokens: int) -> torch.Tensor:
-    """f [head_dim / 2] float32 of a sequence of `tokens` (which only dynamic NTK looks at)."""
+    """Return f [head_dim / 2] float32 for a sequence of `tokens` (used only by dynamic NTK)."""
     theta = rope.theta
     if rope.kind == "dynamic":
         ratio = max(tokens, rope.original_tokens) / rope.original_tokens
@@ -105,7 +110,7 @@ def frequencies(rope: Rope, head_dim: int, tokens: int) -> torch.Tensor:
 
 
 def _llama3(rope: Rope, f: torch.Tensor) -> torch.Tensor:
-    """Share of the unscaled frequency: 0 below low_freq_factor turns, 1 above high_freq_factor."""
+    """Blend by wavelength: scaled below low_freq_factor turns, unscaled above high_freq_factor."""
     turns = rope.original_tokens * f / (2 * math.pi)
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
@@ -114,7 +119,7 @@ def _llama3(rope: Rope, f: torch.Tensor) -> torch.Tensor:
 
 def _yarn(rope: Rope, f: torch.Tensor, head_dim: int) -> torch.Tensor:
     def pair_of(turns: float) -> float:
-        """The (fractional) pair that makes `turns` turns over the trained length."""
+        """Return the (fractional) pair that makes `turns` turns over the trained length."""
         wave = rope.original_tokens / (turns * 2 * math.pi)
         return head_dim * math.log(wave) / (2 * math.log(rope.theta))
 

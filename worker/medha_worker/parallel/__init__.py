@@ -1,1 +1,3 @@
-"""How ranks work together: TP shards, SPP stages, KVP groups and their generations."""
+"""Process groups, tensor and pipeline parallelism, and exchange of partial attention between
+groups.
+"""

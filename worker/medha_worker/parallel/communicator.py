@@ -1,12 +1,11 @@
-"""A fixed set of ranks that exchange tensors: gloo, or NCCL between GPUs, behind one door.
+"""A fixed set of ranks that exchange tensors, over gloo or (between GPUs) NCCL.
 
-torch's default world cannot grow, so there is no `init_process_group` and no `new_group` here: each
-communicator is a process group of its own on a prefixed store, made by `join`. It offers
-point-to-point messages and the exchange of one tensor per peer; sums are built from exchanges in
-rank order, so every member gets the same bits. It knows neither groups, stages nor generations
-(`mesh` does), and it never retries: a lost peer is `PeerLost`, at once or after the timeout. NCCL's
-messages are launched like all work of a GPU, so there the peer's silence shows where the host waits
-for the device (`device`), and an exchange is one grouped launch, so that no two can cross.
+torch's default process group cannot grow, so each communicator is a process group of its own on a
+prefixed store, made by `join`. It offers point-to-point messages and the exchange of one tensor per
+peer. Sums are built from exchanges in rank order, so every member gets the same bits. `mesh` gives
+it meaning. It never retries: a lost peer raises PeerLost, at once or after the timeout. NCCL sends
+are GPU work like any other, so there a silent peer shows where the host waits for the device. An
+NCCL exchange is one grouped launch, so two exchanges cannot cross.
 """
 
 from __future__ import annotations
@@ -14,46 +13,40 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroupGloo, Work
 
 from medha.errors import EngineError
+from medha_worker.device import ComputeDevice
+from medha_worker.parallel.collectives import PeerLost
 
-if TYPE_CHECKING:
-    from medha_worker.device import Device
-
-# A tag that no exchange uses: receiving it can only time out, which closes every connection.
+# No exchange uses this tag: a receive can only time out, which closes every connection.
 _ABORT_TAG = 0x7FFF_FFFF
 
 
-class PeerLost(EngineError):
-    """A member of a communicator is gone, silent, or the communicator was aborted."""
-
-
 class Pending(Protocol):
-    """A message under way."""
+    """A message in flight."""
 
     def wait(self) -> None:
-        """Until it has arrived or left; raises PeerLost."""
+        """Block until the message has arrived or left. Raises PeerLost."""
         ...
 
 
-# torch's stubs lack what every backend has: send, recv, the private options with a timeout.
+# torch's stubs lack send, recv and the private options with a timeout.
 _Gloo: Any = ProcessGroupGloo
 
 
 class Communicator:
-    """Members 0 … size − 1 joined under one name; this process is `rank`.
+    """Members 0 … size − 1 that joined under one name; this process is `rank`.
 
-    All calls but `abort` belong to one thread. Messages between two members arrive in the order in
-    which they were sent under one tag. `device`: whose tensors NCCL exchanges;
-    None: gloo does.
+    All calls but `abort` belong to one thread. Messages between two members with one tag arrive in
+    order. `device` is the GPU whose tensors NCCL exchanges; None for gloo.
     """
 
-    def __init__(self, name: str, group: Any, device: Device | None = None) -> None:
+    def __init__(self, name: str, group: Any, device: ComputeDevice | None = None) -> None:
         self.name, self.rank, self.size = name, int(group.rank()), int(group.size())
         self._group, self._device = group, device
         self._aborted = threading.Event()
@@ -66,7 +59,7 @@ class Communicator:
         return self._aborted.is_set()
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Pending:
-        """Begin to send; `tensor` (contiguous) must live unchanged until `wait` returned."""
+        """Start sending; `tensor` (contiguous) must stay unchanged until `wait` has returned."""
         self._check(to)
         try:
             return _Message(self, self._group.send([tensor], to, tag), to)
@@ -74,7 +67,7 @@ class Communicator:
             raise self._lost(to, error) from None
 
     def receive(self, into: torch.Tensor, source: int, tag: int = 0) -> Pending:
-        """Begin to receive into `into` (contiguous), whose size must equal what is sent."""
+        """Start receiving into `into` (contiguous), whose size must equal the sent tensor's."""
         self._check(source)
         try:
             return _Message(self, self._group.recv([into], source, tag), source)
@@ -84,7 +77,8 @@ class Communicator:
     def exchange(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int = 0
     ) -> None:
-        """One tensor to each key of `sends`, one from each key of `receives`, all at once."""
+        """Send a tensor to each key of `sends` and receive from each key of `receives`, all at
+        once."""
         if self._device is not None:
             self._launch(sends, receives)
             return
@@ -96,7 +90,7 @@ class Communicator:
     def _launch(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
     ) -> None:
-        """The exchange as one launch of NCCL's, which later work of this stream waits for."""
+        """Exchange in one NCCL launch, which later work of this stream waits for."""
         for peer in (*receives, *sends):
             self._check(peer)
         try:
@@ -110,7 +104,8 @@ class Communicator:
             raise self._lost(next(iter(receives), self.rank), error) from None
 
     def gather(self, tensor: torch.Tensor, tag: int = 0) -> list[torch.Tensor]:
-        """Every member's tensor of this shape, in rank order; own entry is `tensor` itself."""
+        """Return every member's tensor of this shape, in rank order; the own entry is `tensor`
+        itself."""
         parts = [
             tensor if peer == self.rank else torch.empty_like(tensor) for peer in range(self.size)
         ]
@@ -119,17 +114,20 @@ class Communicator:
         return parts
 
     def warm_up(self) -> None:
-        """Talk to every member once, so that a silent one is found now; raises PeerLost."""
+        """Exchange with every member once, to detect a silent one. Raises PeerLost."""
         at = self._device.at if self._device else "cpu"
         parts = self.gather(torch.tensor([float(self.rank)], device=at))
-        for peer, said in enumerate(torch.cat(parts).tolist()):
-            if said != peer:
-                raise PeerLost(f"{self}: member {peer} calls itself {said:g}; form anew")
+        for peer, rank in enumerate(torch.cat(parts).tolist()):
+            if rank != peer:
+                raise PeerLost(
+                    f"{self}: member {peer} reports rank {rank:g}; form a new generation"
+                )
 
     def abort(self) -> None:
-        """Close every connection: blocked calls here and at the peers fail at once. Any thread.
+        """Close all connections: blocked calls here and at the peers fail at once. Any thread may
+        call.
 
-        A receive that times out is gloo's one way to close a context from outside.
+        gloo offers no other way to close a context from outside than a receive that times out.
         """
         if self._aborted.is_set():
             return
@@ -155,7 +153,7 @@ class Communicator:
 
 
 class _Message:
-    """A send or receive of gloo's that names its peer when it fails."""
+    """A gloo send or receive that names its peer when it fails."""
 
     def __init__(self, owner: Communicator, work: Work, peer: int) -> None:
         self._owner, self._work, self._peer = owner, work, peer
@@ -176,13 +174,13 @@ def join(
     incarnation: str,
     interface: str,
     timeout_s: float,
-    device: Device | None = None,
+    device: ComputeDevice | None = None,
 ) -> Communicator:
     """Meet the other members of `name` on `store`; blocks until all are there, then warms up.
 
-    A place is taken once: whoever comes to a (name, rank) that another incarnation has claimed is
-    stale and gets PeerLost, as does everyone when a member does not come within `timeout_s`.
-    Sockets are bound to `interface` alone. `device`: of a GPU's rank, which exchanges by NCCL.
+    A (name, rank) can be claimed once: another incarnation that arrives later is stale and gets
+    PeerLost, as do all members if one does not arrive within `timeout_s`. Sockets bind to
+    `interface` alone. `device` is set on a GPU's rank, which exchanges over NCCL.
     """
     if not 0 <= rank < size:
         raise EngineError(f"communicator {name}: rank is {rank}: must lie in [0, {size})")
@@ -206,7 +204,7 @@ def join(
 
 
 def _nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    """NCCL's group; builds of torch for CPUs alone have none."""
+    """Return NCCL's process group, which CPU builds of torch lack."""
     from torch.distributed import ProcessGroupNCCL
 
     kind: Any = ProcessGroupNCCL
@@ -221,3 +219,28 @@ def _options(interface: str, timeout_s: float) -> Any:
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
     return options
+
+
+class GlooTensorParallel:
+    """The shards of a stage; implements `collectives.TensorParallel`.
+
+    A sum adds all shards' tensors in shard order after one exchange. So shards agree to the bit
+    (they sample the same token), and results do not depend on arrival order. For the few shards of
+    a stage this moves no more data than a ring, in one round trip instead of several.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.rank, self.size = communicator.rank, communicator.size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over shards, in place; raises PeerLost."""
+        first, *rest = self._communicator.gather(x.contiguous())
+        total = first.clone()
+        for part in rest:
+            total += part
+        return x.copy_(total)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Concatenate the shards' tensors along the last dimension. Raises PeerLost."""
+        return torch.cat(self._communicator.gather(x.contiguous()), dim=-1)

@@ -1,14 +1,13 @@
 """KV-cache parallelism: partial attention of shared rows, exchanged and merged once per layer.
 
-Rows whose sequence spans groups g0 < g1 < … get from each group the state (o, lse) over the shard
-that it holds; every participant receives all of them and merges in ascending group order, so all
-hold the same bits (Medha, KV-cache parallelism). What travels between two groups in a layer is one
-message each way with the rows that both share. Batches run in number order on every rank, so
-exchanges pair up and overlapping sets of groups cannot wait for each other in a circle.
+Rows of a sequence that spans groups g0 < g1 < … need from each group the state (o, lse) over its
+shard. Every participant receives all states and merges them in ascending group order, so all hold
+the same bits (Medha, KV-cache parallelism). Two groups exchange one message each way per layer.
+Batches run in number order on every rank, so overlapping sets of groups cannot deadlock.
 
-A failed exchange does not end the batch, whose other rows are sound: the column is aborted, so
-that every member learns of it, and the shared rows are marked broken. Broken rows are finite but
-wrong; the pipe's note row and the shards' vote carry the mark to whoever would sample them.
+A failed exchange does not end the batch, whose other rows are sound. The column is aborted, so that
+every member notices, and the shared rows are marked broken: finite but wrong. The pipeline's note
+row and the shards' vote carry the mark to the rank that would sample them.
 """
 
 from __future__ import annotations
@@ -18,18 +17,17 @@ import dataclasses
 import torch
 
 from medha.errors import EngineError
-from medha_worker.attention.interface import Partial
+from medha_worker.attention.kernel_interface import Partial
 from medha_worker.attention.merge import merge
-from medha_worker.parallel.communicator import PeerLost
-from medha_worker.parallel.interface import SharedRows
+from medha_worker.parallel.collectives import PeerLost, SharedRows
 from medha_worker.parallel.mesh import Column
 
 
 class GroupColumn:
-    """One batch's view of a KVP column; implements `interface.KvpColumn`.
+    """A batch's view of a KVP column; implements `collectives.KvpColumn`.
 
-    `failure` is the error that broke the shared rows, None while all went well. `column` None: the
-    batch came to a rank that lacks its generation.
+    `failure` is the error that broke the shared rows, if any. `column` is None if this rank lacks
+    the batch's generation.
     """
 
     def __init__(self, group: int, column: Column | None, failure: PeerLost | None = None) -> None:
@@ -40,7 +38,7 @@ class GroupColumn:
     def merge(
         self, out: torch.Tensor, lse: torch.Tensor, shared: tuple[SharedRows, ...]
     ) -> torch.Tensor:
-        """Replace the shared rows of `out`; see `interface.KvpColumn`. Never raises PeerLost."""
+        """Replace the shared rows of `out`; see `collectives.KvpColumn`. Never raises PeerLost."""
         if not shared or self.failure is not None:
             return out
         try:
@@ -50,7 +48,7 @@ class GroupColumn:
             return out
 
     def fail(self, error: PeerLost) -> None:
-        """Mark the shared rows broken and leave the generation, so that all members fail now."""
+        """Mark the shared rows broken and abort the generation, so that all members fail now."""
         self.failure = error
         if self._column is not None:
             self._column.abort()
@@ -71,10 +69,11 @@ class GroupColumn:
         column.communicator.exchange(sends, receives)
         for part in plan.parts:
             states = [
-                own[part.own] if group == self._group
+                own[part.own]
+                if group == self._group
                 else receives[column.members.index(group)][part.received[group]]
                 for group in part.groups
-            ]  # fmt: skip
+            ]
             whole = merge([_state(packed) for packed in states])
             out[plan.batch[part.own]] = whole.out.to(out.dtype)
         return out
@@ -92,9 +91,9 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """Which rows go to which group and how the answers are merged; the same for all layers.
+    """Rows to send to each group and how to merge the answers; the same for all layers.
 
-    `batch` are the shared rows of the batch, in order; all other indices point into it.
+    `batch` holds the shared rows of the batch, in order; all other indices point into it.
     """
 
     shared: tuple[SharedRows, ...]
@@ -106,7 +105,8 @@ class _Plan:
 def _planned(
     group: int, members: tuple[int, ...], shared: tuple[SharedRows, ...], at: torch.device
 ) -> _Plan:
-    """Raises EngineError for rows of strangers."""
+    """Plan the exchange of `shared` rows. Raises EngineError for rows of groups that are not
+    members."""
     batch: list[int] = []
     rows: dict[int, list[int]] = {}
     own: dict[tuple[int, ...], list[int]] = {}
@@ -144,5 +144,6 @@ def _planned(
 
 
 def _state(packed: torch.Tensor) -> Partial:
-    """Contiguous, so that every member merges with the same instructions."""
+    """Unpack a state into contiguous tensors, so that every member merges with the same
+    instructions."""
     return Partial(packed[..., :-1].contiguous(), packed[..., -1].contiguous())

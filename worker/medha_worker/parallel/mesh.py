@@ -1,13 +1,13 @@
-"""Which ranks meet in which communicator, and when: a group's own wiring, and KVP generations.
+"""Communicators of a rank: the own group's wiring, and KVP generations.
 
     generation 0   a KVP group's own wiring, once per incarnation of the group:
                    TP   the shards of one stage         SPP  the stages of one shard
     generation n   the KVP columns: one communicator per (stage, shard), members are groups
 
-The controller serves the store and numbers the generations; a rank forms each in a thread of its
-own, so running work is not disturbed, and may hold several at once: a batch names the one that it
-uses. A generation that was dissolved, or that is older than one dissolved, can neither be joined
-nor written to. What a column does with partial attention is `kvp`'s; this module moves no tensor.
+The controller serves the store and numbers the generations. A rank forms each in a separate thread,
+so running work continues, and may hold several at once: a batch names the one it uses. A dissolved
+generation, or one older than it, can neither be joined nor used. `kvp` defines what a column does
+with partial attention; this module moves no tensor.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from medha.errors import EngineError, SetupError
 from medha.messages import Form
 from medha.topology import Coordinate, Topology
-from medha_worker.device import Device
-from medha_worker.parallel.communicator import Communicator, PeerLost, join
+from medha_worker.device import ComputeDevice
+from medha_worker.parallel.collectives import PeerLost
+from medha_worker.parallel.communicator import Communicator, join
 
 
 def serve_store(bind: str) -> tuple[TCPStore, str]:
-    """Serve the rendezvous store on `host:port` (port 0: any) and nowhere else.
+    """Serve the rendezvous store on `host:port` only (port 0: any free port).
 
-    Returns the store, which serves as long as it is held, and the address that `Form.store` takes;
-    a path after the address (`host:port/path`) keeps users of one store apart, so the controller
-    names every incarnation of a group's wiring by a fresh path. Raises SetupError when the port is
-    taken.
+    Returns the store, which serves while it is referenced, and the address for `Form.store`. A path
+    after the address (`host:port/path`) separates users of one store, so the controller gives every
+    incarnation of a group's wiring a new path. Raises SetupError if the port is taken.
     """
     host, _, port = bind.rpartition(":")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -61,7 +61,7 @@ def serve_store(bind: str) -> tuple[TCPStore, str]:
 
 
 def dial_store(address: str, timeout_s: float) -> Store:
-    """Reach the store at `host:port[/path]`; raises PeerLost when nobody serves it."""
+    """Connect to the store at `host:port[/path]`. Raises PeerLost if nothing serves it."""
     place, _, path = address.partition("/")
     host, _, port = place.rpartition(":")
     if not host or not port.isdecimal():
@@ -76,7 +76,7 @@ def dial_store(address: str, timeout_s: float) -> Store:
 
 
 class Wiring(msgspec.Struct, frozen=True):
-    """A rank's peers inside its KVP group; None where it is alone in the dimension."""
+    """Communicators of a rank inside its KVP group; None where it is alone in the dimension."""
 
     tp: Communicator | None
     spp: Communicator | None
@@ -103,9 +103,9 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class Mesh:
-    """All communicators of one rank. `form` and `dissolve` may be called from any thread.
+    """All communicators of a rank; any thread may call `form` and `dissolve`.
 
-    `device`: where tensors are exchanged by NCCL; None: by gloo.
+    `device` is the GPU that exchanges over NCCL; None for gloo.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Mesh:
         incarnation: str,
         interface: str,
         timeout_s: float,
-        device: Device | None = None,
+        device: ComputeDevice | None = None,
     ) -> None:
         self.at, self.topology, self._device = at, topology, device
         self._incarnation, self._interface, self._timeout_s = incarnation, interface, timeout_s
@@ -127,7 +127,7 @@ class Mesh:
     def wire(self, form: Form) -> Wiring:
         """Join the group's own TP and SPP communicators; blocks. Raises PeerLost.
 
-        The prefix holds the group; `form.store`'s path tells its incarnations apart.
+        The prefix holds the group; the path in `form.store` separates its incarnations.
         """
         store = dial_store(form.store, form.timeout_s)
         at, name = self.at, f"g{self.at.group}"
@@ -136,14 +136,15 @@ class Mesh:
         return Wiring(tp, spp)
 
     def form(self, form: Form, done: Callable[[int, str], None]) -> None:
-        """Join the column of `form.generation` in the background; `done(generation, error)`."""
+        """Join the column of `form.generation` in the background, then call `done(generation,
+        error)`."""
         thread = threading.Thread(
             target=self._form, args=(form, done), name=f"form-{form.generation}", daemon=True
         )
         thread.start()
 
     def column(self, generation: int) -> Column:
-        """The column of a generation; raises PeerLost when it never formed or is dissolved."""
+        """Return the column of a generation. Raises PeerLost if it never formed or is dissolved."""
         with self._lock:
             column = self._columns.get(generation)
             if column is None:

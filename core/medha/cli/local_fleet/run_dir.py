@@ -1,0 +1,106 @@
+"""Run directory of a local fleet: configs, keys, sockets and logs, readable by this user only.
+
+Without `--run-dir` it is created under the temporary folder, named after the process id, and
+removed at the end. The next `medha up` removes directories that a killed one left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+
+from medha.adapters.sockets import write_keys
+from medha.cli.local_fleet.fleet_plan import FleetPlan
+from medha.config import Curve, render
+from medha.errors import SetupError
+
+PREFIX = "medha-up-"
+
+
+class RunDir:
+    """`path` has mode 0700. `named`: chosen by the user, so `clean` keeps the folder."""
+
+    def __init__(self, path: pathlib.Path, named: bool) -> None:
+        self.path, self._named = path, named
+
+    @classmethod
+    def make(cls, chosen: pathlib.Path | None, under: pathlib.Path | None = None) -> RunDir:
+        """Create the folder; raises SetupError if that fails or another user owns it."""
+        if chosen is None:
+            parent = under or pathlib.Path(tempfile.gettempdir())
+            remove_stale(parent)
+            return cls(
+                pathlib.Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent)), False
+            )
+        path = chosen.absolute()
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.chmod(0o700)
+        except OSError as error:
+            raise SetupError(
+                f"run directory {path} cannot be used ({error.strerror}): name one with --run-dir "
+                "that this user owns"
+            ) from None
+        return cls(path, True)
+
+    @property
+    def router_config(self) -> pathlib.Path:
+        return self.path / "router.json"
+
+    def worker_config(self, replica: str) -> pathlib.Path:
+        return self.path / f"{replica}.json"
+
+    def log(self, process: str) -> pathlib.Path:
+        return self.path / f"{process}.log"
+
+    def write_keys(self) -> tuple[Curve, Curve]:
+        """Write fresh CURVE keys; returns the router's and the controllers' key files."""
+        secrets = {name: self.path / f"{name}.secret" for name in ("router", "controller")}
+        for name, secret in secrets.items():
+            secret.unlink(missing_ok=True)
+            (self.path / f"{name}.public").write_text(write_keys(secret) + "\n")
+        router = Curve(secret=str(secrets["router"]), allowed=str(self.path / "controller.public"))
+        controller = Curve(
+            secret=str(secrets["controller"]), server_public=str(self.path / "router.public")
+        )
+        return router, controller
+
+    def write_configs(self, plan: FleetPlan) -> None:
+        self.router_config.write_bytes(render(plan.router))
+        for replica in plan.replicas:
+            self.worker_config(replica.name).write_bytes(render(replica.config))
+
+    def clean(self) -> None:
+        """Remove the folder; from a folder that the user chose, only sockets and secrets."""
+        if not self._named:
+            shutil.rmtree(self.path, ignore_errors=True)
+            return
+        for pattern in ("*.sock", "*.secret"):
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
+
+
+def remove_stale(parent: pathlib.Path) -> list[pathlib.Path]:
+    """Remove run directories whose process has exited; returns them."""
+    removed = []
+    for path in parent.glob(f"{PREFIX}*"):
+        match = re.fullmatch(rf"{PREFIX}(\d+)-.*", path.name)
+        with contextlib.suppress(OSError):
+            if match and path.stat().st_uid == os.getuid() and not _runs(int(match.group(1))):
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
+    return removed
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

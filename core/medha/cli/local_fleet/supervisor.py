@@ -1,0 +1,222 @@
+"""Supervisor of a local fleet: starts units, restarts them with back-off, adds KVP groups, stops.
+
+A unit is a set of processes that start and stop together: the router, a replica's controller, the
+ranks of one KVP group. If one process of a unit exits, the whole unit stops and restarts with the
+next generation, under a restart policy. The controller's status sets the number of KVP groups; a
+group whose ranks all exit with status 0 was released. Ranks stop with their controller; after its
+restart only the base groups start, because fewer ranks start faster.
+
+Call `step` and `stop` with the current time, from one thread; neither blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from medha.cli.local_fleet.child_process import ChildProcess, Launch
+from medha.errors import EngineError, SetupError
+from medha.messages import ReplicaStatus
+from medha.restart_policy import RestartPolicy
+
+FIRST_STATUS_S = 1.0  # a controller takes longer to import its libraries and report
+USAGE_STATUS = 2  # exit status: the user must fix something; the last line names it
+
+
+class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Restart policy, grace period of a stop, and time limit of a start."""
+
+    restarts: RestartPolicy = RestartPolicy(first_backoff_s=0.5, longest_backoff_s=30.0)
+    grace_s: float = 5.0
+    hung_s: float = 60.0
+
+
+class UnitState(enum.Enum):
+    IDLE = "idle"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    GIVEN_UP = "given up"
+
+
+class Unit:
+    """Processes that start and stop together.
+
+    `launches(generation)` returns the processes to start. `vital`: if the unit is given up, the
+    fleet stops. `follows`: the unit with which this unit stops.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        launches: Callable[[int], Iterable[Launch]],
+        *,
+        vital: bool = True,
+        wanted: bool = True,
+        follows: Unit | None = None,
+    ) -> None:
+        self.name, self.launches = name, launches
+        self.vital, self.wanted, self.follows = vital, wanted, follows
+        self.state = UnitState.IDLE
+        self.children: list[ChildProcess] = []
+        self.generation = 0
+        self.started_s = self.not_before_s = float("-inf")
+        self.stop_by_s = float("inf")
+        self.failures: list[float] = []
+
+
+class ReplicaUnits(msgspec.Struct, frozen=True, kw_only=True):
+    """Units of one replica: its controller and, by index, its KVP groups."""
+
+    name: str
+    controller: Unit
+    groups: tuple[Unit, ...]
+
+
+class Supervisor:
+    """Owner of all units. `singles` belong to no replica; `start` starts a process."""
+
+    def __init__(
+        self,
+        singles: tuple[Unit, ...],
+        replicas: tuple[ReplicaUnits, ...],
+        start: Callable[[Launch], ChildProcess],
+        settings: SupervisorSettings = SupervisorSettings(),
+    ) -> None:
+        self.singles, self.replicas = singles, replicas
+        self._start, self._settings = start, settings
+        self._log = logging.getLogger("medha.up")
+        self._stopping = False
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        units = [*self.singles]
+        for replica in self.replicas:
+            units += [replica.controller, *replica.groups]
+        return tuple(units)
+
+    @property
+    def stopped(self) -> bool:
+        """`stop` was called and no process is left."""
+        return self._stopping and not any(unit.children for unit in self.units)
+
+    def step(self, now: float) -> None:
+        """Advance all units; raises SetupError or EngineError if the fleet cannot continue."""
+        for unit in self.units:
+            if unit.state is UnitState.RUNNING:
+                self._watch(unit, now)
+            if unit.state is UnitState.STOPPING:
+                self._finish(unit, now)
+            due = unit.wanted and not self._stopping and now >= unit.not_before_s
+            if unit.state is UnitState.IDLE and due and not _leaderless(unit):
+                self._begin(unit, now)
+
+    def follow(self, replica: ReplicaUnits, status: ReplicaStatus, now: float) -> None:
+        """Start the KVP groups that the controller wants, and restart those it lost."""
+        leader = replica.controller
+        if leader.state is not UnitState.RUNNING or now - leader.started_s < FIRST_STATUS_S:
+            return  # the status is from the previous controller
+        wanted = sum(unit.wanted for unit in replica.groups)
+        spare = [
+            unit for unit in replica.groups if not unit.wanted and unit.state is UnitState.IDLE
+        ]
+        for unit in spare[: max(0, status.wanted_groups - wanted)]:
+            self._log.info("%s starts: %d groups wanted", unit.name, status.wanted_groups)
+            unit.wanted = True
+        for index in status.restart_groups:
+            unit = replica.groups[index]
+            # A busy machine may start slowly: the limit doubles with each failure.
+            hung = now - unit.started_s > self._settings.hung_s * 2 ** len(unit.failures)
+            if unit.state is UnitState.RUNNING and hung:
+                self._fail(unit, f"{unit.name} was lost by its controller", now)
+
+    def stop(self, now: float, *, at_once: bool = False) -> None:
+        """Send SIGTERM to all processes; kill those left after the grace period."""
+        self._stopping = True
+        for unit in self.units:
+            unit.wanted = False
+            if unit.state is UnitState.RUNNING:
+                self._halt(unit, now)
+            if at_once:
+                for child in unit.children:
+                    child.kill()
+
+    # --- one unit -------------------------------------------------------------------------------
+
+    def _begin(self, unit: Unit, now: float) -> None:
+        unit.generation += 1
+        unit.started_s = now
+        unit.state = UnitState.RUNNING
+        for launch in unit.launches(unit.generation):
+            unit.children.append(self._start(launch))
+
+    def _watch(self, unit: Unit, now: float) -> None:
+        """Handle exits: a stopped controller, a usage error, a release, a failure."""
+        ended = [(child, child.poll()) for child in unit.children if child.poll() is not None]
+        leader = unit.follows
+        if leader is not None and (leader.state is not UnitState.RUNNING or _newer(leader, unit)):
+            self._log.info("%s stops with its controller", unit.name)
+            unit.wanted &= unit.vital  # the next controller requests more groups if it needs them
+            self._halt(unit, now)
+        elif not ended:
+            return
+        elif any(status == USAGE_STATUS for _, status in ended):
+            child = next(child for child, status in ended if status == USAGE_STATUS)
+            raise SetupError(
+                f"{child.name}: {' '.join(child.last_messages[-1:]) or 'no reason given'}"
+            )
+        elif not unit.vital and all(status == 0 for _, status in ended):
+            self._log.info("%s was released", unit.name)
+            unit.wanted = False
+            self._halt(unit, now)
+        else:
+            child, status = ended[0]
+            self._fail(unit, f"{child.name} exited with {_exit_cause(status)}", now)
+
+    def _fail(self, unit: Unit, why: str, now: float) -> None:
+        policy = self._settings.restarts
+        unit.failures = [*policy.recent(unit.failures, now), now]
+        self._halt(unit, now)
+        if policy.exhausted(unit.failures, now):
+            unit.wanted = False
+            if unit.vital:
+                lines = [line for child in unit.children for line in child.last_messages[-2:]]
+                raise EngineError(
+                    f"{unit.name} is given up after {policy.budget} restarts ({why}): "
+                    f"{' | '.join(lines[-4:]) or 'no output'}"
+                )
+            self._log.error("%s is given up (%s): the fleet continues without it", unit.name, why)
+            return
+        unit.not_before_s = policy.next_start_s(unit.failures, now)
+        self._log.warning("%s: restarting in %.1f s", why, unit.not_before_s - now)
+
+    def _halt(self, unit: Unit, now: float) -> None:
+        unit.state = UnitState.STOPPING
+        unit.stop_by_s = now + self._settings.grace_s
+        for child in unit.children:
+            child.terminate()
+
+    def _finish(self, unit: Unit, now: float) -> None:
+        alive = [child for child in unit.children if child.poll() is None]
+        if now >= unit.stop_by_s:
+            for child in alive:
+                child.kill()
+        if not alive:
+            given_up = not unit.wanted and len(unit.failures) > self._settings.restarts.budget
+            unit.state = UnitState.GIVEN_UP if given_up else UnitState.IDLE
+            unit.children = []
+
+
+def _leaderless(unit: Unit) -> bool:
+    return unit.follows is not None and unit.follows.state is not UnitState.RUNNING
+
+
+def _newer(leader: Unit, unit: Unit) -> bool:
+    """The leader restarted after the unit started."""
+    return leader.started_s > unit.started_s
+
+
+def _exit_cause(status: int | None) -> str:
+    return f"signal {-status}" if status is not None and status < 0 else f"status {status}"

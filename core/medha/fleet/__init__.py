@@ -1,0 +1,1 @@
+"""All replicas of a model: the decisions that router, controller and simulator share."""

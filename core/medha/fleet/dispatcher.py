@@ -1,0 +1,457 @@
+"""Dispatcher: one model's queue over the replicas that serve it.
+
+Combines admission, request queue, placement and prefix index; router and simulator drive it.
+
+    admit ──promised────► placed at once: the estimate of that replica counts the promise
+          └─relegated───► unplaced ──place_waiting──► placed, when it comes near the front
+    placed ──heads, grant, take──► sent to the replica       replica closed or gone ──► unplaced
+
+`now` is an argument. The dispatcher sends nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from medha.errors import Refusal
+from medha.fleet.admission import AdmissionDecision, TenantUsage, admit, retry_after_s
+from medha.fleet.placement import PendingRequest, ReplicaEstimate, place
+from medha.fleet.prefix_index import HASH_BYTES, PrefixIndex
+from medha.fleet.request_queue import QueuedRequest, RequestQueue
+from medha.messages import Head, KvEvents, Load
+from medha.predictor import Predictor
+from medha.request import Request, SloClass
+
+MAX_HEADS = 64
+"""Heads published to one replica."""
+MAX_RELEGATED_PLACED = 16
+"""Requests without a promise that are placed on one replica at a time. The others stay unplaced, so
+that a request that fits nowhere waits for the whole fleet."""
+MAX_RELEASED = 256
+"""Requests that become unplaced when a replica opens. Placing each again takes a moment."""
+
+
+class Dispatchable(Protocol):
+    """A request that a dispatcher holds."""
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def version(self) -> str:
+        """Version of the model that its tokens are encoded for."""
+        ...
+
+    @property
+    def hashes(self) -> bytes:
+        """Names of the prompt's full pages, joined."""
+        ...
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that earlier replicas generated."""
+        ...
+
+    @property
+    def moves(self) -> int:
+        """Number of replicas that have lost the request."""
+        ...
+
+
+class DispatchReplica(Protocol):
+    """A replica that a dispatcher places requests on."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str:
+        """Version of the model that the replica serves."""
+        ...
+
+    @property
+    def predictor(self) -> Predictor: ...
+
+    @property
+    def max_context_tokens(self) -> int: ...
+
+    @property
+    def min_batch_s(self) -> float: ...
+
+    @property
+    def max_batch_s(self) -> float: ...
+
+    @property
+    def load(self) -> Load | None:
+        """The last reported load; None before the first report."""
+        ...
+
+    @property
+    def draining(self) -> bool: ...
+
+    @property
+    def open(self) -> bool:
+        """True if the replica takes new requests."""
+        ...
+
+
+Item = TypeVar("Item", bound=Dispatchable)
+
+
+class Dispatcher(Generic[Item]):
+    """The waiting requests of one model and an estimate of each replica."""
+
+    def __init__(self, classes: Sequence[SloClass], queue: RequestQueue | None = None) -> None:
+        self._queue = queue if queue is not None else RequestQueue()
+        self._usage = TenantUsage(classes)
+        self._index = PrefixIndex()
+        self._estimates: dict[str, ReplicaEstimate] = {}
+        self._versions: dict[str, str] = {}  # by replica
+        self._items: dict[str, Item] = {}
+        self._count_by_version: collections.Counter[str] = collections.Counter()
+        self._page_names: dict[str, list[bytes]] = {}
+        self._cached: dict[str, int] = {}
+        self._reported_s: dict[str, float] = {}
+        self._relegated: dict[str, set[str]] = {}  # placed without a promise, by replica
+        self._unplaced_promised: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    # --- replicas ---------------------------------------------------------------------------------
+
+    @property
+    def estimates(self) -> list[ReplicaEstimate]:
+        return list(self._estimates.values())
+
+    @property
+    def cached_pages(self) -> int:
+        """Number of page names in the prefix index."""
+        return len(self._index)
+
+    def add_replica(self, replica: DispatchReplica) -> None:
+        """Create the estimate of a replica."""
+        self._versions[replica.name] = replica.version
+        self._estimates[replica.name] = ReplicaEstimate(
+            replica.name,
+            replica.predictor,
+            replica.max_context_tokens,
+            replica.min_batch_s,
+            replica.max_batch_s,
+        )
+
+    def remove_replica(self, name: str) -> None:
+        """Forget a replica. Requests placed there become unplaced."""
+        self._estimates.pop(name, None)
+        self._versions.pop(name, None)
+        self._reported_s.pop(name, None)
+        self._index.forget(name)
+        for queued in self._queue.placed_on(name):
+            self._put(_placed(queued, ""))
+        self._relegated.pop(name, None)
+
+    def update_replica(self, replica: DispatchReplica, now: float) -> None:
+        """Take over the load of a replica.
+
+        When the replica opens, requests placed on other replicas may move to it. When it closes,
+        requests placed on it become unplaced.
+        """
+        if replica.load is None:
+            return
+        if replica.name not in self._estimates:
+            self.add_replica(replica)
+        estimate = self._estimates[replica.name]
+        opens = replica.open and (estimate.draining or not estimate.known)
+        estimate.draining = replica.draining
+        estimate.update(replica.load, now)
+        self._reported_s[replica.name] = now
+        if opens:
+            self._release_to(replica.name, now)
+        if not replica.open:
+            for queued in self._queue.placed_on(replica.name):
+                estimate.release(queued.id, now)
+                self._put(_placed(queued, ""))
+
+    def _release_to(self, opened: str, now: float) -> None:
+        """Unplace requests of other replicas, so that the opened one can take some.
+
+        Of more than MAX_RELEASED, those with the latest deadlines: they would wait longest.
+        """
+        movable = [
+            queued
+            for name in self._estimates
+            if name != opened and self._versions[name] == self._versions[opened]
+            for queued in self._queue.placed_on(name)
+        ]
+        movable.sort(key=lambda queued: (queued.due_s, queued.id))
+        for queued in movable[-MAX_RELEASED:]:
+            self._estimates[queued.replica].release(queued.id, now)
+            self._put(_placed(queued, ""))
+
+    def apply_kv_events(self, name: str, events: KvEvents) -> bool:
+        """Apply prefix-cache changes of a replica; False if a snapshot is needed."""
+        return self._index.apply(name, events)
+
+    def cached_tokens(self, page_names: Sequence[bytes], prompt_tokens: int) -> dict[str, int]:
+        """Prompt tokens cached by each replica. The last token is always computed."""
+        return {
+            name: min(pages * estimate.load.page_tokens, prompt_tokens - 1)
+            for name, pages in self._index.match(page_names).items()
+            if (estimate := self._estimates.get(name))
+        }
+
+    def idle_work_s(self, prompt_tokens: int, hashes: bytes, version: str) -> float:
+        """W: prefill seconds of the uncached tokens on the best replica, if it were idle."""
+        cached = self.cached_tokens(split_names(hashes), prompt_tokens)
+        return min(
+            estimate.predictor.prefill_s(prompt_tokens, cached.get(estimate.name, 0))
+            for estimate in self._serving(version)
+        )
+
+    def idle_tpot_s(self, prompt_tokens: int, version: str) -> float:
+        """TPOT of a request that is alone on the best replica."""
+        return min(estimate.idle_tpot_s(prompt_tokens) for estimate in self._serving(version))
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def set_classes(self, classes: Sequence[SloClass]) -> None:
+        """Replace the model's classes; waiting requests keep theirs."""
+        self._usage.set_classes(classes)
+
+    def check_room(self, max_requests: int) -> None:
+        """Raise Refusal if the queue is full."""
+        if len(self._queue) >= max_requests:
+            raise Refusal(
+                "overloaded",
+                f"{len(self._queue)} requests wait, at most {max_requests} may: retry later",
+                retry_after_s=self.retry_after_s(),
+            )
+
+    def admit(self, item: Item, slo_class: SloClass, now: float) -> AdmissionDecision:
+        """Enqueue a request with or without a promise; raises Refusal."""
+        request, pending = item.request, _pending(item)
+        page_names = split_names(item.hashes)
+        cached = self.cached_tokens(page_names, request.prompt_tokens)
+        age_s = now - request.arrival_s
+        estimates = self._serving(item.version)
+        decision = admit(pending, estimates, cached, slo_class, self._usage, now, age_s)
+        self._remember(item, page_names)
+        option = decision.option
+        self._cached[request.id] = option.cached_tokens
+        if decision.promised:
+            self._estimates[option.replica].hold(pending, option, now, True)
+        self._usage.add(request.slo_class, request.tenant, option.work_s, now)
+        self._put(
+            QueuedRequest(
+                id=request.id,
+                arrival_s=request.arrival_s,
+                due_s=request.due_s,
+                work_s=option.work_s,
+                promised=decision.promised,
+                replica=option.replica if decision.promised else "",
+                weight=request.weight,
+            )
+        )
+        return decision
+
+    def resume(self, item: Item, now: float) -> None:
+        """Enqueue a request that lost its replica: promised, unplaced and due at once."""
+        request = item.request
+        self._remember(item, split_names(item.hashes))
+        tokens = request.prompt_tokens + item.output_tokens
+        work_s = min(
+            (estimate.predictor.prefill_s(tokens) for estimate in self._serving(item.version)),
+            default=request.work_s,
+        )
+        self._put(
+            QueuedRequest(
+                id=request.id,
+                arrival_s=request.arrival_s,
+                due_s=min(now, request.due_s),
+                work_s=work_s,
+                promised=True,
+                weight=request.weight,
+            )
+        )
+
+    def take(self, id: str, name: str) -> Item | None:
+        """Dequeue a request that its replica was granted; None if it is not placed there."""
+        queued = self._queue.get(id)
+        if queued is None or queued.replica != name:
+            return None
+        self._queue.take(id)
+        return self._forget(id)
+
+    def accepted(self, id: str, name: str) -> None:
+        """The replica accepted a request: its next load counts the request."""
+        if name in self._estimates:
+            self._estimates[name].accepted(id)
+
+    def drop(self, id: str, name: str | None, now: float) -> None:
+        """Remove a request that ended. `name`: the replica that it was sent to."""
+        queued = self._queue.remove(id)
+        self._forget(id)
+        replica = queued.replica if queued is not None else name
+        if replica and replica in self._estimates:
+            self._estimates[replica].release(id, now)
+
+    def relegate_late(self, now: float) -> list[Item]:
+        """Relegate promised requests that can no longer meet their deadline.
+
+        A resumed request keeps its place, because its client is already reading.
+        """
+        late: list[Item] = []
+        freed: set[str] = set()
+        for late_id in self._queue.late(now):
+            queued, item = self._queue.get(late_id), self._items[late_id]
+            if queued is None or item.moves:
+                continue
+            if queued.replica in self._estimates:
+                self._estimates[queued.replica].accepted(late_id)
+                freed.add(queued.replica)
+            relegated = msgspec.structs.replace(queued, promised=False, replica="")
+            self._put(relegated)
+            late.append(item)
+        for name in freed:  # one recount for all requests: `update` lets the accepted ones go
+            estimate = self._estimates[name]
+            estimate.update(estimate.load, self._reported_s[name])
+        return late
+
+    def place_waiting(self, now: float) -> None:
+        """Place the most urgent unplaced requests: all promised, some relegated per replica."""
+        if not self._estimates or not len(self._queue):
+            return
+        room = sum(
+            max(0, MAX_RELEGATED_PLACED - len(self._relegated.get(name, ())))
+            for name in self._estimates
+        )
+        if room <= 0 and not self._unplaced_promised:
+            return
+        for queued in self._queue.unplaced(now):
+            if room <= 0 and not queued.promised:
+                break
+            item = self._items[queued.id]
+            pending = _pending(item)
+            cached = self.cached_tokens(self._page_names[queued.id], pending.prompt_tokens)
+            option = place(pending, self._serving(item.version), cached, now)
+            if option is None:
+                continue
+            self._estimates[option.replica].hold(pending, option, now, queued.promised)
+            self._cached[queued.id] = option.cached_tokens
+            self._put(_placed(queued, option.replica))
+            room -= not queued.promised
+
+    def heads(self, now: float) -> dict[str, tuple[Head, ...]]:
+        """The most urgent requests placed on each replica, as published to it."""
+        heads = self._queue.heads(now, MAX_HEADS)
+        return {
+            name: tuple(self._head(queued, now) for queued in heads.get(name, ()))
+            for name in self._estimates
+        }
+
+    def _head(self, queued: QueuedRequest, now: float) -> Head:
+        item = self._items[queued.id]
+        request = item.request
+        return Head(
+            id=queued.id,
+            age_s=max(0.0, now - queued.arrival_s),
+            prompt_tokens=request.prompt_tokens + item.output_tokens,
+            cached_tokens=self._cached.get(queued.id, 0),
+            max_output_tokens=request.max_output_tokens,
+            ttft_deadline_s=request.ttft_deadline_s,
+            work_s=queued.work_s,
+            slo_class=request.slo_class,
+            promised=queued.promised,
+        )
+
+    # --- views ------------------------------------------------------------------------------------
+
+    def get(self, id: str) -> Item | None:
+        """A waiting request."""
+        return self._items.get(id)
+
+    def items(self) -> list[Item]:
+        """All waiting requests, in no order."""
+        return list(self._items.values())
+
+    def waiting(self, now: float) -> list[QueuedRequest]:
+        """All waiting requests, most urgent first."""
+        ids = self._queue.order(now)
+        return [queued for queued in map(self._queue.get, ids) if queued is not None]
+
+    def placed_on(self, name: str) -> tuple[QueuedRequest, ...]:
+        """Waiting requests that are placed on one replica."""
+        return self._queue.placed_on(name)
+
+    def waiting_for(self, version: str) -> int:
+        """Number of requests that wait for a replica of this version."""
+        return self._count_by_version[version]
+
+    def retry_after_s(self) -> float:
+        return retry_after_s(self.estimates)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def _serving(self, version: str) -> list[ReplicaEstimate]:
+        """Estimates of the replicas of one version: only they can read its tokens."""
+        versions = self._versions
+        return [
+            estimate for estimate in self._estimates.values() if versions[estimate.name] == version
+        ]
+
+    def _put(self, queued: QueuedRequest) -> None:
+        """Enqueue a request, replacing its former entry."""
+        self._unmark(queued.id)
+        if not queued.promised and queued.replica:
+            self._relegated.setdefault(queued.replica, set()).add(queued.id)
+        elif queued.promised and not queued.replica:
+            self._unplaced_promised.add(queued.id)
+        self._queue.add(queued)
+
+    def _unmark(self, id: str) -> None:
+        self._unplaced_promised.discard(id)
+        for relegated in self._relegated.values():
+            relegated.discard(id)
+
+    def _remember(self, item: Item, page_names: list[bytes]) -> None:
+        item_id = item.request.id
+        self._forget(item_id)
+        self._items[item_id], self._page_names[item_id] = item, page_names
+        self._count_by_version[item.version] += 1
+
+    def _forget(self, id: str) -> Item | None:
+        self._unmark(id)
+        self._page_names.pop(id, None)
+        self._cached.pop(id, None)
+        item = self._items.pop(id, None)
+        if item is not None:
+            self._count_by_version[item.version] -= 1
+            if not self._count_by_version[item.version]:
+                del self._count_by_version[item.version]
+        return item
+
+
+def split_names(hashes: bytes) -> list[bytes]:
+    """The page names in a joined byte string."""
+    return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+
+
+def _pending(item: Dispatchable) -> PendingRequest:
+    request, emitted = item.request, item.output_tokens
+    return PendingRequest(
+        id=request.id,
+        prompt_tokens=request.prompt_tokens + emitted,
+        max_output_tokens=max(1, request.max_output_tokens - emitted),
+        due_s=request.due_s,
+        tpot_s=request.tpot_s,
+        slo_class=request.slo_class,
+        tenant=request.tenant,
+    )
+
+
+def _placed(queued: QueuedRequest, replica: str) -> QueuedRequest:
+    return msgspec.structs.replace(queued, replica=replica)

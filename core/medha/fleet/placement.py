@@ -1,0 +1,327 @@
+"""Placement: the replica with the earliest predicted finish among those that can keep the promise.
+
+Decides from the last Load of each replica, the requests placed there since, and prefix hits.
+
+    PendingRequest ──assess──► a PlacementOption for each ReplicaEstimate ──place──► the best one
+
+`ReplicaEstimate.update` takes a Load over. Between two Loads, `hold` counts a placed request in the
+margins, pages and pending work. The replica itself chooses the KVP groups of a request; placement
+only checks that enough groups can be had. `now` is an argument, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import numpy as np
+
+from medha.messages import Load
+from medha.predictor import Predictor
+from medha.scheduling.feasibility import available_s, earliest_due_s
+
+
+class PendingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to place. `due_s`: deadline of its first token on the caller's clock."""
+
+    id: str
+    prompt_tokens: int
+    max_output_tokens: int = 1
+    due_s: float
+    tpot_s: float = 0.03
+    slo_class: str = "default"
+    tenant: str = ""
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A placed request that no Load counts yet: work in seconds, pages of its whole length."""
+
+    due_s: float
+    work_s: float
+    pages: int
+    promised: bool
+
+
+class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
+    """Offer of one replica for a request; times are seconds from now.
+
+    `fits`: a promise for the deadline breaks no other promise. `earliest_s`: the earliest TTFT that
+    could be promised, `needed_s` the same on an idle replica. `finish_s`: the expected time of the
+    first token. `work_s`: prefill seconds after `cached_tokens`, `cost_s` as promises count them.
+    `roomy`: the pages of the request are free now.
+    """
+
+    replica: str
+    cached_tokens: int
+    work_s: float
+    cost_s: float
+    needed_s: float
+    finish_s: float
+    earliest_s: float
+    fits: bool
+    roomy: bool
+    pages: int
+    free_pages: int
+
+    def first_s(self, promised: bool) -> float:
+        """Expected time of the first token, for the slack of the request at arrival.
+
+        Requests with less relative slack run first. A promised short prompt never waits for a long
+        one, so the earliest possible promise counts if it is sooner. A request without a promise
+        waits for all promised ones. It does not wait for the guard that a promise would need,
+        because an idle replica has to keep that guard as well.
+        """
+        if promised:
+            return min(self.finish_s, self.earliest_s)
+        return max(self.finish_s, self.earliest_s - (self.needed_s - self.work_s))
+
+
+class ReplicaEstimate:
+    """Estimated state of one replica. Not thread-safe; `now` is the caller's clock.
+
+    Every promise keeps `max_batch_s` as guard, as the promises of the replica itself do.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        predictor: Predictor,
+        max_context_tokens: int,
+        min_batch_s: float = 0.01,
+        max_batch_s: float = 0.1,
+    ) -> None:
+        self.name, self.predictor = name, predictor
+        self.max_context_tokens = max_context_tokens
+        self.min_batch_s, self.max_batch_s = min_batch_s, max_batch_s
+        self._overhead_s = predictor.batch_s([(1, 0, False)])  # of one more batch
+        self.load = Load()
+        self.draining = False
+        self._updated_s = 0.0
+        self._held: dict[str, Held] = {}
+        self._accepted: set[str] = set()
+        self._due = np.empty(0)
+        self._margin = np.empty(0)
+        self._pages = 0
+        self._pending_s = 0.0
+        self._stale = False
+
+    def update(self, load: Load, now: float) -> None:
+        """Take a Load over. It counts the requests that were accepted before, so release them."""
+        self.load, self._updated_s = load, now
+        for name in self._accepted:
+            self._held.pop(name, None)
+        self._accepted.clear()
+        self._stale = True
+
+    def hold(
+        self, request: PendingRequest, option: PlacementOption, now: float, promised: bool
+    ) -> None:
+        """Count a placed request until a Load does."""
+        self.release(request.id, now)
+        held = Held(request.due_s, option.cost_s, option.pages, promised)
+        self._recounted()
+        self._held[request.id] = held
+        self._count(held, now)
+
+    def accepted(self, id: str) -> None:
+        """The replica accepted a request: the next Load counts it."""
+        if id in self._held:
+            self._accepted.add(id)
+
+    def release(self, id: str, now: float) -> None:
+        """Stop counting a request (aborted, failed, placed elsewhere). Unknown ids are ignored."""
+        if self._held.pop(id, None) is not None:
+            self._accepted.discard(id)
+            self._stale = True
+
+    @property
+    def known(self) -> bool:
+        """A Load has arrived; before the first one, nothing can be placed here."""
+        return bool(self.load.total_pages)
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Ids of placed requests that no Load counts yet."""
+        return tuple(self._held)
+
+    @property
+    def pending_s(self) -> float:
+        """Prefill seconds that the replica has or has been given."""
+        self._recounted()
+        return self.load.pending_s + self.load.relegated_s + self._pending_s
+
+    @property
+    def capacity_pages(self) -> int:
+        """Pages of all groups, running or claimable."""
+        return sum(max(0, pages) for pages in self.load.total_pages) + self.load.claimable_pages
+
+    def pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.load.page_tokens)
+
+    def can_ever(self, request: PendingRequest) -> bool:
+        """True if context limit, pages and groups of an empty replica could hold the request."""
+        tokens = request.prompt_tokens + request.max_output_tokens
+        return (
+            tokens <= self.max_context_tokens
+            and self.pages_of(tokens) <= self.capacity_pages
+            and groups_needed(tokens, self.predictor) <= self.predictor.topology.kvp_max
+        )
+
+    def assess(
+        self, request: PendingRequest, now: float, cached_tokens: int = 0, inflation: float = 1.0
+    ) -> PlacementOption:
+        """Compute the offer of this replica.
+
+        `inflation` ≥ 1 makes the work of the request count for more. Work is divided by the share
+        of time that promised prefills get.
+        """
+        self._recounted()
+        tokens = request.prompt_tokens + request.max_output_tokens
+        cached = min(cached_tokens, request.prompt_tokens - 1)
+        work_s = self.predictor.prefill_s(request.prompt_tokens, cached) / self.load.share
+        cost_s = work_s * inflation + self._overhead_s
+        due_in = self._due - now
+        due_s = request.due_s - now
+        lead_s = min(self.max_batch_s, self.load.ahead_s)  # of the batch in flight
+        place = int(np.searchsorted(due_in, due_s, side="right"))
+        room = available_s(self._margin, due_in, place, due_s - lead_s)
+        needed_s = cost_s + self.max_batch_s  # guard: decisions happen once per batch
+        free = self._free_pages(tokens)
+        pages = self.pages_of(tokens) - cached // self.load.page_tokens
+        # The promise is decided above; finish_s only predicts what the replica runs first.
+        slack = (due_s - work_s) / max(work_s, 1e-3)
+        ahead_s = max(self.load.ahead_s, self._before_s(slack))
+        return PlacementOption(
+            replica=self.name,
+            cached_tokens=cached,
+            work_s=work_s,
+            cost_s=cost_s,
+            needed_s=needed_s,
+            finish_s=ahead_s + work_s,
+            earliest_s=earliest_due_s(self._margin, due_in, needed_s) + lead_s,
+            fits=room >= needed_s and pages <= free and not self.draining,
+            roomy=pages <= free,
+            pages=pages,
+            free_pages=free,
+        )
+
+    def predicted_tpot_s(self, request: PendingRequest) -> float:
+        """TPOT of the running decodes with the request among them."""
+        with_request = self.predictor.batch_s([(1, request.prompt_tokens, True)])
+        empty = self.predictor.batch_s([(1, 0, True)])
+        return max(self.load.predicted_tpot_s, empty) + with_request - empty
+
+    def idle_tpot_s(self, prompt_tokens: int) -> float:
+        """TPOT of the first tokens of a sequence that is alone on this replica.
+
+        A token passes every stage, and the groups that the prompt fills share the work.
+        """
+        topology = self.predictor.topology
+        groups = max(1, min(topology.kvp_max, groups_needed(prompt_tokens, self.predictor)))
+        load = self.predictor.load()
+        load.add_decode(-(-prompt_tokens // groups), groups)
+        return topology.spp * load.seconds()
+
+    def _recounted(self) -> None:
+        """Recompute the margins from the Load and the held requests.
+
+        Updates are more frequent than queries, so this runs at the next query.
+        """
+        if not self._stale:
+            return
+        self._stale = False
+        margins = np.asarray(self.load.margins, dtype=np.float64).reshape(-1, 2)
+        due, margin = margins[:, 0] + self._updated_s, margins[:, 1]
+        promised = sorted(
+            (held for held in self._held.values() if held.promised), key=lambda held: held.due_s
+        )
+        own_due = np.array([held.due_s for held in promised])
+        own_work = np.cumsum([held.work_s for held in promised])
+        # A promise in the Load bears held work before it; a held promise bears both kinds.
+        place = np.searchsorted(due, own_due, side="right")
+        done = np.concatenate([[0.0], np.maximum(due - self._updated_s - margin, 0.0)])[place]
+        before = np.concatenate([[0.0], own_work])[np.searchsorted(own_due, due, side="left")]
+        self._due = np.insert(due, place, own_due)
+        self._margin = np.insert(
+            margin - before, place, own_due - self._updated_s - done - own_work
+        )
+        self._pages = sum(held.pages for held in self._held.values())
+        self._pending_s = sum(held.work_s for held in self._held.values())
+
+    def _count(self, held: Held, now: float) -> None:
+        self._pages += held.pages
+        self._pending_s += held.work_s
+        if not held.promised:
+            return
+        place = int(np.searchsorted(self._due, held.due_s, side="right"))
+        done = float(self._due[place - 1] - now - self._margin[place - 1]) if place else 0.0
+        own = held.due_s - now - max(0.0, done) - held.work_s
+        self._margin[place:] -= held.work_s
+        self._due = np.insert(self._due, place, held.due_s)
+        self._margin = np.insert(self._margin, place, own)
+
+    def _before_s(self, slack: float) -> float:
+        """Pending seconds with less relative slack than `slack`, by the bands of the Load."""
+        before = self._pending_s
+        for upto, seconds in self.load.pending_bands:
+            if upto > slack:
+                break
+            before += seconds
+        return before
+
+    def _free_pages(self, tokens: int) -> int:
+        """Free pages of the roomiest group, or of all groups if the request spans several."""
+        running = [pages for pages in self.load.free_pages if pages >= 0]
+        if groups_needed(tokens, self.predictor) > 1:
+            return sum(running) + self.load.claimable_pages - self._pages
+        most = max(running, default=0)
+        spare = sum(running) - most
+        return most - max(0, self._pages - spare)
+
+
+def groups_needed(tokens: int, predictor: Predictor) -> int:
+    """KVP groups that a sequence of `tokens` spans: ceil(n / tokens_per_group)."""
+    if predictor.topology.kvp_max == 1:
+        return 1
+    return -(-tokens // predictor.tokens_per_group)
+
+
+def options(
+    request: PendingRequest,
+    estimates: Iterable[ReplicaEstimate],
+    cached: Mapping[str, int],
+    now: float,
+    inflation: float = 1.0,
+) -> list[PlacementOption]:
+    """Offers of all replicas that could ever hold the request, best first.
+
+    Order: offers that keep the promise, then those with free pages, then by predicted finish, free
+    pages and name. The order is total.
+    """
+    offers = [
+        estimate.assess(request, now, cached.get(estimate.name, 0), inflation)
+        for estimate in estimates
+        if estimate.known and not estimate.draining and estimate.can_ever(request)
+    ]
+    offers.sort(
+        key=lambda offer: (
+            not offer.fits,
+            not offer.roomy,
+            offer.finish_s,
+            -offer.free_pages,
+            offer.replica,
+        )
+    )
+    return offers
+
+
+def place(
+    request: PendingRequest,
+    estimates: Iterable[ReplicaEstimate],
+    cached: Mapping[str, int],
+    now: float,
+    inflation: float = 1.0,
+) -> PlacementOption | None:
+    """The best option; None if no replica could ever hold the request."""
+    offers = options(request, estimates, cached, now, inflation)
+    return offers[0] if offers else None

@@ -1,0 +1,228 @@
+"""Messages between router and controller: registration, load, heads, grants, requests, tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from medha import PROTOCOL
+from medha.corrections import REGIMES
+from medha.messages.fields import (
+    Blob,
+    Count,
+    Load,
+    Logprob,
+    Name,
+    RequestId,
+    Sampling,
+    Text,
+    TokenBytes,
+)
+from medha.model import ModelShape
+from medha.request import SloClass
+from medha.topology import Topology
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Accepts a controller; the router has its tokenizer. `router` names the router's incarnation.
+
+    A repeated Welcome requests a snapshot of the prefix cache.
+    """
+
+    router: Name
+    protocol: int = PROTOCOL
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Rejects a controller; `reason` names the fault, e.g. both protocol versions.
+
+    `stranger`: the router only misses a Hello.
+    """
+
+    reason: Text
+    stranger: bool = False
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A queued request that a controller may grant, with the numbers to order and fit it."""
+
+    id: RequestId
+    age_s: float
+    prompt_tokens: Count
+    cached_tokens: Count
+    max_output_tokens: Count
+    ttft_deadline_s: float
+    work_s: float
+    slo_class: Name
+    promised: bool
+
+
+class Heads(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The requests placed on a controller, most urgent first; replaces earlier heads."""
+
+    heads: Annotated[tuple[Head, ...], msgspec.Meta(max_length=256)]
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """A granted request. `hashes` are the names of its full pages (see `fleet.prefix_index`).
+
+    `emitted` of the tokens are output of an earlier attempt: sampling goes on after them.
+    """
+
+    id: RequestId
+    tokens: TokenBytes
+    hashes: Blob = b""
+    age_s: float = 0.0
+    emitted: Count = 0
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
+    sampling: Sampling = Sampling()
+    ttft_deadline_s: float = 0.5
+    tpot_s: float = 0.03
+    work_s: float = 0.0
+    slo_class: Name = "default"
+    tenant: Name = ""
+    salt: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    weight: float = 1.0
+    promised: bool | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Stop a request at once and free its pages; unknown ids are ignored."""
+
+    id: RequestId
+
+
+class FetchFile(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Ask for a file named in Hello by its content hash, from `offset`."""
+
+    hash: Name
+    offset: Count = 0
+
+
+class RouterBeat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Heartbeat of the router, sent at least every 0.5 s."""
+
+
+RouterMessage = Welcome | Rejected | Heads | Submit | Abort | FetchFile | RouterBeat
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """Registers a replica with a router. `files`: name -> content hash (blake2b-128 hex).
+
+    `files` has `tokenizer.json` and, if the checkpoint has them, `tokenizer_config.json`,
+    `chat_template.jinja`, `generation_config.json`. `checkpoint`: equal for replicas of the same
+    weights; empty if unknown. `profile`: JSON of the predictor's profile. `draining`: the replica
+    finishes its requests and takes no new ones.
+    """
+
+    replica: Name
+    incarnation: Name
+    model: Name
+    shape: ModelShape
+    topology: Topology
+    page_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    max_context_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    classes: Annotated[tuple[SloClass, ...], msgspec.Meta(max_length=64)]
+    profile: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    files: Annotated[dict[str, str], msgspec.Meta(max_length=16)]
+    checkpoint: Name = ""
+    stop_tokens: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+    max_batch_s: float = 0.1
+    min_batch_s: float = 0.01
+    draining: bool = False
+    protocol: int = PROTOCOL
+
+
+class FilePart(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Bytes of a file from `offset`; `total` is its size."""
+
+    hash: Name
+    offset: Count
+    total: Count
+    data: Annotated[bytes, msgspec.Meta(max_length=4 << 20)]
+
+
+Factors = Annotated[
+    tuple[Annotated[float, msgspec.Meta(ge=1e-7, le=1e7)], ...],
+    msgspec.Meta(min_length=len(REGIMES), max_length=len(REGIMES)),
+]
+Counts = Annotated[
+    tuple[Annotated[float, msgspec.Meta(ge=0.0, le=1e15)], ...],
+    msgspec.Meta(min_length=len(REGIMES), max_length=len(REGIMES)),
+]
+
+
+class LoadReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Load of a replica, sent after changes and at least every 0.5 s as heartbeat.
+
+    `learned`: how measured batches differ from the profile, see `Corrections.learned`.
+    """
+
+    load: Load
+    draining: bool = False
+    learned: tuple[Factors, Factors, Counts, Counts] | None = None
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Grants heads for which the replica has room; a Submit must arrive within the lease."""
+
+    ids: Annotated[tuple[RequestId, ...], msgspec.Meta(max_length=256)]
+    lease_s: float = 0.2
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Accepts a submitted request; `cached_tokens`: tokens of its prompt in the cache."""
+
+    id: RequestId
+    cached_tokens: Count = 0
+    predicted_ttft_s: float = 0.0
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Output tokens from index `first` on (0 = the first token that this request ever emits).
+
+    `slack_ratio`: relative slack left at the first token, sent with it.
+    """
+
+    id: RequestId
+    first: Count
+    tokens: Annotated[tuple[int, ...], msgspec.Meta(max_length=1024)]
+    logprobs: Annotated[tuple[Logprob, ...], msgspec.Meta(max_length=1024)] = ()
+    slack_ratio: float | None = None
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Ends a request; `reason` is `stop` (a stop token) or `length`."""
+
+    id: RequestId
+    reason: Name
+    prompt_tokens: Count = 0
+    output_tokens: Count = 0
+    cached_tokens: Count = 0
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Gives up a request; `retriable`: another replica may finish it."""
+
+    id: RequestId
+    code: Name
+    message: Text
+    retriable: bool = False
+
+
+class KvEvents(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Prefix-cache changes, numbered from 1; `snapshot`: `stored` is the whole cache.
+
+    `stored` and `removed` are concatenated 16-byte page names.
+    """
+
+    number: Count
+    stored: Blob = b""
+    removed: Blob = b""
+    snapshot: bool = False
+
+
+ReplicaMessage = (
+    Hello | FilePart | LoadReport | Grant | Accepted | Tokens | Finished | Failed | KvEvents
+)

@@ -1,0 +1,324 @@
+"""Running KVP groups: where a sequence lives, and when it grows into the next group.
+
+    tokens of a sequence    | g0: tokens_per_group | g1: tokens_per_group | g2 … newest, tail |
+
+A short sequence lives in one group. A long one is assigned several groups when it is accepted. The
+next of them becomes active at a chunk border, when the sequence exceeds what the active groups
+should hold (Medha, section 3.3: the iteration time stays constant, whatever the context), or when
+their pages run out. Pages that no running group can hold are claimed of groups that may come. This
+module takes and returns pages; it knows no order and no deadlines.
+"""
+
+from __future__ import annotations
+
+from medha.scheduling.block_pool import BlockPool
+from medha.scheduling.sequence import Sequence
+from medha.scheduling.waiting_queue import WaitingQueues
+
+
+class KvGroups:
+    """The running groups of a replica, and the sequences that live in them.
+
+    `shared`: sequences that hold, are assigned or claim more than one group.
+    """
+
+    def __init__(self, pool: BlockPool, queues: WaitingQueues) -> None:
+        self.pool, self.queues = pool, queues
+        self.tokens_per_group = queues.tokens_per_group
+        self.running = queues.by_group
+        self.last_used_s: dict[int, float] = {}
+        self.shared: dict[int, Sequence] = {}
+
+    def __contains__(self, group: int) -> bool:
+        return group in self.running
+
+    def join(self, group: int, now: float) -> None:
+        self.pool.join(group)
+        self.queues.join(group)
+        self.last_used_s[group] = now
+
+    def leave(self, group: int) -> None:
+        self.pool.leave(group)
+        self.queues.leave(group)
+        del self.last_used_s[group]
+
+    def mark_used(self, groups: tuple[int, ...], now: float) -> None:
+        for group in groups:
+            self.last_used_s[group] = now
+
+    # --- where a sequence lives -------------------------------------------------------------------
+
+    def groups_needed(self, sequence: Sequence) -> int:
+        """Count the groups that the sequence needs in the end, by tokens and by pages."""
+        most = self.pool.groups_max
+        by_tokens = -(-sequence.target_tokens // self.tokens_per_group)
+        by_pages = -(-self.queues.pages_needed(sequence) // self.pool.pages_per_group)
+        return max(1, min(most, max(by_tokens, by_pages)))
+
+    def assign(self, sequence: Sequence) -> int:
+        """Assign groups to the sequence; return how many of its tokens they have cached.
+
+        Groups where its prefill would end earliest come first (pending work, and its own work
+        behind the cached tokens), then those with most free pages. If no group runs, none is
+        assigned.
+        """
+        size = self.pool.page_tokens
+        cached: dict[int, int] = {}
+        for group, _ in self.find_cached(sequence, tuple(self.running)):
+            cached[group] = cached.get(group, 0) + size
+
+        def cost(group: int) -> tuple[float, int, int]:
+            own_s = (
+                self.queues.busy_s(sequence.target_tokens, cached.get(group, 0)) if cached else 0.0
+            )
+            return self.queues.pending_s(group) + own_s, -self.pool[group].available, group
+
+        order = sorted(self.running, key=cost)
+        sequence.assign(tuple(order[: self.groups_needed(sequence)]))
+        self.update_shared(sequence)
+        return len(self.find_cached(sequence, sequence.assigned_groups)) * size
+
+    def find_cached(self, sequence: Sequence, groups: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Find the leading pages that those groups have cached, as (group, page).
+
+        Never the whole prompt: the last token is always computed.
+        """
+        if not sequence.hashes:
+            return []
+        usable = (sequence.target_tokens - 1) // self.pool.page_tokens
+        return self.pool.leading(sequence.hashes[:usable], groups)
+
+    def update_shared(self, sequence: Sequence) -> None:
+        """Update `shared` after the sequence's groups changed."""
+        if sequence.growth_claim or len({*sequence.assigned_groups, *sequence.groups}) > 1:
+            self.shared[sequence.number] = sequence
+        else:
+            self.shared.pop(sequence.number, None)
+
+    def allocate(self, sequence: Sequence) -> bool:
+        """Reserve the sequence's pages and share its cached ones; False if it does not fit.
+
+        Each assigned group gets pages up to `tokens_per_group`, the last one the rest, as far as
+        there is room. The remainder is claimed of groups that may come; what these cannot hold
+        either goes where there is room.
+        """
+        pool = self.pool
+        need = self.queues.pages_needed(sequence)
+        if len(sequence.assigned_groups) == 1 and not sequence.hashes:
+            group = sequence.assigned_groups[0]
+            own = pool.groups[group]
+            if need <= min(own.available, pool.pages_for(self.tokens_per_group)):
+                own.reserve(need)
+                sequence.allocate({group: need})
+                return True
+            if need > own.available + max(0, pool.claimable):
+                return False
+        cached = self.find_cached(sequence, sequence.assigned_groups)
+        revived: dict[int, int] = {}
+        for group, page in cached:
+            if not pool[group].references(page):
+                revived[group] = revived.get(group, 0) + 1
+        need -= len(cached)
+        wanted: dict[int, int] = {}
+        for turn, group in enumerate(sequence.assigned_groups):
+            room = max(0, pool[group].available - revived.get(group, 0))
+            last = turn == len(sequence.assigned_groups) - 1
+            whole = last and len(sequence.assigned_groups) == self.groups_needed(sequence)
+            most = need if whole else min(need, pool.pages_for(self.tokens_per_group))
+            wanted[group] = min(room, most)
+            need -= wanted[group]
+        for group in sequence.assigned_groups if need > max(0, pool.claimable) else ():
+            room = max(0, pool[group].available - revived.get(group, 0) - wanted[group])
+            more = min(room, need)
+            wanted[group] += more
+            need -= more
+        if any(pool[group].available < count for group, count in revived.items()):
+            return False
+        if need > max(0, pool.claimable):
+            return False
+        for group, page in cached:
+            pool[group].share(page)
+        for group, pages in wanted.items():
+            pool[group].reserve(pages)
+        sequence.allocate(wanted)
+        sequence.claim(need)
+        pool.claim(need)
+        sequence.reuse(cached, pool.page_tokens)
+        self.update_shared(sequence)
+        return True
+
+    def steal_work(self, group: int) -> Sequence | None:
+        """Move an unstarted prompt from the busiest group to an idle one; return the prompt."""
+        queues = self.running
+        if len(queues) == 1 or len(queues[group]):
+            return None
+        busiest = max(
+            (other for other in queues if other != group),
+            key=lambda other: (self.queues.pending_s(other), -other),
+        )
+        for sequence in queues[busiest].sequences:
+            movable = len(sequence.assigned_groups) == 1 and not sequence.started
+            movable = movable and not sequence.preempted and self.groups_needed(sequence) == 1
+            needed = self.queues.pages_needed(sequence) if movable else 0
+            if movable and needed <= self.pool[group].available:
+                self.queues.transfer(sequence, busiest, group)
+                return sequence
+        return None
+
+    def releasable(self, least: int, before_s: float) -> tuple[int, ...]:
+        """Return the topmost groups from `least` on that are empty and unused since `before_s`."""
+        empty_groups = []
+        for group in sorted(self.running, reverse=True):
+            pages = self.pool[group]
+            empty = pages.unused == pages.total and not pages.reserved
+            if group < least or not empty or len(self.running[group]):
+                break
+            if self.last_used_s[group] > before_s:
+                break
+            empty_groups.append(group)
+        return tuple(empty_groups)
+
+    # --- the next chunk ---------------------------------------------------------------------------
+
+    def obtainable(self, sequence: Sequence, group: int) -> int:
+        """Count the pages that the sequence may still take in `group`."""
+        available = self.pool.groups[group].available
+        return sequence.reserved.get(group, 0) + (available if available > 0 else 0)
+
+    def next_tail(self, sequence: Sequence) -> tuple[int, int]:
+        """Return (group, tokens): where the next tokens go and how many fit there; 0: no room.
+
+        A partial last page binds the tail. At a page border the newest group takes over if the
+        active ones hold what they should, else the one with the fewest tokens (ties: the highest).
+        """
+        size = self.pool.page_tokens
+        filled = sequence.scheduled_tokens % size
+        if len(sequence.assigned_groups) == 1 and len(sequence.tokens_by_group) <= 1 and not filled:
+            tail = sequence.assigned_groups[0]
+            room = self.obtainable(sequence, tail)
+            if room and (not sequence.tokens_by_group or tail in sequence.tokens_by_group):
+                return tail, size * room
+        if filled:
+            tail = sequence.group_of[-1]
+            return tail, size - filled + size * self.obtainable(sequence, tail)
+        held = sequence.tokens_by_group
+        active = len(held)
+        tail = -1
+        if sequence.scheduled_tokens >= active * self.tokens_per_group or not active:
+            tail = next((group for group in sequence.assigned_groups if group not in held), -1)
+        if tail >= 0 and self.obtainable(sequence, tail):
+            return tail, size * self.obtainable(sequence, tail)
+        if not active:
+            active_groups: list[int] = list(sequence.assigned_groups[:1])
+        else:
+            active_groups = sorted(held, key=lambda group: (held[group], -group))
+        others = [group for group in sequence.assigned_groups if group not in held]
+        others += sorted(
+            (group for group in self.running if group not in held and group not in others),
+            key=lambda group: (self.queues.pending_s(group), -self.pool[group].available, group),
+        )
+        for group in active_groups + others:
+            room = self.obtainable(sequence, group)
+            if room:
+                return group, size * room
+        return active_groups[0] if active_groups else -1, 0
+
+    def overhang(self, sequence: Sequence, length: int, tail: int) -> int:
+        """Count the tokens to cut off a chunk, so that the next group takes over at a page border.
+
+        0 if no group takes over, or if the prompt ends with the chunk.
+        """
+        end, size = sequence.scheduled_tokens + length, self.pool.page_tokens
+        active = len(sequence.tokens_by_group) + (tail not in sequence.tokens_by_group)
+        full = end >= active * self.tokens_per_group and len(sequence.assigned_groups) > active
+        if not full or end == sequence.target_tokens:
+            return 0
+        return end % size if end % size < length else 0
+
+    def reserve(self, sequence: Sequence, length: int, tail: int) -> None:
+        """Reserve the pages of a drafted chunk in `tail` beyond those reserved there already.
+
+        Nothing else in the draft may count on them; as many fewer are reserved elsewhere.
+        """
+        pages = -(-(sequence.scheduled_tokens + length) // self.pool.page_tokens)
+        extra = pages - len(sequence.page_of) - sequence.reserved.get(tail, 0)
+        if extra > 0:
+            own = sequence.take_reserve(tail)
+            self._return_reserve(sequence, extra)
+            sequence.reserve(tail, own + extra)
+            self.pool.groups[tail].reserve(extra)
+
+    def extend(self, sequence: Sequence, length: int, tail: int) -> tuple[int, ...]:
+        """Schedule `length` more tokens in `tail`; return the ids of the pages taken."""
+        pages = self.pool.groups[tail]
+        scheduled = sequence.scheduled_tokens + length
+        count = -(-scheduled // self.pool.page_tokens) - len(sequence.page_of)
+        own = sequence.reserved.get(tail, 0)
+        if own:
+            own = min(count, own)
+        new = pages.take_many(count, own)
+        active = tail in sequence.tokens_by_group
+        sequence.schedule(length, tail, new, own)
+        if count > own:
+            self._return_reserve(sequence, count - own)
+        if active:
+            return tuple(new)
+        if tail not in sequence.assigned_groups:
+            sequence.assign_more(tail)
+            if not sequence.decoding:
+                self.queues.enqueue(sequence)
+        self.update_shared(sequence)
+        return tuple(new)
+
+    def release(self, sequence: Sequence) -> None:
+        """Return the sequence's pages (the tail is evicted first), reservations and claim."""
+        for group, pages in sequence.reserved.items():
+            if group in self.pool.groups:
+                self.pool[group].reserve(-pages)
+        self.pool.claim(-sequence.growth_claim)
+        sequence.clear_reserve()
+        by_group: dict[int, list[int]] = {}
+        for group, page in zip(
+            reversed(sequence.group_of), reversed(sequence.page_of), strict=True
+        ):
+            by_group.setdefault(group, []).append(page)
+        for group, held in by_group.items():
+            if group in self.pool.groups:
+                self.pool[group].release(held)
+        self.shared.pop(sequence.number, None)
+
+    def take_claims(self, group: int, sequences: list[Sequence]) -> list[Sequence]:
+        """Give the pages of a new group to sequences that claimed some, oldest first.
+
+        Returns the sequences that live in the group from now on.
+        """
+        taking = []
+        pool = self.pool[group]
+        share = self.pool.pages_for(self.tokens_per_group)
+        for sequence in sequences:
+            moved = min(sequence.growth_claim, share, max(0, pool.available))
+            if moved > 0:
+                sequence.claim(-moved)
+                self.pool.claim(-moved)
+                pool.reserve(moved)
+                sequence.reserve(group, moved)
+            if moved > 0 or len(sequence.assigned_groups) < self.groups_needed(sequence):
+                sequence.assign_more(group)
+                self.update_shared(sequence)
+                taking.append(sequence)
+        return taking
+
+    def _return_reserve(self, sequence: Sequence, pages: int) -> None:
+        """Reserve fewer pages where none were taken, after a chunk took them elsewhere.
+
+        The growth claim shrinks last.
+        """
+        reserved = sequence.reserved
+        for group in sorted(reserved, key=lambda group: -reserved[group]):
+            fewer = min(pages, reserved[group])
+            sequence.reserve(group, -fewer)
+            self.pool.groups[group].reserve(-fewer)
+            pages -= fewer
+        fewer = min(pages, sequence.growth_claim)
+        sequence.claim(-fewer)
+        self.pool.claim(-fewer)

@@ -1,0 +1,319 @@
+"""The life of a sequence after submit: tokens, prepared decodes, preemption, and freed pages.
+
+    finished     completed, aborted or failed: its pages are freed and it is forgotten
+    preempted    for lack of pages, or because a group was lost: its pages are freed and it waits
+                 again with its output as part of the prompt; cached pages are shared again
+
+Both wait until no batch in flight and no page copy names the sequence. Waiting work is removed at
+once, so that pending work returns to exactly zero. The next chunk of a decode is prepared as soon
+as its token arrives, pages included, so that building a batch does not visit every decode.
+"""
+
+from __future__ import annotations
+
+from medha.batch import Batch, Chunk, Sampled
+from medha.scheduling.interface import Failure
+from medha.scheduling.prefill_admission import DecodeForecast, PrefillAdmission
+from medha.scheduling.sequence import Sequence
+from medha.scheduling.state import SchedulerState
+
+
+class Lifecycle:
+    """Moves sequences on; see the module. `preempted_count`: preemptions for lack of pages.
+
+    `ended`: sequences whose pages were freed, not yet reported to the ranks.
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        admission: PrefillAdmission,
+        forecast: DecodeForecast,
+        max_context_tokens: int,
+    ) -> None:
+        self.state, self.settings = state, state.settings
+        self.groups, self.queues, self.running = state.groups, state.queues, state.running
+        self.admission, self.forecast = admission, forecast
+        self.max_context_tokens = max_context_tokens
+        self.preempted_count = 0
+        self.ended: list[int] = []
+        self._failed: list[Failure] = []
+
+    # --- chunks and tokens ------------------------------------------------------------------------
+
+    def leave_stage0(self, batch: Batch) -> None:
+        """Allow the next chunks of the batch's prompts."""
+        sequences = self.state.sequences
+        for chunk in reversed(batch.chunks):
+            if chunk.decode:
+                break
+            sequence = sequences[chunk.seq]
+            if not sequence.stopped:
+                sequence.leave_stage0(chunk.start + chunk.length)
+                if sequence.past_stage0_tokens < sequence.target_tokens:
+                    self.queues.update_flags(sequence)
+                else:
+                    self.queues.dequeue(sequence)
+                    self.forecast.invalidate()
+
+    def on_chunk_done(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Cache the full pages of a prompt chunk that every stage has computed."""
+        pool = self.groups.pool
+        first = sequence.computed_tokens // pool.page_tokens
+        last = min(chunk.end // pool.page_tokens, len(sequence.hashes))
+        for logical in range(first, last):
+            group = sequence.group_of[logical]
+            pool[group].cache(sequence.page_of[logical], sequence.hashes[logical])
+        sequence.complete(chunk.end)
+
+    def on_token(
+        self, sequence: Sequence, chunk: Chunk, outcome: Sampled, now: float
+    ) -> str | None:
+        """Count a token and prepare the next decode; return why the sequence ended, if it did."""
+        if outcome.block_hash is not None and self.settings.prefix_cache:
+            self._cache_last(sequence, chunk, outcome.block_hash)
+        reason = self.count_token(sequence, outcome, now)
+        if reason is not None:
+            return reason
+        request, running = sequence.request, self.running
+        if sequence.slot < 0:  # it does not decode yet
+            running.begin(sequence)
+        in_batches = sequence.in_flight - running.is_prepared(sequence)
+        tokens = sequence.output_tokens + in_batches
+        due_s = (sequence.first_token_s or now) + tokens * request.tpot_s
+        running.due(sequence, due_s)
+        if not sequence.in_flight:
+            self._prepare(sequence)
+        return None
+
+    def count_token(self, sequence: Sequence, outcome: Sampled, now: float) -> str | None:
+        """Count a token that the client receives; return `stop` or `length` if it is the last.
+
+        A sequence preempted while in flight recomputes the token as part of its prompt.
+        """
+        request = sequence.request
+        sequence.count_token(now)
+        full = request.prompt_tokens + sequence.output_tokens >= self.max_context_tokens
+        if outcome.finished or full or sequence.output_tokens >= request.max_output_tokens:
+            self.finish(sequence)
+            return "stop" if outcome.finished else "length"
+        return None
+
+    def prepare_ahead(self, chunk: Chunk, due_out_s: float) -> bool:
+        """Prepare the decode behind a token that is still being computed.
+
+        The rank that samples the token reads it there. Returns whether nothing is left to prepare
+        when the token arrives.
+        """
+        sequence, running = self.state.sequences[chunk.seq], self.running
+        request, after = sequence.request, chunk.end + 1
+        output = after - request.prompt_tokens
+        if sequence.stopped:
+            return True
+        if output >= request.max_output_tokens or after >= self.max_context_tokens:
+            running.expect_last(sequence)
+            return True
+        tail, room = self.groups.next_tail(sequence)
+        if not room or (tail,) != sequence.groups or sequence.switching:
+            return False
+        if not sequence.decoding:
+            running.begin(sequence)
+            first_s = sequence.first_token_s
+            first_s = due_out_s if first_s is None else first_s
+            running.due(sequence, first_s + output * request.tpot_s)
+        return self._prepare(sequence)
+
+    def _cache_last(self, sequence: Sequence, chunk: Chunk, hash_: bytes) -> None:
+        """Cache the page that the computed tokens have just filled."""
+        logical = chunk.end // self.groups.pool.page_tokens - 1
+        if logical >= 0:
+            self.groups.pool[sequence.group_of[logical]].cache(sequence.page_of[logical], hash_)
+
+    def _prepare(self, sequence: Sequence) -> bool:
+        """Prepare the next decode; without a page for it the sequence is blocked on pages."""
+        start = sequence.scheduled_tokens
+        pages: tuple[int, ...] = ()
+        if start % self.groups.pool.page_tokens and not sequence.switching:
+            tail = sequence.group_of[-1]
+            sequence.schedule_decode(tail)
+        else:
+            tail, room = self.groups.next_tail(sequence)
+            if not room:
+                self.running.block_on_pages(sequence)
+                return False
+            pages = self.groups.extend(sequence, 1, tail)
+        groups = sequence.groups
+        for move in sequence.switching:
+            groups = tuple(sorted({*groups, move.source, move.target}))
+        chunk = Chunk(sequence.number, start, 1, groups, tail, pages, True, True)
+        self.running.prepare(sequence, chunk)
+        return True
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def finish(self, sequence: Sequence) -> None:
+        """Finish a sequence; its request id is unknown from now on."""
+        state = self.state
+        self._stop(sequence)
+        sequence.finish()
+        if state.by_id.get(sequence.id) is sequence:
+            del state.by_id[sequence.id]
+        state.unassigned.pop(sequence.number, None)
+        self.free(sequence)
+
+    def fail(self, sequence: Sequence, code: str, message: str) -> None:
+        """Finish a sequence with an error for the client."""
+        self._failed.append(Failure(sequence.number, sequence.id, code, message))
+        self.finish(sequence)
+
+    def preempt(self, sequence: Sequence, now: float) -> None:
+        """Stop a sequence; its tokens are recomputed later."""
+        if sequence.stopped:
+            return
+        decoding = sequence.decoding
+        self._stop(sequence)
+        sequence.preempt(now + sequence.request.ttft_deadline_s if decoding else None)
+        self.free(sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        """Free the pages of a stopped sequence once nothing in flight uses them."""
+        if not sequence.stopped:
+            return
+        for move in sequence.switching:
+            if move.target in self.groups:
+                self.groups.pool[move.target].release(move.to_pages)
+        sequence.cancel_switches()
+        sequences = self.state.sequences
+        if sequence.in_flight or sequence.moving or sequence.number not in sequences:
+            return
+        self.groups.release(sequence)
+        if sequence.started:
+            self.admission.count_freed()
+            self.ended.append(sequence.number)
+        if sequence.finished:
+            del sequences[sequence.number]
+            return
+        sequence.reset()
+        self.queues.enqueue(sequence, self.assign_groups(sequence))
+
+    def assign_groups(self, sequence: Sequence) -> int:
+        """Assign groups; return how many of the tokens they have cached.
+
+        If no group runs, the sequence waits for one.
+        """
+        if not self.groups.running:
+            self.state.unassigned[sequence.number] = sequence
+            return 0
+        return self.groups.assign(sequence)
+
+    def take_ended(self) -> tuple[int, ...]:
+        """Return the sequences whose pages were freed, for the ranks, since the last call."""
+        ended, self.ended = tuple(self.ended), []
+        return ended
+
+    def take_failed(self) -> tuple[Failure, ...]:
+        failed, self._failed = tuple(self._failed), []
+        return failed
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Remove a sequence from all queues."""
+        self.queues.dequeue(sequence)
+        if self.running.withdraw(sequence):
+            sequence.land()
+        self.running.end(sequence)
+        self.forecast.remove(sequence)
+
+    # --- lack of pages ----------------------------------------------------------------------------
+
+    def retry_blocked(self, now: float) -> None:
+        """Find pages for decodes without any, or preempt a sequence for them."""
+        blocked = self.running.blocked_on_pages
+        for sequence in list(blocked.values()):
+            if sequence.number in blocked and not sequence.finished:
+                self.running.unblock(sequence)
+                if not self._prepare(sequence):
+                    self.preempt_for_pages(sequence, now)
+
+    def preempt_for_pages(self, blocked: Sequence, now: float) -> None:
+        """Make room for the next token of a decode, now or when batches in flight complete.
+
+        Prefills reserve their pages, decodes only a part. The started prefill with the largest
+        relative slack and pages in the groups concerned is preempted, unless it has a promise and
+        makes progress; without such a prefill, the decode with the most credit. A sequence that
+        finds no page though no other holds any fails, with both numbers.
+        """
+        wanted = set(blocked.groups)
+        holders = [
+            sequence
+            for sequence in self.state.sequences.values()
+            if sequence.started and wanted & set(sequence.tokens_by_group)
+        ]
+        if any(sequence.stopped for sequence in holders):
+            return
+        prefills = [
+            sequence
+            for sequence in holders
+            if not sequence.decoding
+            and sequence.remaining_tokens > 0
+            and (not sequence.promised or self._is_stuck(sequence))
+        ]
+        victim = self._latest_prefill(prefills, now) or self._latest_decode(holders)
+        if victim is None or (victim is blocked and len(holders) == 1):
+            pool = self.groups.pool
+            total = len(pool.groups) * pool.pages_per_group * pool.page_tokens
+            self.fail(
+                blocked,
+                "kv_exhausted",
+                f"sequence {blocked.id} holds {blocked.scheduled_tokens} tokens and finds no"
+                f" page for the next: the running groups hold {total} tokens; lower max_tokens or"
+                " add KVP groups",
+            )
+            return
+        self.preempted_count += 1
+        self.preempt(victim, now)
+
+    def expire(self, now: float) -> None:
+        """Fail prefills that wait too long for another group."""
+        for sequence in list(self.groups.shared.values()):
+            stuck = (
+                sequence.started
+                and not sequence.decoding
+                and sequence.remaining_tokens > 0
+                and self._is_stuck(sequence)
+            )
+            if not stuck:
+                sequence.resume()
+                continue
+            waited_s = 0.0 if sequence.paused_since_s is None else now - sequence.paused_since_s
+            sequence.pause(now)
+            if waited_s > self.settings.growth_timeout_s:
+                self.fail(
+                    sequence,
+                    "kv_growth_timeout",
+                    f"request {sequence.id} waited {self.settings.growth_timeout_s:g} s for another"
+                    f" KVP group after {sequence.scheduled_tokens} of {sequence.target_tokens}"
+                    f" prompt tokens: {len(self.groups.running)} of"
+                    f" {self.groups.pool.groups_max} groups run; see why the replica does not grow,"
+                    " or shorten the prompt",
+                )
+
+    def _is_stuck(self, sequence: Sequence) -> bool:
+        """Return whether a prefill waits for another group, so that its pages are idle."""
+        return sequence.ready and not self.groups.next_tail(sequence)[1]
+
+    def _latest_prefill(self, prefills: list[Sequence], now: float) -> Sequence | None:
+        return max(
+            prefills,
+            key=lambda sequence: (self._relative_slack(sequence, now), sequence.number),
+            default=None,
+        )
+
+    def _latest_decode(self, holders: list[Sequence]) -> Sequence | None:
+        decodes = [sequence for sequence in holders if sequence.decoding]
+        return max(
+            decodes, key=lambda sequence: (sequence.decode_due_s, sequence.number), default=None
+        )
+
+    def _relative_slack(self, sequence: Sequence, now: float) -> float:
+        work_s = sum(self.queues.work_by_group(sequence).values())
+        return (sequence.key[0] - now - work_s) / sequence.norm_s

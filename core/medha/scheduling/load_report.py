@@ -1,0 +1,105 @@
+"""The Load that a replica reports to routers, by which they place and admit requests.
+
+Margins are those of the group where a new request would go: the one with the least pending work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from medha.messages.fields import Load
+from medha.scheduling.promises import PromiseSet
+from medha.scheduling.state import SchedulerState
+from medha.scheduling.waiting_queue import WaitingQueue
+
+BANDS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 1e9)
+MARGINS = 256
+
+
+def report(
+    state: SchedulerState,
+    available_shares: dict[int, float],
+    predicted_tpot_s: float,
+    wanted_groups: int,
+    now: float,
+) -> Load:
+    """Summarise all groups in a few numbers and two short lists."""
+    queues, promises, pool = state.queues, state.promises, state.pool
+    running = sorted(queues.by_group)
+    groups = range(max(running) + 1) if running else range(0)
+    waiting, prefilling = _counts(queues.by_group)
+    pending = {group: queues.pending_s(group) for group in running}
+    best = min(running, key=lambda group: (pending[group], group), default=None)
+    share = available = 1.0
+    if best is not None:
+        available = available_shares[best]
+        share = 1.0 / (promises.full_cost_s(1.0, available) - promises.full_cost_s(0.0, available))
+    return Load(
+        margins=() if best is None else _margins(state, best, available, now),
+        pending_bands=_bands([queues.by_group[group] for group in running], now),
+        pending_s=sum(pending.values()),
+        relegated_s=sum(_relegated_s(promises, queues.by_group[group]) for group in running),
+        ahead_s=min((_ahead_s(state, group, now) for group in running), default=0.0),
+        waiting=waiting,
+        prefilling=prefilling,
+        decoding=len(state.running),
+        free_pages=tuple(pool[group].available if group in running else -1 for group in groups),
+        total_pages=tuple(pool[group].total if group in running else -1 for group in groups),
+        claimable_pages=max(0, pool.claimable),
+        page_tokens=pool.page_tokens,
+        share=share,  # of time, for prefills that hold a promise
+        predicted_tpot_s=predicted_tpot_s,
+        drain_s_per_s=sum(promises.share[group] for group in running) or 1.0,
+        wanted_groups=wanted_groups,
+    )
+
+
+def _counts(queues: dict[int, WaitingQueue]) -> tuple[int, int]:
+    """Return (prompts not started, prompts in progress), each counted once."""
+    started: dict[int, bool] = {}
+    for queue in queues.values():
+        for sequence in queue.sequences:
+            started[sequence.number] = sequence.started
+    in_progress = sum(started.values())
+    return len(started) - in_progress, in_progress
+
+
+def _margins(
+    state: SchedulerState, group: int, share: float, now: float
+) -> tuple[tuple[float, float], ...]:
+    """Return (due in, margin) from now; only the tightest if there are too many."""
+    promises, lead = state.promises, state.in_flight.free_in_s(group, now)
+    due_in, margins = promises.margins(group, now + lead, share)
+    if len(margins) > MARGINS:
+        keep = np.sort(np.argpartition(margins, MARGINS)[:MARGINS])
+        due_in, margins = due_in[keep], margins[keep]
+    return tuple(zip((due_in + lead + promises.drain_s).tolist(), margins.tolist(), strict=True))
+
+
+def _bands(queues: list[WaitingQueue], now: float) -> tuple[tuple[float, float], ...]:
+    """Return (up to, seconds) of prefill work by relative slack, without empty bands."""
+    sums = np.zeros(len(BANDS))
+    for queue in queues:
+        if len(queue):
+            rho = (queue.due_s - now - queue.work_s) / queue.norm_s
+            band = np.minimum(np.searchsorted(BANDS, rho), len(BANDS) - 1)
+            sums += np.bincount(band, weights=queue.work_s, minlength=len(BANDS))
+    return tuple(
+        (upto, seconds) for upto, seconds in zip(BANDS, sums.tolist(), strict=True) if seconds > 0.0
+    )
+
+
+def _relegated_s(promises: PromiseSet, queue: WaitingQueue) -> float:
+    if not promises.promising:
+        return 0.0
+    return float(queue.work_s[~queue.kept].sum())
+
+
+def _ahead_s(state: SchedulerState, group: int, now: float) -> float:
+    """Return the time before a most urgent new request starts: stage 0's rest, then short prompts.
+
+    Long prompts are preempted between chunks, so that they block nothing.
+    """
+    queue, promises = state.queues.by_group[group], state.promises
+    short = queue.work_s[queue.norm_s <= 8.0 * promises.longest_s]
+    return state.in_flight.free_in_s(group, now) + float(short.sum()) / promises.share[group]

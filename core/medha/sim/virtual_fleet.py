@@ -1,0 +1,366 @@
+"""Several replicas behind one router, in virtual time.
+
+Drives the Dispatcher of the router and the grants of the controllers; messages take no time:
+
+    arrival ──Dispatcher.admit──► queue ──place, heads──► Grants ──grant, take──► SimReplica
+
+A replica reports its Load at every arrival and after every round of its scheduler. A router knows
+the Load of the last LoadReport, so the simulated fleet is the best case of the same decisions.
+Requests that arrive while no replica serves are held for the next one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from medha.config import Scheduling
+from medha.errors import Refusal
+from medha.fleet.demand import DemandWindow
+from medha.fleet.dispatcher import Dispatcher
+from medha.fleet.grants import GrantQueue
+from medha.fleet.request_queue import RequestQueue
+from medha.messages import Head, KvEvents, Load, ModelDemand
+from medha.predictor import Predictor
+from medha.request import Request, SloClass
+from medha.sim.loop import ARRIVE, Loop
+from medha.sim.replica import SimReplica
+from medha.sim.report import RequestRecord
+from medha.sim.workload import Arrival
+
+MODEL = "model"  # the only one
+ROUTER = "router"  # the only one
+VERSION = ""  # all replicas serve the same version
+
+
+class SimulatedRequest:
+    """A request in the fleet's queue, as the dispatcher reads it."""
+
+    __slots__ = ("arrival", "hashes", "page_names", "request")
+
+    version, output_tokens, moves = VERSION, 0, 0
+
+    def __init__(self, request: Request, arrival: Arrival, page_tokens: int) -> None:
+        self.request, self.arrival = request, arrival
+        self.page_names = arrival.page_names(page_tokens)
+        self.hashes = b"".join(self.page_names)
+
+
+class SimulatedLink:
+    """A replica as the dispatcher reads it, and what its controller would hold for it."""
+
+    version = VERSION
+
+    def __init__(self, replica: SimReplica, settings: Scheduling, max_context_tokens: int) -> None:
+        self.replica, self.max_context_tokens = replica, max_context_tokens
+        self.min_batch_s, self.max_batch_s = settings.min_batch_s, settings.max_batch_s
+        window_s = settings.dispatch_budgets * settings.max_batch_s
+        self.grants = GrantQueue(window_s, settings.work_floor_s)
+        self.load: Load | None = None
+        self.draining = False
+        self.published: tuple[str, ...] = ()  # ids of the heads that the replica has
+        self.kv_events = 0
+        self.counted = 0  # ended requests that demand has counted
+
+    @property
+    def name(self) -> str:
+        return self.replica.name
+
+    @property
+    def predictor(self) -> Predictor:
+        return self.replica.clock.predictor
+
+    @property
+    def open(self) -> bool:
+        return self.load is not None and bool(self.load.total_pages) and not self.draining
+
+
+class SimulatedFleet:
+    """Replicas, one queue for all of them, and a record of each request.
+
+    `settings`: those of the replicas. `deadlines_s` overrides the TTFT deadline of single requests,
+    as the request header does.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[SimReplica],
+        loop: Loop,
+        classes: Sequence[SloClass],
+        settings: Scheduling,
+        page_tokens: int,
+        max_context_tokens: int,
+        deadlines_s: Mapping[str, float] | None = None,
+    ) -> None:
+        self.loop, self.settings, self.page_tokens = loop, settings, page_tokens
+        self.max_context_tokens = max_context_tokens
+        self.classes = {slo_class.name: slo_class for slo_class in classes}
+        self.deadlines_s = deadlines_s or {}
+        self.predictor = replicas[0].clock.predictor  # all are alike
+        queue = RequestQueue(
+            settings.policy,
+            guard_s=settings.dispatch_budgets * settings.max_batch_s,
+            short_s=8.0 * settings.max_batch_s,
+            relegated_share=settings.relegated_share,
+            work_floor_s=settings.work_floor_s,
+            normaliser=settings.normaliser,
+        )
+        self.dispatcher: Dispatcher[SimulatedRequest] = Dispatcher(classes, queue)
+        self.links: dict[str, SimulatedLink] = {}
+        self.refused: list[RequestRecord] = []
+        self.held: list[SimulatedRequest] = []
+        self.cancelled: list[Request] = []  # while they were queued
+        self.hand_overs: list[tuple[float, str, str]] = []  # (time, request, replica)
+        self._demand = DemandWindow()
+        self._left: list[SimReplica] = []
+        self._late: set[str] = set()  # promised when admitted, relegated in the queue
+        for replica in replicas:
+            self.join(replica)
+
+    # --- replicas ---------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> dict[str, SimReplica]:
+        return {name: link.replica for name, link in self.links.items()}
+
+    @property
+    def serving(self) -> list[str]:
+        """Names of the replicas that take requests."""
+        return [name for name, link in self.links.items() if not link.draining]
+
+    def pending_s(self, name: str) -> float:
+        """Prefill seconds that a replica has or has been given."""
+        return next(e.pending_s for e in self.dispatcher.estimates if e.name == name)
+
+    def join(self, replica: SimReplica) -> None:
+        """Add a replica. Held requests are admitted first."""
+        link = SimulatedLink(replica, self.settings, self.max_context_tokens)
+        self.links[replica.name] = link
+        replica.watch = self._on_round
+        self._report(link)
+        held, self.held = self.held, []
+        for item in held:
+            self._admit(item, held=True)
+        self._dispatch()
+
+    def leave(self, name: str) -> None:
+        """Drain a replica: its queued requests go elsewhere, and it leaves when idle."""
+        link = self.links[name]
+        link.draining = True
+        self._report(link)
+        self._dispatch()
+        self._remove_if_idle(link)
+
+    def _remove_if_idle(self, link: SimulatedLink) -> None:
+        if link.name not in self.links or link.replica.live:
+            return
+        self._count_ended(link)
+        self._left.append(self.links.pop(link.name).replica)
+        self.dispatcher.remove_replica(link.name)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def play(self, arrivals: Iterable[Arrival]) -> None:
+        """Schedule all arrivals."""
+        for arrival in arrivals:
+            self.loop.at(arrival.arrival_s, ARRIVE, functools.partial(self.arrive, arrival))
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Admit a request, refuse it, or hold it while no replica serves."""
+        for link in self.links.values():
+            self._report(link)
+        item = SimulatedRequest(self._request(arrival), arrival, self.page_tokens)
+        if self.serving:
+            self._admit(item)
+            self._dispatch()
+        else:
+            self.held.append(item)
+
+    def _request(self, arrival: Arrival) -> Request:
+        """The request with its work after prefix hits, and its deadline."""
+        slo_class = self.classes[arrival.slo_class]
+        hashes = b"".join(arrival.page_names(self.page_tokens))
+        work_s = self.predictor.prefill_s(arrival.prompt_tokens)
+        if self.links:
+            work_s = self.dispatcher.idle_work_s(arrival.prompt_tokens, hashes, VERSION)
+        deadline_s = self.deadlines_s.get(arrival.id, slo_class.slo.ttft_deadline_s(work_s))
+        return Request(
+            id=arrival.id,
+            arrival_s=self.loop.now,
+            prompt_tokens=arrival.prompt_tokens,
+            max_output_tokens=arrival.output_tokens,
+            tpot_s=slo_class.slo.tpot_s,
+            work_s=work_s,
+            ttft_deadline_s=deadline_s,
+            slo_class=slo_class.name,
+            tenant=arrival.tenant,
+            weight=slo_class.weight,
+        )
+
+    def _admit(self, item: SimulatedRequest, held: bool = False) -> None:
+        """Enqueue a request or record its refusal. A held request is never refused for being late:
+        it goes on without a promise."""
+        now, request = self.loop.now, item.request
+        slo_class = self.classes[request.slo_class]
+        if held:
+            slo_class = msgspec.structs.replace(slo_class, when_infeasible="relegate")
+        try:
+            decision = self.dispatcher.admit(item, slo_class, now)
+        except Refusal as refusal:
+            self._demand.refused(MODEL, request, refusal, now, self._idle_tpot_s(request))
+            self.refused.append(_refused(request, refusal.code))
+            return
+        option = decision.option
+        item.request = msgspec.structs.replace(request, promised=decision.promised)
+        if held:
+            self._demand.arrived(MODEL, request, now)
+        else:
+            first_s = now - request.arrival_s + option.first_s(decision.promised)
+            self._demand.taken(MODEL, request, first_s, option.work_s, now)
+
+    def _on_round(self, replica: SimReplica) -> None:
+        """A replica reports after a round of its scheduler."""
+        link = self.links.get(replica.name)
+        if link is None:
+            return
+        if link.draining:
+            self._remove_if_idle(link)
+        if len(self.dispatcher):
+            self._report(link)
+            self._dispatch(ready=link)
+        else:
+            self._report_cache(link)
+
+    def _report(self, link: SimulatedLink) -> None:
+        """Pass a replica's cache changes and Load to the dispatcher."""
+        self._report_cache(link)
+        link.load = link.replica.scheduler.load(self.loop.now)
+        self.dispatcher.update_replica(link, self.loop.now)
+
+    def _report_cache(self, link: SimulatedLink) -> None:
+        stored, removed = link.replica.scheduler.take_kv_events()
+        if stored or removed:
+            link.kv_events += 1
+            events = KvEvents(
+                link.kv_events,
+                b"".join(block for _, block in stored),
+                b"".join(block for _, block in removed),
+                snapshot=link.kv_events == 1,
+            )
+            self.dispatcher.apply_kv_events(link.name, events)
+
+    def cancel(self, id: str) -> None:
+        """The client left: remove its request from the queue or abort it on its replica."""
+        now, item = self.loop.now, self.dispatcher.get(id)
+        if item is not None:
+            self.dispatcher.drop(id, None, now)
+            self.cancelled.append(item.request)
+        for link in self.links.values():
+            if link.replica.serves(id):
+                link.replica.abort(id)
+                self.dispatcher.drop(id, link.name, now)
+        self._dispatch()
+
+    def _dispatch(self, ready: SimulatedLink | None = None) -> None:
+        """Place, publish heads and submit what replicas grant, until no replica grants more.
+
+        A replica grants when its heads change, and after a round of its scheduler (`ready`).
+        """
+        now, granted = self.loop.now, True
+        while granted and len(self.dispatcher):
+            granted = False
+            for item in self.dispatcher.relegate_late(now):
+                item.request = msgspec.structs.replace(item.request, promised=False)
+                if self.settings.policy == "lars":  # the only policy with promises
+                    self._late.add(item.request.id)
+            self.dispatcher.place_waiting(now)
+            heads = self.dispatcher.heads(now)
+            for name, link in self.links.items():
+                ids = tuple(head.id for head in heads.get(name, ()))
+                if ids and (ids != link.published or link is ready):
+                    granted = self._pull(link, heads[name]) or granted
+                link.published = ids
+            ready = None
+
+    def _pull(self, link: SimulatedLink, heads: tuple[Head, ...]) -> bool:
+        """Submit the requests that a replica grants; False if it grants none."""
+        now = self.loop.now
+        link.grants.heads(ROUTER, heads, now)
+        ahead_s = link.replica.scheduler.load(now).ahead_s
+        grant = link.grants.grant(ahead_s, now).get(ROUTER)
+        if grant is None:
+            return False
+        for request_id in grant.ids:
+            item = self.dispatcher.take(request_id, link.name)
+            if item is not None:
+                link.replica.submit(item.request, item.page_names)
+                link.grants.submitted(ROUTER, request_id)
+                self.dispatcher.accepted(request_id, link.name)
+                self.hand_overs.append((now, request_id, link.name))
+        self._report(link)
+        return True
+
+    # --- results ----------------------------------------------------------------------------------
+
+    def demand(self) -> ModelDemand:
+        """Recent demand, as a router reports it."""
+        now = self.loop.now
+        for link in self.links.values():
+            self._count_ended(link)
+        waiting = self.dispatcher.waiting(now)
+        demand = self._demand.of(
+            MODEL,
+            now,
+            backlog_s=sum(queued.work_s for queued in waiting),
+            waiting=len(waiting),
+            running=sum(len(link.replica.live) for link in self.links.values()),
+        )
+        return msgspec.structs.replace(demand, held=len(self.held))
+
+    def records(self) -> list[RequestRecord]:
+        """A record of every request; queued and held requests are unfinished.
+
+        A promise that was given stays one, even if the queue relegated the request later.
+        """
+        queued = [item.request for item in [*self.dispatcher.items(), *self.held]]
+        unfinished = [*queued, *self.cancelled]
+        replicas = [*self._left, *self.replicas.values()]
+        served = [record for replica in replicas for record in replica.records()]
+        records = [*served, *(_refused(request, "") for request in unfinished), *self.refused]
+        return [
+            msgspec.structs.replace(record, promised=True) if record.id in self._late else record
+            for record in records
+        ]
+
+    def _count_ended(self, link: SimulatedLink) -> None:
+        """Count the requests that ended since the last call, by whether they met their SLO."""
+        over = link.replica.over[link.counted :]
+        link.counted += len(over)
+        for live in over:
+            idle_tpot_s = self._idle_tpot_s(live.request)
+            good = link.replica.record(live).good
+            self._demand.over(MODEL, live.request, good, self.loop.now, idle_tpot_s)
+
+    def _idle_tpot_s(self, request: Request) -> float:
+        """TPOT of a request that is alone on the best replica."""
+        return min(
+            (estimate.idle_tpot_s(request.prompt_tokens) for estimate in self.dispatcher.estimates),
+            default=0.0,
+        )
+
+
+def _refused(request: Request, code: str) -> RequestRecord:
+    return RequestRecord(
+        id=request.id,
+        arrival_s=request.arrival_s,
+        prompt_tokens=request.prompt_tokens,
+        ttft_deadline_s=request.ttft_deadline_s,
+        tpot_s=request.tpot_s,
+        work_s=request.work_s,
+        promised=bool(request.promised),
+        refused=code,
+        slo_class=request.slo_class,
+        tenant=request.tenant,
+    )

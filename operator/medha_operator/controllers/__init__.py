@@ -1,0 +1,1 @@
+"""Reconcilers and the loops that run them."""

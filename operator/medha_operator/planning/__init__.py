@@ -1,0 +1,1 @@
+"""Decisions: actions and status from a snapshot of the cluster, without clock or client."""

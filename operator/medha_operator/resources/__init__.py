@@ -1,0 +1,1 @@
+"""Values: manifests, views of objects, actions, units."""

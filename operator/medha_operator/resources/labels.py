@@ -1,0 +1,28 @@
+"""Labels, annotations and fixed names of the objects that the operator creates."""
+
+from __future__ import annotations
+
+PREFIX = "medha.dev/"
+RESOURCE = PREFIX + "replica"
+"""Label: the MedhaReplica that an object belongs to."""
+ORDINAL = PREFIX + "ordinal"
+"""Label: the replica's number (0, 1, …; a surge replica takes the next free one)."""
+GROUP = PREFIX + "kvp-group"
+STAGE = PREFIX + "spp-stage"
+ROLE = PREFIX + "role"
+"""Label: `leader` (group 0, stage 0: it holds the controller) or `worker`."""
+ATTEMPT = PREFIX + "attempt"
+"""Label: the number of the group's start, from 1; pods of a group carry the same."""
+SPEC_HASH = PREFIX + "spec-hash"
+"""Label: hash of the parts of the spec that pods are made from; a change is a rolling update."""
+TARGET = PREFIX + "node"
+"""Annotation of a pod: the node that it was planned to."""
+CONTENT_HASH = PREFIX + "content-hash"
+"""Annotation of every other own object: hash of its wanted content."""
+GANG_GATE = PREFIX + "gang"
+"""Scheduling gate: removed when all pods of the gang exist and fit."""
+FIELD_MANAGER = "medha-operator"
+OWNED_BY = {"app.kubernetes.io/managed-by": "medha-operator"}
+LEADER, WORKER = "leader", "worker"
+WORKER_KEYS = "medha-worker-keys"
+"""Secret with the CURVE keys of controllers and ranks, one in each namespace with pods."""

@@ -1,0 +1,653 @@
+"""The manifests of a MedhaReplica's pods and of the objects around them: functions of the resource.
+
+    Pod <mr>-<ordinal>-g<k>-s<j>      a (KVP group, stage) with `tp` ranks
+    Service <mr>-workers              gives every pod a DNS name, ready or not
+    Service <mr>-leaders              the ready controllers, for metrics and for people
+    ConfigMap <mr>-<ordinal>-<hash>   worker.json of one replica; immutable, replaced by another
+    NetworkPolicy <mr>-<ordinal>      a replica's pods reach each other; all else by the settings
+    PodDisruptionBudget <mr>          no pod is evicted: the operator moves its work first
+
+Each object but the pods carries the hash of its content, so that an unchanged one is not written
+again. The checks of a spec beyond the API's own are at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from medha.config import CONTROLLER_OPS_PORT, POD_OPS_PORT, RANK_PORT, STORE_PORT, Curve, render
+from medha.errors import SpecError
+from medha.rendering import Site, worker_config
+from medha.spec import API_VERSION, KIND, MedhaReplica
+from medha.topology import Coordinate
+from medha_operator.resources import labels as names
+from medha_operator.resources.objects import integer
+from medha_operator.settings import Flows, Settings
+
+Manifest = dict[str, Any]
+
+CONFIG_FILE = "worker.json"
+CONFIG_FOLDER = "/etc/medha"
+KEYS_FOLDER = "/etc/medha/keys"
+MODELS_FOLDER = "/models"
+RUN_FOLDER = "/tmp"
+# More than any replica has pods. A percentage would be taken of /scale, which counts replicas
+# instead of pods.
+_EVERY_POD = 1_000_000
+
+
+def replica_name(resource: str, ordinal: int) -> str:
+    """Name a replica in messages, metrics and logs, e.g. `llama-70b-0`."""
+    return f"{resource}-{ordinal}"
+
+
+def pod_name(resource: str, ordinal: int, at: Coordinate) -> str:
+    """Name the pod of a (group, stage), which holds `tp` ranks. The shard is ignored."""
+    return f"{resource}-{ordinal}-g{at.group}-s{at.stage}"
+
+
+def leader_address(resource: str, namespace: str, ordinal: int) -> str:
+    """Return the DNS name of the pod with the replica's controller."""
+    leader = pod_name(resource, ordinal, Coordinate(0, 0, 0))
+    return f"{leader}.{workers_service(resource)}.{namespace}.svc"
+
+
+def workers_service(resource: str) -> str:
+    return f"{resource}-workers"
+
+
+def leaders_service(resource: str) -> str:
+    return f"{resource}-leaders"
+
+
+def policy_name(resource: str, ordinal: int) -> str:
+    """Name the NetworkPolicy of one replica."""
+    return replica_name(resource, ordinal)
+
+
+def config_name(resource: str, ordinal: int, spec_hash: str) -> str:
+    """Name the ConfigMap of one replica for one hash of the spec."""
+    return f"{resource}-{ordinal}-{spec_hash}"
+
+
+def digest(content: object) -> str:
+    """Hash `content` to ten hexadecimal digits."""
+    return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:10]
+
+
+def owner(resource: MedhaReplica) -> Manifest:
+    """Build the owner reference by which the cluster deletes objects with their resource."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": resource.name,
+        "uid": resource.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+
+
+def metadata(
+    resource: MedhaReplica,
+    name: str,
+    labels: Mapping[str, str] = {},
+    annotations: Mapping[str, str] = {},
+) -> Manifest:
+    """Build name, namespace, labels and owner of an object."""
+    body: Manifest = {
+        "name": name,
+        "namespace": resource.namespace,
+        "labels": {
+            **names.OWNED_BY,
+            "app.kubernetes.io/name": "medha-worker",
+            **labels,
+            names.RESOURCE: resource.name,
+        },
+        "ownerReferences": [owner(resource)],
+    }
+    if annotations:
+        body["annotations"] = dict(annotations)
+    return body
+
+
+def checkpoint(resource: MedhaReplica) -> str:
+    """Return the model's folder inside the pods."""
+    source = resource.spec.model.source
+    for part in (source.pvc, source.image):
+        if part is not None and part.path.strip("/"):
+            return f"{MODELS_FOLDER}/{part.path.strip('/')}"
+    return MODELS_FOLDER
+
+
+def worker_json(resource: MedhaReplica, ordinal: int, settings: Settings) -> str:
+    """Render the file that every process of one replica decodes."""
+    site = Site(
+        checkpoint=checkpoint(resource),
+        routers=(settings.router,),
+        curve=Curve(
+            secret=f"{KEYS_FOLDER}/controller.secret",
+            server_public=f"{KEYS_FOLDER}/router.public",
+        ),
+        rank_bind=f"tcp://*:{RANK_PORT}",
+        rank_curve=Curve(
+            secret=f"{KEYS_FOLDER}/rank.secret",
+            server_public=f"{KEYS_FOLDER}/controller.public",
+            allowed=f"{KEYS_FOLDER}/rank.public",
+        ),
+        store_bind=f"0.0.0.0:{STORE_PORT}",
+        interface="eth0",
+        ops_host="0.0.0.0",
+        ops_port=CONTROLLER_OPS_PORT,
+        run_dir=RUN_FOLDER,
+        log_level=settings.log_level,
+    )
+    return render(worker_config(resource, replica_name(resource.name, ordinal), site)).decode()
+
+
+def config_map(
+    resource: MedhaReplica, ordinal: int, spec_hash: str, settings: Settings
+) -> Manifest:
+    return _hashed(
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": metadata(
+                resource,
+                config_name(resource.name, ordinal, spec_hash),
+                {names.ORDINAL: str(ordinal), names.SPEC_HASH: spec_hash},
+            ),
+            "immutable": True,
+            "data": {CONFIG_FILE: worker_json(resource, ordinal, settings)},
+        }
+    )
+
+
+def shared_objects(resource: MedhaReplica) -> tuple[Manifest, ...]:
+    """Build the objects that all replicas of the resource share."""
+    return (_workers_service(resource), _leaders_service(resource), _disruption_budget(resource))
+
+
+def follows_readiness(resource: MedhaReplica, manifest: Mapping[str, Any]) -> bool:
+    """Return whether the object concerns ready pods alone.
+
+    Before there are any, it would only make the cluster's controllers follow every pod's start.
+    """
+    leaders = "Service", leaders_service(resource.name)
+    return key(manifest) in (leaders, ("PodDisruptionBudget", resource.name))
+
+
+def objects(
+    resource: MedhaReplica, ordinals: Iterable[int], spec_hash: str, settings: Settings
+) -> tuple[Manifest, ...]:
+    """Build all objects that the pods of these replicas need before they are created."""
+    ordinals = tuple(ordinals)
+    configs = (config_map(resource, ordinal, spec_hash, settings) for ordinal in ordinals)
+    return (*shared_objects(resource), *configs, *network_policies(resource, ordinals, settings))
+
+
+def network_policies(
+    resource: MedhaReplica, ordinals: Iterable[int], settings: Settings
+) -> tuple[Manifest, ...]:
+    """Build one policy for each of these replicas, if the settings ask for policies.
+
+    Collectives and page transfers choose their ports when they start and are not encrypted: all
+    ports are open, but only to the pods of the same replica.
+    """
+    flows = settings.worker_flows
+    if flows is None:
+        return ()
+    return tuple(_network_policy(resource, ordinal, flows) for ordinal in ordinals)
+
+
+def _network_policy(resource: MedhaReplica, ordinal: int, flows: Flows) -> Manifest:
+    own = {"matchLabels": {names.RESOURCE: resource.name, names.ORDINAL: str(ordinal)}}
+    return _hashed(
+        {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": metadata(
+                resource,
+                policy_name(resource.name, ordinal),
+                {names.ORDINAL: str(ordinal)},
+            ),
+            "spec": {
+                "podSelector": own,
+                "policyTypes": ["Ingress", "Egress"],
+                "ingress": [{"from": [{"podSelector": own}]}, *flows.ingress],
+                "egress": [{"to": [{"podSelector": own}]}, *flows.egress],
+            },
+        }
+    )
+
+
+def key(manifest: Mapping[str, Any]) -> tuple[str, str]:
+    return manifest["kind"], manifest["metadata"]["name"]
+
+
+def content_hash(manifest: Mapping[str, Any]) -> str:
+    value: str = manifest["metadata"]["annotations"][names.CONTENT_HASH]
+    return value
+
+
+def _hashed(manifest: Manifest) -> Manifest:
+    manifest["metadata"].setdefault("annotations", {})[names.CONTENT_HASH] = digest(manifest)
+    return manifest
+
+
+def _workers_service(resource: MedhaReplica) -> Manifest:
+    return _headless(
+        resource,
+        workers_service(resource.name),
+        {names.RESOURCE: resource.name},
+        {"ops": POD_OPS_PORT},
+        ready_only=False,
+    )
+
+
+def _leaders_service(resource: MedhaReplica) -> Manifest:
+    return _headless(
+        resource,
+        leaders_service(resource.name),
+        {names.RESOURCE: resource.name, names.ROLE: names.LEADER},
+        {"ops": CONTROLLER_OPS_PORT},
+        ready_only=True,
+    )
+
+
+def _headless(
+    resource: MedhaReplica,
+    name: str,
+    selector: Mapping[str, str],
+    ports: Mapping[str, int],
+    *,
+    ready_only: bool,
+) -> Manifest:
+    return _hashed(
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": metadata(resource, name),
+            "spec": {
+                "clusterIP": "None",
+                "selector": dict(selector),
+                "publishNotReadyAddresses": not ready_only,
+                "ports": [
+                    {"name": port_name, "port": port, "targetPort": port, "protocol": "TCP"}
+                    for port_name, port in ports.items()
+                ],
+            },
+        }
+    )
+
+
+def _disruption_budget(resource: MedhaReplica) -> Manifest:
+    """Block evictions: a cordoned node makes the operator move its replicas, and a pod that is not
+    ready may still finish its requests."""
+    return _hashed(
+        {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": metadata(resource, resource.name),
+            "spec": {
+                "minAvailable": _EVERY_POD,
+                "selector": {"matchLabels": {names.RESOURCE: resource.name}},
+                "unhealthyPodEvictionPolicy": "IfHealthyBudget",
+            },
+        }
+    )
+
+
+# --- pods -----------------------------------------------------------------------------------------
+#
+# All pods of a replica share one configuration file; what differs between them stands in their
+# environment. Pods keep to the Pod Security standard "restricted" unless the model is a `hostPath`,
+# which that standard forbids.
+
+
+USER = 65532
+"""A user that no image defines, and not root."""
+GRACE_S = 60
+"""Time for a leader to finish running requests after SIGTERM."""
+_SHARED_MEMORY_GIB_PER_RANK = 2
+_CPU_PER_RANK, _MEMORY_PER_RANK = 100, 256  # millicores, MiB: the least that a rank needs
+_PROGRAM = ["python", "-m", "medha.cli"]
+
+
+class PodAssignment(msgspec.Struct, frozen=True, kw_only=True):
+    """A pod to create: its place in the replica, node, hash of the spec, and attempt."""
+
+    ordinal: int
+    at: Coordinate
+    node: str
+    spec_hash: str
+    attempt: int = 1
+    gated: bool = False
+
+
+def spec_hash(resource: MedhaReplica, settings: Settings) -> str:
+    """Hash all that a pod is made from, except its place: a change is a rolling update."""
+    start = PodAssignment(ordinal=0, at=Coordinate(0, 0, 0), node="", spec_hash="")
+    return digest(
+        [worker_json(resource, 0, settings), _spec(resource, start, settings), _marks(resource)]
+    )
+
+
+def pod_manifest(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> Manifest:
+    """Build the pod's whole manifest."""
+    at = start.at
+    leader = at.group == at.stage == 0
+    labels = {
+        **resource.spec.template.labels,
+        names.ORDINAL: str(start.ordinal),
+        names.GROUP: str(at.group),
+        names.STAGE: str(at.stage),
+        names.ROLE: names.LEADER if leader else names.WORKER,
+        names.ATTEMPT: str(start.attempt),
+        names.SPEC_HASH: start.spec_hash,
+    }
+    annotations = {
+        **(_scraped(leader) if settings.scrape else {}),
+        **resource.spec.template.annotations,
+        names.TARGET: start.node,
+    }
+    name = pod_name(resource.name, start.ordinal, at)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata(resource, name, labels, annotations),
+        "spec": _spec(resource, start, settings),
+    }
+
+
+def _scraped(leader: bool) -> dict[str, str]:
+    """Annotate for a Prometheus that discovers pods by annotations, which name one port: the
+    controller's in a leader, as it exports the most. Not in the spec's hash: nothing restarts."""
+    port = CONTROLLER_OPS_PORT if leader else POD_OPS_PORT
+    return {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/path": "/metrics",
+        "prometheus.io/port": str(port),
+    }
+
+
+def pod_requests(resource: MedhaReplica) -> dict[str, int]:
+    """Sum up the requests of one pod, in the units of NodeView."""
+    amounts = {**_resources(resource)["limits"], **_resources(resource)["requests"]}
+    return {"pods": 1} | {name: integer(name, amounts[name]) for name in amounts}
+
+
+def _marks(resource: MedhaReplica) -> list[object]:
+    """List what is hashed besides the pod's spec: labels, annotations and placement."""
+    template, placement = resource.spec.template, resource.spec.placement
+    return [
+        template.labels,
+        template.annotations,
+        placement.node_selector,
+        placement.pack_level,
+    ]
+
+
+def _spec(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> Manifest:
+    template, at = resource.spec.template, start.at
+    spec: Manifest = {
+        "hostname": pod_name(resource.name, start.ordinal, at),
+        "subdomain": workers_service(resource.name),
+        # A container that ends fails its pod, and the operator restarts the whole group.
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE_S,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "tolerations": [dict(toleration) for toleration in resource.spec.placement.tolerations],
+        "affinity": _affinity(start.node),
+        "containers": [_worker(resource, start, settings)],
+        "volumes": _volumes(resource, start),
+    }
+    if resource.spec.model.source.uri is not None:
+        spec["initContainers"] = [_fetch(resource, settings)]
+    if start.gated:
+        spec["schedulingGates"] = [{"name": names.GANG_GATE}]
+    if template.scheduler_name is not None:
+        spec["schedulerName"] = template.scheduler_name
+    if template.priority_class_name is not None:
+        spec["priorityClassName"] = template.priority_class_name
+    return spec
+
+
+def _affinity(node: str) -> Manifest:
+    """Bind the pod to the planned node, by name, so that the node needs no label."""
+    only = {"key": "metadata.name", "operator": "In", "values": [node]}
+    terms = {"nodeSelectorTerms": [{"matchFields": [only]}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+
+
+def _worker(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> Manifest:
+    template, leader = resource.spec.template, start.at.group == start.at.stage == 0
+    ports = {"ops": POD_OPS_PORT}
+    if leader:
+        ports |= {"controller": CONTROLLER_OPS_PORT, "ranks": RANK_PORT}
+        ports |= {"store": STORE_PORT}
+    return {
+        **_confined(resource, settings),
+        "name": "worker",
+        "command": [*_PROGRAM, "pod"],
+        "env": _environment(resource, start),
+        "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
+        "resources": _resources(resource),
+        "startupProbe": _probe("/livez", every_s=1, failures=120),
+        "readinessProbe": _probe("/readyz", every_s=2, failures=2),
+        "livenessProbe": _probe("/livez", every_s=10, failures=3),
+        "volumeMounts": [
+            {
+                "name": "config",
+                "mountPath": f"{CONFIG_FOLDER}/{CONFIG_FILE}",
+                "subPath": CONFIG_FILE,
+                "readOnly": True,
+            },
+            {"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True},
+            {"name": "model", "mountPath": MODELS_FOLDER, "readOnly": True},
+            {"name": "run", "mountPath": RUN_FOLDER},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+            *(dict(mount) for mount in template.volume_mounts),
+        ],
+    }
+
+
+def _confined(resource: MedhaReplica, settings: Settings) -> Manifest:
+    """Build what all containers share: the image, and no privileges."""
+    return {
+        "image": resource.spec.template.image or settings.worker_image,
+        "imagePullPolicy": settings.pull_policy,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+
+
+def _fetch(resource: MedhaReplica, settings: Settings) -> Manifest:
+    """Build the init container that fetches the checkpoint before the ranks start."""
+    return {
+        **_confined(resource, settings),
+        "name": "fetch-model",
+        "command": [*_PROGRAM, "fetch", str(resource.spec.model.source.uri), MODELS_FOLDER],
+        "env": [dict(variable) for variable in resource.spec.template.env],
+        "volumeMounts": [
+            {"name": "model", "mountPath": MODELS_FOLDER},
+            {"name": "run", "mountPath": RUN_FOLDER},
+        ],
+    }
+
+
+def _environment(resource: MedhaReplica, start: PodAssignment) -> list[Manifest]:
+    at = start.at
+    own = {
+        "MEDHA_REPLICA": replica_name(resource.name, start.ordinal),
+        "MEDHA_KVP_GROUP": str(at.group),
+        "MEDHA_SPP_STAGE": str(at.stage),
+        "MEDHA_TP": str(resource.spec.parallelism.tp),
+        "MEDHA_GENERATION": str(start.attempt),
+        "MEDHA_LEADER_ADDRESS": leader_address(resource.name, resource.namespace, start.ordinal),
+    }
+    address = {"fieldRef": {"fieldPath": "status.podIP"}}
+    return [
+        *({"name": name, "value": value} for name, value in own.items()),
+        {"name": "MEDHA_POD_IP", "valueFrom": address},
+        *(dict(variable) for variable in resource.spec.template.env),
+    ]
+
+
+def _resources(resource: MedhaReplica) -> dict[str, dict[str, Any]]:
+    """Request devices as in the spec; little cpu and memory unless the template has more."""
+    tp, device = resource.spec.parallelism.tp, resource.spec.device.resource_name
+    devices = {device: tp} if device else {}
+    given: Mapping[str, Any] = resource.spec.template.resources
+    least = {"cpu": f"{_CPU_PER_RANK * tp}m", "memory": f"{_MEMORY_PER_RANK * tp}Mi"}
+    return {
+        "requests": {**least, **devices, **given.get("requests", {})},
+        "limits": {**devices, **given.get("limits", {})},
+    }
+
+
+def _probe(path: str, *, every_s: int, failures: int) -> Manifest:
+    return {
+        "httpGet": {"path": path, "port": "ops"},
+        "periodSeconds": every_s,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }
+
+
+def _volumes(resource: MedhaReplica, start: PodAssignment) -> list[Manifest]:
+    config = config_name(resource.name, start.ordinal, start.spec_hash)
+    shared = _SHARED_MEMORY_GIB_PER_RANK * resource.spec.parallelism.tp
+    return [
+        {"name": "config", "configMap": {"name": config}},
+        {"name": "keys", "secret": {"secretName": names.WORKER_KEYS, "defaultMode": 0o440}},
+        {"name": "model", **_model_volume(resource)},
+        {"name": "run", "emptyDir": {}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shared}Gi"}},
+        *(dict(volume) for volume in resource.spec.template.volumes),
+    ]
+
+
+def _model_volume(resource: MedhaReplica) -> Manifest:
+    """Build the volume of the checkpoint; see `checkpoint` for the folder inside it."""
+    source = resource.spec.model.source
+    if source.host_path is not None:
+        return {"hostPath": {"path": source.host_path.path, "type": "Directory"}}
+    if source.pvc is not None:
+        claim = {"claimName": source.pvc.claim_name, "readOnly": True}
+        return {"persistentVolumeClaim": claim}
+    if source.image is not None:
+        return {"image": {"reference": source.image.reference, "pullPolicy": "IfNotPresent"}}
+    return {"emptyDir": {}}
+
+
+# --- checks of a spec beyond the API's own --------------------------------------------------------
+
+
+VOLUMES = ("config", "keys", "model", "run", "shared-memory")
+"""Names of a pod's volumes that the operator defines."""
+
+SETTINGS = ("MEDHA_DECISION_LOG", "MEDHA_INTERFACE")
+"""MEDHA_ variables of a pod that a person may set."""
+
+
+def check(resource: MedhaReplica) -> None:
+    """Raise SpecError for the first field that cannot work in a cluster."""
+    _check_source(resource)
+    _check_template(resource)
+
+
+def _check_source(resource: MedhaReplica) -> None:
+    source = resource.spec.model.source
+    if source.host_path is not None and not source.host_path.path.startswith("/"):
+        raise SpecError(
+            "spec.model.source.hostPath.path",
+            source.host_path.path,
+            "must be absolute in a cluster, where it is a folder of every node",
+            "start it with /, or use pvc",
+        )
+    for kind, part in (("pvc", source.pvc), ("image", source.image)):
+        if part is not None and ".." in part.path.split("/"):
+            raise SpecError(
+                f"spec.model.source.{kind}.path",
+                part.path,
+                "must stay inside the volume",
+                "remove the ..",
+            )
+    if source.uri is not None and not source.uri.startswith(("https://", "http://")):
+        raise SpecError(
+            "spec.model.source.uri",
+            source.uri,
+            "must be the http or https address of a checkpoint's folder",
+            "use https://…, or another source",
+        )
+
+
+def _check_template(resource: MedhaReplica) -> None:
+    template = resource.spec.template
+    for field, keys in (("labels", template.labels), ("annotations", template.annotations)):
+        for key in keys:
+            if key.startswith(names.PREFIX):
+                raise SpecError(
+                    f"spec.template.{field}",
+                    key,
+                    f"must not begin with {names.PREFIX}, which is the operator's",
+                    "choose another prefix",
+                )
+    _check_names("env", template.env, prefix="MEDHA_", free=SETTINGS)
+    _check_names("volumes", template.volumes, taken=VOLUMES)
+    for field in template.resources:
+        if field not in ("requests", "limits"):
+            raise SpecError(
+                "spec.template.resources", field, "must be requests or limits", "remove it"
+            )
+        amounts = template.resources[field]
+        if not isinstance(amounts, Mapping):
+            raise SpecError(
+                f"spec.template.resources.{field}",
+                amounts,
+                "must be a mapping of resources to quantities",
+                "write it as `cpu: 500m` lines",
+            )
+        for name, amount in amounts.items():
+            try:
+                integer(name, amount)
+            except SpecError:
+                raise SpecError(
+                    f"spec.template.resources.{field}.{name}",
+                    amount,
+                    "must be a quantity",
+                    "use one such as 500m, 8 or 16Gi",
+                ) from None
+
+
+def _check_names(
+    field: str,
+    items: Iterable[Mapping[str, Any]],
+    prefix: str = "",
+    free: tuple[str, ...] = (),
+    taken: tuple[str, ...] = (),
+) -> None:
+    """Check that items of a list have names, none of them the operator's."""
+    for index, item in enumerate(items):
+        name, path = item.get("name"), f"spec.template.{field}[{index}].name"
+        if not isinstance(name, str) or not name:
+            raise SpecError(path, name or "missing", "must be text", "name it")
+        if name in taken or (prefix and name.startswith(prefix) and name not in free):
+            raise SpecError(path, name, "must differ from the operator's own", "rename it")

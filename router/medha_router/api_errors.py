@@ -1,0 +1,120 @@
+"""Failures as clients see them: HTTP status, OpenAI's error object, headers.
+
+Decided from the exception alone. A message never shows internals (addresses, paths, traces): an
+unexpected exception becomes a plain 500.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+
+import msgspec
+from starlette.responses import Response
+
+from medha.errors import CheckpointError, EngineError, Refusal, RequestError
+
+REFUSAL_STATUS = {
+    "deadline_infeasible": 429,
+    "rate_limit_exceeded": 429,
+    "context_length_exceeded": 400,
+    "overloaded": 503,
+    "no_replica": 503,
+    "draining": 503,
+}
+RETRY_AFTER_S = (1, 30)
+REQUEST_ID = "x-medha-request-id"
+
+
+class ErrorObject(msgspec.Struct, frozen=True):
+    """OpenAI's error object; `earliest_ttft_ms` is set if the refusal has an estimate."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    earliest_ttft_ms: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class ApiError(msgspec.Struct, frozen=True):
+    """A failure as an HTTP response: status, error object, headers."""
+
+    status: int
+    error: ErrorObject
+    headers: dict[str, str] = {}
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"error": self.error})
+
+
+class StreamBroken(EngineError):
+    """A stream that cannot continue; `code` and message go to the client."""
+
+    def __init__(self, code: str, message: str) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+def of_exception(error: BaseException) -> ApiError:
+    """Make the error that a client gets for an exception."""
+    if isinstance(error, RequestError):
+        return of_status(error.status, str(error), code=error.code, param=error.param)
+    if isinstance(error, Refusal):
+        return _refused(error)
+    if isinstance(error, StreamBroken):
+        return of_status(500, str(error), code=error.code)
+    if isinstance(error, CheckpointError):
+        return of_status(500, "the model's tokenizer does not load", code="model_error")
+    if isinstance(error, EngineError):
+        return of_status(500, str(error), code="engine_error")
+    return of_status(500, "internal error; the request may be tried again", code="internal_error")
+
+
+def of_status(
+    status: int,
+    message: str,
+    *,
+    code: str | None = None,
+    param: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> ApiError:
+    """Make an error with the type that OpenAI uses for its status."""
+    return ApiError(status, ErrorObject(message, _type(status, code), param, code), headers or {})
+
+
+def response(error: ApiError) -> Response:
+    """Make an HTTP response from the error."""
+    headers = {REQUEST_ID: secrets.token_hex(12), **error.headers}
+    return Response(error.body(), error.status, headers, "application/json")
+
+
+def _refused(refusal: Refusal) -> ApiError:
+    status = REFUSAL_STATUS.get(refusal.code, 503)
+    headers = {"x-medha-dropped-reason": refusal.code}
+    if refusal.retry_after_s is not None or status == 503:
+        least, most = RETRY_AFTER_S
+        wait_s = math.ceil(refusal.retry_after_s or least)
+        headers["retry-after"] = str(min(most, max(least, wait_s)))
+    if refusal.code == "deadline_infeasible":
+        headers["x-should-retry"] = "false"
+        headers.pop("retry-after", None)
+    earliest: int | msgspec.UnsetType = msgspec.UNSET
+    if refusal.earliest_ttft_s is not None and math.isfinite(refusal.earliest_ttft_s):
+        earliest = math.ceil(refusal.earliest_ttft_s * 1000)
+        headers["x-medha-earliest-ttft-ms"] = str(earliest)
+    kind = _type(status, refusal.code)
+    return ApiError(status, ErrorObject(str(refusal), kind, None, refusal.code, earliest), headers)
+
+
+def _type(status: int, code: str | None) -> str:
+    if status == 429:
+        return "rate_limit_error" if code == "rate_limit_exceeded" else "deadline_error"
+    if status == 401:
+        return "authentication_error"
+    if status == 403:
+        return "permission_error"
+    if status == 404:
+        return "not_found_error"
+    if status == 503:
+        return "overloaded_error"
+    return "invalid_request_error" if status < 500 else "server_error"

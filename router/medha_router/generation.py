@@ -1,0 +1,185 @@
+"""A client request while it lives, with one generation per output.
+
+A generation is what a replica serves: prompt, sampling, deadline, and the tokens so far, so that
+another replica can resume it. The client request collects the deltas of its generations in order of
+arrival, or the error that ended it. The service and the request table decide.
+
+    waiting ── placed, granted ──> sent ── tokens ──> done
+       ^                             │
+       └── replica lost or failed ───┘   at most MAX_MOVES times and POISON_DEATHS - 1 deaths
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+
+from medha.messages import Sampling, Submit
+from medha.request import Request, SloClass
+from medha_router.protocol import GenerationParams
+from medha_router.tokenization.detokenizer import Delta, OutputStream
+from medha_router.tokenization.wire import Prompt
+
+MAX_MOVES = 2
+POISON_DEATHS = 2
+
+
+class Generation:
+    """An output of a client request. Times are of the service's clock."""
+
+    def __init__(
+        self,
+        *,
+        client_request: ClientRequest,
+        index: int,
+        prompt: Prompt,
+        request: Request,
+        sampling: Sampling,
+        output: OutputStream,
+        salt: bytes,
+        version: str,
+        idle_tpot_s: float,
+    ) -> None:
+        self.client_request, self.index, self.prompt, self.request = (
+            client_request,
+            index,
+            prompt,
+            request,
+        )
+        self.version = version  # only replicas of this version can read its tokens
+        self.idle_tpot_s = idle_tpot_s  # on the best of these replicas, if it were idle
+        self.sampling, self.output, self.salt = sampling, output, salt
+        self.peer: bytes | None = None
+        self.waiting_since_s = request.arrival_s
+        self.cached_tokens = 0
+        self.moves = 0
+        self.deaths = 0
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.promise_given = False
+        self.done = False
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def hashes(self) -> bytes:
+        return self.prompt.hashes
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.output.tokens)
+
+    def submit(self, now: float) -> Submit:
+        """Return the message with which a replica serves the generation, or resumes it."""
+        request, emitted = self.request, self.output.tokens
+        tokens = self.prompt.tokens
+        if emitted:
+            tokens += b"".join(token.to_bytes(4, "little", signed=True) for token in emitted)
+        return Submit(
+            id=request.id,
+            tokens=tokens,
+            hashes=self.prompt.hashes,
+            age_s=max(0.0, now - request.arrival_s),
+            emitted=len(emitted),
+            max_output_tokens=request.max_output_tokens,
+            sampling=self.sampling,
+            ttft_deadline_s=request.ttft_deadline_s,
+            tpot_s=request.tpot_s,
+            work_s=request.work_s,
+            slo_class=request.slo_class,
+            tenant=request.tenant,
+            salt=self.salt,
+            weight=request.weight,
+            promised=request.promised,
+        )
+
+
+class ClientRequest:
+    """A request as its client sees it. `promise_s` and `predicted_s` are TTFTs, if known."""
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        params: GenerationParams,
+        slo_class: SloClass,
+        tenant: str,
+        arrival_s: float,
+        created: int,
+    ) -> None:
+        self.id, self.params, self.slo_class, self.tenant = id, params, slo_class, tenant
+        self.arrival_s, self.created = arrival_s, created
+        self.generations: list[Generation] = []
+        self.promise_s: float | None = None
+        self.predicted_s: float | None = None
+        self.held = False  # the model had no replica at arrival or while it waited
+        self._deltas: collections.deque[tuple[int, Delta]] = collections.deque()
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """True if every generation is done, or one has failed and ended the others."""
+        return self._failure is not None or all(generation.done for generation in self.generations)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time from arrival to the first token of any generation."""
+        first_s = [
+            generation.first_token_s
+            for generation in self.generations
+            if generation.first_token_s is not None
+        ]
+        return min(first_s) - self.arrival_s if first_s else None
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(generation.output.tokens) for generation in self.generations)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts; each counts once, even with several outputs."""
+        return sum(generation.prompt.length for generation in self.generations[:: self.params.n])
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(generation.cached_tokens for generation in self.generations[:: self.params.n])
+
+    def push(self, index: int, delta: Delta) -> None:
+        """Add a delta of one generation."""
+        self._deltas.append((index, delta))
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End with `error`, after the deltas before it."""
+        if self._failure is None:
+            self._failure = error
+            self._wake()
+
+    async def next(self, timeout_s: float) -> list[tuple[int, Delta]]:
+        """Wait for deltas and return them; empty after `timeout_s`.
+
+        Raises the error that ended the request, once all deltas before it were returned.
+        """
+        if not self._deltas and self._failure is None:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, self._wake)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        if self._deltas:
+            deltas = list(self._deltas)
+            self._deltas.clear()
+            return deltas
+        if self._failure is not None:
+            raise self._failure
+        return []
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,369 @@
+"""OpenAI's request bodies and the SLO headers, as typed values with bounds.
+
+Decides from the body and headers alone if a request is valid, without a model or a tokenizer.
+`messages` and `prompt` stay raw JSON here: a tokenizer process decodes them, off the event loop.
+
+Unknown fields are ignored, as OpenAI-compatible servers do. Known fields that are not supported
+(tools, images, JSON schemas, ...) are refused with 400 unless they have their default value.
+`null` means the default everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from medha.errors import RequestError
+from medha.messages import Sampling
+
+MAX_CHOICES = 8
+MAX_PROMPTS = 64
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+MAX_SHOWN_CHARS = 60
+CHAT_LOGPROBS = 20
+COMPLETION_LOGPROBS = 5
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_INT64 = (1 << 63) - 1
+
+# Of several headers for the same target, the first in the list counts.
+TTFT_HEADERS = (
+    "x-medha-slo-ttft-ms",
+    "x-llm-d-slo-ttft-ms",
+    "x-slo-ttft-ms",
+    "x-dynamo-slo-ttft-ms",
+)
+TPOT_HEADERS = ("x-medha-slo-tpot-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+CLASS_HEADER = "x-medha-class"
+MAX_TARGET_MS = 24 * 3600 * 1000.0
+
+Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] | None
+StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+OutputTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] | None
+BiasKey = Annotated[str, msgspec.Meta(max_length=12)]
+Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of both endpoints. Bounds are those of OpenAI, names of extensions those of vLLM."""
+
+    model: ModelName
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: OutputTokens = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: StopText | Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    logit_bias: Annotated[dict[BiasKey, Bias], msgspec.Meta(max_length=1024)] | None = None
+    user: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=32)] | None = None
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`; `messages` stays raw JSON."""
+
+    messages: msgspec.Raw
+    max_completion_tokens: OutputTokens = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=CHAT_LOGPROBS)] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    chat_template: Any = None
+    web_search_options: Any = None
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    """`POST /v1/completions`; `prompt` stays raw JSON."""
+
+    prompt: msgspec.Raw
+    echo: bool | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=COMPLETION_LOGPROBS)] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    response_format: Any = None
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /tokenize`: a `prompt` or `messages`, as in vLLM."""
+
+    model: ModelName
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /detokenize`."""
+
+    model: ModelName
+    tokens: Annotated[list[int], msgspec.Meta(max_length=1 << 20)]
+
+
+class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of a generation request of either endpoint.
+
+    `raw` is the JSON of `messages` (`chat`) or `prompt`. If `max_output_tokens` is None, the
+    default of the endpoint holds. `sampling.seed` is 0 unless `seeded`; `sampling.stop_tokens`
+    holds only those of the client.
+    """
+
+    model: str
+    chat: bool
+    raw: bytes
+    sampling: Sampling
+    seeded: bool
+    n: int = 1
+    max_output_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    ignore_eos: bool = False
+
+
+B = TypeVar("B")
+
+
+def read_body(data: bytes | bytearray, kind: type[B]) -> B:
+    """Decode a JSON body; raises RequestError naming the field and what was expected."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `")
+        path = path.rstrip("`").removeprefix("$")
+        missing = _missing_field(message)
+        param = ".".join(part for part in (path.removeprefix("."), missing) if part) or None
+        if missing:
+            shown = f"{param} is missing: must be given; add it"
+        else:
+            what = f"{param or 'the body'}{_shown_at(data, path)}"
+            shown = f"{what}: {message[:1].lower()}{message[1:]}; correct it"
+            shown += " or leave it out" if param else ""
+        raise RequestError(shown, code="invalid_value", param=param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
+            f"the body is not valid JSON ({error}); send a JSON object", code="invalid_json"
+        ) from None
+
+
+def _shown_at(data: bytes | bytearray, path: str) -> str:
+    """Return ` is 5`, shortened, for the value at msgspec's path; empty if it is ambiguous."""
+    try:
+        value: Any = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        # msgspec reports the wrong value before it reaches the invalid JSON
+        return ""
+    for name, index in re.findall(r"\.([^.\[]+)|\[([^\]]+)\]", path):
+        if name:
+            value = value[name]
+        elif index.isdigit():
+            value = value[int(index)]
+        else:  # msgspec does not report the key
+            return ""
+    text = repr(value)
+    return f" is {text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + '…'}"
+
+
+def read_chat(data: bytes | bytearray) -> GenerationParams:
+    """Read the body of a chat completion; raises RequestError."""
+    body = read_body(data, ChatBody)
+    _refuse_unless_default(body, "tools", (None, []))
+    _refuse_unless_default(body, "tool_choice", (None, "none", "auto"))
+    _refuse_unless_default(body, "functions", (None, []))
+    _refuse_unless_default(body, "function_call", (None, "none", "auto"))
+    _refuse_unless_default(body, "response_format", (None, {"type": "text"}))
+    _refuse_unless_default(body, "modalities", (None, ["text"]))
+    for field in ("audio", "chat_template", "web_search_options"):
+        _refuse_unless_default(body, field, (None,))
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError(
+            f"top_logprobs is {body.top_logprobs}: needs logprobs to be true",
+            code="invalid_value",
+            param="top_logprobs",
+        )
+    limit = body.max_completion_tokens
+    return _params(
+        body,
+        raw=bytes(body.messages),
+        chat=True,
+        max_output_tokens=body.max_tokens if limit is None else limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def read_completion(data: bytes | bytearray) -> GenerationParams:
+    """Read the body of a completion; raises RequestError."""
+    body = read_body(data, CompletionBody)
+    _refuse_unless_default(body, "best_of", (None, 1, body.n))
+    _refuse_unless_default(body, "suffix", (None, ""))
+    _refuse_unless_default(body, "response_format", (None, {"type": "text"}))
+    if body.echo and body.logprobs is not None:
+        raise RequestError(
+            "echo with logprobs needs log probabilities of the prompt, which are not computed; "
+            "request only one of the two",
+            code="unsupported_value",
+            param="echo",
+        )
+    return _params(
+        body,
+        raw=bytes(body.prompt),
+        chat=False,
+        max_output_tokens=body.max_tokens or DEFAULT_COMPLETION_TOKENS,
+        logprobs=body.logprobs,
+        echo=bool(body.echo),
+    )
+
+
+def _params(
+    body: Body,
+    *,
+    raw: bytes,
+    chat: bool,
+    max_output_tokens: int | None,
+    logprobs: int | None,
+    echo: bool = False,
+) -> GenerationParams:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError(
+            "stream_options is only allowed when stream is true",
+            code="invalid_value",
+            param="stream_options",
+        )
+    options = body.stream_options
+    return GenerationParams(
+        model=body.model,
+        chat=chat,
+        raw=raw,
+        sampling=_sampling(body, logprobs),
+        seeded=body.seed is not None,
+        n=body.n or 1,
+        max_output_tokens=max_output_tokens,
+        stops=_stops(body.stop),
+        stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+        echo=echo,
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def _sampling(body: Body, logprobs: int | None) -> Sampling:
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    return Sampling(
+        temperature=given(body.temperature, 1.0),
+        top_p=given(body.top_p, 1.0),
+        top_k=max(0, body.top_k or 0),
+        min_p=given(body.min_p, 0.0),
+        presence_penalty=given(body.presence_penalty, 0.0),
+        frequency_penalty=given(body.frequency_penalty, 0.0),
+        repetition_penalty=given(body.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        logprobs=logprobs,
+        seed=(body.seed or 0) & MAX_INT64,
+        stop_tokens=tuple(body.stop_token_ids or ()),
+        min_tokens=body.min_tokens or 0,
+    )
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit()) or not math.isfinite(value):
+            raise RequestError(
+                f"logit_bias has the key {key!r}: must be a token id such as '42'",
+                code="invalid_value",
+                param="logit_bias",
+            )
+        bias[int(key)] = value
+    return bias
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _refuse_unless_default(body: Body, field: str, allowed: tuple[object, ...]) -> None:
+    value = getattr(body, field)
+    if value not in allowed:
+        raise RequestError(
+            f"{field} is not supported by this server; leave it out",
+            code="unsupported_parameter",
+            param=field,
+        )
+
+
+def _missing_field(message: str) -> str:
+    """Return the name of a missing field: msgspec reports it in the message, not in the path."""
+    _, marker, rest = message.partition("required field `")
+    return rest.rstrip("`") if marker else ""
+
+
+class SloOverride(msgspec.Struct, frozen=True, kw_only=True):
+    """SLO targets from the headers of a request; None where its QoS class decides."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    slo_class: str | None = None
+
+
+def read_slo(headers: Mapping[str, str]) -> SloOverride:
+    """Read the SLO headers; raises RequestError naming the header.
+
+    x-medha-slo-ttft-ms   x-llm-d-slo-ttft-ms   x-slo-ttft-ms   x-dynamo-slo-ttft-ms
+    x-medha-slo-tpot-ms   x-llm-d-slo-tpot-ms   x-slo-tpot-ms
+    x-medha-class         the QoS class; its targets hold where no header is given
+    """
+    name = headers.get(CLASS_HEADER)
+    return SloOverride(
+        ttft_s=_seconds(headers, TTFT_HEADERS),
+        tpot_s=_seconds(headers, TPOT_HEADERS),
+        slo_class=name.strip() if name else None,
+    )
+
+
+def _seconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:
+    for name in names:
+        given = headers.get(name)
+        if given is None:
+            continue
+        try:
+            milliseconds = float(given)
+        except ValueError:
+            milliseconds = math.nan
+        if not 0.0 < milliseconds <= MAX_TARGET_MS:
+            raise RequestError(
+                f"{name} is {given[:40]!r}: must be milliseconds, more than 0 and at most "
+                f"{MAX_TARGET_MS:.0f}",
+                code="invalid_value",
+                param=name,
+            )
+        return milliseconds / 1000.0
+    return None

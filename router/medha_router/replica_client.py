@@ -1,0 +1,274 @@
+"""The router's side of the conversation with registered controllers.
+
+    Heads -> Grant -> Submit -> Accepted -> Tokens ... -> Finished | Failed        Abort
+
+Publishes the heads of each model's queue, submits what a replica grants, and turns its tokens into
+deltas of the client request. `registration` handles Hello and tokenizer files. The link's loop
+calls `receive` with each message, and `tick` and `publish` regularly.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from medha.config import STALL_S
+from medha.errors import MedhaError, Refusal
+from medha.messages import (
+    Abort,
+    Accepted,
+    Failed,
+    FilePart,
+    Finished,
+    Grant,
+    Head,
+    Heads,
+    Hello,
+    KvEvents,
+    LoadReport,
+    Rejected,
+    ReplicaMessage,
+    RouterBeat,
+    Tokens,
+    Welcome,
+)
+from medha_router.api_errors import StreamBroken
+from medha_router.registration import Registration
+from medha_router.replicas import ConnectedReplica
+from medha_router.request_table import RouterState
+from medha_router.tokenization.pool import TokenizerPool
+from medha_router.tokenization.tokenizer_files import FileStore
+
+REPUBLISH_HEADS_S = 0.25
+SNAPSHOT_RETRY_S = 1.0
+
+
+class ReplicaClient:
+    """Conversation of a router with every registered controller."""
+
+    def __init__(self, state: RouterState, files: FileStore, tokens: TokenizerPool) -> None:
+        self._router, self._send, self._clock = state.router, state.send, state.clock
+        self._models, self._replicas = state.models, state.replicas
+        self._requests, self._metrics = state.requests, state.metrics
+        self._registration = Registration(state, files, tokens, lost=self._forget_heads)
+        self._log = logging.getLogger("medha.router")
+        self._published: dict[str, tuple[tuple[str, ...], float]] = {}  # by name: ids, time
+        self._snapshot_requested_s: dict[str, float] = {}
+        self._reported: set[bytes] = set()  # peers whose latest load the dispatcher lacks
+        self._ticked_s = self._clock()
+
+    # --- messages and time ------------------------------------------------------------------------
+
+    def receive(self, peer: bytes, message: ReplicaMessage) -> None:
+        """Process one message. A message that does not fit is logged and dropped."""
+        try:
+            self._receive(peer, message)
+        except MedhaError as error:
+            self._log.warning("dropped %s: %s", type(message).__name__, error)
+
+    def tick(self) -> None:
+        """Send heartbeats, retry fetches, remove silent replicas. At least every 0.5 s.
+
+        After a pause of its own, the router first reads the waiting messages: no replica counts as
+        silent in that tick.
+        """
+        now = self._clock()
+        paused, self._ticked_s = now - self._ticked_s > STALL_S, now
+        for replica, reason in [] if paused else self._replicas.silent(now):
+            self._registration.remove(replica, reason)
+        for replica in self._replicas:
+            self._send(replica.peer, RouterBeat())
+        self._registration.retry_fetches(now)
+
+    def closed(self, peer: bytes) -> None:
+        """Note the end of a connection: its replica either sends soon on another, or is dead."""
+        if (replica := self._replicas.get(peer)) is not None:
+            replica.closed_s = self._clock()
+
+    async def settled(self) -> None:
+        """Wait until no tokenizer is being loaded."""
+        await self._registration.settled()
+
+    def _receive(self, peer: bytes, message: ReplicaMessage) -> None:
+        now = self._clock()
+        if isinstance(message, Hello):
+            self._registration.greet(peer, message, now)
+            return
+        replica = self._replicas.get(peer)
+        if replica is None:
+            self._send(peer, Rejected("unknown controller: send Hello first", stranger=True))
+            return
+        self._replicas.received(replica, now)
+        match message:
+            case LoadReport():
+                self._on_load(replica, message, now)
+            case Grant():
+                self._on_grant(replica, message, now)
+            case Accepted():
+                self._on_accepted(replica, message)
+            case Tokens():
+                self._on_tokens(replica, message, now)
+            case Finished():
+                self._on_finished(replica, message, now)
+            case Failed():
+                self._on_failed(replica, message, now)
+            case KvEvents():
+                self._on_kv_events(replica, message, now)
+            case FilePart():
+                self._registration.receive_part(replica, message, now)
+
+    # --- heads ------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Place waiting requests and send each replica its heads if they changed."""
+        now = self._clock()
+        for peer in self._reported:
+            if (replica := self._replicas.get(peer)) is not None:
+                dispatcher = self._models[replica.hello.model].dispatcher
+                dispatcher.update_replica(replica, replica.load_s)
+        self._reported.clear()
+        for model in self._models.values():
+            for generation in model.dispatcher.relegate_late(now):
+                generation.request = msgspec.structs.replace(generation.request, promised=False)
+                self._metrics.relegated(generation)
+            model.dispatcher.place_waiting(now)
+            heads = model.dispatcher.heads(now)
+            for replica in self._replicas.of(model.name):
+                self._publish_to(replica, heads.get(replica.name, ()), now)
+
+    def _publish_to(self, replica: ConnectedReplica, heads: tuple[Head, ...], now: float) -> None:
+        ids = tuple(head.id for head in heads)
+        before, published_s = self._published.get(replica.name, ((), now))
+        if ids == before and (not ids or now - published_s < REPUBLISH_HEADS_S):
+            return
+        if self._send(replica.peer, Heads(heads)):
+            self._published[replica.name] = (ids, now)
+
+    def _forget_heads(self, name: str) -> None:
+        self._published.pop(name, None)
+
+    def _on_load(self, replica: ConnectedReplica, report: LoadReport, now: float) -> None:
+        """Take over a load report.
+
+        Reports come up to 50 times a second, and the dispatcher scans all requests of the replica
+        for each. So it takes over the latest report when heads are published, or at once if the
+        replica opened, closed or drains.
+        """
+        model = self._models[replica.hello.model]
+        was_open = replica.open
+        self._replicas.report(replica, report, now)
+        if replica.open != was_open or replica.draining:
+            model.dispatcher.update_replica(replica, now)
+        else:
+            self._reported.add(replica.peer)
+        self._registration.reopen(model)
+        if replica.empty and replica.sent and model.serves(replica.version):
+            self._requeue_all(replica, now)
+        self._requests.changed()
+
+    def _requeue_all(self, replica: ConnectedReplica, now: float) -> None:
+        """Move the requests of a replica without KVP groups to other replicas.
+
+        Another replica begins sooner than this one has ranks again. If no other replica serves the
+        version, the requests stay.
+        """
+        generations = self._requests.sent_to(replica)
+        self._log.warning("replica %s has no group: moving %d", replica.name, len(generations))
+        for generation in generations:
+            self._send(replica.peer, Abort(generation.id))
+            self._requests.requeue(generation, now, died=True)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _on_grant(self, replica: ConnectedReplica, grant: Grant, now: float) -> None:
+        """Submit the granted requests that are still placed on the replica."""
+        dispatcher = self._models[replica.hello.model].dispatcher
+        for granted in grant.ids:
+            generation = dispatcher.take(granted, replica.name)
+            if generation is None:
+                continue
+            generation.peer = replica.peer
+            replica.sent.add(generation.id)
+            if self._send(replica.peer, generation.submit(now)):
+                self._metrics.dispatched(generation, now)
+            else:
+                self._requests.requeue(generation, now)
+        self._requests.changed()
+
+    def _on_accepted(self, replica: ConnectedReplica, message: Accepted) -> None:
+        generation = self._requests.find(replica, message.id)
+        if generation is None:
+            return
+        self._models[replica.hello.model].dispatcher.accepted(message.id, replica.name)
+        if not generation.output.tokens:
+            generation.cached_tokens = message.cached_tokens
+
+    def _on_tokens(self, replica: ConnectedReplica, message: Tokens, now: float) -> None:
+        """Add new tokens. After a gap, tokens are lost and the request is queued again."""
+        generation = self._requests.find(replica, message.id)
+        if generation is None:
+            return
+        known = len(generation.output.tokens)
+        if message.first > known:
+            self._send(replica.peer, Abort(generation.id))
+            self._requests.requeue(generation, now)
+            return
+        tokens = message.tokens[known - message.first :]
+        if not tokens:
+            return
+        self._metrics.tokens(generation, len(tokens), now, message.slack_ratio)
+        delta = generation.output.push(tokens, message.logprobs[known - message.first :])
+        if delta.finish is not None:
+            self._requests.abort(generation, now)
+            self._requests.finish(generation, now)
+        if delta.text or delta.logprobs or delta.finish is not None:
+            generation.client_request.push(generation.index, delta)
+
+    def _on_finished(self, replica: ConnectedReplica, message: Finished, now: float) -> None:
+        generation = self._requests.find(replica, message.id)
+        if generation is None:
+            return
+        if message.output_tokens != len(generation.output.tokens):
+            self._log.warning("tokens are missing", extra={"fields": {"request": generation.id}})
+            self._requests.requeue(generation, now)
+            return
+        self._requests.release(generation, now)
+        delta = generation.output.end("stop" if message.reason == "stop" else "length")
+        self._requests.finish(generation, now)
+        generation.client_request.push(generation.index, delta)
+
+    def _on_failed(self, replica: ConnectedReplica, message: Failed, now: float) -> None:
+        """Queue a failed request again if it is retriable; else fail the client request."""
+        generation = self._requests.find(replica, message.id)
+        if generation is None:
+            return
+        self._log.warning(
+            "replica %s failed a request: %s",
+            replica.name,
+            message.code,
+            extra={"fields": {"request": generation.id}},
+        )
+        if message.code == "draining":
+            replica.draining = True
+        if message.retriable:
+            self._requests.requeue(generation, now)
+        else:
+            self._requests.fail(generation.client_request, _error_of(message), now)
+
+    def _on_kv_events(self, replica: ConnectedReplica, events: KvEvents, now: float) -> None:
+        """Apply prefix-cache changes. After a gap, Welcome requests a snapshot."""
+        dispatcher = self._models[replica.hello.model].dispatcher
+        if dispatcher.apply_kv_events(replica.name, events):
+            return
+        requested_s = self._snapshot_requested_s.get(replica.name, float("-inf"))
+        if now - requested_s >= SNAPSHOT_RETRY_S:
+            self._snapshot_requested_s[replica.name] = now
+            self._send(replica.peer, Welcome(self._router))
+
+
+def _error_of(message: Failed) -> MedhaError:
+    """Return the client's error for a request that a replica failed for good."""
+    if message.code in ("context_length_exceeded", "overloaded", "deadline_infeasible"):
+        return Refusal(message.code, message.message)
+    return StreamBroken(message.code, "the replica could not finish this request")

@@ -1,0 +1,122 @@
+"""The link to controllers, and the loop that serves it.
+
+Controllers dial the router. `ReplicaLink` is ZeroMQ in production (ROUTER, with CURVE and an
+allow-list if keys are configured) and a pair of queues in tests. The loop passes every message to
+the client, ticks it, and publishes heads after a change: at once when idle, and after a pause in
+proportion to the time that the last publication took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from medha.adapters.sockets import Listener
+from medha.config import RouterConfig
+from medha.messages import Codec, ReplicaMessage, RouterMessage
+from medha_router.replica_client import ReplicaClient
+
+TICK_S = 0.25
+MIN_PAUSE_S = 0.001
+BUSY_SHARE = 0.25
+BURST = 64
+
+
+class ReplicaLink(Protocol):
+    """Messages to and from controllers, by peer; `rejected` counts messages that do not decode."""
+
+    rejected: int
+
+    def send(self, peer: bytes, message: RouterMessage) -> bool:
+        """Queue a message; return False if the peer is gone or its queue is full."""
+
+    async def next(self) -> tuple[bytes, ReplicaMessage]:
+        """Wait for the next message."""
+
+    def closed(self) -> tuple[bytes, ...]:
+        """Return peers whose connection has ended since the last call."""
+
+
+def listen(config: RouterConfig) -> Listener[RouterMessage, ReplicaMessage]:
+    """Bind the address that controllers dial, on the running loop; raises SetupError."""
+    return Listener(
+        config.fleet_bind,
+        sends=Codec(RouterMessage),
+        receives=Codec(ReplicaMessage),
+        curve=config.curve,
+    )
+
+
+class LinkLoop:
+    """Serves the replica client on the running loop; calls `ticked` with every tick."""
+
+    def __init__(
+        self,
+        link: ReplicaLink,
+        client: ReplicaClient,
+        clock: Callable[[], float],
+        ticked: Callable[[], None],
+    ) -> None:
+        self._link, self._client, self._clock, self._ticked = link, client, clock, ticked
+        self._loop = asyncio.get_running_loop()
+        self._log = logging.getLogger("medha.router")
+        self._tasks: list[asyncio.Task[None]] = []
+        self._due: asyncio.Handle | None = None
+        self._not_before_s = 0.0
+
+    def start(self) -> None:
+        self._tasks = [
+            self._loop.create_task(self._read(), name="link"),
+            self._loop.create_task(self._tick(), name="tick"),
+        ]
+
+    async def stop(self) -> None:
+        """End the loop; waiting messages are dropped."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._due is not None:
+            self._due.cancel()
+
+    def changed(self) -> None:
+        """Publish heads soon, once for all changes until then."""
+        if self._due is None:
+            wait_s = self._not_before_s - self._clock()
+            self._due = (
+                self._loop.call_later(wait_s, self._publish)
+                if wait_s > 0.0
+                else self._loop.call_soon(self._publish)
+            )
+
+    def _publish(self) -> None:
+        self._due = None
+        began_s = self._clock()
+        self._guarded(self._client.publish)
+        ended_s = self._clock()
+        pause_s = max(MIN_PAUSE_S, (ended_s - began_s) / BUSY_SHARE)
+        self._not_before_s = ended_s + pause_s
+
+    async def _read(self) -> None:
+        while True:
+            for _ in range(BURST):
+                peer, message = await self._link.next()
+                self._guarded(lambda: self._client.receive(peer, message))  # noqa: B023
+            await asyncio.sleep(0)
+
+    async def _tick(self) -> None:
+        while True:
+            for peer in self._link.closed():
+                self._client.closed(peer)
+            self._guarded(self._client.tick)
+            self._guarded(self._ticked)
+            self.changed()
+            await asyncio.sleep(TICK_S)
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Run a step; an exception is logged and ends only this step."""
+        try:
+            step()
+        except Exception:
+            self._log.exception("a step of the link failed")

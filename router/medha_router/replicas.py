@@ -1,0 +1,149 @@
+"""Connected replicas: identity, load, liveness.
+
+Decides which controllers are accepted (protocol, model and profile must fit), which replicas take
+new requests, and which are lost. Replicas of one model may have several versions. Sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from medha import PROTOCOL
+from medha.config import CLOSED_S
+from medha.errors import SpecError
+from medha.messages import Hello, Load, LoadReport, Rejected
+from medha.predictor import Predictor
+from medha.profile import Profile
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class ConnectedReplica:
+    """A replica whose controller has sent Hello; `peer` is its socket identity.
+
+    `load` is None before the first report: no request is placed on it. `sent` holds the ids of this
+    router's requests that it serves.
+    """
+
+    def __init__(self, peer: bytes, hello: Hello, predictor: Predictor, now: float) -> None:
+        self.peer, self.hello, self.predictor = peer, hello, predictor
+        self.load: Load | None = None
+        self.load_s = now
+        self.draining = hello.draining
+        self.last_message_s = now
+        self.closed_s = float("inf")
+        self.sent: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        return self.hello.replica
+
+    @property
+    def version(self) -> str:
+        """Key of the model version.
+
+        Replicas with the same key can continue each other's requests: weights, tokens, pages and
+        layers are the same.
+        """
+        shape, files = self.hello.shape, self.hello.files
+        numbers = (
+            self.hello.page_tokens,
+            *self.hello.stop_tokens,
+            shape.vocab,
+            shape.layers,
+            shape.hidden,
+            shape.heads,
+            shape.kv_heads,
+        )
+        texts = (self.hello.checkpoint, *(files.get(name, "") for name in FILES))
+        return ":".join((*texts, *map(str, numbers)))
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self.hello.max_context_tokens
+
+    @property
+    def min_batch_s(self) -> float:
+        return self.hello.min_batch_s
+
+    @property
+    def max_batch_s(self) -> float:
+        return self.hello.max_batch_s
+
+    @property
+    def open(self) -> bool:
+        """True if it takes new requests: it reported a load, has a KVP group, does not drain."""
+        return self.load is not None and bool(self.load.total_pages) and not self.draining
+
+    @property
+    def empty(self) -> bool:
+        """True if none of its KVP groups runs: its KV cache is lost."""
+        return self.load is not None and not self.load.total_pages
+
+
+class ReplicaTable:
+    """Every connected replica by peer. `models` are the served names; None accepts any."""
+
+    def __init__(self, models: frozenset[str] | None, timeout_s: float) -> None:
+        self._models, self._timeout_s = models, timeout_s
+        self._replicas: dict[bytes, ConnectedReplica] = {}
+
+    def greet(self, peer: bytes, hello: Hello, now: float) -> ConnectedReplica | Rejected:
+        """Accept a controller, replacing one with the same peer, or return the reason not to."""
+        if hello.protocol != PROTOCOL:
+            return Rejected(
+                f"replica {hello.replica} has protocol {hello.protocol} and this router "
+                f"{PROTOCOL}: run the same version of both"
+            )
+        if self._models is not None and hello.model not in self._models:
+            return Rejected(
+                f"replica {hello.replica} serves the model {hello.model!r}: this router serves "
+                f"{', '.join(sorted(self._models))}"
+            )
+        if "tokenizer.json" not in hello.files:
+            return Rejected(f"replica {hello.replica} has no tokenizer.json: the router needs it")
+        try:
+            profile = msgspec.json.decode(hello.profile, type=Profile)
+            predictor = Predictor(profile, hello.shape, hello.topology, hello.max_batch_s)
+        except (msgspec.MsgspecError, SpecError, ValueError) as error:
+            return Rejected(f"replica {hello.replica} sent a profile that does not fit: {error}")
+        replica = self._replicas[peer] = ConnectedReplica(peer, hello, predictor, now)
+        return replica
+
+    def get(self, peer: bytes) -> ConnectedReplica | None:
+        return self._replicas.get(peer)
+
+    def of(self, model: str) -> list[ConnectedReplica]:
+        """Return the replicas of a model, sorted by name."""
+        return sorted(
+            (replica for replica in self if replica.hello.model == model),
+            key=lambda replica: (replica.name, replica.peer),
+        )
+
+    def __iter__(self) -> Iterator[ConnectedReplica]:
+        return iter(self._replicas.values())
+
+    def report(self, replica: ConnectedReplica, report: LoadReport, now: float) -> None:
+        replica.load, replica.load_s = report.load, now
+        replica.draining = report.draining
+        if report.learned is not None:
+            replica.predictor.restore(report.learned)
+
+    def received(self, replica: ConnectedReplica, now: float) -> None:
+        replica.last_message_s, replica.closed_s = now, float("inf")
+
+    def silent(self, now: float) -> list[tuple[ConnectedReplica, str]]:
+        """Return the replicas that sent nothing for too long, with the reason."""
+        silent = []
+        for replica in self:
+            if now - replica.closed_s > CLOSED_S:
+                silent.append((replica, "its connection has ended"))
+            elif now - replica.last_message_s > self._timeout_s:
+                silent.append((replica, f"silent for {now - replica.last_message_s:.1f} s"))
+        return silent
+
+    def forget(self, replica: ConnectedReplica) -> None:
+        if self._replicas.get(replica.peer) is replica:
+            del self._replicas[replica.peer]

@@ -1,0 +1,213 @@
+"""Every live request of this router, and the ways in which it ends.
+
+A generation is in exactly one place: it waits in the dispatcher of its model, or it was sent to one
+replica. It can be requeued with the tokens so far; a client request finishes, fails, expires or is
+cancelled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+
+from medha.errors import MedhaError, Refusal, RequestError
+from medha.messages import Abort, RouterMessage
+from medha_router.api_errors import StreamBroken
+from medha_router.generation import MAX_MOVES, POISON_DEATHS, ClientRequest, Generation
+from medha_router.models import ModelRegistry, ServedModel
+from medha_router.replicas import ConnectedReplica, ReplicaTable
+from medha_router.router_metrics import RouterMetrics
+
+Send = Callable[[bytes, RouterMessage], bool]
+
+
+class RequestTable:
+    """Client requests and generations by id.
+
+    `send` puts a message on the link and returns False if it cannot. `changed` is called when heads
+    may have changed.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        replicas: ReplicaTable,
+        metrics: RouterMetrics,
+        send: Send,
+        changed: Callable[[], None],
+    ) -> None:
+        self._models, self._replicas, self._metrics = models, replicas, metrics
+        self._send, self.changed = send, changed
+        self._log = logging.getLogger("medha.router")
+        self._client_requests: dict[str, ClientRequest] = {}
+        self._generations: dict[str, Generation] = {}
+
+    def __len__(self) -> int:
+        return len(self._client_requests)
+
+    def add(self, client_request: ClientRequest) -> None:
+        """Add a client request whose generations all wait in the dispatcher."""
+        self._client_requests[client_request.id] = client_request
+        self._generations.update(
+            {generation.id: generation for generation in client_request.generations}
+        )
+        self.changed()
+
+    def sent_to(self, replica: ConnectedReplica) -> list[Generation]:
+        """Return the generations that a replica serves."""
+        generations = [self._generations.get(sent) for sent in sorted(replica.sent)]
+        return [
+            generation
+            for generation in generations
+            if generation is not None and generation.peer == replica.peer
+        ]
+
+    def find(self, replica: ConnectedReplica, id: str) -> Generation | None:
+        """Return the generation if the replica serves it; else send Abort for the id."""
+        generation = self._generations.get(id)
+        if generation is None or generation.peer != replica.peer:
+            self._send(replica.peer, Abort(id))
+            return None
+        return generation
+
+    def release(self, generation: Generation, now: float) -> None:
+        """Take the generation away from its replica and from the dispatcher."""
+        replica = self._replicas.get(generation.peer) if generation.peer is not None else None
+        if replica is not None:
+            replica.sent.discard(generation.id)
+        self._of(generation.client_request).dispatcher.drop(
+            generation.id, replica.name if replica else None, now
+        )
+        generation.peer = None
+
+    def abort(self, generation: Generation, now: float) -> None:
+        """Stop a generation, on its replica too."""
+        if generation.peer is not None:
+            self._send(generation.peer, Abort(generation.id))
+        self.release(generation, now)
+        self._generations.pop(generation.id, None)
+
+    def requeue(self, generation: Generation, now: float, *, died: bool = False) -> None:
+        """Queue a generation again, or fail it after too many moves or deaths of replicas."""
+        self.release(generation, now)
+        generation.moves += 1
+        generation.deaths += died
+        if generation.deaths >= POISON_DEATHS or generation.moves > MAX_MOVES:
+            self.fail(generation.client_request, _last_error(generation), now)
+            return
+        self._metrics.moved(generation)
+        generation.waiting_since_s = now
+        self._of(generation.client_request).dispatcher.resume(generation, now)
+        self.changed()
+
+    def finish(self, generation: Generation, now: float) -> None:
+        """End a generation that has all tokens; the last one ends its client request."""
+        generation.done = True
+        self._generations.pop(generation.id, None)
+        self._metrics.finished(generation, now)
+        client_request = generation.client_request
+        if client_request.done and self._client_requests.pop(client_request.id, None) is not None:
+            self._log.info(
+                "finished with %d tokens",
+                client_request.output_tokens,
+                extra={"fields": {"request": client_request.id}},
+            )
+
+    def fail(self, client_request: ClientRequest, error: MedhaError, now: float) -> None:
+        """End a client request and its generations with an error, unless it has ended."""
+        if self._end(client_request, now):
+            self._metrics.failed(client_request, error, now)
+            # The message of a RequestError may quote the prompt.
+            reason = error.code if isinstance(error, RequestError) else error
+            self._log.warning(
+                "failed: %s", reason, extra={"fields": {"request": client_request.id}}
+            )
+            client_request.fail(error)
+
+    def cancel(self, client_request: ClientRequest, now: float) -> None:
+        """End a client request whose client has disconnected, unless it has ended."""
+        if self._end(client_request, now):
+            self._metrics.cancelled(client_request)
+            self._log.info(
+                "cancelled: the client disconnected",
+                extra={"fields": {"request": client_request.id}},
+            )
+
+    def expire(self, now: float, queue_timeout_s: float, no_replica_timeout_s: float) -> None:
+        """Fail requests that waited too long for a replica, or for room on a replica.
+
+        The two waits count separately: each begins when the model became ready or stopped being so.
+        Without a replica, requests wait as long as newly arriving ones (`patience_s`).
+        """
+        for client_request in list(self._client_requests.values()):
+            waiting = [
+                generation
+                for generation in client_request.generations
+                if generation.peer is None and not generation.done
+            ]
+            if not waiting:
+                continue
+            model = self._of(client_request)
+            client_request.held = client_request.held or not model.ready
+            since_s = min(generation.waiting_since_s for generation in waiting)
+            waited_s = now - max(since_s, model.ready_changed_s)
+            if not all(model.serves(generation.version) for generation in waiting):
+                if waited_s <= model.patience_s(no_replica_timeout_s):
+                    continue
+                error = Refusal(
+                    "no_replica",
+                    "the replicas of this model are gone: retry later",
+                    retry_after_s=5.0,
+                )
+            elif waited_s > max(queue_timeout_s, client_request.promise_s or 0.0):
+                error = Refusal(
+                    "overloaded",
+                    f"waited {waited_s:.0f} s for room: retry later",
+                    retry_after_s=model.dispatcher.retry_after_s(),
+                )
+            else:
+                continue
+            self._metrics.refused(model.name, client_request.slo_class.name, error.code, now)
+            self.fail(client_request, error, now)
+
+    def _end(self, client_request: ClientRequest, now: float) -> bool:
+        if self._client_requests.pop(client_request.id, None) is None:
+            return False
+        for generation in client_request.generations:
+            if not generation.done:
+                self.abort(generation, now)
+        self.changed()
+        return True
+
+    def _of(self, client_request: ClientRequest) -> ServedModel:
+        return self._models[client_request.params.model]
+
+
+def _last_error(generation: Generation) -> StreamBroken:
+    """Return the error of a generation that is not moved again."""
+    if generation.deaths >= POISON_DEATHS:
+        return StreamBroken(
+            "poison_request",
+            f"{generation.deaths} replicas died while serving this request: it is not retried",
+        )
+    return StreamBroken(
+        "replica_failed",
+        f"the request was tried {generation.moves} times and could not be finished",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterState:
+    """The tables of one router, with its clock and its link to controllers.
+
+    `router` names this incarnation of the router.
+    """
+
+    router: str
+    models: ModelRegistry
+    replicas: ReplicaTable
+    requests: RequestTable
+    metrics: RouterMetrics
+    send: Send
+    clock: Callable[[], float]

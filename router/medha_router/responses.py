@@ -1,0 +1,347 @@
+"""OpenAI's responses over HTTP: whole, or as a stream of server-sent events.
+
+Headers are sent with the first text or the first keep-alive, so that an earlier failure has its own
+status code. A later failure is sent as an `error` event, which ends the stream. A client that
+disconnects cancels its request.
+
+The field `x_medha` holds what OpenAI has no field for (request id, promised, predicted and measured
+TTFT). It stands in whole responses and in the last chunk of a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from medha.errors import MedhaError
+from medha_router import api_errors
+from medha_router.api_errors import REQUEST_ID
+from medha_router.generation import ClientRequest
+from medha_router.protocol import GenerationParams
+from medha_router.tokenization.detokenizer import Delta, TokenLogprob
+
+DONE = b"data: [DONE]\n\n"
+KEEPALIVE = b": keep-alive\n\n"
+
+
+class GenerationResponse(Response):
+    """Response to one generation request.
+
+    `begin` admits the request, `cancel` ends it when the client disconnects, and `make_builder`
+    makes the builder of its response objects.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        params: GenerationParams,
+        begin: Callable[[], Awaitable[ClientRequest]],
+        cancel: Callable[[ClientRequest], None],
+        make_builder: Callable[[ClientRequest], ResponseBuilder],
+        keepalive_s: float,
+    ) -> None:
+        self._id, self._params, self._begin, self._cancel = id, params, begin, cancel
+        self._make_builder, self._keepalive_s = make_builder, keepalive_s
+        self._request: ClientRequest | None = None
+        self._started = False
+        self.background = None
+        self.status_code = 200
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve until the request ends or the client disconnects."""
+        serving = asyncio.ensure_future(self._serve(send))
+        disconnected = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait({serving, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            disconnected.cancel()
+            serving.cancel()
+            await asyncio.wait({serving, disconnected})
+            if self._request is not None:
+                self._cancel(self._request)
+        if not serving.cancelled() and (error := serving.exception()) is not None:
+            raise error
+
+    async def _serve(self, send: Send) -> None:
+        try:
+            self._request = await self._begin()
+            if self._params.stream:
+                await self._stream(self._request, send)
+            else:
+                await self._whole(self._request, send)
+        except Exception as error:
+            if not isinstance(error, MedhaError):
+                logging.getLogger("medha.router").exception(
+                    "a request failed", extra={"fields": {"request": self._id}}
+                )
+            api_error = api_errors.of_exception(error)
+            if self._started:
+                await _send_part(send, error_event(api_error.body()))
+                await _send_last(send)
+            else:
+                await self._respond(send, api_error.status, api_error.headers, api_error.body())
+
+    async def _whole(self, request: ClientRequest, send: Send) -> None:
+        count = len(request.generations)
+        texts: list[list[str]] = [[] for _ in range(count)]
+        logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
+        finishes = ["" for _ in range(count)]
+        if self._params.echo:
+            for generation in request.generations:
+                texts[generation.index].append(generation.prompt.text or "")
+        while not all(finishes):
+            for index, delta in await request.next(self._keepalive_s):
+                texts[index].append(delta.text)
+                logprobs[index].extend(delta.logprobs)
+                finishes[index] = delta.finish or finishes[index]
+        body = self._make_builder(request).whole(
+            [("".join(texts[i]), logprobs[i], finishes[i]) for i in range(count)],
+            _usage(request),
+            _timing(request),
+            logprobs=self._params.sampling.logprobs is not None,
+        )
+        headers = _headers(request)
+        if request.ttft_s is not None:
+            headers["x-medha-ttft-ms"] = _ms(request.ttft_s)
+        await self._respond(send, 200, headers, body)
+
+    async def _stream(self, request: ClientRequest, send: Send) -> None:
+        builder = self._make_builder(request)
+        async for events in self._events(request, builder):
+            if not self._started:
+                await self._start(
+                    send,
+                    200,
+                    _headers(request)
+                    | {
+                        "content-type": "text/event-stream; charset=utf-8",
+                        "cache-control": "no-cache",
+                        "x-accel-buffering": "no",
+                    },
+                )
+            await _send_part(send, events)
+        await _send_last(send)
+
+    async def _events(
+        self, request: ClientRequest, builder: ResponseBuilder
+    ) -> AsyncIterator[bytes]:
+        """Yield blocks of server-sent events."""
+        params = self._params
+        open_generations = len(request.generations)
+        logprobs = params.sampling.logprobs is not None
+        opening = [self._opening(request, builder)]
+        while open_generations:
+            block: list[bytes] = []
+            for index, delta in await request.next(self._keepalive_s):
+                open_generations -= delta.finish is not None
+                last = open_generations == 0 and not params.include_usage
+                extra: dict[str, Any] = {"x_medha": _timing(request)} if last else {}
+                if params.include_usage:
+                    extra["usage"] = None
+                block.append(builder.chunk(index, delta, logprobs=logprobs, extra=extra))
+            yield b"".join(opening + block) if block else KEEPALIVE
+            if block:
+                opening = []
+        tail = [DONE]
+        if params.include_usage:
+            tail.insert(0, builder.usage(_usage(request), {"x_medha": _timing(request)}))
+        yield b"".join(tail)
+
+    def _opening(self, request: ClientRequest, builder: ResponseBuilder) -> bytes:
+        """Return the first events: the role of chat choices, or the prompt if `echo`."""
+        if self._params.chat:
+            return b"".join(builder.opening(generation.index) for generation in request.generations)
+        if self._params.echo:
+            return b"".join(
+                builder.chunk(
+                    generation.index, Delta(generation.prompt.text or ""), logprobs=False, extra={}
+                )
+                for generation in request.generations
+            )
+        return b""
+
+    async def _respond(self, send: Send, status: int, extra: dict[str, str], body: bytes) -> None:
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        await self._start(send, status, headers | extra)
+        await _send_last(send, body)
+
+    async def _start(self, send: Send, status: int, headers: dict[str, str]) -> None:
+        self._started = True
+        pairs = [
+            (name.encode(), value.encode("latin-1", "replace"))
+            for name, value in {REQUEST_ID: self._id, **headers}.items()
+        ]
+        await send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _send_last(send: Send, body: bytes = b"") -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _headers(request: ClientRequest) -> dict[str, str]:
+    headers = {"x-medha-class": request.slo_class.name}
+    if request.promise_s is not None:
+        headers["x-medha-promise-ttft-ms"] = _ms(request.promise_s)
+    if request.predicted_s is not None:
+        headers["x-medha-predicted-ttft-ms"] = _ms(request.predicted_s)
+    return headers
+
+
+def _timing(request: ClientRequest) -> Timing:
+    def ms(seconds: float | None) -> float | None:
+        return None if seconds is None else round(seconds * 1000, 3)
+
+    return Timing(
+        request_id=request.id,
+        slo_class=request.slo_class.name,
+        promise_ttft_ms=ms(request.promise_s),
+        predicted_ttft_ms=ms(request.predicted_s),
+        ttft_ms=ms(request.ttft_s),
+    )
+
+
+def _usage(request: ClientRequest) -> TokenUsage:
+    return TokenUsage(request.prompt_tokens, request.output_tokens, request.cached_tokens)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.0f}"
+
+
+class TokenUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    def shape(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """`x_medha`: TTFT as promised, predicted and measured, in milliseconds after arrival."""
+
+    request_id: str
+    slo_class: str
+    promise_ttft_ms: float | None
+    predicted_ttft_ms: float | None
+    ttft_ms: float | None
+
+
+class ResponseBuilder:
+    """Builds the JSON objects of one response, each with its id, model and creation time."""
+
+    def __init__(self, *, chat: bool, id: str, model: str, created: int) -> None:
+        self._chat = chat
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{id}"
+        self._model, self._created = model, created
+
+    def opening(self, index: int) -> bytes:
+        """Return the first chunk of a chat choice, with its role."""
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}}
+        return self._chunk([choice | {"logprobs": None, "finish_reason": None}])
+
+    def chunk(self, index: int, delta: Delta, *, logprobs: bool, extra: dict[str, Any]) -> bytes:
+        """Return a chunk of text. `extra` holds further top-level fields."""
+        choice: dict[str, Any] = {"index": index}
+        if self._chat:
+            choice["delta"] = {"content": delta.text} if delta.text or delta.logprobs else {}
+        else:
+            choice["text"] = delta.text
+        choice["logprobs"] = self._logprobs(delta.logprobs) if logprobs else None
+        choice["finish_reason"] = delta.finish
+        return self._chunk([choice], extra)
+
+    def usage(self, usage: TokenUsage, extra: dict[str, Any]) -> bytes:
+        """Return the chunk without choices that `include_usage` requests."""
+        return self._chunk([], {"usage": usage.shape()} | extra)
+
+    def whole(
+        self,
+        texts: Sequence[tuple[str, Sequence[TokenLogprob], str]],
+        usage: TokenUsage,
+        timing: Timing,
+        *,
+        logprobs: bool,
+    ) -> bytes:
+        """Return a whole response from (text, log probabilities, finish reason) of each choice."""
+        choices: list[dict[str, Any]] = []
+        for index, (text, entries, finish) in enumerate(texts):
+            choice: dict[str, Any] = {"index": index}
+            if self._chat:
+                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            else:
+                choice["text"] = text
+            choice["logprobs"] = self._logprobs(entries) if logprobs else None
+            choice["finish_reason"] = finish
+            choices.append(choice)
+        name = "chat.completion" if self._chat else "text_completion"
+        return msgspec.json.encode(
+            self._head(name) | {"choices": choices, "usage": usage.shape(), "x_medha": timing}
+        )
+
+    def _chunk(self, choices: list[dict[str, Any]], extra: dict[str, Any] | None = None) -> bytes:
+        name = "chat.completion.chunk" if self._chat else "text_completion"
+        body = self._head(name) | {"choices": choices} | (extra or {})
+        return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+    def _head(self, name: str) -> dict[str, Any]:
+        return {"id": self._id, "object": name, "created": self._created, "model": self._model}
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        if self._chat:
+            return {"content": [self._chat_logprob(entry) for entry in entries], "refusal": None}
+        return {
+            "tokens": [_spelling(entry, entry.token)["token"] for entry in entries],
+            "token_logprobs": [entry.logprob.chosen for entry in entries],
+            "top_logprobs": [
+                {_spelling(entry, token)["token"]: value for token, value in entry.logprob.top}
+                for entry in entries
+            ],
+            "text_offset": [entry.offset for entry in entries],
+        }
+
+    def _chat_logprob(self, entry: TokenLogprob) -> dict[str, Any]:
+        top = [_spelling(entry, token) | {"logprob": value} for token, value in entry.logprob.top]
+        chosen = _spelling(entry, entry.token) | {"logprob": entry.logprob.chosen}
+        return chosen | {"top_logprobs": top}
+
+
+def _spelling(entry: TokenLogprob, token: int) -> dict[str, Any]:
+    spelling = entry.vocabulary.bytes_of(token)
+    return {"token": spelling.decode("utf-8", errors="replace"), "bytes": list(spelling)}
+
+
+def error_event(body: bytes) -> bytes:
+    """Return the last event of a stream that failed; `body` is the JSON of an error object."""
+    return b"event: error\ndata: " + body + b"\n\n"
+
+
+def model_shape(name: str, created: int, max_context_tokens: int) -> dict[str, Any]:
+    """Return an entry of `/v1/models`; `max_model_len` is vLLM's name for the context limit."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "medha",
+        "max_model_len": max_context_tokens,
+    }

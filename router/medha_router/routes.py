@@ -1,0 +1,213 @@
+"""Routes of the public port (FastAPI). Every failure is sent as OpenAI's error object.
+
+Each route reads a bounded body, decodes it with `protocol` and calls the service. No decisions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from medha.errors import MedhaError, Refusal, RequestError
+from medha.messages import from_bytes
+from medha_router import api_errors, protocol
+from medha_router.auth import ApiKeyMiddleware, ApiKeys
+from medha_router.generation import ClientRequest
+from medha_router.responses import GenerationResponse, ResponseBuilder, model_shape
+from medha_router.service import Service
+from medha_router.tokenization.detokenizer import text_of
+
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; never received
+BODY_TIMEOUT_S = 60.0
+MAX_BODIES_AT_ONCE = 8
+
+
+def make_app(
+    service: Service, *, max_body_bytes: int, keepalive_s: float, keys: ApiKeys | None = None
+) -> FastAPI:
+    """Make the application of the public port; without `keys` it needs no API key."""
+    app = FastAPI(title="Medha", docs_url=None, redoc_url=None, openapi_url=None)
+    bodies = BodyReader(max_body_bytes)
+    _serve_generations(app, service, bodies, keepalive_s)
+    _serve_models(app, service)
+    _serve_tokens(app, service, bodies)
+    _handle_errors(app)
+    if keys is not None:
+        app.add_middleware(ApiKeyMiddleware, keys=keys)
+    return app
+
+
+def _serve_generations(
+    app: FastAPI, service: Service, bodies: BodyReader, keepalive_s: float
+) -> None:
+    async def generate(request: Request, chat: bool) -> Response:
+        body = await bodies.read(request)
+        params = protocol.read_chat(body) if chat else protocol.read_completion(body)
+        slo = protocol.read_slo(request.headers)
+        request_id = service.new_id()
+        tenant = getattr(request.state, "tenant", "")
+
+        def make_builder(client_request: ClientRequest) -> ResponseBuilder:
+            return ResponseBuilder(
+                chat=chat, id=request_id, model=params.model, created=client_request.created
+            )
+
+        return GenerationResponse(
+            request_id,
+            params,
+            lambda: service.begin(request_id, params, slo, tenant),
+            service.cancel,
+            make_builder,
+            keepalive_s,
+        )
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await generate(request, True)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await generate(request, False)
+
+
+def _serve_models(app: FastAPI, service: Service) -> None:
+    def shape(name: str) -> dict[str, Any]:
+        model = service.model(name)
+        return model_shape(name, service.started, model.max_context_tokens)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [shape(name) for name in sorted(service.models)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return _json(shape(name))
+
+
+def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = protocol.read_body(await bodies.read(request), protocol.TokenizeBody)
+        chat = bool(bytes(body.messages))
+        if chat == bool(bytes(body.prompt)):
+            raise RequestError(
+                "give either prompt or messages", code="invalid_value", param="prompt"
+            )
+        prompt, model = await service.encode(
+            body.model,
+            chat=chat,
+            raw=bytes(body.messages if chat else body.prompt),
+            special=body.add_special_tokens is not False,
+            opening=body.add_generation_prompt is not False,
+        )
+        return _json(
+            {
+                "count": prompt.length,
+                "max_model_len": model.max_context_tokens,
+                "tokens": from_bytes(prompt.tokens).tolist(),
+            }
+        )
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = protocol.read_body(await bodies.read(request), protocol.DetokenizeBody)
+        vocabulary = await service.vocabulary(body.model)
+        unknown = [token for token in body.tokens if not 0 <= token < vocabulary.size]
+        if unknown:
+            raise RequestError(
+                f"tokens holds {unknown[0]}: this model's vocabulary has {vocabulary.size} tokens",
+                code="invalid_value",
+                param="tokens",
+            )
+        return _json({"prompt": text_of(vocabulary, body.tokens)})
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(MedhaError)
+    async def medha_error(request: Request, error: Exception) -> Response:
+        return api_errors.response(api_errors.of_exception(error))
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_disconnected(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        headers = dict(getattr(error, "headers", None) or {})
+        path, method = request.url.path[:80], request.method[:20]
+        if status == 404:
+            api_error = api_errors.of_status(404, f"this server has no {path}", code="not_found")
+        elif status == 405:
+            api_error = api_errors.of_status(
+                405,
+                f"{method} is not allowed on {path}; use {headers.get('Allow', 'another')}",
+                code="method_not_allowed",
+                headers=headers,
+            )
+        else:
+            api_error = api_errors.of_status(
+                status, "the request cannot be served", headers=headers
+            )
+        return api_errors.response(api_error)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        logging.getLogger("medha.router").error("a route failed", exc_info=error)
+        return api_errors.response(api_errors.of_exception(error))
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+class BodyReader:
+    """Reads request bodies of at most `max_bytes` each.
+
+    All bodies that are being read hold at most MAX_BODIES_AT_ONCE times `max_bytes`.
+    """
+
+    def __init__(self, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
+        self._max_bytes, self._timeout_s = max_bytes, timeout_s
+        self._held_bytes = 0
+
+    async def read(self, request: Request) -> bytearray:
+        """Read one body; a declared length that is too large is refused at once.
+
+        Raises RequestError (413 too long, 408 too slow) or Refusal (too many at once).
+        """
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > self._max_bytes:
+            raise self._too_long()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    self._held_bytes += len(chunk)
+                    if len(body) > self._max_bytes:
+                        raise self._too_long()
+                    if self._held_bytes > MAX_BODIES_AT_ONCE * self._max_bytes:
+                        raise Refusal("overloaded", "too many long requests at once: retry later")
+        except TimeoutError:
+            raise RequestError(
+                f"the body was not received within {self._timeout_s:.0f} s: send it faster",
+                status=408,
+                code="body_timeout",
+            ) from None
+        finally:
+            self._held_bytes -= len(body)
+        return body
+
+    def _too_long(self) -> RequestError:
+        return RequestError(
+            f"the body is longer than {self._max_bytes} bytes: shorten it",
+            status=413,
+            code="body_too_large",
+        )

@@ -1,0 +1,304 @@
+"""Tokens to text as they arrive: text that was sent to the client never changes.
+
+    tokens received   t0 t1 t2 | t3 t4
+    text              released | held (may become a stop string) | bytes of an unfinished character
+
+A token is a string of bytes, and a character may span several tokens. An incremental UTF-8 decoder
+holds back an unfinished character; only bytes that can never become a character turn into U+FFFD.
+So the text does not depend on how the tokens were grouped in messages.
+
+The decoder in `tokenizer.json` must be byte-level BPE (GPT-2, Llama 3, Qwen) or SentencePiece with
+byte fallback (Llama 2, Mistral, Gemma). Any other decoder is a CheckpointError.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from medha.errors import CheckpointError
+from medha.messages import Logprob
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Map each printable character of GPT-2's byte-level BPE alphabet to its byte."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in set(plain)]
+    alphabet = {chr(byte): byte for byte in plain}
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(moved)})
+    return alphabet
+
+
+class Vocabulary:
+    """Bytes of each token id of one tokenizer, computed on first use.
+
+    `special` ids print nothing. Raises CheckpointError when `tokenizer.json` does not load or its
+    decoder is not supported.
+    """
+
+    def __init__(self, tokenizer_json: bytes) -> None:
+        try:
+            text = tokenizer_json.decode()
+            description: dict[str, Any] = msgspec.json.decode(text)
+            self.tokenizer: Tokenizer = Tokenizer.from_str(text)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise CheckpointError(
+                f"tokenizer.json does not load ({error}): expected the Hugging Face tokenizers "
+                "format; export the tokenizer again"
+            ) from None
+        added = description.get("added_tokens") or []
+        self.special = frozenset(int(token["id"]) for token in added if token.get("special"))
+        self._added = {int(token["id"]): str(token["content"]) for token in added}
+        self._alphabet = byte_alphabet()
+        self._replacements: list[tuple[str, str]] = []
+        self.strips_first_space = False
+        self._byte_level = self._read_decoder(description.get("decoder"))
+        self._known: dict[int, bytes] = {}
+        self.size = self.tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes that `token` prints; an id outside the vocabulary prints nothing."""
+        known = self._known.get(token)
+        if known is None:
+            known = self._known[token] = self._bytes_of(token)
+        return known
+
+    def _bytes_of(self, token: int) -> bytes:
+        piece = self.tokenizer.id_to_token(token) if token >= 0 else None
+        if piece is None:
+            return b""
+        if self._byte_level:
+            values = [self._alphabet.get(letter) for letter in piece]
+            if None in values:  # an added token in plain letters
+                return piece.encode()
+            return bytes(value for value in values if value is not None)
+        if token in self._added:
+            return piece.encode()
+        match = _BYTE_PIECE.fullmatch(piece)
+        if match:
+            return bytes([int(match[1], 16)])
+        for old, new in self._replacements:
+            piece = piece.replace(old, new)
+        return piece.encode()
+
+    def _read_decoder(self, decoder: dict[str, Any] | None) -> bool:
+        """Return True for byte-level BPE; otherwise fill the replacements of SentencePiece."""
+        steps = [decoder] if decoder else []
+        if decoder and decoder.get("type") == "Sequence":
+            steps = list(decoder.get("decoders") or [])
+        kinds = [step.get("type") for step in steps]
+        if "ByteLevel" in kinds:
+            return True
+        for step in steps:
+            match step:
+                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                    self._replacements.append((old, new))
+                case {"type": "Metaspace"}:
+                    self._replacements.append((str(step.get("replacement", "▁")), " "))
+                    self.strips_first_space = step.get("prepend_scheme", "always") != "never"
+                case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+                    self.strips_first_space = True
+                case {"type": "ByteFallback" | "Fuse"}:
+                    pass
+                case _:
+                    self._refuse(kinds)
+        if not self._replacements:
+            self._refuse(kinds)
+        return False
+
+    @staticmethod
+    def _refuse(kinds: Iterable[object]) -> None:
+        raise CheckpointError(
+            f"tokenizer.json has the decoder {list(kinds)!r}: only byte-level and SentencePiece "
+            "decoders are supported; use a model with one of these"
+        )
+
+
+class Detokenizer:
+    """Text of one output, token by token; special tokens print nothing.
+
+    If `continues`, the output follows a prompt and a SentencePiece piece keeps its leading space.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, continues: bool = True) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip = vocabulary.strips_first_space and not continues
+
+    def push(self, token: int) -> str:
+        """Return the text that `token` completes, possibly empty."""
+        if token in self._vocabulary.special:
+            return ""
+        return self._stripped(self._decoder.decode(self._vocabulary.bytes_of(token)))
+
+    def end(self) -> str:
+        """Return the rest after the last token: an unfinished character becomes U+FFFD."""
+        return self._stripped(self._decoder.decode(b"", final=True))
+
+    def _stripped(self, text: str) -> str:
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text
+
+
+def text_of(vocabulary: Vocabulary, tokens: Iterable[int], *, continues: bool = False) -> str:
+    """Return the text of all tokens, equal to what streaming them prints."""
+    detokenizer = Detokenizer(vocabulary, continues=continues)
+    return "".join([detokenizer.push(token) for token in tokens]) + detokenizer.end()
+
+
+class StopMatcher:
+    """Releases text as soon as no stop string can begin in it.
+
+        released text | held: the longest tail that is a proper prefix of a stop string | to come
+
+    The stop string that is complete first wins, however the text was split. It is never released,
+    nor is any text after it. `released_chars` counts the released characters; `matched` is the stop
+    string that ended the text, or None.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self.released_chars = 0
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Add `text` and return the text to release; empty once a stop string has matched."""
+        if self.matched is not None or not text:
+            return ""
+        if not self._stops:
+            self.released_chars += len(text)
+            return text
+        whole = self._held + text
+        at, self.matched = self._first(whole)
+        if self.matched is None:
+            at = len(whole) - self._tail(whole)
+        self._held = "" if self.matched else whole[at:]
+        self.released_chars += at
+        return whole[:at]
+
+    def end(self) -> str:
+        """Return the held text after the last push."""
+        held, self._held = self._held, ""
+        self.released_chars += len(held)
+        return held
+
+    def _first(self, text: str) -> tuple[int, str | None]:
+        """Return position and stop string of the first to be complete; of two, the longer."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            at = text.find(stop)
+            if at >= 0 and (best is None or (at + len(stop), at) < best[:2]):
+                best = (at + len(stop), at, stop)
+        return (best[1], best[2]) if best else (-1, None)
+
+    def _tail(self, text: str) -> int:
+        """Return the length of the longest tail of `text` that begins a stop string."""
+        longest = 0
+        for stop in self._stops:
+            for size in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log probability of a released token.
+
+    `offset` is the position of its text in the output, in characters. `vocabulary` turns token ids
+    into text.
+    """
+
+    token: int
+    offset: int
+    logprob: Logprob
+    vocabulary: Vocabulary
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """New text of an output. The last delta has `finish`: `stop` or `length`."""
+
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: str | None = None
+
+
+class OutputStream:
+    """Text and log probabilities of one output as its tokens arrive.
+
+    Releases no text that may become a stop string, no unfinished character, and no log probability
+    before the text of its token. `stop_tokens` end an output and print nothing. `tokens` keeps all
+    tokens, so that another replica can resume the request.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stops: Sequence[str] = (),
+        stop_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._detokenizer = Detokenizer(vocabulary)
+        self._matcher = StopMatcher(stops)
+        self._stop_tokens = stop_tokens
+        self._pending: list[TokenLogprob] = []
+        self._received_chars = 0
+        self.tokens: list[int] = []
+        self.finish: str | None = None
+
+    def push(self, tokens: Sequence[int], logprobs: Sequence[Logprob] = ()) -> Delta:
+        """Add tokens. After a stop string, `finish` is `stop` and the rest is ignored."""
+        texts: list[str] = []
+        for index, token in enumerate(tokens):
+            if self.finish is not None:
+                break
+            self.tokens.append(token)
+            if token in self._stop_tokens:
+                continue
+            if index < len(logprobs):
+                self._pending.append(
+                    TokenLogprob(token, self._received_chars, logprobs[index], self._vocabulary)
+                )
+            text = self._detokenizer.push(token)
+            self._received_chars += len(text)
+            texts.append(self._matcher.push(text))
+            if self._matcher.matched is not None:
+                self.finish = "stop"
+        return Delta("".join(texts), self._released(), self.finish)
+
+    def end(self, reason: str) -> Delta:
+        """Release the held text after the last token, unless it holds a stop string."""
+        if self.finish is not None:
+            return Delta(finish=self.finish)
+        text = self._matcher.push(self._detokenizer.end())
+        if self._matcher.matched is None:
+            text += self._matcher.end()
+            self.finish = reason
+            pending, self._pending = tuple(self._pending), []
+        else:
+            self.finish = "stop"
+            pending = self._released()
+        return Delta(text, pending, self.finish)
+
+    def _released(self) -> tuple[TokenLogprob, ...]:
+        """Remove and return the log probabilities of tokens that begin in released text."""
+        if not self._pending:
+            return ()
+        count = 0
+        for entry in self._pending:
+            if entry.offset >= self._matcher.released_chars:
+                break
+            count += 1
+        released = tuple(self._pending[:count])
+        del self._pending[:count]
+        return released

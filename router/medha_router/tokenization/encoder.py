@@ -1,0 +1,348 @@
+"""The tokenizer process: from raw JSON to tokens, `python -m medha_router.tokenization.encoder FD`.
+
+    messages ── chat template ──> text ── tokenizer ──> tokens ──> names of full pages
+    prompt ─────────────────────> text or token ids
+
+A message may hold text, or a list of text parts; everything else is a RequestError. A model's chat
+template comes with the checkpoint, never from a client. It runs in jinja2's immutable sandbox with
+the names that Hugging Face templates use. The process holds no secrets and no connection besides
+the inherited socket FD, so the router may kill it at any time. It ends when the socket closes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import signal
+import socket
+import sys
+from typing import Annotated, Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import msgspec
+import numpy as np
+from tokenizers import Tokenizer
+
+from medha.errors import CheckpointError, RequestError
+from medha.fleet.prefix_index import chain
+from medha_router.protocol import MAX_PROMPTS, TokenId, read_body
+from medha_router.tokenization import wire
+from medha_router.tokenization.detokenizer import Vocabulary, text_of
+
+TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+MAX_MESSAGES = 4096
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+
+class _Messages(msgspec.Struct, frozen=True):
+    """An object around the list, so that an error's path reads `messages[0].role`."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class _Prompt(msgspec.Struct, frozen=True):
+    prompt: str | list[Any]
+
+
+def read_messages(raw: bytes) -> list[dict[str, str]]:
+    """Read messages for a chat template: role, content as one string, and names if given."""
+    messages = read_body(b'{"messages":' + raw + b"}", _Messages).messages
+    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain(message: Message, where: str) -> dict[str, str]:
+    if message.role not in ROLES:
+        raise RequestError(
+            f"{where}.role is {message.role!r}: must be one of {', '.join(ROLES)}",
+            code="invalid_value",
+            param=f"{where}.role",
+        )
+    for field in ("tool_calls", "function_call"):
+        if getattr(message, field) not in (None, []):
+            raise RequestError(
+                f"{where}.{field}: calling tools is not supported by this server; leave it out",
+                code="unsupported_parameter",
+                param=f"{where}.{field}",
+            )
+    plain = {"role": message.role, "content": _text(message.content, f"{where}.content")}
+    if message.content is None and message.role != "assistant":
+        raise RequestError(
+            f"{where}.content is missing: a {message.role} message needs text",
+            code="invalid_value",
+            param=f"{where}.content",
+        )
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _text(content: str | list[ContentPart] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise RequestError(
+                f"{where}[{index}] has the type {part.type!r}: only text parts are supported",
+                code="unsupported_content",
+                param=f"{where}[{index}]",
+            )
+        texts.append(part.text)
+    return "".join(texts)
+
+
+def read_prompts(raw: bytes) -> list[str | list[int]]:
+    """Read prompts: each a string or token ids.
+
+    Accepts OpenAI's four forms: a string, a list of strings, token ids, a list of token id lists.
+    """
+    prompt = read_body(b'{"prompt":' + raw + b"}", _Prompt).prompt
+    if isinstance(prompt, str):
+        prompts: list[str | list[int]] = [prompt]
+    elif prompt and isinstance(prompt[0], int):
+        prompts = [_ids(prompt, "prompt")]
+    else:
+        if not 1 <= len(prompt) <= MAX_PROMPTS:
+            raise RequestError(
+                f"prompt is a list of {len(prompt)}: must hold 1 to {MAX_PROMPTS} prompts",
+                code="invalid_value",
+                param="prompt",
+            )
+        prompts = [
+            entry if isinstance(entry, str) else _ids(entry, f"prompt[{index}]")
+            for index, entry in enumerate(prompt)
+        ]
+    return prompts
+
+
+def _ids(entry: object, where: str) -> list[int]:
+    """Read token ids. The caller checks their range against the vocabulary."""
+    try:
+        return msgspec.convert(entry, list[TokenId])
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        at = where + path.rstrip("`")
+        raise RequestError(
+            f"{at}: {message[:1].lower()}{message[1:]}; give the ids of tokens",
+            code="invalid_value",
+            param=at,
+        ) from None
+
+
+class ChatTemplate:
+    """Renders messages. If `source` is empty and `config` has no template, `render` raises.
+
+    `config` is `tokenizer_config.json`: special tokens, and the template if it has no file of its
+    own. Raises CheckpointError if either does not parse.
+    """
+
+    def __init__(self, source: bytes, config: bytes) -> None:
+        settings = _settings(config)
+        file = TEMPLATE_FILE if source else f"chat_template in {CONFIG_FILE}"
+        try:
+            text = source.decode() if source else _configured(settings)
+            self._template = _environment().from_string(text) if text else None
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{file} is not UTF-8 ({error}); fetch it again") from None
+        except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError) as error:
+            raise CheckpointError(
+                f"{file} is not a Jinja template ({_parser_message(error)}); fix the template, or "
+                "fetch the file again"
+            ) from None
+        self._special = {name: _token_text(settings.get(name)) for name in SPECIAL}
+        self._special = {name: text for name, text in self._special.items() if text is not None}
+
+    def render(self, messages: list[dict[str, str]], *, generation_prompt: bool) -> str:
+        """Return the prompt's text; raises RequestError if the template refuses the messages."""
+        if self._template is None:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions with a prompt",
+                code="no_chat_template",
+                param="messages",
+            )
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, RecursionError) as error:
+            raise RequestError(
+                f"the model's chat template refuses these messages: {str(error)[:300]}",
+                code="invalid_value",
+                param="messages",
+            ) from None
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}`: training marks around the model's text."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _settings(config: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(config, type=dict[str, Any]) if config else {}
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(
+            f"{CONFIG_FILE} does not load ({error}); fetch the file again"
+        ) from None
+
+
+def _parser_message(error: Exception) -> str:
+    """Return the parser's message in one line: of jinja2, or of Python for generated code."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f"line {error.lineno}: {' '.join((error.message or '').split())[:200]}"
+    return error.msg if isinstance(error, SyntaxError) else "it is nested too deeply"
+
+
+def _configured(settings: dict[str, Any]) -> str:
+    """Return the template in tokenizer_config.json: a string, or `default` of a list."""
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        chosen = [entry.get("template") for entry in entries if entry.get("name") == "default"]
+        template = chosen[-1] if chosen else None
+    return template if isinstance(template, str) else ""
+
+
+def _token_text(value: object) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _tojson(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+class Encoder:
+    """Tokenizer and template of a checkpoint; raises CheckpointError if they do not load."""
+
+    def __init__(self, files: wire.TokenizerFiles) -> None:
+        self._vocabulary = Vocabulary(files.tokenizer)
+        self._tokenizer: Tokenizer = self._vocabulary.tokenizer
+        self._template = ChatTemplate(files.template, files.config)
+
+    def encode(self, job: wire.Encode) -> wire.Encoded:
+        """Encode the job's prompts; raises RequestError for the client's faults."""
+        if job.chat:
+            messages = read_messages(job.raw)
+            text = self._template.render(messages, generation_prompt=job.generation_prompt)
+            ids: list[str | list[int]] = [self._ids(text, special=False)]
+            texts: list[str | list[int]] = [text]
+        else:
+            texts = read_prompts(job.raw)
+            ids = [
+                self._ids(given, special=job.add_special_tokens)
+                if isinstance(given, str)
+                else self._checked(given)
+                for given in texts
+            ]
+        return wire.Encoded(
+            tuple(
+                self._prompt(tokens, given, job) for tokens, given in zip(ids, texts, strict=True)
+            )
+        )
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def _checked(self, tokens: list[int]) -> list[int]:
+        if tokens and max(tokens) >= self._vocabulary.size:
+            raise RequestError(
+                f"prompt holds the token id {max(tokens)}: this model's vocabulary has "
+                f"{self._vocabulary.size} tokens",
+                code="invalid_value",
+                param="prompt",
+            )
+        return tokens
+
+    def _prompt(
+        self, ids: str | list[int], given: str | list[int], job: wire.Encode
+    ) -> wire.Prompt:
+        tokens = np.asarray(ids, dtype="<i4")
+        hashes = b"".join(chain(tokens, job.page_tokens, job.salt))
+        text = None
+        if job.texts:
+            text = given if isinstance(given, str) else text_of(self._vocabulary, given)
+        return wire.Prompt(tokens.tobytes(), hashes, text)
+
+
+def answer(encoders: dict[str, Encoder], job: wire.Job) -> wire.Outcome:
+    """Run one job; faults of the client or the checkpoint are returned as outcomes."""
+    try:
+        if isinstance(job, wire.LoadFiles):
+            encoders[job.files.key] = Encoder(job.files)
+            return wire.Loaded()
+        return encoders[job.key].encode(job)
+    except CheckpointError as error:
+        return wire.Loaded(error=str(error))
+    except RequestError as error:
+        return wire.Declined(str(error), error.status, error.code, error.param)
+
+
+def serve(link: socket.socket) -> None:
+    """Answer jobs until the link closes."""
+    decoder = msgspec.msgpack.Decoder(wire.Job)
+    encoders: dict[str, Encoder] = {}
+    while True:
+        try:
+            frame = wire.receive_frame(link)
+        except ConnectionResetError:
+            return
+        outcome = answer(encoders, decoder.decode(frame))
+        wire.send_frame(link, msgspec.msgpack.encode(outcome))
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router handles Ctrl-C and closes the link
+    with socket.socket(fileno=int(sys.argv[1])) as link:
+        serve(link)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Expected decodes: what promises count on, and which prompts may start."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+
+from medha.config import Scheduling
+from medha.request import Request
+from medha.testing import Driven, leftovers, request, scheduler, topology
+
+# A batch costs 3 ms, a prompt token 0.1 ms, and so does a decode.
+SETTINGS = Scheduling(max_batch_s=0.05)
+
+
+def crowd(count: int, output_tokens: int, within_s: float) -> list[Request]:
+    """Prompts of 50 ms each, all at once."""
+    return [
+        request(f"r{n}", 500, within_s=within_s, output_tokens=output_tokens, tpot_s=0.05)
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("output_tokens, promised", [(1, 60), (200, 48)])
+def test_a_promise_counts_the_decodes_that_it_brings(output_tokens: int, promised: int) -> None:
+    plan = scheduler(settings=SETTINGS, batch_s=0.003)
+    driven = Driven(plan)
+    driven.submit(crowd(60, output_tokens, within_s=4.0))
+    driven.run()
+    given = [name for name, admitted in driven.admitted.items() if admitted.promised]
+    assert len(given) == promised
+    assert [name for name in given if not driven.in_time(name)] == []
+    assert leftovers(plan) == {}
+
+
+def test_without_decodes_the_whole_time_is_promised() -> None:
+    plan = scheduler(settings=SETTINGS, batch_s=0.003)
+    assert plan._forecast.available_shares() == {0: 1.0}
+    plan.submit(request("one", 500, within_s=4.0, output_tokens=1), 0.0)
+    assert plan._forecast.available_shares() == {0: 1.0}
+
+
+def test_a_part_is_left_free_for_decodes_of_prompts_without_a_promise() -> None:
+    plan = scheduler(settings=Scheduling(max_batch_s=0.05, relegated_share=0.2), batch_s=0.0)
+    plan.submit(request("one", 500, within_s=4.0, output_tokens=100, tpot_s=0.05), 0.0)
+    assert plan._forecast.available_shares()[0] == pytest.approx(0.8, abs=0.01)
+
+
+def test_a_prompt_without_a_promise_starts_once_its_decodes_can_be_borne() -> None:
+    # Promises fill all the time, without any decode; the late prompt's decodes make
+    # every batch short. It starts when they are done, and no promise is late.
+    plan = scheduler(settings=SETTINGS, batch_s=0.005)
+    driven = Driven(plan)
+    driven.submit(crowd(60, 1, within_s=4.0))
+    late = request("late", 500, 0.1, within_s=0.1, output_tokens=200, tpot_s=0.02)
+    driven.submit([late])
+    driven.run(until_s=1.0)
+    assert not plan._state.by_id["late"].started
+    driven.run()
+    given = [name for name, admitted in driven.admitted.items() if admitted.promised]
+    assert len(given) > 50
+    assert [name for name in given if not driven.in_time(name)] == []
+    assert driven.first_s["late"] < 4.5
+    assert leftovers(plan) == {}
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_a_prompt_waits_for_no_promise_that_is_gone(leave: bool) -> None:
+    # While another answers for long, and ends nothing: the promise itself brings no decodes.
+    plan = scheduler(settings=SETTINGS, batch_s=0.003)
+    driven = Driven(plan)
+    talk = request("talk", 60, within_s=5.0, output_tokens=2000, tpot_s=0.05)
+    kept = request("kept", 40_000, 0.1, within_s=5.2, promised=True)
+    late = request("late", 300, 0.2, within_s=0.01, output_tokens=200, tpot_s=0.011, promised=False)
+    driven.submit([talk, kept, late])
+    driven.run(until_s=1.0)
+    assert plan._forecast.closed and "late" not in driven.first_s
+    if leave:
+        plan.abort("kept", driven.now)
+    else:
+        plan._state.promises.set_rank(plan._state.by_id["kept"], kept=False, promised=False)
+    driven.run(until_s=1.5)
+    assert driven.first_s["late"] < 1.2
+    driven.run()
+    assert leftovers(plan) == {}
+
+
+@pytest.mark.parametrize("output_tokens", [20, 100])
+def test_prompts_without_a_promise_are_not_shut_out_by_decodes(output_tokens: int) -> None:
+    # Short prompts alone offer 130 % load and decode; the long one has no chance to be in time.
+    plan = scheduler(settings=SETTINGS, batch_s=0.003, key_s=1e-9)
+    driven = Driven(plan)
+    driven.submit(
+        request(f"s{n}", 500, n / 26.0, within_s=0.5, output_tokens=output_tokens, tpot_s=0.05)
+        for n in range(1500)
+    )
+    driven.submit([request("long", 15_000, 1.0, within_s=1.0, output_tokens=200, tpot_s=0.05)])
+    driven.run(until_s=57.0)
+    assert driven.first_s["long"] < 50.0
+    given = [name for name, admitted in driven.admitted.items() if admitted.promised]
+    assert [name for name in given if name in driven.first_s and not driven.in_time(name)] == []
+
+
+@pytest.mark.parametrize("kvp", [1, 2])
+def test_everything_counted_is_counted_out_when_requests_leave(kvp: int) -> None:
+    draw = random.Random(3)
+    plan = scheduler(topology(kvp=kvp, tokens_per_group=20_000), SETTINGS, batch_s=0.003, pages=900)
+    driven = Driven(plan)
+
+    def leave(name: str) -> None:
+        plan.abort(name, driven.now)
+
+    for number in range(80):
+        at, name = 0.05 * number, f"r{number}"
+        tokens = draw.choice([300, 900, 30_000])
+        driven.submit([request(name, tokens, at, within_s=1.0, output_tokens=50, tpot_s=0.05)])
+        if draw.random() < 0.4:
+            gone_s = at + draw.uniform(0.0, 2.0)
+            driven.at(gone_s, functools.partial(leave, name))
+    driven.run()
+    assert leftovers(plan) == {}
+
+
+def test_a_promise_given_elsewhere_begins_although_others_may_not() -> None:
+    plan = scheduler(settings=SETTINGS, batch_s=0.003, pages=20)
+    first = request("first", 900, within_s=30.0, output_tokens=40, tpot_s=0.05, promised=True)
+    second = request("second", 900, within_s=30.0, output_tokens=40, tpot_s=0.05, promised=True)
+    plan.submit(first, 0.0)
+    plan.submit(second, 0.0)  # its pages are taken
+    assert not plan._state.by_id["second"].started
+    plan._forecast.closed[0] = 1
+    assert plan._admission.max_pages(0) == plan._state.pool[0].available
+
+
+def test_a_promise_without_pages_does_not_wait_for_who_waits_for_it() -> None:
+    # "big" was passed over for long, and its decodes would cost "owed" its promise; once "talk" has
+    # gone there are pages for either.
+    settings = Scheduling(max_batch_s=0.05, growth_timeout_s=4.0)
+    plan = scheduler(settings=settings, batch_s=0.003, pages=100)
+    driven = Driven(plan)
+    talk = request("talk", 1200, within_s=5.0, output_tokens=300, tpot_s=0.05)
+    big = request("big", 5700, 0.1, within_s=0.1, output_tokens=200, tpot_s=0.011, promised=False)
+    owed = request("owed", 5700, 0.2, within_s=1.7, promised=True)
+    driven.submit([talk, big, owed])
+    driven.run()
+    assert driven.in_time("owed") and driven.first_s["owed"] < driven.first_s["big"]
+    assert set(driven.finished) == set(driven.requests)
+    assert leftovers(plan) == {}
+
+
+def test_decodes_that_outgrow_their_pages_take_none_from_a_promised_prefill() -> None:
+    # Of 28 pages the decodes have one each and fill 60 tokens of it; the long prompt has 19.
+    plan = scheduler(
+        settings=Scheduling(max_batch_s=0.05, output_reserve=0.01),
+        batch_s=0.003,
+        pages=28,
+        token_s=1e-3,
+    )
+    driven = Driven(plan)
+    driven.submit(
+        request(f"d{n}", 60, within_s=2.0, output_tokens=90, tpot_s=0.05) for n in range(7)
+    )
+    driven.submit([request("long", 1200, 0.1, within_s=2.75, output_tokens=2, tpot_s=0.05)])
+    driven.run()
+    assert plan._lifecycle.preempted_count > 0
+    assert driven.admitted["long"].promised and driven.in_time("long")
+    assert set(driven.finished) == set(driven.requests)

@@ -1,0 +1,155 @@
+"""Ranks in virtual time that hold pages of token ids instead of tensors, and check what they obey.
+
+A fake group keeps, like a real one, the pages and sequences that steps brought. What a chunk
+"attends" to is read back page by page from all its groups, and the token that it yields is a
+function of everything read (`next_token`): one page too few, stale or in the wrong place gives
+another token, so the streams that clients see judge pages, moves, prefix hits and recomputation.
+Times come from a PipelineClock. A broken rule is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from medha import messages as m
+from medha.batch import Batch, Chunk, Move
+from medha.topology import Coordinate, Topology
+
+
+def next_token(tokens: Sequence[int], vocab: int) -> int:
+    """Return the token after `tokens`."""
+    return zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes()) % vocab
+
+
+def expected_tokens(prompt: Sequence[int], count: int, vocab: int) -> list[int]:
+    """Return the tokens that a correct replica emits after `prompt`."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, vocab))
+    return tokens[len(prompt) :]
+
+
+class Client:
+    """Outcome of a request."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.first_s: float | None = None
+        self.finished: m.Finished | None = None
+        self.failed: m.Failed | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.finished is not None or self.failed is not None
+
+
+class RunningBatch:
+    """A batch on the fake ranks; `steps`: groups whose step arrived."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.steps: set[int] = set()
+        self.broken = False
+
+
+class FakeGroup:
+    """Memory of a KVP group, as if it had a single rank. `drawn`: position and token that each
+    sequence drew last here."""
+
+    def __init__(self, group: int, pages: int, page_tokens: int) -> None:
+        self.group, self.pages, self.page_tokens = group, pages, page_tokens
+        self.content: dict[int, list[int]] = {}
+        self.tables: dict[int, dict[int, int]] = {}
+        self.drawn: dict[int, tuple[int, int]] = {}
+        self.last_step = 0
+
+    def apply(self, step: m.Step) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Apply a step; returns the pages that starting sequences already hold in this group."""
+        assert step.step == self.last_step + 1, f"step {step.step} after {self.last_step}"
+        self.last_step = step.step
+        for seq in step.ends:
+            del self.tables[seq]
+            self.drawn.pop(seq, None)
+        for move in step.switches:
+            self._switch(move)
+        for start in step.starts:
+            assert start.seq not in self.tables, f"sequence {start.seq} starts twice"
+            self.tables[start.seq] = dict(start.cached)
+            self.drawn.pop(start.seq, None)
+        rows = m.from_bytes(step.tokens).tolist()
+        for chunk in step.batch.of_group(self.group):
+            if chunk.tail == self.group:
+                self._write(chunk, rows[: chunk.length])
+            rows = rows[chunk.length :]
+        assert not rows, "more rows than the chunks have"
+        return {start.seq: start.cached for start in step.starts}
+
+    def _switch(self, move: Move) -> None:
+        table = self.tables.get(move.seq)
+        if table is not None and move.source == self.group:
+            for logical, page in zip(move.logical, move.from_pages, strict=True):
+                assert table.pop(logical) == page
+        if table is not None and move.target == self.group:
+            table.update(zip(move.logical, move.to_pages, strict=True))
+
+    def _write(self, chunk: Chunk, rows: list[int]) -> None:
+        table, first = self.tables[chunk.seq], -(-chunk.start // self.page_tokens)
+        for place, page in enumerate(chunk.pages):
+            assert 0 <= page < self.pages
+            table[first + place] = page
+            self.content[page] = []
+        for place, token in enumerate(rows, chunk.start):
+            if token < 0:
+                at, token = self.drawn[chunk.seq]
+                assert chunk.decode and at == place, "a token that was not sampled here"
+            content = self.content[table[place // self.page_tokens]]
+            del content[place % self.page_tokens :]
+            content.append(token)
+            assert len(content) == place % self.page_tokens + 1, "a row leaves a hole"
+
+
+def read(groups: Iterable[FakeGroup], chunk: Chunk) -> list[int]:
+    """Read tokens [0, end) of the chunk's sequence from the pages of its groups."""
+    tables = [(group, group.tables[chunk.seq]) for group in groups]
+    tokens: list[int] = []
+    size = tables[0][0].page_tokens
+    for logical in range(-(-chunk.end // size)):
+        held = [group.content[table[logical]] for group, table in tables if logical in table]
+        assert len(held) == 1, f"page {logical} of sequence {chunk.seq} is in {len(held)} groups"
+        tokens += held[0]
+    assert len(tokens) == chunk.end, f"{len(tokens)} tokens are held, not {chunk.end}"
+    return tokens
+
+
+def sample(groups: dict[int, FakeGroup], batch: Batch, vocab: int) -> dict[int, list[m.TokenOut]]:
+    """Return sampled tokens by tail group; reads the pages of every chunk."""
+    out: dict[int, list[m.TokenOut]] = {}
+    for chunk in batch.chunks:
+        seen = read([groups[group] for group in chunk.groups], chunk)
+        if chunk.yields:
+            token = next_token(seen, vocab)
+            groups[chunk.tail].drawn[chunk.seq] = chunk.end, token
+            out.setdefault(chunk.tail, []).append(m.TokenOut(chunk.seq, token))
+    return out
+
+
+def hellos(
+    topology: Topology, group: int, incarnation: str
+) -> list[tuple[Coordinate, m.RankHello]]:
+    """Return the Hellos of a group's ranks."""
+    return [
+        (
+            at,
+            m.RankHello(
+                group=at.group, stage=at.stage, shard=at.shard, incarnation=incarnation, pid=1
+            ),
+        )
+        for at in topology.group_ranks(group)
+    ]
+
+
+def ready(pages: int) -> m.RankReady:
+    return m.RankReady(pages=pages, page_bytes=1, agent="fake", metadata=b"", bases=(0,))

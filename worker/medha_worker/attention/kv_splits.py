@@ -1,0 +1,239 @@
+"""Layout of spans for paged kernels, with split prefixes for small chunks.
+
+The decode kernel serves single rows and splits keys by itself; chunk kernels do not. A small chunk
+after a long prefix has too few rows to fill a GPU. So its prefix is split into parts of whole
+pages, each an entry of the kernel's batch with the same queries, and the states are merged. Query
+heads of a KV head are folded into rows, which then read their keys once.
+
+    prefix    | part 0 | part 1 | … | part S − 1 |            no mask, heads folded where packed
+    tail                                         | rest of a page, chunk |     causal, not folded
+
+A measured table gives the number of parts. In layers with a window, rows see only a few pages,
+which are never split; kernels support windows over contiguous keys (`sees_a_run`). Pure: integers
+in, integers out; `paged` passes them to kernels, tests to plain torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from medha.profile import ChunkKernel
+from medha_worker.attention.kernel_interface import Span
+
+Ints = npt.NDArray[np.int32]
+
+
+class PrefixSplit(msgspec.Struct, frozen=True):
+    """Rule for chunks of up to `rows`: the prefix's number of parts, and whether heads are
+    folded."""
+
+    rows: int
+    parts: int
+    packed: bool
+
+
+# Measured on one H200 with 32 query heads over 8 of 128 and a prefix of a million tokens: 422, 498,
+# 554 and 555 TFLOP/s, where a kernel that has all of it in one entry reaches 160 at 128 rows.
+H200 = (
+    PrefixSplit(32, 16, True),
+    PrefixSplit(64, 8, True),
+    PrefixSplit(128, 4, False),
+    PrefixSplit(256, 2, False),
+)
+# Below this many tokens a part is not worth its merge.
+LEAST_TOKENS = 4096
+# Limit of a chunk's states, in rows of all heads: a gigabyte for 32 heads of 128 in 16 bits.
+MOST_STATES = 1 << 17
+
+
+def choose(
+    table: Sequence[PrefixSplit], rows: int, prefix_tokens: int, least_tokens: int = LEAST_TOKENS
+) -> PrefixSplit:
+    """Return the table's rule for a chunk, with no part below `least_tokens`."""
+    for choice in table:
+        if rows <= choice.rows:
+            parts = max(1, min(choice.parts, prefix_tokens // least_tokens))
+            return PrefixSplit(choice.rows, parts, choice.packed and parts > 1)
+    return PrefixSplit(rows, 1, False)
+
+
+def table_of(kernels: Sequence[ChunkKernel], heads: int, kv_heads: int) -> tuple[PrefixSplit, ...]:
+    """Return the measured rules for these head counts, or `H200` if none were measured."""
+    splits = tuple(
+        PrefixSplit(kernel.rows, kernel.parts, kernel.packed)
+        for kernel in sorted(kernels, key=lambda kernel: kernel.rows)
+        if (kernel.heads, kernel.kv_heads) == (heads, kv_heads)
+    )
+    return splits or H200
+
+
+class KernelBatch(msgspec.Struct, frozen=True):
+    """Entries of one call of a paged kernel.
+
+    Entry e has query rows [q_indptr[e], q_indptr[e + 1]) of the gathered `rows` (times the folded
+    heads if `packed`) and pages `pages[kv_indptr[e] : kv_indptr[e + 1]]`, with `last_page[e]`
+    tokens in the last. `rows` int64: batch rows of the entries' queries, in order. `window`: tokens
+    that a row sees, its own included; 0: all.
+    """
+
+    causal: bool
+    packed: bool
+    rows: npt.NDArray[np.int64]
+    q_indptr: Ints
+    kv_indptr: Ints
+    pages: Ints
+    last_page: Ints
+    window: int = 0
+
+    @property
+    def run(self) -> slice | None:
+        """The rows as a slice if they are contiguous, else None."""
+        first, count = int(self.rows[0]), len(self.rows)
+        side_by_side = np.array_equal(self.rows, np.arange(first, first + count))
+        return slice(first, first + count) if side_by_side else None
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    span: Span
+    pages: npt.NDArray[np.int64]
+    tokens: int
+
+
+def sees_a_run(span: Span, page_tokens: int) -> bool:
+    """Return True if the span's visible keys are contiguous up to its rows.
+
+    Only such spans can be described to kernels by the window's width.
+    """
+    sight = span.sight
+    if sight is None:
+        return True
+    first = int(sight.logical[0]) if len(sight.logical) else 0
+    return span.tail and sight.position - first * page_tokens == span.held
+
+
+def lay(
+    spans: Sequence[Span],
+    page_tokens: int,
+    group: int,
+    table: Sequence[PrefixSplit] = H200,
+    least_tokens: int = LEAST_TOKENS,
+    most_tokens: int = 0,
+) -> tuple[KernelBatch, ...]:
+    """Return the kernel calls for `spans` of several rows, at most one of each kind, in a fixed
+    order.
+
+    `group`: query heads per KV head. `most_tokens`: limit of a part's length (0: none), unless its
+    states would take too much memory. A row's state is the merge over all its entries; a row that
+    sees no key is in none. Raises ValueError for a span whose visible keys are not contiguous.
+    """
+    kinds: dict[tuple[bool, bool], list[_Entry]] = {}
+    window = window_of(spans, page_tokens)
+    for span in spans:
+        full = span.held // page_tokens
+        choice = choose(table, span.length, full * page_tokens, least_tokens)
+        if window:
+            choice = PrefixSplit(span.length, 1, False)
+        elif most_tokens and full * page_tokens > choice.parts * most_tokens:
+            parts = min(-(-full * page_tokens // most_tokens), MOST_STATES // span.length)
+            choice = PrefixSplit(span.length, max(parts, 1), choice.packed)
+        if choice.parts == 1:
+            full = 0 if span.tail else full  # one entry, from the first key to the last
+        cuts = np.linspace(0, full, choice.parts + 1).round().astype(int)
+        packed = choice.packed and group > 1
+        for first, end in itertools.pairwise(cuts.tolist()):
+            if end > first:
+                part = _Entry(span, span.pages[first:end], (end - first) * page_tokens)
+                kinds.setdefault((False, packed), []).append(part)
+        rest = span.held - full * page_tokens + (span.length if span.tail else 0)
+        if rest:
+            pages = span.pages[full : full + -(-rest // page_tokens)]
+            kinds.setdefault((span.tail, False), []).append(_Entry(span, pages, rest))
+    return tuple(
+        _batch(causal, packed, kinds[causal, packed], page_tokens, group, window if causal else 0)
+        for causal, packed in sorted(kinds)
+    )
+
+
+def lay_singles(spans: Sequence[Span], page_tokens: int) -> KernelBatch | None:
+    """Return the decode kernel's call for `spans` of one row each; rows that see no key are left
+    out.
+
+    Raises ValueError for a span whose visible keys are not contiguous.
+    """
+    window = window_of(spans, page_tokens)
+    entries = []
+    for span in spans:
+        tokens = span.held + span.tail
+        if tokens:
+            entries.append(_Entry(span, span.pages[: -(-tokens // page_tokens)], tokens))
+    return _batch(False, False, entries, page_tokens, 1, window) if entries else None
+
+
+def window_of(spans: Sequence[Span], page_tokens: int) -> int:
+    """Return the window of all spans, 0 for none. Raises ValueError if visible keys are not
+    contiguous."""
+    for span in spans:
+        if not sees_a_run(span, page_tokens):
+            raise ValueError(
+                f"rows from {span.start} on see separate pages: no kernel supports such a window"
+            )
+    return max((span.sight.window for span in spans if span.sight is not None), default=0)
+
+
+class Merges(msgspec.Struct, frozen=True):
+    """Assignment of the calls' states, numbered through, to batch rows, int64.
+
+    `alone`: states that are the only one of batch rows `alone_rows`. `several` [n, most]: the
+    states of batch rows `several_rows`, padded with the number after the last state.
+    """
+
+    alone_rows: npt.NDArray[np.int64]
+    alone: npt.NDArray[np.int64]
+    several_rows: npt.NDArray[np.int64]
+    several: npt.NDArray[np.int64]
+
+
+def merges(batches: Sequence[KernelBatch]) -> Merges:
+    """Return how states of `batches` combine into those of batch rows."""
+    rows = np.concatenate([np.empty(0, np.int64), *(batch.rows for batch in batches)])
+    order = np.argsort(rows, kind="stable")  # a row's states in the order of calls and entries
+    unique, firsts, counts = np.unique(rows[order], return_index=True, return_counts=True)
+    single = counts == 1
+    most = int(counts.max(initial=1))
+    slots = firsts[~single, None] + np.arange(most)
+    taken = np.arange(most) < counts[~single, None]
+    several = np.where(taken, order[np.minimum(slots, len(order) - 1)], len(rows))
+    return Merges(unique[single], order[firsts[single]], unique[~single], several)
+
+
+def _batch(
+    causal: bool,
+    packed: bool,
+    entries: Sequence[_Entry],
+    page_tokens: int,
+    group: int,
+    window: int = 0,
+) -> KernelBatch:
+    lengths = [entry.span.length * (group if packed else 1) for entry in entries]
+    spans = [entry.span for entry in entries]
+    starts = [np.arange(span.start, span.start + span.length) for span in spans]
+    return KernelBatch(
+        causal=causal,
+        packed=packed,
+        rows=np.concatenate(starts),
+        q_indptr=indptr(lengths),
+        kv_indptr=indptr([len(entry.pages) for entry in entries]),
+        pages=np.concatenate([entry.pages for entry in entries]).astype(np.int32),
+        last_page=np.array([(entry.tokens - 1) % page_tokens + 1 for entry in entries], np.int32),
+        window=window,
+    )
+
+
+def indptr(counts: Sequence[int]) -> Ints:
+    """Return the offsets of consecutive segments with these sizes."""
+    return np.cumsum([0, *counts]).astype(np.int32)
