@@ -45,8 +45,9 @@ def test_a_moment_without_the_lease_keeps_the_autoscalers_memory(
     assert replay(journal_kept) == [record.decision for record in journal_kept.looks]
 
 
+@pytest.mark.parametrize("conflicts", [0, 1])
 def test_a_zero_written_by_the_former_operator_before_it_died_is_its_own(
-    served: Fleet, start_operator: Start, router: Router, proxy: Proxy
+    served: Fleet, start_operator: Start, router: Router, proxy: Proxy, conflicts: int
 ) -> None:
     """The API server forgets who wrote a zero to /scale, and no status records it."""
     first = start_operator(**router.settings)
@@ -63,6 +64,15 @@ def test_a_zero_written_by_the_former_operator_before_it_died_is_its_own(
     served.played(lambda: first.process.poll() is not None)
     assert replicas(served) == 0 and served.status("llama")["scaling"]["replicas"] == 1
     proxy.trust()
+    refused: list[Call] = []
+
+    def conflict(call: Call) -> Answer | None:
+        if call.verb == "PUT" and call.path.endswith("/scale") and len(refused) < conflicts:
+            refused.append(call)
+            return Answer(409)
+        return None
+
+    proxy.before = conflict
     served.change("llama", {"autoscaling": {"scaleDownStabilization": "10m"}})
     with router.held("llama"):  # for another writer's number the wait would be this long
         second = start_operator("two", **router.settings)
@@ -70,3 +80,4 @@ def test_a_zero_written_by_the_former_operator_before_it_died_is_its_own(
         served.played(lambda: replicas(served) == 1 and served.is_ready("llama"))
         # A replica that has just become ready has not reported yet.
         served.played(lambda: served.condition("llama", "ScalingActive")["reason"] == "Scaling")
+    assert len(refused) == conflicts

@@ -58,7 +58,7 @@ class _Scaled(msgspec.Struct):
     written_at: str = ""
     """Version of the resource at our last write: no other write before a newer one is seen."""
     written: int | None = None
-    """Replicas last written, or tried to be, by this operator or the leader before it."""
+    """Replicas written last, or perhaps written, by this operator or the leader before it."""
     slo_s: float = float("-inf")
 
 
@@ -213,12 +213,13 @@ class Autoscaler:
     async def _write(
         self, key: Key, resource: Resource, before: int, decision: ScalingDecision
     ) -> None:
-        self._scaled[key].written = decision.replicas
+        earlier, self._scaled[key].written = self._scaled[key].written, decision.replicas
         try:
             await self._executor.write_scale(resource, decision.replicas)
         except ClusterError as error:
-            if error.status == 409:
-                return  # the resource has changed: the next round decides for the new one
+            if error.status == 409:  # not written; the next round decides for the new resource
+                self._scaled[key].written = earlier
+                return
             raise
         self._scaled[key].written_at = resource.meta.resource_version
         change = f"from {before} to {decision.replicas} replicas"
