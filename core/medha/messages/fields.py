@@ -64,7 +64,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     group that does not run. `claimable_pages`: pages of groups that may still be added.
     `share`: share of time for promised prefills, given decodes and relegated prefills.
     `ahead_s`: work that would run before a most urgent new request. `predicted_tpot_s`: of the
-    running decodes.
+    running decodes. `promised_work`: (tenant, promised prefill seconds, see `medha.tenants`).
     """
 
     margins: Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=4096)] = ()
@@ -83,3 +83,4 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     predicted_tpot_s: float = 0.0
     drain_s_per_s: float = 1.0
     wanted_groups: int = 1
+    promised_work: Annotated[tuple[tuple[Name, float], ...], msgspec.Meta(max_length=64)] = ()

@@ -21,6 +21,7 @@ def report(
     available_shares: dict[int, float],
     predicted_tpot_s: float,
     wanted_groups: int,
+    promised_work: tuple[tuple[str, float], ...],
     now: float,
 ) -> Load:
     """Summarise all groups in a few numbers and two short lists."""
@@ -51,6 +52,7 @@ def report(
         predicted_tpot_s=predicted_tpot_s,
         drain_s_per_s=sum(promises.share[group] for group in running) or 1.0,
         wanted_groups=wanted_groups,
+        promised_work=promised_work,
     )
 
 

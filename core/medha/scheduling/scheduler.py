@@ -35,6 +35,7 @@ from medha.scheduling.rebalance import Rebalance
 from medha.scheduling.running import InFlightBatch
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.state import SchedulerState
+from medha.tenants import PromisedWork
 from medha.topology import Topology
 
 
@@ -68,6 +69,7 @@ class Scheduler:
         self._membership = GroupMembership(state, self._lifecycle)
         self._rebalance = Rebalance(state, self._lifecycle)
         self._lookahead = Lookahead(state, self._builder, self._lifecycle)
+        self._promised_work = PromisedWork()
         self._next_batch_number = 1
 
     # --- requests ---------------------------------------------------------------------------------
@@ -91,6 +93,8 @@ class Scheduler:
         self._queues.enqueue(sequence, cached)
         self._promises.loss_cap.count_decided(sequence, now)
         promised = self._promise(sequence, now, cached)
+        if promised:
+            self._promised_work.charge(request.tenant, work_s, now)
         return Admitted(sequence.number, cached, promised, self._expected_ttft_s(sequence, now))
 
     def abort(self, id: str, now: float) -> None:
@@ -308,6 +312,7 @@ class Scheduler:
             self._forecast.available_shares(),
             self._builder.decode_tpot_s(),
             self.wanted_groups(now),
+            self._promised_work.report(now),
             now,
         )
 
