@@ -145,12 +145,13 @@ def test_the_most_urgent_head_over_all_routers_is_granted_first(make_replica: Ma
 def test_a_lease_that_lapses_lets_the_head_be_granted_again() -> None:
     grants = GrantQueue(window_s=0.05, work_floor_s=0.001, lease_s=0.2)
     grants.heads("a", (head("one", work_s=1.0), head("two", work_s=0.9)), 0.0)
-    assert grants.grant(0.0, 0.0)["a"].ids == ("one",)
-    assert grants.grant(0.0, 0.1) == {}
-    assert grants.grant(0.0, 0.2)["a"].ids == ("one",)
+    idle, busy = m.Load(), m.Load(ahead_s=0.06)
+    assert grants.grant(idle, 0.0)["a"].ids == ("one",)
+    assert grants.grant(idle, 0.1) == {}
+    assert grants.grant(idle, 0.2)["a"].ids == ("one",)
     grants.submitted("a", "one")
-    assert grants.grant(0.06, 0.21) == {}, "the window is full of work that runs here"
-    assert grants.grant(0.0, 0.22)["a"].ids == ("two",)
+    assert grants.grant(busy, 0.21) == {}, "the window is full of work that runs here"
+    assert grants.grant(idle, 0.22)["a"].ids == ("two",)
 
 
 def test_no_head_is_granted_while_draining(make_replica: Make) -> None:

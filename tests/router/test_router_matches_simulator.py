@@ -173,8 +173,8 @@ class VirtualController:
     def grant(self) -> None:
         now = self.replica.loop.now
         if self._grants.waiting:
-            ahead_s = self.replica.scheduler.load(now).ahead_s
-            for grant in self._grants.grant(ahead_s, now).values():
+            load = self.replica.scheduler.load(now)
+            for grant in self._grants.grant(load, now).values():
                 self._send(self.peer, grant)
 
     def receive(self, message: RouterMessage) -> None:

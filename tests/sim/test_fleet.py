@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from medha.config import Scheduling
@@ -89,6 +90,19 @@ def test_with_exact_predictions_no_promise_is_broken(seed: int) -> None:
     assert report.total.promises_broken <= 0.01 * report.total.promised
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_relegated_short_prompts_do_not_close_the_door_to_promised_ones(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompts = np.clip(rng.lognormal(8.6, 1.2, 4000), 100, 120_000).astype(int)
+    outputs = np.clip(rng.lognormal(5.2, 0.8, 4000), 2, 1500).astype(int)
+    lengths = list(zip(prompts.tolist(), outputs.tolist(), strict=True))
+    tight = SloClass(when_infeasible="relegate", slo=Slo(tpot_s=0.05))
+    of = fleet(1, tight, pages=20_000)  # a conversation at load 0.9, decodes included
+    report = summarise(list(play(of, poisson(lengths, 4.0, 400, seed)).values()), of.loop.now)
+    assert report.total.promises_broken <= 0.05 * report.total.promised
+    assert report.total.attainment >= 0.75
+
+
 def test_overload_is_refused_with_a_deadline_that_is_then_kept() -> None:
     of = fleet(1, REFUSING)
     burst = [arrival(f"l{index}", 0.1 * index, 150_000) for index in range(6)]
@@ -112,7 +126,8 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
 
 
 def test_a_request_waits_in_the_queue_while_replicas_are_full_of_more_urgent_work() -> None:
-    of = fleet(1)
+    patient = SloClass(when_infeasible="relegate", slo=Slo(ttft_floor_s=30.0, tpot_s=0.1))
+    of = fleet(1, patient)
     burst = [arrival(f"s{index}", 0.0, 8000) for index in range(60)]
     waited: list[int] = []
     of.play(burst)

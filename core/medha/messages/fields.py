@@ -63,8 +63,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     work). `relegated_s`: work without a promise. `free_pages`, `total_pages`: by group, -1 for a
     group that does not run. `claimable_pages`: pages of groups that may still be added.
     `share`: share of time for promised prefills, given decodes and relegated prefills.
-    `ahead_s`: work that would run before a most urgent new request. `predicted_tpot_s`: of the
-    running decodes. `promised_work`: (tenant, promised prefill seconds, see `medha.tenants`).
+    `ahead_s`: work that would run before a most urgent new request; `relegated_ahead_s`: before one
+    that stays without a promise. `predicted_tpot_s`: of the running decodes. `promised_work`:
+    (tenant, promised prefill seconds, see `medha.tenants`).
     """
 
     margins: Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=4096)] = ()
@@ -72,6 +73,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     pending_s: float = 0.0
     relegated_s: float = 0.0
     ahead_s: float = 0.0
+    relegated_ahead_s: float = 0.0
     waiting: int = 0
     prefilling: int = 0
     decoding: int = 0

@@ -288,8 +288,7 @@ class SimulatedFleet:
         """Submit the requests that a replica grants; False if it grants none."""
         now = self.loop.now
         link.grants.heads(ROUTER, heads, now)
-        ahead_s = link.replica.scheduler.load(now).ahead_s
-        grant = link.grants.grant(ahead_s, now).get(ROUTER)
+        grant = link.grants.grant(link.replica.scheduler.load(now), now).get(ROUTER)
         if grant is None:
             return False
         for request_id in grant.ids:

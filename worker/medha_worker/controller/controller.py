@@ -213,7 +213,7 @@ class Controller:
         if can_grant or self.routers.report_due(now):
             load = engine.load(now)
             if can_grant:
-                for router, grant in self.grants.grant(load.ahead_s, now).items():
+                for router, grant in self.grants.grant(load, now).items():
                     self._outbox.to_router(router, grant)
             self.routers.send_report(load, self.draining, engine.predictor.learned(), now)
 
