@@ -16,6 +16,7 @@ from medha.request import SloClass
 from medha.topology import Topology
 
 POLICIES = ("lars", "lars-paper", "lars-paper-no-sharing", "lrs", "edf", "srpf", "fcfs")
+NORMALISERS = ("work", "deadline")
 
 STALL_S = 1.0
 """A process that did not run for longer than this extends its peers' timeouts by the pause."""
@@ -33,6 +34,26 @@ POD_OPS_PORT, CONTROLLER_OPS_PORT = 8090, 8091
 
 Port = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class QueueOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Order of waiting requests: of a router's queue, and of what a controller grants.
+
+    `guard_s`: a promised request with less slack goes first (one or two batches). `short_s`: a
+    promised request with at most this work is short. `work_floor_s`: least normaliser of slack.
+    """
+
+    policy: str = "lars"
+    normaliser: str = "work"
+    guard_s: float = 0.2
+    short_s: float = 0.8
+    work_floor_s: float = 0.001
+
+    def checked(self) -> QueueOrder:
+        """Return the order itself; raises SpecError if a name in it is unknown."""
+        _check_name("scheduling.policy", self.policy, POLICIES)
+        _check_name("scheduling.normaliser", self.normaliser, NORMALISERS)
+        return self
 
 
 class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,9 +97,28 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     margin_guard: float = 1.0
     ahead_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.queue_order.checked()
+
+    @property
+    def queue_order(self) -> QueueOrder:
+        """The order of requests that wait for a replica with these settings."""
+        return QueueOrder(
+            policy=self.policy,
+            normaliser=self.normaliser,
+            guard_s=self.dispatch_budgets * self.max_batch_s,
+            short_s=8.0 * self.max_batch_s,
+            work_floor_s=self.work_floor_s,
+        )
+
     def lead_s(self, spp: int) -> float:
         """`ahead_s` for one stage; 0 for a pipeline, which has several batches in flight anyway."""
         return self.ahead_s if spp == 1 else 0.0
+
+
+def _check_name(field: str, name: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        raise SpecError(field, name, f"must be one of {', '.join(names)}", f"use {names[0]}")
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -237,9 +237,9 @@ class ModelRegistry(Mapping[str, ServedModel]):
     """Every served model by name.
 
     A router that learns takes name, context limit and classes of a model from the Hello of its
-    replicas. The latest Hello decides, as a rolling update may change the classes; the context
-    limit is the lowest of the serving replicas. A learned model is forgotten `forget_s` after its
-    last replica left.
+    replicas. The latest Hello decides, as a rolling update may change the classes, and so it does
+    on the order of the queue; the context limit is the lowest of the serving replicas. A learned
+    model is forgotten `forget_s` after its last replica left.
 
     The operator publishes `file`, which may not exist yet: models without replicas that get one on
     the first request. `hold_s`, the time that requests wait for it, always comes from the file. The
@@ -268,9 +268,15 @@ class ModelRegistry(Mapping[str, ServedModel]):
         return len(self._models)
 
     def learn(self, hello: Hello, others: bool) -> None:
-        """Learn the model of a new replica; `others` is True if it has more replicas."""
-        if hello.model in self._configured:
-            return
+        """Learn the model of a new replica; `others` is True if it has more replicas.
+
+        The order of its queue is learned of any model.
+        """
+        if hello.model not in self._configured:
+            self._learn_config(hello, others)
+        self._models[hello.model].dispatcher.set_order(hello.order)
+
+    def _learn_config(self, hello: Hello, others: bool) -> None:
         learned = learned_model(hello, self._hold_s(hello.model))
         model = self._models.get(hello.model)
         if model is None:

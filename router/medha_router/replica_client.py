@@ -53,7 +53,8 @@ class ReplicaClient:
         self._requests, self._metrics = state.requests, state.metrics
         self._registration = Registration(state, files, tokens, lost=self._forget_heads)
         self._log = logging.getLogger("medha.router")
-        self._published: dict[str, tuple[tuple[str, ...], float]] = {}  # by name: ids, time
+        # By name of the replica: its heads, as (id, promised), and when they were sent.
+        self._published: dict[str, tuple[tuple[tuple[str, bool], ...], float]] = {}
         self._snapshot_requested_s: dict[str, float] = {}
         self._reported: set[bytes] = set()  # peers whose latest load the dispatcher lacks
         self._ticked_s = self._clock()
@@ -138,12 +139,12 @@ class ReplicaClient:
                 self._publish_to(replica, heads.get(replica.name, ()), now)
 
     def _publish_to(self, replica: ConnectedReplica, heads: tuple[Head, ...], now: float) -> None:
-        ids = tuple(head.id for head in heads)
+        published = tuple((head.id, head.promised) for head in heads)
         before, published_s = self._published.get(replica.name, ((), now))
-        if ids == before and (not ids or now - published_s < REPUBLISH_HEADS_S):
+        if published == before and (not heads or now - published_s < REPUBLISH_HEADS_S):
             return
         if self._send(replica.peer, Heads(heads)):
-            self._published[replica.name] = (ids, now)
+            self._published[replica.name] = (published, now)
 
     def _forget_heads(self, name: str) -> None:
         self._published.pop(name, None)

@@ -105,6 +105,12 @@ class ReplicaTable:
         if "tokenizer.json" not in hello.files:
             return Rejected(f"replica {hello.replica} has no tokenizer.json: the router needs it")
         try:
+            hello.order.checked()
+        except SpecError as error:
+            return Rejected(
+                f"replica {hello.replica} wants an order that this router does not know: {error}"
+            )
+        try:
             profile = msgspec.json.decode(hello.profile, type=Profile)
             predictor = Predictor(profile, hello.shape, hello.topology, hello.max_batch_s)
         except (msgspec.MsgspecError, SpecError, ValueError) as error:

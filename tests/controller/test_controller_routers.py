@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from tests.support.virtual_replica import VirtualReplica
 
 from medha import PROTOCOL
 from medha import messages as m
+from medha.config import QueueOrder
 from medha.fleet.grants import GrantQueue
 from medha.fleet.prefix_index import chain
 from medha.topology import Topology
@@ -23,15 +23,15 @@ Judge = Callable[[VirtualReplica, m.Submit], None]
 Idle = Callable[[VirtualReplica], None]
 
 
-def head(id: str, *, age_s: float = 0.0, work_s: float = 0.01, **fields: Any) -> m.Head:
-    given: dict[str, Any] = {
-        "prompt_tokens": 100,
-        "cached_tokens": 0,
-        "max_output_tokens": 4,
-        "promised": True,
-    }
-    given |= {"ttft_deadline_s": 0.5, "slo_class": "default", **fields}
-    return m.Head(id=id, age_s=age_s, work_s=work_s, **given)
+def head(id: str, *, age_s: float = 0.0, work_s: float = 0.01, promised: bool = True) -> m.Head:
+    return m.Head(id=id, age_s=age_s, due_in_s=0.5 - age_s, work_s=work_s, promised=promised)
+
+
+def test_the_order_of_the_scheduling_settings_reaches_routers(make_replica: Make) -> None:
+    replica = make_replica(settings={"policy": "srpf", "max_batch_s": 0.2, "dispatch_budgets": 1.0})
+    replica.run(1.0)
+    assert replica.hello is not None
+    assert replica.hello.order == QueueOrder(policy="srpf", guard_s=0.2, short_s=1.6)
 
 
 def test_a_silent_router_is_dialled_again_and_its_requests_stop(
@@ -134,7 +134,7 @@ def test_the_most_urgent_head_over_all_routers_is_granted_first(make_replica: Ma
     )
     relaxed = head("relaxed", work_s=0.09)
     late = head("late", age_s=0.4, work_s=0.09)
-    relegated = head("relegated", age_s=0.45, work_s=0.09, promised=False)
+    relegated = head("relegated", age_s=0.1, work_s=0.09, promised=False)
     replica.send_at(1.0, m.Heads((relegated, relaxed)), "a")
     replica.send_at(1.0, m.Heads((late,)), "b")
     replica.run(1.15)
@@ -143,13 +143,13 @@ def test_the_most_urgent_head_over_all_routers_is_granted_first(make_replica: Ma
 
 
 def test_a_lease_that_lapses_lets_the_head_be_granted_again() -> None:
-    grants = GrantQueue(window_s=0.05, work_floor_s=0.001, lease_s=0.2)
+    grants = GrantQueue(window_s=0.05, lease_s=0.2)
     grants.heads("a", (head("one", work_s=1.0), head("two", work_s=0.9)), 0.0)
     idle, busy = m.Load(), m.Load(ahead_s=0.06)
     assert grants.grant(idle, 0.0)["a"].ids == ("one",)
     assert grants.grant(idle, 0.1) == {}
     assert grants.grant(idle, 0.2)["a"].ids == ("one",)
-    grants.submitted("a", "one")
+    grants.submitted("one")
     assert grants.grant(busy, 0.21) == {}, "the window is full of work that runs here"
     assert grants.grant(idle, 0.22)["a"].ids == ("two",)
 

@@ -11,10 +11,10 @@ import msgspec
 import openai
 import pytest
 
-from medha.config import RouterConfig, RouterModel
+from medha.config import QueueOrder, RouterConfig, RouterModel
 from medha.errors import SpecError
 from medha.messages import Hello
-from medha.request import Slo, SloClass
+from medha.request import Request, Slo, SloClass
 from medha_router.app import opened
 from medha_router.models import ModelRegistry
 from medha_router.tokenization.pool import TokenizerPool
@@ -105,6 +105,31 @@ def test_a_configured_model_is_neither_changed_nor_forgotten(make_hello: Hellos)
     for now in (0.0, 5.0):
         models.forget(frozenset(), now)
     assert set(models) == {"tiny"}
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """A request whose replica is gone."""
+
+    request: Request
+    version: str = ""
+    hashes: bytes = b""
+    output_tokens: int = 0
+    moves: int = 1
+
+
+def request_of(id: str, deadline_s: float, work_s: float) -> Request:
+    return Request(id=id, arrival_s=0.0, prompt_tokens=9, ttft_deadline_s=deadline_s, work_s=work_s)
+
+
+def test_the_latest_hello_decides_on_the_order_of_the_queue(make_hello: Hellos) -> None:
+    configured = RouterModel(name="tiny", max_context_tokens=4096)
+    for models in (ModelRegistry((configured,), forget_s=1.0), ModelRegistry((), forget_s=1.0)):
+        for policy, first in (("edf", "due"), ("srpf", "small"), ("edf", "due")):
+            models.learn(make_hello(order=QueueOrder(policy=policy)), others=True)
+            dispatcher: Any = models["tiny"].dispatcher
+            for name, deadline_s, work_s in (("due", 10.0, 5.0), ("small", 20.0, 1.0)):
+                dispatcher.resume(Lost(request_of(name, deadline_s, work_s)), now=100.0)
+            assert dispatcher.waiting(100.0)[0].id == first
 
 
 def test_a_model_without_a_default_class_takes_its_first(make_hello: Hellos) -> None:

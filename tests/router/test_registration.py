@@ -13,7 +13,7 @@ import pytest
 
 from medha import PROTOCOL
 from medha.adapters.sockets import Dialer, write_keys
-from medha.config import Curve
+from medha.config import Curve, QueueOrder
 from medha.errors import ProtocolError
 from medha.messages import (
     Codec,
@@ -45,6 +45,7 @@ def hello(make_hello: Callable[..., Hello]) -> Hello:
     ("change", "words"),
     [
         ({"protocol": 99}, ("99", str(PROTOCOL))),
+        ({"order": QueueOrder(policy="best")}, ("scheduling.policy is best", "lars-paper")),
         ({"model": "huge"}, ("huge", "tiny")),
         ({"files": {}}, ("tokenizer.json",)),
         ({"profile": b"{}"}, ("profile",)),

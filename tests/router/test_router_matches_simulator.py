@@ -149,8 +149,8 @@ class VirtualController:
         self.replica, self._send = replica, send
         self.peer = replica.name.encode()
         window_s = SETTINGS.dispatch_budgets * SETTINGS.max_batch_s
-        self._grants = GrantQueue(window_s, SETTINGS.work_floor_s)
-        self._ids: tuple[str, ...] = ()
+        self._grants = GrantQueue(window_s, SETTINGS.queue_order)
+        self._published: tuple[tuple[str, bool], ...] = ()
         self._kv_events = 0
         self.submits: list[HAND_OVER] = []
 
@@ -182,12 +182,12 @@ class VirtualController:
         match message:
             case Heads():
                 self._grants.heads("router", message.heads, now)
-                ids = tuple(head.id for head in message.heads)
-                if ids != self._ids:
-                    self._ids = ids
+                heads = tuple((head.id, head.promised) for head in message.heads)
+                if heads != self._published:
+                    self._published = heads
                     self.grant()
             case Submit():
-                self._grants.submitted("router", message.id)
+                self._grants.submitted(message.id)
                 self._submit(message, now)
                 self._send(self.peer, Accepted(message.id, 0))
                 self.report()

@@ -262,13 +262,12 @@ def test_cached_pages_of_a_replica_shorten_the_predicted_work(alone: Any, eventu
     requests = [Background(alone, prompt)]
     eventually(lambda: len(controller.heads) == 1)
     head = controller.heads[0]
-    assert head.cached_tokens == pages * 16
     assert head.work_s < first.work_s
     controller.tell(KvEvents(2, removed=first.hashes[-16 * 10 :]))
     eventually(lambda: alone.ops.get("/debug/queue").json()["tiny"]["cached_pages"] == pages - 10)
     requests.append(Background(alone, prompt))
     eventually(lambda: len(controller.heads) == 2)
-    assert controller.heads[1].cached_tokens == head.cached_tokens - 160
+    assert controller.heads[1].work_s > head.work_s
     controller.granting = True
     for request in requests:
         request.join(5)

@@ -33,16 +33,19 @@ RELEGATING = SloClass(when_infeasible="relegate", slo=Slo(tpot_s=0.1))
 REFUSING = SloClass(slo=Slo(tpot_s=0.1))
 
 
-def fleet(count: int = 2, slo_class: SloClass = RELEGATING, pages: int = 10_000) -> SimulatedFleet:
+def fleet(
+    count: int = 2, *classes: SloClass, pages: int = 10_000, routers: int = 1
+) -> SimulatedFleet:
+    classes = classes or (RELEGATING,)
     loop, settings, replicas = Loop(), Scheduling(), []
     for index in range(count):
         predictor = Predictor(A100, SHAPE, Topology(tp=8))
         scheduler = Scheduler(
-            Topology(tp=8), SHAPE, predictor, settings, pages, 64, 400_000, (slo_class,)
+            Topology(tp=8), SHAPE, predictor, settings, pages, 64, 400_000, classes
         )
         clock = PipelineClock(predictor, 64, scheduler.layout)
         replicas.append(SimReplica(f"r{index}", scheduler, clock, loop))
-    return SimulatedFleet(replicas, loop, (slo_class,), settings, 64, 400_000)
+    return SimulatedFleet(replicas, loop, classes, settings, 64, 400_000, routers=routers)
 
 
 def play(of: SimulatedFleet, arrivals: list[Arrival]) -> dict[str, RequestRecord]:
@@ -103,6 +106,41 @@ def test_relegated_short_prompts_do_not_close_the_door_to_promised_ones(seed: in
     assert report.total.attainment >= 0.75
 
 
+@pytest.mark.parametrize("routers", [1, 3])
+def test_relegated_requests_get_their_tenth_while_more_is_promised_than_can_be_served(
+    routers: int,
+) -> None:
+    patient = SloClass(name="patient", slo=Slo(ttft_floor_s=100.0, tpot_s=0.1))
+    hopeless = Slo(ttft_floor_s=0.001, ttft_multiplier=0.5, tpot_s=0.1)
+    spare = SloClass(name="spare", slo=hopeless, when_infeasible="relegate")
+    of = fleet(1, patient, spare, routers=routers)
+    gap_s = of.predictor.prefill_s(8000) / 1.05
+    promised = [
+        arrival(f"p{index}", index * gap_s, 8000, slo_class="patient")
+        for index in range(int(70.0 / gap_s))
+    ]
+    relegated = [
+        arrival(f"r{index}", 5.0 + 0.1 * index, 8000, slo_class="spare") for index in range(20)
+    ]
+    of.play([*promised, *relegated])
+    of.loop.run(65.0)
+    records = {record.id: record for record in of.records()}
+    assert all(records[queued.id].promised for queued in promised[:400])
+    served = [queued.id for queued in relegated if records[queued.id].first_token_s is not None]
+    assert len(served) == 20
+
+
+def test_several_routers_keep_their_promises_and_serve_all() -> None:
+    lengths = [(300, 1), (2000, 1), (6000, 1), (1000, 1), (120_000, 1)]
+    of = fleet(2, routers=3)
+    records = list(play(of, poisson(lengths, 1.0, 200, 0)).values())
+    assert of.waiting == 0
+    assert all(record.finished_s is not None for record in records)
+    report = summarise(records, of.loop.now)
+    assert report.total.promised > 100
+    assert report.total.promises_broken <= 0.01 * report.total.promised
+
+
 def test_overload_is_refused_with_a_deadline_that_is_then_kept() -> None:
     of = fleet(1, REFUSING)
     burst = [arrival(f"l{index}", 0.1 * index, 150_000) for index in range(6)]
@@ -131,7 +169,7 @@ def test_a_request_waits_in_the_queue_while_replicas_are_full_of_more_urgent_wor
     burst = [arrival(f"s{index}", 0.0, 8000) for index in range(60)]
     waited: list[int] = []
     of.play(burst)
-    of.loop.at(0.3, 3, lambda: waited.append(len(of.dispatcher)))
+    of.loop.at(0.3, 3, lambda: waited.append(of.waiting))
     of.loop.run(most_events=100_000)
     assert waited[0] > 0
     assert all(record.finished_s is not None for record in of.records())

@@ -43,6 +43,24 @@ def test_every_request_is_in_the_report_with_or_without_a_door(admission: bool) 
     assert admission or outcome.report.total.refused == 0
 
 
+def test_requests_are_dealt_to_the_routers_of_a_scenario(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text(
+        "replicas = 2\nrouters = 3\n[workload]\nmix = 0.02\nrequests = 60\nload = 0.6\n"
+    )
+    single = simulate(msgspec.structs.replace(read_scenario(path), routers=1))
+    several = simulate(read_scenario(path))
+    assert several.report.total.requests == 60
+    assert several.report.total.attainment == pytest.approx(single.report.total.attainment, abs=0.1)
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text('[workload]\nmix = 0.0\nload = 0.5\n[scheduling]\npolicy = "best"\n')
+    with pytest.raises(SpecError, match=r"scheduling.policy is best: must be one of lars, "):
+        read_scenario(path)
+
+
 def test_a_horizon_censors_what_is_unfinished() -> None:
     scenario = msgspec.structs.replace(
         SMALL, until_s=1.0, admission=False, workload=Workload(mix=1.0, requests=3, per_second=50.0)

@@ -12,11 +12,13 @@ Combines admission, request queue, placement and prefix index; router and simula
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
+from medha.config import QueueOrder
 from medha.errors import Refusal
 from medha.fleet.admission import AdmissionDecision, TenantUsage, admit, retry_after_s
 from medha.fleet.placement import PendingRequest, ReplicaEstimate, place
@@ -27,7 +29,7 @@ from medha.predictor import Predictor
 from medha.request import Request, SloClass
 
 MAX_HEADS = 64
-"""Heads published to one replica."""
+"""Heads with a promise that are published to one replica, and heads without one."""
 MAX_RELEGATED_PLACED = 16
 """Requests without a promise that are placed on one replica at a time. The others stay unplaced, so
 that a request that fits nowhere waits for the whole fleet."""
@@ -105,8 +107,12 @@ Item = TypeVar("Item", bound=Dispatchable)
 class Dispatcher(Generic[Item]):
     """The waiting requests of one model and an estimate of each replica."""
 
-    def __init__(self, classes: Sequence[SloClass], queue: RequestQueue | None = None) -> None:
-        self._queue = queue if queue is not None else RequestQueue()
+    def __init__(
+        self,
+        classes: Sequence[SloClass],
+        order: QueueOrder = QueueOrder(),  # noqa: B008
+    ) -> None:
+        self._queue = RequestQueue(order)
         self._usage = TenantUsage(classes)
         self._index = PrefixIndex()
         self._estimates: dict[str, ReplicaEstimate] = {}
@@ -114,7 +120,6 @@ class Dispatcher(Generic[Item]):
         self._items: dict[str, Item] = {}
         self._count_by_version: collections.Counter[str] = collections.Counter()
         self._page_names: dict[str, list[bytes]] = {}
-        self._cached: dict[str, int] = {}
         self._reported_s: dict[str, float] = {}
         self._relegated: dict[str, set[str]] = {}  # placed without a promise, by replica
         self._unplaced_promised: set[str] = set()
@@ -222,6 +227,10 @@ class Dispatcher(Generic[Item]):
         """Replace the model's classes; waiting requests keep theirs."""
         self._usage.set_classes(classes)
 
+    def set_order(self, order: QueueOrder) -> None:
+        """Order the waiting requests by other settings; raises SpecError."""
+        self._queue.set_order(order)
+
     def check_room(self, max_requests: int) -> None:
         """Raise Refusal if the queue is full."""
         if len(self._queue) >= max_requests:
@@ -241,7 +250,6 @@ class Dispatcher(Generic[Item]):
         decision = admit(pending, estimates, cached, slo_class, self._usage, now, age_s)
         self._remember(item, page_names)
         option = decision.option
-        self._cached[request.id] = option.cached_tokens
         if decision.promised:
             self._estimates[option.replica].hold(pending, option, now, True)
         self._usage.add(request.slo_class, request.tenant, option.work_s, now)
@@ -283,7 +291,7 @@ class Dispatcher(Generic[Item]):
         queued = self._queue.get(id)
         if queued is None or queued.replica != name:
             return None
-        self._queue.take(id)
+        self._queue.remove(id)
         return self._forget(id)
 
     def accepted(self, id: str, name: str) -> None:
@@ -331,7 +339,8 @@ class Dispatcher(Generic[Item]):
         )
         if room <= 0 and not self._unplaced_promised:
             return
-        for queued in self._queue.unplaced(now):
+        unplaced = (self._queue.unplaced(now, promised) for promised in (True, False))
+        for queued in itertools.chain.from_iterable(unplaced):
             if room <= 0 and not queued.promised:
                 break
             item = self._items[queued.id]
@@ -341,7 +350,6 @@ class Dispatcher(Generic[Item]):
             if option is None:
                 continue
             self._estimates[option.replica].hold(pending, option, now, queued.promised)
-            self._cached[queued.id] = option.cached_tokens
             self._put(_placed(queued, option.replica))
             room -= not queued.promised
 
@@ -349,24 +357,9 @@ class Dispatcher(Generic[Item]):
         """The most urgent requests placed on each replica, as published to it."""
         heads = self._queue.heads(now, MAX_HEADS)
         return {
-            name: tuple(self._head(queued, now) for queued in heads.get(name, ()))
+            name: tuple(_head(queued, now) for queued in heads.get(name, ()))
             for name in self._estimates
         }
-
-    def _head(self, queued: QueuedRequest, now: float) -> Head:
-        item = self._items[queued.id]
-        request = item.request
-        return Head(
-            id=queued.id,
-            age_s=max(0.0, now - queued.arrival_s),
-            prompt_tokens=request.prompt_tokens + item.output_tokens,
-            cached_tokens=self._cached.get(queued.id, 0),
-            max_output_tokens=request.max_output_tokens,
-            ttft_deadline_s=request.ttft_deadline_s,
-            work_s=queued.work_s,
-            slo_class=request.slo_class,
-            promised=queued.promised,
-        )
 
     # --- views ------------------------------------------------------------------------------------
 
@@ -426,7 +419,6 @@ class Dispatcher(Generic[Item]):
     def _forget(self, id: str) -> Item | None:
         self._unmark(id)
         self._page_names.pop(id, None)
-        self._cached.pop(id, None)
         item = self._items.pop(id, None)
         if item is not None:
             self._count_by_version[item.version] -= 1
@@ -455,3 +447,14 @@ def _pending(item: Dispatchable) -> PendingRequest:
 
 def _placed(queued: QueuedRequest, replica: str) -> QueuedRequest:
     return msgspec.structs.replace(queued, replica=replica)
+
+
+def _head(queued: QueuedRequest, now: float) -> Head:
+    return Head(
+        id=queued.id,
+        age_s=max(0.0, now - queued.arrival_s),
+        due_in_s=queued.due_s - now,
+        work_s=queued.work_s,
+        promised=queued.promised,
+        weight=queued.weight,
+    )

@@ -1,47 +1,34 @@
 """Grants: the queued requests of all routers that a replica pulls next.
 
-Routers publish the heads of their queues. A replica grants heads while the work that would run
-before a most urgent request is within the dispatch window. Other requests stay queued in the
-routers, where the fleet can still reorder them:
+Routers publish the heads of their queues. A replica grants heads, in the order of one queue of them
+all, while the work that would run before a most urgent request is within the dispatch window. Other
+requests stay queued in the routers, where the fleet can still reorder them:
 
-    may be in time    ahead_s           + such grants that are out   <  dispatch_budgets × max_batch_s
-    is late           relegated_ahead_s + all grants that are out    <  dispatch_budgets × max_batch_s
+    ahead_s           + granted work that may be in time  <  dispatch_budgets × max_batch_s
+    relegated_ahead_s + granted work that is late         <  dispatch_budgets × max_batch_s
 
-A request without a promise that may still be in time is not held back: a replica keeps it as soon
-as it fits.
+A request is late if it has no promise and cannot be in time. It only waits for late work, which
+gets its guaranteed share of time on the replica. Others may still be kept there, so that they go
+with the promised ones.
 
-Order: promised first, then the smallest relative slack (D − age − W) / W, ties by (age, id). A
-grant is a lease. If no Submit arrives in time it expires, and the head may be granted again.
+A grant is a lease. If no Submit arrives in time it expires, and the head may be granted again.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from medha.config import QueueOrder
+from medha.fleet.request_queue import QueuedRequest, RequestQueue
 from medha.messages import Grant, Head, Load
 
 MAX_GRANTS = 256
 
 
-class _QueuedHead(msgspec.Struct, frozen=True):
-    """A published head and the time of its arrival."""
-
-    router: str
-    head: Head
-    received_s: float
-
-    def age_s(self, now: float) -> float:
-        return self.head.age_s + now - self.received_s
-
-    def late(self, now: float) -> bool:
-        """Return True if the request has no promise and would be late if it started now."""
-        due_in_s = self.head.ttft_deadline_s - self.age_s(now)
-        return not self.head.promised and due_in_s < self.head.work_s
-
-
 class _Lease(msgspec.Struct, frozen=True):
     """A grant without a Submit so far."""
 
+    router: str
     ends_s: float
     work_s: float
     late: bool
@@ -50,10 +37,15 @@ class _Lease(msgspec.Struct, frozen=True):
 class GrantQueue:
     """Heads of all routers, and the leases that have not expired."""
 
-    def __init__(self, window_s: float, work_floor_s: float, lease_s: float = 0.2) -> None:
-        self._window_s, self._floor_s, self.lease_s = window_s, work_floor_s, lease_s
-        self._heads: dict[str, tuple[_QueuedHead, ...]] = {}
-        self._leases: dict[tuple[str, str], _Lease] = {}  # by router and id
+    def __init__(
+        self,
+        window_s: float,
+        order: QueueOrder = QueueOrder(),  # noqa: B008
+        lease_s: float = 0.2,
+    ) -> None:
+        self._window_s, self._order, self.lease_s = window_s, order, lease_s
+        self._heads = RequestQueue(order)  # placed on the router that published them
+        self._leases: dict[str, _Lease] = {}
 
     @property
     def outstanding(self) -> int:
@@ -62,53 +54,61 @@ class GrantQueue:
     @property
     def waiting(self) -> bool:
         """True if a router has a queued head."""
-        return any(self._heads.values())
+        return bool(len(self._heads))
 
     def heads(self, router: str, heads: tuple[Head, ...], now: float) -> None:
         """Replace the heads of one router."""
-        self._heads[router] = tuple(_QueuedHead(router, head, now) for head in heads)
+        ids = {head.id for head in heads}
+        for queued in self._heads.placed_on(router):
+            if queued.id not in ids:
+                self._heads.remove(queued.id)
+        for head in heads:
+            self._heads.add(
+                QueuedRequest(
+                    id=head.id,
+                    arrival_s=now - head.age_s,
+                    due_s=now + head.due_in_s,
+                    work_s=head.work_s,
+                    promised=head.promised,
+                    replica=router,
+                    weight=head.weight,
+                )
+            )
 
-    def submitted(self, router: str, id: str) -> None:
+    def submitted(self, id: str) -> None:
         """Remove the lease and the head of a submitted request."""
-        self._leases.pop((router, id), None)
-        queued = self._heads.get(router, ())
-        self._heads[router] = tuple(item for item in queued if item.head.id != id)
+        self._leases.pop(id, None)
+        self._heads.remove(id)
 
     def forget(self, router: str) -> None:
-        self._heads.pop(router, None)
-        for key in [key for key in self._leases if key[0] == router]:
-            del self._leases[key]
+        for queued in self._heads.placed_on(router):
+            self._heads.remove(queued.id)
+        self._leases = {key: lease for key, lease in self._leases.items() if lease.router != router}
 
     def grant(self, load: Load, now: float) -> dict[str, Grant]:
         """Grants to send now, by router. Their leases start at `now`."""
         self._leases = {key: lease for key, lease in self._leases.items() if lease.ends_s > now}
-        leases = self._leases.values()
-        ahead_s = load.ahead_s + sum(lease.work_s for lease in leases if not lease.late)
-        late_ahead_s = load.relegated_ahead_s + sum(lease.work_s for lease in leases)
+        before_s = {False: load.ahead_s, True: load.relegated_ahead_s}  # by lateness
+        for lease in self._leases.values():
+            before_s[lease.late] += lease.work_s
         granted: dict[str, list[str]] = {}
-        for queued in sorted(self._ungranted(), key=lambda item: self._urgency(item, now)):
+        if min(before_s.values()) >= self._window_s:
+            return {}
+        for queued in map(self._heads.get, self._heads.order(now)):
             if len(self._leases) >= MAX_GRANTS:
                 break
-            head, late = queued.head, queued.late(now)
-            if (late_ahead_s if late else ahead_s) >= self._window_s:
+            if queued is None or queued.id in self._leases:
                 continue
-            own_s = max(head.work_s, self._floor_s)
-            self._leases[queued.router, head.id] = _Lease(now + self.lease_s, own_s, late)
-            ahead_s += 0.0 if late else own_s
-            late_ahead_s += own_s
-            granted.setdefault(queued.router, []).append(head.id)
+            late = self._late(queued, now)
+            if before_s[late] >= self._window_s:
+                continue
+            work_s = max(queued.work_s, self._order.work_floor_s)
+            before_s[late] += work_s
+            self._leases[queued.id] = _Lease(queued.replica, now + self.lease_s, work_s, late)
+            granted.setdefault(queued.replica, []).append(queued.id)
         return {router: Grant(tuple(ids), self.lease_s) for router, ids in granted.items()}
 
-    def _ungranted(self) -> list[_QueuedHead]:
-        return [
-            queued
-            for heads in self._heads.values()
-            for queued in heads
-            if (queued.router, queued.head.id) not in self._leases
-        ]
-
-    def _urgency(self, queued: _QueuedHead, now: float) -> tuple[bool, float, float, str]:
-        head, age_s = queued.head, queued.age_s(now)
-        work_s = max(head.work_s, self._floor_s)
-        ratio = (head.ttft_deadline_s - age_s - head.work_s) / work_s
-        return (not head.promised, ratio, -age_s, head.id)
+    def _late(self, queued: QueuedRequest, now: float) -> bool:
+        """Return True if no replica would keep the request; only `lars` keeps and relegates."""
+        in_time = queued.promised or queued.due_s - now >= queued.work_s
+        return self._order.policy == "lars" and not in_time

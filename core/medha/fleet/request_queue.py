@@ -1,23 +1,31 @@
-"""Queue of one model's waiting requests, ordered by urgency.
+"""Queue of waiting requests, ordered by urgency: a model's in a router, heads in a controller.
 
 Orders snapshots of a few numbers per request. A replica is only the name on which a request is
 placed, and `now` is an argument.
 
     lars    promised and nearly out of slack  by deadline      } then relegated ones, smallest
-            promised and short                by deadline      } remaining work first, whenever the
-            promised and long                 by relative slack} promised ones have had their share
+            promised and short                by deadline      } remaining work first
+            promised and long                 by relative slack}
 
-Other policies order all alike: `edf`, `lrs` (absolute slack), `srpf`, `fcfs`, `lars-paper`.
+Other policies order all alike: `edf`, `lrs` (absolute slack), `srpf`, `fcfs`, `lars-paper`. Ties go
+by (arrival, id), so that queues merge to the order that one queue of all their requests has.
 """
 
 from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from medha.config import QueueOrder
+
 FIELDS = 6  # arrival, due, work, normaliser, promised, weight: columns of the table
 ARRIVAL, DUE, WORK, NORM, PROMISED, WEIGHT = range(FIELDS)
+
+Rows = npt.NDArray[np.intp]
 
 
 class QueuedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,31 +44,26 @@ class QueuedRequest(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
 
 
+class _Urgency(msgspec.Struct, frozen=True):
+    """Sort keys of all rows at one moment; smaller is more urgent."""
+
+    tier: npt.NDArray[np.int8]
+    key: npt.NDArray[np.float64]
+    arrival: npt.NDArray[np.float64]
+
+
 class RequestQueue:
-    """Waiting requests of one model. Orders 10,000 in under 2 ms.
+    """Waiting requests. Orders 10,000 in under 2 ms, and the first of each replica sooner."""
 
-    `guard_s`: a promised request with less slack goes first (one or two batches). `short_s`: a
-    promised request with at most this work is short. `relegated_share`: share of granted work that
-    is guaranteed to requests without a promise.
-    """
-
-    def __init__(
-        self,
-        policy: str = "lars",
-        guard_s: float = 0.2,
-        short_s: float = 0.8,
-        relegated_share: float = 0.1,
-        work_floor_s: float = 0.001,
-        normaliser: str = "work",
-    ) -> None:
-        self.policy, self.guard_s, self.short_s = policy, guard_s, short_s
-        self.relegated_share, self.work_floor_s = relegated_share, work_floor_s
-        self.normaliser = normaliser
+    def __init__(self, order: QueueOrder = QueueOrder()) -> None:  # noqa: B008
+        self._order = order.checked()
         self._items: dict[str, QueuedRequest] = {}
-        self._ids: list[str | None] = []
-        self._rows: npt.NDArray[np.float64] = np.empty((64, FIELDS))
-        self._places: dict[str, int] = {}
-        self._credit_s = 0.0
+        # Rows 0 to len - 1 are in use.
+        self._rows: dict[str, int] = {}
+        self._ids: list[str] = []
+        self._table: npt.NDArray[np.float64] = np.empty((64, FIELDS))
+        self._placed: npt.NDArray[np.int32] = np.empty(64, np.int32)
+        self._replicas = {"": 0}  # number of each name in `_placed`
 
     def __len__(self) -> int:
         return len(self._items)
@@ -71,115 +74,152 @@ class RequestQueue:
     def get(self, id: str) -> QueuedRequest | None:
         return self._items.get(id)
 
+    def set_order(self, order: QueueOrder) -> None:
+        """Order the waiting requests by other settings; raises SpecError."""
+        self._order = order.checked()
+        for item in self._items.values():
+            self._table[self._rows[item.id], NORM] = self._norm_s(item)
+
     def add(self, item: QueuedRequest) -> None:
         """Enqueue a request, replacing the entry with the same id."""
-        if item.id in self._places:
-            row = self._places[item.id]
-        else:
-            row = len(self._ids)
-            if row == len(self._rows):
-                self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
+        row = self._rows.get(item.id)
+        if row is None:
+            row = self._rows[item.id] = len(self._ids)
             self._ids.append(item.id)
-            self._places[item.id] = row
+            if row == len(self._table):
+                self._table = np.concatenate([self._table, np.empty_like(self._table)])
+                self._placed = np.concatenate([self._placed, np.empty_like(self._placed)])
         self._items[item.id] = item
-        norm = item.work_s if self.normaliser == "work" else item.due_s - item.arrival_s
-        self._rows[row] = (
+        self._placed[row] = self._replicas.setdefault(item.replica, len(self._replicas))
+        self._table[row] = (
             item.arrival_s,
             item.due_s,
             item.work_s,
-            max(norm, self.work_floor_s),
+            self._norm_s(item),
             item.promised,
             item.weight,
         )
 
     def remove(self, id: str) -> QueuedRequest | None:
-        """Remove a request (aborted, timed out); None if it is not queued."""
+        """Remove a request (granted, aborted, timed out); None if it is not queued."""
         item = self._items.pop(id, None)
         if item is None:
             return None
-        self._ids[self._places.pop(id)] = None
-        if len(self._ids) > 64 and len(self._ids) > 2 * len(self._items):
-            self._compact()
-        return item
-
-    def take(self, id: str) -> QueuedRequest | None:
-        """Remove a granted request and count its work for the relegated share."""
-        item = self.remove(id)
-        if item is not None:
-            share = self.relegated_share
-            if item.promised:
-                self._credit_s = min(self._credit_s + item.work_s * share / (1 - share), 60.0)
-            else:
-                self._credit_s = max(self._credit_s - item.work_s, -60.0)
+        row, last = self._rows.pop(id), self._ids.pop()
+        if last != id:  # the last row fills the hole
+            self._ids[row], self._rows[last] = last, row
+            self._table[row] = self._table[len(self._ids)]
+            self._placed[row] = self._placed[len(self._ids)]
         return item
 
     def order(self, now: float) -> list[str]:
-        """Ids, most urgent first; ties by arrival, then by entry into the queue."""
-        rows = self._live()
-        if not len(rows):
-            return []
-        table = self._rows[rows]
-        key, tier = self._keys(table, now)
-        ranked = rows[np.lexsort((table[:, ARRIVAL], key, tier))]
-        ids = self._ids
-        return [item_id for row in ranked.tolist() if (item_id := ids[row]) is not None]
+        """Ids, most urgent first; ties by arrival, then by id."""
+        ranked = self._ranked(np.arange(len(self._ids)), self._urgency(now))
+        return [self._ids[row] for row in ranked]
 
     def heads(self, now: float, limit: int = 256) -> dict[str, tuple[QueuedRequest, ...]]:
-        """The most urgent requests placed on each replica, most urgent first, at most `limit`."""
-        heads: dict[str, list[QueuedRequest]] = {}
-        for item in map(self._items.__getitem__, self.order(now)):
-            if item.replica:
-                placed = heads.setdefault(item.replica, [])
-                if len(placed) < limit:
-                    placed.append(item)
-        return {replica: tuple(items) for replica, items in heads.items()}
+        """The most urgent requests placed on each replica, most urgent first.
 
-    def unplaced(self, now: float) -> tuple[QueuedRequest, ...]:
-        """Unplaced requests, most urgent first."""
-        waiting = map(self._items.__getitem__, self.order(now))
-        return tuple(item for item in waiting if not item.replica)
+        At most `limit` with a promise and as many without: a replica has room for either kind.
+        """
+        urgency, count = self._urgency(now), len(self._ids)
+        kind = 2 * self._placed[:count] + (self._table[:count, PROMISED] > 0)
+        near = kind > 1  # placed
+        for number in np.flatnonzero(np.bincount(kind)[2:] > limit) + 2:
+            rows = np.flatnonzero(kind == number)
+            near[rows] = False
+            near[_least(rows, urgency, limit)] = True
+        heads: dict[str, list[QueuedRequest]] = {}
+        counts: collections.Counter[tuple[str, bool]] = collections.Counter()
+        for queued in map(self._item, self._ranked(np.flatnonzero(near), urgency)):
+            counts[queued.replica, queued.promised] += 1
+            if counts[queued.replica, queued.promised] <= limit:
+                heads.setdefault(queued.replica, []).append(queued)
+        return {replica: tuple(first) for replica, first in heads.items()}
+
+    def unplaced(self, now: float, promised: bool) -> Iterator[QueuedRequest]:
+        """Unplaced requests with or without a promise, most urgent first.
+
+        Requests may be replaced during the iteration, but not removed.
+        """
+        count = len(self._ids)
+        kind = (self._table[:count, PROMISED] > 0) == promised
+        rows = np.flatnonzero((self._placed[:count] == 0) & kind)
+        return map(self._item, self._ranked(rows, self._urgency(now)))
 
     def placed_on(self, replica: str) -> tuple[QueuedRequest, ...]:
-        """Requests placed on one replica, in order of entry."""
-        return tuple(item for item in self._items.values() if item.replica == replica)
+        """Requests placed on one replica, in no order."""
+        number = self._replicas.get(replica)
+        placed = self._placed[: len(self._ids)] == number
+        return tuple(map(self._item, np.flatnonzero(placed).tolist()))
 
     def late(self, now: float) -> tuple[str, ...]:
         """Promised requests that would miss their deadline even if they started now."""
-        rows = self._live()
-        table = self._rows[rows]
+        table = self._table[: len(self._ids)]
         missed = (table[:, PROMISED] > 0) & (table[:, DUE] - now < table[:, WORK])
-        ids = self._ids
-        return tuple(id_ for row in rows[missed].tolist() if (id_ := ids[row]) is not None)
+        return tuple(self._ids[row] for row in np.flatnonzero(missed).tolist())
 
-    def _keys(
-        self, table: npt.NDArray[np.float64], now: float
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int8]]:
-        slack = table[:, DUE] - now - table[:, WORK]
+    def _item(self, row: int) -> QueuedRequest:
+        return self._items[self._ids[row]]
+
+    def _norm_s(self, item: QueuedRequest) -> float:
+        by_work = self._order.normaliser == "work"
+        norm_s = item.work_s if by_work else item.due_s - item.arrival_s
+        return max(norm_s, self._order.work_floor_s)
+
+    def _urgency(self, now: float) -> _Urgency:
+        table, policy = self._table[: len(self._ids)], self._order.policy
+        arrival, due, work = table[:, ARRIVAL], table[:, DUE], table[:, WORK]
+        slack = due - now - work
         tier = np.zeros(len(table), dtype=np.int8)
-        if self.policy == "fcfs":
-            return table[:, ARRIVAL], tier
-        if self.policy == "edf":
-            return table[:, DUE], tier
-        if self.policy == "srpf":
-            return table[:, WORK], tier
-        if self.policy == "lrs":
-            return slack, tier
+        if policy == "fcfs":
+            return _Urgency(tier, arrival, arrival)
+        if policy == "edf":
+            return _Urgency(tier, due, arrival)
+        if policy == "srpf":
+            return _Urgency(tier, work, arrival)
+        if policy == "lrs":
+            return _Urgency(tier, slack, arrival)
         rho = slack / table[:, NORM]
-        if self.policy != "lars":
-            return rho, tier
+        if policy != "lars":
+            return _Urgency(tier, rho, arrival)
         promised = table[:, PROMISED] > 0
-        tier[:] = np.where(table[:, WORK] > self.short_s, 3, 2)
-        tier[slack < self.guard_s] = 1
-        tier[~promised] = 0 if self._credit_s > 0 else 4
-        key = np.where(tier == 3, rho, table[:, DUE])
-        return np.where(promised, key, table[:, WORK] / table[:, WEIGHT]), tier
+        tier[:] = np.where(work > self._order.short_s, 2, 1)
+        tier[slack < self._order.guard_s] = 0
+        tier[~promised] = 3
+        key = np.where(promised, np.where(tier == 2, rho, due), work / table[:, WEIGHT])
+        return _Urgency(tier, key, arrival)
 
-    def _live(self) -> npt.NDArray[np.int64]:
-        return np.fromiter(self._places.values(), dtype=np.int64, count=len(self._places))
+    def _ranked(self, rows: Rows, urgency: _Urgency) -> list[int]:
+        """The rows, most urgent first."""
+        tier, key, arrival = urgency.tier[rows], urgency.key[rows], urgency.arrival[rows]
+        by = np.lexsort((arrival, key, tier))
+        ranked: list[int] = rows[by].tolist()
+        tied = np.ones(max(0, len(by) - 1), dtype=np.bool_)
+        for column in (tier[by], key[by], arrival[by]):
+            tied &= column[1:] == column[:-1]
+        ends = 0
+        for start in np.flatnonzero(tied).tolist():
+            if start < ends:
+                continue
+            ends = start + 1
+            while ends < len(tied) and tied[ends]:
+                ends += 1
+            ranked[start : ends + 1] = sorted(
+                ranked[start : ends + 1], key=lambda row: self._ids[row]
+            )
+        return ranked
 
-    def _compact(self) -> None:
-        items = sorted(self._places, key=self._places.__getitem__)
-        rows = [self._places[item_id] for item_id in items]
-        self._rows[: len(rows)] = self._rows[rows]
-        self._ids = list(items)
-        self._places = {item_id: row for row, item_id in enumerate(items)}
+
+def _least(rows: Rows, urgency: _Urgency, limit: int) -> Rows:
+    """The `limit` most urgent rows, and those that tie with the last of them, in no order."""
+    least = []
+    for column in (urgency.tier, urgency.key, urgency.arrival):
+        if len(rows) <= limit:
+            break
+        values = column[rows]
+        last = np.partition(values, limit - 1)[limit - 1]
+        least.append(rows[values < last])
+        limit -= len(least[-1])
+        rows = rows[values == last]
+    return np.concatenate([*least, rows])

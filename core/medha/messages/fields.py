@@ -63,9 +63,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     work). `relegated_s`: work without a promise. `free_pages`, `total_pages`: by group, -1 for a
     group that does not run. `claimable_pages`: pages of groups that may still be added.
     `share`: share of time for promised prefills, given decodes and relegated prefills.
-    `ahead_s`: work that would run before a most urgent new request; `relegated_ahead_s`: before one
-    that stays without a promise. `predicted_tpot_s`: of the running decodes. `promised_work`:
-    (tenant, promised prefill seconds, see `medha.tenants`).
+    `ahead_s`: work that would run before a most urgent new request; `relegated_ahead_s`: short work
+    without a promise, before a most urgent late one. `predicted_tpot_s`: of the running decodes.
+    `promised_work`: (tenant, promised prefill seconds, see `medha.tenants`).
     """
 
     margins: Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=4096)] = ()

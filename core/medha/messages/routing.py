@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from medha import PROTOCOL
+from medha.config import QueueOrder
 from medha.corrections import REGIMES
 from medha.messages.fields import (
     Blob,
@@ -45,17 +46,14 @@ class Rejected(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A queued request that a controller may grant, with the numbers to order and fit it."""
+    """A queued request that a controller may grant, with the numbers that order it."""
 
     id: RequestId
     age_s: float
-    prompt_tokens: Count
-    cached_tokens: Count
-    max_output_tokens: Count
-    ttft_deadline_s: float
+    due_in_s: float
     work_s: float
-    slo_class: Name
     promised: bool
+    weight: float = 1.0
 
 
 class Heads(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -112,8 +110,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_
 
     `files` has `tokenizer.json` and, if the checkpoint has them, `tokenizer_config.json`,
     `chat_template.jinja`, `generation_config.json`. `checkpoint`: equal for replicas of the same
-    weights; empty if unknown. `profile`: JSON of the predictor's profile. `draining`: the replica
-    finishes its requests and takes no new ones.
+    weights; empty if unknown. `profile`: JSON of the predictor's profile. `order`: of requests that
+    wait for the replica. `draining`: the replica finishes its requests and takes no new ones.
     """
 
     replica: Name
@@ -130,6 +128,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_
     stop_tokens: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
     max_batch_s: float = 0.1
     min_batch_s: float = 0.01
+    order: QueueOrder = QueueOrder()
     draining: bool = False
     protocol: int = PROTOCOL
 

@@ -40,10 +40,8 @@ def report(
         pending_bands=_bands([queues.by_group[group] for group in running], now),
         pending_s=sum(pending.values()),
         relegated_s=sum(_relegated_s(promises, queues.by_group[group]) for group in running),
-        ahead_s=min((_ahead_s(state, group, True, now) for group in running), default=0.0),
-        relegated_ahead_s=min(
-            (_ahead_s(state, group, False, now) for group in running), default=0.0
-        ),
+        ahead_s=min((_ahead_s(state, group, now) for group in running), default=0.0),
+        relegated_ahead_s=min((_short_s(state, group, False) for group in running), default=0.0),
         waiting=waiting,
         prefilling=prefilling,
         decoding=len(state.running),
@@ -100,15 +98,24 @@ def _relegated_s(promises: PromiseSet, queue: WaitingQueue) -> float:
     return float(queue.work_s[~queue.kept].sum())
 
 
-def _ahead_s(state: SchedulerState, group: int, promised: bool, now: float) -> float:
+def _ahead_s(state: SchedulerState, group: int, now: float) -> float:
     """Return the time before a most urgent new request starts: stage 0's rest, then short prompts.
 
-    Relegated prompts run after all that are kept, so that they are before a request without a
-    promise only. Long prompts are preempted between chunks and block nothing.
+    Relegated prompts run after all that are kept, and long ones are preempted between chunks, so
+    that neither is before it.
+    """
+    return state.in_flight.free_in_s(group, now) + _short_s(state, group, True)
+
+
+def _short_s(state: SchedulerState, group: int, kept: bool) -> float:
+    """Return the time for the short prompts that are kept, or for the relegated ones.
+
+    All are kept under a policy without promises.
     """
     queue, promises = state.queues.by_group[group], state.promises
-    before = queue.norm_s <= 8.0 * promises.longest_s
-    if promised and promises.promising:
-        before &= queue.kept
-    short_s = float(queue.work_s[before].sum())
-    return state.in_flight.free_in_s(group, now) + short_s / promises.share[group]
+    short = queue.norm_s <= 8.0 * promises.longest_s
+    if promises.promising:
+        short &= queue.kept == kept
+    elif not kept:
+        return 0.0
+    return float(queue.work_s[short].sum()) / promises.share[group]

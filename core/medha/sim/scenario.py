@@ -84,8 +84,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workload, fleet and settings of a simulation. `profile`: a shipped name or a JSON file.
 
-    `until_s` None: until all requests are served. `replicas`: number at the start. `autoscaling` is
-    as in `spec.autoscaling` of a resource; an added replica serves after `cold_start_s`.
+    `until_s` None: until all requests are served. `replicas`: number at the start. With admission,
+    requests are dealt to `routers` in turn. `autoscaling` is as in `spec.autoscaling` of a
+    resource; an added replica serves after `cold_start_s`.
     """
 
     workload: Workload
@@ -93,6 +94,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     topology: Topology = Topology(tp=8)
     profile: str = "a100"
     replicas: Positive = 1
+    routers: Positive = 1
     pages_per_group: Positive = 60_000
     page_tokens: Positive = 64
     scheduling: Scheduling = Scheduling()
@@ -182,6 +184,7 @@ def _fleet(scenario: Scenario, replicas: Sequence[SimReplica], loop: Loop) -> Si
         scenario.scheduling,
         scenario.page_tokens,
         scenario.model.max_context_tokens,
+        routers=scenario.routers,
     )
 
 

@@ -1,17 +1,19 @@
-"""Several replicas behind one router, in virtual time.
+"""Several replicas behind one router or more, in virtual time.
 
-Drives the Dispatcher of the router and the grants of the controllers; messages take no time:
+Drives the Dispatchers of the routers and the grants of the controllers; messages take no time:
 
     arrival ──Dispatcher.admit──► queue ──place, heads──► Grants ──grant, take──► SimReplica
 
 A replica reports its Load at every arrival and after every round of its scheduler. A router knows
 the Load of the last LoadReport, so the simulated fleet is the best case of the same decisions.
-Requests that arrive while no replica serves are held for the next one.
+Requests are dealt to the routers in turn. Those that arrive while no replica serves are held for
+the next one.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -21,7 +23,6 @@ from medha.errors import Refusal
 from medha.fleet.demand import DemandWindow
 from medha.fleet.dispatcher import Dispatcher
 from medha.fleet.grants import GrantQueue
-from medha.fleet.request_queue import RequestQueue
 from medha.messages import Head, KvEvents, Load, ModelDemand
 from medha.predictor import Predictor
 from medha.request import Request, SloClass
@@ -31,19 +32,24 @@ from medha.sim.report import RequestRecord
 from medha.sim.workload import Arrival
 
 MODEL = "model"  # the only one
-ROUTER = "router"  # the only one
 VERSION = ""  # all replicas serve the same version
 
 
 class SimulatedRequest:
-    """A request in the fleet's queue, as the dispatcher reads it."""
+    """A request in the queue of a router, as its dispatcher reads it."""
 
-    __slots__ = ("arrival", "hashes", "page_names", "request")
+    __slots__ = ("arrival", "dispatcher", "hashes", "page_names", "request")
 
     version, output_tokens, moves = VERSION, 0, 0
 
-    def __init__(self, request: Request, arrival: Arrival, page_tokens: int) -> None:
-        self.request, self.arrival = request, arrival
+    def __init__(
+        self,
+        request: Request,
+        arrival: Arrival,
+        page_tokens: int,
+        dispatcher: Dispatcher[SimulatedRequest],
+    ) -> None:
+        self.request, self.arrival, self.dispatcher = request, arrival, dispatcher
         self.page_names = arrival.page_names(page_tokens)
         self.hashes = b"".join(self.page_names)
 
@@ -57,10 +63,10 @@ class SimulatedLink:
         self.replica, self.max_context_tokens = replica, max_context_tokens
         self.min_batch_s, self.max_batch_s = settings.min_batch_s, settings.max_batch_s
         window_s = settings.dispatch_budgets * settings.max_batch_s
-        self.grants = GrantQueue(window_s, settings.work_floor_s)
+        self.grants = GrantQueue(window_s, settings.queue_order)
         self.load: Load | None = None
         self.draining = False
-        self.published: tuple[str, ...] = ()  # ids of the heads that the replica has
+        self.published: list[tuple[str, bool]] = []  # (id, promised) of the heads it has
         self.kv_events = 0
         self.counted = 0  # ended requests that demand has counted
 
@@ -78,7 +84,7 @@ class SimulatedLink:
 
 
 class SimulatedFleet:
-    """Replicas, one queue for all of them, and a record of each request.
+    """Replicas, routers with a queue for all of them, and a record of each request.
 
     `settings`: those of the replicas. `deadlines_s` overrides the TTFT deadline of single requests,
     as the request header does.
@@ -93,21 +99,17 @@ class SimulatedFleet:
         page_tokens: int,
         max_context_tokens: int,
         deadlines_s: Mapping[str, float] | None = None,
+        routers: int = 1,
     ) -> None:
         self.loop, self.settings, self.page_tokens = loop, settings, page_tokens
         self.max_context_tokens = max_context_tokens
         self.classes = {slo_class.name: slo_class for slo_class in classes}
         self.deadlines_s = deadlines_s or {}
         self.predictor = replicas[0].clock.predictor  # all are alike
-        queue = RequestQueue(
-            settings.policy,
-            guard_s=settings.dispatch_budgets * settings.max_batch_s,
-            short_s=8.0 * settings.max_batch_s,
-            relegated_share=settings.relegated_share,
-            work_floor_s=settings.work_floor_s,
-            normaliser=settings.normaliser,
-        )
-        self.dispatcher: Dispatcher[SimulatedRequest] = Dispatcher(classes, queue)
+        self.dispatchers: dict[str, Dispatcher[SimulatedRequest]] = {
+            f"router-{index}": Dispatcher(classes, settings.queue_order) for index in range(routers)
+        }
+        self._dealt = itertools.cycle(self.dispatchers.values())
         self.links: dict[str, SimulatedLink] = {}
         self.refused: list[RequestRecord] = []
         self.held: list[SimulatedRequest] = []
@@ -130,9 +132,20 @@ class SimulatedFleet:
         """Names of the replicas that take requests."""
         return [name for name, link in self.links.items() if not link.draining]
 
+    @property
+    def waiting(self) -> int:
+        """Number of requests in the queues of all routers."""
+        return sum(map(len, self.dispatchers.values()))
+
     def pending_s(self, name: str) -> float:
-        """Prefill seconds that a replica has or has been given."""
-        return next(e.pending_s for e in self.dispatcher.estimates if e.name == name)
+        """Prefill seconds that a replica has or has been given, as the most loaded router counts
+        them."""
+        return max(
+            estimate.pending_s
+            for dispatcher in self.dispatchers.values()
+            for estimate in dispatcher.estimates
+            if estimate.name == name
+        )
 
     def join(self, replica: SimReplica) -> None:
         """Add a replica. Held requests are admitted first."""
@@ -158,7 +171,8 @@ class SimulatedFleet:
             return
         self._count_ended(link)
         self._left.append(self.links.pop(link.name).replica)
-        self.dispatcher.remove_replica(link.name)
+        for dispatcher in self.dispatchers.values():
+            dispatcher.remove_replica(link.name)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -171,20 +185,22 @@ class SimulatedFleet:
         """Admit a request, refuse it, or hold it while no replica serves."""
         for link in self.links.values():
             self._report(link)
-        item = SimulatedRequest(self._request(arrival), arrival, self.page_tokens)
+        dispatcher = next(self._dealt)
+        request = self._request(arrival, dispatcher)
+        item = SimulatedRequest(request, arrival, self.page_tokens, dispatcher)
         if self.serving:
             self._admit(item)
             self._dispatch()
         else:
             self.held.append(item)
 
-    def _request(self, arrival: Arrival) -> Request:
+    def _request(self, arrival: Arrival, dispatcher: Dispatcher[SimulatedRequest]) -> Request:
         """The request with its work after prefix hits, and its deadline."""
         slo_class = self.classes[arrival.slo_class]
         hashes = b"".join(arrival.page_names(self.page_tokens))
         work_s = self.predictor.prefill_s(arrival.prompt_tokens)
         if self.links:
-            work_s = self.dispatcher.idle_work_s(arrival.prompt_tokens, hashes, VERSION)
+            work_s = dispatcher.idle_work_s(arrival.prompt_tokens, hashes, VERSION)
         deadline_s = self.deadlines_s.get(arrival.id, slo_class.slo.ttft_deadline_s(work_s))
         return Request(
             id=arrival.id,
@@ -207,7 +223,7 @@ class SimulatedFleet:
         if held:
             slo_class = msgspec.structs.replace(slo_class, when_infeasible="relegate")
         try:
-            decision = self.dispatcher.admit(item, slo_class, now)
+            decision = item.dispatcher.admit(item, slo_class, now)
         except Refusal as refusal:
             self._demand.refused(MODEL, request, refusal, now, self._idle_tpot_s(request))
             self.refused.append(_refused(request, refusal.code))
@@ -227,17 +243,18 @@ class SimulatedFleet:
             return
         if link.draining:
             self._remove_if_idle(link)
-        if len(self.dispatcher):
+        if self.waiting:
             self._report(link)
             self._dispatch(ready=link)
         else:
             self._report_cache(link)
 
     def _report(self, link: SimulatedLink) -> None:
-        """Pass a replica's cache changes and Load to the dispatcher."""
+        """Pass a replica's cache changes and Load to the dispatchers."""
         self._report_cache(link)
         link.load = link.replica.scheduler.load(self.loop.now)
-        self.dispatcher.update_replica(link, self.loop.now)
+        for dispatcher in self.dispatchers.values():
+            dispatcher.update_replica(link, self.loop.now)
 
     def _report_cache(self, link: SimulatedLink) -> None:
         stored, removed = link.replica.scheduler.take_kv_events()
@@ -249,18 +266,22 @@ class SimulatedFleet:
                 b"".join(block for _, block in removed),
                 snapshot=link.kv_events == 1,
             )
-            self.dispatcher.apply_kv_events(link.name, events)
+            for dispatcher in self.dispatchers.values():
+                dispatcher.apply_kv_events(link.name, events)
 
     def cancel(self, id: str) -> None:
         """The client left: remove its request from the queue or abort it on its replica."""
-        now, item = self.loop.now, self.dispatcher.get(id)
-        if item is not None:
-            self.dispatcher.drop(id, None, now)
-            self.cancelled.append(item.request)
+        now = self.loop.now
+        for dispatcher in self.dispatchers.values():
+            item = dispatcher.get(id)
+            if item is not None:
+                dispatcher.drop(id, None, now)
+                self.cancelled.append(item.request)
         for link in self.links.values():
             if link.replica.serves(id):
                 link.replica.abort(id)
-                self.dispatcher.drop(id, link.name, now)
+                for dispatcher in self.dispatchers.values():
+                    dispatcher.drop(id, link.name, now)
         self._dispatch()
 
     def _dispatch(self, ready: SimulatedLink | None = None) -> None:
@@ -268,38 +289,53 @@ class SimulatedFleet:
 
         A replica grants when its heads change, and after a round of its scheduler (`ready`).
         """
-        now, granted = self.loop.now, True
-        while granted and len(self.dispatcher):
+        granted = True
+        while granted and self.waiting:
             granted = False
-            for item in self.dispatcher.relegate_late(now):
-                item.request = msgspec.structs.replace(item.request, promised=False)
-                if self.settings.policy == "lars":  # the only policy with promises
-                    self._late.add(item.request.id)
-            self.dispatcher.place_waiting(now)
-            heads = self.dispatcher.heads(now)
+            heads = {
+                router: self._heads(dispatcher) for router, dispatcher in self.dispatchers.items()
+            }
             for name, link in self.links.items():
-                ids = tuple(head.id for head in heads.get(name, ()))
+                published = {router: of.get(name, ()) for router, of in heads.items()}
+                ids = [(head.id, head.promised) for of in published.values() for head in of]
                 if ids and (ids != link.published or link is ready):
-                    granted = self._pull(link, heads[name]) or granted
+                    granted = self._pull(link, published) or granted
                 link.published = ids
             ready = None
 
-    def _pull(self, link: SimulatedLink, heads: tuple[Head, ...]) -> bool:
+    def _heads(self, dispatcher: Dispatcher[SimulatedRequest]) -> dict[str, tuple[Head, ...]]:
+        """The heads that a router publishes, by replica."""
+        now = self.loop.now
+        for item in dispatcher.relegate_late(now):
+            item.request = msgspec.structs.replace(item.request, promised=False)
+            if self.settings.policy == "lars":  # the only policy with promises
+                self._late.add(item.request.id)
+        dispatcher.place_waiting(now)
+        return dispatcher.heads(now)
+
+    def _pull(self, link: SimulatedLink, heads: dict[str, tuple[Head, ...]]) -> bool:
         """Submit the requests that a replica grants; False if it grants none."""
         now = self.loop.now
-        link.grants.heads(ROUTER, heads, now)
-        grant = link.grants.grant(link.replica.scheduler.load(now), now).get(ROUTER)
-        if grant is None:
-            return False
-        for request_id in grant.ids:
-            item = self.dispatcher.take(request_id, link.name)
-            if item is not None:
-                link.replica.submit(item.request, item.page_names)
-                link.grants.submitted(ROUTER, request_id)
-                self.dispatcher.accepted(request_id, link.name)
-                self.hand_overs.append((now, request_id, link.name))
-        self._report(link)
-        return True
+        for router, published in heads.items():
+            link.grants.heads(router, published, now)
+        grants = link.grants.grant(link.replica.scheduler.load(now), now)
+        for router, grant in grants.items():
+            for request_id in grant.ids:
+                self._submit(link, self.dispatchers[router], request_id)
+        if grants:
+            self._report(link)
+        return bool(grants)
+
+    def _submit(
+        self, link: SimulatedLink, dispatcher: Dispatcher[SimulatedRequest], id: str
+    ) -> None:
+        item = dispatcher.take(id, link.name)
+        if item is None:
+            return
+        link.replica.submit(item.request, item.page_names)
+        link.grants.submitted(id)
+        dispatcher.accepted(id, link.name)
+        self.hand_overs.append((self.loop.now, id, link.name))
 
     # --- results ----------------------------------------------------------------------------------
 
@@ -308,7 +344,9 @@ class SimulatedFleet:
         now = self.loop.now
         for link in self.links.values():
             self._count_ended(link)
-        waiting = self.dispatcher.waiting(now)
+        waiting = [
+            queued for dispatcher in self.dispatchers.values() for queued in dispatcher.waiting(now)
+        ]
         demand = self._demand.of(
             MODEL,
             now,
@@ -323,7 +361,8 @@ class SimulatedFleet:
 
         A promise that was given stays one, even if the queue relegated the request later.
         """
-        queued = [item.request for item in [*self.dispatcher.items(), *self.held]]
+        items = [dispatcher.items() for dispatcher in self.dispatchers.values()]
+        queued = [item.request for item in itertools.chain(*items, self.held)]
         unfinished = [*queued, *self.cancelled]
         replicas = [*self._left, *self.replicas.values()]
         served = [record for replica in replicas for record in replica.records()]
@@ -344,8 +383,9 @@ class SimulatedFleet:
 
     def _idle_tpot_s(self, request: Request) -> float:
         """TPOT of a request that is alone on the best replica."""
+        dispatcher = next(iter(self.dispatchers.values()))  # all have the same estimates
         return min(
-            (estimate.idle_tpot_s(request.prompt_tokens) for estimate in self.dispatcher.estimates),
+            (estimate.idle_tpot_s(request.prompt_tokens) for estimate in dispatcher.estimates),
             default=0.0,
         )
 

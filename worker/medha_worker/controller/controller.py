@@ -72,7 +72,7 @@ class Controller:
         self.generations = Generations(outbox, store, config.collective_timeout_s)
         self.routers = RouterLinks(config.routers, outbox, config.router_timeout_s)
         self.grants = GrantQueue(
-            settings.dispatch_budgets * settings.max_batch_s, settings.work_floor_s
+            settings.dispatch_budgets * settings.max_batch_s, settings.queue_order
         )
         self.engine: EngineCore | None = None
         self.draining = False
@@ -138,7 +138,7 @@ class Controller:
                 text = f"replica {self.config.replica} is draining: send it elsewhere"
                 self._outbox.to_router(router, m.Failed(message.id, "draining", text, True))
             case m.Submit():
-                self.grants.submitted(router, message.id)
+                self.grants.submitted(message.id)
                 engine.submit(router, message, now)
             case m.Abort():
                 engine.abort(router, message.id, now)

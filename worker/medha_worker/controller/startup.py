@@ -282,5 +282,6 @@ class Startup:
             stop_tokens=identity.stop_tokens,
             max_batch_s=settings.max_batch_s,
             min_batch_s=settings.min_batch_s,
+            order=settings.queue_order,
             draining=draining,
         )
