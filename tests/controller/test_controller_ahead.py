@@ -178,7 +178,7 @@ def test_clients_read_the_same_one_step_ahead(
     replica = make_replica(
         settings=AHEAD | {"output_reserve": 0.0},
         pages=pages,
-        slowness=lambda number, stage: 1.0 + 0.3 * (number * 7 % 5),
+        slowness=lambda number, stage, regime: 1.0 + 0.3 * (number * 7 % 5),
         **more,
     )
     if kvp:

@@ -8,7 +8,6 @@ the generation's number may differ: the controller forms base groups together.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -25,7 +24,7 @@ from medha.request import Request
 from medha.scheduling.decision_log import RecordingScheduler, replay
 from medha.scheduling.scheduler import Scheduler
 from medha.sim.loop import ARRIVE, DONE, Loop
-from medha.sim.pipeline_clock import PipelineClock
+from medha.sim.pipeline_clock import PipelineClock, Slowness
 from medha.sim.replica import SimReplica
 from medha.topology import Topology
 
@@ -156,9 +155,9 @@ def served(
     return replica
 
 
-def jitter(size: float) -> Callable[[int, int], float]:
+def jitter(size: float) -> Slowness:
     """Stages that take longer than predicted, each batch and stage by its own factor."""
-    return lambda number, stage: 1.0 + size * ((number * 7 + stage * 3) % 5)
+    return lambda number, stage, regime: 1.0 + size * ((number * 7 + stage * 3) % 5)
 
 
 def unnumbered(log: list[tuple[float, Batch]]) -> list[tuple[float, Batch]]:

@@ -167,7 +167,7 @@ class VirtualController:
                 snapshot=self._kv_events == 1,
             )
             self._send(self.peer, events)
-        learned = replica.clock.predictor.learned()
+        learned = replica.scheduler.predictor.learned()
         self._send(self.peer, LoadReport(replica.scheduler.load(now), learned=learned))
 
     def grant(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from medha.batch import Batch, Chunk, Move
+from medha.corrections import REGIMES
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
-from medha.sim.pipeline_clock import Layout, PipelineClock
+from medha.sim.pipeline_clock import Layout, Misprediction, PipelineClock
 from medha.topology import Topology
 
 SHAPE = ModelShape(
@@ -90,10 +91,28 @@ def test_cached_pages_count_from_the_first_chunk_on() -> None:
 
 
 def test_a_straggling_stage_is_slower_by_its_factor() -> None:
-    slow = PipelineClock(OF, 64, lambda seq: (), lambda number, stage: 3.0 if stage else 1.0)
+    slow = PipelineClock(
+        OF, 64, lambda seq: (), lambda number, stage, regime: 3.0 if stage else 1.0
+    )
     slow.join(0, 0.0)
     ends = slow.run(batch(1, chunk(1, 0, 512, 0)), 0.0).ends_s
     assert ends[1] - ends[0] == pytest.approx(3.0 * seconds(512, 0, stage=1))
+
+
+def test_mispredictions_stay_within_the_error_and_half_of_it_is_a_bias_per_regime() -> None:
+    def factors(seed: int, replica: int, regime: int) -> list[float]:
+        wrong = Misprediction(0.2, seed, replica)
+        return [wrong(number, 0, regime) for number in range(1, 400)]
+
+    for regime in range(len(REGIMES)):
+        drawn = factors(3, 0, regime)
+        assert drawn == factors(3, 0, regime) != factors(3, 1, regime)
+        assert 0.8 <= min(drawn) < max(drawn) <= 1.2
+        biases = [sum(factors(3, replica, regime)) / 399 for replica in (0, 1)]
+        assert [abs(bias - 1.0) for bias in biases] == pytest.approx([0.1, 0.1], abs=0.02)
+        assert (biases[0] - 1.0) * (biases[1] - 1.0) > 0.0
+    wrong = Misprediction(0.2, 3, 0)
+    assert wrong(1, 0, 2) == wrong(1, 1, 2) != wrong(2, 0, 2)
 
 
 def test_a_group_that_left_is_free_no_more_and_holds_nothing() -> None:

@@ -53,10 +53,10 @@ def replica(
     )
     rng = random.Random(seed)
     clock = PipelineClock(
-        predictor,
+        Predictor(A100, SHAPE, topology),
         PAGE,
         scheduler.layout,
-        (lambda number, stage: 1.0 + slowness * rng.random()) if slowness else None,
+        (lambda number, stage, regime: 1.0 + slowness * rng.random()) if slowness else None,
     )
     return SimReplica("r", scheduler, clock, Loop(), cold_start_s, keep_log=True)
 

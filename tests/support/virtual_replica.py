@@ -21,7 +21,7 @@ from medha.profile import Profile
 from medha.scheduling.interface import SchedulerInterface
 from medha.scheduling.scheduler import Scheduler
 from medha.sim.loop import ARRIVE, DECIDE, DONE, WATCH, Loop
-from medha.sim.pipeline_clock import PipelineClock
+from medha.sim.pipeline_clock import PipelineClock, Slowness
 from medha.topology import Coordinate
 from medha_worker.controller.controller import Controller
 from medha_worker.controller.outbox import Redial, ToRanks, ToRouter
@@ -60,7 +60,7 @@ class VirtualReplica:
         beats: bool = True,
         wrap: Callable[[Scheduler], SchedulerInterface] = lambda scheduler: scheduler,
         loop: Loop | None = None,
-        slowness: Callable[[int, int], float] | None = None,
+        slowness: Slowness | None = None,
         files: dict[str, bytes] | None = None,
         hashes: dict[str, str] | None = None,
         measure: bool = False,

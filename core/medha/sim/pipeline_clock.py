@@ -14,10 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from medha.batch import Batch, Move
+from medha.corrections import REGIMES
 from medha.predictor import BatchLoad, Predictor
 
 Layout = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+Slowness = Callable[[int, int, int], float]
 
 
 class StageTimes(NamedTuple):
@@ -27,11 +31,32 @@ class StageTimes(NamedTuple):
     slowest_s: float
 
 
+class Misprediction:
+    """Factor of a replica's real batch times over the predicted ones, within `error` of 1.
+
+    Half of the error is a bias of each regime, the same on all replicas, which the predictor can
+    learn. The other half is drawn for each batch.
+    """
+
+    def __init__(self, error: float, seed: int, replica: int) -> None:
+        self._half = 0.5 * error
+        biases = np.random.default_rng(seed)
+        self._biases = self._half * biases.choice((-1.0, 1.0), len(REGIMES))
+        self._noise = np.random.default_rng((seed, replica))
+        self._number, self._drawn = 0, 0.0
+
+    def __call__(self, number: int, stage: int, regime: int) -> float:
+        if number != self._number:
+            self._number, self._drawn = number, self._half * self._noise.uniform(-1.0, 1.0)
+        return float(1.0 + self._biases[regime] + self._drawn)
+
+
 class PipelineClock:
     """Completion times of batches on one replica.
 
+    `predictor` stands for the machine: not the scheduler's own, which learns from these times.
     `layout(seq)` returns the groups of a new sequence's cached pages, as `Scheduler.layout` does.
-    `slowness(number, stage)` multiplies the time of a stage (noise, stragglers).
+    `slowness(number, stage, regime)` multiplies the time of a stage (noise, stragglers).
     """
 
     def __init__(
@@ -39,14 +64,14 @@ class PipelineClock:
         predictor: Predictor,
         page_tokens: int,
         layout: Callable[[int], Layout],
-        slowness: Callable[[int, int], float] | None = None,
+        slowness: Slowness | None = None,
     ) -> None:
         self.predictor, self.page_tokens = predictor, page_tokens
         self.spp = predictor.topology.spp
         self.free_s: dict[int, list[float]] = {}
         self.held: dict[int, dict[int, int]] = {}
         self.busy_s = 0.0
-        self._layout, self._slowness = layout, slowness
+        self._layout, self._slowness = layout, slowness or _exact
         self._moves: dict[int, Move] = {}
 
     def join(self, group: int, now: float) -> None:
@@ -73,9 +98,10 @@ class PipelineClock:
         ends, end, slowest = [], now, 0.0
         for stage in range(self.spp):
             start = max([end, *(self.free_s[group][stage] for group in loads)])
-            seconds = max(load.stage_s(stage) for load in loads.values())
-            if self._slowness is not None:
-                seconds *= self._slowness(batch.number, stage)
+            seconds = max(
+                load.stage_s(stage) * self._slowness(batch.number, stage, load.regime)
+                for load in loads.values()
+            )
             end, slowest = start + seconds, max(slowest, seconds)
             for group in loads:
                 self.free_s[group][stage] = end
@@ -124,3 +150,7 @@ class PipelineClock:
         shards, tokens = self.held[move.seq], len(move.logical) * self.page_tokens
         shards[move.source] = shards.get(move.source, 0) - tokens
         shards[move.target] = shards.get(move.target, 0) + tokens
+
+
+def _exact(number: int, stage: int, regime: int) -> float:
+    return 1.0

@@ -133,13 +133,20 @@ class SimReplica:
             self.loop.at(self.loop.now, DECIDE, self._round)
 
     def lose(self, group: int) -> tuple[int, ...]:
-        """Lose a group: batches that name it never end. Returns the preempted sequences."""
+        """Lose a group: batches that name it never end. Returns the preempted sequences.
+
+        A lone group rejoins after the cold start, others when they are wanted.
+        """
+        if group not in self.clock.free_s:
+            return ()
         self.clock.leave(group)
         lost = {n for n, batch in self._in_flight.items() if group in batch.groups}
         for number in lost:
             del self._in_flight[number]
         self._generation += 1
         preempted = self.scheduler.group_lost(group, self._generation, self.loop.now)
+        if self.clock.predictor.topology.kvp_max == 1:
+            self._start_group(group)
         self.kick()
         return preempted
 
@@ -149,6 +156,11 @@ class SimReplica:
         for request, code in self.refused.values():
             records.append(structs.replace(self.record(Live(request, None)), refused=code))
         return records
+
+    def _start_group(self, group: int) -> None:
+        self._joining.add(group)
+        ready_s = self.loop.now + self.cold_start_s
+        self.loop.at(ready_s, DONE, functools.partial(self._join, group))
 
     def _join(self, group: int) -> None:
         self._generation += 1
@@ -236,8 +248,7 @@ class SimReplica:
         wanted = self.scheduler.wanted_groups(now)
         for group in range(min(wanted, self.clock.predictor.topology.kvp_max)):
             if group not in self.clock.free_s and group not in self._joining:
-                self._joining.add(group)
-                self.loop.at(now + self.cold_start_s, DONE, functools.partial(self._join, group))
+                self._start_group(group)
         for group in self.scheduler.releasable(now):
             if group >= wanted:
                 self._generation += 1
