@@ -76,9 +76,68 @@ def test_percentiles_are_those_of_a_hundred_values() -> None:
     assert spread([]).count == 0
 
 
+def test_lengths_are_those_beyond_the_prefix_hit() -> None:
+    report = summarise(
+        [record("a", prompt_tokens=200_000, cached_tokens=199_500), record("b")], 10.0
+    )
+    assert [(part.name, part.requests) for part in report.by_length] == [("0 – 1K", 2)]
+    assert (report.short.requests, report.long.requests) == (2, 0)
+
+
+def test_work_in_time_weighs_requests_by_the_seconds_that_they_take() -> None:
+    report = summarise(
+        [
+            record("short", offered_s=1.0),
+            record("long and late", 2.0, offered_s=6.0, prompt_tokens=10_000),
+            record("refused", None, refused="overloaded", offered_s=1.0),
+            record("undecided", None, ttft_deadline_s=1000.0, offered_s=50.0),
+        ],
+        100.0,
+    )
+    assert report.total.work_in_time == pytest.approx(1 / 8)
+    assert (report.short.work_in_time, report.long.work_in_time) == (0.5, 0.0)
+
+
+def test_refusals_are_counted_by_code() -> None:
+    refused = [record(f"r{n}", None, refused=code) for n, code in enumerate("bab")]
+    assert summarise([*refused, record("a")], 10.0).refusals == {"a": 1, "b": 2}
+
+
+def test_a_slow_answer_misses_its_tpot_and_keeps_its_promise() -> None:
+    report = summarise([record("slow", finished_s=15.0, promised=True), record("ok")], 100.0)
+    assert report.total.tpot_missed == 1
+    assert report.total.promises_broken == 0 and report.total.in_time == 2
+
+
+def test_the_longest_wait_counts_from_arrival_to_the_token_or_to_the_end() -> None:
+    late, never = record("late", 2.0), record("never", None, ttft_deadline_s=10.0)
+    refused = record("refused", None, refused="overloaded")
+    report = summarise([record("ok"), late, refused], 100.0)
+    assert report.total.longest_wait == pytest.approx(4.0)
+    assert report.total.most_overdue_s == pytest.approx(1.5)
+    report = summarise([record("ok"), never], 100.0)
+    assert report.total.longest_wait == pytest.approx(9.0)
+    assert report.total.most_overdue_s == pytest.approx(80.0)
+    assert summarise([record("ok")], 100.0).total.most_overdue_s == 0.0
+
+
+def test_tenants_are_told_apart() -> None:
+    report = summarise([record("a", tenant="x"), record("b", 3.0, tenant="y")], 10.0)
+    assert [(part.name, part.attainment) for part in report.by_tenant] == [("x", 1.0), ("y", 0.0)]
+
+
 def test_the_table_has_a_line_per_part_and_tells_the_load() -> None:
-    text = table(summarise([record("a"), record("b", prompt_tokens=9000)], 10.0, offered=0.8))
-    lines = text.splitlines()
-    assert len(lines) == 6
-    assert lines[2].startswith("        0 – 1K        1    1.000")
-    assert lines[-1] == "10.0 s, offered load 0.80"
+    records = [
+        record("a", tenant="x"),
+        record("b", prompt_tokens=9000, tenant="y"),
+        record("c", None, refused="overloaded", tenant="y"),
+    ]
+    lines = table(summarise(records, 10.0, offered=0.79, stated=0.8)).splitlines()
+    assert len(lines) == 2 + 2 + 2 + 1 + 1
+    assert lines[2].startswith("          0 – 1K        2   0.500")
+    assert [line.split()[0] for line in lines[4:7]] == ["x", "y", "all"]
+    assert lines[-1] == (
+        "10.0 s; offered load 0.79 (0.80 stated); refused: 1 overloaded; "
+        "longest wait of a request of at most 8K: 0.20 of its deadline"
+    )
+    assert len({len(line) for line in lines[:-1]}) == 1  # columns stand below their heads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pathlib
 
 import msgspec
@@ -11,16 +12,19 @@ from rich.console import Console
 
 from medha.cli.simulate import SimulateOptions, run_simulate
 from medha.errors import SpecError
+from medha.request import Slo, SloClass
+from medha.sim.arrivals import Workload
 from medha.sim.report import Report
-from medha.sim.scenario import Scenario, Workload, read_scenario, simulate
+from medha.sim.scenario import GroupLoss, Scenario, read_scenario, simulate
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = Scenario(workload=Workload(mix=0.02, requests=60, load=0.6, output_tokens=5))
 
 
-def test_the_example_is_a_scenario() -> None:
-    scenario = read_scenario(ROOT / "examples" / "scenarios" / "mixed.toml")
-    assert scenario.replicas == 2 and scenario.workload.mix == 0.05
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "scenarios").glob("*.toml")), ids=str)
+def test_an_example_is_a_scenario_with_arrivals(path: pathlib.Path) -> None:
+    scenario = msgspec.structs.replace(read_scenario(path), until_s=1e-3, autoscaling=None)
+    assert simulate(scenario, path.parent).report.total.requests < 3
 
 
 def test_a_run_is_the_same_each_time_and_another_seed_is_another() -> None:
@@ -32,7 +36,83 @@ def test_a_run_is_the_same_each_time_and_another_seed_is_another() -> None:
 
 def test_the_offered_load_is_about_the_one_asked_for() -> None:
     scenario = Scenario(workload=Workload(mix=0.0, requests=600, load=0.6, output_tokens=1))
-    assert simulate(scenario).report.offered == pytest.approx(0.6, rel=0.15)
+    report = simulate(scenario).report
+    assert report.offered == pytest.approx(report.stated) == pytest.approx(0.6)
+
+
+def test_a_trace_has_the_load_that_is_asked_for_and_its_hits_are_counted(
+    tmp_path: pathlib.Path,
+) -> None:
+    rows = [
+        {
+            "timestamp": 900 * n,
+            "input_length": 16_384,
+            "output_length": 9,
+            "hash_ids": [*range(24), *range(100 * n + 100, 100 * n + 108)],
+        }
+        for n in range(60)
+    ]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for load in (0.2, 0.6):
+        outcome = simulate(Scenario(workload=Workload(mooncake="m.jsonl", load=load)), tmp_path)
+        assert outcome.report.offered == pytest.approx(load, rel=0.2)
+        assert max(record.cached_tokens for record in outcome.records) == 24 * 512
+        buckets = {part.name: part.requests for part in outcome.report.by_length}
+        assert buckets["1K – 8K"] >= 55  # all but those before the first was cached
+
+
+def test_an_answer_stops_at_its_real_length_below_the_limit() -> None:
+    workload = msgspec.structs.replace(SMALL.workload, max_tokens=500)
+    outcome = simulate(msgspec.structs.replace(SMALL, workload=workload))
+    assert {record.output_tokens for record in outcome.records if not record.refused} == {5}
+
+
+def test_classes_have_their_own_deadlines() -> None:
+    classes = (
+        SloClass(slo=Slo(ttft_floor_s=2.0, ttft_multiplier=0.0)),
+        SloClass(name="batch", slo=Slo(ttft_floor_s=30.0, tpot_s=0.3)),
+    )
+    workload = msgspec.structs.replace(SMALL.workload, classes={"default": 1, "batch": 1})
+    outcome = simulate(msgspec.structs.replace(SMALL, workload=workload, classes=classes))
+    seen = {(r.slo_class, r.tpot_s) for r in outcome.records}
+    assert seen == {("default", 0.03), ("batch", 0.3)}
+    assert {r.ttft_deadline_s for r in outcome.records if r.slo_class == "default"} == {2.0}
+    assert len(outcome.report.by_class) == 2
+
+
+def test_a_clock_that_mispredicts_changes_the_times_and_is_the_same_each_time() -> None:
+    wrong = msgspec.structs.replace(SMALL, prediction_error=0.2)
+    exact, first, again = simulate(SMALL), simulate(wrong), simulate(wrong)
+    assert first == again
+    pairs = zip(exact.records, first.records, strict=True)
+    assert any(a.first_token_s != b.first_token_s for a, b in pairs)
+    assert first.report.offered == pytest.approx(exact.report.offered, rel=0.01)
+    assert first.report.seconds == pytest.approx(exact.report.seconds, rel=0.3)
+
+
+@pytest.mark.parametrize("admission", [True, False])
+def test_requests_outlive_a_lost_group_that_comes_back(admission: bool) -> None:
+    lost = (GroupLoss(at_s=0.5, replica=1), GroupLoss(at_s=0.6), GroupLoss(at_s=0.7))
+    scenario = msgspec.structs.replace(
+        SMALL, replicas=2, admission=admission, lost=lost, cold_start_s=7.0
+    )
+    outcome = simulate(scenario)
+    served = [record for record in outcome.records if not record.refused]
+    assert {record.output_tokens for record in served} == {5}
+    assert not any(r.first_token_s and 0.61 < r.first_token_s < 7.5 for r in served)
+    assert any(r.first_token_s and r.first_token_s > 7.5 for r in served)
+
+
+@pytest.mark.parametrize(
+    ("loss", "complaint"),
+    [
+        (GroupLoss(at_s=1.0, replica=2), r"lost\.replica is 2: must be less than 1; use 0 to 0"),
+        (GroupLoss(at_s=1.0, group=1), r"lost\.group is 1"),
+    ],
+)
+def test_a_loss_of_what_is_not_there_is_named(loss: GroupLoss, complaint: str) -> None:
+    with pytest.raises(SpecError, match=complaint):
+        simulate(msgspec.structs.replace(SMALL, lost=(loss,)))
 
 
 @pytest.mark.parametrize("admission", [True, False])
@@ -82,6 +162,9 @@ def test_a_trace_file_is_found_beside_the_scenario(tmp_path: pathlib.Path) -> No
     [
         ("[workload]\nmix = 2.0\n", r"s\.toml.*mix"),
         ("[workload]\nmix = 0.1\nspeed = 'fast'\n", r"speed"),
+        ("prediction_error = 1.5\n[workload]\nmix = 0.1\nload = 0.5\n", "prediction_error"),
+        ("[workload]\nmix = 0.1\nload = 0.5\nmax_tokens = 'x'\n", "max_tokens is x"),
+        ("[workload]\nmix = 0.1\nload = 0.5\nlong_output = { median = 9, p95 = 1 }\n", "p95 1"),
         ("nonsense", r"must be a scenario"),
         ("[workload]\nload = 0.5\n", "exactly one source"),
         ("[workload]\nmix = 0.1\n", "exactly one of the two"),
@@ -110,7 +193,7 @@ def test_the_command_prints_a_table_per_policy_and_writes_what_it_saw(
         Console(file=output, width=160),
     )
     text = output.getvalue()
-    assert "lars:" in text and "fcfs:" in text and text.count("prompt tokens") == 2
+    assert "lars:" in text and "fcfs:" in text and text.count("uncached tokens") == 2
     report = msgspec.json.decode((tmp_path / "out" / "lars.json").read_bytes(), type=Report)
     assert report.total.requests == 30
     assert len((tmp_path / "out" / "fcfs.records.jsonl").read_bytes().splitlines()) == 30

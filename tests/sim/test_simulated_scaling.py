@@ -19,10 +19,11 @@ from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass
 from medha.scheduling.scheduler import Scheduler
+from medha.sim.arrivals import Workload
 from medha.sim.loop import Loop
 from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
-from medha.sim.scenario import Scenario, Workload, read_scenario, simulate
+from medha.sim.scenario import Scenario, read_scenario, simulate
 from medha.sim.virtual_autoscaler import SimulatedAutoscaler
 from medha.sim.virtual_fleet import SimulatedFleet
 from medha.sim.workload import Arrival, poisson

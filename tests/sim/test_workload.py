@@ -45,7 +45,10 @@ def test_the_mix_has_the_share_of_long_prompts() -> None:
     assert min(long) >= 128 * 1024 and max(long) < 1024 * 1024
     assert len(long) + len(short) == 40_000
     assert 1300 < short[len(short) // 2] < 2200
-    assert all(1 <= output <= 1024 for _, output in lengths)
+    assert min(output for _, output in lengths) >= 1
+    answers = sorted(output for prompt, output in lengths if prompt <= 8032)
+    assert answers[len(answers) // 2] == pytest.approx(129, abs=3)
+    assert answers[int(0.95 * len(answers))] == pytest.approx(451, rel=0.05)
 
 
 def test_lengths_and_azure_traces_are_read(tmp_path: pathlib.Path) -> None:

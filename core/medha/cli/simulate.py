@@ -80,6 +80,6 @@ def _watched(scenario: Scenario, base: pathlib.Path, console: Console) -> Simula
 def _overridden(scenario: Scenario, options: SimulateOptions) -> Scenario:
     workload = scenario.workload
     if options.load is not None:
-        workload = msgspec.structs.replace(workload, load=options.load, per_second=None)
+        workload = msgspec.structs.replace(workload, load=options.load, per_second=None, speed=1.0)
     seed = scenario.seed if options.seed is None else options.seed
     return msgspec.structs.replace(scenario, workload=workload, seed=seed)

@@ -1,17 +1,19 @@
 """Scenarios: simulations described by TOML files.
 
-    seed = 0                                  [workload]
+    seed = 0                                  [workload]        (see `Workload`)
     replicas = 2                              mix = 0.05        # share of long prompts, or
     profile = "a100"                          # lengths = "lengths.csv" / azure = … / mooncake = …
     page_tokens = 64                          requests = 2000
     pages_per_group = 60000                   load = 0.8        # or per_second = 1.25
-    [model]     layers, hidden, heads, …      [scheduling]      policy = "lars", …
-    [topology]  tp = 8, spp = 1, …            [[classes]]       name, slo, …
-    [autoscaling]  least, most, target_slack, down_after_s: replicas follow the load
+    prediction_error = 0.2                    max_tokens = "4x"
+    [model]     layers, hidden, heads, …      classes = { chat = 0.9, batch = 0.1 }
+    [topology]  tp = 8, spp = 1, …            [[workload.tenants]]  name, share, rate, …
+    [[lost]]    at_s, replica, group          [scheduling]      policy = "lars", …
+    [[classes]] name, slo, …                  [autoscaling]     least, most, target_slack, …
 
-`load` is offered work over capacity (ρ): prefill seconds of all arrivals per second and replica.
-With `admission = true`, requests pass admission and one queue for all replicas. Without it, each
-goes to the replica with the least pending work and none is refused, to compare policies alone.
+`load` is offered work over capacity (ρ, see `offered_load`). With `admission = true`, requests pass
+admission and one queue for all replicas. Without it, each goes to the replica with the least
+pending work and none is refused, to compare policies alone.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import functools
 import pathlib
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -33,21 +35,14 @@ from medha.predictor import Predictor
 from medha.profile import Profile
 from medha.request import Request, SloClass
 from medha.scheduling.scheduler import Scheduler
-from medha.sim.loop import ARRIVE, Loop
-from medha.sim.pipeline_clock import PipelineClock
+from medha.sim.arrivals import OfferedTo, Workload, arrivals_of
+from medha.sim.loop import ARRIVE, DONE, Loop
+from medha.sim.pipeline_clock import Misprediction, PipelineClock
 from medha.sim.replica import SimReplica
 from medha.sim.report import Report, RequestRecord, summarise
 from medha.sim.virtual_autoscaler import SimulatedAutoscaler
 from medha.sim.virtual_fleet import SimulatedFleet
-from medha.sim.workload import (
-    Arrival,
-    mixed,
-    poisson,
-    read_azure,
-    read_lengths,
-    read_mooncake,
-    scaled,
-)
+from medha.sim.workload import Arrival
 from medha.topology import Topology
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -63,22 +58,12 @@ LLAMA_3_8B = ModelShape(
 )
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Source of requests: exactly one of `mix`, `lengths`, `azure`, `mooncake`.
+class GroupLoss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Loss of a KVP group with its pages; it may rejoin after the scenario's cold start."""
 
-    `mix` and `lengths` arrive as a Poisson process at `load` or `per_second`. Traces arrive as
-    recorded, `speed` times as fast, at most `requests` of them.
-    """
-
-    mix: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
-    lengths: str | None = None
-    azure: str | None = None
-    mooncake: str | None = None
-    requests: Positive = 1000
-    load: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
-    per_second: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
-    speed: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
-    output_tokens: Positive | None = None
+    at_s: Annotated[float, msgspec.Meta(ge=0.0)]
+    replica: Annotated[int, msgspec.Meta(ge=0)] = 0
+    group: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +72,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `until_s` None: until all requests are served. `replicas`: number at the start. With admission,
     requests are dealt to `routers` in turn. `autoscaling` is as in `spec.autoscaling` of a
     resource; an added replica serves after `cold_start_s`.
+    `prediction_error` e: batches take 1 − e to 1 + e times as long as predicted (`Misprediction`).
     """
 
     workload: Workload
@@ -103,15 +89,21 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     autoscaling: Policy | None = None
     cold_start_s: float = 60.0
     until_s: float | None = None
+    prediction_error: Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)] = 0.0
+    lost: tuple[GroupLoss, ...] = ()
     seed: int = 0
 
 
 class SimulationResult(msgspec.Struct, frozen=True):
-    """Result of a simulation. `scaling`: the looks of the autoscaler."""
+    """Result of a simulation. `scaling`: the looks of the autoscaler.
+
+    `busy`: share of the time that stages ran batches, of all groups that may run.
+    """
 
     report: Report
     records: tuple[RequestRecord, ...]
     batches: int
+    busy: float
     events: int
     scaling: Journal = Journal()
 
@@ -143,13 +135,19 @@ def simulate(
     replicas: list[SimReplica] = []
 
     def start(name: str) -> SimReplica:
-        replicas.append(_replica(scenario, name, machine, loop))
+        replicas.append(_replica(scenario, name, len(replicas), machine, loop))
         return replicas[-1]
 
     for index in range(scenario.replicas):
         start(f"replica-{index}")
-    predictor = replicas[0].clock.predictor
-    arrivals = _arrivals(scenario, predictor, base)
+    served_by = OfferedTo(
+        _predictor(scenario, machine),
+        scenario.replicas,
+        {slo_class.name: slo_class for slo_class in scenario.classes},
+        scenario.model.max_context_tokens,
+        scenario.scheduling.min_batch_s,
+    )
+    arrivals = arrivals_of(scenario.workload, served_by, scenario.seed, base)
     fleet = _fleet(scenario, replicas, loop) if scenario.admission else None
     scaler = _scaler(scenario, fleet, start)
     arrive, records = (
@@ -160,19 +158,47 @@ def simulate(
         if progress is not None and index % 100 == 0:
             notify = functools.partial(_notify, progress, loop, index)
             loop.at(arrival.arrival_s, ARRIVE, notify)
+    for loss in scenario.lost:
+        _check_loss(scenario, loss)
+        loop.at(loss.at_s, DONE, functools.partial(_lose, replicas[loss.replica], loss.group))
     loop.run(float("inf") if scenario.until_s is None else scenario.until_s)
-    request_records = tuple(records())
-    last_s = arrivals[-1].arrival_s if arrivals else 0.0
-    work_s = sum(predictor.prefill_s(arrival.prompt_tokens) for arrival in arrivals)
-    served = scaler.replica_s / loop.now if scaler else scenario.replicas
+    replica_count = scaler.replica_s / loop.now if scaler else scenario.replicas
+    layout = scenario.topology
+    busy_s = sum(replica.clock.busy_s for replica in replicas)
+    capacity_s = loop.now * replica_count * layout.spp * layout.kvp_max
+    offered, request_records = _measured(
+        msgspec.structs.replace(served_by, replicas=replica_count),
+        [arrival for arrival in arrivals if arrival.arrival_s <= loop.now],
+        records(),
+    )
     return SimulationResult(
-        report=summarise(
-            request_records, loop.now, work_s / last_s / served if last_s > 0 and served else None
-        ),
+        report=summarise(request_records, loop.now, offered, scenario.workload.load),
         records=request_records,
         batches=sum(replica.batches for replica in replicas),
+        busy=busy_s / capacity_s if capacity_s > 0.0 else 0.0,
         events=loop.events,
         scaling=scaler.journal if scaler else Journal(),
+    )
+
+
+def _measured(
+    fleet: OfferedTo, arrivals: Sequence[Arrival], records: Sequence[RequestRecord]
+) -> tuple[float | None, tuple[RequestRecord, ...]]:
+    """Load that arrived, after the prefix hits that there were, and records with its seconds."""
+    if not arrivals or arrivals[-1].arrival_s <= 0.0 or not fleet.replicas:
+        return None, tuple(records)
+    end_s, cached = arrivals[-1].arrival_s, {record.id: record.cached_tokens for record in records}
+    offered = fleet.load_of(arrivals, [cached.get(arrival.id, 0) for arrival in arrivals])
+    per_second = len(arrivals) / end_s / fleet.replicas
+    seconds = dict(
+        zip(
+            (arrival.id for arrival in arrivals),
+            offered.request_s(per_second).tolist(),
+            strict=True,
+        )
+    )
+    return offered.at(per_second), tuple(
+        msgspec.structs.replace(record, offered_s=seconds.get(record.id, 0.0)) for record in records
     )
 
 
@@ -215,26 +241,32 @@ def _unguarded(
         loads = [replica.scheduler.load(loop.now) for replica in replicas]
         least = min(range(len(replicas)), key=lambda i: (loads[i].pending_s, i))
         replica, slo = replicas[least], classes[arrival.slo_class].slo
-        work_s = replica.clock.predictor.prefill_s(arrival.prompt_tokens)
+        work_s = replica.scheduler.predictor.prefill_s(arrival.prompt_tokens)
         request = Request(
             id=arrival.id,
             arrival_s=loop.now,
             prompt_tokens=arrival.prompt_tokens,
-            max_output_tokens=arrival.output_tokens,
+            max_output_tokens=arrival.max_output_tokens,
             work_s=work_s,
             ttft_deadline_s=slo.ttft_deadline_s(work_s),
             tpot_s=slo.tpot_s,
             slo_class=arrival.slo_class,
             tenant=arrival.tenant,
         )
-        replica.submit(request, arrival.page_names(scenario.page_tokens))
+        page_names = arrival.page_names(scenario.page_tokens)
+        replica.submit(request, page_names, stops_after=arrival.output_tokens)
 
     return arrive, lambda: [record for replica in replicas for record in replica.records()]
 
 
-def _replica(scenario: Scenario, name: str, machine: Profile, loop: Loop) -> SimReplica:
-    longest_s = scenario.scheduling.max_batch_s
-    predictor = Predictor(machine, scenario.model, scenario.topology, longest_s)
+def _predictor(scenario: Scenario, machine: Profile) -> Predictor:
+    return Predictor(machine, scenario.model, scenario.topology, scenario.scheduling.max_batch_s)
+
+
+def _replica(
+    scenario: Scenario, name: str, number: int, machine: Profile, loop: Loop
+) -> SimReplica:
+    predictor = _predictor(scenario, machine)
     scheduler = Scheduler(
         scenario.topology,
         scenario.model,
@@ -245,8 +277,22 @@ def _replica(scenario: Scenario, name: str, machine: Profile, loop: Loop) -> Sim
         scenario.model.max_context_tokens,
         scenario.classes,
     )
-    clock = PipelineClock(predictor, scenario.page_tokens, scheduler.layout)
+    error = scenario.prediction_error
+    slowness = Misprediction(error, scenario.seed, number) if error else None
+    machine_times = _predictor(scenario, machine)
+    clock = PipelineClock(machine_times, scenario.page_tokens, scheduler.layout, slowness)
     return SimReplica(name, scheduler, clock, loop, scenario.cold_start_s)
+
+
+def _check_loss(scenario: Scenario, loss: GroupLoss) -> None:
+    for field, value, most in (
+        ("replica", loss.replica, scenario.replicas),
+        ("group", loss.group, scenario.topology.kvp_max),
+    ):
+        if value >= most:
+            raise SpecError(
+                f"lost.{field}", value, f"must be less than {most}", f"use 0 to {most - 1}"
+            )
 
 
 def _profile(name: str, base: pathlib.Path) -> Profile:
@@ -263,62 +309,8 @@ def _profile(name: str, base: pathlib.Path) -> Profile:
     return profiles.decode(path.read_bytes(), str(path))
 
 
-def _arrivals(scenario: Scenario, predictor: Predictor, base: pathlib.Path) -> list[Arrival]:
-    workload = scenario.workload
-    sources = [
-        name
-        for name in ("mix", "lengths", "azure", "mooncake")
-        if getattr(workload, name) is not None
-    ]
-    if len(sources) != 1:
-        raise SpecError(
-            "workload",
-            ", ".join(sources) or "empty",
-            "must have exactly one source",
-            "set mix, lengths, azure or mooncake",
-        )
-    if workload.azure is not None or workload.mooncake is not None:
-        trace = (
-            read_azure(base / workload.azure)
-            if workload.azure
-            else read_mooncake(base / str(workload.mooncake))
-        )
-        arrivals = scaled(trace[: workload.requests], workload.speed)
-    else:
-        lengths = (
-            read_lengths(base / workload.lengths)
-            if workload.lengths
-            else mixed(workload.mix or 0.0, 20_000, scenario.seed)
-        )
-        arrivals = poisson(
-            lengths, _rate(scenario, predictor, lengths), workload.requests, scenario.seed
-        )
-    return list(_fitting(arrivals, scenario.model.max_context_tokens, workload.output_tokens))
-
-
-def _rate(scenario: Scenario, predictor: Predictor, lengths: Sequence[tuple[int, int]]) -> float:
-    workload = scenario.workload
-    if (workload.load is None) == (workload.per_second is None):
-        raise SpecError(
-            "workload",
-            f"load {workload.load}, per_second {workload.per_second}",
-            "must have exactly one of the two",
-            "set load = 0.8, say",
-        )
-    if workload.per_second is not None:
-        return workload.per_second
-    mean_s = sum(predictor.prefill_s(prompt) for prompt, _ in lengths) / len(lengths)
-    return float(workload.load or 0.0) * scenario.replicas / mean_s
-
-
-def _fitting(
-    arrivals: Sequence[Arrival], most_tokens: int, output_tokens: int | None
-) -> Iterator[Arrival]:
-    """Arrivals with the output length of the scenario, without those beyond the context."""
-    for arrival in arrivals:
-        output = output_tokens or arrival.output_tokens
-        if arrival.prompt_tokens + output < most_tokens:
-            yield msgspec.structs.replace(arrival, output_tokens=output)
+def _lose(replica: SimReplica, group: int) -> None:
+    replica.lose(group)
 
 
 def _notify(progress: Callable[[float, int], None], loop: Loop, arrived: int) -> None:

@@ -76,7 +76,7 @@ class SimulatedLink:
 
     @property
     def predictor(self) -> Predictor:
-        return self.replica.clock.predictor
+        return self.replica.scheduler.predictor
 
     @property
     def open(self) -> bool:
@@ -105,7 +105,7 @@ class SimulatedFleet:
         self.max_context_tokens = max_context_tokens
         self.classes = {slo_class.name: slo_class for slo_class in classes}
         self.deadlines_s = deadlines_s or {}
-        self.predictor = replicas[0].clock.predictor  # all are alike
+        self.predictor = replicas[0].scheduler.predictor  # all are alike
         self.dispatchers: dict[str, Dispatcher[SimulatedRequest]] = {
             f"router-{index}": Dispatcher(classes, settings.queue_order) for index in range(routers)
         }
@@ -113,7 +113,7 @@ class SimulatedFleet:
         self.links: dict[str, SimulatedLink] = {}
         self.refused: list[RequestRecord] = []
         self.held: list[SimulatedRequest] = []
-        self.cancelled: list[Request] = []  # while they were queued
+        self.cancelled: list[SimulatedRequest] = []  # while they were queued
         self.hand_overs: list[tuple[float, str, str]] = []  # (time, request, replica)
         self._demand = DemandWindow()
         self._left: list[SimReplica] = []
@@ -206,7 +206,7 @@ class SimulatedFleet:
             id=arrival.id,
             arrival_s=self.loop.now,
             prompt_tokens=arrival.prompt_tokens,
-            max_output_tokens=arrival.output_tokens,
+            max_output_tokens=arrival.max_output_tokens,
             tpot_s=slo_class.slo.tpot_s,
             work_s=work_s,
             ttft_deadline_s=deadline_s,
@@ -226,7 +226,7 @@ class SimulatedFleet:
             decision = item.dispatcher.admit(item, slo_class, now)
         except Refusal as refusal:
             self._demand.refused(MODEL, request, refusal, now, self._idle_tpot_s(request))
-            self.refused.append(_refused(request, refusal.code))
+            self.refused.append(self._unserved(item, refusal.code))
             return
         option = decision.option
         item.request = msgspec.structs.replace(request, promised=decision.promised)
@@ -276,7 +276,7 @@ class SimulatedFleet:
             item = dispatcher.get(id)
             if item is not None:
                 dispatcher.drop(id, None, now)
-                self.cancelled.append(item.request)
+                self.cancelled.append(item)
         for link in self.links.values():
             if link.replica.serves(id):
                 link.replica.abort(id)
@@ -332,7 +332,7 @@ class SimulatedFleet:
         item = dispatcher.take(id, link.name)
         if item is None:
             return
-        link.replica.submit(item.request, item.page_names)
+        link.replica.submit(item.request, item.page_names, item.arrival.output_tokens)
         link.grants.submitted(id)
         dispatcher.accepted(id, link.name)
         self.hand_overs.append((self.loop.now, id, link.name))
@@ -362,11 +362,10 @@ class SimulatedFleet:
         A promise that was given stays one, even if the queue relegated the request later.
         """
         items = [dispatcher.items() for dispatcher in self.dispatchers.values()]
-        queued = [item.request for item in itertools.chain(*items, self.held)]
-        unfinished = [*queued, *self.cancelled]
+        unfinished = [*itertools.chain(*items), *self.held, *self.cancelled]
         replicas = [*self._left, *self.replicas.values()]
         served = [record for replica in replicas for record in replica.records()]
-        records = [*served, *(_refused(request, "") for request in unfinished), *self.refused]
+        records = [*served, *(self._unserved(item, "") for item in unfinished), *self.refused]
         return [
             msgspec.structs.replace(record, promised=True) if record.id in self._late else record
             for record in records
@@ -381,6 +380,24 @@ class SimulatedFleet:
             good = link.replica.record(live).good
             self._demand.over(MODEL, live.request, good, self.loop.now, idle_tpot_s)
 
+    def _unserved(self, item: SimulatedRequest, code: str) -> RequestRecord:
+        """The record of a request that no replica has; `code`: of its refusal."""
+        request = item.request
+        cached = item.dispatcher.cached_tokens(item.page_names, request.prompt_tokens)
+        return RequestRecord(
+            id=request.id,
+            arrival_s=request.arrival_s,
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=max(cached.values(), default=0),
+            ttft_deadline_s=request.ttft_deadline_s,
+            tpot_s=request.tpot_s,
+            work_s=request.work_s,
+            promised=bool(request.promised),
+            refused=code,
+            slo_class=request.slo_class,
+            tenant=request.tenant,
+        )
+
     def _idle_tpot_s(self, request: Request) -> float:
         """TPOT of a request that is alone on the best replica."""
         dispatcher = next(iter(self.dispatchers.values()))  # all have the same estimates
@@ -388,18 +405,3 @@ class SimulatedFleet:
             (estimate.idle_tpot_s(request.prompt_tokens) for estimate in dispatcher.estimates),
             default=0.0,
         )
-
-
-def _refused(request: Request, code: str) -> RequestRecord:
-    return RequestRecord(
-        id=request.id,
-        arrival_s=request.arrival_s,
-        prompt_tokens=request.prompt_tokens,
-        ttft_deadline_s=request.ttft_deadline_s,
-        tpot_s=request.tpot_s,
-        work_s=request.work_s,
-        promised=bool(request.promised),
-        refused=code,
-        slo_class=request.slo_class,
-        tenant=request.tenant,
-    )

@@ -9,30 +9,39 @@ from __future__ import annotations
 import csv
 import datetime
 import json
+import math
 import pathlib
 from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from medha.errors import SpecError
 
 BLOCK_TOKENS = 512  # of a Mooncake hash id
+P95_NORMAL = 1.6449  # 95th percentile of the standard normal distribution
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A future request. `blocks` name its 512-token blocks, each with all blocks before it.
 
-    `output_tokens`: the actual length of the output.
+    `output_tokens`: the actual length of the output; `max_tokens`: the limit that the client sets,
+    None if it knows the length.
     """
 
     id: str
     arrival_s: float
     prompt_tokens: int
     output_tokens: int = 1
+    max_tokens: int | None = None
     blocks: tuple[int, ...] = ()
     tenant: str = ""
     slo_class: str = "default"
+
+    @property
+    def max_output_tokens(self) -> int:
+        return self.max_tokens or self.output_tokens
 
     def page_names(self, page_tokens: int) -> tuple[bytes, ...]:
         """A 16-byte name for each full page of the prompt that `blocks` cover."""
@@ -42,6 +51,29 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             + (page * page_tokens).to_bytes(8, "little")
             for page in range(pages)
         )
+
+
+class LogNormal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Log-normal distribution of a number of tokens."""
+
+    median: float
+    p95: float
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.median <= self.p95 < math.inf:
+            raise ValueError(
+                f"median {self.median:g} and p95 {self.p95:g}: 1 <= median <= p95 must hold"
+            )
+
+    def at(self, normals: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        """Token counts at standard normal variates."""
+        sigma = math.log(self.p95 / self.median) / P95_NORMAL
+        return np.maximum(1, np.rint(self.median * np.exp(sigma * normals))).astype(np.int64)
+
+
+# Of Azure's conversation trace (2023): all requests, and the tenth with the longest prompts.
+CHAT_OUTPUT = LogNormal(median=129, p95=451)
+DOCUMENT_OUTPUT = LogNormal(median=58, p95=154)
 
 
 def poisson(
@@ -66,18 +98,26 @@ def poisson(
     ]
 
 
-def mixed(long_share: float, count: int = 10_000, seed: int = 0) -> list[tuple[int, int]]:
-    """(prompt, output) lengths like the papers' evaluation mix.
+def mixed(
+    long_share: float,
+    count: int = 10_000,
+    seed: int = 0,
+    short_output: LogNormal = CHAT_OUTPUT,
+    long_output: LogNormal = DOCUMENT_OUTPUT,
+) -> list[tuple[int, int]]:
+    """(prompt, output) lengths: prompts like the papers' evaluation mix.
 
-    Short prompts of 2 to 8,032 tokens (log-normal, median 1,700) with up to 1,024 output tokens
-    (median 415); a share of long ones, uniform between 128 Ki and 1 Mi (Medha, section 6.1).
+    Short prompts of 2 to 8,032 tokens (log-normal, median 1,700); a share of long ones, uniform
+    between 128 Ki and 1 Mi (Medha, section 6.1).
     """
     rng = np.random.default_rng(seed)
     short = np.clip(rng.lognormal(7.44, 1.3, count), 2, 8032).astype(int)
-    output = np.clip(rng.lognormal(6.03, 0.75, count), 2, 1024).astype(int)
+    normals = rng.standard_normal(count)
     long = rng.integers(128 * 1024, 1024 * 1024, count)
     is_long = rng.random(count) < long_share
-    return list(zip(np.where(is_long, long, short).tolist(), output.tolist(), strict=True))
+    prompts = np.where(is_long, long, short)
+    outputs = np.where(is_long, long_output.at(normals), short_output.at(normals))
+    return list(zip(prompts.tolist(), outputs.tolist(), strict=True))
 
 
 def read_lengths(path: pathlib.Path) -> list[tuple[int, int]]:
