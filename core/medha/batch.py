@@ -90,7 +90,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return tuple(chunk for chunk in self.chunks if group in chunk.groups)
 
 
-class Sampled(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Sampled(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Outcome of a yielding chunk. `finished`: the sequence ends with this token.
 
     `block_hash` names the page that the tokens before the sampled one completed, if any, so that a

@@ -239,7 +239,7 @@ def leftovers(plan: Scheduler) -> dict[str, object]:
         "decodes": len(plan._state.running),
         "decodes foreseen": plan._forecast.counted(),
         "decodes ready or away": sum(
-            len(decodes.chunks) + decodes.in_flight + sum(decodes.keys.values())
+            len(decodes) + decodes.in_flight + sum(decodes.keys.values())
             for decodes in plan._state.running.by_groups.values()
         ),
     }

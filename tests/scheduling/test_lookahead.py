@@ -45,7 +45,7 @@ def test_the_next_decode_stands_on_a_token_that_is_still_drawn() -> None:
     assert (spans(first), spans(second)) == ([(1, 0, 50)], [(1, 50, 51)])
     assert plan.next_batch(0.0, GROUP) is None, "one batch ahead, no more"
     plan.complete(1, tokens(first), 0.005)
-    credit_s = plan._state.running.least_credit_s(0.005)
+    credit_s = plan._state.running.least_credit(0.005)[0]
     assert credit_s == pytest.approx(2 * 0.03), "of the token behind the one in flight"
     third = taken(plan, 0.005)
     assert spans(third) == [(1, 51, 52)]

@@ -201,8 +201,8 @@ class BatchBuilder:
             return float("inf")
         least_s = float("inf")
         if self.running.running:
-            credit_s = self.running.least_credit_s(now) * (1.0 - settings.tbt_guard)
-            least_s = min(credit_s, self.running.least_tpot_s()) / self.spp
+            credit_s, tpot_s = self.running.least_credit(now)
+            least_s = min(credit_s * (1.0 - settings.tbt_guard), tpot_s) / self.spp
         return min(max(least_s, settings.min_batch_s), settings.max_batch_s)
 
     def build(
@@ -227,7 +227,7 @@ class BatchBuilder:
         for groups, decodes in self.running.by_groups.items():
             for group in groups:
                 load = self.predictor.load()
-                load.add_decodes(len(decodes.chunks), decodes.keys[group], len(groups))
+                load.add_decodes(len(decodes), decodes.keys[group], len(groups))
                 most_s = max(most_s, self.spp * load.seconds())
         return most_s
 
@@ -238,10 +238,10 @@ class BatchBuilder:
         for group in group_set:
             draft.loads[group] = self.predictor.load()
         for groups, decodes in self.running.by_groups.items():
-            if not decodes.chunks or (groups != group_set and not set(groups) <= set(group_set)):
+            if not len(decodes) or (groups != group_set and not set(groups) <= set(group_set)):
                 continue
             count = decodes.batch_share(self.spp)
-            keys = self.running.keys_of(groups, count)
+            keys = decodes.keys_of(count)
             draft.decodes.append((groups, count))
             for group in groups:
                 draft.loads[group].add_decodes(count, keys[group], len(groups))
@@ -405,9 +405,8 @@ class BatchBuilder:
     # --- commit -----------------------------------------------------------------------------------
 
     def commit(self, draft: BatchDraft, batch_s: float) -> list[Chunk]:
-        """Take the draft's pages and decodes; return its chunks, decodes first."""
-        taken = [self.running.take(groups, count) for groups, count in draft.decodes]
-        chunks = taken[0] if len(taken) == 1 else [chunk for part in taken for chunk in part]
+        """Take the pages of the draft's prefills; return their chunks."""
+        chunks = []
         for prefill in draft.chunks:
             sequence = prefill.sequence
             start = sequence.scheduled_tokens

@@ -19,7 +19,8 @@ from medha.scheduling.waiting_queue import WaitingQueues
 class KvGroups:
     """The running groups of a replica, and the sequences that live in them.
 
-    `shared`: sequences that hold, are assigned or claim more than one group.
+    `shared`: sequences that hold, are assigned or claim more than one group; `large`: those that
+    need several when they start.
     """
 
     def __init__(self, pool: BlockPool, queues: WaitingQueues) -> None:
@@ -28,6 +29,7 @@ class KvGroups:
         self.running = queues.by_group
         self.last_used_s: dict[int, float] = {}
         self.shared: dict[int, Sequence] = {}
+        self.large: dict[int, Sequence] = {}
 
     def __contains__(self, group: int) -> bool:
         return group in self.running
@@ -54,6 +56,18 @@ class KvGroups:
         by_tokens = -(-sequence.target_tokens // self.tokens_per_group)
         by_pages = -(-self.queues.pages_needed(sequence) // self.pool.pages_per_group)
         return max(1, min(most, max(by_tokens, by_pages)))
+
+    def most_needed(self) -> int:
+        """Return the most groups that a large sequence needs; 1 without any.
+
+        As output is produced, a sequence needs no more groups than when it started.
+        """
+        return max([self.groups_needed(sequence) for sequence in self.large.values()], default=1)
+
+    def measure(self, sequence: Sequence) -> None:
+        """Update `large`: the sequence is new, or its output became a part of its prompt."""
+        if self.groups_needed(sequence) > 1:
+            self.large[sequence.number] = sequence
 
     def assign(self, sequence: Sequence) -> int:
         """Assign groups to the sequence; return how many of its tokens they have cached.
@@ -286,6 +300,7 @@ class KvGroups:
             if group in self.pool.groups:
                 self.pool[group].release(held)
         self.shared.pop(sequence.number, None)
+        self.large.pop(sequence.number, None)
 
     def take_claims(self, group: int, sequences: list[Sequence]) -> list[Sequence]:
         """Give the pages of a new group to sequences that claimed some, oldest first.

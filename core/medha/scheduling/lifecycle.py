@@ -11,11 +11,42 @@ as its token arrives, pages included, so that building a batch does not visit ev
 
 from __future__ import annotations
 
-from medha.batch import Batch, Chunk, Sampled
-from medha.scheduling.interface import Failure
+from typing import Final
+
+from medha.batch import Chunk, Sampled
+from medha.errors import ProtocolError
+from medha.scheduling.interface import Completed, Failure
 from medha.scheduling.prefill_admission import DecodeForecast, PrefillAdmission
+from medha.scheduling.running import DecodeGroup, InFlightBatch
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.state import SchedulerState
+
+NO_PAGES: Final[tuple[int, ...]] = ()
+
+
+class Outcomes:
+    """Outcomes of one batch by sequence.
+
+    Results stand in the order of the batch's chunks, so that the next one is usually meant.
+    """
+
+    def __init__(self, number: int, sampled: tuple[Sampled, ...]) -> None:
+        self.number, self.sampled = number, sampled
+        self._next = 0
+        self._by_sequence: dict[int, Sampled] | None = None
+
+    def take(self, number: int) -> Sampled:
+        """Return the outcome of a sequence; raise ProtocolError if there is none."""
+        while self._next < len(self.sampled):
+            outcome = self.sampled[self._next]
+            self._next += 1
+            if outcome.seq == number:
+                return outcome
+        if self._by_sequence is None:
+            self._by_sequence = {outcome.seq: outcome for outcome in self.sampled}
+        if number not in self._by_sequence:
+            raise ProtocolError(f"batch {self.number} brings no token of sequence {number}")
+        return self._by_sequence[number]
 
 
 class Lifecycle:
@@ -41,22 +72,63 @@ class Lifecycle:
 
     # --- chunks and tokens ------------------------------------------------------------------------
 
-    def leave_stage0(self, batch: Batch) -> None:
+    def leave_stage0(self, sent: InFlightBatch) -> None:
         """Allow the next chunks of the batch's prompts."""
-        sequences = self.state.sequences
-        for chunk in reversed(batch.chunks):
-            if chunk.decode:
-                break
-            sequence = sequences[chunk.seq]
+        for sequence, chunk in reversed(sent.prefills):
             if not sequence.stopped:
-                sequence.leave_stage0(chunk.start + chunk.length)
+                sequence.leave_stage0(chunk.end)
                 if sequence.past_stage0_tokens < sequence.target_tokens:
                     self.queues.update_flags(sequence)
                 else:
                     self.queues.dequeue(sequence)
                     self.forecast.invalidate()
 
-    def on_chunk_done(self, sequence: Sequence, chunk: Chunk) -> None:
+    def complete(self, sent: InFlightBatch, sampled: Outcomes, now: float) -> list[Completed]:
+        """Land a batch's chunks and count its tokens; return the sequences that ended."""
+        chunks, at = sent.batch.chunks, 0
+        completed: list[Completed] = []
+        for decodes, sequences in sent.decodes:
+            decodes.land(len(sequences))
+            for sequence in sequences:
+                if sequence.land():
+                    self._land_stopped(sequence, True, sampled, now, completed)
+                else:
+                    outcome = sampled.take(sequence.number)
+                    reason = self._on_token(sequence, chunks[at], outcome, now, decodes)
+                    if reason is not None:
+                        completed.append(_completed(sequence, reason))
+                at += 1
+        for sequence, chunk in sent.prefills:
+            if sequence.land():
+                self._land_stopped(sequence, chunk.yields, sampled, now, completed)
+                continue
+            self._on_chunk_done(sequence, chunk)
+            if chunk.yields:
+                outcome = sampled.take(sequence.number)
+                reason = self._on_token(sequence, chunk, outcome, now)
+                if reason is not None:
+                    completed.append(_completed(sequence, reason))
+        return completed
+
+    def _land_stopped(
+        self,
+        sequence: Sequence,
+        yields: bool,
+        sampled: Outcomes,
+        now: float,
+        completed: list[Completed],
+    ) -> None:
+        """Count the token of a sequence preempted meanwhile, and free what it held.
+
+        It recomputes the token as part of its prompt.
+        """
+        if yields and not sequence.finished:
+            reason = self._count_token(sequence, sampled.take(sequence.number).finished, now)
+            if reason is not None:
+                completed.append(_completed(sequence, reason))
+        self.free(sequence)
+
+    def _on_chunk_done(self, sequence: Sequence, chunk: Chunk) -> None:
         """Cache the full pages of a prompt chunk that every stage has computed."""
         pool = self.groups.pool
         first = sequence.computed_tokens // pool.page_tokens
@@ -66,62 +138,64 @@ class Lifecycle:
             pool[group].cache(sequence.page_of[logical], sequence.hashes[logical])
         sequence.complete(chunk.end)
 
-    def on_token(
-        self, sequence: Sequence, chunk: Chunk, outcome: Sampled, now: float
+    def _on_token(
+        self,
+        sequence: Sequence,
+        chunk: Chunk,
+        outcome: Sampled,
+        now: float,
+        decodes: DecodeGroup | None = None,
     ) -> str | None:
         """Count a token and prepare the next decode; return why the sequence ended, if it did."""
         if outcome.block_hash is not None and self.settings.prefix_cache:
             self._cache_last(sequence, chunk, outcome.block_hash)
-        reason = self.count_token(sequence, outcome, now)
+        reason = self._count_token(sequence, outcome.finished, now)
         if reason is not None:
             return reason
-        request, running = sequence.request, self.running
-        if sequence.slot < 0:  # it does not decode yet
-            running.begin(sequence)
-        in_batches = sequence.in_flight - running.is_prepared(sequence)
-        tokens = sequence.output_tokens + in_batches
-        due_s = (sequence.first_token_s or now) + tokens * request.tpot_s
-        running.due(sequence, due_s)
+        if not sequence.decoding:
+            self.running.begin(sequence)
+        tokens = sequence.output_tokens + sequence.in_flight - sequence.prepared
+        sequence.set_decode_due(sequence.first_token_s + tokens * sequence.tpot_s)
         if not sequence.in_flight:
-            self._prepare(sequence)
+            self._prepare(sequence, decodes)
         return None
 
-    def count_token(self, sequence: Sequence, outcome: Sampled, now: float) -> str | None:
-        """Count a token that the client receives; return `stop` or `length` if it is the last.
-
-        A sequence preempted while in flight recomputes the token as part of its prompt.
-        """
-        request = sequence.request
+    def _count_token(self, sequence: Sequence, finished: bool, now: float) -> str | None:
+        """Count a token that the client receives; return `stop` or `length` if it is the last."""
         sequence.count_token(now)
-        full = request.prompt_tokens + sequence.output_tokens >= self.max_context_tokens
-        if outcome.finished or full or sequence.output_tokens >= request.max_output_tokens:
+        output = sequence.output_tokens
+        full = sequence.prompt_tokens + output >= self.max_context_tokens
+        if finished or full or output >= sequence.max_output_tokens:
             self.finish(sequence)
-            return "stop" if outcome.finished else "length"
+            return "stop" if finished else "length"
         return None
 
-    def prepare_ahead(self, chunk: Chunk, due_out_s: float) -> bool:
-        """Prepare the decode behind a token that is still being computed.
+    def prepare_ahead(
+        self, sequence: Sequence, end: int, due_out_s: float, like: DecodeGroup | None = None
+    ) -> bool:
+        """Prepare the decode behind a token that is still being computed, of a chunk up to `end`.
 
         The rank that samples the token reads it there. Returns whether nothing is left to prepare
         when the token arrives.
         """
-        sequence, running = self.state.sequences[chunk.seq], self.running
-        request, after = sequence.request, chunk.end + 1
-        output = after - request.prompt_tokens
+        after = end + 1
+        output = after - sequence.prompt_tokens
         if sequence.stopped:
             return True
-        if output >= request.max_output_tokens or after >= self.max_context_tokens:
-            running.expect_last(sequence)
+        if output >= sequence.max_output_tokens or after >= self.max_context_tokens:
+            sequence.end_credit()
             return True
-        tail, room = self.groups.next_tail(sequence)
-        if not room or (tail,) != sequence.groups or sequence.switching:
+        if not sequence.alone or sequence.switching:
             return False
+        if not sequence.scheduled_tokens % self.groups.pool.page_tokens:
+            tail, room = self.groups.next_tail(sequence)
+            if not room or tail != sequence.tail:
+                return False
         if not sequence.decoding:
-            running.begin(sequence)
-            first_s = sequence.first_token_s
-            first_s = due_out_s if first_s is None else first_s
-            running.due(sequence, first_s + output * request.tpot_s)
-        return self._prepare(sequence)
+            self.running.begin(sequence)
+            first_s = sequence.first_token_s if sequence.output_tokens else due_out_s
+            sequence.set_decode_due(first_s + output * sequence.tpot_s)
+        return self._prepare(sequence, like)
 
     def _cache_last(self, sequence: Sequence, chunk: Chunk, hash_: bytes) -> None:
         """Cache the page that the computed tokens have just filled."""
@@ -129,13 +203,18 @@ class Lifecycle:
         if logical >= 0:
             self.groups.pool[sequence.group_of[logical]].cache(sequence.page_of[logical], hash_)
 
-    def _prepare(self, sequence: Sequence) -> bool:
-        """Prepare the next decode; without a page for it the sequence is blocked on pages."""
-        start = sequence.scheduled_tokens
-        pages: tuple[int, ...] = ()
-        if start % self.groups.pool.page_tokens and not sequence.switching:
-            tail = sequence.group_of[-1]
-            sequence.schedule_decode(tail)
+    def _prepare(self, sequence: Sequence, like: DecodeGroup | None = None) -> bool:
+        """Prepare the next decode; without a page for it the sequence is blocked on pages.
+
+        `like`: the decodes that its last one was of.
+        """
+        start, pages, tail = sequence.scheduled_tokens, NO_PAGES, sequence.tail
+        if start % self.groups.pool.page_tokens and not sequence.moving:
+            sequence.schedule_decode()
+            if like is not None and sequence.alone and like.alone == tail:
+                chunk = Chunk(sequence.number, start, 1, like.groups, tail, pages, True, True)
+                like.add(sequence, chunk)
+                return True
         else:
             tail, room = self.groups.next_tail(sequence)
             if not room:
@@ -146,7 +225,7 @@ class Lifecycle:
         for move in sequence.switching:
             groups = tuple(sorted({*groups, move.source, move.target}))
         chunk = Chunk(sequence.number, start, 1, groups, tail, pages, True, True)
-        self.running.prepare(sequence, chunk)
+        self.running.decodes_of(groups).add(sequence, chunk)
         return True
 
     # --- the end ----------------------------------------------------------------------------------
@@ -201,6 +280,7 @@ class Lifecycle:
 
         If no group runs, the sequence waits for one.
         """
+        self.groups.measure(sequence)
         if not self.groups.running:
             self.state.unassigned[sequence.number] = sequence
             return 0
@@ -317,3 +397,9 @@ class Lifecycle:
     def _relative_slack(self, sequence: Sequence, now: float) -> float:
         work_s = sum(self.queues.work_by_group(sequence).values())
         return (sequence.key[0] - now - work_s) / sequence.norm_s
+
+
+def _completed(sequence: Sequence, reason: str) -> Completed:
+    return Completed(
+        sequence.number, sequence.id, reason, sequence.prompt_tokens, sequence.output_tokens
+    )

@@ -58,13 +58,20 @@ def report(
 
 
 def _counts(queues: dict[int, WaitingQueue]) -> tuple[int, int]:
-    """Return (prompts not started, prompts in progress), each counted once."""
+    """Return (prompts not started, prompts in progress), each counted once.
+
+    A row in need of pages is of a prompt of one group that has not started: most are.
+    """
+    waiting = 0
     started: dict[int, bool] = {}
     for queue in queues.values():
-        for sequence in queue.sequences:
+        others = (queue.need <= 0.0).nonzero()[0].tolist()
+        waiting += len(queue) - len(others)
+        for row in others:
+            sequence = queue.sequences[row]
             started[sequence.number] = sequence.started
     in_progress = sum(started.values())
-    return len(started) - in_progress, in_progress
+    return waiting + len(started) - in_progress, in_progress
 
 
 def _margins(

@@ -58,12 +58,9 @@ class GroupMembership:
         hit: dict[int, Sequence] = {}
         for sent in state.in_flight.on_group(group):
             state.in_flight.remove(sent.batch.number)
-            for chunk in sent.batch.chunks:
-                sequence = state.sequences[chunk.seq]
+            for sequence in sent.void():
                 sequence.land()
-                if chunk.decode:
-                    self.running.land(chunk.groups)
-                hit[chunk.seq] = sequence
+                hit[sequence.number] = sequence
         for sequence in state.sequences.values():
             pages = group in sequence.tokens_by_group or group in sequence.reserved
             if pages or group in sequence.assigned_groups:
@@ -96,10 +93,7 @@ class GroupMembership:
         """Return how many groups should run: 0 .. wanted-1."""
         idle = len(self.releasable(now))
         highest = max(self.groups.running, default=-1) + 1
-        need = max(
-            (self.groups.groups_needed(sequence) for sequence in self.state.sequences.values()),
-            default=0,
-        )
+        need = self.groups.most_needed() if self.state.sequences else 0
         pool = self.groups.pool
         claimed = -(-pool.claimed // pool.pages_per_group)
         wanted = max(highest - idle, need, highest + claimed if claimed else 0)

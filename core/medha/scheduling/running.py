@@ -8,7 +8,7 @@ first token + k × TPOT: a decode that is early has credit and can wait.
 
 from __future__ import annotations
 
-import numpy as np
+from math import inf
 
 from medha.batch import Batch, Chunk
 from medha.predictor import BatchLoad
@@ -21,22 +21,77 @@ MOST_PER_STAGE = 2
 class DecodeGroup:
     """Prepared decodes of sequences that live in the same KVP groups, oldest first.
 
-    `keys`: KV tokens per group that their attention reads, their own included; `in_flight`: how
-    many are in flight; `mark`: identifies the slots of this group set.
+    `alone`: the group, if it is one. `in_flight`: how many are in flight.
     """
 
-    __slots__ = ("chunks", "in_flight", "keys", "mark")
+    __slots__ = ("_keys", "alone", "groups", "in_flight", "prepared")
 
-    def __init__(self, groups: tuple[int, ...], mark: int) -> None:
-        self.mark = mark
-        self.chunks: dict[int, Chunk] = {}
-        self.keys = dict.fromkeys(groups, 0)
+    def __init__(self, groups: tuple[int, ...]) -> None:
+        self.groups, self.alone = groups, groups[0] if len(groups) == 1 else -1
+        self.prepared: list[Sequence] = []
+        self._keys = [0] * len(groups)
         self.in_flight = 0
+
+    def __len__(self) -> int:
+        return len(self.prepared)
+
+    @property
+    def keys(self) -> dict[int, int]:
+        """KV tokens per group that the attention of prepared decodes reads, their own included."""
+        return dict(zip(self.groups, self._keys, strict=True))
+
+    def keys_of(self, count: int) -> dict[int, int]:
+        """Return `keys` of the first `count` prepared decodes."""
+        if count >= len(self.prepared):
+            return self.keys
+        first = DecodeGroup(self.groups)
+        for sequence in self.prepared[:count]:
+            first._change_keys(sequence, 1)
+        return first.keys
 
     def batch_share(self, spp: int) -> int:
         """Count the decodes to take, so that they are spread evenly over the batches in flight."""
-        ready = len(self.chunks)
+        ready = len(self.prepared)
         return ready if spp == 1 else min(ready, -(-(ready + self.in_flight) // spp))
+
+    def add(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Hold the sequence's next decode ready for a batch."""
+        self.prepared.append(sequence)
+        self._change_keys(sequence, 1)
+        sequence.prepare_decode(chunk)
+
+    def remove(self, sequence: Sequence) -> None:
+        self.prepared.remove(sequence)
+        self._change_keys(sequence, -1)
+
+    def take(self, most: int) -> list[Sequence]:
+        """Remove and return at most `most` prepared decodes, the longest prepared first."""
+        if len(self.prepared) <= most:
+            taken, self.prepared = self.prepared, []
+            self._keys = [0] * len(self.groups)
+        else:
+            taken = self.prepared[:most]
+            del self.prepared[:most]
+            for sequence in taken:
+                self._change_keys(sequence, -1)
+        self.in_flight += len(taken)
+        return taken
+
+    def land(self, count: int) -> None:
+        """Count decodes in flight as complete or void."""
+        self.in_flight -= count
+
+    def _change_keys(self, sequence: Sequence, times: int) -> None:
+        if self.alone >= 0:  # all its tokens lie there
+            self._keys[0] += times * sequence.scheduled_tokens
+            return
+        held = sequence.tokens_by_group
+        for at, group in enumerate(self.groups):
+            self._keys[at] += times * held.get(group, 0)
+
+
+# Decodes of one batch that live in the same groups.
+TakenDecodes = tuple[DecodeGroup, list[Sequence]]
 
 
 class RunningDecodes:
@@ -46,104 +101,45 @@ class RunningDecodes:
         self.by_groups: dict[tuple[int, ...], DecodeGroup] = {}
         self.blocked_on_pages: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
-        self._due_s = np.full(64, np.inf)
-        self._tpot_s = np.full(64, np.inf)
-        self._ready = np.zeros(64, dtype=np.int32)  # mark of the group set, if prepared
-        self._slots = list(range(63, -1, -1))
 
     def __len__(self) -> int:
         return len(self.running)
 
     def begin(self, sequence: Sequence) -> None:
         """Add a sequence: its first token has arrived, or will with a batch in flight."""
-        if not self._slots:
-            size = len(self._due_s)
-            self._due_s = np.concatenate([self._due_s, np.full(size, np.inf)])
-            self._tpot_s = np.concatenate([self._tpot_s, np.full(size, np.inf)])
-            self._ready = np.concatenate([self._ready, np.zeros_like(self._ready)])
-            self._slots = list(range(2 * size - 1, size - 1, -1))
-        slot = self._slots.pop()
-        self._tpot_s[slot] = sequence.request.tpot_s
         self.running[sequence.number] = sequence
-        sequence.start_decode(slot)
+        sequence.start_decode()
 
-    def due(self, sequence: Sequence, due_s: float) -> None:
-        """Set when the next token is due."""
-        self._due_s[sequence.slot] = due_s
-        sequence.set_decode_due(due_s)
-
-    def is_prepared(self, sequence: Sequence) -> bool:
-        """Return whether the next decode is prepared and in no batch yet."""
-        return bool(self._ready[sequence.slot])
-
-    def expect_last(self, sequence: Sequence) -> None:
-        """Reserve no time for another token: the one in flight is the last."""
-        if sequence.decoding:
-            self._due_s[sequence.slot] = self._tpot_s[sequence.slot] = np.inf
-
-    def prepare(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Hold the sequence's next decode ready for a batch."""
-        decodes = self.by_groups.get(chunk.groups)
+    def decodes_of(self, groups: tuple[int, ...]) -> DecodeGroup:
+        decodes = self.by_groups.get(groups)
         if decodes is None:
-            mark = len(self.by_groups) + 1
-            decodes = self.by_groups[chunk.groups] = DecodeGroup(chunk.groups, mark)
-        decodes.chunks[sequence.number] = chunk
-        self._ready[sequence.slot] = decodes.mark
-        held, keys = sequence.tokens_by_group, decodes.keys
-        for group in chunk.groups:
-            keys[group] += held.get(group, 0)
-        sequence.set_next_chunk(chunk)
+            decodes = self.by_groups[groups] = DecodeGroup(groups)
+        return decodes
 
     def withdraw(self, sequence: Sequence) -> bool:
         """Remove a prepared decode; False if there is none."""
         self.blocked_on_pages.pop(sequence.number, None)
         chunk = sequence.next_chunk
-        sequence.set_next_chunk(None)
-        if chunk is None:
+        prepared = sequence.prepared
+        sequence.withdraw_decode()
+        if chunk is None or not prepared:
             return False
-        decodes = self.by_groups[chunk.groups]
-        if decodes.chunks.pop(sequence.number, None) is None:
-            return False
-        self._ready[sequence.slot] = 0
-        for group in chunk.groups:
-            decodes.keys[group] -= sequence.tokens_by_group.get(group, 0)
+        self.by_groups[chunk.groups].remove(sequence)
         return True
 
     def end(self, sequence: Sequence) -> None:
         """Remove a sequence that decodes no more."""
         self.withdraw(sequence)
         if self.running.pop(sequence.number, None) is not None:
-            self._due_s[sequence.slot] = self._tpot_s[sequence.slot] = np.inf
-            self._slots.append(sequence.slot)
             sequence.stop_decode()
 
-    def take(self, groups: tuple[int, ...], most: int) -> list[Chunk]:
-        """Take at most `most` prepared decodes of a group set, the longest prepared first.
-
-        No later batch delays a token in flight, so that credit counts for the next token.
-        """
+    def take(self, groups: tuple[int, ...], most: int) -> TakenDecodes:
+        """Take at most `most` prepared decodes of a group set, the longest prepared first."""
         decodes = self.by_groups[groups]
-        decodes.in_flight += min(most, len(decodes.chunks))
-        if len(decodes.chunks) <= most:
-            slots = self._ready == decodes.mark
-            np.add(self._due_s, self._tpot_s, out=self._due_s, where=slots)
-            np.copyto(self._ready, 0, where=slots)
-            chunks = [*decodes.chunks.values()]
-            decodes.chunks = {}
-            decodes.keys = dict.fromkeys(groups, 0)
-            return chunks
-        numbers = list(decodes.chunks)[:most]
-        chunks = []
-        for number in numbers:
-            chunk = decodes.chunks.pop(number)
-            slot = self.running[number].slot
-            self._due_s[slot] += self._tpot_s[slot]
-            self._ready[slot] = 0
-            held = self.running[number].tokens_by_group
-            for group in groups:
-                decodes.keys[group] -= held.get(group, 0)
-            chunks.append(chunk)
-        return chunks
+        taken = decodes.take(most)
+        for sequence in taken:
+            sequence.take_decode()
+        return decodes, taken
 
     def block_on_pages(self, sequence: Sequence) -> None:
         """Record that the next decode finds no page."""
@@ -152,41 +148,32 @@ class RunningDecodes:
     def unblock(self, sequence: Sequence) -> None:
         del self.blocked_on_pages[sequence.number]
 
-    def land(self, groups: tuple[int, ...]) -> None:
-        """Count a decode in flight as complete or void."""
-        self.by_groups[groups].in_flight -= 1
-
-    def keys_of(self, groups: tuple[int, ...], count: int) -> dict[int, int]:
-        """Return the KV tokens per group that the first `count` prepared decodes read."""
-        decodes = self.by_groups[groups]
-        if count >= len(decodes.chunks):
-            return decodes.keys
-        keys = dict.fromkeys(groups, 0)
-        for number in list(decodes.chunks)[:count]:
-            held = self.running[number].tokens_by_group
-            for group in groups:
-                keys[group] += held.get(group, 0)
-        return keys
-
     def in_groups(self, groups: tuple[int, ...]) -> bool:
         """Return whether any decode of those groups is prepared or in flight."""
         return any(
-            (decodes.chunks or decodes.in_flight) and not set(groups).isdisjoint(of)
+            (decodes.prepared or decodes.in_flight) and not set(groups).isdisjoint(of)
             for of, decodes in self.by_groups.items()
         )
 
-    def least_credit_s(self, now: float) -> float:
-        """Return the shortest time until a running decode's token is due; infinite with none."""
-        return float(self._due_s[self._due_s.argmin()]) - now
+    def least_credit(self, now: float) -> tuple[float, float]:
+        """Return the shortest time until a token is due, and the tightest TPOT target.
 
-    def least_tpot_s(self) -> float:
-        """Return the tightest TPOT target of the running decodes; infinite with none."""
-        return float(self._tpot_s[self._tpot_s.argmin()])
+        Both are of the running decodes that expect another token; infinite with none.
+        """
+        due_s = tpot_s = inf
+        for sequence in self.running.values():
+            if sequence.credit_until_s < inf:
+                if sequence.credit_until_s < due_s:
+                    due_s = sequence.credit_until_s
+                if sequence.tpot_s < tpot_s:
+                    tpot_s = sequence.tpot_s
+        return due_s - now, tpot_s
 
 
 class InFlightBatch:
     """A batch sent to the ranks.
 
+    `decodes`, `prefills`: its sequences in the order of its chunks.
     `heaviest`: the load of its fullest group; `due_out_s`: predicted time at which its stage 0 is
     free; `ends_s`: predicted end of each stage. `followed`: the next chunks of its sequences are
     prepared; another batch may then follow it early if `open`.
@@ -194,6 +181,7 @@ class InFlightBatch:
 
     __slots__ = (
         "batch",
+        "decodes",
         "due_out_s",
         "ends_s",
         "followed",
@@ -202,16 +190,32 @@ class InFlightBatch:
         "left_stage0",
         "open",
         "predicted_s",
+        "prefills",
     )
 
     def __init__(
-        self, batch: Batch, groups: tuple[int, ...], now: float, heaviest: BatchLoad
+        self,
+        batch: Batch,
+        groups: tuple[int, ...],
+        decodes: list[TakenDecodes],
+        prefills: list[tuple[Sequence, Chunk]],
+        heaviest: BatchLoad,
+        now: float,
     ) -> None:
         self.batch, self.groups, self.heaviest = batch, groups, heaviest
+        self.decodes, self.prefills = decodes, prefills
         self.predicted_s = batch.predicted_s
         self.due_out_s = now + batch.predicted_s
         self.ends_s = [self.due_out_s]
         self.left_stage0 = self.followed = self.open = False
+
+    def void(self) -> list[Sequence]:
+        """Take the batch's decodes out of flight; return all its sequences."""
+        sequences: list[Sequence] = []
+        for decodes, taken in self.decodes:
+            decodes.land(len(taken))
+            sequences += taken
+        return sequences + [sequence for sequence, _ in self.prefills]
 
     def leave_stage0(self) -> None:
         self.left_stage0 = True

@@ -26,7 +26,7 @@ from medha.scheduling.batch_builder import BatchBuilder, BatchDraft
 from medha.scheduling.block_pool import BlockPool
 from medha.scheduling.group_selection import GroupSelector
 from medha.scheduling.interface import Admitted, Completed, Failure
-from medha.scheduling.lifecycle import Lifecycle
+from medha.scheduling.lifecycle import Lifecycle, Outcomes
 from medha.scheduling.load_report import report
 from medha.scheduling.membership import GroupMembership
 from medha.scheduling.policies import normaliser_s
@@ -223,25 +223,39 @@ class Scheduler:
         predicted_s = draft.seconds
         heaviest = max(draft.loads.values(), key=_rows)
         ended = self._lifecycle.take_ended() if self._lifecycle.ended else ()
-        chunks = self._builder.commit(draft, predicted_s)
-        sequences = self._state.sequences
-        self._queues.update_all([chunk_draft.sequence for chunk_draft in draft.chunks])
+        decodes = [self._running.take(groups, count) for groups, count in draft.decodes]
+        chunks = [
+            chunk
+            for _, sequences in decodes
+            for sequence in sequences
+            if (chunk := sequence.next_chunk) is not None
+        ]
+        prefill_chunks = self._builder.commit(draft, predicted_s)
+        prefilled = [chunk_draft.sequence for chunk_draft in draft.chunks]
+        prefills = [*zip(prefilled, prefill_chunks, strict=True)]
+        chunks += prefill_chunks
+        self._queues.update_all(prefilled)
         for chunk_draft in draft.chunks:
             if len(chunk_draft.groups) > 1:
                 chunk_draft.sequence.run_together(prefill=True)
-        for groups, _ in draft.decodes:
-            if len(groups) > 1:
-                for chunk in chunks:
-                    if chunk.decode and chunk.shared:
-                        sequences[chunk.seq].run_together(prefill=False)
-                break
+        for decode_group, sequences in decodes:
+            if len(decode_group.groups) > 1:
+                for sequence in sequences:
+                    sequence.run_together(prefill=False)
         switches = (
-            self._rebalance.switch(chunks, sequences, number) if self._rebalance.ready else ()
+            self._rebalance.switch(chunks, self._state.sequences, number)
+            if self._rebalance.ready
+            else ()
         )
         generation = self._state.generation
         batch = Batch(number, generation, tuple(chunks), switches, ended, predicted_s)
-        group_set = draft.group_set if len(draft.group_set) == 1 else batch.groups
-        self._in_flight.add(InFlightBatch(batch, group_set, now, heaviest))
+        group_set = draft.group_set
+        if len(group_set) > 1:
+            used = {group for decode_group, _ in decodes for group in decode_group.groups}
+            used.update(*(chunk_draft.groups for chunk_draft in draft.chunks))
+            group_set = tuple(sorted(used))
+        sent = InFlightBatch(batch, group_set, decodes, prefills, heaviest, now)
+        self._in_flight.add(sent)
         if self._selector.active:
             self._selector.count_round(group_set)
         self._groups.mark_used(group_set, now)
@@ -255,7 +269,7 @@ class Scheduler:
     def _leave_stage0(self, sent: InFlightBatch) -> None:
         sent.leave_stage0()
         if not sent.followed:
-            self._lifecycle.leave_stage0(sent.batch)
+            self._lifecycle.leave_stage0(sent)
 
     def complete(self, number: int, result: BatchResult, now: float) -> tuple[Completed, ...]:
         sent = self._in_flight.remove(number)
@@ -265,37 +279,7 @@ class Scheduler:
             self._leave_stage0(sent)
         if result.elapsed_s is not None:
             self.predictor.observe(sent.heaviest, sent.predicted_s, result.elapsed_s)
-        sampled = {outcome.seq: outcome for outcome in result.sampled}
-        sequences, running, lifecycle = self._state.sequences, self._running, self._lifecycle
-        completed: list[Completed] = []
-        for chunk in sent.batch.chunks:
-            sequence = sequences[chunk.seq]
-            stopped = sequence.land()
-            if chunk.decode:
-                running.land(chunk.groups)
-            if not (stopped or chunk.decode):
-                lifecycle.on_chunk_done(sequence, chunk)
-            reason = None
-            if chunk.yields and not (stopped and sequence.finished):
-                outcome = sampled.get(chunk.seq)
-                if outcome is None:
-                    raise ProtocolError(f"batch {number} brings no token of sequence {chunk.seq}")
-                if stopped:
-                    reason = lifecycle.count_token(sequence, outcome, now)
-                else:
-                    reason = lifecycle.on_token(sequence, chunk, outcome, now)
-            if stopped:
-                lifecycle.free(sequence)
-            if reason is not None:
-                completed.append(
-                    Completed(
-                        sequence.number,
-                        sequence.id,
-                        reason,
-                        sequence.request.prompt_tokens,
-                        sequence.output_tokens,
-                    )
-                )
+        completed = self._lifecycle.complete(sent, Outcomes(number, result.sampled), now)
         self._rebalance.on_complete()
         if self._forecast.is_outdated():
             self._forecast.refresh(now)
@@ -412,13 +396,17 @@ class Lookahead:
     def _follow(self, sent: InFlightBatch) -> None:
         """Let the batch's prompts continue, and prepare its decodes."""
         sent.follow()
-        self.lifecycle.leave_stage0(sent.batch)
-        ready = [
-            self.lifecycle.prepare_ahead(chunk, sent.due_out_s)
-            for chunk in sent.batch.chunks
-            if chunk.yields
-        ]
-        sent.open_for_next(all(ready))
+        self.lifecycle.leave_stage0(sent)
+        prepare, chunks, due_out_s = self.lifecycle.prepare_ahead, sent.batch.chunks, sent.due_out_s
+        ready, at = True, 0
+        for decodes, sequences in sent.decodes:
+            for sequence in sequences:
+                ready = prepare(sequence, chunks[at].end, due_out_s, decodes) and ready
+                at += 1
+        for sequence, chunk in sent.prefills:
+            if chunk.yields:
+                ready = prepare(sequence, chunk.end, due_out_s) and ready
+        sent.open_for_next(ready)
 
 
 def _rows(load: BatchLoad) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 from collections import abc
+from math import inf
 from typing import Final
 
 from medha.batch import Chunk, Move
@@ -50,13 +51,22 @@ class Sequence:
     chunk took. `displaced`: others took its place in the promise set. `moving`: page copies under
     way or not yet switched. `rounds_skipped`, `blocked_since_s`: how long it has waited for its
     groups to be free together; `declined_together`: they were, and it was not chosen. `row`: its
-    last known row in a waiting queue.
+    last known row in a waiting queue. `tail`: the group of its newest page; `alone`: it lies in one
+    group. `prepared`: the next decode is ready and in no batch;
+    `decode_due_s`: when its token is due; `credit_until_s`: when the first token that is in no
+    batch in flight is due.
+
+    Numbers of the request that each token needs are copied: compiled code reads them faster.
     """
 
     __slots__ = (
+        "_tail_tokens",
+        "_tokens_by_group",
+        "alone",
         "assigned_groups",
         "blocked_since_s",
         "computed_tokens",
+        "credit_until_s",
         "declined_together",
         "decode_due_s",
         "displaced",
@@ -68,6 +78,7 @@ class Sequence:
         "in_flight",
         "kept",
         "key",
+        "max_output_tokens",
         "moving",
         "new_pages",
         "next_chunk",
@@ -77,48 +88,62 @@ class Sequence:
         "page_of",
         "past_stage0_tokens",
         "paused_since_s",
+        "prepared",
         "promised",
+        "prompt_tokens",
         "request",
         "reserved",
         "rounds_skipped",
         "row",
         "scheduled_tokens",
-        "slot",
         "started",
         "status",
         "switching",
+        "tail",
         "target_tokens",
-        "tokens_by_group",
         "total_work_s",
+        "tpot_s",
     )
 
     def __init__(self, number: int, request: Request, hashes: abc.Sequence[bytes] = ()) -> None:
-        self.number, self.request, self.hashes = number, request, tuple(hashes)
+        # First what each token needs: compiled, attributes lie in this order, and with thousands of
+        # decodes the time is that of fetching them from memory.
+        self.status: Status = WAITING
+        self.number, self.in_flight, self.moving = number, 0, 0
+        self.prepared = self.alone = False
+        self.scheduled_tokens = self.output_tokens = self.tail = self._tail_tokens = 0
+        self.new_pages = 0
+        self.prompt_tokens = request.prompt_tokens
+        self.max_output_tokens = request.max_output_tokens
+        self.tpot_s = request.tpot_s
+        self.first_token_s = self.decode_due_s = 0.0
+        self.credit_until_s = inf
+        self.next_chunk: Chunk | None = None
+
+        self.request, self.hashes = request, tuple(hashes)
         self.key = (request.due_s, request.arrival_s, request.id)
-        self.output_tokens = 0
         self.assigned_groups: tuple[int, ...] = ()
         self.kept = self.promised = self.displaced = False
         self.total_work_s = self.norm_s = 0.0
-        self.in_flight = self.moving = 0
-        self.first_token_s: float | None = None
         self.growth_claim = self.row = 0
         self.reserved: dict[int, int] = {}
         self.reset()
 
     def reset(self) -> None:
         """Return to the queue: nothing is computed and no page is held."""
-        self.status: Status = WAITING
+        self.status = WAITING
         self.started = False
         self.scheduled_tokens = self.past_stage0_tokens = self.computed_tokens = 0
-        self.target_tokens = self.request.prompt_tokens + self.output_tokens
+        self.target_tokens = self.prompt_tokens + self.output_tokens
         self.page_of: list[int] = []
         self.group_of: list[int] = []
-        self.tokens_by_group: dict[int, int] = {}
         self.groups: tuple[int, ...] = ()
+        self.alone, self.tail = False, -1
+        self._tokens_by_group: dict[int, int] = {}
+        self._tail_tokens = 0
         self.new_pages = 0
-        self.next_chunk: Chunk | None = None
-        self.slot = -1
-        self.decode_due_s = 0.0
+        self.next_chunk, self.prepared = None, False
+        self.decode_due_s, self.credit_until_s = 0.0, inf
         self.rounds_skipped, self.declined_together = 0, False
         self.blocked_since_s: float | None = None
         self.paused_since_s: float | None = None
@@ -146,6 +171,12 @@ class Sequence:
     def stopped(self) -> bool:
         """Finished or preempted: no further batch may include the sequence."""
         return self.status is FINISHED or self.status is PREEMPTED
+
+    @property
+    def tokens_by_group(self) -> dict[int, int]:
+        """Tokens that lie in each of `groups`."""
+        self._count_tail()
+        return self._tokens_by_group
 
     @property
     def remaining_tokens(self) -> int:
@@ -199,6 +230,7 @@ class Sequence:
             self.page_of.append(page)
             self.group_of.append(group)
             self.add_tokens(group, page_tokens)
+            self.tail = group
         tokens = len(cached) * page_tokens
         self.scheduled_tokens = self.past_stage0_tokens = self.computed_tokens = tokens
 
@@ -221,17 +253,17 @@ class Sequence:
         self.growth_claim += pages
 
     def add_tokens(self, group: int, tokens: int) -> None:
-        if group in self.tokens_by_group:
-            self.tokens_by_group[group] += tokens
+        if group in self._tokens_by_group:
+            self._tokens_by_group[group] += tokens
         else:
-            self.tokens_by_group[group] = tokens
-            self.groups = tuple(sorted(self.tokens_by_group))
+            self._tokens_by_group[group] = tokens
+            self._set_groups()
 
     def remove_tokens(self, group: int, tokens: int) -> None:
-        self.tokens_by_group[group] -= tokens
-        if not self.tokens_by_group[group]:
-            del self.tokens_by_group[group]
-            self.groups = tuple(sorted(self.tokens_by_group))
+        self._tokens_by_group[group] -= tokens
+        if not self._tokens_by_group[group]:
+            del self._tokens_by_group[group]
+            self._set_groups()
 
     def drop_group(self, group: int) -> None:
         """Forget a lost group with its pages and reservations."""
@@ -241,6 +273,16 @@ class Sequence:
         if group in self.tokens_by_group:
             self.remove_tokens(group, self.tokens_by_group[group])
 
+    def _set_groups(self) -> None:
+        self.groups = tuple(sorted(self._tokens_by_group))
+        self.alone = len(self.groups) == 1
+
+    def _count_tail(self) -> None:
+        """Count the decodes since the newest page was taken; all lie there."""
+        if self._tail_tokens:
+            self._tokens_by_group[self.tail] += self._tail_tokens
+            self._tail_tokens = 0
+
     # --- batches ----------------------------------------------------------------------------------
 
     def schedule(self, tokens: int, group: int, pages: list[int], reserved: int = 0) -> None:
@@ -248,9 +290,11 @@ class Sequence:
 
         `reserved`: how many of the pages were reserved.
         """
+        self._count_tail()
         if pages:
             self.page_of += pages
             self.group_of += [group] * len(pages)
+            self.tail = group
         if reserved:
             self.reserved[group] -= reserved
         self.new_pages = len(pages)
@@ -259,10 +303,10 @@ class Sequence:
         self.in_flight += 1
         assert self.status is DECODE or self.scheduled_tokens <= self.target_tokens
 
-    def schedule_decode(self, group: int) -> None:
-        """Put the next token into a batch; it lies in a page that `group` already holds."""
+    def schedule_decode(self) -> None:
+        """Put the next token into a batch; it lies in the newest page."""
         self.scheduled_tokens += 1
-        self.tokens_by_group[group] += 1
+        self._tail_tokens += 1
         self.new_pages = 0
         self.in_flight += 1
 
@@ -286,9 +330,9 @@ class Sequence:
 
     def count_token(self, now: float) -> None:
         """Count an output token that the client receives."""
-        self.output_tokens += 1
-        if self.first_token_s is None:
+        if not self.output_tokens:
             self.first_token_s = now
+        self.output_tokens += 1
 
     # --- groups that must be free together --------------------------------------------------------
 
@@ -321,20 +365,34 @@ class Sequence:
 
     # --- decodes ----------------------------------------------------------------------------------
 
-    def start_decode(self, slot: int) -> None:
-        """Start to decode; `slot` is the sequence's place among the running decodes."""
-        self.slot = slot
+    def start_decode(self) -> None:
         self.status = DECODE
 
     def stop_decode(self) -> None:
-        self.slot = -1
         self.status = PREFILL
+        self.credit_until_s = inf
 
     def set_decode_due(self, due_s: float) -> None:
-        self.decode_due_s = due_s
+        self.decode_due_s = self.credit_until_s = due_s
 
-    def set_next_chunk(self, chunk: Chunk | None) -> None:
-        self.next_chunk = chunk
+    def end_credit(self) -> None:
+        """Expect no token after the one in flight."""
+        self.credit_until_s = inf
+
+    def prepare_decode(self, chunk: Chunk) -> None:
+        """Hold the next decode ready for a batch."""
+        self.next_chunk, self.prepared = chunk, True
+
+    def take_decode(self) -> None:
+        """Put the prepared decode into a batch.
+
+        No later batch delays a token in flight, so that credit counts for the next token.
+        """
+        self.credit_until_s += self.tpot_s
+        self.prepared = False
+
+    def withdraw_decode(self) -> None:
+        self.next_chunk, self.prepared = None, False
 
     # --- page moves -------------------------------------------------------------------------------
 
@@ -354,8 +412,10 @@ class Sequence:
 
     def switch(self, move: Move, page_tokens: int) -> None:
         """Use the copied pages from now on."""
+        self._count_tail()
         for logical, page in zip(move.logical, move.to_pages, strict=True):
             self.page_of[logical], self.group_of[logical] = page, move.target
+        self.tail = self.group_of[-1]
         tokens = len(move.logical) * page_tokens
         self.remove_tokens(move.source, tokens)
         self.add_tokens(move.target, tokens)
