@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.policy_cells import Cell, CellWorkload, at_tpot
 from benchmarks.policy_runs import Outcome
@@ -140,20 +140,38 @@ class FluidReplica:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def pending_s(self) -> float:
-        """Seconds until all waiting prompts are served, in the fullest group."""
-        return max(self._pending_s())
+    def offer(self, prompt: FluidPrompt, deadline_s: float) -> tuple[int, float]:
+        """Return what a prompt that arrives now would cost: prompts that would then be late, and
+        the seconds until its own prefill ends."""
+        kept = len(self._kept(self.waiting, self._left()))
+        self._assign(prompt, deadline_s)
+        waiting = {**self.waiting, prompt.number: prompt}
+        left_s = self._left() | {prompt.number: self._left_s(prompt)}
+        kept_with = self._kept(waiting, left_s)
+        ahead = itertools.takewhile(
+            lambda other: other is not prompt, self._ordered(waiting, kept_with, left_s)
+        )
+        group = prompt.groups[0]
+        ahead_s = sum(left_s[other.number] for other in ahead if group in other.groups)
+        return kept + 1 - len(kept_with), ahead_s + left_s[prompt.number]
 
     def submit(self, prompt: FluidPrompt, deadline_s: float) -> None:
         """Take a prompt that arrives now."""
-        pending = self._pending_s()
+        self._assign(prompt, deadline_s)
+        self.waiting[prompt.number] = prompt
+        self._rank()
+
+    def _assign(self, prompt: FluidPrompt, deadline_s: float) -> None:
+        """Give a prompt its groups, those with the least work first, and the end of its prefill."""
+        pending = [0.0] * self.most
+        for other in self.waiting.values() if self.most > 1 else ():
+            for group in other.groups:
+                pending[group] += self.work.busy_s(other.tokens, int(other.cursor))
         by_load = sorted(range(self.most), key=lambda group: (pending[group], group))
         prompt.groups = tuple(by_load[: self._active(prompt.tokens)])
         whole_s = self.work.busy_s(prompt.tokens, int(prompt.cursor))
         drain_s = (self.spp - 1) * min(self.beside_decodes_s, whole_s)
         prompt.due_s = self.now + deadline_s - drain_s
-        self.waiting[prompt.number] = prompt
-        self._rank()
 
     def advance(self, until_s: float) -> None:
         """Run until a time; the last step may end a rounding error earlier."""
@@ -255,11 +273,21 @@ class FluidReplica:
 
     def _rank(self) -> None:
         """Order the waiting prompts again."""
+        left_s = self._left()
+        promising = self.order == "promises"
+        kept = self._kept(self.waiting, left_s) if promising else frozenset[int]()
+        self._ranked = self._ordered(self.waiting, kept, left_s)
+
+    def _left(self) -> dict[int, float]:
         self._slowdowns.clear()
-        left_s = {number: self._left_s(prompt) for number, prompt in self.waiting.items()}
-        kept = self._kept(left_s) if self.order == "promises" else frozenset[int]()
-        self._ranked = sorted(
-            self.waiting.values(),
+        return {number: self._left_s(prompt) for number, prompt in self.waiting.items()}
+
+    def _ordered(
+        self, waiting: Mapping[int, FluidPrompt], kept: frozenset[int], left_s: Mapping[int, float]
+    ) -> list[FluidPrompt]:
+        """Kept prompts by deadline, then the others by remaining work."""
+        return sorted(
+            waiting.values(),
             key=lambda prompt: (
                 (0, prompt.due_s, prompt.number)
                 if prompt.number in kept
@@ -267,12 +295,14 @@ class FluidReplica:
             ),
         )
 
-    def _kept(self, left_s: dict[int, float]) -> frozenset[int]:
+    def _kept(
+        self, waiting: Mapping[int, FluidPrompt], left_s: Mapping[int, float]
+    ) -> frozenset[int]:
         """Moore-Hodgson: prompts that can all be in time; the largest of each overrun goes."""
         totals = [0.0] * self.most
         heaps: list[list[tuple[float, int]]] = [[] for _ in range(self.most)]
         kept: set[int] = set()
-        for prompt in sorted(self.waiting.values(), key=lambda prompt: prompt.due_s):
+        for prompt in sorted(waiting.values(), key=lambda prompt: prompt.due_s):
             kept.add(prompt.number)
             for group in prompt.groups:
                 totals[group] += left_s[prompt.number]
@@ -282,7 +312,7 @@ class FluidReplica:
                     largest = heapq.heappop(heaps[group])[1]
                     if largest in kept:
                         kept.discard(largest)
-                        for other in self.waiting[largest].groups:
+                        for other in waiting[largest].groups:
                             totals[other] -= left_s[largest]
         return frozenset(kept)
 
@@ -305,13 +335,6 @@ class FluidReplica:
             least = self.least_chunk
             self._slowdowns[key] = max(empty, least) / max(chunk, least)
         return self._slowdowns[key]
-
-    def _pending_s(self) -> list[float]:
-        seconds = [0.0] * self.most
-        for prompt in self.waiting.values():
-            for group in prompt.groups:
-                seconds[group] += self.work.busy_s(prompt.tokens, int(prompt.cursor))
-        return seconds
 
     # --- ends -------------------------------------------------------------------------------------
 
@@ -355,19 +378,25 @@ def smooth_chunk(
 def first_tokens(
     replicas: Sequence[FluidReplica], load: CellWorkload
 ) -> tuple[set[str], dict[str, float]]:
-    """Serve a workload: ids in time, and the end of each prefill. Each prompt goes to the replica
-    with the least work."""
+    """Serve a workload: ids in time, and the end of each prefill.
+
+    Each prompt goes where it makes the fewest prompts late, and of these where it ends first.
+    """
     ids = [arrival.id for arrival in load.arrivals]
     prompts: dict[int, FluidPrompt] = {}
     for number, arrival in enumerate(load.arrivals):
-        for replica in replicas:
-            replica.advance(arrival.arrival_s)
-        least = min(replicas, key=FluidReplica.pending_s)
+        deadline_s = load.deadlines_s[arrival.id]
         prompt = FluidPrompt(
             number, arrival.prompt_tokens, load.cached[arrival.id], arrival.output_tokens
         )
         prompts[number] = prompt
-        least.submit(prompt, load.deadlines_s[arrival.id])
+        for replica in replicas:
+            replica.advance(arrival.arrival_s)
+        best = replicas[0]
+        if len(replicas) > 1:
+            offers = [replica.offer(prompt, deadline_s) for replica in replicas]
+            best = replicas[offers.index(min(offers))]
+        best.submit(prompt, deadline_s)
     last_s = max(prompt.due_s for prompt in prompts.values())
     for replica in replicas:
         replica.advance(last_s + 1e-6)

@@ -100,12 +100,12 @@ def jobs_of(
     first_seed: int = 0,
     data: str = "",
 ) -> list[Job]:
-    """Return the runs of some cells, cell by cell."""
+    """Return the runs of some cells, cell by cell. Several replicas have one seed."""
     return [
         Job(cell=cell, variant=variant, seed=seed, size=size, replays=replays, data=data)
         for cell in picked
         for variant in variants or [*VARIANTS, FLUID]
-        for seed in range(first_seed, first_seed + seeds)
+        for seed in range(first_seed, first_seed + (seeds if cell.replicas == 1 else 1))
     ]
 
 

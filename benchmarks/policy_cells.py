@@ -50,8 +50,8 @@ LONG_TOKENS = 32_768
 LONG_IN_A_RUN = 20
 """Long requests of a mix with one replica; the others follow from their share."""
 TRACE_REQUESTS = 600
-MANY_REPLICAS = 2.0
-"""Factor of the number of requests with 8 replicas."""
+MANY_REPLICAS = 3.0
+"""Factor of the number of requests with 8 replicas, which have one seed in the full form."""
 GPU_BYTES = 0.9 * 80e9
 PAGE_TOKENS = 64
 TRACE_STEP_S = 3.0

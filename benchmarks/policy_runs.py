@@ -58,7 +58,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     `work_s`: prefill seconds on an idle replica. `fill`: mean seconds of batches over the seconds
     that the TPOT allows, while prompts wait. `wait`: longest wait of a short request relative to
-    its deadline; `late_s`: the longest beyond its deadline. `tried`: refusals that were replayed.
+    its deadline; `late_s`: the longest beyond its deadline. `slow`: requests that missed their
+    TPOT. `tried`: refusals that were replayed.
     `would_make`: of these, requests that would have made it. `failure`: why the run did not end.
     """
 
@@ -70,6 +71,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     work_in_time_s: float = 0.0
     promised: int = 0
     broken: int = 0
+    slow: int = 0
     refused: int = 0
     tried: int = 0
     would_make: int = 0
@@ -269,6 +271,10 @@ class Run:
             work_in_time_s=sum(work_s[name] for name in in_time),
             promised=len(promised),
             broken=sum(not record.in_time for record in promised),
+            slow=sum(
+                record.mean_tpot_s is not None and record.mean_tpot_s > 1.001 * record.tpot_s
+                for record in records.values()
+            ),
             refused=sum(bool(record.refused) for record in records.values()),
             tried=self.tried,
             would_make=self.would_make,

@@ -17,7 +17,7 @@ Offences = dict[str, list[str]]
 
 HEAD = (
     f"{'policy':16}{'short':>7}{'long':>7}{'work':>7}{'promised':>10}{'broken':>8}{'refused':>9}"
-    f"{'would make':>12}{'wait/D':>8}{'late':>9}{'fill':>7}{'busy':>7}{'cpu':>7}"
+    f"{'would make':>12}{'slow':>6}{'wait/D':>8}{'late':>9}{'fill':>7}{'busy':>7}{'cpu':>7}"
 )
 
 
@@ -50,7 +50,7 @@ def _line(variant: str, outcome: Outcome) -> str:
     return (
         f"{variant:16}{outcome.short_share:>7.3f}{outcome.long_share:>7.3f}"
         f"{outcome.work_share:>7.3f}{outcome.promised:>10}{outcome.broken:>8}{outcome.refused:>9}"
-        f"{tried:>12}{outcome.wait:>8.2f}{outcome.late_s:>8.2f}s{outcome.fill:>7.3f}"
+        f"{tried:>12}{outcome.slow:>6}{outcome.wait:>8.2f}{outcome.late_s:>8.2f}s{outcome.fill:>7.3f}"
         f"{outcome.busy:>7.2f}{outcome.spent_s:>6.1f}s"
     )
 
