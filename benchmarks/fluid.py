@@ -126,7 +126,6 @@ class FluidReplica:
             max(tpot_s / self.spp, settings.min_batch_s), settings.max_batch_s
         )
         self.alone_s = settings.max_batch_s
-        self.step_tokens = predictor.step_tokens
         # A batch without room for a prompt takes a step every `max_starved_rounds`.
         self.least_chunk = settings.chunk_step_tokens / settings.max_starved_rounds
         self.work = at_tpot(predictor, tpot_s, settings)

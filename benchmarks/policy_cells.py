@@ -21,7 +21,8 @@ from medha.config import Scheduling
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100, H100, Profile
-from medha.request import Slo
+from medha.request import Slo, SloClass
+from medha.sim.arrivals import OfferedTo, prefix_hits
 from medha.sim.scenario import LLAMA_3_8B
 from medha.sim.workload import BLOCK_TOKENS, Arrival, read_lengths, read_mooncake
 from medha.topology import Topology
@@ -219,56 +220,28 @@ def _stretched(cell: Cell, arrivals: Sequence[Arrival]) -> CellWorkload:
     settings = Scheduling()
     slo = Slo(tpot_s=cell.tpot_s)
     predictor = at_tpot(cell.predictor(settings), cell.tpot_s, settings)
-    cached = _seen_before(arrivals)
+    hits = prefix_hits(arrivals)
+    offered = OfferedTo(
+        cell.predictor(settings),
+        cell.replicas,
+        {"default": SloClass(slo=slo)},
+        cell.shape.max_context_tokens,
+        settings.min_batch_s,
+    ).load_of(arrivals, hits)
+    end_s = len(arrivals) / offered.per_second(cell.load) / cell.replicas
+    factor = end_s / arrivals[-1].arrival_s
+    cached = {arrival.id: hit for arrival, hit in zip(arrivals, hits, strict=True)}
     work_s = {a.id: predictor.prefill_s(a.prompt_tokens, cached[a.id]) for a in arrivals}
-    offered_s = sum(
-        _request_s(predictor, a.prompt_tokens, cached[a.id], a.output_tokens) for a in arrivals
-    )
-    factor = offered_s / (cell.load * cell.replicas * arrivals[-1].arrival_s)
-    moved = tuple(
-        msgspec.structs.replace(arrival, arrival_s=factor * arrival.arrival_s)
-        for arrival in arrivals
-    )
     return CellWorkload(
-        arrivals=moved,
+        arrivals=tuple(
+            msgspec.structs.replace(arrival, arrival_s=factor * arrival.arrival_s)
+            for arrival in arrivals
+        ),
         cached=cached,
         work_s=work_s,
         deadlines_s={name: slo.ttft_deadline_s(own_s) for name, own_s in work_s.items()},
-        load=offered_s / (cell.replicas * moved[-1].arrival_s),
+        load=offered.at(len(arrivals) / end_s / cell.replicas),
     )
-
-
-def _request_s(predictor: Predictor, prompt: int, cached: int, output: int) -> float:
-    """Seconds of a replica that a request takes: its prefill, and what its decodes add to batches.
-
-    KVP groups work side by side: a batch counts for the part of the groups that run it.
-    """
-    most, size = predictor.topology.kvp_max, predictor.tokens_per_group
-    seconds, start, groups = 0.0, cached, 1
-    while start < prompt:
-        groups = min(most, start // size + 1)
-        end = prompt if groups == most else min(prompt, groups * size)
-        seconds += predictor.busy_s(end, start) * groups / most
-        start = end
-    load = predictor.load()
-    load.add_chunk(predictor.largest_chunk(load, 0, 1 << 20, predictor.budget_s), 0)
-    load.add_decode(0)
-    before_s = load.seconds()
-    load.add_decodes(64, 64 * (prompt + output // 2) // groups, groups)
-    return seconds + (output - 1) * (load.seconds() - before_s) / 64 * groups / most
-
-
-def _seen_before(arrivals: Sequence[Arrival]) -> dict[str, int]:
-    """Tokens of each prompt's leading blocks that earlier prompts had."""
-    seen: set[int] = set()
-    cached: dict[str, int] = {}
-    for arrival in arrivals:
-        count = 0
-        while count < len(arrival.blocks) and arrival.blocks[count] in seen:
-            count += 1
-        cached[arrival.id] = min(count * BLOCK_TOKENS, arrival.prompt_tokens - 1)
-        seen.update(arrival.blocks)
-    return cached
 
 
 def _mix(

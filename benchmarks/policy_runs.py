@@ -5,7 +5,7 @@ other variants accept everything. A refused request *would have made it* if, at 
 refusal, a fork of the whole simulation that accepts this request alone, without a promise, serves
 it in time and breaks no promise given before. At most `replays` refusals of a run are replayed, the
 first ones and then ever fewer. `lars-errors` runs on machines that are up to 20 % slower or faster
-than predicted, by a factor drawn for each hundred batches.
+than predicted (`Misprediction`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,7 +24,7 @@ from medha.config import Scheduling
 from medha.request import Slo, SloClass
 from medha.scheduling.scheduler import Scheduler
 from medha.sim.loop import ARRIVE, Loop
-from medha.sim.pipeline_clock import PipelineClock
+from medha.sim.pipeline_clock import Misprediction, PipelineClock
 from medha.sim.replica import SimReplica
 from medha.sim.report import RequestRecord
 from medha.sim.virtual_fleet import SimulatedFleet
@@ -47,7 +46,7 @@ VARIANTS = {
     REFUSING: Scheduling(),
     ERRING: Scheduling(),
 }
-ERROR, BATCHES_PER_ERROR = 0.2, 100
+ERROR = 0.2
 SLICE_S = 5.0  # virtual time between two looks at the processor time
 REPLAY_S = 5.0
 """Virtual seconds after a refused request's deadline in which promises may break."""
@@ -179,11 +178,9 @@ class Run:
             cell.shape.max_context_tokens,
             (self.slo_class,),
         )
-        slowness = None
-        if self.erring:  # the scheduler's predictor learns from errors, the machine's must not
-            predictor = cell.predictor(self.settings)
-            slowness = functools.partial(_error, self.seed, index)
-        clock = PipelineClock(predictor, PAGE_TOKENS, scheduler.layout, slowness)
+        slowness = Misprediction(ERROR, self.seed, index) if self.erring else None
+        machine = cell.predictor(self.settings)
+        clock = PipelineClock(machine, PAGE_TOKENS, scheduler.layout, slowness)
         return SimReplica(f"r{index}", scheduler, clock, self.loop, keep_log=True)
 
     def play(self, limit_s: float, replays: int) -> None:
@@ -327,12 +324,6 @@ def total(outcomes: Sequence[Outcome]) -> Outcome:
 def _is_sampled(count: int) -> bool:
     """Return whether refusal number `count` is tried: the first eight, then by powers of 1.3."""
     return count <= 8 or int(math.log(count, 1.3)) > int(math.log(count - 1, 1.3))
-
-
-def _error(seed: int, replica: int, number: int, stage: int) -> float:
-    """Factor of a batch's time, the same for all stages of a hundred batches."""
-    drawn = random.Random(f"{seed} {replica} {number // BATCHES_PER_ERROR}")
-    return drawn.uniform(1.0 - ERROR, 1.0 + ERROR)
 
 
 def _after(

@@ -138,6 +138,12 @@ def test_a_prompt_goes_to_the_replica_with_the_least_work() -> None:
     assert ends == {"a": (0.5, True), "b": (0.4, True)}
 
 
+def test_a_prompt_goes_where_it_makes_nothing_late() -> None:
+    tight, loose = (0.0, 10_000, 1, 1.05), (0.0, 20_000, 1, 9.0)
+    ends = serve([replica(), replica()], tight, loose, (0.1, 5000, 1, 0.6))
+    assert ends == {"a": (1.0, True), "b": (2.5, True), "c": (0.6, True)}
+
+
 @pytest.mark.parametrize("tokens", [100_000, 300_000, 900_000])
 @pytest.mark.parametrize("spp", [1, 2])
 def test_a_long_prompt_alone_takes_as_long_as_the_predictor_says(tokens: int, spp: int) -> None:
