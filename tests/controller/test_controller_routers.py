@@ -144,7 +144,8 @@ def test_the_most_urgent_head_over_all_routers_is_granted_first(make_replica: Ma
 
 def test_a_lease_that_lapses_lets_the_head_be_granted_again() -> None:
     grants = GrantQueue(window_s=0.05, lease_s=0.2)
-    grants.heads("a", (head("one", work_s=1.0), head("two", work_s=0.9)), 0.0)
+    first, second = (head(name, promised=False, work_s=0.06) for name in ("one", "two"))
+    grants.heads("a", (first, second), 0.0)
     idle, busy = m.Load(), m.Load(ahead_s=0.06)
     assert grants.grant(idle, 0.0)["a"].ids == ("one",)
     assert grants.grant(idle, 0.1) == {}

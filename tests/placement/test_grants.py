@@ -54,52 +54,49 @@ def test_heads_of_several_routers_are_granted_in_the_order_of_one_queue(
     published_s: list[float],
 ) -> None:
     order = QueueOrder(policy=policy, normaliser=normaliser)
-    single, grants = RequestQueue(order), GrantQueue(window_s=0.1, order=order)
+    single, grants = RequestQueue(order), GrantQueue(window_s=1e9, order=order)
     for request, _ in queued:
         single.add(request)
     for router, now in enumerate(published_s):
         heads = tuple(head(request, now) for request, of in queued if of == router)
         grants.heads(str(router), heads, now)
-    expected: dict[bool, list[str]] = {False: [], True: []}
-    granted: dict[bool, list[str]] = {False: [], True: []}
-    late = {
-        request.id: policy == "lars"
-        and not request.promised
-        and request.due_s - NOW_S < request.work_s
-        for request, _ in queued
-    }
-    for request_id in single.order(NOW_S):
-        expected[late[request_id]].append(request_id)
-    while round_ := grants.grant(Load(), NOW_S):  # one of each kind fills the window
-        for grant in round_.values():
-            for request_id in grant.ids:
-                granted[late[request_id]].append(request_id)
-                grants.submitted(request_id)
-    assert granted == expected
+    granted = [head.id for head in grants.grantable(Load(), NOW_S)]
+    assert granted == single.order(NOW_S)
 
 
-def test_late_requests_wait_for_late_work_alone() -> None:
+def request(id: str, *, due_s: float = 9.0, promised: bool = False) -> QueuedRequest:
+    return QueuedRequest(id=id, arrival_s=0.0, due_s=due_s, work_s=1.0, promised=promised)
+
+
+def granted_with(load: Load) -> list[str]:
+    """Ids granted in order, of two requests of each kind from two routers."""
     grants = GrantQueue(window_s=0.1)
-    late = QueuedRequest(id="late", arrival_s=0.0, due_s=0.5, work_s=1.0, promised=False)
-    kept = QueuedRequest(id="kept", arrival_s=0.0, due_s=9.0, work_s=1.0, promised=True)
-    grants.heads("a", (head(late, 0.0), head(kept, 0.0)), 0.0)
-    assert grants.grant(Load(ahead_s=0.2, relegated_ahead_s=0.2), 0.0) == {}
-    assert grants.grant(Load(ahead_s=0.2), 0.0)["a"].ids == ("late",)
-    assert grants.grant(Load(relegated_ahead_s=0.2), 0.0)["a"].ids == ("kept",)
+    for router in "ab":
+        kinds = (
+            request(f"late-{router}", due_s=0.5),
+            request(f"hopeful-{router}"),
+            request(f"kept-{router}", promised=True),
+        )
+        grants.heads(router, tuple(head(queued, 0.0) for queued in kinds), 0.0)
+    return [queued.id for queued in grants.grantable(load, 0.0)]
 
 
-def test_a_relegated_request_that_may_be_in_time_goes_after_the_promised_ones() -> None:
-    grants = GrantQueue(window_s=0.1)
-    hopeful = QueuedRequest(id="hopeful", arrival_s=0.0, due_s=9.0, work_s=1.0, promised=False)
-    kept = QueuedRequest(id="kept", arrival_s=0.0, due_s=9.0, work_s=1.0, promised=True)
-    grants.heads("a", (head(hopeful, 0.0),), 0.0)
-    grants.heads("b", (head(kept, 0.0),), 0.0)
-    assert {router: grant.ids for router, grant in grants.grant(Load(), 0.0).items()} == {
-        "b": ("kept",)
-    }
-    grants.submitted("kept")
-    busy = Load(relegated_ahead_s=9.0)
-    assert grants.grant(busy, 0.0)["a"].ids == ("hopeful",), "a replica may still keep it"
+def test_promised_requests_are_granted_at_once() -> None:
+    full = Load(ahead_s=0.2, relegated_ahead_s=0.2)
+    assert granted_with(full) == ["kept-a", "kept-b"]
+
+
+def test_a_request_that_may_be_in_time_waits_for_kept_work_and_a_late_one_for_late_work() -> None:
+    assert granted_with(Load(relegated_ahead_s=0.2)) == ["kept-a", "kept-b"]
+    assert granted_with(Load(ahead_s=0.2)) == ["kept-a", "kept-b", "late-a"]
+
+
+def test_without_promises_all_wait_for_the_work_ahead() -> None:
+    grants = GrantQueue(window_s=1.5, order=QueueOrder(policy="edf"))
+    waiting = (request("c"), request("b", promised=True), request("a"), request("d", due_s=1.0))
+    grants.heads("a", tuple(head(queued, 0.0) for queued in waiting), 0.0)
+    assert [queued.id for queued in grants.grantable(Load(), 0.0)] == ["d", "a"]
+    assert grants.grantable(Load(ahead_s=1.5), 0.0) == []
 
 
 def test_a_router_that_is_gone_leaves_no_heads_and_no_leases() -> None:

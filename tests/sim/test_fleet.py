@@ -102,7 +102,7 @@ def test_relegated_short_prompts_do_not_close_the_door_to_promised_ones(seed: in
     tight = SloClass(when_infeasible="relegate", slo=Slo(tpot_s=0.05))
     of = fleet(1, tight, pages=20_000)  # a conversation at load 0.9, decodes included
     report = summarise(list(play(of, poisson(lengths, 4.0, 400, seed)).values()), of.loop.now)
-    assert report.total.promises_broken <= 0.05 * report.total.promised
+    assert report.total.promises_broken <= 0.005 * report.total.promised
     assert report.total.attainment >= 0.75
 
 
@@ -130,15 +130,17 @@ def test_relegated_requests_get_their_tenth_while_more_is_promised_than_can_be_s
     assert len(served) == 20
 
 
-def test_several_routers_keep_their_promises_and_serve_all() -> None:
-    lengths = [(300, 1), (2000, 1), (6000, 1), (1000, 1), (120_000, 1)]
-    of = fleet(2, routers=3)
-    records = list(play(of, poisson(lengths, 1.0, 200, 0)).values())
+@pytest.mark.parametrize("routers", [1, 4])
+def test_several_routers_keep_their_promises_in_overload(routers: int) -> None:
+    prompts = np.clip(np.random.default_rng(0).lognormal(8.6, 1.2, 4000), 100, 120_000)
+    of = fleet(2, routers=routers)
+    arrivals = poisson([(int(tokens), 1) for tokens in prompts], 14.0, 600)
+    records = list(play(of, arrivals).values())
     assert of.waiting == 0
     assert all(record.finished_s is not None for record in records)
     report = summarise(records, of.loop.now)
-    assert report.total.promised > 100
-    assert report.total.promises_broken <= 0.01 * report.total.promised
+    assert report.total.promised > 300
+    assert report.total.promises_broken <= 0.005 * report.total.promised
 
 
 def test_overload_is_refused_with_a_deadline_that_is_then_kept() -> None:
@@ -163,15 +165,15 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     assert records["big"].refused == "context_length_exceeded"
 
 
-def test_a_request_waits_in_the_queue_while_replicas_are_full_of_more_urgent_work() -> None:
-    patient = SloClass(when_infeasible="relegate", slo=Slo(ttft_floor_s=30.0, tpot_s=0.1))
-    of = fleet(1, patient)
+def test_late_requests_wait_in_the_queue_while_replicas_have_late_work() -> None:
+    hopeless = Slo(ttft_floor_s=0.001, ttft_multiplier=0.5, tpot_s=0.1)
+    of = fleet(1, SloClass(slo=hopeless, when_infeasible="relegate"))
     burst = [arrival(f"s{index}", 0.0, 8000) for index in range(60)]
     waited: list[int] = []
     of.play(burst)
     of.loop.at(0.3, 3, lambda: waited.append(of.waiting))
     of.loop.run(most_events=100_000)
-    assert waited[0] > 0
+    assert waited[0] > 40
     assert all(record.finished_s is not None for record in of.records())
 
 

@@ -1,15 +1,15 @@
 """Grants: the queued requests of all routers that a replica pulls next.
 
-Routers publish the heads of their queues. A replica grants heads, in the order of one queue of them
-all, while the work that would run before a most urgent request is within the dispatch window. Other
-requests stay queued in the routers, where the fleet can still reorder them:
+Routers publish the heads of their queues. A replica grants heads in the order of one queue of them
+all. A promised head is granted at once, since the promise counts on this replica. Others wait while
+the work before them fills the dispatch window, and stay in the routers, where the fleet can still
+place them elsewhere:
 
-    ahead_s           + granted work that may be in time  <  dispatch_budgets × max_batch_s
-    relegated_ahead_s + granted work that is late         <  dispatch_budgets × max_batch_s
+    may be in time    ahead_s           + such work that is granted  <  dispatch_budgets × max_batch
+    late              relegated_ahead_s + such work that is granted  <  dispatch_budgets × max_batch
 
-A request is late if it has no promise and cannot be in time. It only waits for late work, which
-gets its guaranteed share of time on the replica. Others may still be kept there, so that they go
-with the promised ones.
+A late request, without a promise and without time enough, so waits for late work alone. The replica
+gives that work its guaranteed share of time.
 
 A grant is a lease. If no Submit arrives in time it expires, and the head may be granted again.
 """
@@ -44,6 +44,7 @@ class GrantQueue:
         lease_s: float = 0.2,
     ) -> None:
         self._window_s, self._order, self.lease_s = window_s, order, lease_s
+        self._promises = order.policy == "lars"  # others keep and relegate nothing
         self._heads = RequestQueue(order)  # placed on the router that published them
         self._leases: dict[str, _Lease] = {}
 
@@ -87,28 +88,35 @@ class GrantQueue:
 
     def grant(self, load: Load, now: float) -> dict[str, Grant]:
         """Grants to send now, by router. Their leases start at `now`."""
-        self._leases = {key: lease for key, lease in self._leases.items() if lease.ends_s > now}
-        before_s = {False: load.ahead_s, True: load.relegated_ahead_s}  # by lateness
-        for lease in self._leases.values():
-            before_s[lease.late] += lease.work_s
         granted: dict[str, list[str]] = {}
-        if min(before_s.values()) >= self._window_s:
-            return {}
-        for queued in map(self._heads.get, self._heads.order(now)):
-            if len(self._leases) >= MAX_GRANTS:
-                break
-            if queued is None or queued.id in self._leases:
-                continue
-            late = self._late(queued, now)
-            if before_s[late] >= self._window_s:
-                continue
-            work_s = max(queued.work_s, self._order.work_floor_s)
-            before_s[late] += work_s
+        for queued in self.grantable(load, now):
+            work_s, late = self._work_s(queued), self._late(queued, now)
             self._leases[queued.id] = _Lease(queued.replica, now + self.lease_s, work_s, late)
             granted.setdefault(queued.replica, []).append(queued.id)
         return {router: Grant(tuple(ids), self.lease_s) for router, ids in granted.items()}
 
+    def grantable(self, load: Load, now: float) -> list[QueuedRequest]:
+        """The heads that a replica with this load has room for, most urgent first."""
+        self._leases = {key: lease for key, lease in self._leases.items() if lease.ends_s > now}
+        before_s = {False: load.ahead_s, True: load.relegated_ahead_s}  # by lateness
+        for lease in self._leases.values():
+            before_s[lease.late] += lease.work_s
+        chosen: list[QueuedRequest] = []
+        for queued in map(self._heads.get, self._heads.order(now)):
+            if len(self._leases) + len(chosen) >= MAX_GRANTS:
+                break
+            if queued is None or queued.id in self._leases:
+                continue
+            late = self._late(queued, now)
+            if before_s[late] < self._window_s or (self._promises and queued.promised):
+                before_s[late] += self._work_s(queued)
+                chosen.append(queued)
+        return chosen
+
+    def _work_s(self, queued: QueuedRequest) -> float:
+        return max(queued.work_s, self._order.work_floor_s)
+
     def _late(self, queued: QueuedRequest, now: float) -> bool:
-        """Return True if no replica would keep the request; only `lars` keeps and relegates."""
+        """Return True if no replica would keep the request."""
         in_time = queued.promised or queued.due_s - now >= queued.work_s
-        return self._order.policy == "lars" and not in_time
+        return self._promises and not in_time

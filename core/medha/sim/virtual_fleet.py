@@ -65,6 +65,7 @@ class SimulatedLink:
         window_s = settings.dispatch_budgets * settings.max_batch_s
         self.grants = GrantQueue(window_s, settings.queue_order)
         self.load: Load | None = None
+        self.reported_s = float("nan")  # time of `load`; nan if the replica has changed since
         self.draining = False
         self.published: list[tuple[str, bool]] = []  # (id, promised) of the heads it has
         self.kv_events = 0
@@ -184,7 +185,8 @@ class SimulatedFleet:
     def arrive(self, arrival: Arrival) -> None:
         """Admit a request, refuse it, or hold it while no replica serves."""
         for link in self.links.values():
-            self._report(link)
+            if link.reported_s != self.loop.now:
+                self._report(link)
         dispatcher = next(self._dealt)
         request = self._request(arrival, dispatcher)
         item = SimulatedRequest(request, arrival, self.page_tokens, dispatcher)
@@ -248,11 +250,12 @@ class SimulatedFleet:
             self._dispatch(ready=link)
         else:
             self._report_cache(link)
+            link.reported_s = float("nan")
 
     def _report(self, link: SimulatedLink) -> None:
         """Pass a replica's cache changes and Load to the dispatchers."""
         self._report_cache(link)
-        link.load = link.replica.scheduler.load(self.loop.now)
+        link.load, link.reported_s = link.replica.scheduler.load(self.loop.now), self.loop.now
         for dispatcher in self.dispatchers.values():
             dispatcher.update_replica(link, self.loop.now)
 
@@ -280,6 +283,7 @@ class SimulatedFleet:
         for link in self.links.values():
             if link.replica.serves(id):
                 link.replica.abort(id)
+                link.reported_s = float("nan")
                 for dispatcher in self.dispatchers.values():
                     dispatcher.drop(id, link.name, now)
         self._dispatch()
