@@ -137,7 +137,9 @@ def run_replay(
 def simulate(
     scenario: Annotated[pathlib.Path, typer.Argument(help="TOML of a scenario")],
     policy: Annotated[list[str] | None, typer.Option(help="run it under each of these")] = None,
-    load: Annotated[float | None, typer.Option(min=0.001, help="offered work / capacity")] = None,
+    load: Annotated[
+        float | None, typer.Option(min=0.001, help="offered load; stretches traces")
+    ] = None,
     seed: int | None = None,
     out: Annotated[pathlib.Path | None, typer.Option(help="folder for reports")] = None,
 ) -> None:
