@@ -59,9 +59,10 @@ class RequestError(UserError):
 class Refusal(MedhaError):
     """Refusal by admission.
 
-    `code` is one of `deadline_infeasible`, `overloaded`, `rate_limit_exceeded`,
+    `code` is one of `deadline_infeasible`, `overloaded`, `rate_limit_exceeded`, `tpot_infeasible`,
     `context_length_exceeded`, `no_replica`; `earliest_ttft_s` is the TTFT that could be promised
-    (seconds after arrival, None if unknown), `idle_ttft_s` the TTFT of an idle replica;
+    (seconds after arrival, None if unknown), `idle_ttft_s` the TTFT of an idle replica,
+    `least_tpot_s` the smallest TPOT target that is accepted at this prompt length;
     `retry_after_s` the time until capacity is expected.
     """
 
@@ -72,9 +73,10 @@ class Refusal(MedhaError):
         *,
         earliest_ttft_s: float | None = None,
         idle_ttft_s: float | None = None,
+        least_tpot_s: float | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        self.code, self.retry_after_s = code, retry_after_s
+        self.code, self.retry_after_s, self.least_tpot_s = code, retry_after_s, least_tpot_s
         self.earliest_ttft_s, self.idle_ttft_s = earliest_ttft_s, idle_ttft_s
         super().__init__(message)
 

@@ -13,11 +13,13 @@ import msgspec
 from starlette.responses import Response
 
 from medha.errors import CheckpointError, EngineError, Refusal, RequestError
+from medha.fleet.admission import TPOT_HEADER, least_tpot_ms
 
 REFUSAL_STATUS = {
     "deadline_infeasible": 429,
     "rate_limit_exceeded": 429,
     "context_length_exceeded": 400,
+    "tpot_infeasible": 400,
     "overloaded": 503,
     "no_replica": 503,
     "draining": 503,
@@ -27,13 +29,14 @@ REQUEST_ID = "x-medha-request-id"
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
-    """OpenAI's error object; `earliest_ttft_ms` is set if the refusal has an estimate."""
+    """OpenAI's error object. `earliest_ttft_ms`, `least_tpot_ms`: set if the refusal has them."""
 
     message: str
     type: str
     param: str | None
     code: str | None
     earliest_ttft_ms: int | msgspec.UnsetType = msgspec.UNSET
+    least_tpot_ms: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class ApiError(msgspec.Struct, frozen=True):
@@ -92,9 +95,9 @@ def _refused(refusal: Refusal) -> ApiError:
     status = REFUSAL_STATUS.get(refusal.code, 503)
     headers = {"x-medha-dropped-reason": refusal.code}
     if refusal.retry_after_s is not None or status == 503:
-        least, most = RETRY_AFTER_S
-        wait_s = math.ceil(refusal.retry_after_s or least)
-        headers["retry-after"] = str(min(most, max(least, wait_s)))
+        shortest, longest = RETRY_AFTER_S
+        wait_s = math.ceil(refusal.retry_after_s or shortest)
+        headers["retry-after"] = str(min(longest, max(shortest, wait_s)))
     if refusal.code == "deadline_infeasible":
         headers["x-should-retry"] = "false"
         headers.pop("retry-after", None)
@@ -102,8 +105,19 @@ def _refused(refusal: Refusal) -> ApiError:
     if refusal.earliest_ttft_s is not None and math.isfinite(refusal.earliest_ttft_s):
         earliest = math.ceil(refusal.earliest_ttft_s * 1000)
         headers["x-medha-earliest-ttft-ms"] = str(earliest)
-    kind = _type(status, refusal.code)
-    return ApiError(status, ErrorObject(str(refusal), kind, None, refusal.code, earliest), headers)
+    least: float | msgspec.UnsetType = msgspec.UNSET
+    if refusal.least_tpot_s is not None:
+        least = least_tpot_ms(refusal.least_tpot_s)
+        headers["x-medha-least-tpot-ms"] = f"{least:g}"
+    error = ErrorObject(
+        message=str(refusal),
+        type=_type(status, refusal.code),
+        param=TPOT_HEADER if refusal.code == "tpot_infeasible" else None,
+        code=refusal.code,
+        earliest_ttft_ms=earliest,
+        least_tpot_ms=least,
+    )
+    return ApiError(status, error, headers)
 
 
 def _type(status: int, code: str | None) -> str:

@@ -14,6 +14,8 @@ import logging
 from collections.abc import Callable
 
 from medha.errors import CheckpointError, MedhaError, ProtocolError
+from medha.fleet.admission import least_tpot_ms
+from medha.fleet.placement import idle_tpot_s
 from medha.messages import FilePart, Hello, Rejected, Welcome
 from medha_router.models import ModelVersion, ServedModel
 from medha_router.replicas import FILES, ConnectedReplica
@@ -75,11 +77,26 @@ class Registration:
             self._state.send(peer, Rejected(broken))
             return
         self._log.info("replica %s joined", hello.replica)
+        self._warn_of_classes(outcome)
         for name in FILES:
             digest = hello.files.get(name)
             if digest and self._files.get(digest) is None:
                 self._fetches.setdefault((peer, digest), FileFetch(digest))
         self._advance(outcome, now)
+
+    def _warn_of_classes(self, replica: ConnectedReplica) -> None:
+        """Log the classes whose TPOT target not even an empty context meets on this replica."""
+        least_s = idle_tpot_s(1, replica.predictor)
+        for slo_class in replica.hello.classes:
+            if slo_class.slo.tpot_s < least_s:
+                self._log.warning(
+                    "class %s has a TPOT target of %g ms, and replica %s needs %g ms when idle: "
+                    "its requests get what an idle replica gives; raise slo.tpot",
+                    slo_class.name,
+                    1e3 * slo_class.slo.tpot_s,
+                    replica.name,
+                    least_tpot_ms(least_s),
+                )
 
     def remove(self, replica: ConnectedReplica, reason: str) -> None:
         """Remove a lost replica: its requests wait again with their tokens, or fail after too many

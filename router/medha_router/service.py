@@ -16,6 +16,7 @@ import msgspec
 
 from medha.config import RouterConfig
 from medha.errors import Refusal, RequestError
+from medha.fleet.admission import attainable_tpot_s
 from medha.fleet.demand import DemandWindow
 from medha.fleet.placement import PlacementOption
 from medha.request import Request
@@ -212,6 +213,10 @@ class Service:
             max_output_tokens = self._max_output_tokens(params, model, prompt)
             request = self._request(client_request, model, version, prompt, max_output_tokens, slo)
             idle_tpot_s = model.dispatcher.idle_tpot_s(prompt.length, version.key)
+            if slo.tpot_s is None:
+                request = msgspec.structs.replace(
+                    request, tpot_s=attainable_tpot_s(request.tpot_s, idle_tpot_s)
+                )
             for index in range(position * params.n, (position + 1) * params.n):
                 sampling = msgspec.structs.replace(
                     params.sampling, seed=(seed + index) & MAX_INT64, stop_tokens=stop_tokens
@@ -237,16 +242,18 @@ class Service:
         """Change the version of a generation without tokens; raises RequestError."""
         params = generation.client_request.params
         stop_tokens = self._stop_tokens(params, version)
+        idle_tpot_s = model.dispatcher.idle_tpot_s(prompt.length, version.key)
         generation.request = msgspec.structs.replace(
             generation.request,
             prompt_tokens=prompt.length,
+            tpot_s=attainable_tpot_s(generation.request.tpot_s, idle_tpot_s),
             max_output_tokens=self._max_output_tokens(params, model, prompt),
             work_s=model.dispatcher.idle_work_s(prompt.length, prompt.hashes, version.key),
         )
         generation.sampling = msgspec.structs.replace(generation.sampling, stop_tokens=stop_tokens)
         generation.output = _output_stream(params, version, stop_tokens)
         generation.prompt, generation.version = prompt, version.key
-        generation.idle_tpot_s = model.dispatcher.idle_tpot_s(prompt.length, version.key)
+        generation.idle_tpot_s = idle_tpot_s
 
     def _stop_tokens(self, params: GenerationParams, version: ModelVersion) -> tuple[int, ...]:
         """Return the tokens that end an output; raises RequestError for an invalid logit_bias."""

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import pytest
 
 from medha.errors import Refusal
-from medha.fleet.admission import AdmissionDecision, TenantUsage, admit, retry_after_s
+from medha.fleet.admission import (
+    AdmissionDecision,
+    TenantUsage,
+    admit,
+    attainable_tpot_s,
+    least_tpot_ms,
+    retry_after_s,
+)
 from medha.fleet.placement import PendingRequest, ReplicaEstimate
 from medha.messages import Load
 from medha.model import ModelShape
@@ -107,6 +114,30 @@ def test_decodes_that_would_miss_their_tpot_refuse_a_request() -> None:
         ask([slow])
     assert refused.value.code == "overloaded"
     assert ask([slow, estimate("r1")]).option.replica == "r1"
+
+
+def ask_for_tpot(tpot_s: float, slo_class: SloClass = STRICT) -> AdmissionDecision:
+    request = PendingRequest(
+        id="n", prompt_tokens=300_000, max_output_tokens=10, due_s=600.0, tpot_s=tpot_s
+    )
+    return admit(request, [estimate()], {}, slo_class, TenantUsage((STRICT, SOFT)), now=0.0)
+
+
+def test_a_tpot_below_that_of_an_idle_replica_is_refused_with_the_least_that_is_accepted() -> None:
+    with pytest.raises(Refusal, match="x-medha-slo-tpot-ms is 1: after a prompt of 300000") as no:
+        ask_for_tpot(0.001)
+    least_s = no.value.least_tpot_s
+    assert no.value.code == "tpot_infeasible" and least_s == estimate().idle_tpot_s(300_000)
+    assert f"at least {least_tpot_ms(least_s):g} ms" in str(no.value)
+    with pytest.raises(Refusal):  # it would shorten every batch without a promise, too
+        ask_for_tpot(0.99 * least_s, SOFT)
+    assert ask_for_tpot(least_tpot_ms(least_s) / 1e3).promised
+
+
+def test_the_tpot_of_a_class_grows_with_prompts_too_long_for_it() -> None:
+    idle_s = estimate().idle_tpot_s(1_000_000)
+    assert attainable_tpot_s(2 * idle_s, idle_s) == 2 * idle_s
+    assert ask_for_tpot(attainable_tpot_s(1e-4, idle_s)).promised
 
 
 def fits_down_to(usage: TenantUsage, slo_class: SloClass, tenant: str = "") -> float:

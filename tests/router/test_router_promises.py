@@ -64,6 +64,27 @@ def test_an_infeasible_deadline_is_refused_with_the_earliest_feasible_ttft(serve
     assert accepted.headers["x-medha-promise-ttft-ms"] == str(earliest + 50)
 
 
+def test_a_tpot_that_no_replica_gives_is_refused_with_the_least_that_is_accepted(
+    served: Any,
+) -> None:
+    header = "x-medha-slo-tpot-ms"
+    response = served.http.post("/v1/completions", json=BODY, headers={header: "0.0001"})
+    assert response.status_code == 400
+    assert response.headers["x-medha-dropped-reason"] == "tpot_infeasible"
+    error = response.json()["error"]
+    least = error["least_tpot_ms"]
+    assert (error["code"], error["param"]) == ("tpot_infeasible", header)
+    assert f"{header} is 0.0001" in error["message"] and f"{least:g} ms" in error["message"]
+    accepted = served.http.post(
+        "/v1/completions",
+        json=BODY,
+        headers={header: response.headers["x-medha-least-tpot-ms"]},
+    )
+    assert accepted.status_code == 200
+    single = {**BODY, "max_tokens": 1}  # has no time between tokens
+    assert served.http.post("/v1/completions", json=single, headers={header: "0.0001"}).is_success
+
+
 def test_the_openai_client_does_not_retry_an_infeasible_deadline(served: Any) -> None:
     client = served.client.with_options(max_retries=3)
     before = refusals(served)

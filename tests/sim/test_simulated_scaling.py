@@ -122,7 +122,8 @@ def test_clients_in_a_hurry_at_an_idle_fleet_bring_no_replica_and_keep_none(
     assert [(count, why) for _, count, why in scaled.play(apart)] == [(1, "Surplus")]
 
 
-def test_tokens_faster_than_any_replica_makes_them_bring_no_replica() -> None:
+def test_a_class_with_a_tpot_that_no_replica_gives_brings_no_replica() -> None:
+    """Its requests get the target that an idle replica meets."""
     slo = msgspec.structs.replace(RELEGATING.slo, tpot_s=0.0001)
     scaled = Scaled(slo_class=msgspec.structs.replace(RELEGATING, slo=slo))
     apart = [
@@ -130,7 +131,7 @@ def test_tokens_faster_than_any_replica_makes_them_bring_no_replica() -> None:
         for number in range(299)
     ]
     assert scaled.play(apart) == []
-    assert not any(record.good for record in scaled.fleet.records())
+    assert all(record.good and record.tpot_s > 0.001 for record in scaled.fleet.records())
 
 
 def test_refusals_alone_bring_replicas_up_to_the_most_and_no_more() -> None:

@@ -6,6 +6,7 @@ Refusals are `medha.errors.Refusal`:
 * `no_replica`              no replica serves this model
 * `context_length_exceeded` the request can never fit; the message has both numbers
 * `overloaded`              no free pages, or the decodes would miss their TPOT; with Retry-After
+* `tpot_infeasible`         the TPOT target is below what can be had; with the least that can
 * `deadline_infeasible`     the deadline would be missed or break a promise; with earliest TTFT
 
 A class with `when_infeasible: relegate` is admitted without a promise instead of the last two.
@@ -23,6 +24,9 @@ from medha.fleet.placement import PendingRequest, PlacementOption, ReplicaEstima
 from medha.request import SloClass
 
 HALF_LIFE_S = 60.0
+TPOT_HEADER = "x-medha-slo-tpot-ms"
+TPOT_ROOM = 1.1
+"""Least ratio of a class's TPOT target to that of an idle replica at the same depth."""
 
 
 class AdmissionDecision(msgspec.Struct, frozen=True):
@@ -128,6 +132,7 @@ def admit(
     if not offers:
         raise _never(request, estimates)
     by_name = {estimate.name: estimate for estimate in estimates}
+    _check_tpot(request, [by_name[offer.replica] for offer in offers])
     steady = [
         offer
         for offer in offers
@@ -162,6 +167,35 @@ def admit(
         earliest_ttft_s=earliest_s,
         idle_ttft_s=min(offer.needed_s for offer in steady),
     )
+
+
+def attainable_tpot_s(class_tpot_s: float, idle_s: float) -> float:
+    """The TPOT target of a request without one of its own.
+
+    A class has one target for all prompt lengths. After a prompt so long that not even an idle
+    replica meets it, the target is what such a replica gives, with a little room.
+    """
+    return max(class_tpot_s, TPOT_ROOM * idle_s)
+
+
+def least_tpot_ms(least_s: float) -> float:
+    """Milliseconds, rounded up, so that a target of that number is accepted."""
+    return math.ceil(1e6 * least_s) / 1e3
+
+
+def _check_tpot(request: PendingRequest, estimates: Sequence[ReplicaEstimate]) -> None:
+    """Raise Refusal if no replica can accept the TPOT target of the request."""
+    if request.max_output_tokens == 1:
+        return
+    least_s = min(estimate.least_tpot_s(request.prompt_tokens) for estimate in estimates)
+    if request.tpot_s < least_s:
+        raise Refusal(
+            "tpot_infeasible",
+            f"{TPOT_HEADER} is {1e3 * request.tpot_s:g}: after a prompt of "
+            f"{request.prompt_tokens} tokens at least {least_tpot_ms(least_s):g} ms per output "
+            "token can be had; ask for that or more, or leave the header out",
+            least_tpot_s=least_s,
+        )
 
 
 def retry_after_s(estimates: Sequence[ReplicaEstimate]) -> float:

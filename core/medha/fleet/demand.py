@@ -20,6 +20,8 @@ WINDOW_S = 30
 UNSERVED_S = 15.0
 """Seconds for which a request that ended without a replica still counts as held."""
 WORK_FLOOR_S = 0.001
+IMPOSSIBLE = ("no_replica", "context_length_exceeded", "tpot_infeasible")
+"""Codes of refusals that more replicas would repeat."""
 REFUSED_RATIO = -1.0
 """Slack of a request that is refused without an earliest TTFT."""
 
@@ -70,7 +72,7 @@ class DemandWindow:
         steady = _steady(request, idle_tpot_s)
         hopeless = (refusal.idle_ttft_s or 0.0) > request.ttft_deadline_s
         hopeless = hopeless or (refusal.code == "overloaded" and not steady)
-        if refusal.code in ("no_replica", "context_length_exceeded") or hopeless:
+        if refusal.code in IMPOSSIBLE or hopeless:
             return None
         first_s = request.ttft_deadline_s - REFUSED_RATIO * max(request.work_s, WORK_FLOOR_S)
         if refusal.earliest_ttft_s is not None:

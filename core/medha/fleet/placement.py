@@ -212,15 +212,15 @@ class ReplicaEstimate:
         return max(self.load.predicted_tpot_s, empty) + with_request - empty
 
     def idle_tpot_s(self, prompt_tokens: int) -> float:
-        """TPOT of the first tokens of a sequence that is alone on this replica.
+        """TPOT of the first tokens of a sequence that is alone on this replica."""
+        return idle_tpot_s(prompt_tokens, self.predictor)
 
-        A token passes every stage, and the groups that the prompt fills share the work.
+    def least_tpot_s(self, prompt_tokens: int) -> float:
+        """Smallest TPOT target that the replica can accept after a prompt of that length.
+
+        A smaller target than an idle replica gives shortens every batch and is missed all the same.
         """
-        topology = self.predictor.topology
-        groups = max(1, min(topology.kvp_max, groups_needed(prompt_tokens, self.predictor)))
-        load = self.predictor.load()
-        load.add_decode(-(-prompt_tokens // groups), groups)
-        return topology.spp * load.seconds()
+        return self.idle_tpot_s(prompt_tokens)
 
     def _recounted(self) -> None:
         """Recompute the margins from the Load and the held requests.
@@ -284,6 +284,18 @@ def groups_needed(tokens: int, predictor: Predictor) -> int:
     if predictor.topology.kvp_max == 1:
         return 1
     return -(-tokens // predictor.tokens_per_group)
+
+
+def idle_tpot_s(prompt_tokens: int, predictor: Predictor) -> float:
+    """TPOT of the first tokens of a sequence that is alone on a replica.
+
+    A token passes every stage, and the groups that the context may grow to share the work.
+    """
+    topology = predictor.topology
+    groups = max(1, min(topology.kvp_max, groups_needed(prompt_tokens, predictor)))
+    load = predictor.load()
+    load.add_decode(-(-prompt_tokens // groups), groups)
+    return topology.spp * load.seconds()
 
 
 def options(

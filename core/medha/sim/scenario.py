@@ -29,7 +29,9 @@ import msgspec
 from medha import profile as profiles
 from medha.config import Scheduling
 from medha.errors import SpecError
+from medha.fleet.admission import least_tpot_ms
 from medha.fleet.autoscaling import Journal, Policy
+from medha.fleet.placement import idle_tpot_s
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import Profile
@@ -147,6 +149,7 @@ def simulate(
         scenario.model.max_context_tokens,
         scenario.scheduling.min_batch_s,
     )
+    _check_classes(scenario, served_by.predictor)
     arrivals = arrivals_of(scenario.workload, served_by, scenario.seed, base)
     fleet = _fleet(scenario, replicas, loop) if scenario.admission else None
     scaler = _scaler(scenario, fleet, start)
@@ -200,6 +203,19 @@ def _measured(
     return offered.at(per_second), tuple(
         msgspec.structs.replace(record, offered_s=seconds.get(record.id, 0.0)) for record in records
     )
+
+
+def _check_classes(scenario: Scenario, predictor: Predictor) -> None:
+    """Raise SpecError for a TPOT target that not even an idle replica meets."""
+    least_ms = least_tpot_ms(idle_tpot_s(1, predictor))
+    for slo_class in scenario.classes:
+        if 1e3 * slo_class.slo.tpot_s < least_ms:
+            raise SpecError(
+                f"classes.{slo_class.name}.slo.tpot_s",
+                slo_class.slo.tpot_s,
+                f"must be at least {least_ms / 1e3:g}, which an idle replica gives",
+                "raise it, or take a faster profile or topology",
+            )
 
 
 def _fleet(scenario: Scenario, replicas: Sequence[SimReplica], loop: Loop) -> SimulatedFleet:

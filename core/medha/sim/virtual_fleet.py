@@ -20,9 +20,11 @@ import msgspec
 
 from medha.config import Scheduling
 from medha.errors import Refusal
+from medha.fleet.admission import attainable_tpot_s
 from medha.fleet.demand import DemandWindow
 from medha.fleet.dispatcher import Dispatcher
 from medha.fleet.grants import GrantQueue
+from medha.fleet.placement import idle_tpot_s
 from medha.messages import Head, KvEvents, Load, ModelDemand
 from medha.predictor import Predictor
 from medha.request import Request, SloClass
@@ -87,8 +89,8 @@ class SimulatedLink:
 class SimulatedFleet:
     """Replicas, routers with a queue for all of them, and a record of each request.
 
-    `settings`: those of the replicas. `deadlines_s` overrides the TTFT deadline of single requests,
-    as the request header does.
+    `settings`: those of the replicas. `deadlines_s` and `tpots_s` override the TTFT deadline and
+    the TPOT target of single requests, as the request headers do.
     """
 
     def __init__(
@@ -100,12 +102,13 @@ class SimulatedFleet:
         page_tokens: int,
         max_context_tokens: int,
         deadlines_s: Mapping[str, float] | None = None,
+        tpots_s: Mapping[str, float] | None = None,
         routers: int = 1,
     ) -> None:
         self.loop, self.settings, self.page_tokens = loop, settings, page_tokens
         self.max_context_tokens = max_context_tokens
         self.classes = {slo_class.name: slo_class for slo_class in classes}
-        self.deadlines_s = deadlines_s or {}
+        self.deadlines_s, self.tpots_s = deadlines_s or {}, tpots_s or {}
         self.predictor = replicas[0].scheduler.predictor  # all are alike
         self.dispatchers: dict[str, Dispatcher[SimulatedRequest]] = {
             f"router-{index}": Dispatcher(classes, settings.queue_order) for index in range(routers)
@@ -209,13 +212,19 @@ class SimulatedFleet:
             arrival_s=self.loop.now,
             prompt_tokens=arrival.prompt_tokens,
             max_output_tokens=arrival.max_output_tokens,
-            tpot_s=slo_class.slo.tpot_s,
+            tpot_s=self._tpot_s(arrival, slo_class),
             work_s=work_s,
             ttft_deadline_s=deadline_s,
             slo_class=slo_class.name,
             tenant=arrival.tenant,
             weight=slo_class.weight,
         )
+
+    def _tpot_s(self, arrival: Arrival, slo_class: SloClass) -> float:
+        """The TPOT target: its own, else that of its class as far as it can be met."""
+        idle_s = idle_tpot_s(arrival.prompt_tokens, self.predictor)
+        class_s = attainable_tpot_s(slo_class.slo.tpot_s, idle_s)
+        return self.tpots_s.get(arrival.id, class_s)
 
     def _admit(self, item: SimulatedRequest, held: bool = False) -> None:
         """Enqueue a request or record its refusal. A held request is never refused for being late:
@@ -403,9 +412,5 @@ class SimulatedFleet:
         )
 
     def _idle_tpot_s(self, request: Request) -> float:
-        """TPOT of a request that is alone on the best replica."""
-        dispatcher = next(iter(self.dispatchers.values()))  # all have the same estimates
-        return min(
-            (estimate.idle_tpot_s(request.prompt_tokens) for estimate in dispatcher.estimates),
-            default=0.0,
-        )
+        """TPOT of a request that is alone on a replica."""
+        return idle_tpot_s(request.prompt_tokens, self.predictor)

@@ -1,0 +1,98 @@
+"""Isolation: a client takes nothing from others by headers, nor more than a share by requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from medha.config import Scheduling
+from medha.fleet.placement import idle_tpot_s
+from medha.model import ModelShape
+from medha.predictor import Predictor
+from medha.profile import A100
+from medha.request import Slo, SloClass
+from medha.scheduling.scheduler import Scheduler
+from medha.sim.loop import Loop
+from medha.sim.pipeline_clock import PipelineClock
+from medha.sim.replica import SimReplica
+from medha.sim.report import RequestRecord
+from medha.sim.virtual_fleet import SimulatedFleet
+from medha.sim.workload import Arrival
+from medha.topology import Topology
+
+CONTEXT = 1_100_000
+SHAPE = ModelShape(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=14336,
+    vocab=128256,
+    max_context_tokens=CONTEXT,
+)
+DOCUMENT = 300_000  # tokens: 17.6 s of prefill
+REFUSING = SloClass(slo=Slo(tpot_s=0.1))
+RELEGATING = SloClass(slo=Slo(tpot_s=0.1), when_infeasible="relegate")
+
+
+def play(
+    arrivals: list[Arrival],
+    *,
+    count: int = 1,
+    layout: Topology | None = None,
+    slo_class: SloClass = RELEGATING,
+    deadlines_s: Mapping[str, float] | None = None,
+    tpots_s: Mapping[str, float] | None = None,
+) -> dict[str, RequestRecord]:
+    """Play arrivals on replicas of eight A100 each until all are served."""
+    layout, loop, settings, replicas = layout or Topology(tp=8), Loop(), Scheduling(), []
+    for index in range(count):
+        predictor = Predictor(A100, SHAPE, layout)
+        scheduler = Scheduler(layout, SHAPE, predictor, settings, 20_000, 64, CONTEXT, (slo_class,))
+        clock = PipelineClock(predictor, 64, scheduler.layout)
+        replicas.append(SimReplica(f"r{index}", scheduler, clock, loop))
+    fleet = SimulatedFleet(
+        replicas, loop, (slo_class,), settings, 64, CONTEXT, deadlines_s, tpots_s
+    )
+    fleet.play(arrivals)
+    loop.run(most_events=1_000_000)
+    return {record.id: record for record in fleet.records()}
+
+
+def attainment(records: Mapping[str, RequestRecord], prefix: str) -> float:
+    """Share of the requests with such ids whose first token came in time."""
+    in_time = [record.in_time for name, record in records.items() if name.startswith(prefix)]
+    return sum(in_time) / len(in_time)
+
+
+def documents(count: int, every_s: float, name: str = "d", tenant: str = "") -> list[Arrival]:
+    return [
+        Arrival(
+            id=f"{name}{index}",
+            arrival_s=1.0 + every_s * index,
+            prompt_tokens=DOCUMENT,
+            output_tokens=50,
+            tenant=tenant,
+        )
+        for index in range(count)
+    ]
+
+
+def test_a_header_with_an_impossible_tpot_takes_nothing_from_documents() -> None:
+    hurried = Arrival(id="h", arrival_s=0.0, prompt_tokens=2000, output_tokens=8000)
+    records = play([hurried, *documents(12, 30.0)], tpots_s={"h": 0.001})
+    assert records["h"].refused == "tpot_infeasible"
+    assert attainment(records, "d") == 1.0
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_the_least_tpot_that_is_accepted_is_kept_by_an_idle_replica(stages: int) -> None:
+    layout = Topology(tp=8, spp=stages)
+    alone = Arrival(id="a", arrival_s=0.0, prompt_tokens=DOCUMENT, output_tokens=40)
+    least_s = idle_tpot_s(DOCUMENT, Predictor(A100, SHAPE, layout))
+    accepted = play([alone], layout=layout, tpots_s={"a": least_s})["a"]
+    assert accepted.mean_tpot_s == pytest.approx(least_s, rel=0.02)
+    refused = play([alone], layout=layout, tpots_s={"a": 0.98 * least_s})["a"]
+    assert refused.refused == "tpot_infeasible"
