@@ -9,40 +9,60 @@ from __future__ import annotations
 import itertools
 import math
 
+import msgspec
+
 HALF_LIFE_S = 60.0
 MEMORY_S = HALF_LIFE_S / math.log(2.0)
 """Mean age of a charge when it is forgotten: a steady rate r is remembered as r × MEMORY_S."""
-ACTIVE_S = 2.0 * HALF_LIFE_S
+ACTIVE_S = 5.0 * HALF_LIFE_S
 """A tenant counts as active for so long after its last request."""
 LISTED = 64
 """Tenants of a report: those that were promised something last. A tenant that was left out is
 listed again with its next promise, so that it gains one promise at most."""
 REFRESH_S = 1.0
+SHORT_S = 1.0
+"""A prompt of at most this work is short. Short prompts are counted apart, so that a document
+does not use up what a tenant may have for its chats."""
+
+
+class TenantWork(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Promised seconds of a tenant, and of these the seconds of short prompts."""
+
+    tenant: str
+    seconds: float
+    short_s: float
+
+    def of(self, short: bool) -> float:
+        """Seconds that count for a prompt: short ones count short ones only."""
+        return self.short_s if short else self.seconds
+
+
+def is_short(work_s: float) -> bool:
+    return work_s <= SHORT_S
 
 
 class PromisedWork:
     """Promised seconds of the tenants that were active in the last minutes."""
 
     def __init__(self) -> None:
-        self._charges: dict[str, tuple[float, float]] = {}  # (seconds, as of), last charged last
-        self._report: tuple[tuple[str, float], ...] = ()
+        self._charges: dict[str, tuple[TenantWork, float]] = {}  # (work, as of), latest last
+        self._report: tuple[TenantWork, ...] = ()
         self._reported_s = math.inf
 
     def charge(self, tenant: str, work_s: float, now: float) -> None:
         """Count the work of a promise."""
-        seconds, since = self._charges.pop(tenant, (0.0, now))
-        self._charges[tenant] = (seconds * math.exp2((since - now) / HALF_LIFE_S) + work_s, now)
+        work, since = self._charges.pop(tenant, (TenantWork(tenant, 0.0, 0.0), now))
+        left = math.exp2((since - now) / HALF_LIFE_S)
+        short_s = work.short_s * left + (work_s if is_short(work_s) else 0.0)
+        self._charges[tenant] = TenantWork(tenant, work.seconds * left + work_s, short_s), now
         self._reported_s = math.inf
 
-    def report(self, now: float) -> tuple[tuple[str, float], ...]:
-        """Return (tenant, seconds) of the tenants charged last; up to REFRESH_S old."""
+    def report(self, now: float) -> tuple[TenantWork, ...]:
+        """Return the work of the tenants charged last; up to REFRESH_S old."""
         if not 0.0 <= now - self._reported_s < REFRESH_S:
             self._forget(now)
-            latest = itertools.islice(reversed(self._charges.items()), LISTED)
-            self._report = tuple(
-                (tenant, seconds * math.exp2((since - now) / HALF_LIFE_S))
-                for tenant, (seconds, since) in latest
-            )
+            latest = itertools.islice(reversed(self._charges.values()), LISTED)
+            self._report = tuple(_faded(work, now - since) for work, since in latest)
             self._reported_s = now
         return self._report
 
@@ -52,3 +72,8 @@ class PromisedWork:
             if now - since < ACTIVE_S:
                 return
             del self._charges[tenant]
+
+
+def _faded(work: TenantWork, age_s: float) -> TenantWork:
+    left = math.exp2(-age_s / HALF_LIFE_S)
+    return TenantWork(work.tenant, work.seconds * left, work.short_s * left)

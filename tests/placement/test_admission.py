@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import msgspec
 import pytest
 
 from medha.errors import Refusal
@@ -21,6 +22,7 @@ from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass
+from medha.tenants import ACTIVE_S, HALF_LIFE_S, MEMORY_S, TenantWork
 from medha.topology import Topology
 
 SHAPE = ModelShape(
@@ -33,7 +35,8 @@ SOFT = SloClass(name="batch", when_infeasible="relegate", slo=Slo(ttft_floor_s=5
 def estimate(name: str = "r0", **load: object) -> ReplicaEstimate:
     predictor = Predictor(A100, SHAPE, Topology(tp=8))
     replica = ReplicaEstimate(name, predictor, max_context_tokens=2_000_000, max_batch_s=0.0)
-    full: dict[str, object] = {"free_pages": (20_000,), "total_pages": (20_000,), **load}
+    pages = (1_000_000,) if name.startswith("large") else (20_000,)
+    full: dict[str, object] = {"free_pages": pages, "total_pages": pages, **load}
     replica.update(Load(**full), 0.0)  # type: ignore[arg-type]
     return replica
 
@@ -140,13 +143,13 @@ def test_the_tpot_of_a_class_grows_with_prompts_too_long_for_it() -> None:
     assert ask_for_tpot(attainable_tpot_s(1e-4, idle_s)).promised
 
 
-def fits_down_to(usage: TenantUsage, slo_class: SloClass, tenant: str = "") -> float:
+def fits_down_to(usage: TenantUsage, slo_class: SloClass) -> float:
     """Shortest deadline still promised on an idle replica."""
     low, high = 0.0, 5.0
     while high - low > 1e-3:
         middle = (low + high) / 2
         try:
-            promised = ask([estimate()], middle, 60_000, slo_class, usage, tenant).promised
+            promised = ask([estimate()], middle, 60_000, slo_class, usage).promised
         except Refusal:
             promised = False
         low, high = (low, middle) if promised else (middle, high)
@@ -156,42 +159,164 @@ def fits_down_to(usage: TenantUsage, slo_class: SloClass, tenant: str = "") -> f
 def test_a_reserved_share_is_kept_free_for_a_class_that_does_not_use_it() -> None:
     gold = SloClass(name="gold", reserved=0.5)
     usage = TenantUsage((STRICT, gold))
-    usage.add("default", "", 10.0, 0.0)
+    usage.add("default", 10.0, 0.0)
     assert fits_down_to(usage, STRICT) == pytest.approx(2 * fits_down_to(usage, gold), rel=0.02)
-    usage.add("gold", "", 10.0, 0.0)  # gold uses its half: nothing is kept back
+    usage.add("gold", 10.0, 0.0)  # gold uses its half: nothing is kept back
     assert fits_down_to(usage, STRICT) == pytest.approx(fits_down_to(usage, gold), rel=0.02)
-
-
-def test_a_tenant_that_had_more_than_its_share_must_fit_with_more_room() -> None:
-    usage = TenantUsage((STRICT,))
-    assert usage.inflation("default", "a", 0.0) == 1.0
-    usage.add("default", "a", 30.0, 0.0)
-    assert usage.inflation("default", "a", 0.0) == 1.0  # alone: the fleet is its own
-    usage.add("default", "b", 10.0, 0.0)
-    assert usage.inflation("default", "a", 0.0) == pytest.approx(1.5**0.5)
-    assert usage.inflation("default", "b", 0.0) == 1.0
-    assert fits_down_to(usage, STRICT, "a") > fits_down_to(usage, STRICT, "b")
-
-
-def test_fairness_counts_work_lately_and_forgets() -> None:
-    usage = TenantUsage((STRICT,))
-    usage.add("default", "a", 30.0, 0.0)
-    usage.add("default", "b", 3.0, 600.0)
-    assert usage.inflation("default", "a", 600.0) == 1.0
-    assert usage.inflation("default", "b", 600.0) > 1.0
 
 
 def test_a_class_of_small_weight_is_inflated_before_one_of_large_weight() -> None:
     usage = TenantUsage((SloClass(name="default", weight=3.0), SloClass(name="batch", weight=1.0)))
-    usage.add("default", "", 10.0, 0.0)
-    usage.add("batch", "", 10.0, 0.0)
-    assert usage.inflation("batch", "", 0.0) == pytest.approx(2.0**0.5)
-    assert usage.inflation("default", "", 0.0) == 1.0
+    usage.add("default", 10.0, 0.0)
+    usage.add("batch", 10.0, 0.0)
+    assert usage.inflation("batch", 0.0) == pytest.approx(2.0**0.5)
+    assert usage.inflation("default", 0.0) == 1.0
+    usage.add("default", 10.0, 600.0)  # what batch was given is forgotten
+    assert usage.inflation("batch", 600.0) == 1.0
 
 
-def test_the_book_of_tenants_is_bounded() -> None:
+# --- tenants --------------------------------------------------------------------------------------
+
+
+def promised_s(
+    tenant: str,
+    prompts: Iterable[int],
+    *,
+    within_s: float = 900.0,
+    usage: TenantUsage | None = None,
+    replicas: Sequence[ReplicaEstimate] = (),
+    slo_class: SloClass = SOFT,
+) -> float:
+    """Seconds of W that a tenant is promised, for prompts of such lengths at once."""
+    replicas, usage = replicas or [estimate("large")], usage or TenantUsage((STRICT, SOFT))
+    total = 0.0
+    for index, tokens in enumerate(prompts):
+        request = PendingRequest(
+            id=f"{tenant}{index}", prompt_tokens=tokens, due_s=within_s, tenant=tenant
+        )
+        decision = admit(request, replicas, {}, slo_class, usage, now=0.0)
+        if decision.promised:
+            by_name = {replica.name: replica for replica in replicas}
+            by_name[decision.option.replica].hold(request, decision.option, 0.0, True)
+            total += decision.option.work_s
+    return total
+
+
+ROOM_S = 0.5 * MEMORY_S
+DOCUMENT, DOCUMENT_S = 150_000, 5.5
+
+
+def test_a_tenant_alone_is_promised_half_of_what_is_remembered_and_leaves_the_rest() -> None:
+    replicas, usage = [estimate("large")], TenantUsage((SOFT,))
+    hog_s = promised_s("hog", [DOCUMENT] * 60, usage=usage, replicas=replicas)
+    assert ROOM_S - DOCUMENT_S < hog_s <= ROOM_S
+    new_s = promised_s("new", [DOCUMENT] * 60, usage=usage, replicas=replicas)
+    assert 2 / 3 * ROOM_S - DOCUMENT_S < new_s <= 2 / 3 * ROOM_S  # a third of all
+    third_s = promised_s("third", [DOCUMENT] * 60, usage=usage, replicas=replicas)
+    assert ROOM_S / 2 - DOCUMENT_S < third_s <= ROOM_S / 2
+
+
+def test_without_api_keys_there_is_no_share() -> None:
+    assert promised_s("", [DOCUMENT] * 60) > 2 * ROOM_S
+
+
+@pytest.mark.parametrize("within_s", [30.0, 300.0, 3000.0])
+def test_neither_a_deadline_nor_more_and_smaller_prompts_give_a_tenant_more(
+    within_s: float,
+) -> None:
+    most_s = 1.0 + 1e-9
+    for tokens, count in ((400_000, 20), (DOCUMENT, 80), (30_000, 600)):
+        assert promised_s("hog", [tokens] * count, within_s=within_s) <= most_s * ROOM_S
+
+
+def test_a_prompt_of_any_length_has_its_turn_once_its_tenant_used_little() -> None:
+    usage, giant = TenantUsage((SOFT,)), 1_900_000
+    used = estimate("large", promised_work=(TenantWork("a", 0.6 * ROOM_S, 0.0),))
+    little = estimate("large", promised_work=(TenantWork("a", 0.4 * ROOM_S, 0.0),))
+    assert promised_s("a", [giant], replicas=[used], usage=usage) == 0.0
+    assert promised_s("a", [giant], replicas=[little], usage=usage) > ROOM_S
+
+
+def test_what_other_routers_promised_counts_and_is_not_counted_twice() -> None:
+    replica, usage = estimate("large"), TenantUsage((SOFT,))
+    first_s = promised_s("a", [DOCUMENT], usage=usage, replicas=[replica])
+    assert replica.promised_work_s("a", short=False) == pytest.approx(first_s)
+    replica.accepted("a0")
+    counted = msgspec.structs.replace(replica.load, promised_work=(TenantWork("a", first_s, 0.0),))
+    replica.update(counted, 0.0)  # the Load counts it now
+    assert replica.promised_work_s("a", short=False) == pytest.approx(first_s)
+    full = msgspec.structs.replace(replica.load, promised_work=(TenantWork("a", ROOM_S, 0.0),))
+    replica.update(full, 0.0)  # through another router
+    assert promised_s("a", [DOCUMENT], usage=usage, replicas=[replica]) == 0.0
+    assert promised_s("b", [DOCUMENT], usage=usage, replicas=[replica]) > 0.0
+
+
+def test_more_replicas_and_a_larger_weight_give_a_larger_share() -> None:
+    replicas = [estimate("large0"), estimate("large1")]
+    hog_s = promised_s("hog", [DOCUMENT] * 60, replicas=replicas)
+    assert 2 * ROOM_S - DOCUMENT_S < hog_s <= 2 * ROOM_S
+    heavy, usage = msgspec.structs.replace(SOFT, weight=3.0), TenantUsage((SOFT,))
+    usage.ask("heavy", 3.0, 0.0)
+    light_s = promised_s("light", [DOCUMENT] * 60, usage=usage)
+    assert 2 / 5 * ROOM_S - DOCUMENT_S < light_s <= 2 / 5 * ROOM_S  # 1 of 3 + 1 + 1
+    heavy_s = promised_s("heavy", [DOCUMENT] * 60, usage=usage, slo_class=heavy)
+    assert 6 / 7 * ROOM_S - DOCUMENT_S < heavy_s <= 6 / 7 * ROOM_S  # 3 of 3 + 1 + 3
+
+
+def test_a_tenant_stops_to_count_five_minutes_after_its_last_request() -> None:
+    usage, replicas = (
+        TenantUsage((SOFT,)),
+        [estimate("large", promised_work=(TenantWork("a", 0.9 * ROOM_S, 0.9 * ROOM_S),))],
+    )
+    for tenant in ("b", "c"):
+        usage.ask(tenant, 1.0, 0.0)
+    usage.ask("a", 1.0, ACTIVE_S - 1.0)
+    assert usage.wait_s("a", 0.1, replicas) > 0.0
+    usage.ask("a", 1.0, ACTIVE_S)
+    assert usage.wait_s("a", 0.1, replicas) == 0.0
+
+
+def test_beyond_its_share_a_tenant_is_served_without_a_promise_unless_such_requests_wait() -> None:
+    usage, used = (
+        TenantUsage((STRICT,)),
+        estimate("large", promised_work=(TenantWork("a", ROOM_S, ROOM_S),)),
+    )
+    assert not ask([used], usage=usage, tenant="a").promised
+    late = estimate("large", promised_work=(TenantWork("a", ROOM_S, ROOM_S),), relegated_s=1.0)
+    with pytest.raises(Refusal, match="tenant a was promised its share") as refused:
+        ask([late], usage=usage, tenant="a")
+    assert refused.value.code == "rate_limit_exceeded"
+    wait_s = refused.value.retry_after_s
+    assert wait_s is not None and wait_s > 0.0
+    after = ROOM_S * 0.5 ** (1.001 * wait_s / HALF_LIFE_S)
+    assert ask(
+        [estimate("large", promised_work=(TenantWork("a", after, after),))], usage=usage, tenant="a"
+    ).promised
+
+
+def test_with_thousands_of_tenants_each_has_a_second() -> None:
+    usage = TenantUsage((SOFT,))
+    for index in range(4096):
+        usage.ask(f"t{index}", 1.0, 0.0)
+    used = estimate("large", promised_work=(TenantWork("t7", 0.9, 0.9),))
+    assert promised_s("t7", [4000], usage=usage, replicas=[used]) > 0.0
+    full = estimate("large", promised_work=(TenantWork("t7", 1.0, 1.0),))
+    assert promised_s("t7", [4000], usage=usage, replicas=[full]) == 0.0
+
+
+def test_a_document_does_not_use_up_the_share_of_chats() -> None:
+    used = estimate("large", promised_work=(TenantWork("a", 9.0 * ROOM_S, 0.5),))
     usage = TenantUsage((STRICT,))
-    for index in range(5000):
-        usage.add("default", f"t{index}", 1.0 + index, 0.0)
-    assert len(usage._spent) <= 4096
-    assert usage.inflation("default", "t4999", 0.0) > 1.0
+    assert ask([used], usage=usage, tenant="a").promised
+    assert not ask([used], 90.0, DOCUMENT, usage=usage, tenant="a").promised
+
+
+def test_requests_beyond_a_share_go_behind_others_without_a_promise() -> None:
+    busy = estimate("large", margins=((1.0, 0.0), (3.0, 0.01)))
+    assert ask([busy], slo_class=SOFT, tenant="a").weight == 1.0
+    full = estimate(
+        "large",
+        margins=((1.0, 0.0), (3.0, 0.01)),
+        promised_work=(TenantWork("a", ROOM_S, ROOM_S),),
+    )
+    assert ask([full], slo_class=SOFT, tenant="a").weight < 1.0

@@ -6,16 +6,29 @@ import msgspec
 import pytest
 
 from medha.messages import Load
-from medha.tenants import ACTIVE_S, LISTED, PromisedWork
+from medha.tenants import ACTIVE_S, LISTED, PromisedWork, TenantWork
 from medha.testing import request, scheduler
 
 
-def test_a_charge_is_half_forgotten_after_a_minute_and_left_out_after_two() -> None:
+def seconds(report: tuple[TenantWork, ...]) -> dict[str, float]:
+    return {work.tenant: work.seconds for work in report}
+
+
+def test_short_prompts_are_counted_apart_too() -> None:
+    work = PromisedWork()
+    for work_s in (0.5, 20.0, 0.25):
+        work.charge("a", work_s, 0.0)
+    assert work.report(0.0) == (TenantWork("a", 20.75, 0.75),)
+    assert work.report(60.0)[0].of(short=True) == 0.375
+    assert work.report(60.0)[0].of(short=False) == 10.375
+
+
+def test_a_charge_is_half_forgotten_after_a_minute_and_left_out_after_five() -> None:
     work = PromisedWork()
     work.charge("a", 8.0, 0.0)
-    assert dict(work.report(60.0)) == pytest.approx({"a": 4.0})
+    assert seconds(work.report(60.0)) == pytest.approx({"a": 4.0})
     work.charge("a", 1.0, 60.0)
-    assert dict(work.report(60.0)) == pytest.approx({"a": 5.0})
+    assert seconds(work.report(60.0)) == pytest.approx({"a": 5.0})
     assert work.report(60.0 + ACTIVE_S) == ()
 
 
@@ -23,10 +36,10 @@ def test_a_report_lists_the_tenants_that_were_promised_something_last() -> None:
     work = PromisedWork()
     for index in range(200):
         work.charge(f"t{index}", 1.0, 0.001 * index)
-    names = [name for name, _ in work.report(1.0)]
+    names = [entry.tenant for entry in work.report(1.0)]
     assert names == [f"t{index}" for index in range(199, 199 - LISTED, -1)]
     work.charge("t0", 1.0, 1.0)
-    assert dict(work.report(1.0))["t0"] == pytest.approx(2.0, rel=0.02)
+    assert seconds(work.report(1.0))["t0"] == pytest.approx(2.0, rel=0.02)
 
 
 def test_a_load_reports_promises_by_tenant_until_long_after_their_prompts() -> None:
@@ -34,8 +47,8 @@ def test_a_load_reports_promises_by_tenant_until_long_after_their_prompts() -> N
     first = msgspec.structs.replace(request("a", 2000), tenant="acme")
     late = msgspec.structs.replace(request("b", 2000, within_s=0.1), tenant="late")
     assert replica.submit(first, 0.0).promised and not replica.submit(late, 0.0).promised
-    assert dict(replica.load(0.0).promised_work) == pytest.approx({"acme": 0.2})
+    assert seconds(replica.load(0.0).promised_work) == pytest.approx({"acme": 0.2})
     replica.abort("a", 0.1)
     load = replica.load(0.1)
-    assert load.promised_work[0][1] == pytest.approx(0.2, rel=0.01)
+    assert load.promised_work[0].seconds == pytest.approx(0.2, rel=0.01)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(load), type=Load) == load

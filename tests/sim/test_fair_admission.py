@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from medha.config import Scheduling
@@ -18,7 +19,7 @@ from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
 from medha.sim.report import RequestRecord
 from medha.sim.virtual_fleet import SimulatedFleet
-from medha.sim.workload import Arrival
+from medha.sim.workload import Arrival, poisson
 from medha.topology import Topology
 
 CONTEXT = 1_100_000
@@ -41,20 +42,22 @@ def play(
     arrivals: list[Arrival],
     *,
     count: int = 1,
+    pages: int = 20_000,
     layout: Topology | None = None,
     slo_class: SloClass = RELEGATING,
     deadlines_s: Mapping[str, float] | None = None,
     tpots_s: Mapping[str, float] | None = None,
+    routers: int = 1,
 ) -> dict[str, RequestRecord]:
     """Play arrivals on replicas of eight A100 each until all are served."""
     layout, loop, settings, replicas = layout or Topology(tp=8), Loop(), Scheduling(), []
     for index in range(count):
         predictor = Predictor(A100, SHAPE, layout)
-        scheduler = Scheduler(layout, SHAPE, predictor, settings, 20_000, 64, CONTEXT, (slo_class,))
+        scheduler = Scheduler(layout, SHAPE, predictor, settings, pages, 64, CONTEXT, (slo_class,))
         clock = PipelineClock(predictor, 64, scheduler.layout)
         replicas.append(SimReplica(f"r{index}", scheduler, clock, loop))
     fleet = SimulatedFleet(
-        replicas, loop, (slo_class,), settings, 64, CONTEXT, deadlines_s, tpots_s
+        replicas, loop, (slo_class,), settings, 64, CONTEXT, deadlines_s, tpots_s, routers
     )
     fleet.play(arrivals)
     loop.run(most_events=1_000_000)
@@ -96,3 +99,66 @@ def test_the_least_tpot_that_is_accepted_is_kept_by_an_idle_replica(stages: int)
     assert accepted.mean_tpot_s == pytest.approx(least_s, rel=0.02)
     refused = play([alone], layout=layout, tpots_s={"a": 0.98 * least_s})["a"]
     assert refused.refused == "tpot_infeasible"
+
+
+# --- tenants --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slo_class", "routers"),
+    [(REFUSING, 1), (RELEGATING, 1), (RELEGATING, 3)],
+    ids=["refuse", "relegate", "routers"],
+)
+def test_a_tenant_that_asks_for_all_promises_at_once_leaves_others_theirs(
+    slo_class: SloClass, routers: int
+) -> None:
+    """Sixty documents, each due just after all before it could be done, fill twenty minutes."""
+    work_s = Predictor(A100, SHAPE, Topology(tp=8)).prefill_s(DOCUMENT)
+    hoard = [
+        Arrival(
+            id=f"hog-{index}",
+            arrival_s=0.001 * index,
+            prompt_tokens=DOCUMENT,
+            output_tokens=1,
+            tenant="hog",
+        )
+        for index in range(60)
+    ]
+    deadlines_s = {
+        arrival.id: 1.15 * work_s * (index + 1) + 1.0 for index, arrival in enumerate(hoard)
+    }
+    alone = play(hoard, pages=300_000, slo_class=slo_class, deadlines_s=deadlines_s)
+    assert attainment(alone, "hog") >= 0.98  # it loses nothing while no other tenant asks
+    records = play(
+        hoard + documents(15, 80.0, "small-", "small"),
+        pages=300_000,
+        slo_class=slo_class,
+        deadlines_s=deadlines_s,
+        routers=routers,
+    )
+    assert attainment(records, "small") >= 0.9
+    assert attainment(records, "hog") >= 0.7
+
+
+def attainment_next_to_hog(times: float, seed: int) -> float:
+    """Attainment of a tenant with a fifth of the load, while another asks for `times` a half."""
+    lengths, until_s = [(2000, 20)] * 57 + [(DOCUMENT, 20)] * 3, 120.0
+    predictor = Predictor(A100, SHAPE, Topology(tp=8))
+    mean_s = sum(predictor.prefill_s(prompt) for prompt, _ in lengths) / len(lengths)
+    arrivals: list[Arrival] = []
+    for tenant, load in (("hog", 0.5 * times), ("small", 0.2)):
+        per_s = load / mean_s
+        drawn = poisson(lengths, per_s, int(per_s * until_s), seed + len(tenant))
+        arrivals += [
+            msgspec.structs.replace(arrival, id=f"{tenant}-{index}", tenant=tenant)
+            for index, arrival in enumerate(drawn)
+        ]
+    arrivals.sort(key=lambda arrival: arrival.arrival_s)
+    return attainment(play(arrivals, pages=400_000, slo_class=REFUSING), "small")
+
+
+def test_five_times_its_share_takes_no_more_from_others_than_once() -> None:
+    seeds = range(3)
+    once = sum(attainment_next_to_hog(1.0, seed) for seed in seeds) / len(seeds)
+    greedy = sum(attainment_next_to_hog(5.0, seed) for seed in seeds) / len(seeds)
+    assert once > 0.9 and greedy >= once - 0.05

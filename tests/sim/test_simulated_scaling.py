@@ -123,7 +123,7 @@ def test_clients_in_a_hurry_at_an_idle_fleet_bring_no_replica_and_keep_none(
 
 
 def test_a_class_with_a_tpot_that_no_replica_gives_brings_no_replica() -> None:
-    """Its requests get the target that an idle replica meets."""
+    """Requests of such a class get the target that an idle replica meets."""
     slo = msgspec.structs.replace(RELEGATING.slo, tpot_s=0.0001)
     scaled = Scaled(slo_class=msgspec.structs.replace(RELEGATING, slo=slo))
     apart = [

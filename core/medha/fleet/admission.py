@@ -5,11 +5,12 @@ Refusals are `medha.errors.Refusal`:
 
 * `no_replica`              no replica serves this model
 * `context_length_exceeded` the request can never fit; the message has both numbers
-* `overloaded`              no free pages, or the decodes would miss their TPOT; with Retry-After
 * `tpot_infeasible`         the TPOT target is below what can be had; with the least that can
+* `rate_limit_exceeded`     the tenant was promised its share already; with Retry-After
+* `overloaded`              no free pages, or the decodes would miss their TPOT; with Retry-After
 * `deadline_infeasible`     the deadline would be missed or break a promise; with earliest TTFT
 
-A class with `when_infeasible: relegate` is admitted without a promise instead of the last two.
+A class with `when_infeasible: relegate` is admitted without a promise instead of the last three.
 """
 
 from __future__ import annotations
@@ -21,49 +22,116 @@ import msgspec
 
 from medha.errors import Refusal
 from medha.fleet.placement import PendingRequest, PlacementOption, ReplicaEstimate, options
+from medha.messages import Load
 from medha.request import SloClass
+from medha.tenants import ACTIVE_S, HALF_LIFE_S, MEMORY_S, is_short
 
-HALF_LIFE_S = 60.0
+LEAST_ROOM_S = 1.0
+"""Promised seconds that every tenant may have: with thousands of tenants, a share of less would be
+exceeded by chance."""
+BEYOND_SHARE = 0.1
+"""Factor on the weight of requests beyond the share of their tenant."""
 TPOT_HEADER = "x-medha-slo-tpot-ms"
 TPOT_ROOM = 1.1
 """Least ratio of a class's TPOT target to that of an idle replica at the same depth."""
 
 
 class AdmissionDecision(msgspec.Struct, frozen=True):
-    """An admitted request: its placement, and whether its deadline is promised."""
+    """An admitted request: its placement, and whether its deadline is promised.
+
+    `weight`: factor on its weight among requests without a promise.
+    """
 
     option: PlacementOption
     promised: bool
+    weight: float = 1.0
 
 
 class TenantUsage:
-    """Predicted seconds of work given to classes and tenants, with a half-life of a minute.
+    """Shares of tenants and of classes in what is promised.
 
-    Fairness counts work, not requests: a tenant with one million-token prompt has had its share.
+    A tenant may be promised its share of what all replicas compute, over all routers, with
+    promises half forgotten each minute (`medha.tenants`). A prompt of W seconds is in the share if
+
+        promised + W ≤ room    room = share × replicas × MEMORY_S,   or  promised ≤ room / 2
+        share = own weight / (weights of all active tenants + own weight)
+
+    One more share than tenants: the next one finds room at once. A prompt of any length has its
+    turn, and a short one counts short ones only. A request beyond the share gets no promise: it
+    runs behind all promises, where it takes nothing from others, and is refused only if such
+    requests wait already. Deadlines, targets and the number of requests are not in the rule: to lie
+    about them, or to split a prompt, gains nothing.
+
+    A class that was given more than its weight must fit with more room than its work, and the
+    unused part of what is reserved for other classes stays free.
     """
 
     def __init__(self, classes: Sequence[SloClass]) -> None:
         self._classes = {slo_class.name: slo_class for slo_class in classes}
-        self._spent: dict[tuple[str, str], tuple[float, float]] = {}  # (seconds, as of)
+        self._given: dict[str, tuple[float, float]] = {}  # by class: (seconds, as of)
+        self._active: dict[str, tuple[float, float]] = {}  # (last request, weight), latest last
+        self._weights = 0.0
 
     def set_classes(self, classes: Sequence[SloClass]) -> None:
         """Replace the classes; recorded work stays."""
         self._classes = {slo_class.name: slo_class for slo_class in classes}
 
-    def add(self, slo_class: str, tenant: str, work_s: float, now: float) -> None:
-        """Record the work of an admitted request."""
-        self._spent[slo_class, tenant] = (self._of(slo_class, tenant, now) + work_s, now)
-        if len(self._spent) > 4096:
-            self._forget(now)
+    def add(self, slo_class: str, work_s: float, now: float) -> None:
+        """Record the work of an admitted request for its class."""
+        self._given[slo_class] = (self._of_class(slo_class, now) + work_s, now)
 
-    def inflation(self, slo_class: str, tenant: str, now: float) -> float:
-        """Factor by which the work of a request counts for more: 1 (fair share) to 2.
+    # --- tenants ----------------------------------------------------------------------------------
 
-        A tenant is compared with the mean of the active tenants of its class, a class with its
-        weight. A tenant or class that is the only active one gets 1.
+    def ask(self, tenant: str, weight: float, now: float) -> None:
+        """Count a tenant as active, with the weight of the class that it asks for."""
+        self._remove(tenant)
+        self._active[tenant] = (now, weight)
+        self._weights += weight
+        while self._active:
+            oldest = next(iter(self._active))
+            if now - self._active[oldest][0] < ACTIVE_S:
+                return
+            self._remove(oldest)
+
+    def report(self, load: Load, now: float) -> None:
+        """Count tenants as active that a replica made promises to, through any router."""
+        for work in load.promised_work:
+            if work.tenant not in self._active:
+                self.ask(work.tenant, 1.0, now)
+
+    def wait_s(self, tenant: str, work_s: float, estimates: Sequence[ReplicaEstimate]) -> float:
+        """Return the seconds until work is in the share of an active tenant; 0 if it is now.
+
+        Without API keys all requests are of one tenant, without a name and without a limit.
         """
-        tenant_excess = min(2.0, self._tenant_excess(slo_class, tenant, now))
-        return math.sqrt(tenant_excess * min(2.0, self._class_excess(slo_class, now)))
+        if not tenant and len(self._active) == 1:
+            return 0.0
+        weight = self._active[tenant][1]
+        share = weight / max(self._weights + weight, 1e-9)
+        replicas = sum(estimate.load.share for estimate in estimates)
+        room_s = max(LEAST_ROOM_S, share * replicas * MEMORY_S)
+        short = is_short(work_s)
+        promised_s = sum(estimate.promised_work_s(tenant, short) for estimate in estimates)
+        allowed_s = max(room_s - work_s, 0.5 * room_s)
+        return HALF_LIFE_S * math.log2(max(1.0, promised_s / allowed_s))
+
+    def _remove(self, tenant: str) -> None:
+        entry = self._active.pop(tenant, None)
+        if entry is not None:
+            self._weights = self._weights - entry[1] if self._active else 0.0
+
+    # --- classes ----------------------------------------------------------------------------------
+
+    def inflation(self, slo_class: str, now: float) -> float:
+        """Factor by which the work of a class counts for more: 1 (within its weight) to 1.4."""
+        used = {name: self._of_class(name, now) for name in self._classes}
+        active = [name for name, seconds in used.items() if seconds > 1e-3]
+        if slo_class not in active or len(active) < 2:
+            return 1.0
+        weights = sum(self._classes[name].weight for name in active)
+        fair = self._classes[slo_class].weight / weights if weights > 0.0 else 1.0
+        excess = used[slo_class] / sum(used.values()) / max(fair, 1e-6)
+        return math.sqrt(min(2.0, max(1.0, excess)))
 
     def kept_back(self, slo_class: str, now: float) -> float:
         """Share of capacity that is reserved for other classes and not used by them now."""
@@ -75,34 +143,9 @@ class TenantUsage:
                 kept += max(0.0, other.reserved - used)
         return min(kept, 0.9)
 
-    def _of(self, slo_class: str, tenant: str, now: float) -> float:
-        seconds, since = self._spent.get((slo_class, tenant), (0.0, now))
-        return seconds * math.exp2((since - now) / HALF_LIFE_S)
-
     def _of_class(self, slo_class: str, now: float) -> float:
-        return sum(self._of(key[0], key[1], now) for key in self._spent if key[0] == slo_class)
-
-    def _tenant_excess(self, slo_class: str, tenant: str, now: float) -> float:
-        active = [self._of(key[0], key[1], now) for key in self._spent if key[0] == slo_class]
-        active = [seconds for seconds in active if seconds > 1e-3]
-        if len(active) < 2:
-            return 1.0
-        return max(1.0, self._of(slo_class, tenant, now) * len(active) / sum(active))
-
-    def _class_excess(self, slo_class: str, now: float) -> float:
-        used = {name: self._of_class(name, now) for name in self._classes}
-        active = [name for name, seconds in used.items() if seconds > 1e-3]
-        if slo_class not in active or len(active) < 2:
-            return 1.0
-        weights = sum(self._classes[name].weight for name in active)
-        fair = self._classes[slo_class].weight / weights if weights > 0.0 else 1.0
-        return max(1.0, used[slo_class] / sum(used.values()) / max(fair, 1e-6))
-
-    def _forget(self, now: float) -> None:
-        for key in [key for key in self._spent if self._of(key[0], key[1], now) < 1e-3]:
-            del self._spent[key]
-        while len(self._spent) > 4096:
-            del self._spent[min(self._spent, key=lambda key: self._of(key[0], key[1], now))]
+        seconds, since = self._given.get(slo_class, (0.0, now))
+        return seconds * math.exp2((since - now) / HALF_LIFE_S)
 
 
 def admit(
@@ -113,12 +156,15 @@ def admit(
     usage: TenantUsage,
     now: float,
     age_s: float = 0.0,
+    crowded: bool = False,
 ) -> AdmissionDecision:
     """Promise, relegate, or raise Refusal.
 
     `cached`: prompt tokens in the prefix cache of each replica, by name. `age_s`: seconds since the
-    request arrived; the earliest TTFT in a refusal counts from arrival.
+    request arrived; the earliest TTFT in a refusal counts from arrival. `crowded`: requests without
+    a promise wait for a place on any replica.
     """
+    usage.ask(request.tenant, slo_class.weight, now)
     estimates = [estimate for estimate in estimates if estimate.known and not estimate.draining]
     if not estimates:
         raise Refusal(
@@ -126,7 +172,7 @@ def admit(
             "no replica of this model is connected: retry, or start one",
             retry_after_s=5.0,
         )
-    inflation = usage.inflation(request.slo_class, request.tenant, now)
+    inflation = usage.inflation(request.slo_class, now)
     inflation /= 1.0 - usage.kept_back(request.slo_class, now)
     offers = options(request, estimates, cached, now, inflation)
     if not offers:
@@ -140,10 +186,23 @@ def admit(
         or not by_name[offer.replica].load.decoding
     ]
     best = steady[0] if steady else offers[0]
-    if best.fits and steady:
+    fits, load = best.fits and bool(steady), by_name[best.replica].load
+    work_s = best.work_s * load.share
+    wait_s = usage.wait_s(request.tenant, work_s, estimates)
+    if fits and not wait_s:
         return AdmissionDecision(best, True)
     if slo_class.when_infeasible == "relegate":
-        return AdmissionDecision(best, False)
+        return AdmissionDecision(best, False, BEYOND_SHARE if wait_s else 1.0)
+    if fits:
+        if not crowded and not load.relegated_s:
+            return AdmissionDecision(best, False, BEYOND_SHARE)
+        raise Refusal(
+            "rate_limit_exceeded",
+            f"tenant {request.tenant} was promised its share of the replicas already, and the "
+            f"prompt takes {work_s:.2f} s: retry in {wait_s:.0f} s, or choose a class that "
+            "relegates",
+            retry_after_s=wait_s,
+        )
     if not steady:
         tpot_ms = 1e3 * by_name[best.replica].predicted_tpot_s(request)
         raise Refusal(

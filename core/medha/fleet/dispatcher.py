@@ -123,6 +123,7 @@ class Dispatcher(Generic[Item]):
         self._reported_s: dict[str, float] = {}
         self._relegated: dict[str, set[str]] = {}  # placed without a promise, by replica
         self._unplaced_promised: set[str] = set()
+        self._unplaced_relegated: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -173,6 +174,7 @@ class Dispatcher(Generic[Item]):
         opens = replica.open and (estimate.draining or not estimate.known)
         estimate.draining = replica.draining
         estimate.update(replica.load, now)
+        self._usage.report(replica.load, now)
         self._reported_s[replica.name] = now
         if opens:
             self._release_to(replica.name, now)
@@ -247,12 +249,13 @@ class Dispatcher(Generic[Item]):
         cached = self.cached_tokens(page_names, request.prompt_tokens)
         age_s = now - request.arrival_s
         estimates = self._serving(item.version)
-        decision = admit(pending, estimates, cached, slo_class, self._usage, now, age_s)
+        crowded = bool(self._unplaced_relegated)
+        decision = admit(pending, estimates, cached, slo_class, self._usage, now, age_s, crowded)
         self._remember(item, page_names)
         option = decision.option
         if decision.promised:
             self._estimates[option.replica].hold(pending, option, now, True)
-        self._usage.add(request.slo_class, request.tenant, option.work_s, now)
+        self._usage.add(request.slo_class, option.work_s, now)
         self._put(
             QueuedRequest(
                 id=request.id,
@@ -261,7 +264,7 @@ class Dispatcher(Generic[Item]):
                 work_s=option.work_s,
                 promised=decision.promised,
                 replica=option.replica if decision.promised else "",
-                weight=request.weight,
+                weight=request.weight * decision.weight,
             )
         )
         return decision
@@ -403,10 +406,13 @@ class Dispatcher(Generic[Item]):
             self._relegated.setdefault(queued.replica, set()).add(queued.id)
         elif queued.promised and not queued.replica:
             self._unplaced_promised.add(queued.id)
+        elif not queued.promised:
+            self._unplaced_relegated.add(queued.id)
         self._queue.add(queued)
 
     def _unmark(self, id: str) -> None:
         self._unplaced_promised.discard(id)
+        self._unplaced_relegated.discard(id)
         for relegated in self._relegated.values():
             relegated.discard(id)
 

@@ -19,6 +19,7 @@ import numpy as np
 from medha.messages import Load
 from medha.predictor import Predictor
 from medha.scheduling.feasibility import available_s, earliest_due_s
+from medha.tenants import TenantWork, is_short
 
 
 class PendingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,12 +35,17 @@ class PendingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """A placed request that no Load counts yet: work in seconds, pages of its whole length."""
+    """A placed request that no Load counts yet: work in seconds, pages of its whole length.
+
+    `charge_s`: what the Load will count for its tenant.
+    """
 
     due_s: float
     work_s: float
     pages: int
     promised: bool
+    tenant: str = ""
+    charge_s: float = 0.0
 
 
 class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +105,8 @@ class ReplicaEstimate:
         self._updated_s = 0.0
         self._held: dict[str, Held] = {}
         self._accepted: set[str] = set()
+        self._promised_work: dict[str, TenantWork] = {}  # by tenant, as reported
+        self._held_work: dict[tuple[str, bool], float] = {}  # by tenant and whether short
         self._due = np.empty(0)
         self._margin = np.empty(0)
         self._pages = 0
@@ -108,8 +116,10 @@ class ReplicaEstimate:
     def update(self, load: Load, now: float) -> None:
         """Take a Load over. It counts the requests that were accepted before, so release them."""
         self.load, self._updated_s = load, now
+        self._promised_work = {work.tenant: work for work in load.promised_work}
         for name in self._accepted:
-            self._held.pop(name, None)
+            if (held := self._held.pop(name, None)) is not None:
+                self._charge(held, -held.charge_s)
         self._accepted.clear()
         self._stale = True
 
@@ -118,7 +128,9 @@ class ReplicaEstimate:
     ) -> None:
         """Count a placed request until a Load does."""
         self.release(request.id, now)
-        held = Held(request.due_s, option.cost_s, option.pages, promised)
+        charge_s = option.work_s * self.load.share if promised else 0.0
+        held = Held(request.due_s, option.cost_s, option.pages, promised, request.tenant, charge_s)
+        self._charge(held, charge_s)
         self._recounted()
         self._held[request.id] = held
         self._count(held, now)
@@ -130,9 +142,22 @@ class ReplicaEstimate:
 
     def release(self, id: str, now: float) -> None:
         """Stop counting a request (aborted, failed, placed elsewhere). Unknown ids are ignored."""
-        if self._held.pop(id, None) is not None:
+        held = self._held.pop(id, None)
+        if held is not None:
+            self._charge(held, -held.charge_s)
             self._accepted.discard(id)
             self._stale = True
+
+    def promised_work_s(self, tenant: str, short: bool) -> float:
+        """Prefill seconds promised to a tenant, by all routers in the last minutes and held.
+
+        `short`: of short prompts only.
+        """
+        total = self._held_work.get((tenant, True), 0.0)
+        if not short:
+            total += self._held_work.get((tenant, False), 0.0)
+        reported = self._promised_work.get(tenant)
+        return total if reported is None else total + reported.of(short)
 
     @property
     def known(self) -> bool:
@@ -247,6 +272,15 @@ class ReplicaEstimate:
         )
         self._pages = sum(held.pages for held in self._held.values())
         self._pending_s = sum(held.work_s for held in self._held.values())
+
+    def _charge(self, held: Held, seconds: float) -> None:
+        """Add to the held promises of a tenant."""
+        key = held.tenant, is_short(held.charge_s)
+        total = self._held_work.get(key, 0.0) + seconds
+        if total > 1e-9:
+            self._held_work[key] = total
+        else:
+            self._held_work.pop(key, None)
 
     def _count(self, held: Held, now: float) -> None:
         self._pages += held.pages

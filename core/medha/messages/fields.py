@@ -6,6 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from medha.tenants import TenantWork
+
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_TOKENS_BYTES = 48 << 20
 
@@ -65,7 +67,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     `share`: share of time for promised prefills, given decodes and relegated prefills.
     `ahead_s`: work that would run before a most urgent new request; `relegated_ahead_s`: short work
     without a promise, before a most urgent late one. `predicted_tpot_s`: of the running decodes.
-    `promised_work`: (tenant, promised prefill seconds, see `medha.tenants`).
+    `promised_work`: prefill seconds promised to each tenant.
     """
 
     margins: Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=4096)] = ()
@@ -85,4 +87,4 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     predicted_tpot_s: float = 0.0
     drain_s_per_s: float = 1.0
     wanted_groups: int = 1
-    promised_work: Annotated[tuple[tuple[Name, float], ...], msgspec.Meta(max_length=64)] = ()
+    promised_work: Annotated[tuple[TenantWork, ...], msgspec.Meta(max_length=64)] = ()

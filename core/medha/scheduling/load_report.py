@@ -11,6 +11,7 @@ from medha.messages.fields import Load
 from medha.scheduling.promises import PromiseSet
 from medha.scheduling.state import SchedulerState
 from medha.scheduling.waiting_queue import WaitingQueue
+from medha.tenants import TenantWork
 
 BANDS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 1e9)
 MARGINS = 256
@@ -21,7 +22,7 @@ def report(
     available_shares: dict[int, float],
     predicted_tpot_s: float,
     wanted_groups: int,
-    promised_work: tuple[tuple[str, float], ...],
+    promised_work: tuple[TenantWork, ...],
     now: float,
 ) -> Load:
     """Summarise all groups in a few numbers and two short lists."""
