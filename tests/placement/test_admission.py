@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from medha.errors import Refusal
 from medha.fleet.admission import (
@@ -22,7 +24,7 @@ from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass
-from medha.tenants import ACTIVE_S, HALF_LIFE_S, MEMORY_S, TenantWork
+from medha.tenants import ACTIVE_S, HALF_LIFE_S, MEMORY_S, TenantWork, is_short
 from medha.topology import Topology
 
 SHAPE = ModelShape(
@@ -320,3 +322,36 @@ def test_requests_beyond_a_share_go_behind_others_without_a_promise() -> None:
         promised_work=(TenantWork("a", ROOM_S, ROOM_S),),
     )
     assert ask([full], slo_class=SOFT, tenant="a").weight < 1.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(("hog", "other")),
+            st.integers(100, 600_000),
+            st.floats(1.0, 3000.0),
+        ),
+        max_size=40,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_no_mix_of_prompts_and_deadlines_is_promised_more_than_its_room(
+    prompts: list[tuple[str, int, float]],
+) -> None:
+    """Half a room and one prompt, or the room, of the long ones; and a room of short ones."""
+    replica, usage = estimate("large"), TenantUsage((SOFT,))
+    usage.ask("hog", 1.0, 0.0)
+    usage.ask("other", 1.0, 0.0)
+    room_s = 2.0 * ROOM_S / 3.0
+    work_s: dict[str, list[float]] = {"hog": [], "other": []}
+    for index, (tenant, tokens, within_s) in enumerate(prompts):
+        request = PendingRequest(id=str(index), prompt_tokens=tokens, due_s=within_s, tenant=tenant)
+        decision = admit(request, [replica], {}, SOFT, usage, now=0.0)
+        if decision.promised:
+            replica.hold(request, decision.option, 0.0, True)
+            work_s[tenant].append(decision.option.work_s)
+    for promised in work_s.values():
+        short_s = sum(work for work in promised if is_short(work))
+        longest_s = max(promised, default=0.0)
+        assert short_s <= room_s + 1e-6
+        assert sum(promised) - short_s <= max(room_s, 0.5 * room_s + longest_s) + 1e-6
