@@ -127,8 +127,7 @@ class GroupSelector:
         if sequence.stopped:
             return ()
         if sequence.decoding:
-            chunk = sequence.next_chunk
-            return () if chunk is None else chunk.groups
+            return sequence.next_groups
         if not sequence.ready or not sequence.started:
             return ()
         tail, room = self.groups.next_tail(sequence)

@@ -11,8 +11,6 @@ as its token arrives, pages included, so that building a batch does not visit ev
 
 from __future__ import annotations
 
-from typing import Final
-
 from medha.batch import Chunk, Sampled
 from medha.errors import ProtocolError
 from medha.scheduling.interface import Completed, Failure
@@ -20,8 +18,6 @@ from medha.scheduling.prefill_admission import DecodeForecast, PrefillAdmission
 from medha.scheduling.running import DecodeGroup, InFlightBatch
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.state import SchedulerState
-
-NO_PAGES: Final[tuple[int, ...]] = ()
 
 
 class Outcomes:
@@ -85,7 +81,6 @@ class Lifecycle:
 
     def complete(self, sent: InFlightBatch, sampled: Outcomes, now: float) -> list[Completed]:
         """Land a batch's chunks and count its tokens; return the sequences that ended."""
-        chunks, at = sent.batch.chunks, 0
         completed: list[Completed] = []
         for decodes, sequences in sent.decodes:
             decodes.land(len(sequences))
@@ -94,10 +89,9 @@ class Lifecycle:
                     self._land_stopped(sequence, True, sampled, now, completed)
                 else:
                     outcome = sampled.take(sequence.number)
-                    reason = self._on_token(sequence, chunks[at], outcome, now, decodes)
+                    reason = self._on_token(sequence, outcome, now, decodes)
                     if reason is not None:
                         completed.append(_completed(sequence, reason))
-                at += 1
         for sequence, chunk in sent.prefills:
             if sequence.land():
                 self._land_stopped(sequence, chunk.yields, sampled, now, completed)
@@ -105,7 +99,7 @@ class Lifecycle:
             self._on_chunk_done(sequence, chunk)
             if chunk.yields:
                 outcome = sampled.take(sequence.number)
-                reason = self._on_token(sequence, chunk, outcome, now)
+                reason = self._on_token(sequence, outcome, now)
                 if reason is not None:
                     completed.append(_completed(sequence, reason))
         return completed
@@ -141,14 +135,17 @@ class Lifecycle:
     def _on_token(
         self,
         sequence: Sequence,
-        chunk: Chunk,
         outcome: Sampled,
         now: float,
-        decodes: DecodeGroup | None = None,
+        like: DecodeGroup | None = None,
     ) -> str | None:
-        """Count a token and prepare the next decode; return why the sequence ended, if it did."""
-        if outcome.block_hash is not None and self.settings.prefix_cache:
-            self._cache_last(sequence, chunk, outcome.block_hash)
+        """Count a token and prepare the next decode; return why the sequence ended, if it did.
+
+        `like`: the decodes that the token's was of.
+        """
+        hash_ = outcome.block_hash
+        if hash_ is not None and self.settings.prefix_cache:
+            self._cache_last(sequence, hash_)
         reason = self._count_token(sequence, outcome.finished, now)
         if reason is not None:
             return reason
@@ -157,7 +154,7 @@ class Lifecycle:
         tokens = sequence.output_tokens + sequence.in_flight - sequence.prepared
         sequence.set_decode_due(sequence.first_token_s + tokens * sequence.tpot_s)
         if not sequence.in_flight:
-            self._prepare(sequence, decodes)
+            self._prepare(sequence, like)
         return None
 
     def _count_token(self, sequence: Sequence, finished: bool, now: float) -> str | None:
@@ -171,14 +168,14 @@ class Lifecycle:
         return None
 
     def prepare_ahead(
-        self, sequence: Sequence, end: int, due_out_s: float, like: DecodeGroup | None = None
+        self, sequence: Sequence, due_out_s: float, like: DecodeGroup | None = None
     ) -> bool:
-        """Prepare the decode behind a token that is still being computed, of a chunk up to `end`.
+        """Prepare the decode behind a token that is still being computed.
 
         The rank that samples the token reads it there. Returns whether nothing is left to prepare
         when the token arrives.
         """
-        after = end + 1
+        after = sequence.scheduled_tokens + 1
         output = after - sequence.prompt_tokens
         if sequence.stopped:
             return True
@@ -197,9 +194,10 @@ class Lifecycle:
             sequence.set_decode_due(first_s + output * sequence.tpot_s)
         return self._prepare(sequence, like)
 
-    def _cache_last(self, sequence: Sequence, chunk: Chunk, hash_: bytes) -> None:
+    def _cache_last(self, sequence: Sequence, hash_: bytes) -> None:
         """Cache the page that the computed tokens have just filled."""
-        logical = chunk.end // self.groups.pool.page_tokens - 1
+        computed = sequence.scheduled_tokens - sequence.in_flight  # decodes of one token each
+        logical = computed // self.groups.pool.page_tokens - 1
         if logical >= 0:
             self.groups.pool[sequence.group_of[logical]].cache(sequence.page_of[logical], hash_)
 
@@ -208,24 +206,21 @@ class Lifecycle:
 
         `like`: the decodes that its last one was of.
         """
-        start, pages, tail = sequence.scheduled_tokens, NO_PAGES, sequence.tail
-        if start % self.groups.pool.page_tokens and not sequence.moving:
+        if sequence.scheduled_tokens % self.groups.pool.page_tokens and not sequence.moving:
             sequence.schedule_decode()
-            if like is not None and sequence.alone and like.alone == tail:
-                chunk = Chunk(sequence.number, start, 1, like.groups, tail, pages, True, True)
-                like.add(sequence, chunk)
+            if like is not None and sequence.alone and like.alone == sequence.tail:
+                like.add(sequence)
                 return True
         else:
             tail, room = self.groups.next_tail(sequence)
             if not room:
                 self.running.block_on_pages(sequence)
                 return False
-            pages = self.groups.extend(sequence, 1, tail)
+            self.groups.extend(sequence, 1, tail)
         groups = sequence.groups
         for move in sequence.switching:
             groups = tuple(sorted({*groups, move.source, move.target}))
-        chunk = Chunk(sequence.number, start, 1, groups, tail, pages, True, True)
-        self.running.decodes_of(groups).add(sequence, chunk)
+        self.running.decodes_of(groups).add(sequence)
         return True
 
     # --- the end ----------------------------------------------------------------------------------

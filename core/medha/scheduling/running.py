@@ -54,11 +54,11 @@ class DecodeGroup:
         ready = len(self.prepared)
         return ready if spp == 1 else min(ready, -(-(ready + self.in_flight) // spp))
 
-    def add(self, sequence: Sequence, chunk: Chunk) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Hold the sequence's next decode ready for a batch."""
         self.prepared.append(sequence)
         self._change_keys(sequence, 1)
-        sequence.prepare_decode(chunk)
+        sequence.prepare_decode(self.groups)
 
     def remove(self, sequence: Sequence) -> None:
         self.prepared.remove(sequence)
@@ -119,13 +119,11 @@ class RunningDecodes:
     def withdraw(self, sequence: Sequence) -> bool:
         """Remove a prepared decode; False if there is none."""
         self.blocked_on_pages.pop(sequence.number, None)
-        chunk = sequence.next_chunk
         prepared = sequence.prepared
+        if prepared:
+            self.by_groups[sequence.next_groups].remove(sequence)
         sequence.withdraw_decode()
-        if chunk is None or not prepared:
-            return False
-        self.by_groups[chunk.groups].remove(sequence)
-        return True
+        return prepared
 
     def end(self, sequence: Sequence) -> None:
         """Remove a sequence that decodes no more."""
@@ -136,10 +134,7 @@ class RunningDecodes:
     def take(self, groups: tuple[int, ...], most: int) -> TakenDecodes:
         """Take at most `most` prepared decodes of a group set, the longest prepared first."""
         decodes = self.by_groups[groups]
-        taken = decodes.take(most)
-        for sequence in taken:
-            sequence.take_decode()
-        return decodes, taken
+        return decodes, decodes.take(most)
 
     def block_on_pages(self, sequence: Sequence) -> None:
         """Record that the next decode finds no page."""

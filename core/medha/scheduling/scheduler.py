@@ -224,12 +224,7 @@ class Scheduler:
         heaviest = max(draft.loads.values(), key=_rows)
         ended = self._lifecycle.take_ended() if self._lifecycle.ended else ()
         decodes = [self._running.take(groups, count) for groups, count in draft.decodes]
-        chunks = [
-            chunk
-            for _, sequences in decodes
-            for sequence in sequences
-            if (chunk := sequence.next_chunk) is not None
-        ]
+        chunks = [sequence.take_decode() for _, sequences in decodes for sequence in sequences]
         prefill_chunks = self._builder.commit(draft, predicted_s)
         prefilled = [chunk_draft.sequence for chunk_draft in draft.chunks]
         prefills = [*zip(prefilled, prefill_chunks, strict=True)]
@@ -397,15 +392,13 @@ class Lookahead:
         """Let the batch's prompts continue, and prepare its decodes."""
         sent.follow()
         self.lifecycle.leave_stage0(sent)
-        prepare, chunks, due_out_s = self.lifecycle.prepare_ahead, sent.batch.chunks, sent.due_out_s
-        ready, at = True, 0
+        lifecycle, due_out_s, ready = self.lifecycle, sent.due_out_s, True
         for decodes, sequences in sent.decodes:
             for sequence in sequences:
-                ready = prepare(sequence, chunks[at].end, due_out_s, decodes) and ready
-                at += 1
+                ready = lifecycle.prepare_ahead(sequence, due_out_s, decodes) and ready
         for sequence, chunk in sent.prefills:
             if chunk.yields:
-                ready = prepare(sequence, chunk.end, due_out_s) and ready
+                ready = lifecycle.prepare_ahead(sequence, due_out_s) and ready
         sent.open_for_next(ready)
 
 

@@ -39,6 +39,7 @@ PREFILL: Final = Status.PREFILL
 DECODE: Final = Status.DECODE
 PREEMPTED: Final = Status.PREEMPTED
 FINISHED: Final = Status.FINISHED
+NO_PAGES: Final[tuple[int, ...]] = ()
 
 
 class Sequence:
@@ -81,7 +82,7 @@ class Sequence:
         "max_output_tokens",
         "moving",
         "new_pages",
-        "next_chunk",
+        "next_groups",
         "norm_s",
         "number",
         "output_tokens",
@@ -118,7 +119,7 @@ class Sequence:
         self.tpot_s = request.tpot_s
         self.first_token_s = self.decode_due_s = 0.0
         self.credit_until_s = inf
-        self.next_chunk: Chunk | None = None
+        self.next_groups: tuple[int, ...] = ()
 
         self.request, self.hashes = request, tuple(hashes)
         self.key = (request.due_s, request.arrival_s, request.id)
@@ -142,7 +143,7 @@ class Sequence:
         self._tokens_by_group: dict[int, int] = {}
         self._tail_tokens = 0
         self.new_pages = 0
-        self.next_chunk, self.prepared = None, False
+        self.next_groups, self.prepared = (), False
         self.decode_due_s, self.credit_until_s = 0.0, inf
         self.rounds_skipped, self.declined_together = 0, False
         self.blocked_since_s: float | None = None
@@ -379,20 +380,23 @@ class Sequence:
         """Expect no token after the one in flight."""
         self.credit_until_s = inf
 
-    def prepare_decode(self, chunk: Chunk) -> None:
-        """Hold the next decode ready for a batch."""
-        self.next_chunk, self.prepared = chunk, True
+    def prepare_decode(self, groups: tuple[int, ...]) -> None:
+        """Hold the next decode, on those groups, ready for a batch."""
+        self.next_groups, self.prepared = groups, True
 
-    def take_decode(self) -> None:
-        """Put the prepared decode into a batch.
+    def take_decode(self) -> Chunk:
+        """Return the prepared decode for a batch.
 
         No later batch delays a token in flight, so that credit counts for the next token.
         """
         self.credit_until_s += self.tpot_s
         self.prepared = False
+        pages = tuple(self.page_of[-self.new_pages :]) if self.new_pages else NO_PAGES
+        start, groups = self.scheduled_tokens - 1, self.next_groups
+        return Chunk(self.number, start, 1, groups, self.tail, pages, True, True)
 
     def withdraw_decode(self) -> None:
-        self.next_chunk, self.prepared = None, False
+        self.next_groups, self.prepared = (), False
 
     # --- page moves -------------------------------------------------------------------------------
 
