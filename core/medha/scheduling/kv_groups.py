@@ -87,7 +87,7 @@ class KvGroups:
             )
             return self.queues.pending_s(group) + own_s, -self.pool[group].available, group
 
-        order = sorted(self.running, key=cost)
+        order = sorted(self.running, key=cost) if len(self.running) > 1 else [*self.running]
         sequence.assign(tuple(order[: self.groups_needed(sequence)]))
         self.update_shared(sequence)
         return len(self.find_cached(sequence, sequence.assigned_groups)) * size
