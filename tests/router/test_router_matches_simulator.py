@@ -73,7 +73,6 @@ CLASSES = (
     SloClass(name="soft", slo=Slo(tpot_s=0.1), when_infeasible="relegate", weight=2.0),
     SloClass(name="tight", slo=Slo(ttft_multiplier=1.1, tpot_s=0.1), when_infeasible="relegate"),
 )
-SETTINGS = Scheduling()
 CONTEXT_TOKENS, PAGE_TOKENS, PAGES = 400_000, 64, 12_000
 LAYOUTS = (Topology(tp=8), Topology(tp=8, kvp_min=2, kvp_max=2, tokens_per_group=100_000))
 HAND_OVER = tuple[float, str, str]
@@ -117,22 +116,26 @@ class Outcome(msgspec.Struct):
     batches: dict[str, list[tuple[float, Batch]]]
 
 
-def make_replicas(loop: Loop, topology: Topology, count: int) -> list[SimReplica]:
+def make_replicas(
+    loop: Loop, topology: Topology, count: int, settings: Scheduling
+) -> list[SimReplica]:
     replicas = []
     for index in range(count):
-        predictor = Predictor(A100, SHAPE, topology, SETTINGS.max_batch_s)
+        predictor = Predictor(A100, SHAPE, topology, settings.max_batch_s)
         scheduler = Scheduler(
-            topology, SHAPE, predictor, SETTINGS, PAGES, PAGE_TOKENS, CONTEXT_TOKENS, CLASSES
+            topology, SHAPE, predictor, settings, PAGES, PAGE_TOKENS, CONTEXT_TOKENS, CLASSES
         )
         clock = PipelineClock(predictor, PAGE_TOKENS, scheduler.layout)
         replicas.append(SimReplica(f"r{index}", scheduler, clock, loop, keep_log=True))
     return replicas
 
 
-def simulated(draws: Sequence[Draw], topology: Topology, count: int) -> Outcome:
+def simulated(
+    draws: Sequence[Draw], topology: Topology, count: int, settings: Scheduling
+) -> Outcome:
     loop = Loop()
-    replicas = make_replicas(loop, topology, count)
-    fleet = SimulatedFleet(replicas, loop, CLASSES, SETTINGS, PAGE_TOKENS, CONTEXT_TOKENS)
+    replicas = make_replicas(loop, topology, count, settings)
+    fleet = SimulatedFleet(replicas, loop, CLASSES, settings, PAGE_TOKENS, CONTEXT_TOKENS)
     for draw in draws:
         loop.at(draw.arrival.arrival_s, ARRIVE, functools.partial(fleet.arrive, draw.arrival))
         if draw.leaves_s is not None:
@@ -148,8 +151,9 @@ class VirtualController:
     def __init__(self, replica: SimReplica, send: Callable[[bytes, ReplicaMessage], None]) -> None:
         self.replica, self._send = replica, send
         self.peer = replica.name.encode()
-        window_s = SETTINGS.dispatch_budgets * SETTINGS.max_batch_s
-        self._grants = GrantQueue(window_s, SETTINGS.queue_order)
+        settings = replica.scheduler.settings
+        window_s = settings.dispatch_budgets * settings.max_batch_s
+        self._grants = GrantQueue(window_s, settings.queue_order)
         self._published: tuple[tuple[str, bool], ...] = ()
         self._kv_events = 0
         self.submits: list[HAND_OVER] = []
@@ -270,6 +274,7 @@ class VirtualRouter:
             named = msgspec.structs.replace(hello, replica=controller.replica.name)
             replica = table.greet(peer, named, 0.0)
             assert isinstance(replica, ConnectedReplica), replica
+            models.learn(named, others=True)
             models[hello.model].version_for(replica).vocabulary = Vocabulary(tokenizer)
             controller.report()
             controller.replica.watch = self._on_round
@@ -330,10 +335,15 @@ class VirtualRouter:
 
 
 def served(
-    draws: Sequence[Draw], topology: Topology, count: int, hello: Hello, tokenizer: bytes
+    draws: Sequence[Draw],
+    topology: Topology,
+    count: int,
+    settings: Scheduling,
+    hello: Hello,
+    tokenizer: bytes,
 ) -> Outcome:
     loop = Loop()
-    replicas = make_replicas(loop, topology, count)
+    replicas = make_replicas(loop, topology, count, settings)
     router = VirtualRouter(replicas, loop, hello, tokenizer)
     for draw in draws:
         loop.at(draw.arrival.arrival_s, ARRIVE, functools.partial(router.arrive, draw.arrival))
@@ -351,10 +361,14 @@ def rounded(hand_overs: Sequence[HAND_OVER]) -> list[HAND_OVER]:
     return sorted((round(at_s, 6), request_id, name) for at_s, request_id, name in hand_overs)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("seed", "policy"),
+    [*((seed, "lars") for seed in range(6)), (1, "srpf"), (2, "edf"), (4, "fcfs")],
+)
 def test_router_and_simulator_hand_over_the_same_requests(
-    seed: int, make_hello: Callable[..., Hello], byte_level_json: bytes
+    seed: int, policy: str, make_hello: Callable[..., Hello], byte_level_json: bytes
 ) -> None:
+    settings = Scheduling(policy=policy)
     topology, count = LAYOUTS[seed % len(LAYOUTS)], 1 + seed % 3
     hello = make_hello(
         shape=SHAPE,
@@ -363,13 +377,15 @@ def test_router_and_simulator_hand_over_the_same_requests(
         max_context_tokens=CONTEXT_TOKENS,
         classes=CLASSES,
         profile=msgspec.json.encode(A100),
-        max_batch_s=SETTINGS.max_batch_s,
-        min_batch_s=SETTINGS.min_batch_s,
+        max_batch_s=settings.max_batch_s,
+        min_batch_s=settings.min_batch_s,
+        order=settings.queue_order,
     )
     draws = workload(seed, count * topology.kvp_min)
-    ours = simulated(draws, topology, count)
-    theirs = served(draws, topology, count, hello, byte_level_json)
-    assert ours.refused == theirs.refused and ours.refused
+    ours = simulated(draws, topology, count, settings)
+    theirs = served(draws, topology, count, settings, hello, byte_level_json)
+    assert ours.refused == theirs.refused
+    assert ours.refused or policy != "lars"
     arrivals_s = {draw.arrival.id: draw.arrival.arrival_s for draw in draws}
     waited = [
         request_id for at_s, request_id, _ in ours.hand_overs if at_s > arrivals_s[request_id]
