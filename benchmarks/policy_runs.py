@@ -105,13 +105,12 @@ class BatchFill:
 
     def __init__(self, replica: SimReplica, cell: Cell, settings: Scheduling) -> None:
         self.replica, self.longest_s = replica, settings.max_batch_s
-        spp = cell.topology.spp
         self.allowed_beside_decodes_s = min(
-            max(cell.tpot_s / spp, settings.min_batch_s), settings.max_batch_s
+            max(cell.tpot_s / cell.topology.spp, settings.min_batch_s), settings.max_batch_s
         )
         self.batch_s = self.allowed_s = 0.0
         self._scheduled: set[int] = set()  # sequences whose whole prompt is scheduled
-        self._groups, self._spp, self._since_decode = cell.topology.kvp_max, spp, spp
+        self._groups = cell.topology.kvp_max
 
     def take(self) -> None:
         """Count the batches of the replica's log and empty it."""
@@ -121,7 +120,7 @@ class BatchFill:
 
     def _count(self, batch: Batch) -> None:
         self._scheduled.difference_update(batch.ended)
-        has_prefill = False
+        alone, has_prefill = not self._scheduled, False
         for chunk in reversed(batch.chunks):  # decodes come first
             if chunk.decode:
                 break
@@ -130,11 +129,9 @@ class BatchFill:
                 self._scheduled.add(chunk.seq)
             else:
                 self._scheduled.discard(chunk.seq)
-        self._since_decode = 0 if batch.chunks[0].decode else self._since_decode + 1
         waiting = len(self.replica.live) > len(self._scheduled)
         # A group that has no prompts must not count for another where prompts wait.
         if waiting and (has_prefill or self._groups == 1):
-            alone = self._since_decode >= self._spp
             self.batch_s += batch.predicted_s
             self.allowed_s += self.longest_s if alone else self.allowed_beside_decodes_s
 
@@ -288,9 +285,10 @@ class Run:
         return self.loop.now - record.arrival_s if record.ttft_s is None else record.ttft_s
 
     def _busy(self) -> float:
-        """Share of the stages' time in batches."""
+        """Share of the stages' time in batches; the last ones may end after the run."""
         stages = self.cell.topology.spp * self.cell.topology.kvp_max * len(self.replicas)
-        return sum(replica.clock.busy_s for replica in self.replicas) / stages / self.loop.now
+        busy_s = sum(replica.clock.busy_s for replica in self.replicas)
+        return min(1.0, busy_s / stages / self.loop.now)
 
 
 def play(
