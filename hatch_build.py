@@ -37,6 +37,7 @@ CORE, COMPILED = pathlib.Path("core"), pathlib.Path("core/medha/compiled")
 MODULES = (
     "medha.corrections",
     "medha.predictor",
+    "medha.prefill_times",
     *(
         f"medha.scheduling.{name}"
         for name in (

@@ -71,7 +71,7 @@ def burst_s(count: int, predictor: Predictor) -> float:
             dispatcher.relegate_late(0.0)
             dispatcher.place_waiting(0.0)
             dispatcher.heads(0.0)
-        work_s = dispatcher.idle_work_s(int(tokens), b"", "")
+        work_s = dispatcher.idle_work_s(int(tokens), b"", "", 0.03)
         request = Request(
             id=str(index),
             arrival_s=0.0,

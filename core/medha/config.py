@@ -67,6 +67,8 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     `tbt_guard`, `margin_guard`: parts of a budget kept back from credit and from margins.
     `ahead_s`: a replica of one stage decides the next batch when the running one has at most this
     time left; 0: when it is done.
+    `prefill_share`: part of their rate that decodes leave to prefills at least. `decode_room`: part
+    of the time for decodes that promises leave to those to come.
     """
 
     policy: str = "lars"
@@ -96,6 +98,26 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tbt_guard: float = 0.1
     margin_guard: float = 1.0
     ahead_s: float = 0.0
+    prefill_share: float = 0.1
+    decode_room: float = 0.05
+
+    def planned_budget_s(self, tpot_s: float, spp: int) -> float:
+        """Seconds per stage that a batch may last while decodes of that TPOT run."""
+        if self.budget == "fixed":
+            return self.fixed_s
+        if self.budget == "tokens":
+            return self.max_batch_s
+        least_s = tpot_s * (1.0 - self.tbt_guard) / spp
+        return min(max(least_s, self.min_batch_s), self.max_batch_s)
+
+    def reference_budget_s(self, tpot_s: float, spp: int) -> float:
+        """Budget of the batches by which W, the work of a default deadline, is measured.
+
+        What the class's TPOT allows alongside decodes; in the papers that of an idle replica.
+        """
+        if self.policy.startswith("lars-paper"):
+            return self.max_batch_s
+        return self.planned_budget_s(tpot_s, spp)
 
     def __post_init__(self) -> None:
         self.queue_order.checked()

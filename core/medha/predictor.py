@@ -28,6 +28,8 @@ from medha.topology import Topology, kv_heads_of, stage_layers
 REMEMBERED = 4096  # lengths of prompts, steps of rows
 # Up to SHORT_STEPS the whole limit is tried first; after GUESSES interpolations, bisect.
 SHORT_STEPS, GUESSES = 128, 8
+# A batch for the cost of one more decode: rows of prefill, and decodes whose mean is taken.
+TYPICAL_ROWS, TYPICAL_DECODES = 512, 64
 
 # Uncorrected seconds of all but attention, and of attention.
 Parts = tuple[float, float]
@@ -404,10 +406,12 @@ class Predictor:
         topology: Topology,
         budget_s: float = 0.1,
         step_tokens: int = 32,
+        costs: Costs | None = None,
     ) -> None:
         self.profile, self.shape, self.topology = profile, shape, topology
         self.budget_s, self.step_tokens = budget_s, step_tokens
-        self._costs = Costs(profile, shape, topology)
+        self._costs = Costs(profile, shape, topology) if costs is None else costs
+        self._others: dict[float, Predictor] = {}
         self._corrections = self._costs.corrections
         self.tokens_per_group = topology.tokens_per_group or self._keys_within(budget_s)
         self._empty = BatchLoad(self._costs)
@@ -418,6 +422,18 @@ class Predictor:
         self._slowest: list[Parts] = [(0.0, 0.0)]
         self._whole: dict[int, tuple[Parts, Parts]] = {}
         self._head_s = self._costs.head(1)
+
+    def at_budget(self, budget_s: float) -> Predictor:
+        """Return the predictor of prefills in batches of another budget; it learns with this."""
+        if budget_s == self.budget_s:
+            return self
+        if budget_s not in self._others:
+            other = Predictor(
+                self.profile, self.shape, self.topology, budget_s, self.step_tokens, self._costs
+            )
+            other.tokens_per_group = self.tokens_per_group
+            self._others[budget_s] = other
+        return self._others[budget_s]
 
     def load(self) -> BatchLoad:
         """Empty load of one group."""
@@ -497,7 +513,7 @@ class Predictor:
         """T(n), and the seconds of it in which the pipeline drains."""
         if tokens <= cached:
             return 0.0, 0.0
-        (keys, groups), length = self._shard(cached), tokens - cached
+        (keys, groups), length = self.shard(cached), tokens - cached
         if length <= max(self.step_tokens, self._empty.most(keys, self.budget_s)[0]):  # one chunk?
             load = BatchLoad(self._costs)
             load.add_chunk(length, keys, groups, yields=True)
@@ -519,9 +535,22 @@ class Predictor:
 
     def step_s(self, tokens: int) -> float:
         """Seconds that one more step adds, for a prompt with `tokens` computed."""
-        keys, groups = self._shard(tokens)
+        keys, groups = self.shard(tokens)
         probe, step = self._empty.seconds_with, self.step_tokens
         return probe(2 * step, keys, groups) - probe(step, keys, groups)
+
+    def decode_s(self, keys: int, groups: int = 1) -> float:
+        """Seconds by which one decode that reads `keys` tokens lengthens a batch with prefills."""
+        load = self.load()
+        load.add_chunk(TYPICAL_ROWS, 0)
+        load.add_decodes(1, 0)
+        alone_s = load.seconds()
+        load.add_decodes(TYPICAL_DECODES, TYPICAL_DECODES * keys, groups)
+        return (load.seconds() - alone_s) / TYPICAL_DECODES
+
+    def prefill_corrections(self) -> tuple[float, float]:
+        """Return the correction of a prefill's whole time, and that of its attention."""
+        return self._costs.factors[PREFILL], self._costs.skews[PREFILL]
 
     def move_s(self, tokens: int) -> float:
         """Seconds to copy the KV of `tokens` from one group to another (all stages at once)."""
@@ -563,7 +592,7 @@ class Predictor:
             low, high = (middle, high) if fits else (low, middle)
         return low
 
-    def _shard(self, tokens: int) -> tuple[int, int]:
+    def shard(self, tokens: int) -> tuple[int, int]:
         """Keys in the fullest group, and active groups, of a sequence that holds `tokens`."""
         most = self.topology.kvp_max
         active = min(most, max(1, -(-tokens // self.tokens_per_group)))
@@ -577,13 +606,13 @@ class Predictor:
         try:
             while self._knots[-1] < tokens:
                 prefix, last = self._knots[-1], self._chunks[-1]
-                keys, groups = self._shard(prefix)
+                keys, groups = self.shard(prefix)
                 chunk = self.largest_chunk(
                     self._empty, keys, 2 * last, self.budget_s, self.step_tokens, groups
                 )
                 chunk = chunk or self.step_tokens
                 many = max(1, prefix // (256 * chunk))
-                keys, groups = self._shard(prefix + (many - 1) * chunk // 2)
+                keys, groups = self.shard(prefix + (many - 1) * chunk // 2)
                 parts, (rest_s, attention_s) = self._parts(chunk, keys, groups), self._spent[-1]
                 self._knots.append(prefix + many * chunk)
                 self._spent.append((rest_s + many * parts[0], attention_s + many * parts[1]))
@@ -613,7 +642,7 @@ class Predictor:
         elif self._knots[after] - self._knots[before] > self._chunks[after]:
             spent = self._share(tokens), self._slowest[after]
         else:
-            keys, groups = self._shard(self._knots[before])
+            keys, groups = self.shard(self._knots[before])
             parts = self._parts(tokens - self._knots[before], keys, groups)
             rest_s, attention_s = self._spent[before]
             whole = rest_s + parts[0], attention_s + parts[1]

@@ -237,7 +237,7 @@ def leftovers(plan: Scheduler) -> dict[str, object]:
         "batches in flight": sorted(plan._state.in_flight.by_number),
         "running": plan._admission.started_count,
         "decodes": len(plan._state.running),
-        "decodes foreseen": plan._forecast.counted(),
+        "decodes counted": plan._account.counted_count(),
         "decodes ready or away": sum(
             len(decodes) + decodes.in_flight + sum(decodes.keys.values())
             for decodes in plan._state.running.by_groups.values()

@@ -248,7 +248,12 @@ class Service:
             prompt_tokens=prompt.length,
             tpot_s=attainable_tpot_s(generation.request.tpot_s, idle_tpot_s),
             max_output_tokens=self._max_output_tokens(params, model, prompt),
-            work_s=model.dispatcher.idle_work_s(prompt.length, prompt.hashes, version.key),
+            work_s=model.dispatcher.idle_work_s(
+                prompt.length,
+                prompt.hashes,
+                version.key,
+                generation.client_request.slo_class.slo.tpot_s,
+            ),
         )
         generation.sampling = msgspec.structs.replace(generation.sampling, stop_tokens=stop_tokens)
         generation.output = _output_stream(params, version, stop_tokens)
@@ -281,7 +286,9 @@ class Service:
     ) -> Request:
         """Make the request: deadline and targets from its headers, else from its class."""
         slo_class = client_request.slo_class
-        work_s = model.dispatcher.idle_work_s(prompt.length, prompt.hashes, version.key)
+        work_s = model.dispatcher.idle_work_s(
+            prompt.length, prompt.hashes, version.key, slo_class.slo.tpot_s
+        )
         return Request(
             id=client_request.id,
             arrival_s=client_request.arrival_s,

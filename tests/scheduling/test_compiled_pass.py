@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from medha.config import POLICIES, Scheduling
 from medha.errors import SetupError
+from medha.prefill_times import LEVELS
 from medha.scheduling import native
 from medha.scheduling.policies import ABSORBED, DEADLINE, GUARANTEED, RELEGATED, SLACK
 from medha.scheduling.sequence import Sequence
@@ -67,22 +68,21 @@ def queued(rows: list[Row]) -> tuple[WaitingQueue, list[Row]]:
         sequence.key = (row.due_s, row.arrival_s, sequence.id)
         sequence.norm_s = row.norm_s
         sequence.kept, sequence.promised = row.rank > 0, row.rank == 2
-        waiting.add(sequence, row.work_s, row.need)
+        waiting.add(sequence, [row.work_s] * LEVELS, row.need)
         waiting.ready[waiting.place(sequence.key)] = row.ready
     return waiting, [
         rows[sequence.number]._replace(id=sequence.id) for sequence in waiting.sequences
     ]
 
 
-def plain_margins(rows: list[Row], start: float, share: float) -> dict[int, float]:
+def plain_margins(rows: list[Row], start: float) -> dict[int, float]:
     """Return each kept row's margin: its time less the cost of kept rows due no later."""
     margins = {}
     for place, row in enumerate(rows):
         if row.rank:
             before = [other for other in rows[: place + 1] if other.rank]
             costs = [
-                (other.work_s / share + OVERHEAD_S)
-                * (INFLATION if row.rank == other.rank == 2 else 1.0)
+                (other.work_s + OVERHEAD_S) * (INFLATION if row.rank == other.rank == 2 else 1.0)
                 for other in before
             ]
             margins[place] = row.due_s - start - sum(costs)
@@ -93,15 +93,14 @@ def plain_order(
     rows: list[Row],
     pages: int,
     start: float,
-    share: float,
     long_s: float,
     guard_s: float,
     owed: int,
 ) -> list[tuple[int, int, int]]:
     """Return (place, tier, is long) of ready rows, by the tiers of policies.py."""
-    margins = plain_margins(rows, start, share)
+    margins = plain_margins(rows, start)
     able = [place for place, row in enumerate(rows) if row.ready and row.need <= pages]
-    work = {place: rows[place].work_s / share for place in able}
+    work = {place: rows[place].work_s for place in able}
     long = {place: work[place] > long_s for place in able}
     relegated = [place for place in able if not rows[place].rank]
     owing: list[int] = []
@@ -132,13 +131,11 @@ def compiled(waiting: WaitingQueue) -> native.NativeRows:
     return native.NativeRows(waiting, native.load())
 
 
-@given(ROWS, EIGHTHS, st.sampled_from([1.0, 0.5, 0.25]))
-def test_margins_are_what_the_kept_leave_each_other(
-    rows: list[Row], start: float, share: float
-) -> None:
+@given(ROWS, EIGHTHS)
+def test_margins_are_what_the_kept_leave_each_other(rows: list[Row], start: float) -> None:
     waiting, rows = queued(rows)
-    kernel, plain = compiled(waiting), plain_margins(rows, start, share)
-    kernel.margins(start, share, OVERHEAD_S, INFLATION)
+    kernel, plain = compiled(waiting), plain_margins(rows, start)
+    kernel.margins(start, OVERHEAD_S, INFLATION)
     assert {place: kernel.margin_s(place) for place in plain} == plain
     assert kernel.least_s == min(plain.values(), default=math.inf)
     promised = [margin for place, margin in plain.items() if rows[place].rank == 2]
@@ -146,17 +143,9 @@ def test_margins_are_what_the_kept_leave_each_other(
     alone, done_s = [], start
     for row in rows:
         if row.rank == 2:
-            done_s += row.work_s / share + OVERHEAD_S
+            done_s += row.work_s + OVERHEAD_S
             alone.append(row.due_s - done_s)
     assert kernel.least_bare_s == min(alone, default=math.inf)
-    full, done_s = [], 0.0
-    for row in rows:
-        if row.rank == 2:
-            done_s += (row.work_s / share + OVERHEAD_S) * INFLATION
-            full.append(row.due_s - start - 0.5 - done_s)
-    fresh = compiled(waiting)  # it asks for nothing to have come before
-    least_s = fresh.alone_s(start, 0.5, share, OVERHEAD_S, INFLATION)
-    assert least_s == min(full, default=math.inf)
 
 
 @given(ROWS, EIGHTHS, EIGHTHS, st.integers(0, 5), st.none() | st.integers(0, 1 << 32))
@@ -165,7 +154,7 @@ def test_the_largest_before_the_first_overrun_gives_way(
 ) -> None:
     waiting, rows = queued(rows)
     kernel = compiled(waiting)
-    kernel.margins(start, 1.0, OVERHEAD_S, INFLATION)
+    kernel.margins(start, OVERHEAD_S, INFLATION)
     dice = random.Random(sparing)
     spared = np.array([sparing is not None and dice.random() < 0.5 for _ in rows], dtype=np.bool_)
     lost = kernel.relegate(tolerance_s, most, None if sparing is None else spared)
@@ -174,7 +163,7 @@ def test_the_largest_before_the_first_overrun_gives_way(
         free = [place for place, row in enumerate(rows) if row.rank == 1 and not spared[place]]
         over = [
             place
-            for place, margin in plain_margins(rows, start, 1.0).items()
+            for place, margin in plain_margins(rows, start).items()
             if margin < (0.0 if rows[place].rank == 2 else -tolerance_s)
             and free
             and place >= free[0]
@@ -189,7 +178,7 @@ def test_the_largest_before_the_first_overrun_gives_way(
         )
         rows[expected[-1]] = rows[expected[-1]]._replace(rank=0)
     assert lost == expected
-    left = plain_margins(rows, start, 1.0)
+    left = plain_margins(rows, start)
     assert {place: kernel.margin_s(place) for place in left} == left
     assert kernel.least_s == min(left.values(), default=math.inf)
 
@@ -199,12 +188,12 @@ def plain_fitting(rows: list[Row], start: float, guard_s: float) -> list[int]:
 
     No kept row overruns for it, and it meets its deadline, both with the guard to spare.
     """
-    margins = plain_margins(rows, start, 1.0)
+    margins = plain_margins(rows, start)
     places = []
     for place, row in enumerate(rows):
         if not row.rank:
             as_kept = [*rows[:place], row._replace(rank=1)]
-            own = plain_margins(as_kept, start, 1.0)[place]
+            own = plain_margins(as_kept, start)[place]
             cost = row.work_s + OVERHEAD_S
             later = [margins[kept] for kept in margins if kept > place]
             if min([own + cost, *later]) - guard_s >= cost:
@@ -218,9 +207,9 @@ def test_rows_that_fit_with_the_kept_come_by_size(
 ) -> None:
     waiting, rows = queued(rows)
     kernel = compiled(waiting)
-    kernel.margins(start, 1.0, OVERHEAD_S, INFLATION)
-    kept, made_least_s = plain_margins(rows, start, 1.0), kernel.least_s
-    kernel.open(start, 1.0, OVERHEAD_S, INFLATION)
+    kernel.margins(start, OVERHEAD_S, INFLATION)
+    kept, made_least_s = plain_margins(rows, start), kernel.least_s
+    kernel.open(start, OVERHEAD_S, INFLATION)
     for _ in range(rounds + 1):
         places = [kernel.fitting(guard_s)]
         while places[-1] >= 0:
@@ -240,7 +229,6 @@ def test_rows_that_fit_with_the_kept_come_by_size(
     ROWS,
     st.integers(0, 4),
     EIGHTHS,
-    st.sampled_from([1.0, 0.5]),
     EIGHTHS,
     EIGHTHS,
     st.sampled_from([native.NOTHING, native.FIRST_DUE, native.SHORT_ONES]),
@@ -250,7 +238,6 @@ def test_rows_come_by_tier_then_key_then_arrival(
     rows: list[Row],
     pages: int,
     start: float,
-    share: float,
     long_s: float,
     guard_s: float,
     owed: int,
@@ -258,9 +245,9 @@ def test_rows_come_by_tier_then_key_then_arrival(
 ) -> None:
     waiting, rows = queued(rows)
     kernel = compiled(waiting)
-    kernel.margins(start, share, OVERHEAD_S, INFLATION)
-    kernel.order(pages, start, share, long_s, False, guard_s, owed)
-    expected = plain_order(rows, pages, start, share, long_s, guard_s, owed)
+    kernel.margins(start, OVERHEAD_S, INFLATION)
+    kernel.order(pages, start, long_s, False, guard_s, owed)
+    expected = plain_order(rows, pages, start, long_s, guard_s, owed)
     while few := kernel.few(pages, tightens):
         fitting = [entry for entry in expected if rows[entry[0]].need <= pages]
         fitting = [entry for entry in fitting if not (tightens and entry[2])]
@@ -276,9 +263,9 @@ def test_rows_come_by_tier_then_key_then_arrival(
 def test_the_row_due_last_may_take_what_all_before_it_can_spare(rows: list[Row]) -> None:
     waiting, rows = queued(rows)
     kernel = compiled(waiting)
-    kernel.margins(0.0, 1.0, OVERHEAD_S, INFLATION)
-    kernel.order(4.0, 0.0, 1.0, 1.0, False, 0.0, native.NOTHING)
-    margins = plain_margins(rows, 0.0, 1.0)
+    kernel.margins(0.0, OVERHEAD_S, INFLATION)
+    kernel.order(4.0, 0.0, 1.0, False, 0.0, native.NOTHING)
+    margins = plain_margins(rows, 0.0)
     if rows and rows[-1].rank:
         del margins[len(rows) - 1]
     assert kernel.last_s == min(margins.values(), default=math.inf)
@@ -299,32 +286,32 @@ def test_room_that_is_just_enough_is_enough(long_s: float, guard_s: float, tier:
         [Row(2.0, 0.0, 0.75, 1.0, 0, 1, False), Row(9.0, 0.0, 1.0, 1.0, 0, 1, True)]
     )
     kernel = compiled(waiting)
-    kernel.margins(0.0, 1.0, OVERHEAD_S, INFLATION)
-    kernel.order(0.0, 0.0, 1.0, long_s, False, guard_s, native.NOTHING)
+    kernel.margins(0.0, OVERHEAD_S, INFLATION)
+    kernel.order(0.0, 0.0, long_s, False, guard_s, native.NOTHING)
     assert kernel.few(0.0, False) == [(1, tier, int(long_s < 1.0))]
 
 
 def test_the_turn_of_short_ones_falls_to_a_long_one_where_there_are_none() -> None:
     waiting, _ = queued([Row(due_s, 0.0, 5.0, 1.0, 0, 0, True) for due_s in (2.0, 1.0)])
     kernel = compiled(waiting)
-    kernel.margins(0.0, 1.0, OVERHEAD_S, INFLATION)
-    kernel.order(0.0, 0.0, 1.0, 1.0, False, 0.0, native.SHORT_ONES)
+    kernel.margins(0.0, OVERHEAD_S, INFLATION)
+    kernel.order(0.0, 0.0, 1.0, False, 0.0, native.SHORT_ONES)
     assert kernel.few(0.0, False) == [(0, GUARANTEED, 1), (1, RELEGATED, 1)]
 
 
 def test_a_prompt_may_be_long_by_its_tokens() -> None:
     waiting, _ = queued([Row(1.0, 0.0, 9.0, 1.0, 0, 0, True)])
     kernel = compiled(waiting)
-    kernel.margins(0.0, 1.0, OVERHEAD_S, INFLATION)
+    kernel.margins(0.0, OVERHEAD_S, INFLATION)
     for above, long in ((7.0, 1), (8.0, 0)):  # it has eight
-        kernel.order(0.0, 0.0, 1.0, above, True, 0.0, native.NOTHING)
+        kernel.order(0.0, 0.0, above, True, 0.0, native.NOTHING)
         assert kernel.few(0.0, False) == [(0, ABSORBED if not long else RELEGATED, long)]
 
 
 def test_a_promise_that_spans_groups_lowers_the_least_margins() -> None:
     waiting, _ = queued([Row(4.0, 0.0, 1.0, 1.0, 0, 2, True), Row(9.0, 0.0, 1.0, 1.0, 0, 1, True)])
     kernel = compiled(waiting)
-    kernel.margins(0.0, 1.0, OVERHEAD_S, INFLATION)
+    kernel.margins(0.0, OVERHEAD_S, INFLATION)
     kernel.lower(0, 5.0)
     assert kernel.margin_s(0) == kernel.least_s == 4.0 - 1.25 * 1.25
     kernel.lower(0, -1.0)

@@ -211,11 +211,14 @@ class Dispatcher(Generic[Item]):
             if (estimate := self._estimates.get(name))
         }
 
-    def idle_work_s(self, prompt_tokens: int, hashes: bytes, version: str) -> float:
-        """W: prefill seconds of the uncached tokens on the best replica, if it were idle."""
+    def idle_work_s(self, prompt_tokens: int, hashes: bytes, version: str, tpot_s: float) -> float:
+        """W: prefill seconds of the uncached tokens on the best replica, if it were idle.
+
+        `tpot_s`: that of the request's class, which limits the batches.
+        """
         cached = self.cached_tokens(split_names(hashes), prompt_tokens)
         return min(
-            estimate.predictor.prefill_s(prompt_tokens, cached.get(estimate.name, 0))
+            estimate.reference_work_s(prompt_tokens, cached.get(estimate.name, 0), tpot_s)
             for estimate in self._serving(version)
         )
 

@@ -16,8 +16,10 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import numpy as np
 
+from medha.config import Scheduling
 from medha.messages import Load
 from medha.predictor import Predictor
+from medha.prefill_times import PrefillTimes
 from medha.scheduling.feasibility import available_s, earliest_due_s
 from medha.tenants import TenantWork, is_short
 
@@ -37,7 +39,8 @@ class PendingRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Held(msgspec.Struct, frozen=True):
     """A placed request that no Load counts yet: work in seconds, pages of its whole length.
 
-    `charge_s`: what the Load will count for its tenant.
+    `charge_s`: what the Load will count for its tenant; `decode_s`: what its decode takes of a
+    batch.
     """
 
     due_s: float
@@ -46,6 +49,7 @@ class Held(msgspec.Struct, frozen=True):
     promised: bool
     tenant: str = ""
     charge_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +58,7 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     `fits`: a promise for the deadline breaks no other promise. `earliest_s`: the earliest TTFT that
     could be promised, `needed_s` the same on an idle replica. `finish_s`: the expected time of the
     first token. `work_s`: prefill seconds after `cached_tokens`, `cost_s` as promises count them.
+    `decode_s`: what the decode takes of a batch.
     `roomy`: the pages of the request are free now.
     """
 
@@ -68,6 +73,7 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     roomy: bool
     pages: int
     free_pages: int
+    decode_s: float = 0.0
 
     def first_s(self, promised: bool) -> float:
         """Expected time of the first token, for the slack of the request at arrival.
@@ -111,7 +117,30 @@ class ReplicaEstimate:
         self._margin = np.empty(0)
         self._pages = 0
         self._pending_s = 0.0
+        self._decode_s = 0.0
         self._stale = False
+        self._prefill_times: PrefillTimes | None = None
+
+    def _times(self) -> PrefillTimes:
+        """Times of prefills alongside decodes, in batches of the budget of the last Load."""
+        times, load = self._prefill_times, self.load
+        if (
+            times is None
+            or times.outdated
+            or (times.budget_s, times.capacity_s) != (load.budget_s, load.decode_capacity_s)
+        ):
+            times = PrefillTimes(self.predictor, load.budget_s, load.decode_capacity_s)
+            self._prefill_times = times
+        return times
+
+    def reference_work_s(self, prompt_tokens: int, cached_tokens: int, tpot_s: float) -> float:
+        """W: prefill seconds on this replica if it were idle, as default deadlines count them.
+
+        Its batches are as short as that TPOT, the class's own, makes them alongside decodes.
+        """
+        settings = Scheduling(min_batch_s=self.min_batch_s, max_batch_s=self.max_batch_s)
+        budget_s = settings.reference_budget_s(tpot_s, self.predictor.topology.spp)
+        return self.predictor.at_budget(budget_s).prefill_s(prompt_tokens, cached_tokens)
 
     def update(self, load: Load, now: float) -> None:
         """Take a Load over. It counts the requests that were accepted before, so release them."""
@@ -129,7 +158,15 @@ class ReplicaEstimate:
         """Count a placed request until a Load does."""
         self.release(request.id, now)
         charge_s = option.work_s * self.load.share if promised else 0.0
-        held = Held(request.due_s, option.cost_s, option.pages, promised, request.tenant, charge_s)
+        held = Held(
+            request.due_s,
+            option.cost_s,
+            option.pages,
+            promised,
+            request.tenant,
+            charge_s,
+            option.decode_s,
+        )
         self._charge(held, charge_s)
         self._recounted()
         self._held[request.id] = held
@@ -173,7 +210,7 @@ class ReplicaEstimate:
     def pending_s(self) -> float:
         """Prefill seconds that the replica has or has been given."""
         self._recounted()
-        return self.load.pending_s + self.load.relegated_s + self._pending_s
+        return self.load.pending_s + self._pending_s
 
     @property
     def capacity_pages(self) -> int:
@@ -197,24 +234,29 @@ class ReplicaEstimate:
     ) -> PlacementOption:
         """Compute the offer of this replica.
 
-        `inflation` ≥ 1 makes the work of the request count for more. Work is divided by the share
-        of time that promised prefills get.
+        `inflation` ≥ 1 makes the work of the request count for more. Work is the time that it takes
+        alongside the decodes that promises reckon with, and alongside relegated prefills.
         """
         self._recounted()
         tokens = request.prompt_tokens + request.max_output_tokens
         cached = min(cached_tokens, request.prompt_tokens - 1)
-        work_s = self.predictor.prefill_s(request.prompt_tokens, cached) / self.load.share
+        load, spp = self.load, self.predictor.topology.spp
+        busy_s = self._times().alongside_s(cached, request.prompt_tokens, load.decode_part)
+        work_s = busy_s / load.share + (spp - 1) * min(busy_s, load.budget_s)
+        if self._is_long(busy_s):
+            inflation *= load.long_factor
         cost_s = work_s * inflation + self._overhead_s
         due_in = self._due - now
         due_s = request.due_s - now
-        lead_s = min(self.max_batch_s, self.load.ahead_s)  # of the batch in flight
+        lead_s = min(self.load.budget_s, self.load.ahead_s)  # of the batch in flight
         place = int(np.searchsorted(due_in, due_s, side="right"))
         room = available_s(self._margin, due_in, place, due_s - lead_s)
-        needed_s = cost_s + self.max_batch_s  # guard: decisions happen once per batch
+        needed_s = cost_s + 0.5 * min(load.budget_s, self.max_batch_s)  # of the batch in flight
         free = self._free_pages(tokens)
         pages = self.pages_of(tokens) - cached // self.load.page_tokens
         # The promise is decided above; finish_s only predicts what the replica runs first.
         slack = (due_s - work_s) / max(work_s, 1e-3)
+        decode_s, decode_fits = self._decode(request, busy_s)
         ahead_s = max(self.load.ahead_s, self._before_s(slack))
         return PlacementOption(
             replica=self.name,
@@ -224,11 +266,29 @@ class ReplicaEstimate:
             needed_s=needed_s,
             finish_s=ahead_s + work_s,
             earliest_s=earliest_due_s(self._margin, due_in, needed_s) + lead_s,
-            fits=room >= needed_s and pages <= free and not self.draining,
+            fits=room >= needed_s and pages <= free and decode_fits and not self.draining,
             roomy=pages <= free,
             pages=pages,
             free_pages=free,
+            decode_s=decode_s,
         )
+
+    def _decode(self, request: PendingRequest, busy_s: float) -> tuple[float, bool]:
+        """The part of a batch that the decode takes, and whether the decode capacity holds it.
+
+        Decodes that run now have ended long before the first token of a long prompt.
+        """
+        if request.max_output_tokens < 2 or not self.load.decode_capacity_s:
+            return 0.0, True
+        groups = max(1, groups_needed(request.prompt_tokens, self.predictor))
+        keys = -(-request.prompt_tokens // groups)
+        decode_s = self.predictor.decode_s(keys, groups) / self.predictor.topology.spp
+        if self._is_long(busy_s):
+            return decode_s, decode_s <= self.load.decode_capacity_s
+        return decode_s, decode_s + self._decode_s <= self.load.decode_room_s
+
+    def _is_long(self, busy_s: float) -> bool:
+        return busy_s > 8.0 * self.max_batch_s
 
     def predicted_tpot_s(self, request: PendingRequest) -> float:
         """TPOT of the running decodes with the request among them."""
@@ -272,6 +332,7 @@ class ReplicaEstimate:
         )
         self._pages = sum(held.pages for held in self._held.values())
         self._pending_s = sum(held.work_s for held in self._held.values())
+        self._decode_s = sum(held.decode_s for held in self._held.values() if held.promised)
 
     def _charge(self, held: Held, seconds: float) -> None:
         """Add to the held promises of a tenant."""
@@ -287,6 +348,7 @@ class ReplicaEstimate:
         self._pending_s += held.work_s
         if not held.promised:
             return
+        self._decode_s += held.decode_s
         place = int(np.searchsorted(self._due, held.due_s, side="right"))
         done = float(self._due[place - 1] - now - self._margin[place - 1]) if place else 0.0
         own = held.due_s - now - max(0.0, done) - held.work_s

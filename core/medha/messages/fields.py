@@ -64,7 +64,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     deadline; `due in` may be negative. `pending_bands`: (relative slack up to, seconds of prefill
     work). `relegated_s`: work without a promise. `free_pages`, `total_pages`: by group, -1 for a
     group that does not run. `claimable_pages`: pages of groups that may still be added.
-    `share`: share of time for promised prefills, given decodes and relegated prefills.
+    `share`: share of time for promised prefills, less that of relegated ones. `budget_s`: time
+    budget of a batch while decodes run, `decode_capacity_s` the part of it that they may take,
+    `decode_room_s` what is free of that, `decode_part` the part of the capacity that a new promise
+    reckons with. `long_factor`: by which the work of a long prompt counts for more, for short ones
+    to come.
     `ahead_s`: work that would run before a most urgent new request; `relegated_ahead_s`: short work
     without a promise, before a most urgent late one. `predicted_tpot_s`: of the running decodes.
     `promised_work`: prefill seconds promised to each tenant.
@@ -84,6 +88,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     claimable_pages: int = 0
     page_tokens: int = 64
     share: float = 1.0
+    budget_s: float = 0.1
+    decode_capacity_s: float = 0.0
+    decode_room_s: float = 0.0
+    decode_part: float = 0.0
+    long_factor: float = 1.0
     predicted_tpot_s: float = 0.0
     drain_s_per_s: float = 1.0
     wanted_groups: int = 1

@@ -153,7 +153,7 @@ class PrefillOrder:
         ranked = self._rank(group, limit, now)
         need, yields, sequences = waiting.need, ranked.yields, waiting.sequences
         alone, turn = not self.groups.shared, 0
-        pages, closed = self.groups.pool.groups[group], admission.forecast.closed
+        pages, closed = self.groups.pool.groups[group], admission.account.closed
         while few := ranked.few(most, alone and bool(occupied)):
             for row, tier, long in few:
                 if need[row] > most or (long and alone and occupied):
@@ -446,5 +446,4 @@ class BatchBuilder:
                 batch_s / len(draft.group_set),
                 part * batch_s,
                 waits,
-                (draft.target_s, draft.decode_s[group]) if tokens else None,
             )

@@ -83,7 +83,9 @@ class KvGroups:
 
         def cost(group: int) -> tuple[float, int, int]:
             own_s = (
-                self.queues.busy_s(sequence.target_tokens, cached.get(group, 0)) if cached else 0.0
+                self.queues.times.alongside_s(cached.get(group, 0), sequence.target_tokens, 0.0)
+                if cached
+                else 0.0
             )
             return self.queues.pending_s(group) + own_s, -self.pool[group].available, group
 

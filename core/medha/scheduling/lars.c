@@ -2,10 +2,9 @@
  *
  *     medha_margins    margins of who is kept                                       \  once per
  *     medha_relegate   who gives way where margins are overrun                      |  decision
- *     medha_open       what a newcomer would find beside who is kept                |
- *     medha_fitting    who fits beside them, one after the other                    |
+ *     medha_open       what a newcomer would find alongside who is kept                |
+ *     medha_fitting    who fits alongside them, one after the other                    |
  *     medha_order      tier and key of every row that may be packed                 /
- *     medha_alone      whether promises alone can be kept, where that is in question
  *     medha_few        the next rows in that order, as many as a batch is likely to hold
  *
  * Rows stand in order of deadline, in the arrays of waiting.py. No object, no allocation, no state
@@ -64,8 +63,7 @@ static void find_least(struct rows *rows)
  * are then `held`, have in BARE what they cost, and in LEFT their margin: the time until they are
  * due less the costs of the held due no later. Costs of a promise count in full for promises
  * (`inflation`), bare for who is merely kept. */
-void medha_margins(struct rows *rows, double start, double share, double overhead,
-                   double inflation)
+void medha_margins(struct rows *rows, double start, double overhead, double inflation)
 {
     const int64_t size = rows->capacity;
     const double *due = rows->fields + DUE * size, *work = rows->fields + WORK * size;
@@ -81,7 +79,7 @@ void medha_margins(struct rows *rows, double start, double share, double overhea
     }
     for (int64_t at = 0; at < count; at++) {
         const int64_t i = rows->held[at];
-        const double cost = work[i] / share + overhead, due_in = due[i] - start;
+        const double cost = work[i] + overhead, due_in = due[i] - start;
         const double also[] = {cost, cost * inflation}, more[] = {0.0, cost};
         sum += cost;
         full += also[promised[i]];
@@ -94,24 +92,6 @@ void medha_margins(struct rows *rows, double start, double share, double overhea
     rows->least_bare = least_bare;
     rows->kept = count;
     find_least(rows);
-}
-
-/* Smallest margin of a promise, were promises all that is kept, each at its full cost; infinite with
- * none. `by`: now; `drain`: what is lost behind stage 0. Touches nothing. */
-double medha_alone(const struct rows *rows, double by, double drain, double share, double overhead,
-                   double inflation)
-{
-    const int64_t size = rows->capacity;
-    const double *due = rows->fields + DUE * size, *work = rows->fields + WORK * size;
-    const uint8_t *promised = rows->flags + PROMISED * size;
-    double sum = 0.0, least = INFINITY;
-    for (int64_t i = 0; i < rows->count; i++) {
-        if (!promised[i])
-            continue;
-        sum += (work[i] / share + overhead) * inflation;
-        least = smaller(due[i] - by - drain - sum, least);
-    }
-    return least;
 }
 
 /* Where a margin is overrun, of who is kept without a promise and due no later the largest gives
@@ -152,7 +132,7 @@ int64_t medha_relegate(struct rows *rows, double tolerance, int64_t most, int64_
 /* Makes ready for `medha_fitting`: BARE and OWN of every row, what it costs and the time until it is
  * due less the bare costs of the kept due no later; OTHERS the margin of the kept, as LEFT before
  * anyone gave way. `medha_margins` comes before: LEFT is let be. */
-void medha_open(struct rows *rows, double start, double share, double overhead, double inflation)
+void medha_open(struct rows *rows, double start, double overhead, double inflation)
 {
     const int64_t size = rows->capacity;
     const double *due = rows->fields + DUE * size, *work = rows->fields + WORK * size;
@@ -160,7 +140,7 @@ void medha_open(struct rows *rows, double start, double share, double overhead, 
     double *bare = rows->scratch + BARE * size, *own = rows->scratch + OWN * size;
     double *others = rows->scratch + OTHERS * size, sum = 0.0, full = 0.0;
     for (int64_t i = 0; i < rows->count; i++)
-        bare[i] = work[i] / share + overhead;
+        bare[i] = work[i] + overhead;
     for (int64_t i = 0; i < rows->count; i++) {
         const double costs[] = {0.0, bare[i]};
         const double widened[] = {costs[kept[i]], costs[kept[i]] * inflation};
@@ -212,8 +192,8 @@ void medha_keep(struct rows *rows, int64_t row)
  * before it bear (anyone else: those of all), and of that `guard` does not count.
  * `long_above`: work, or with `by_tokens` tokens, beyond which a prompt is long. `owed`: 0, or the
  * relegated have their share coming and it is the turn of 1: the one due first, 2: short ones. */
-void medha_order(struct rows *rows, double pages, double start, double share, double long_above,
-                 int by_tokens, double guard, int owed)
+void medha_order(struct rows *rows, double pages, double start, double long_above, int by_tokens,
+                 double guard, int owed)
 {
     const int64_t size = rows->capacity, count = rows->count;
     const double *due = rows->fields + DUE * size, *all_work = rows->fields + WORK * size;
@@ -237,7 +217,7 @@ void medha_order(struct rows *rows, double pages, double start, double share, do
         rows->last = rank[count - 1] ? key[count - 1] : rows->least;
     for (int64_t at = 0; at < found; at++) {
         const int64_t i = able[at];
-        const double work = all_work[i] / share, due_in = due[i] - start;
+        const double work = all_work[i], due_in = due[i] - start;
         const double room = (rank[i] ? key[i] : rows->least) - guard;
         is_long[i] = (by_tokens ? tokens[i] : work) > long_above;
         if (!kept[i] && first < 0)
@@ -255,7 +235,7 @@ void medha_order(struct rows *rows, double pages, double start, double share, do
     for (int64_t at = 0; owed && at < found; at++) {
         const int64_t i = able[at];
         if (!kept[i] && (owed == 2 && shorts ? !is_long[i] : i == first))
-            tier[i] = OWED, key[i] = all_work[i] / share;
+            tier[i] = OWED, key[i] = all_work[i];
     }
     rows->left = found;
 }

@@ -14,7 +14,7 @@ from __future__ import annotations
 from medha.batch import Chunk, Sampled
 from medha.errors import ProtocolError
 from medha.scheduling.interface import Completed, Failure
-from medha.scheduling.prefill_admission import DecodeForecast, PrefillAdmission
+from medha.scheduling.prefill_admission import DecodeAccount, PrefillAdmission
 from medha.scheduling.running import DecodeGroup, InFlightBatch
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.state import SchedulerState
@@ -55,12 +55,12 @@ class Lifecycle:
         self,
         state: SchedulerState,
         admission: PrefillAdmission,
-        forecast: DecodeForecast,
+        account: DecodeAccount,
         max_context_tokens: int,
     ) -> None:
         self.state, self.settings = state, state.settings
         self.groups, self.queues, self.running = state.groups, state.queues, state.running
-        self.admission, self.forecast = admission, forecast
+        self.admission, self.account = admission, account
         self.max_context_tokens = max_context_tokens
         self.preempted_count = 0
         self.ended: list[int] = []
@@ -77,7 +77,7 @@ class Lifecycle:
                     self.queues.update_flags(sequence)
                 else:
                     self.queues.dequeue(sequence)
-                    self.forecast.invalidate()
+                    self.account.invalidate()
 
     def complete(self, sent: InFlightBatch, sampled: Outcomes, now: float) -> list[Completed]:
         """Land a batch's chunks and count its tokens; return the sequences that ended."""
@@ -151,6 +151,7 @@ class Lifecycle:
             return reason
         if not sequence.decoding:
             self.running.begin(sequence)
+            self.account.begin(sequence, now)
         tokens = sequence.output_tokens + sequence.in_flight - sequence.prepared
         sequence.set_decode_due(sequence.first_token_s + tokens * sequence.tpot_s)
         if not sequence.in_flight:
@@ -190,6 +191,7 @@ class Lifecycle:
                 return False
         if not sequence.decoding:
             self.running.begin(sequence)
+            self.account.begin(sequence, due_out_s)
             first_s = sequence.first_token_s if sequence.output_tokens else due_out_s
             sequence.set_decode_due(first_s + output * sequence.tpot_s)
         return self._prepare(sequence, like)
@@ -296,7 +298,7 @@ class Lifecycle:
         if self.running.withdraw(sequence):
             sequence.land()
         self.running.end(sequence)
-        self.forecast.remove(sequence)
+        self.account.remove(sequence)
 
     # --- lack of pages ----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from medha.messages.fields import Load
+from medha.scheduling.prefill_admission import DecodeAccount
 from medha.scheduling.promises import PromiseSet
 from medha.scheduling.state import SchedulerState
 from medha.scheduling.waiting_queue import WaitingQueue
@@ -19,7 +20,7 @@ MARGINS = 256
 
 def report(
     state: SchedulerState,
-    available_shares: dict[int, float],
+    account: DecodeAccount,
     predicted_tpot_s: float,
     wanted_groups: int,
     promised_work: tuple[TenantWork, ...],
@@ -32,12 +33,9 @@ def report(
     waiting, prefilling = _counts(queues.by_group)
     pending = {group: queues.pending_s(group) for group in running}
     best = min(running, key=lambda group: (pending[group], group), default=None)
-    share = available = 1.0
-    if best is not None:
-        available = available_shares[best]
-        share = 1.0 / (promises.full_cost_s(1.0, available) - promises.full_cost_s(0.0, available))
+    alongside = 0.0 if best is None else account.promise_part()
     return Load(
-        margins=() if best is None else _margins(state, best, available, now),
+        margins=() if best is None else _margins(state, best, alongside, now),
         pending_bands=_bands([queues.by_group[group] for group in running], now),
         pending_s=sum(pending.values()),
         relegated_s=sum(_relegated_s(promises, queues.by_group[group]) for group in running),
@@ -50,9 +48,14 @@ def report(
         total_pages=tuple(pool[group].total if group in running else -1 for group in groups),
         claimable_pages=max(0, pool.claimable),
         page_tokens=pool.page_tokens,
-        share=share,  # of time, for prefills that hold a promise
+        share=1.0 / (promises.full_cost_s(1.0) - promises.full_cost_s(0.0)),
+        budget_s=account.budget_s,
+        decode_capacity_s=account.capacity_s,
+        decode_room_s=account.room_s(),
+        decode_part=alongside,
+        long_factor=1.0 if best is None else promises.widened(promises.coming(best, now)),
         predicted_tpot_s=predicted_tpot_s,
-        drain_s_per_s=sum(promises.share[group] for group in running) or 1.0,
+        drain_s_per_s=float(len(running) or 1),
         wanted_groups=wanted_groups,
         promised_work=promised_work,
     )
@@ -76,14 +79,21 @@ def _counts(queues: dict[int, WaitingQueue]) -> tuple[int, int]:
 
 
 def _margins(
-    state: SchedulerState, group: int, share: float, now: float
+    state: SchedulerState, group: int, part: float, now: float
 ) -> tuple[tuple[float, float], ...]:
-    """Return (due in, margin) from now; only the tightest if there are too many."""
+    """Return (due in, margin) from now; runs of promises as one if there are too many.
+
+    A run counts as if all its work were due with its first promise, so that nothing is lost.
+    """
     promises, lead = state.promises, state.in_flight.free_in_s(group, now)
-    due_in, margins = promises.margins(group, now + lead, share)
+    queue = state.queues.by_group[group]
+    work_s = queue.work_alongside(np.maximum(queue.alongside, part))
+    due_in, margins = promises.margins(group, now + lead, work_s)
     if len(margins) > MARGINS:
-        keep = np.sort(np.argpartition(margins, MARGINS)[:MARGINS])
-        due_in, margins = due_in[keep], margins[keep]
+        starts = np.linspace(0, len(margins), MARGINS, endpoint=False).astype(np.intp)
+        ends = np.append(starts[1:], len(margins)) - 1
+        margins = due_in[starts] - (due_in[ends] - margins[ends])
+        due_in = due_in[starts]
     return tuple(zip((due_in + lead + promises.drain_s).tolist(), margins.tolist(), strict=True))
 
 
@@ -126,4 +136,4 @@ def _short_s(state: SchedulerState, group: int, kept: bool) -> float:
         short &= queue.kept == kept
     elif not kept:
         return 0.0
-    return float(queue.work_s[short].sum()) / promises.share[group]
+    return float(queue.work_s[short].sum())

@@ -26,13 +26,14 @@ class GroupMembership:
         self.groups.join(group, now)
         state.in_flight.join(group)
         state.promises.join(group)
+        lifecycle.account.join(group)
         self.regenerate(generation)
         live = (sequence for sequence in self.groups.shared.values() if not sequence.stopped)
         claiming = sorted(live, key=lambda sequence: sequence.number)
         for sequence in self.groups.take_claims(group, claiming):
             if not sequence.decoding and sequence.remaining_tokens > 0:
                 self.queues.enqueue(sequence)
-            lifecycle.forecast.update(sequence)
+            lifecycle.account.update(sequence, now)
         for sequence in list(state.sequences.values()):
             idle = not (sequence.started or sequence.stopped)
             if idle and 0 < len(sequence.assigned_groups) < self.groups.groups_needed(sequence):
@@ -72,6 +73,7 @@ class GroupMembership:
                 sequence.land()
         self.groups.leave(group)
         state.promises.leave(group)
+        lifecycle.account.leave(group)
         state.in_flight.leave(group)
         columns_ready = generation > state.generation or len(self.groups.running) < 2
         state.set_generation(max(state.generation, generation), columns_ready=columns_ready)

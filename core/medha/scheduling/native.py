@@ -51,7 +51,6 @@ def load(library: pathlib.Path = LIBRARY) -> ctypes.PyDLL:
         kernel = ctypes.PyDLL(str(library))
         margins, relegate = kernel.medha_margins, kernel.medha_relegate
         order, few = kernel.medha_order, kernel.medha_few
-        alone = kernel.medha_alone
         open_, fitting, keep = kernel.medha_open, kernel.medha_fitting, kernel.medha_keep
     except (OSError, AttributeError) as error:
         raise SetupError(
@@ -59,11 +58,10 @@ def load(library: pathlib.Path = LIBRARY) -> ctypes.PyDLL:
             f" ({error}); run `make setup`, or install medha with its worker where there is a C"
             " compiler"
         ) from None
-    margins.argtypes = [pointer, number, number, number, number]
+    margins.argtypes = [pointer, number, number, number]
     relegate.argtypes = [pointer, number, count, pointer]
     order.argtypes = [
         pointer,
-        number,
         number,
         number,
         number,
@@ -74,7 +72,6 @@ def load(library: pathlib.Path = LIBRARY) -> ctypes.PyDLL:
     few.argtypes = [pointer, number, ctypes.c_int, count, pointer]
     open_.argtypes, fitting.argtypes = margins.argtypes, [pointer, number, count]
     keep.argtypes = [pointer, count]
-    alone.argtypes, alone.restype = [pointer, *[number] * 5], number
     margins.restype = order.restype = open_.restype = keep.restype = None
     relegate.restype = few.restype = fitting.restype = count
     return kernel
@@ -117,23 +114,10 @@ class NativeRows:
         last: float = self._rows.last
         return last
 
-    def margins(self, start: float, share: float, overhead_s: float, inflation: float) -> None:
+    def margins(self, start: float, overhead_s: float, inflation: float) -> None:
         """Compute the margins of kept rows from `start` on, which includes the drain."""
         self._follow()
-        self._kernel.medha_margins(self._at, start, share, overhead_s, inflation)
-
-    def alone_s(
-        self, by_s: float, drain_s: float, share: float, overhead_s: float, inflation: float
-    ) -> float:
-        """Return the smallest margin of a promise if only promises were kept, at full costs.
-
-        Infinite if there is none. Needs no `margins` before, and does not change them.
-        """
-        self._follow()
-        least_s: float = self._kernel.medha_alone(
-            self._at, by_s, drain_s, share, overhead_s, inflation
-        )
-        return least_s
+        self._kernel.medha_margins(self._at, start, overhead_s, inflation)
 
     def margin_s(self, place: int) -> float:
         """Return the margin of a kept row."""
@@ -156,9 +140,9 @@ class NativeRows:
         ranks[ranks == PROTECTED] = KEPT
         return places
 
-    def open(self, start: float, share: float, overhead_s: float, inflation: float) -> None:
+    def open(self, start: float, overhead_s: float, inflation: float) -> None:
         """Prepare `fitting`; requires `margins` before, and does not change them."""
-        self._kernel.medha_open(self._at, start, share, overhead_s, inflation)
+        self._kernel.medha_open(self._at, start, overhead_s, inflation)
 
     def fitting(self, guard_s: float, after: int = -1) -> int:
         """Return the smallest row not kept that fits with `guard_s` to spare; -1 if none.
@@ -176,16 +160,13 @@ class NativeRows:
         self,
         pages: float,
         start: float,
-        share: float,
         long_above: float,
         by_tokens: bool,
         guard_s: float,
         owed: int,
     ) -> None:
         """Order the ready rows that need at most `pages`; `owed` is a turn of the relegated."""
-        self._kernel.medha_order(
-            self._at, pages, start, share, long_above, by_tokens, guard_s, owed
-        )
+        self._kernel.medha_order(self._at, pages, start, long_above, by_tokens, guard_s, owed)
 
     def few(self, pages: float, only_short: bool) -> list[Next]:
         """Return the next rows in order; none are left if it is empty."""

@@ -1,321 +1,451 @@
 """Admission of prompts: those start that find pages for the whole prompt, a limited number at once.
 
-With promises, only prompts start whose decodes the promises can bear. Decodes that run, and those
-that started prompts bring, leave prefills a share of each group's time:
+With promises, what a prompt's answer will take counts too. The account of decodes:
 
-    share = rate alongside those decodes, at the time budget that holds then / rate without decodes
+1. The tightest TPOT of those that decode gives the time budget b of a batch, and b the decode
+   capacity C: the time for decodes that leaves prefills a part of their rate (`PrefillTimes`).
+2. A decode takes c(depth) of each batch, from its first token to its last at the pace of its TPOT.
+3. A waiting prompt's work is the time that it takes alongside the decodes until it is due: those
+   that run, those of started prompts, and those of promised long prompts due earlier. Never its
+   own.
+4. A promise is given if every promised work fits its deadline, with `decode_room` or the recent
+   peak of decodes left free for others, and if C holds its own decode at its first token.
+5. A prompt without a promise starts if every promise still fits alongside its decode.
+6. A TPOT tighter than b stands for is granted if every promise fits the smaller b; else the prompt
+   decodes at the pace that b allows.
 
-in prompt tokens per second. Two shares are forecast. The one alongside the decodes of all started
-prompts is what existing promises live on (`forecast`). The one that a new promise may count on is
-smaller (`available_shares`): alongside its own decodes too and those of the prompt without a
-promise that starts next, and such that a part stays free for decodes of prompts without a promise.
+So a promise holds: what decodes take until it is due was counted when they began, and what it
+left free was counted in its work. The first prompt held back by 5 is counted in 4, so that it waits
+no longer than the promises given before it, and for decodes to end.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from typing import NamedTuple
 
+import numpy as np
+
+from medha.prefill_times import PrefillTimes, decode_capacity_s
+from medha.request import SloClass
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.state import SchedulerState
-from medha.scheduling.waiting_queue import WaitingQueue
+from medha.scheduling.waiting_queue import Floats, WaitingQueue
 
-# The least share with chunks, and without: an escape still runs some.
-LEAST_SHARE, NO_SHARE = 0.02, 0.001
-# Free places for decodes without a promise: the numbers that are tried, in this order.
-FREE_PLACES = 8, 2
-REMEMBERED = 4096
+STARTS_PER_ROUND = 4
+"""Prompts without a promise that may start between two batches, while there are promises."""
+PEAK_MEMORY_S = 30.0
 # How often `patience_s` is divided to record which prompts are passed over.
 RECORDS = 32
 
-GroupShares = dict[int, float]
 
+class GroupDecodes:
+    """Decodes of one group: those that run, and those of short prompts that have started.
 
-class ExpectedDecode(NamedTuple):
-    """The decode that a sequence will become; `keys`: KV tokens that it reads, by group."""
-
-    promised: bool
-    tpot_s: float
-    keys: dict[int, int]
-
-
-class DecodeTotals:
-    """The number of decodes to come in each group, and the KV tokens that they read."""
-
-    def __init__(self) -> None:
-        self.count: Counter[int] = Counter()
-        self.keys: Counter[int] = Counter()
-
-    def add(self, keys: dict[int, int], times: int) -> None:
-        """Add a sequence `times` times; a negative number removes it."""
-        for group, tokens in keys.items():
-            self.count[group] += times
-            self.keys[group] += times * tokens
-
-
-class DecodeForecast:
-    """Decodes to come, and the share of time that they leave to prefills.
-
-    A prompt without a promise may start if the existing promises can bear its decodes. Places kept
-    free admit small ones at any time; a large one is next, until new promises have left room.
-    `closed`: groups in which no prompt without a promise may start that needs that many pages or
-    more.
+    `cost_s`: what each takes of a batch; `ends_s`: when it ends at the pace of its TPOT.
     """
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self) -> None:
+        self.cost_s: Floats = np.zeros(64)
+        self.ends_s: Floats = np.zeros(64)
+        self.total_s = 0.0
+        self._numbers: list[int] = []
+        self._slots: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, number: int, cost_s: float, ends_s: float) -> None:
+        slot = len(self._numbers)
+        if slot == len(self.cost_s):
+            self.cost_s = np.concatenate([self.cost_s, np.zeros(slot)])
+            self.ends_s = np.concatenate([self.ends_s, np.zeros(slot)])
+        self.cost_s[slot], self.ends_s[slot] = cost_s, ends_s
+        self._numbers.append(number)
+        self._slots[number] = slot
+        self.total_s += cost_s
+
+    def remove(self, number: int) -> None:
+        slot = self._slots.pop(number, None)
+        if slot is None:
+            return
+        last = len(self._numbers) - 1
+        self.total_s = max(0.0, self.total_s - float(self.cost_s[slot])) if last else 0.0
+        moved = self._numbers.pop()
+        if slot != last:
+            self.cost_s[slot], self.ends_s[slot] = self.cost_s[last], self.ends_s[last]
+            self._numbers[slot] = moved
+            self._slots[moved] = slot
+
+    def mean_s(self, until_s: Floats, now: float, least_s: float) -> Floats:
+        """Return the mean decode time of a batch from now on, for ends of [n] seconds from now.
+
+        A decode that is behind its pace goes on for another batch, `least_s`.
+        """
+        count = len(self._numbers)
+        if not count:
+            return np.zeros(len(until_s))
+        left = np.maximum(self.ends_s[:count] - now, least_s)
+        order = left.argsort()
+        left, cost = left[order], self.cost_s[:count][order]
+        ended = np.concatenate([[0.0], (left * cost).cumsum()])
+        costs = np.concatenate([[0.0], cost.cumsum()])
+        at = left.searchsorted(until_s)
+        mean: Floats = ended[at] / until_s + (costs[-1] - costs[at])
+        return mean
+
+    def at_s(self, time_s: float) -> float:
+        """Return the decode time of a batch at that time."""
+        count = len(self._numbers)
+        return float(self.cost_s[:count][self.ends_s[:count] > time_s].sum())
+
+
+class ComingDecode:
+    """The decode of a long prompt that has started: from its prefill's end on, for `length_s`."""
+
+    __slots__ = ("cost_s", "length_s", "sequence")
+
+    def __init__(self, sequence: Sequence, cost_s: dict[int, float], length_s: float) -> None:
+        self.sequence, self.cost_s, self.length_s = sequence, cost_s, length_s
+
+
+class DecodeAccount:
+    """The decodes that run or are to come, and what they leave to prefills.
+
+    `closed`: groups in which no prompt without a promise may start that needs that many pages or
+    more. `tpot_s`: the tightest TPOT in force; infinite until something decodes.
+    """
+
+    def __init__(self, state: SchedulerState, classes: tuple[SloClass, ...]) -> None:
         self.settings, self.spp = state.settings, state.topology.spp
         self.predictor, self.groups, self.promises = state.predictor, state.groups, state.promises
         self.queues, self.waiting = state.queues, state.queues.by_group
-        self.active = self.promises.gives and self.settings.budget != "tokens"
         self.closed: dict[int, int] = {}
-        self._changed = False
+        self.tpot_s = math.inf
+        self.decodes: dict[int, GroupDecodes] = {}
+        self._class_tpot_s = min((slo_class.slo.tpot_s for slo_class in classes), default=math.inf)
+        self._tighter: Counter[float] = Counter()
+        self._granted: dict[int, float] = {}
+        self._coming: dict[int, ComingDecode] = {}
+        self._counted: dict[int, tuple[int, ...]] = {}
         self._next: Sequence | None = None
-        self._expected: dict[int, ExpectedDecode] = {}
-        self._free: dict[int, tuple[ExpectedDecode, int]] = {}
-        self._typical: dict[int, ExpectedDecode] = {}
-        self._all, self._promised = DecodeTotals(), DecodeTotals()
-        self._tpots: Counter[float] = Counter()
-        self._learned = self.predictor.learned()
-        self._rates: dict[tuple[int, int, int, float], float] = {}
+        self._starts = 0
+        self._peak_s, self._peak_as_of_s = 0.0, 0.0
+        self._changed = False
 
-    # --- expected decodes -------------------------------------------------------------------------
+    @property
+    def capacity_s(self) -> float:
+        """C: decode seconds of each batch and stage."""
+        return self.queues.times.capacity_s
 
-    def counted(self) -> int:
-        """Return the number of expected decodes, including places kept free."""
-        return self._tpots.total()
+    @property
+    def budget_s(self) -> float:
+        """b: the time budget of a batch while decodes run."""
+        return self.queues.times.budget_s
+
+    def counted_count(self) -> int:
+        """Return the number of decodes that are counted."""
+        return len(self._counted) + len(self._coming)
+
+    def join(self, group: int) -> None:
+        self.decodes[group] = GroupDecodes()
+
+    def leave(self, group: int) -> None:
+        del self.decodes[group]
+        self.closed.pop(group, None)
+        for number, groups in self._counted.items():
+            if group in groups:
+                self._counted[number] = tuple(other for other in groups if other != group)
+
+    # --- counting ---------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
         """Request a refresh: work or decodes were removed."""
         self._changed = True
 
+    def count(self, sequence: Sequence, now: float) -> None:
+        """Count the decode of a prompt that has started."""
+        cost_s = self._cost_s(sequence)
+        if not cost_s or sequence.number in self._counted or sequence.number in self._coming:
+            return
+        if self._is_long(sequence):
+            self._coming[sequence.number] = ComingDecode(sequence, cost_s, self._length_s(sequence))
+        else:
+            self._run(sequence, cost_s, now)
+        self._changed = True
+
+    def begin(self, sequence: Sequence, now: float) -> None:
+        """The sequence decodes from now on."""
+        self._coming.pop(sequence.number, None)
+        for group in self._counted.pop(sequence.number, ()):
+            self.decodes[group].remove(sequence.number)
+        self._run(sequence, self._cost_s(sequence), now)
+
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that stopped; a promise without decodes is one promise less, too."""
+        """Remove a sequence that stopped."""
+        number = sequence.number
         if sequence is self._next:
             self._next = None
-        self._count_out(sequence)
+        self._coming.pop(number, None)
+        for group in self._counted.pop(number, ()):
+            self.decodes[group].remove(number)
+        tpot_s = self._granted.pop(number, None)
+        if tpot_s is not None:
+            self._tighter[tpot_s] -= 1
+            if not self._tighter[tpot_s]:
+                del self._tighter[tpot_s]
+                self._set_tpot(min([self._class_tpot_s, *self._tighter]))
         self._changed = True
 
-    def update(self, sequence: Sequence) -> None:
+    def update(self, sequence: Sequence, now: float) -> None:
         """Count a sequence again after its groups changed."""
-        if self._count_out(sequence):
-            self._count_in(sequence)
+        if sequence.number in self._coming:
+            del self._coming[sequence.number]
+            self.count(sequence, now)
+        elif sequence.number in self._counted:
+            self.begin(sequence, now)
         self._changed = True
 
-    def _count_in(self, sequence: Sequence, promised: bool = False) -> bool:
-        """Count a sequence; False if it ends with its first token or is counted already."""
+    def _run(self, sequence: Sequence, cost_s: dict[int, float], now: float) -> None:
+        ends_s = now + self._length_s(sequence)
+        for group, seconds in cost_s.items():
+            self.decodes[group].add(sequence.number, seconds, ends_s)
+        self._counted[sequence.number] = tuple(cost_s)
+
+    def _cost_s(self, sequence: Sequence) -> dict[int, float]:
+        """Return what the decode takes of a batch in each group; empty if there is none.
+
+        In a pipeline a batch holds one in `spp` of the decodes.
+        """
         output = sequence.request.max_output_tokens - sequence.output_tokens
-        if not self.active or output < 2 or sequence.number in self._expected:
-            return False
-        size, last = self.groups.tokens_per_group, len(sequence.assigned_groups) - 1
+        groups = [group for group in sequence.assigned_groups if group in self.decodes]
+        if output < 1 or sequence.request.max_output_tokens < 2:
+            return {}
+        size, count = self.groups.tokens_per_group, len(groups)
         tokens = sequence.target_tokens + int(self.settings.output_reserve * output)
-        keys = {
-            group: max(0, tokens - turn * size if turn == last else min(size, tokens - turn * size))
-            for turn, group in enumerate(sequence.assigned_groups)
+        keys = [
+            max(0, tokens - turn * size if turn == count - 1 else min(size, tokens - turn * size))
+            for turn in range(count)
+        ]
+        return {
+            group: self.predictor.decode_s(held, count) / self.spp
+            for group, held in zip(groups, keys, strict=True)
         }
-        decode = self._expected[sequence.number] = ExpectedDecode(
-            promised or sequence.promised, sequence.request.tpot_s, keys
+
+    def _length_s(self, sequence: Sequence) -> float:
+        output = sequence.request.max_output_tokens - sequence.output_tokens
+        return output * max(sequence.request.tpot_s, self.spp * self.budget_s)
+
+    def _is_long(self, sequence: Sequence) -> bool:
+        return sequence.total_work_s > self.promises.long_s
+
+    # --- TPOT -------------------------------------------------------------------------------------
+
+    def grant(self, sequence: Sequence, now: float) -> None:
+        """Set the TPOT that the sequence gets: its own, or what the promises allow."""
+        tpot_s = sequence.request.tpot_s
+        if sequence.request.max_output_tokens < 2:
+            return
+        known_s = min(self.tpot_s, self._class_tpot_s)
+        if math.isinf(known_s):  # no class is known: take the first one's
+            self._class_tpot_s = known_s = tpot_s
+        if math.isinf(self.tpot_s):
+            self._set_tpot(known_s)
+        if tpot_s < self.tpot_s:
+            if self._holds_at(tpot_s, now):
+                self._set_tpot(tpot_s)
+            else:
+                tpot_s = self.tpot_s
+        if tpot_s < self._class_tpot_s:
+            self._tighter[tpot_s] += 1
+            self._granted[sequence.number] = tpot_s
+        sequence.grant_tpot(tpot_s)
+
+    def _set_tpot(self, tpot_s: float) -> None:
+        if tpot_s == self.tpot_s:
+            return
+        self.tpot_s = tpot_s
+        times = self._times(tpot_s)
+        if times.budget_s != self.budget_s or times.capacity_s != self.capacity_s:
+            self.queues.set_times(times)
+            self._changed = True
+
+    def _times(self, tpot_s: float) -> PrefillTimes:
+        budget_s = self.settings.planned_budget_s(tpot_s, self.spp)
+        capacity_s = decode_capacity_s(self.predictor, budget_s, self.settings.prefill_share)
+        return PrefillTimes(self.predictor, budget_s, capacity_s)
+
+    def _holds_at(self, tpot_s: float, now: float) -> bool:
+        """Return whether all promises would hold at the time budget of that TPOT."""
+        if not self._has_promises():
+            return True
+        before, after = self.queues.times, self._times(tpot_s)
+        if after.budget_s == before.budget_s:
+            return True
+        self.queues.set_times(after)
+        self.refresh(now)
+        holds = all(self._least_margin_s(group, None, now) >= 0.0 for group in self.waiting)
+        if not holds:
+            self.queues.set_times(before)
+            self.refresh(now)
+        return holds
+
+    # --- decodes alongside prefills ---------------------------------------------------------------
+
+    def is_outdated(self) -> bool:
+        """Return whether a refresh is due."""
+        return self._changed or bool(self.closed and not self._has_promises())
+
+    def refresh(self, now: float) -> None:
+        """Compute again what runs alongside each prompt, after a batch and before the next."""
+        self._changed = False
+        self._starts = 0
+        self.closed.clear()
+        if self._next is not None and self._next.started:
+            self._next = None
+        if self.queues.times.outdated:
+            self.queues.set_times(self._times(self.tpot_s))
+        total_s = max((decodes.total_s for decodes in self.decodes.values()), default=0.0)
+        faded = math.exp(min(0.0, self._peak_as_of_s - now) / PEAK_MEMORY_S)
+        self._peak_s, self._peak_as_of_s = max(total_s, faded * self._peak_s), now
+        for group, queue in self.waiting.items():
+            queue.set_alongside(self._alongside(group, now))
+            queue.set_typical(self._part(total_s))
+
+    def _part(self, seconds: float) -> float:
+        return seconds / self.capacity_s if self.capacity_s else 0.0
+
+    def _alongside(self, group: int, now: float) -> Floats:
+        """Return the decodes alongside each row until it is due, as parts of the capacity."""
+        queue = self.waiting[group]
+        until_s = np.maximum(queue.due_s - now, self.budget_s)
+        least_s = self.spp * self.budget_s
+        mean: Floats = self.decodes[group].mean_s(until_s, now, least_s)
+        if self.groups.shared:  # a batch that spans groups waits for the slowest of them
+            for other in self.waiting:
+                if other != group:
+                    mean = np.maximum(mean, self.decodes[other].mean_s(until_s, now, least_s))
+        for coming in self._coming.values():
+            if group in coming.cost_s:
+                mean += self._coming_s(coming, group, until_s)
+        return mean * self._part(1.0)
+
+    def _coming_s(self, coming: ComingDecode, group: int, until_s: Floats) -> Floats:
+        """Return the mean time of a coming decode alongside each row that runs at the same time.
+
+        Alongside a row that is due later, if the prompt is kept; a relegated prompt only has its
+        share of the time. Mean over the time from its first token on, because rows due later run
+        then.
+        """
+        queue, sequence = self.waiting[group], coming.sequence
+        begin_s, place = 0.0, 0
+        if sequence in queue:
+            begin_s = queue.least_work_s(sequence)
+            if sequence.kept:
+                place = queue.place(sequence.key) + 1
+                begin_s = min(begin_s, float(until_s[place - 1]))
+            else:
+                begin_s /= max(self.settings.relegated_share, 1e-3)
+        window_s = until_s[place:] - begin_s
+        alongside_s = np.zeros(len(until_s))
+        alongside_s[place:] = np.where(
+            window_s > 0.0,
+            coming.cost_s[group] * np.minimum(1.0, coming.length_s / np.maximum(window_s, 1e-9)),
+            0.0,
         )
-        self._tally(decode, 1)
-        return True
+        return alongside_s
 
-    def _count_out(self, sequence: Sequence) -> bool:
-        decode = self._expected.pop(sequence.number, None)
-        if decode is not None:
-            self._tally(decode, -1)
-        return decode is not None
+    def alongside_promise(self, sequence: Sequence, group: int, now: float) -> Floats:
+        """Return the decodes alongside each row that a new promise must reckon with.
 
-    def _tally(self, decode: ExpectedDecode, times: int) -> None:
-        self._all.add(decode.keys, times)
-        if decode.promised:
-            self._promised.add(decode.keys, times)
-        self._tpots[decode.tpot_s] += times
-        if not self._tpots[decode.tpot_s]:
-            del self._tpots[decode.tpot_s]
+        They include its own, alongside the others, and those of the prompt held back longest.
+        """
+        queue = self.waiting[group]
+        alongside = queue.alongside
+        if self._next is not None:
+            alongside = alongside + self._part(self._cost_s(self._next).get(group, 0.0))
+        alongside = np.maximum(alongside, self.promise_part())
+        own_s = self._added_s(sequence, group, now)
+        if own_s is not None:
+            alongside = alongside + own_s * self._part(1.0)
+        return alongside
+
+    def promise_part(self) -> float:
+        """Return the part of the capacity that a new promise reckons with at least."""
+        if math.isinf(self.tpot_s):  # nothing has ever decoded
+            return 0.0
+        return min(1.0, max(self.settings.decode_room, self._part(self._peak_s)))
+
+    def room_s(self) -> float:
+        """Return what the capacity holds alongside the decodes that run, in the fullest group."""
+        total_s = max((decodes.total_s for decodes in self.decodes.values()), default=0.0)
+        return max(0.0, self.capacity_s - total_s)
+
+    def has_room(self, sequence: Sequence, group: int, first_token_s: float) -> bool:
+        """Return whether the capacity holds the sequence's decode at its first token."""
+        cost_s = self._cost_s(sequence).get(group, 0.0)
+        if not cost_s or group not in self.decodes:
+            return True
+        total_s = self.decodes[group].at_s(first_token_s)
+        return total_s + cost_s <= self.capacity_s
+
+    def _added_s(self, sequence: Sequence, group: int, now: float) -> Floats | None:
+        """Return the mean time that a sequence's decode would add to each row but its own."""
+        cost_s = self._cost_s(sequence)
+        if group not in cost_s or sequence.number in self._coming:
+            return None
+        queue = self.waiting[group]
+        until_s = np.maximum(queue.due_s - now, self.budget_s)
+        coming = ComingDecode(sequence, cost_s, self._length_s(sequence))
+        if self._is_long(sequence):
+            return self._coming_s(coming, group, until_s)
+        added: Floats = cost_s[group] * np.minimum(1.0, coming.length_s / until_s)
+        if sequence in queue:
+            added[queue.place(sequence.key)] = 0.0
+        return added
+
+    def _least_margin_s(self, group: int, sequence: Sequence | None, now: float) -> float:
+        """Return the least margin of a promise if the sequence's decode is added."""
+        alongside = None
+        if sequence is not None:
+            added_s = self._added_s(sequence, group, now)
+            if added_s is not None:
+                alongside = self.waiting[group].alongside + added_s * self._part(1.0)
+        return self.promises.least_margin_s(group, now, alongside)
 
     # --- admission --------------------------------------------------------------------------------
 
     def can_bear(self, sequence: Sequence, now: float) -> bool:
-        """Return whether a sequence may start, and count its decodes if so.
-
-        It may if it is promised, or if the existing promises can bear its decodes.
-        """
-        groups = [group for group in sequence.assigned_groups if group in self.waiting]
+        """Return whether a sequence may start, and count its decode if so."""
         if sequence.promised or not self._has_promises():
-            if self._count_in(sequence):
-                self._changed = True
-                if sequence.promised:
-                    self.forecast()
+            self.count(sequence, now)
             return True
+        groups = [group for group in sequence.assigned_groups if group in self.waiting]
         pages = self.queues.pages_needed(sequence)
         if any(pages >= self.closed.get(group, pages + 1) for group in groups):
             return False
-        if not self._count_in(sequence):
-            return True
-        if len(groups) == 1 and self._take_place(groups[0], self._expected[sequence.number]):
-            return True
-        fits = self._fits(now)
-        self._changed = True
-        if not fits:
-            self._count_out(sequence)
-            self.forecast()
-            self._next = self._next or sequence
-        # Until the next refresh no other is tried after it; after a refusal, only smaller ones.
-        self.closed.update(dict.fromkeys(groups, 1 if fits else pages))
-        return fits
+        if self._cost_s(sequence):
+            checked = self.waiting if self.groups.shared else groups
+            for group in checked:
+                margin_s = self._least_margin_s(group, sequence, now)
+                if margin_s < 0.0 and margin_s < self._least_margin_s(group, None, now):
+                    self._next = self._next or sequence
+                    self.closed.update(dict.fromkeys(groups, pages))
+                    return False
+        self.count(sequence, now)
+        self._starts += 1
+        if self._starts >= STARTS_PER_ROUND:
+            self.closed.update(dict.fromkeys(groups, 1))
+        return True
 
     def retract(self, sequence: Sequence) -> None:
         """Count out a sequence that could not start after all."""
-        self._changed = self._count_out(sequence) or self._changed
-
-    def is_outdated(self) -> bool:
-        """Return whether a refresh is due; promises may also be withdrawn."""
-        return self.active and (self._changed or bool(self.closed and not self._has_promises()))
-
-    def refresh(self, now: float) -> None:
-        """Forecast the shares again, and decide which prompts may start now.
-
-        Runs after a batch, so that the next decision need not.
-        """
-        self._changed = False
-        self.closed.clear()
-        for group in list(self._free):
-            self._withdraw_places(group)
-        if self._next is not None and self._next.started:
-            self._next = None
-        if self._next is not None and self._count_in(self._next):
-            if not self._fits(now):
-                pages = self.queues.pages_needed(self._next)
-                self.closed.update(dict.fromkeys(self._next.assigned_groups, pages))
-            self._count_out(self._next)
-        for group, decode in self._typical.items() if self._has_promises() else ():
-            if group in self.waiting:
-                self._offer_places(group, decode, now)
-        self.forecast()
+        self._coming.pop(sequence.number, None)
+        for group in self._counted.pop(sequence.number, ()):
+            self.decodes[group].remove(sequence.number)
 
     def _has_promises(self) -> bool:
-        """Return whether any group holds a promise: groups share the budget."""
         return any(queue.promised_count for queue in self.waiting.values())
-
-    def _fits(self, now: float) -> bool:
-        """Return whether all promises can bear the expected decodes."""
-        self.forecast()
-        return all(
-            self.promises.holds_with_promises_only(group, now)
-            for group, queue in self.waiting.items()
-            if queue.promised_count
-        )
-
-    def _offer_places(self, group: int, decode: ExpectedDecode, now: float) -> None:
-        """Keep places free for decodes no larger than `decode`, as many as promises can bear."""
-        for count in FREE_PLACES:
-            self._free[group] = decode, count
-            self._tally(decode, count)
-            if self._fits(now):
-                return
-            self._withdraw_places(group)
-
-    def _take_place(self, group: int, decode: ExpectedDecode) -> bool:
-        """Take a place kept free for such a decode; False if there is none."""
-        place, left = self._free.get(group, (decode, 0))
-        if not left or place.keys[group] < decode.keys[group] or place.tpot_s > decode.tpot_s:
-            self._typical[group] = decode
-            return False
-        self._tally(place, -1)
-        self._free[group] = place, left - 1
-        return True
-
-    def _withdraw_places(self, group: int) -> None:
-        place, left = self._free.pop(group)
-        self._tally(place, -left)
-
-    # --- shares -----------------------------------------------------------------------------------
-
-    def forecast(self) -> None:
-        """Forecast the share of batch time left for prefills, given all expected decodes.
-
-        Groups share the budget, and a batch that spans groups waits for the slowest of them.
-        """
-        for group, share in self._shares(self._all).items():
-            self.promises.shares.set_forecast(group, share)
-
-    def available_shares(self, newcomer: Sequence | None = None) -> GroupShares:
-        """Return the share of each group that a new promise may count on."""
-        measured = self.promises.shares.measured
-        extra = [
-            sequence
-            for sequence in (newcomer, self._next)
-            if sequence is not None
-            and sequence.assigned_groups
-            and self._count_in(sequence, promised=sequence is newcomer)
-        ]
-        if not self._expected:
-            return dict(measured)
-        longest = 0 if newcomer is None else newcomer.target_tokens
-        least, alone = self._shares(self._all, longest), self._shares(self._promised, longest)
-        for sequence in extra:
-            self._count_out(sequence)
-        kept = 1.0 - self.settings.relegated_share
-        return {group: min(least[group], kept * alone[group], measured[group]) for group in least}
-
-    def _shares(self, totals: DecodeTotals, deepest: int = 0) -> GroupShares:
-        shares = dict.fromkeys(self.waiting, 1.0)
-        if self._tpots:
-            budget_s = self.budget_s(min(self._tpots))
-            shares = {group: self._share(totals, group, budget_s, deepest) for group in shares}
-        if self.groups.shared:
-            shares = dict.fromkeys(shares, min(shares.values(), default=1.0))
-        return shares
-
-    def _share(self, totals: DecodeTotals, group: int, budget_s: float, deepest: int) -> float:
-        """Return the share for existing promises, and for a new one of `deepest` tokens."""
-        queue, count = self.waiting[group], totals.count[group]
-        in_batch = -(-count // self.spp)
-        read = totals.keys[group] * in_batch // count if count else 0
-        deepest = max(deepest, int((queue.depth * queue.promised).max(initial=0.0)))
-        size, most = self.groups.tokens_per_group, self.groups.pool.groups_max
-        # The last group holds what the others do not.
-        deepest = min(deepest, max(size, deepest - (most - 1) * size))
-        alone = self._rate(0, 0, deepest, self.promises.longest_s)
-        rate = self._rate(in_batch, read, deepest, budget_s) if alone else 0.0
-        return max(LEAST_SHARE, min(1.0, rate / alone)) if rate else NO_SHARE
-
-    def budget_s(self, tpot_s: float) -> float:
-        """Return the smallest time budget alongside decodes of that TPOT.
-
-        In a pipeline up to twice as many batches as stages are in flight, each with a part of the
-        decodes.
-        """
-        settings = self.settings
-        if settings.budget == "fixed":
-            return settings.fixed_s
-        batches = 1 if self.spp == 1 else 2 * self.spp
-        least_s = tpot_s * (1.0 - settings.tbt_guard) / batches
-        return min(max(least_s, settings.min_batch_s), settings.max_batch_s)
-
-    def _rate(self, decodes: int, read: int, keys: int, budget_s: float) -> float:
-        """Return the tokens per second of a prompt with `keys` tokens alongside such decodes.
-
-        In a pipeline a batch waits for a longer one ahead; they differ by up to one step, and half
-        a step is lost. Rates are remembered until the predictor learns: most are needed again, when
-        a prompt that may not start is counted out.
-        """
-        learned, key = self.predictor.learned(), (decodes, read, keys, budget_s)
-        if learned != self._learned or len(self._rates) >= REMEMBERED:
-            self._learned = learned
-            self._rates.clear()
-        known = self._rates.get(key)
-        if known is not None:
-            return known
-        load, step = self.predictor.load(), self.settings.chunk_step_tokens
-        if decodes:
-            load.add_decodes(decodes, read)
-        rate, probe = 0.0, load.seconds_with
-        chunk = self.predictor.largest_chunk(load, keys, 1 << 20, budget_s, step)
-        if chunk:
-            step_s = probe(chunk + step, keys) - probe(chunk, keys) if self.spp > 1 else 0.0
-            rate = chunk / (probe(chunk, keys) + 0.5 * step_s)
-        self._rates[key] = rate
-        return rate
 
 
 class PrefillAdmission:
@@ -326,19 +456,19 @@ class PrefillAdmission:
     attempts to reserve pages so far.
     """
 
-    def __init__(self, state: SchedulerState, forecast: DecodeForecast) -> None:
-        self.groups, self.queues, self.forecast = state.groups, state.queues, forecast
+    def __init__(self, state: SchedulerState, account: DecodeAccount) -> None:
+        self.groups, self.queues, self.account = state.groups, state.queues, account
         self.most = state.settings.max_running
         self.patience_s = state.settings.growth_timeout_s / 8.0
         self.started_count = self.tried = 0
 
     def try_start(self, sequence: Sequence, now: float) -> bool:
         """Reserve the pages of a prompt; False if it does not fit now, or too many run."""
-        if self.started_count >= self.most or not self.forecast.can_bear(sequence, now):
+        if self.started_count >= self.most or not self.account.can_bear(sequence, now):
             return False
         self.tried += 1
         if not self.groups.allocate(sequence):
-            self.forecast.retract(sequence)
+            self.account.retract(sequence)
             return False
         self.started_count += 1
         self.queues.mark_started(sequence)
@@ -361,8 +491,10 @@ class PrefillAdmission:
         itself.
         """
         aged = self.longest_passed_over(queue, now)
-        while aged is not None and self.try_start(aged, now):
-            aged = self.longest_passed_over(queue, now)  # the others wait for one that does not fit
+        while aged is not None and self._may_take_pages(aged, group):
+            if not self.try_start(aged, now):
+                break  # the others wait for one that does not fit
+            aged = self.longest_passed_over(queue, now)
         if self.started_count >= self.most:
             return 0.0, self.max_pages(group)
         pages = self.groups.pool.groups[group]
@@ -371,17 +503,20 @@ class PrefillAdmission:
         limit = max(small, available - spare) if available < pages.total else available
         if now >= queue.noted_s:
             queue.pass_over(limit, now, now + self.patience_s / RECORDS)
-        if aged is not None and (aged.promised or not self._promise_waits_for_pages(group)):
+        if aged is not None and self._may_take_pages(aged, group):
             limit = max(small, available - self.queues.pages_needed(aged))
         most = self.max_pages(group)
         return min(limit, most), most
 
     def max_pages(self, group: int) -> int:
         """Return how many pages a row of the group may need to start."""
-        available, closed = self.groups.pool.groups[group].available, self.forecast.closed
+        available, closed = self.groups.pool.groups[group].available, self.account.closed
         if not closed or group not in closed or self._promise_waits_for_pages(group):
             return available
         return min(available, closed[group] - 1)
+
+    def _may_take_pages(self, sequence: Sequence, group: int) -> bool:
+        return sequence.promised or not self._promise_waits_for_pages(group)
 
     def _promise_waits_for_pages(self, group: int) -> bool:
         """Return whether a promise given elsewhere has no pages here yet."""

@@ -6,13 +6,13 @@ Each group is one server; a request that needs several groups must fit in each o
     kept        no promise, but it fits alongside everything that is kept; gives way to new promises
     relegated   all others: they run after the kept ones, with a guaranteed share of the time
 
-    bare cost = work / share + overhead          overhead: it may be cut once more than T(n) assumes
+    bare cost = work + overhead                  overhead: it may be cut once more than T(n) assumes
     full cost = bare cost / (1 − relegated share)
 
-`share` is the part of time that prefills get alongside decodes. A promise is withdrawn only when
-even the bare costs of the promised overrun a deadline by more than the hysteresis: one batch, and
-twice the predictor's error. Without `commit` there are no promises: the largest feasible set is
-kept.
+`work` is the time that a prompt takes alongside the decodes until it is due (prefill_admission.py).
+A promise is withdrawn only when even the bare costs of the promised overrun a deadline by more than
+the hysteresis: one batch, and twice the predictor's error. Without `commit` there are no promises:
+the largest feasible set is kept.
 """
 
 from __future__ import annotations
@@ -44,49 +44,10 @@ CHANGES_PER_ROUND = 4
 ROUNDS_PER_REVIEW = 8
 MEMORY_S = 30.0
 
-# Of the measured share of time: the weight of a new batch, and the least that one counts.
-SHARE_WEIGHT = 0.1
-LEAST_SHARE = 0.05
-
 LOSS_MEMORY_S = 600.0
 FREE = len(LENGTH_LABELS)
 """The bucket of requests whose loss does not count."""
 ROUNDING = 1e-9
-
-
-class PrefillShare:
-    """The part of each group's time that prefills get alongside decodes.
-
-    `of`: the smaller of `measured`, which recent batches had, and the forecast alongside the
-    decodes still to come (see prefill_admission.py).
-    """
-
-    def __init__(self) -> None:
-        self.of: dict[int, float] = {}
-        self.measured: dict[int, float] = {}
-        self._forecast: dict[int, float] = {}
-
-    def join(self, group: int) -> None:
-        self.of[group] = self.measured[group] = self._forecast[group] = 1.0
-
-    def leave(self, group: int) -> None:
-        for shares in (self.of, self.measured, self._forecast):
-            del shares[group]
-
-    def measure(self, group: int, batch_s: float, decode_s: float) -> None:
-        """Learn from a batch of `batch_s`, in which decodes alone would have taken `decode_s`."""
-        if decode_s <= 0.0 or batch_s <= 0.0:
-            measured = 1.0
-        else:
-            part, before = max(LEAST_SHARE, 1.0 - decode_s / batch_s), self.measured[group]
-            measured = before + SHARE_WEIGHT * (part - before)
-        self.measured[group] = measured
-        self.of[group] = min(measured, self._forecast[group])
-
-    def set_forecast(self, group: int, share: float) -> None:
-        """Set the share alongside the decodes that run and those to come."""
-        self._forecast[group] = share
-        self.of[group] = min(share, self.measured[group])
 
 
 class BucketLossCap:
@@ -218,8 +179,6 @@ class PromiseSet:
         self.overhead_s = _overhead_s(predictor)
         self.promising = settings.policy == "lars"
         self.gives = self.promising and settings.commit
-        self.shares = PrefillShare()
-        self.share = self.shares.of
         self.relegated_credit_s: dict[int, float] = {}
         self._rounds: dict[int, int] = {}
         self._turns: dict[int, int] = {}
@@ -233,64 +192,59 @@ class PromiseSet:
 
     def join(self, group: int) -> None:
         self._arrivals[group] = 0.0, 0.0
-        self.shares.join(group)
         self.relegated_credit_s[group] = 0.0
         self._rounds[group], self._turns[group] = 0, 0
         if self._kernel is not None:
             self._rows[group] = native.NativeRows(self.waiting[group], self._kernel)
 
     def leave(self, group: int) -> None:
-        self.shares.leave(group)
         del self._arrivals[group], self.relegated_credit_s[group]
         del self._rounds[group], self._turns[group]
         self._rows.pop(group, None)
 
-    def factor(self, group: int) -> float:
-        """Return the seconds that pass per second of prefill work in `group`."""
-        return 1.0 / self.share[group]
-
-    def full_cost_s(self, work_s: float, share: float) -> float:
+    def full_cost_s(self, work_s: float) -> float:
         """Return the time that a promise for that much work takes up."""
-        return (work_s / share + self.overhead_s) * self._inflation
+        return (work_s + self.overhead_s) * self._inflation
 
-    def _costs(self, group: int, share: float) -> Floats:
-        cost = self.waiting[group].work_s / share
-        return (cost + self.overhead_s) * self._inflation
+    def _costs(self, work_s: Floats) -> Floats:
+        return (work_s + self.overhead_s) * self._inflation
 
     # --- one request ------------------------------------------------------------------------------
 
     def fits(
-        self,
-        sequence: Sequence,
-        work_by_group: dict[int, float],
-        starts: dict[int, float],
-        shares: abc.Mapping[int, float],
+        self, sequence: Sequence, starts: dict[int, float], alongside: abc.Mapping[int, Floats]
     ) -> bool:
         """Return whether the sequence may be promised.
 
         It must fit alongside all promises in each of its groups, and the groups of every promise
         that spans several must be free together in time. A long prompt must leave room for the
         short ones that will arrive while it waits and runs. `starts`: when stage 0 of each group is
-        free; `shares`: part of the time that prefills will get.
+        free; `alongside`: the decodes alongside each row of a group.
         """
-        for group, work_s in work_by_group.items():
+        work_s = {
+            group: queue.work_alongside(alongside[group]) for group, queue in self.waiting.items()
+        }
+        for group, start in starts.items():
             if group not in self.waiting:
                 return False
-            start = starts[group]
-            coming = self._coming(group, start) if work_s > self.long_s else 0.0
-            due_in, margins = self._promised(group, start, shares[group], coming)
-            place = self.waiting[group].place(sequence.key)
-            own = sequence.key[0] - start - self.drain_s
-            cost_s = self.full_cost_s(work_s, shares[group]) * self._widened(coming)
-            if available_s(margins, due_in, place, own) < cost_s:
+            queue = self.waiting[group]
+            place, work = queue.place(sequence.key), work_s[group]
+            own_s = float(work[place])
+            coming = self.coming(group, start) if own_s > self.long_s else 0.0
+            cost = self._costs(work)
+            if coming:
+                cost[work > self.long_s] *= self.widened(coming)
+            due_in = queue.due_s - start - self.drain_s
+            margins = margins_s(due_in, cost, queue.promised)
+            if available_s(margins, due_in, place, float(due_in[place])) < float(cost[place]):
                 return False
         by_s = max(starts.values(), default=0.0) + self.drain_s
 
         def costs(group: int) -> Floats:
-            return self._costs(group, shares[group])
+            return self._costs(work_s[group])
 
         fit = group_sets_fit(self.groups, costs, by_s, self.guard_s, sequence)
-        return fit and bool(work_by_group)
+        return fit and bool(starts)
 
     def fits_with_kept(self, sequence: Sequence, groups: abc.Iterable[int], start: float) -> bool:
         """Return whether a queued sequence fits with all kept ones in those groups."""
@@ -298,13 +252,36 @@ class PromiseSet:
             if group not in self.waiting:
                 continue
             waiting = self.waiting[group]
-            bare = waiting.work_s / self.share[group] + self.overhead_s
+            bare = waiting.work_s + self.overhead_s
             due_in = waiting.due_s - start - self.drain_s
             margins = margins_s(due_in, bare, waiting.kept)
             place = waiting.place(sequence.key)
             if available_s(margins, due_in, place, float(due_in[place])) < float(bare[place]):
                 return False
         return True
+
+    def least_margin_s(self, group: int, now: float, alongside: Floats | None = None) -> float:
+        """Return the least margin of a promise if everything else gives way; infinite with none.
+
+        `alongside`: the decodes alongside each row, if not those that are counted.
+        """
+        waiting = self.waiting[group]
+        if not waiting.promised_count:
+            return math.inf
+        start = now + self.drain_s
+        work_s = waiting.work_s if alongside is None else waiting.work_alongside(alongside)
+        cost = self._costs(work_s)
+        left = (waiting.due_s - start - (cost * waiting.promised).cumsum())[waiting.promised]
+        least_s = float(left.min())
+        if self.groups.shared:
+
+            def costs(other: int) -> Floats:
+                return cost if other == group else self._costs(self.waiting[other].work_s)
+
+            for number, spare_s in spares_s(self.groups, costs, start).items():
+                if self.groups.shared[number] in waiting:
+                    least_s = min(least_s, spare_s)
+        return least_s
 
     def count_arrival(self, work_by_group: dict[int, float], now: float) -> None:
         """Count a request: short ones determine the share of time kept free for more."""
@@ -313,13 +290,12 @@ class PromiseSet:
                 then, sum_s = self._arrivals[group]
                 self._arrivals[group] = now, sum_s * math.exp((then - now) / MEMORY_S) + work_s
 
-    def _coming(self, group: int, now: float) -> float:
+    def coming(self, group: int, now: float) -> float:
         """Return the part of the time that short requests took over the last `MEMORY_S`."""
         then, sum_s = self._arrivals[group]
-        load = sum_s * math.exp(min(0.0, then - now) / MEMORY_S) / MEMORY_S
-        return min(0.5, load / self.share[group])
+        return min(0.5, sum_s * math.exp(min(0.0, then - now) / MEMORY_S) / MEMORY_S)
 
-    def _widened(self, coming: float) -> float:
+    def widened(self, coming: float) -> float:
         """Return the factor on a full cost that leaves room for short arrivals."""
         kept = 1.0 - self.settings.relegated_share
         return kept / (kept - coming)
@@ -335,20 +311,12 @@ class PromiseSet:
         sequence.set_rank(kept, promised)
         self.groups.queues.update_flags(sequence)
 
-    def margins(self, group: int, start: float, share: float) -> tuple[Floats, Floats]:
+    def margins(self, group: int, start: float, work_s: Floats) -> tuple[Floats, Floats]:
         """Return (due in, margin) of a group's promises from `start` on, by deadline, for Load."""
-        due_in, margins = self._promised(group, start, share)
-        promised = self.waiting[group].promised
-        return due_in[promised], margins[promised]
-
-    def _promised(
-        self, group: int, start: float, share: float, coming: float = 0.0
-    ) -> tuple[Floats, Floats]:
         waiting = self.waiting[group]
-        due_in, cost = waiting.due_s - start - self.drain_s, self._costs(group, share)
-        if coming:
-            cost[waiting.work_s > self.long_s] *= self._widened(coming)
-        return due_in, margins_s(due_in, cost, waiting.promised)
+        due_in = waiting.due_s - start - self.drain_s
+        margins = margins_s(due_in, self._costs(work_s), waiting.promised)
+        return due_in[waiting.promised], margins[waiting.promised]
 
     # --- one round --------------------------------------------------------------------------------
 
@@ -386,25 +354,11 @@ class PromiseSet:
             if waiting.sequences[place].number not in self.groups.shared
         )
 
-    def holds_with_promises_only(self, group: int, now: float) -> bool:
-        """Return whether all promises of the group hold if everything else gives way."""
-        waiting = self.waiting[group]
-        least_s = self._rows[group].alone_s(
-            now, self.drain_s, self.share[group], self.overhead_s, self._inflation
-        )
-        if least_s < 0.0:
-            return False
-        spares = self._spares_s(now + self.drain_s) if self.groups.shared else {}
-        return all(
-            spare_s >= 0.0 or self.groups.shared[number] not in waiting
-            for number, spare_s in spares.items()
-        )
-
     def view(self, group: int, limit: float, now: float) -> PrefillView:
         """Return a snapshot for a policy: ready rows that have or need at most `limit` pages."""
-        settings, waiting, share = self.settings, self.waiting[group], self.share[group]
+        settings, waiting = self.settings, self.waiting[group]
         rows: Places = (waiting.ready & (waiting.need <= limit)).nonzero()[0]
-        work = waiting.work_s[rows] / share
+        work = waiting.work_s[rows]
         if settings.long_tokens is None:
             long = work > self.long_s
         else:
@@ -420,7 +374,6 @@ class PromiseSet:
         rows.order(
             limit,
             now + self.drain_s,
-            self.share[group],
             self.long_s if long_tokens is None else long_tokens,
             long_tokens is not None,
             self.guard_s,
@@ -441,26 +394,22 @@ class PromiseSet:
         batch_s: float,
         relegated_s: float,
         relegated_waits: bool,
-        measured: tuple[float, float] | None,
     ) -> None:
         """Account a batch that spends `relegated_s` on the share of the relegated.
 
         They earn their share while they wait. Time in the gaps of others costs them nothing.
-        `measured`: target and decode seconds of a batch with prefills.
         """
         credit = self.relegated_credit_s[group] - relegated_s
         self._turns[group] += relegated_s > 0.0
         if relegated_waits:
             credit += self.settings.relegated_share * batch_s
         self.relegated_credit_s[group] = min(max(credit, -self.longest_s), 3.0 * self.longest_s)
-        if measured is not None:
-            self.shares.measure(group, measured[0], measured[1])
 
     def _margins(self, group: int, start: float) -> native.NativeRows:
         """Compute the margins of the group's kept rows from `start` on."""
         rows, waiting, shared = self._rows[group], self.waiting[group], self.groups.shared
         start += self.drain_s
-        rows.margins(start, self.share[group], self.overhead_s, self._inflation)
+        rows.margins(start, self.overhead_s, self._inflation)
         if shared and waiting.promised_count:
             for number, spare_s in self._spares_s(start).items():
                 if shared[number] in waiting:
@@ -468,12 +417,12 @@ class PromiseSet:
         return rows
 
     def _spares_s(self, start: float) -> dict[int, float]:
-        return spares_s(self.groups, lambda group: self._costs(group, self.share[group]), start)
+        return spares_s(self.groups, lambda group: self._costs(self.waiting[group].work_s), start)
 
-    def _terms(self, group: int, start: float, share: float) -> tuple[Floats, Floats]:
+    def _terms(self, group: int, start: float) -> tuple[Floats, Floats]:
         """Return (due in, bare cost) of the group's rows from `start` on."""
         waiting = self.waiting[group]
-        cost = waiting.work_s / share
+        cost = waiting.work_s
         cost += self.overhead_s
         return waiting.due_s - (start + self.drain_s), cost
 
@@ -513,10 +462,7 @@ class PromiseSet:
         waiting = self.waiting[group]
 
         def terms() -> tuple[Floats, Floats]:
-            return self._terms(group, start, self.share[group])
-
-        def measured_terms() -> tuple[Floats, Floats]:  # the decodes forecast may never come
-            return self._terms(group, start, self.shares.measured[group])
+            return self._terms(group, start)
 
         drop = functools.partial(
             self.loss_cap.drop, waiting, terms, start, CHANGES_PER_ROUND, self._relegate_one
@@ -524,7 +470,7 @@ class PromiseSet:
         lost = drop(functools.partial(self._overrunning, rows))
         if not waiting.promised_count or rows.least_s >= -self.longest_s:
             return lost, 0
-        return lost, drop(functools.partial(self._broken, waiting.promised, measured_terms, error))
+        return lost, drop(functools.partial(self._broken, waiting.promised, terms, error))
 
     def _relegate_one(self, sequence: Sequence) -> None:
         self.set_rank(sequence, kept=False, promised=False)
@@ -560,7 +506,7 @@ class PromiseSet:
     def _readmit(self, group: int, waiting: WaitingQueue, now: float) -> bool:
         """Keep relegated rows that fit with a batch to spare, smallest first; False if none."""
         rows, start = self._rows[group], now + self.drain_s
-        rows.open(start, self.share[group], self.overhead_s, self._inflation)
+        rows.open(start, self.overhead_s, self._inflation)
         for count in range(CHANGES_PER_ROUND):
             place = rows.fitting(self.guard_s)
             while place >= 0 and not self._fits_elsewhere(
@@ -586,7 +532,7 @@ class PromiseSet:
         one.
         """
         before, cap = waiting.kept, self.loss_cap
-        due_in, bare = self._terms(group, now, self.share[group])
+        due_in, bare = self._terms(group, now)
         protected = cap.protected(waiting, due_in, bare, now) if cap.capped else ~before & before
         hysteresis = np.where(before & ~protected, self.longest_s, 0.0)
         cost = np.where(protected, bare * self._inflation, bare)

@@ -30,7 +30,7 @@ from medha.scheduling.lifecycle import Lifecycle, Outcomes
 from medha.scheduling.load_report import report
 from medha.scheduling.membership import GroupMembership
 from medha.scheduling.policies import normaliser_s
-from medha.scheduling.prefill_admission import DecodeForecast, PrefillAdmission
+from medha.scheduling.prefill_admission import DecodeAccount, PrefillAdmission
 from medha.scheduling.rebalance import Rebalance
 from medha.scheduling.running import InFlightBatch
 from medha.scheduling.sequence import Sequence
@@ -61,11 +61,11 @@ class Scheduler:
         self._groups, self._queues = state.groups, state.queues
         self._running, self._in_flight = state.running, state.in_flight
         self._promises, self._waiting = state.promises, state.queues.by_group
-        self._forecast = DecodeForecast(state)
-        self._admission = PrefillAdmission(state, self._forecast)
+        self._account = DecodeAccount(state, classes)
+        self._admission = PrefillAdmission(state, self._account)
         self._builder = BatchBuilder(state, self._admission)
         self._selector = GroupSelector(state)
-        self._lifecycle = Lifecycle(state, self._admission, self._forecast, max_context_tokens)
+        self._lifecycle = Lifecycle(state, self._admission, self._account, max_context_tokens)
         self._membership = GroupMembership(state, self._lifecycle)
         self._rebalance = Rebalance(state, self._lifecycle)
         self._lookahead = Lookahead(state, self._builder, self._lifecycle)
@@ -82,8 +82,9 @@ class Scheduler:
         used_hashes = hashes if self.settings.prefix_cache else ()
         sequence = Sequence(state.next_number(), request, used_hashes)
         state.add(sequence)
+        self._account.grant(sequence, now)
         cached = self._lifecycle.assign_groups(sequence)
-        work_s = request.work_s or self.predictor.prefill_s(sequence.target_tokens, cached)
+        work_s = request.work_s or self._idle_work_s(sequence, cached)
         norm_s = normaliser_s(
             self.settings.normaliser, work_s, request.ttft_deadline_s, self.settings.work_floor_s
         )
@@ -101,6 +102,10 @@ class Scheduler:
         sequence = self._state.by_id.get(id)
         if sequence is not None:
             self._lifecycle.finish(sequence)
+
+    def _idle_work_s(self, sequence: Sequence, cached: int) -> float:
+        budget_s = self.settings.reference_budget_s(sequence.request.tpot_s, self.topology.spp)
+        return self.predictor.at_budget(budget_s).prefill_s(sequence.target_tokens, cached)
 
     def _check_fits(self, request: Request) -> None:
         capacity = self.topology.kvp_max * self.pages_per_group * self.page_tokens
@@ -120,22 +125,13 @@ class Scheduler:
         promises, admission = self._promises, self._admission
         if not promises.promising or not sequence.assigned_groups:
             return sequence.promised
+        work_s = self._queues.work_by_group(sequence, cached)
+        promises.count_arrival(work_s, now)
         if sequence.promised:
             admission.try_start(sequence, now)
             return True
-        work_s = self._queues.work_by_group(sequence, cached)
-        promises.count_arrival(work_s, now)
         starts = {group: now + self._in_flight.free_in_s(group, now) for group in work_s}
-        open_ = (
-            sequence.request.promised is None
-            and promises.gives
-            and all(
-                admission.longest_passed_over(self._waiting[group], now) is None for group in work_s
-            )
-        )
-        fits = open_ and promises.fits(
-            sequence, work_s, starts, self._forecast.available_shares(sequence)
-        )
+        fits = self._may_promise(sequence, starts, now)
         sequence.set_rank(sequence.kept, fits)
         if fits and admission.try_start(sequence, now):
             promises.set_rank(sequence, kept=True, promised=True)
@@ -147,6 +143,26 @@ class Scheduler:
                 promises.set_rank(sequence, kept=True, promised=False)
         return sequence.promised
 
+    def _may_promise(self, sequence: Sequence, starts: dict[int, float], now: float) -> bool:
+        """Return whether all promises would hold alongside a promise to the sequence."""
+        promises, admission, account = self._promises, self._admission, self._account
+        if sequence.request.promised is not None or not promises.gives:
+            return False
+        passed_over = (
+            admission.longest_passed_over(self._waiting[group], now) is not None for group in starts
+        )
+        if any(passed_over):
+            return False
+        alongside = {
+            group: account.alongside_promise(sequence, group, now) for group in self._waiting
+        }
+        if not promises.fits(sequence, starts, alongside):
+            return False
+        return all(
+            account.has_room(sequence, group, start + self._waiting[group].least_work_s(sequence))
+            for group, start in starts.items()
+        )
+
     def _expected_ttft_s(self, sequence: Sequence, now: float) -> float:
         """Return the seconds until the first token, if nothing more urgent arrives."""
         if not sequence.assigned_groups:
@@ -154,7 +170,7 @@ class Scheduler:
         group = sequence.assigned_groups[0]
         waiting = self._waiting[group]
         place = waiting.place(sequence.key)
-        before_s = float(waiting.work_s[:place].sum()) * self._promises.factor(group)
+        before_s = float(waiting.work_s[:place].sum())
         return self._in_flight.free_in_s(group, now) + before_s + sequence.total_work_s
 
     # --- batches ----------------------------------------------------------------------------------
@@ -180,8 +196,8 @@ class Scheduler:
         draft = self._choose(eligible, now)
         if draft is None:
             again = self._admission.started_count != started  # its groups are known only now
-            if self._forecast.closed and not self._in_flight.by_number:
-                self._forecast.refresh(now)  # no batch will complete after which it is refreshed
+            if self._account.closed and not self._in_flight.by_number:
+                self._account.refresh(now)  # no batch will complete after which it is refreshed
                 again = True
             draft = self._choose(eligible, now) if again else None
         return draft
@@ -276,8 +292,8 @@ class Scheduler:
             self.predictor.observe(sent.heaviest, sent.predicted_s, result.elapsed_s)
         completed = self._lifecycle.complete(sent, Outcomes(number, result.sampled), now)
         self._rebalance.on_complete()
-        if self._forecast.is_outdated():
-            self._forecast.refresh(now)
+        if self._account.is_outdated():
+            self._account.refresh(now)
         return tuple(completed)
 
     # --- reports ----------------------------------------------------------------------------------
@@ -288,7 +304,7 @@ class Scheduler:
     def load(self, now: float) -> Load:
         return report(
             self._state,
-            self._forecast.available_shares(),
+            self._account,
             self._builder.decode_tpot_s(),
             self.wanted_groups(now),
             self._promised_work.report(now),

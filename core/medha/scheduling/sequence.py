@@ -202,6 +202,10 @@ class Sequence:
     def set_work(self, total_work_s: float, norm_s: float) -> None:
         self.total_work_s, self.norm_s = total_work_s, norm_s
 
+    def grant_tpot(self, tpot_s: float) -> None:
+        """Set the TPOT by which batches are cut: the request's own, or a longer one."""
+        self.tpot_s = tpot_s
+
     def set_rank(self, kept: bool, promised: bool) -> None:
         self.kept, self.promised = kept, promised
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from medha.config import Scheduling
 from medha.predictor import Predictor
+from medha.prefill_times import PrefillTimes
 from medha.scheduling.block_pool import BlockPool
 from medha.scheduling.kv_groups import KvGroups
 from medha.scheduling.promises import PromiseSet
@@ -29,7 +30,8 @@ class SchedulerState:
     ) -> None:
         self.topology, self.predictor, self.settings = topology, predictor, settings
         self.pool = pool
-        self.queues = WaitingQueues(pool, predictor, topology.spp, settings.output_reserve)
+        times = PrefillTimes(predictor, settings.max_batch_s, 0.0)  # nothing decodes yet
+        self.queues = WaitingQueues(pool, times, settings.output_reserve)
         self.groups = KvGroups(pool, self.queues)
         self.running = RunningDecodes()
         self.in_flight = InFlightBatches(topology.spp)

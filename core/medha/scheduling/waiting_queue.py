@@ -13,7 +13,7 @@ import bisect
 import numpy as np
 import numpy.typing as npt
 
-from medha.predictor import Predictor
+from medha.prefill_times import FRACTIONS, LEVELS, PrefillTimes, between
 from medha.scheduling.block_pool import BlockPool
 from medha.scheduling.sequence import Sequence
 
@@ -21,31 +21,37 @@ Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
 
-DUE, ARRIVAL, WORK, NORM, TOKENS, NEED, PASSED, TURN, DEPTH = range(9)
-FIELDS = 9
+DUE, ARRIVAL, WORK, NORM, TOKENS, NEED, PASSED, TURN, ALONGSIDE, LEVEL = range(10)
+FIELDS = LEVEL + LEVELS
 KEPT, PROMISED, READY = range(3)
 FLAGS = 3
+
+
+_FRACTIONS: Floats = np.array(FRACTIONS)
 
 
 class WaitingQueue:
     """Rows of one group.
 
-    Columns: `work_s` seconds for which the group alone will be busy with the row; `need` pages
-    required here before it may start, 0 afterwards; `tokens` not yet scheduled; `depth` tokens in
-    the end; `since_s` when the row was first passed over for lack of pages; `turn` its place in the
-    order of (arrival, id), which breaks ties. All are slices of `fields` and `flags`, in the order
-    of the constants above; native.py passes both on, and they are wider than the number of rows.
+    Columns: `work_s` seconds that the row takes of the group alone, alongside the decodes until it
+    is due; `alongside` these decodes' mean part of the decode capacity; `need` pages required here
+    before it may start, 0 afterwards; `tokens` not yet scheduled; `since_s` when the row was first
+    passed over for lack of pages; `turn` its place in the order of (arrival, id), which breaks
+    ties. All are slices of `fields` and `flags`, in the order of the constants above, and behind
+    them the work for each level of decodes; native.py passes both on, and they are wider than the
+    number of rows.
 
     `freed`: work was removed since the last review of the promise set. `noted_s`: when to update
-    `since_s` next. `kept_count`, `promised_count`, `ready_count`: rows with that flag.
+    `since_s` next. `kept_count`, `promised_count`, `ready_count`: rows with that flag. `typical`:
+    `alongside` of a new row.
     """
 
     __slots__ = (
         "_arrivals",
         "_keys",
         "_oldest_s",
+        "alongside",
         "arrival_s",
-        "depth",
         "due_s",
         "fields",
         "flags",
@@ -63,6 +69,7 @@ class WaitingQueue:
         "since_s",
         "tokens",
         "turn",
+        "typical",
         "work_s",
     )
 
@@ -74,7 +81,7 @@ class WaitingQueue:
     need: Floats
     since_s: Floats
     turn: Floats
-    depth: Floats
+    alongside: Floats
     kept: Mask
     promised: Mask
     ready: Mask
@@ -87,6 +94,7 @@ class WaitingQueue:
         self.sequences: list[Sequence] = []
         self.freed, self.noted_s = False, 0.0
         self.kept_count = self.promised_count = self.ready_count = 0
+        self.typical = 0.0
         self._oldest_s = np.inf  # lower bound of `since_s`
         self._slice()
 
@@ -101,7 +109,7 @@ class WaitingQueue:
         """Return the row of a key, or the row that it would get."""
         return bisect.bisect_left(self._keys, key)
 
-    def add(self, sequence: Sequence, work_s: float, need: int) -> None:
+    def add(self, sequence: Sequence, levels: list[float], need: int) -> None:
         at, n = self.place(sequence.key), len(self._keys)
         if n == self.fields.shape[1]:
             self.fields = np.concatenate([self.fields, np.zeros_like(self.fields)], axis=1)
@@ -117,13 +125,14 @@ class WaitingQueue:
         self.fields[:, at] = (
             due_s,
             arrival_s,
-            work_s,
+            between(levels, self.typical),
             sequence.norm_s,
             sequence.remaining_tokens,
             need,
             np.inf,
             turn,
-            sequence.target_tokens,
+            self.typical,
+            *levels,
         )
         self.flags[:, at] = False
         self._set_flags(at, sequence.kept, sequence.promised, sequence.ready)
@@ -145,10 +154,11 @@ class WaitingQueue:
         del self._keys[at], self.sequences[at]
         self._slice()
 
-    def update_work(self, sequence: Sequence, work_s: float) -> None:
+    def update_work(self, sequence: Sequence, levels: list[float]) -> None:
         """Update a row after the sequence's cursors moved."""
         fields, at = self.fields, self._row(sequence)
-        fields[WORK, at] = work_s
+        fields[WORK, at] = between(levels, float(fields[ALONGSIDE, at]))
+        fields[LEVEL:, at] = levels
         fields[TOKENS, at] = sequence.target_tokens - sequence.scheduled_tokens
         ready = sequence.past_stage0_tokens == sequence.scheduled_tokens
         self.ready_count += ready - bool(self.ready[at])
@@ -162,6 +172,9 @@ class WaitingQueue:
         """Record that the sequence has its pages."""
         row = self._row(sequence)
         self.fields[NEED, row], self.fields[PASSED, row] = 0.0, np.inf
+
+    def set_typical(self, alongside: float) -> None:
+        self.typical = alongside
 
     def clear_freed(self) -> None:
         self.freed = False
@@ -183,8 +196,27 @@ class WaitingQueue:
         self._oldest_s = float(self.since_s[oldest])
         return self.sequences[oldest] if self._oldest_s < before_s else None
 
-    def work_of(self, sequence: Sequence) -> float:
-        return float(self.fields[WORK, self._row(sequence)])
+    def levels_of(self, sequence: Sequence) -> list[float]:
+        levels: list[float] = self.fields[LEVEL:, self._row(sequence)].tolist()
+        return levels
+
+    def least_work_s(self, sequence: Sequence) -> float:
+        """Return the seconds that the sequence takes with no decodes alongside it."""
+        return float(self.fields[LEVEL, self._row(sequence)])
+
+    def set_alongside(self, alongside: Floats) -> None:
+        """Set the decodes alongside each row, as parts of the decode capacity; array of [n]."""
+        self.alongside[:] = alongside
+        self.work_s[:] = self.work_alongside(alongside)
+
+    def work_alongside(self, alongside: Floats) -> Floats:
+        """Return the seconds that each row takes alongside those decodes; arrays of [n]."""
+        levels = self.fields[LEVEL:, : len(self._keys)]
+        upper = np.clip(np.searchsorted(_FRACTIONS, alongside, side="right"), 1, LEVELS - 1)
+        rows = np.arange(len(alongside))
+        low, high = levels[upper - 1, rows], levels[upper, rows]
+        start = _FRACTIONS[upper - 1]
+        return low + (high - low) * ((alongside - start) / (_FRACTIONS[upper] - start))
 
     def _set_flags(self, at: int, kept: bool, promised: bool, ready: bool) -> None:
         flags = self.flags
@@ -205,8 +237,8 @@ class WaitingQueue:
             self.need,
             self.since_s,
             self.turn,
-            self.depth,
-        ) = self.fields[:, :n]
+            self.alongside,
+        ) = self.fields[:LEVEL, :n]
         self.kept, self.promised, self.ready = self.flags[:, :n]
 
     def _row(self, sequence: Sequence) -> int:
@@ -226,12 +258,10 @@ class WaitingQueues:
     `output_reserve`: part of the maximum output for which pages are reserved in advance.
     """
 
-    def __init__(
-        self, pool: BlockPool, predictor: Predictor, spp: int, output_reserve: float
-    ) -> None:
-        self.pool, self.predictor, self.spp = pool, predictor, spp
+    def __init__(self, pool: BlockPool, times: PrefillTimes, output_reserve: float) -> None:
+        self.pool, self.times = pool, times
         self.output_reserve = output_reserve
-        self.tokens_per_group = predictor.tokens_per_group
+        self.tokens_per_group = times.predictor.tokens_per_group
         self.by_group: dict[int, WaitingQueue] = {}
 
     def join(self, group: int) -> None:
@@ -250,43 +280,44 @@ class WaitingQueues:
         """Prefill seconds that wait in `group`; exactly 0 if the queue is empty."""
         return float(self.by_group[group].work_s.sum())
 
-    def work_by_group(self, sequence: Sequence, cached: int = 0) -> dict[int, float]:
-        """Seconds for which each running assigned group will be busy with unscheduled tokens.
+    def levels_by_group(self, sequence: Sequence, cached: int = 0) -> dict[int, list[float]]:
+        """Seconds of unscheduled tokens in each running assigned group, by level of decodes.
 
         `cached`: tokens that the sequence will find when it starts. The k-th assigned group works
         from k × tokens_per_group on. The pipeline's drain, T(n) = Σ t + (spp − 1) · max t, is
         excluded: it delays this request only.
         """
-        queues = self.by_group
-        work_s: dict[int, float] = {}
-        if sequence.scheduled_tokens >= sequence.target_tokens:
-            return {group: 0.0 for group in sequence.assigned_groups if group in queues}
-        for turn, group in enumerate(sequence.assigned_groups):
-            if group in queues:
-                start = max(sequence.scheduled_tokens, cached, turn * self.tokens_per_group)
-                target = sequence.target_tokens
-                work_s[group] = self.busy_s(target, min(start, target))
-        return work_s
+        target, done = sequence.target_tokens, max(sequence.scheduled_tokens, cached)
+        return {
+            group: self.times.by_level(min(max(done, turn * self.tokens_per_group), target), target)
+            for turn, group in enumerate(sequence.assigned_groups)
+            if group in self.by_group
+        }
 
-    def busy_s(self, target: int, cached: int) -> float:
-        """Seconds for which a group alone is busy with tokens `cached` .. `target`.
+    def work_by_group(self, sequence: Sequence, cached: int = 0) -> dict[int, float]:
+        """The same alongside the decodes that are usual now."""
+        return {
+            group: between(levels, self.by_group[group].typical)
+            for group, levels in self.levels_by_group(sequence, cached).items()
+        }
 
-        In a pipeline a batch waits for a longer one ahead. Chunks are whole steps, so that batches
-        differ by up to one step, and half a step is lost with each.
-        """
-        busy_s = self.predictor.busy_s(target, cached)
-        budget_s = self.predictor.budget_s
-        if self.spp == 1 or busy_s <= budget_s:
-            return busy_s
-        return busy_s * (1.0 + 0.5 * min(1.0, self.predictor.step_s(target) / budget_s))
+    def set_times(self, times: PrefillTimes) -> None:
+        """Compute all work again, for another time budget."""
+        self.times = times
+        for sequence in {
+            sequence.number: sequence
+            for queue in self.by_group.values()
+            for sequence in queue.sequences
+        }.values():
+            self.update_work(sequence)
 
     def enqueue(self, sequence: Sequence, cached: int = 0) -> None:
         """Add the sequence to the queue of every assigned group."""
         alone = len(sequence.assigned_groups) == 1
         need = self.pages_needed(sequence) if alone and not sequence.started else 0
-        for group, work_s in self.work_by_group(sequence, cached).items():
+        for group, levels in self.levels_by_group(sequence, cached).items():
             if sequence not in self.by_group[group]:
-                self.by_group[group].add(sequence, work_s, need)
+                self.by_group[group].add(sequence, levels, need)
 
     def dequeue(self, sequence: Sequence) -> None:
         """Remove the sequence from every queue."""
@@ -296,10 +327,10 @@ class WaitingQueues:
 
     def transfer(self, sequence: Sequence, source: int, target: int) -> None:
         """Move a waiting sequence of one group to another."""
-        work_s = self.by_group[source].work_of(sequence)
+        levels = self.by_group[source].levels_of(sequence)
         self.dequeue(sequence)
         sequence.assign((target,))
-        self.by_group[target].add(sequence, work_s, self.pages_needed(sequence))
+        self.by_group[target].add(sequence, levels, self.pages_needed(sequence))
 
     def update_all(self, sequences: list[Sequence]) -> None:
         """Update the rows of sequences that a batch has just scheduled."""
@@ -308,14 +339,8 @@ class WaitingQueues:
 
     def update_work(self, sequence: Sequence) -> None:
         """Update the rows of a sequence after its cursors moved."""
-        if len(sequence.assigned_groups) == 1:
-            busy_s = 0.0
-            if sequence.scheduled_tokens < sequence.target_tokens:
-                busy_s = self.busy_s(sequence.target_tokens, sequence.scheduled_tokens)
-            self.by_group[sequence.assigned_groups[0]].update_work(sequence, busy_s)
-            return
-        for group, work_s in self.work_by_group(sequence).items():
-            self.by_group[group].update_work(sequence, work_s)
+        for group, levels in self.levels_by_group(sequence).items():
+            self.by_group[group].update_work(sequence, levels)
 
     def update_flags(self, sequence: Sequence) -> None:
         """Update the rows of a sequence after its readiness or its rank changed."""

@@ -257,7 +257,8 @@ def _unguarded(
         loads = [replica.scheduler.load(loop.now) for replica in replicas]
         least = min(range(len(replicas)), key=lambda i: (loads[i].pending_s, i))
         replica, slo = replicas[least], classes[arrival.slo_class].slo
-        work_s = replica.scheduler.predictor.prefill_s(arrival.prompt_tokens)
+        budget_s = scenario.scheduling.reference_budget_s(slo.tpot_s, scenario.topology.spp)
+        work_s = replica.scheduler.predictor.at_budget(budget_s).prefill_s(arrival.prompt_tokens)
         request = Request(
             id=arrival.id,
             arrival_s=loop.now,

@@ -203,9 +203,11 @@ class SimulatedFleet:
         """The request with its work after prefix hits, and its deadline."""
         slo_class = self.classes[arrival.slo_class]
         hashes = b"".join(arrival.page_names(self.page_tokens))
-        work_s = self.predictor.prefill_s(arrival.prompt_tokens)
+        tpot_s = slo_class.slo.tpot_s
+        budget_s = self.settings.reference_budget_s(tpot_s, self.predictor.topology.spp)
+        work_s = self.predictor.at_budget(budget_s).prefill_s(arrival.prompt_tokens)
         if self.links:
-            work_s = dispatcher.idle_work_s(arrival.prompt_tokens, hashes, VERSION)
+            work_s = dispatcher.idle_work_s(arrival.prompt_tokens, hashes, VERSION, tpot_s)
         deadline_s = self.deadlines_s.get(arrival.id, slo_class.slo.ttft_deadline_s(work_s))
         return Request(
             id=arrival.id,

@@ -1,0 +1,156 @@
+"""Times of prefills alongside decodes.
+
+While decodes run, no batch may be longer than a budget b, and the decodes take D of it:
+
+    batch    | decodes D |  prefill b − D  |        b: what the TPOT targets allow
+
+Every batch reads the whole prefix again, so that a deep prompt progresses far more slowly in short
+batches than in proportion. So there are tables instead of a factor: seconds of wall time per token
+at a prefix, for a few D between 0 and the decode capacity, summed up over the prefix. Between those
+D time is interpolated linearly, which never underestimates, as it is convex in D.
+
+The decode capacity C is the D at which prefills still run at `prefill_share` of their rate.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+from medha.predictor import Predictor
+
+LEVELS = 6
+FRACTIONS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
+"""Decode times for which there is a table, as parts of C."""
+FIRST_KNOT, KNOT_RATIO = 1024, 1.08
+MAX_STARVED_ROUNDS = 16  # a smallest chunk runs after this number of batches without a prefill
+REMEMBERED = 4096
+STALE = 0.02
+"""Change of the predictor's correction after which the tables are built again."""
+
+
+def decode_capacity_s(predictor: Predictor, budget_s: float, prefill_share: float) -> float:
+    """C: decode seconds of a batch alongside which prefills keep `prefill_share` of their rate."""
+    empty = predictor.load()
+    chunk = predictor.largest_chunk(empty, 0, 1 << 20, budget_s, 1)
+    if not chunk:
+        return 0.0
+    return max(0.0, budget_s - empty.seconds_with(max(1, int(prefill_share * chunk)), 0))
+
+
+def between(levels: list[float], part: float) -> float:
+    """Interpolate the seconds of all levels at a part of the decode capacity."""
+    upper = min(max(1, bisect.bisect_right(FRACTIONS, part)), LEVELS - 1)
+    start, low = FRACTIONS[upper - 1], levels[upper - 1]
+    return low + (levels[upper] - low) * ((part - start) / (FRACTIONS[upper] - start))
+
+
+class PrefillTimes:
+    """Seconds that a prefill takes in batches of `budget_s`, for LEVELS amounts of decodes.
+
+    `capacity_s`: C, decode seconds of each batch and stage.
+    """
+
+    def __init__(self, predictor: Predictor, budget_s: float, capacity_s: float) -> None:
+        self.predictor, self.budget_s, self.capacity_s = predictor, budget_s, capacity_s
+        self.step = predictor.step_tokens
+        self._factor, self._skew = predictor.prefill_corrections()
+        self._limits = [budget_s - self.capacity_s * fraction for fraction in FRACTIONS]
+        self._knots: list[int] = []
+        self._rates: list[list[float]] = []  # at each knot: seconds per token, by level
+        self._sums: list[list[float]] = []  # up to each knot
+        self._known: dict[int, list[float]] = {}
+        self._add_knot(0)
+
+    @property
+    def outdated(self) -> bool:
+        """The predictor has learned too much since the tables were built."""
+        factor, skew = self.predictor.prefill_corrections()
+        change = abs(factor - self._factor) / self._factor + abs(skew - self._skew) / self._skew
+        return change > STALE
+
+    def by_level(self, start: int, end: int) -> list[float]:
+        """Seconds for tokens `start` .. `end` of a prompt, for each level of decodes.
+
+        A prompt of one chunk takes the time of its own batch, longer by the part of the decodes.
+        """
+        if end <= start:
+            return [0.0] * LEVELS
+        predictor, length = self.predictor, end - start
+        keys, groups = predictor.shard(start)
+        load = predictor.load()
+        if length <= max(self.step, load.most(keys, self.budget_s)[0]):
+            load.add_chunk(length, keys, groups, yields=True)
+            seconds = load.seconds()
+            if length <= self.step or seconds <= self.budget_s:
+                return [seconds * self.budget_s / limit for limit in self._limits]
+        ends, starts = self._up_to(end), self._up_to(start)
+        return [ends[level] - starts[level] for level in range(LEVELS)]
+
+    def alongside_s(self, start: int, end: int, part: float) -> float:
+        """Seconds for the same tokens alongside decodes that take that part of the capacity."""
+        return between(self.by_level(start, end), part)
+
+    def _up_to(self, tokens: int) -> list[float]:
+        known = self._known.get(tokens)
+        if known is not None:
+            return known
+        while self._knots[-1] < tokens:
+            self._extend()
+        at = bisect.bisect_left(self._knots, tokens)
+        if self._knots[at] == tokens:
+            sums = self._sums[at]
+        else:
+            low, high = self._knots[at - 1], self._knots[at]
+            more, width = tokens - low, high - low
+            before, rates, after = self._sums[at - 1], self._rates[at - 1], self._rates[at]
+            sums = [
+                before[level]
+                + more * (rates[level] + 0.5 * more / width * (after[level] - rates[level]))
+                for level in range(LEVELS)
+            ]
+        if len(self._known) >= REMEMBERED:
+            self._known.clear()
+        self._known[tokens] = sums
+        return sums
+
+    def _extend(self) -> None:
+        """Add a knot; where another KVP group joins, one on either side."""
+        last, size = self._knots[-1], self.predictor.tokens_per_group
+        tokens = max(FIRST_KNOT, int(last * KNOT_RATIO))
+        joins = (last // size + 1) * size
+        if last % size == 0 and 0 < last < size * self.predictor.topology.kvp_max:
+            tokens = last + 1
+        elif last < joins < tokens and joins < size * self.predictor.topology.kvp_max:
+            tokens = joins
+        self._add_knot(tokens)
+
+    def _add_knot(self, tokens: int) -> None:
+        keys, groups = self.predictor.shard(tokens)
+        rates = [self._rate_s(keys, groups, limit_s) for limit_s in self._limits]
+        sums = [0.0] * LEVELS
+        if self._knots:
+            width, before, earlier = tokens - self._knots[-1], self._sums[-1], self._rates[-1]
+            sums = [
+                before[level] + 0.5 * width * (earlier[level] + rates[level])
+                for level in range(LEVELS)
+            ]
+        self._knots.append(tokens)
+        self._rates.append(rates)
+        self._sums.append(sums)
+
+    def _rate_s(self, keys: int, groups: int, limit_s: float) -> float:
+        """Seconds of wall time per token, with `limit_s` of each batch for the prefill.
+
+        Chunks are whole steps, so that batches are shorter than the budget. In a pipeline a batch
+        waits for a longer one ahead: half of what it is shorter is lost.
+        """
+        predictor, step = self.predictor, self.step
+        load = predictor.load()
+        chunk = predictor.largest_chunk(load, keys, 1 << 20, limit_s, step, groups)
+        starved_s = MAX_STARVED_ROUNDS * self.budget_s / step
+        if chunk < step:
+            return starved_s
+        short_s = limit_s - load.seconds_with(chunk, keys, groups)
+        if predictor.topology.spp > 1:
+            short_s = 0.5 * short_s
+        return min(starved_s, (self.budget_s - short_s) / chunk)
