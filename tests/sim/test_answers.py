@@ -1,0 +1,137 @@
+"""Promises when requests have answers: documents alongside chat, with exact predictions."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from medha.config import Scheduling
+from medha.fleet.placement import ReplicaEstimate
+from medha.messages import Load
+from medha.model import ModelShape
+from medha.predictor import Predictor
+from medha.profile import A100
+from medha.request import Request, Slo, SloClass
+from medha.scheduling.feasibility import available_s
+from medha.scheduling.scheduler import Scheduler
+from medha.sim.loop import ARRIVE, Loop
+from medha.sim.pipeline_clock import PipelineClock
+from medha.sim.replica import SimReplica
+from medha.sim.report import RequestRecord
+from medha.testing import request, scheduler
+from medha.topology import Topology
+
+SHAPE = ModelShape(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=14336,
+    vocab=128256,
+    max_context_tokens=1 << 21,
+)
+DOCUMENT_TOKENS = 60_000
+
+# (arrival, prompt tokens, output tokens)
+Wish = tuple[float, int, int]
+
+
+def served(
+    wishes: Sequence[Wish], tpot_s: float, spp: int = 1, deadline_factor: float = 1.0
+) -> list[RequestRecord]:
+    """Serve all on one replica; deadlines are those of the class, `deadline_factor` times."""
+    loop, layout, slo = Loop(), Topology(tp=8, spp=spp), Slo(tpot_s=tpot_s)
+    plan_settings = Scheduling(max_running=1024)
+    predictor = Predictor(A100, SHAPE, layout)
+    slo_class = SloClass(slo=slo, when_infeasible="relegate")
+    plan = Scheduler(layout, SHAPE, predictor, plan_settings, 400_000, 64, 1 << 21, (slo_class,))
+    clock = PipelineClock(Predictor(A100, SHAPE, layout), 64, plan.layout)
+    replica = SimReplica("r", plan, clock, loop)
+    budget_s = plan_settings.reference_budget_s(tpot_s, spp)
+    for number, (arrival_s, prompt, output) in enumerate(wishes):
+        work_s = predictor.at_budget(budget_s).prefill_s(prompt)
+        wish = Request(
+            id=f"r{number}",
+            arrival_s=arrival_s,
+            prompt_tokens=prompt,
+            max_output_tokens=output,
+            work_s=work_s,
+            ttft_deadline_s=deadline_factor * slo.ttft_deadline_s(work_s),
+            tpot_s=tpot_s,
+        )
+        loop.at(arrival_s, ARRIVE, functools.partial(replica.submit, wish))
+    loop.run(most_events=2_000_000)
+    return replica.records()
+
+
+def chat(draw: random.Random, until_s: float, per_second: float) -> list[Wish]:
+    wishes, at = [], 0.0
+    while (at := at + draw.expovariate(per_second)) < until_s:
+        prompt = min(16_000, max(16, int(draw.lognormvariate(6.9, 1.0))))
+        wishes.append((at, prompt, max(1, min(2000, int(draw.lognormvariate(5.0, 0.8))))))
+    return wishes
+
+
+def broken(records: Sequence[RequestRecord]) -> list[str]:
+    return [record.id for record in records if record.promised and not record.in_time]
+
+
+@pytest.mark.parametrize("output_tokens", [1, 2, 300])
+def test_a_promised_document_keeps_no_chat_waiting(output_tokens: int) -> None:
+    talk = chat(random.Random(0), 150.0, 1.5)
+    records = served([(0.0, 900_000, output_tokens), *talk], 0.05)
+    by_id = {record.id: record for record in records}
+    assert by_id["r0"].promised and by_id["r0"].in_time
+    assert [record.id for record in records if not record.in_time] == []
+
+
+def mixed(seed: int) -> list[Wish]:
+    """Half a minute of chat, and documents of up to a million tokens with answers."""
+    draw = random.Random(seed)
+    wishes = chat(draw, 30.0, draw.choice([0.5, 2.0, 6.0]))
+    for _ in range(draw.randint(1, 4)):
+        tokens = int(2 ** draw.uniform(16, 20))
+        wishes.append((draw.uniform(0.0, 30.0), tokens, draw.choice([1, 20, 300, 2000])))
+    return sorted(wishes)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([0.03, 0.05, 0.1]), st.sampled_from([1, 2]))
+@example(1, 0.05, 2)
+@settings(max_examples=8, deadline=None)
+def test_no_promise_is_broken_with_exact_predictions(seed: int, tpot_s: float, spp: int) -> None:
+    records = served(mixed(seed), tpot_s, spp, deadline_factor=random.Random(seed).choice([1, 2]))
+    assert broken(records) == []
+    assert all(record.finished_s is not None for record in records)
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_a_report_of_many_promises_loses_none_of_their_work(seed: int) -> None:
+    draw = random.Random(seed)
+    plan = scheduler(settings=Scheduling(max_running=2000), pages=100_000)
+    for number in range(600):
+        due_s = draw.uniform(0.1, 60.0)
+        plan.submit(request(f"r{number}", 500, within_s=due_s, promised=True), 0.0)
+    whole = plan._promises.margins(0, 0.0, plan._waiting[0].work_s)
+    few = np.asarray(plan.load(0.0).margins)
+    assert len(few) == 256
+    for _ in range(200):
+        due_s = draw.uniform(0.1, 70.0)
+        rooms = [
+            available_s(margins, due_in, int(np.searchsorted(due_in, due_s)), due_s)
+            for due_in, margins in (whole, (few[:, 0], few[:, 1]))
+        ]
+        assert rooms[1] <= rooms[0] + 1e-9
+
+
+def test_relegated_work_is_pending_once() -> None:
+    estimate = ReplicaEstimate("r", Predictor(A100, SHAPE, Topology(tp=8)), 1 << 20)
+    estimate.update(Load(pending_s=5.0, relegated_s=3.0, total_pages=(10,)), 0.0)
+    assert estimate.pending_s == 5.0
