@@ -16,6 +16,9 @@ from medha.scheduling.sequence import Sequence
 
 # However short the batches: another one costs every stage its messages.
 MOST_PER_STAGE = 2
+# With decodes in flight a pipeline is full at this part of its time: another batch would go without
+# the decodes that are about to complete, and they would wait for a whole round.
+FULL = 0.6
 
 
 class DecodeGroup:
@@ -228,10 +231,10 @@ class InFlightBatches:
     """All batches in flight: by number, and the numbers by group.
 
     Up to `spp` batches are in flight per KVP group, counted by their time: as many as take less
-    than `spp` of the longest of them. (If a short prompt's batch counted in full, it would fill the
-    pipeline and leave stage 0 idle behind it.) "Stage 0 is free" and "the batch is complete" are
-    different events: the first admits the next batch, the second brings tokens. If a group is lost,
-    its batches are void and never complete.
+    than `spp` of the longest of them, or with decodes FULL of that. (If a short prompt's batch
+    counted in full, it would fill the pipeline and leave stage 0 idle behind it.) "Stage 0 is free"
+    and "the batch is complete" are different events: the first admits the next batch, the second
+    brings tokens. If a group is lost, its batches are void and never complete.
     """
 
     def __init__(self, spp: int) -> None:
@@ -295,7 +298,8 @@ class InFlightBatches:
         batches = [self.by_number[number] for number in numbers]
         lengths_s = [sent.predicted_s for sent in batches]
         out = max(0, len(batches) - MOST_PER_STAGE * spp + 1)
-        while len(batches) - out >= spp and sum(lengths_s[out:]) >= spp * max(lengths_s[out:]):
+        full = FULL * spp if any(sent.decodes for sent in batches) else spp
+        while len(batches) - out >= spp and sum(lengths_s[out:]) >= full * max(lengths_s[out:]):
             out += 1
         return batches[out - 1] if out else None
 
