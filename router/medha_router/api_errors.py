@@ -7,7 +7,6 @@ unexpected exception becomes a plain 500.
 from __future__ import annotations
 
 import math
-import secrets
 
 import msgspec
 from starlette.responses import Response
@@ -87,8 +86,7 @@ def of_status(
 
 def response(error: ApiError) -> Response:
     """Make an HTTP response from the error."""
-    headers = {REQUEST_ID: secrets.token_hex(12), **error.headers}
-    return Response(error.body(), error.status, headers, "application/json")
+    return Response(error.body(), error.status, error.headers, "application/json")
 
 
 def _refused(refusal: Refusal) -> ApiError:

@@ -125,6 +125,14 @@ class ClientRequest:
         return self._failure is not None or all(generation.done for generation in self.generations)
 
     @property
+    def log_fields(self) -> dict[str, str]:
+        """Fields of a log line about the request."""
+        fields = {"request": self.id}
+        return (
+            fields | {"client_request": self.params.client_id} if self.params.client_id else fields
+        )
+
+    @property
     def ttft_s(self) -> float | None:
         """Time from arrival to the first token of any generation."""
         first_s = [

@@ -3,9 +3,9 @@
 Decides from the body and headers alone if a request is valid, without a model or a tokenizer.
 `messages` and `prompt` stay raw JSON here: a tokenizer process decodes them, off the event loop.
 
-Unknown fields are ignored, as OpenAI-compatible servers do. Known fields that are not supported
-(tools, images, JSON schemas, ...) are refused with 400 unless they have their default value.
-`null` means the default everywhere.
+Unknown fields are ignored, as OpenAI-compatible servers do. Fields of OpenAI and vLLM that are not
+supported are refused with 400 unless they have their default value, see UNSUPPORTED. `null` means
+the default everywhere.
 """
 
 from __future__ import annotations
@@ -48,13 +48,113 @@ OutputTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] | None
 BiasKey = Annotated[str, msgspec.Meta(max_length=12)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
 ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
+RawJson = msgspec.Raw | msgspec.UnsetType
+
+# Fields that would change the output if they were supported, and the values that change nothing.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "priority": (0,),
+    "prompt_embeds": ([],),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "store": (False,),
+    "structured_outputs": ({},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+}
+MAX_DEFAULT_BYTES = 64  # no default value is longer, so a longer one is not read
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True):
+class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that are refused unless they have a default value; raw JSON, which costs nothing."""
+
+    add_generation_prompt: RawJson = msgspec.UNSET
+    add_special_tokens: RawJson = msgspec.UNSET
+    allowed_token_ids: RawJson = msgspec.UNSET
+    audio: RawJson = msgspec.UNSET
+    bad_words: RawJson = msgspec.UNSET
+    cache_salt: RawJson = msgspec.UNSET
+    chat_template: RawJson = msgspec.UNSET
+    chat_template_kwargs: RawJson = msgspec.UNSET
+    continue_final_message: RawJson = msgspec.UNSET
+    documents: RawJson = msgspec.UNSET
+    early_stopping: RawJson = msgspec.UNSET
+    function_call: RawJson = msgspec.UNSET
+    functions: RawJson = msgspec.UNSET
+    guided_choice: RawJson = msgspec.UNSET
+    guided_grammar: RawJson = msgspec.UNSET
+    guided_json: RawJson = msgspec.UNSET
+    guided_regex: RawJson = msgspec.UNSET
+    include_stop_str_in_output: RawJson = msgspec.UNSET
+    kv_transfer_params: RawJson = msgspec.UNSET
+    length_penalty: RawJson = msgspec.UNSET
+    logits_processors: RawJson = msgspec.UNSET
+    mm_processor_kwargs: RawJson = msgspec.UNSET
+    modalities: RawJson = msgspec.UNSET
+    prediction: RawJson = msgspec.UNSET
+    priority: RawJson = msgspec.UNSET
+    prompt_embeds: RawJson = msgspec.UNSET
+    prompt_logprobs: RawJson = msgspec.UNSET
+    reasoning_effort: RawJson = msgspec.UNSET
+    response_format: RawJson = msgspec.UNSET
+    return_token_ids: RawJson = msgspec.UNSET
+    return_tokens_as_token_ids: RawJson = msgspec.UNSET
+    service_tier: RawJson = msgspec.UNSET
+    skip_special_tokens: RawJson = msgspec.UNSET
+    spaces_between_special_tokens: RawJson = msgspec.UNSET
+    store: RawJson = msgspec.UNSET
+    structured_outputs: RawJson = msgspec.UNSET
+    suffix: RawJson = msgspec.UNSET
+    tool_choice: RawJson = msgspec.UNSET
+    tools: RawJson = msgspec.UNSET
+    truncate_prompt_tokens: RawJson = msgspec.UNSET
+    use_beam_search: RawJson = msgspec.UNSET
+    verbosity: RawJson = msgspec.UNSET
+    vllm_xargs: RawJson = msgspec.UNSET
+    web_search_options: RawJson = msgspec.UNSET
+
+
+class Body(Unsupported, frozen=True, kw_only=True):
     """Fields of both endpoints. Bounds are those of OpenAI, names of extensions those of vLLM."""
 
     model: ModelName
@@ -85,15 +185,6 @@ class ChatBody(Body, frozen=True, kw_only=True):
     max_completion_tokens: OutputTokens = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=CHAT_LOGPROBS)] | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    modalities: Any = None
-    audio: Any = None
-    chat_template: Any = None
-    web_search_options: Any = None
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -103,16 +194,14 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=COMPLETION_LOGPROBS)] | None = None
     best_of: int | None = None
-    suffix: str | None = None
-    response_format: Any = None
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /tokenize`: a `prompt` or `messages`, as in vLLM."""
 
     model: ModelName
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    messages: msgspec.Raw = msgspec.Raw(b"")
+    prompt: RawJson = msgspec.UNSET
+    messages: RawJson = msgspec.UNSET
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
 
@@ -129,7 +218,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `raw` is the JSON of `messages` (`chat`) or `prompt`. If `max_output_tokens` is None, the
     default of the endpoint holds. `sampling.seed` is 0 unless `seeded`; `sampling.stop_tokens`
-    holds only those of the client.
+    holds only those of the client. `client_id`: the request's id as its client names it, for logs.
     """
 
     model: str
@@ -144,6 +233,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     echo: bool = False
     ignore_eos: bool = False
+    client_id: str = ""
 
 
 B = TypeVar("B")
@@ -192,14 +282,6 @@ def _shown_at(data: bytes | bytearray, path: str) -> str:
 def read_chat(data: bytes | bytearray) -> GenerationParams:
     """Read the body of a chat completion; raises RequestError."""
     body = read_body(data, ChatBody)
-    _refuse_unless_default(body, "tools", (None, []))
-    _refuse_unless_default(body, "tool_choice", (None, "none", "auto"))
-    _refuse_unless_default(body, "functions", (None, []))
-    _refuse_unless_default(body, "function_call", (None, "none", "auto"))
-    _refuse_unless_default(body, "response_format", (None, {"type": "text"}))
-    _refuse_unless_default(body, "modalities", (None, ["text"]))
-    for field in ("audio", "chat_template", "web_search_options"):
-        _refuse_unless_default(body, field, (None,))
     if body.top_logprobs and not body.logprobs:
         raise RequestError(
             f"top_logprobs is {body.top_logprobs}: needs logprobs to be true",
@@ -219,9 +301,8 @@ def read_chat(data: bytes | bytearray) -> GenerationParams:
 def read_completion(data: bytes | bytearray) -> GenerationParams:
     """Read the body of a completion; raises RequestError."""
     body = read_body(data, CompletionBody)
-    _refuse_unless_default(body, "best_of", (None, 1, body.n))
-    _refuse_unless_default(body, "suffix", (None, ""))
-    _refuse_unless_default(body, "response_format", (None, {"type": "text"}))
+    if body.best_of not in (None, 1, body.n):
+        raise _unsupported("best_of")
     if body.echo and body.logprobs is not None:
         raise RequestError(
             "echo with logprobs needs log probabilities of the prompt, which are not computed; "
@@ -248,6 +329,9 @@ def _params(
     logprobs: int | None,
     echo: bool = False,
 ) -> GenerationParams:
+    _refuse_unsupported(body)
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise _unsupported("stream_options.continuous_usage_stats")
     if body.stream_options is not None and not body.stream:
         raise RequestError(
             "stream_options is only allowed when stream is true",
@@ -310,14 +394,22 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _refuse_unless_default(body: Body, field: str, allowed: tuple[object, ...]) -> None:
-    value = getattr(body, field)
-    if value not in allowed:
-        raise RequestError(
-            f"{field} is not supported by this server; leave it out",
-            code="unsupported_parameter",
-            param=field,
-        )
+def _refuse_unsupported(body: Unsupported) -> None:
+    for field, defaults in UNSUPPORTED.items():
+        raw: RawJson = getattr(body, field)
+        if isinstance(raw, msgspec.UnsetType):
+            continue
+        size = memoryview(raw).nbytes
+        if size > MAX_DEFAULT_BYTES or msgspec.json.decode(raw) not in (None, *defaults):
+            raise _unsupported(field)
+
+
+def _unsupported(field: str) -> RequestError:
+    return RequestError(
+        f"{field} is not supported by this server; leave it out",
+        code="unsupported_parameter",
+        param=field,
+    )
 
 
 def _missing_field(message: str) -> str:

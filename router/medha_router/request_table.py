@@ -111,7 +111,7 @@ class RequestTable:
             self._log.info(
                 "finished with %d tokens",
                 client_request.output_tokens,
-                extra={"fields": {"request": client_request.id}},
+                extra={"fields": client_request.log_fields},
             )
 
     def fail(self, client_request: ClientRequest, error: MedhaError, now: float) -> None:
@@ -120,9 +120,7 @@ class RequestTable:
             self._metrics.failed(client_request, error, now)
             # The message of a RequestError may quote the prompt.
             reason = error.code if isinstance(error, RequestError) else error
-            self._log.warning(
-                "failed: %s", reason, extra={"fields": {"request": client_request.id}}
-            )
+            self._log.warning("failed: %s", reason, extra={"fields": client_request.log_fields})
             client_request.fail(error)
 
     def cancel(self, client_request: ClientRequest, now: float) -> None:
@@ -131,7 +129,7 @@ class RequestTable:
             self._metrics.cancelled(client_request)
             self._log.info(
                 "cancelled: the client disconnected",
-                extra={"fields": {"request": client_request.id}},
+                extra={"fields": client_request.log_fields},
             )
 
     def expire(self, now: float, queue_timeout_s: float, no_replica_timeout_s: float) -> None:

@@ -310,12 +310,14 @@ class ResponseBuilder:
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self._chat:
             return {"content": [self._chat_logprob(entry) for entry in entries], "refusal": None}
+        spellings = [_completion_spellings(entry) for entry in entries]
         return {
-            "tokens": [_spelling(entry, entry.token)["token"] for entry in entries],
+            "tokens": [texts[entry.token] for entry, texts in zip(entries, spellings, strict=True)],
             "token_logprobs": [entry.logprob.chosen for entry in entries],
             "top_logprobs": [
-                {_spelling(entry, token)["token"]: value for token, value in entry.logprob.top}
-                for entry in entries
+                {texts[token]: value for token, value in entry.logprob.top}
+                | {texts[entry.token]: entry.logprob.chosen}
+                for entry, texts in zip(entries, spellings, strict=True)
             ],
             "text_offset": [entry.offset for entry in entries],
         }
@@ -329,6 +331,27 @@ class ResponseBuilder:
 def _spelling(entry: TokenLogprob, token: int) -> dict[str, Any]:
     spelling = entry.vocabulary.bytes_of(token)
     return {"token": spelling.decode("utf-8", errors="replace"), "bytes": list(spelling)}
+
+
+def _completion_spellings(entry: TokenLogprob) -> dict[int, str]:
+    """Return a distinct text for each token id of the entry, as completions key them by text.
+
+    Bytes that are no text of their own are spelled `bytes:\\xe2`, as OpenAI does. Of several tokens
+    with the same text, the sampled one keeps it and the others are `token_id:ID`, as in vLLM.
+    """
+    texts: dict[int, str] = {}
+    used: set[str] = set()
+    for token in (entry.token, *(token for token, _ in entry.logprob.top)):
+        if token in texts:
+            continue
+        spelling = entry.vocabulary.bytes_of(token)
+        try:
+            text = spelling.decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+        texts[token] = f"token_id:{token}" if text in used else text
+        used.add(texts[token])
+    return texts
 
 
 def error_event(body: bytes) -> bytes:

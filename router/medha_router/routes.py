@@ -6,24 +6,31 @@ Each route reads a bounded body, decodes it with `protocol` and calls the servic
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from medha.errors import MedhaError, Refusal, RequestError
 from medha.messages import from_bytes
-from medha_router import api_errors, protocol
+from medha_router import api_errors, openapi, protocol
+from medha_router.api_errors import REQUEST_ID
 from medha_router.auth import ApiKeyMiddleware, ApiKeys
 from medha_router.generation import ClientRequest
 from medha_router.responses import GenerationResponse, ResponseBuilder, model_shape
 from medha_router.service import Service
 from medha_router.tokenization.detokenizer import text_of
 
+VERSION = importlib.metadata.version("medha")
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; never received
+CLIENT_REQUEST_ID = "x-request-id"
+MAX_CLIENT_ID_CHARS = 128
 BODY_TIMEOUT_S = 60.0
 MAX_BODIES_AT_ONCE = 8
 
@@ -32,14 +39,24 @@ def make_app(
     service: Service, *, max_body_bytes: int, keepalive_s: float, keys: ApiKeys | None = None
 ) -> FastAPI:
     """Make the application of the public port; without `keys` it needs no API key."""
-    app = FastAPI(title="Medha", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="Medha",
+        version=VERSION,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        responses=openapi.errors(),
+    )
     bodies = BodyReader(max_body_bytes)
     _serve_generations(app, service, bodies, keepalive_s)
     _serve_models(app, service)
     _serve_tokens(app, service, bodies)
+    _serve_server(app, service)
     _handle_errors(app)
+    openapi.complete(app)
     if keys is not None:
         app.add_middleware(ApiKeyMiddleware, keys=keys)
+    app.add_middleware(RequestIds, new_id=service.new_id)
     return app
 
 
@@ -50,7 +67,9 @@ def _serve_generations(
         body = await bodies.read(request)
         params = protocol.read_chat(body) if chat else protocol.read_completion(body)
         slo = protocol.read_slo(request.headers)
-        request_id = service.new_id()
+        request_id: str = request.state.request_id
+        if request.state.client_id:
+            params = msgspec.structs.replace(params, client_id=request.state.client_id)
         tenant = getattr(request.state, "tenant", "")
 
         def make_builder(client_request: ClientRequest) -> ResponseBuilder:
@@ -67,11 +86,11 @@ def _serve_generations(
             keepalive_s,
         )
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", openapi_extra=openapi.body_of(protocol.ChatBody))
     async def chat_completions(request: Request) -> Response:
         return await generate(request, True)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", openapi_extra=openapi.body_of(protocol.CompletionBody))
     async def completions(request: Request) -> Response:
         return await generate(request, False)
 
@@ -91,18 +110,19 @@ def _serve_models(app: FastAPI, service: Service) -> None:
 
 
 def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
-    @app.post("/tokenize")
+    @app.post("/tokenize", openapi_extra=openapi.body_of(protocol.TokenizeBody))
     async def tokenize(request: Request) -> Response:
         body = protocol.read_body(await bodies.read(request), protocol.TokenizeBody)
-        chat = bool(bytes(body.messages))
-        if chat == bool(bytes(body.prompt)):
+        chat = not isinstance(body.messages, msgspec.UnsetType)
+        raw = body.messages if chat else body.prompt
+        if isinstance(raw, msgspec.UnsetType) or chat == isinstance(body.prompt, msgspec.Raw):
             raise RequestError(
                 "give either prompt or messages", code="invalid_value", param="prompt"
             )
         prompt, model = await service.encode(
             body.model,
             chat=chat,
-            raw=bytes(body.messages if chat else body.prompt),
+            raw=bytes(raw),
             special=body.add_special_tokens is not False,
             opening=body.add_generation_prompt is not False,
         )
@@ -114,7 +134,7 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
             }
         )
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", openapi_extra=openapi.body_of(protocol.DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         body = protocol.read_body(await bodies.read(request), protocol.DetokenizeBody)
         vocabulary = await service.vocabulary(body.model)
@@ -126,6 +146,18 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
                 param="tokens",
             )
         return _json({"prompt": text_of(vocabulary, body.tokens)})
+
+
+def _serve_server(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Return 200 while the server takes requests."""
+        return Response(status_code=200 if service.ready else 503)
+
+    @app.get("/version")
+    async def version() -> Response:
+        """Return the version of the server."""
+        return _json({"version": VERSION})
 
 
 def _handle_errors(app: FastAPI) -> None:
@@ -160,11 +192,56 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         logging.getLogger("medha.router").error("a route failed", exc_info=error)
-        return api_errors.response(api_errors.of_exception(error))
+        response = api_errors.response(api_errors.of_exception(error))
+        response.headers.update(_ids(request.scope))  # starlette sends it past every middleware
+        return response
 
 
 def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+class RequestIds:
+    """ASGI middleware that names each request, and puts its names on every response.
+
+    `x-medha-request-id` is drawn here. `x-request-id` repeats the client's, or that id if the
+    client's is absent, too long or not printable ASCII.
+    """
+
+    def __init__(self, app: ASGIApp, new_id: Callable[[], str]) -> None:
+        self._app, self._new_id = app, new_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["request_id"], state["client_id"] = self._new_id(), _client_id(scope)
+        headers = [(name.encode(), value.encode()) for name, value in _ids(scope).items()]
+        names = frozenset(name for name, _ in headers)
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                others = [pair for pair in message["headers"] if pair[0] not in names]
+                message["headers"] = others + headers
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
+def _client_id(scope: Scope) -> str:
+    given = next(
+        (value for name, value in scope["headers"] if name == CLIENT_REQUEST_ID.encode()), b""
+    )
+    text: str = given.decode("latin-1")
+    usable = len(text) <= MAX_CLIENT_ID_CHARS and text.isascii() and text.isprintable()
+    return text if usable else ""
+
+
+def _ids(scope: Scope) -> dict[str, str]:
+    state = scope["state"]
+    request_id: str = state["request_id"]
+    return {REQUEST_ID: request_id, CLIENT_REQUEST_ID: state["client_id"] or request_id}
 
 
 class BodyReader:

@@ -150,7 +150,8 @@ class Service:
             self._metrics.refused(model.name, slo_class.name, refusal.code, now)
             for generation in client_request.generations:
                 self._metrics.refused_generation(generation, refusal, now)
-            self._log.info("refused: %s", refusal.code, extra={"fields": {"request": id}})
+            fields = client_request.log_fields
+            self._log.info("refused: %s", refusal.code, extra={"fields": fields})
             raise
         return client_request
 

@@ -277,6 +277,16 @@ def test_errors_carry_a_request_id(served: Any) -> None:
         assert len(response.headers["x-medha-request-id"]) == 24
 
 
+@pytest.mark.parametrize("field", sorted(api.UNSUPPORTED))
+def test_a_known_field_that_is_not_supported_is_refused_by_its_name(field: str) -> None:
+    body = {"model": "m", "messages": [], field: {"asks": "for more"}}
+    with pytest.raises(RequestError, match=field) as refused:
+        api.read_chat(json.dumps(body).encode())
+    assert refused.value.param == field and refused.value.code == "unsupported_parameter"
+    for default in (None, *api.UNSUPPORTED[field]):
+        assert api.read_chat(json.dumps({**body, field: default}).encode()).model == "m"
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (

@@ -6,6 +6,11 @@ import json
 from typing import Any
 
 import pytest
+import tokenizers
+
+from medha.messages import Logprob
+from medha_router.responses import ResponseBuilder
+from medha_router.tokenization.detokenizer import Delta, TokenLogprob, Vocabulary
 
 
 def ask(text: str) -> list[dict[str, Any]]:
@@ -196,7 +201,26 @@ def test_completion_logprobs_count_their_offsets_in_characters(served: Any) -> N
     logprobs = response.choices[0].logprobs
     assert logprobs.text_offset == [0, 0, 1, 2]
     assert logprobs.token_logprobs == [-0.25] * 4
-    assert logprobs.tokens[2:] == ["a", "b"] and len(logprobs.top_logprobs[0]) == 2
+    assert logprobs.tokens == ["bytes:\\xc3", "bytes:\\xa9", "a", "b"]
+    assert logprobs.top_logprobs[2] == {"b": -0.5, "c": -1.5, "a": -0.25}
+    assert [len(top) for top in logprobs.top_logprobs] == [3, 3, 3, 2]
+
+
+def test_alternatives_of_equal_text_stay_apart(byte_level_json: bytes) -> None:
+    tokenizer = tokenizers.Tokenizer.from_str(byte_level_json.decode())
+    tokenizer.add_special_tokens([" "])
+    vocabulary = Vocabulary(tokenizer.to_str().encode())
+    plain, added = tokenizer.token_to_id("Ġ"), tokenizer.token_to_id(" ")
+    assert plain is not None and added is not None and plain != added
+    assert vocabulary.bytes_of(plain) == vocabulary.bytes_of(added) == b" "
+    logprob = Logprob(-1.0, ((added, -0.5), (64, -0.75), (plain, -1.0)))
+    shape = ResponseBuilder(chat=False, id="x", model="tiny", created=0)
+    delta = Delta(" ", (TokenLogprob(plain, 0, logprob, vocabulary),), "stop")
+    event = shape.chunk(0, delta, logprobs=True, extra={})
+    choice = json.loads(event.removeprefix(b"data: "))["choices"][0]
+    assert choice["logprobs"]["tokens"] == [" "]
+    expected = {f"token_id:{added}": -0.5, "a": -0.75, " ": -1.0}
+    assert choice["logprobs"]["top_logprobs"] == [expected]
 
 
 def test_sampling_fields_reach_the_replica(served: Any) -> None:
