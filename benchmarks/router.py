@@ -1,0 +1,405 @@
+"""Speed of one router process with its tokenizers: CPU time of a request, TTFT, streamed tokens.
+
+    python -m benchmarks.router
+    python -m benchmarks.router --peers /venv/bin/sglang-router /venv/bin/vllm-router
+
+A replica that answers at once speaks the real protocol, with CURVE. The router has a core of its
+own; replica and client share the others. Rates are requests per CPU second of all the router's
+processes, so they hold on a busy machine; times are wall times and do not. Requests are chats of
+1 KB, each another text. Peers are routers that forward HTTP to a worker that answers at once; they
+neither tokenize nor admit. Rounds of all scenarios; the table has their medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import os
+import pathlib
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+import msgspec
+import psutil
+import uvloop
+from rich.console import Console
+from rich.table import Table
+from tests.support.http_load import Reply, arrive, connect, saturate
+from tests.support.instant_replica import MODEL, train_tokenizer
+
+from medha.adapters.sockets import write_keys
+from medha.config import Curve, RouterConfig
+
+CONNECTIONS = 64
+OUTPUT_TOKENS = 8
+STREAM_TOKENS = 256
+CHAT = "/v1/chat/completions"
+ROOT = pathlib.Path(__file__).parent.parent
+WORKER_ANSWER = msgspec.json.encode(
+    {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": MODEL,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "The quick brown fox jumps over"},
+                "finish_reason": "length",
+            }
+        ],
+        "usage": {"prompt_tokens": 250, "completion_tokens": 8, "total_tokens": 258},
+    }
+)
+
+
+class Texts:
+    """Prompts: words of the repository's documents in random order."""
+
+    def __init__(self) -> None:
+        self.documents = [path.read_text() for path in sorted(ROOT.glob("**/*.md"))[:60]]
+        self._words = " ".join(self.documents).split()
+        self._random = random.Random(7)
+
+    def text(self, size: int) -> str:
+        words: list[str] = []
+        length = 0
+        while length < size:
+            words.append(self._random.choice(self._words))
+            length += len(words[-1]) + 1
+        return " ".join(words)[:size]
+
+    def chat(self, size: int, *, stream: bool = False, tokens: int = OUTPUT_TOKENS) -> bytes:
+        """Return the body of a chat request whose message has `size` characters."""
+        return msgspec.json.encode(
+            {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": self.text(size)}],
+                "max_tokens": tokens,
+                "stream": stream,
+                "temperature": 0.7,
+            }
+        )
+
+
+class Target:
+    """A server under test: its address and its processes."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.port, self.pid = port, process.pid
+        self._process = psutil.Process(process.pid)
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far of the main process, and of all its children together."""
+        own = self._process.cpu_times()
+        children = [child.cpu_times() for child in self._process.children(recursive=True)]
+        return {
+            "main": own.user + own.system,
+            "children": sum(times.user + times.system for times in children),
+        }
+
+    @property
+    def rss_mb(self) -> float:
+        return float(self._process.memory_info().rss) / 1e6
+
+
+def cores() -> tuple[list[int], list[int]]:
+    """Return the core of the target and those of all else."""
+    usable = sorted(os.sched_getaffinity(0))
+    return [usable[0]], usable[1:] or usable
+
+
+@contextlib.contextmanager
+def running(
+    command: list[str], cpus: list[int], log: pathlib.Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process on some cores, and end it with its children."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=out,
+            cwd=ROOT,
+            preexec_fn=lambda: os.sched_setaffinity(0, cpus),
+        )
+        try:
+            yield process
+        finally:
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(3)
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def until_ready(port: int, path: str, log: pathlib.Path, within_s: float = 60.0) -> None:
+    """Wait until a GET answers 200 with a body that is not empty."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            link = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+            link.request("GET", path)
+            answer = link.getresponse()
+            text = answer.read()
+            if answer.status == 200 and (path != "/v1/models" or MODEL.encode() in text):
+                return
+        time.sleep(0.1)
+    raise SystemExit(f"port {port} does not answer {path}: {log.read_text()[-2000:]}")
+
+
+@contextlib.contextmanager
+def medha(folder: pathlib.Path, texts: Texts) -> Iterator[Target]:
+    """Run a router with an instant replica."""
+    (folder / "tokenizer.json").write_bytes(train_tokenizer(texts.documents))
+    (folder / "router.public").write_text(write_keys(folder / "router.secret"))
+    (folder / "replicas").write_text(write_keys(folder / "replica.secret") + "\n")
+    port, fleet = free_port(), free_port()
+    config = RouterConfig(
+        port=port,
+        ops_port=free_port(),
+        fleet_bind=f"tcp://127.0.0.1:{fleet}",
+        learn=True,
+        curve=Curve(secret=str(folder / "router.secret"), allowed=str(folder / "replicas")),
+    )
+    (folder / "router.json").write_bytes(msgspec.json.encode(config))
+    own, others = cores()
+    router = [sys.executable, "-m", "medha_router", "--config", str(folder / "router.json")]
+    replica = [
+        sys.executable,
+        "-m",
+        "tests.support.instant_replica",
+        config.fleet_bind,
+        str(folder),
+    ]
+    with (
+        running(router, own, folder / "router.log") as process,
+        running(replica, others, folder / "replica.log"),
+    ):
+        until_ready(port, "/v1/models", folder / "router.log")
+        yield Target(process, port)
+
+
+@contextlib.contextmanager
+def peer(command: str, folder: pathlib.Path) -> Iterator[Target]:
+    """Run another router with an instant HTTP worker."""
+    own, others = cores()
+    port, worker, name = free_port(), free_port(), pathlib.Path(command).name
+    launch = [command, *(["launch"] if name == "sglang-router" else [])]
+    launch += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
+    launch += ["--worker-urls", f"http://127.0.0.1:{worker}", "--log-level", "warn"]
+    launch += ["--prometheus-port", str(free_port())]
+    serve = [sys.executable, "-m", "benchmarks.router", "--worker", str(worker)]
+    with (
+        running(serve, others, folder / "worker.log"),
+        running(launch, own, folder / f"{name}.log") as process,
+    ):
+        until_ready(worker, "/health", folder / "worker.log")
+        until_ready(port, "/v1/models", folder / f"{name}.log")
+        yield Target(process, port)
+
+
+class Worker(asyncio.Protocol):
+    """An HTTP worker that answers every request at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
+        self._data = bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        while (head := self._data.find(b"\r\n\r\n")) >= 0:
+            top = bytes(self._data[:head]).lower()
+            at = top.find(b"content-length:")
+            size = int(top[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            if len(self._data) < head + 4 + size:
+                return
+            del self._data[: head + 4 + size]
+            body = WORKER_ANSWER
+            if top.startswith(b"get"):
+                listed = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+                body = msgspec.json.encode(listed | {"model_path": MODEL, "status": "ready"})
+            self._transport.write(
+                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+                % len(body)
+                + body
+            )
+
+
+async def serve_worker(port: int) -> None:
+    server = await asyncio.get_running_loop().create_server(Worker, "127.0.0.1", port)
+    await server.serve_forever()
+
+
+class Round(msgspec.Struct, kw_only=True):
+    """Figures of one round, by name; the table shows their medians."""
+
+    values: dict[str, float]
+
+
+def _checked(replies: list[Reply], content: bytes) -> list[Reply]:
+    bad = [reply for reply in replies if reply.status != 200 or content not in reply.body]
+    if bad:
+        raise SystemExit(f"{len(bad)} of {len(replies)} failed: {bad[0].status} {bad[0].body!r}")
+    return replies
+
+
+def _percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+async def chats(target: Target, texts: Texts, requests: int) -> dict[str, float]:
+    """CPU time of whole chats in a closed loop."""
+    bodies = [texts.chat(1024) for _ in range(requests)]
+    connections = await connect("127.0.0.1", target.port, CONNECTIONS)
+    _checked(await saturate(connections, CHAT, bodies.__getitem__, CONNECTIONS * 2), b"quick")
+    before, began_s = target.cpu_s(), time.monotonic()
+    _checked(await saturate(connections, CHAT, bodies.__getitem__, requests), b"quick")
+    after, took_s = target.cpu_s(), time.monotonic() - began_s
+    for connection in connections:
+        connection.close()
+    main_s, children_s = (after[key] - before[key] for key in ("main", "children"))
+    return {
+        "requests per CPU second": requests / (main_s + children_s),
+        "ms of CPU a request, router": 1e3 * main_s / requests,
+        "ms of CPU a request, tokenizer": 1e3 * children_s / requests,
+        "requests per second": requests / took_s,
+    }
+
+
+async def first_tokens(
+    target: Target, texts: Texts, share: float, rate: float, seconds: float
+) -> dict[str, float]:
+    """TTFT of streamed chats that arrive at random, at a share of the saturated rate."""
+    requests = int(share * rate * seconds)
+    bodies = [texts.chat(1024, stream=True) for _ in range(requests)]
+    connections = await connect("127.0.0.1", target.port, 256)
+    replies = await arrive(connections, CHAT, bodies.__getitem__, requests, share * rate, 3)
+    for connection in connections:
+        connection.close()
+    first_ms = [1e3 * reply.first_s for reply in _checked(replies, b"quick")]
+    load = f"at {share:.0%} load"
+    return {
+        f"TTFT p50 {load}, ms": _percentile(first_ms, 0.5),
+        f"TTFT p99 {load}, ms": _percentile(first_ms, 0.99),
+    }
+
+
+async def streams(target: Target, texts: Texts, rounds: int) -> dict[str, float]:
+    """CPU time of tokens that are streamed one by one."""
+    bodies = [
+        texts.chat(64, stream=True, tokens=STREAM_TOKENS) for _ in range(CONNECTIONS * rounds)
+    ]
+    connections = await connect("127.0.0.1", target.port, CONNECTIONS)
+    before = target.cpu_s()
+    replies = await saturate(connections, CHAT, bodies.__getitem__, len(bodies))
+    after = target.cpu_s()
+    for connection in connections:
+        connection.close()
+    _checked(replies, b"[DONE]")
+    cpu_s = sum(after[key] - before[key] for key in after)
+    return {"streamed tokens per CPU second": len(bodies) * STREAM_TOKENS / cpu_s}
+
+
+async def long_body(target: Target, texts: Texts, size: int = 4 << 20) -> dict[str, float]:
+    """Time of a long prompt: of the router's process alone, and until the first event."""
+    body = texts.chat(size, stream=True)
+    [connection] = await connect("127.0.0.1", target.port, 1)
+    before, rss_mb = target.cpu_s(), target.rss_mb
+    replies = await saturate([connection], CHAT, lambda _: body, 3)
+    after = target.cpu_s()
+    connection.close()
+    _checked(replies, b"quick")
+    return {
+        "ms of CPU a body of 4 MB, router": 1e3 * (after["main"] - before["main"]) / 3,
+        "ms of CPU a body of 4 MB, tokenizer": 1e3 * (after["children"] - before["children"]) / 3,
+        "TTFT of a body of 4 MB, ms": 1e3 * statistics.median(r.first_s for r in replies),
+        "MB of RSS gained": target.rss_mb - rss_mb,
+    }
+
+
+async def measure(target: Target, texts: Texts, scenarios: list[str], requests: int) -> Round:
+    values: dict[str, float] = {}
+    if "chat" in scenarios:
+        values |= await chats(target, texts, requests)
+    if "ttft" in scenarios:
+        rate = values.get("requests per second", 500.0)
+        for share in (0.25, 0.75):
+            values |= await first_tokens(target, texts, share, rate, 5.0)
+    if "stream" in scenarios:
+        values |= await streams(target, texts, 2)
+    if "long" in scenarios:
+        values |= await long_body(target, texts)
+    return Round(values=values)
+
+
+async def measure_peer(target: Target, texts: Texts, requests: int) -> Round:
+    values = await chats(target, texts, requests)
+    return Round(values={"requests per CPU second": values["requests per CPU second"]})
+
+
+def report(rounds: dict[str, list[Round]]) -> None:
+    """Print the medians and the spread of each figure."""
+    table = Table("figure", *rounds)
+    names = dict.fromkeys(name for mine in rounds.values() for one in mine for name in one.values)
+    for name in names:
+        cells = []
+        for mine in rounds.values():
+            values = [one.values[name] for one in mine if name in one.values]
+            cells.append(
+                f"{statistics.median(values):,.4g} ({min(values):,.4g} to {max(values):,.4g})"
+                if values
+                else ""
+            )
+        table.add_row(name, *cells)
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", nargs="*", default=[], help="commands of other routers")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--scenarios", nargs="*", default=["chat", "ttft", "stream", "long"])
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker is not None:
+        uvloop.run(serve_worker(given.worker))
+        return
+    os.sched_setaffinity(0, cores()[1])
+    texts = Texts()
+    rounds: dict[str, list[Round]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder)
+        with medha(path, texts) as target:
+            for _ in range(given.rounds):
+                own = uvloop.run(measure(target, texts, given.scenarios, given.requests))
+                rounds.setdefault("Medha", []).append(own)
+        for command in given.peers:
+            name = pathlib.Path(command).name
+            with peer(command, path) as target:
+                for _ in range(given.rounds):
+                    result = uvloop.run(measure_peer(target, texts, given.requests))
+                    rounds.setdefault(name, []).append(result)
+    report(rounds)
+
+
+if __name__ == "__main__":
+    main()
