@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from medha.scheduling.feasibility import (
     available_s,
-    earliest_due_s,
     largest_feasible,
     margins_s,
     select_victims,
@@ -62,23 +61,6 @@ def test_room_says_exactly_what_fits_beside_the_kept(
     fits = available_s(margins_s(due_in, works, kept), due_in, place, float(due)) >= work
     together = sorted([*held, (due, work)], key=lambda job: job[0])
     assert fits == feasible(together, tuple(range(len(together))))
-
-
-@given(JOBS, st.integers(1, 10))
-def test_the_earliest_deadline_that_fits_is_the_earliest(
-    jobs: list[tuple[int, int]], work: int
-) -> None:
-    due_in, works = arrays(jobs)
-    kept = largest_feasible(due_in, works)
-    margins = margins_s(due_in, works, kept)
-
-    def fits(due: float) -> bool:
-        place = int(np.searchsorted(due_in, due, side="right"))
-        return available_s(margins, due_in, place, due) >= work
-
-    earliest = earliest_due_s(margins, due_in, float(work))
-    assert fits(earliest)
-    assert not any(fits(due) for due in np.arange(0.5, earliest, 0.5))
 
 
 @given(JOBS)

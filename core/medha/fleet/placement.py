@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import msgspec
-import numpy as np
 
 from medha.config import Scheduling
+from medha.fleet.margins import Margins
 from medha.messages import Load
 from medha.predictor import Predictor
 from medha.prefill_times import PrefillTimes
-from medha.scheduling.feasibility import available_s, earliest_due_s
 from medha.tenants import TenantWork, is_short
 
 
@@ -113,8 +112,8 @@ class ReplicaEstimate:
         self._accepted: set[str] = set()
         self._promised_work: dict[str, TenantWork] = {}  # by tenant, as reported
         self._held_work: dict[tuple[str, bool], float] = {}  # by tenant and whether short
-        self._due = np.empty(0)
-        self._margin = np.empty(0)
+        self._margins = Margins()
+        self._reference_budgets_s: dict[float, float] = {}  # by TPOT of a class
         self._pages = 0
         self._pending_s = 0.0
         self._decode_s = 0.0
@@ -138,8 +137,11 @@ class ReplicaEstimate:
 
         Its batches are as short as that TPOT, the class's own, makes them alongside decodes.
         """
-        settings = Scheduling(min_batch_s=self.min_batch_s, max_batch_s=self.max_batch_s)
-        budget_s = settings.reference_budget_s(tpot_s, self.predictor.topology.spp)
+        budget_s = self._reference_budgets_s.get(tpot_s)
+        if budget_s is None:
+            settings = Scheduling(min_batch_s=self.min_batch_s, max_batch_s=self.max_batch_s)
+            budget_s = settings.reference_budget_s(tpot_s, self.predictor.topology.spp)
+            self._reference_budgets_s[tpot_s] = budget_s
         return self.predictor.at_budget(budget_s).prefill_s(prompt_tokens, cached_tokens)
 
     def update(self, load: Load, now: float) -> None:
@@ -246,16 +248,13 @@ class ReplicaEstimate:
         if self._is_long(busy_s):
             inflation *= load.long_factor
         cost_s = work_s * inflation + self._overhead_s
-        due_in = self._due - now
-        due_s = request.due_s - now
-        lead_s = min(self.load.budget_s, self.load.ahead_s)  # of the batch in flight
-        place = int(np.searchsorted(due_in, due_s, side="right"))
-        room = available_s(self._margin, due_in, place, due_s - lead_s)
+        lead_s = min(load.budget_s, load.ahead_s)  # of the batch in flight
+        room = self._margins.room_s(request.due_s, lead_s, now)
         needed_s = cost_s + 0.5 * min(load.budget_s, self.max_batch_s)  # of the batch in flight
         free = self._free_pages(tokens)
         pages = self.pages_of(tokens) - cached // self.load.page_tokens
         # The promise is decided above; finish_s only predicts what the replica runs first.
-        slack = (due_s - work_s) / max(work_s, 1e-3)
+        slack = (request.due_s - now - work_s) / max(work_s, 1e-3)
         decode_s, decode_fits = self._decode(request, busy_s)
         ahead_s = max(self.load.ahead_s, self._before_s(slack))
         return PlacementOption(
@@ -265,7 +264,7 @@ class ReplicaEstimate:
             cost_s=cost_s,
             needed_s=needed_s,
             finish_s=ahead_s + work_s,
-            earliest_s=earliest_due_s(self._margin, due_in, needed_s) + lead_s,
+            earliest_s=self._margins.earliest_s(needed_s, now) + lead_s,
             fits=room >= needed_s and pages <= free and decode_fits and not self.draining,
             roomy=pages <= free,
             pages=pages,
@@ -315,21 +314,10 @@ class ReplicaEstimate:
         if not self._stale:
             return
         self._stale = False
-        margins = np.asarray(self.load.margins, dtype=np.float64).reshape(-1, 2)
-        due, margin = margins[:, 0] + self._updated_s, margins[:, 1]
         promised = sorted(
-            (held for held in self._held.values() if held.promised), key=lambda held: held.due_s
+            (held.due_s, held.work_s) for held in self._held.values() if held.promised
         )
-        own_due = np.array([held.due_s for held in promised])
-        own_work = np.cumsum([held.work_s for held in promised])
-        # A promise in the Load bears held work before it; a held promise bears both kinds.
-        place = np.searchsorted(due, own_due, side="right")
-        done = np.concatenate([[0.0], np.maximum(due - self._updated_s - margin, 0.0)])[place]
-        before = np.concatenate([[0.0], own_work])[np.searchsorted(own_due, due, side="left")]
-        self._due = np.insert(due, place, own_due)
-        self._margin = np.insert(
-            margin - before, place, own_due - self._updated_s - done - own_work
-        )
+        self._margins.recount(self.load.margins, self._updated_s, promised)
         self._pages = sum(held.pages for held in self._held.values())
         self._pending_s = sum(held.work_s for held in self._held.values())
         self._decode_s = sum(held.decode_s for held in self._held.values() if held.promised)
@@ -349,12 +337,7 @@ class ReplicaEstimate:
         if not held.promised:
             return
         self._decode_s += held.decode_s
-        place = int(np.searchsorted(self._due, held.due_s, side="right"))
-        done = float(self._due[place - 1] - now - self._margin[place - 1]) if place else 0.0
-        own = held.due_s - now - max(0.0, done) - held.work_s
-        self._margin[place:] -= held.work_s
-        self._due = np.insert(self._due, place, held.due_s)
-        self._margin = np.insert(self._margin, place, own)
+        self._margins.add(held.due_s, held.work_s, now)
 
     def _before_s(self, slack: float) -> float:
         """Pending seconds with less relative slack than `slack`, by the bands of the Load."""

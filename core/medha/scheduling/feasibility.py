@@ -114,24 +114,6 @@ def select_victims(
         left[victim + 1 :] += work_s[victim]
 
 
-def earliest_due_s(margins: Floats, due_in_s: Floats, work_s: float) -> float:
-    """Return the earliest deadline (seconds from now) at which `work_s` fits.
-
-    It must fit with all kept requests. Behind place k, every later margin must hold the work, and
-    so must its own sum: O(n).
-    """
-    kept = np.flatnonzero(np.isfinite(margins))
-    if not len(kept):
-        return work_s
-    left = margins[kept]
-    done = due_in_s[kept] - left
-    tight = np.flatnonzero(left < work_s)
-    after = int(tight[-1]) if len(tight) else -1
-    if after < 0:
-        return work_s
-    return max(float(done[after]) + work_s, float(due_in_s[kept[after]]))
-
-
 Costs = abc.Callable[[int], Floats]
 
 

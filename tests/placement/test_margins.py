@@ -1,0 +1,96 @@
+"""Margins of promises: what fits with all of them, against sums over the promises themselves."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medha.fleet.margins import Margins
+
+JOBS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4)), max_size=8)
+
+
+def feasible(jobs: list[tuple[int, int]]) -> bool:
+    """Whether all jobs meet their deadlines, one after the other."""
+    by_due = sorted(jobs)
+    return all(
+        total <= due
+        for (due, _), total in zip(
+            by_due, itertools.accumulate(work for _, work in by_due), strict=True
+        )
+    )
+
+
+def kept(jobs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return a part of the jobs that can be kept together."""
+    together: list[tuple[int, int]] = []
+    for job in jobs:
+        if feasible([*together, job]):
+            together.append(job)
+    return together
+
+
+def reported(jobs: list[tuple[int, int]]) -> list[tuple[float, float]]:
+    """Return what a Load reports of jobs: (due, margin) by deadline."""
+    by_due = sorted(jobs)
+    totals = itertools.accumulate(work for _, work in by_due)
+    return [
+        (float(due), float(due - total)) for (due, _), total in zip(by_due, totals, strict=True)
+    ]
+
+
+@given(JOBS, st.integers(1, 14), st.integers(1, 6))
+def test_what_fits_is_what_keeps_every_promise(
+    jobs: list[tuple[int, int]], due: int, work: int
+) -> None:
+    margins, promises = Margins(), kept(jobs)
+    margins.recount(reported(promises), 100.0, [])
+    fits = margins.room_s(100.0 + due, 0.0, 100.0) >= work
+    assert fits == feasible([*promises, (due, work)])
+
+
+@given(JOBS, st.integers(1, 6))
+def test_the_earliest_deadline_that_fits_is_the_earliest(
+    jobs: list[tuple[int, int]], work: int
+) -> None:
+    margins = Margins()
+    margins.recount(reported(kept(jobs)), 100.0, [])
+
+    def fits(due_in_s: float) -> bool:
+        return margins.room_s(100.0 + due_in_s, 0.0, 100.0) >= work
+
+    earliest_s = margins.earliest_s(float(work), 100.0)
+    assert fits(earliest_s)
+    assert not any(fits(0.5 * half) for half in range(1, int(2 * earliest_s)))
+
+
+@given(JOBS)
+def test_held_promises_count_like_reported_ones(jobs: list[tuple[int, int]]) -> None:
+    promises = kept(jobs)
+    margins, split = Margins(), len(promises) // 2
+    held = sorted((100.0 + due, float(work)) for due, work in promises[split:])
+    margins.recount(reported(promises[:split]), 100.0, held)
+    for due, work in itertools.product(range(1, 15), range(1, 7)):
+        fits = margins.room_s(100.0 + due, 0.0, 100.0) >= work
+        assert fits == feasible([*promises, (due, work)])
+
+
+@given(JOBS, JOBS)
+def test_a_promise_added_counts_like_one_recounted(
+    jobs: list[tuple[int, int]], later: list[tuple[int, int]]
+) -> None:
+    promises = kept(jobs)
+    added, recounted = Margins(), Margins()
+    held: list[tuple[float, float]] = []
+    added.recount(reported(promises), 100.0, [])
+    for due, work in later:
+        if not feasible([*promises, *[(int(d) - 100, int(w)) for d, w in held], (due, work)]):
+            continue
+        held = sorted([*held, (100.0 + due, float(work))])
+        added.add(100.0 + due, float(work), 100.0)
+        recounted.recount(reported(promises), 100.0, held)
+        for half in range(1, 28):
+            due_s = 100.0 + 0.5 * half
+            assert added.room_s(due_s, 0.0, 100.0) == recounted.room_s(due_s, 0.0, 100.0)
