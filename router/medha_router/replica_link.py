@@ -102,7 +102,10 @@ class LinkLoop:
         while True:
             for _ in range(BURST):
                 peer, message = await self._link.next()
-                self._guarded(lambda: self._client.receive(peer, message))  # noqa: B023
+                try:
+                    self._client.receive(peer, message)
+                except Exception:
+                    self._log.exception("a message of the link failed")
             await asyncio.sleep(0)
 
     async def _tick(self) -> None:

@@ -37,6 +37,9 @@ from medha.messages import MAX_MESSAGE_BYTES, Codec
 S = TypeVar("S")
 R = TypeVar("R")
 
+# Plain integers: the library's flags are enumerations, which cost more than a call.
+NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+MORE_PARTS, EVENTS, READABLE = int(zmq.RCVMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 QUEUE_MESSAGES = 4096
 SILENCE_MS = 3000
 IPC_PATH_BYTES = 107
@@ -82,7 +85,9 @@ class _Link(Generic[S, R]):
         self._wakes, self._waker = os.pipe()
         os.set_blocking(self._wakes, False)
         os.set_blocking(self._waker, False)
+        self._loop: asyncio.AbstractEventLoop | None = None  # of `next`
         self._ready: asyncio.Future[None] | None = None
+        self._looks = False
         self._named = kind == zmq.ROUTER
         self.rejected = self.unsent = 0
         for option, value in {**BOUNDS, zmq.MAXMSGSIZE: max_bytes}.items():
@@ -97,6 +102,10 @@ class _Link(Generic[S, R]):
         """Close socket, files and threads at once; queued messages are lost. Idempotent."""
         if self._socket.closed:
             return
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_reader(self._wakes)
+        self._loop = None
         self._socket.close(linger=0)
         self._context.term()
         os.close(self._wakes)
@@ -142,38 +151,47 @@ class _Link(Generic[S, R]):
 
     def _put(self, to: bytes, data: bytes) -> bool:
         try:
-            self._socket.send_multipart([to, data] if self._named else [data], zmq.NOBLOCK)
+            if self._named:
+                self._socket.send(to, NOW_AND_MORE)
+            self._socket.send(data, NOW)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             self.unsent += 1
             return False
         finally:
-            if self._ready is not None:  # sending consumes the socket's signals: wake the reader
-                self._signal()
+            self._look_soon()
         return True
 
     def _take(self) -> tuple[bytes, R] | None:
         """Return the next (peer, message) that decodes, or None if no message has arrived."""
         while True:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                parts = self._receive_parts()
             except zmq.Again:
                 return None
-            peer = self._peer(frames.pop(0)) if self._named else b""
+            peer, data = parts[0], parts[-1]
             try:
-                if len(frames) != 1:
-                    raise ProtocolError(f"message has {len(frames)} parts: must have 1")
-                return peer, self._receives.decode(frames[0].bytes)
+                if len(parts) != 2:
+                    raise ProtocolError(f"message has {len(parts) - 1} parts: must have 1")
+                return peer, self._receives.decode(data)
             except ProtocolError as error:
                 self.rejected += 1
                 if self.rejected & (self.rejected - 1) == 0:  # 1st, 2nd, 4th …: logs stay bounded
                     log = logging.getLogger("medha.sockets")
                     log.warning("dropped from %r: %.300s", peer[:64], str(error))
 
-    def _peer(self, frame: zmq.Frame) -> bytes:
-        """Return the sender, from the first frame of a message."""
-        return frame.bytes
+    def _receive_parts(self) -> list[bytes]:
+        """Return the peer's name, empty without one, and the parts of the next message."""
+        parts = [b"" if not self._named else self._receive_name()]
+        parts.append(self._socket.recv(NOW))
+        while self._socket.getsockopt(MORE_PARTS):
+            parts.append(self._socket.recv(NOW))
+        return parts
+
+    def _receive_name(self) -> bytes:
+        """Receive the first part of a message: its sender."""
+        return self._socket.recv(NOW)
 
     def _receive(self, timeout_s: float) -> tuple[bytes, R] | None:
         until = time.monotonic() + timeout_s
@@ -199,22 +217,36 @@ class _Link(Generic[S, R]):
     async def _readable(self) -> None:
         """Wait until the socket may hold a message."""
         loop = asyncio.get_running_loop()
-        files = (self._socket.fileno(), self._wakes)
+        if self._loop is not loop:
+            self._loop = loop
+            loop.add_reader(self._socket.fileno(), self._look)
+            loop.add_reader(self._wakes, self._woken)
         self._ready = loop.create_future()
-        self._signal()  # poll first: the descriptor signals only new messages
-        for file in files:
-            loop.add_reader(file, self._signal)
+        self._look()  # the descriptor signals only new messages
         try:
             await self._ready
         finally:
             self._ready = None
-            for file in files:
-                loop.remove_reader(file)
 
-    def _signal(self) -> None:
-        """End `_readable` if a message has arrived; the descriptor alone is no proof."""
+    def _woken(self) -> None:
         self._flush()
-        if self._socket.poll(0) and self._ready is not None and not self._ready.done():
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        """Look for messages once the loop's turn is over.
+
+        Sending and polling consume the signals of the socket's descriptor.
+        """
+        if self._ready is not None and not self._looks and self._loop is not None:
+            self._looks = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        """End `_readable` if a message has arrived; the descriptor alone is no proof."""
+        self._looks = False
+        if self._ready is None or self._ready.done():
+            return
+        if int(self._socket.getsockopt(EVENTS)) & READABLE:
             self._ready.set_result(None)
 
     def _register(self, poller: zmq.Poller) -> None:
@@ -293,8 +325,7 @@ class Listener(_Link[S, R]):
             except zmq.Again:
                 break
             ended.add(event["value"])
-        if self._ready is not None:  # polling consumes the socket's signals, as sending does
-            self._signal()
+        self._look_soon()
         closed = tuple(peer for peer, file in self._connections.items() if file in ended)
         for peer in closed:
             del self._connections[peer]
@@ -327,7 +358,8 @@ class Listener(_Link[S, R]):
             self._events = None
         super().close()
 
-    def _peer(self, frame: zmq.Frame) -> bytes:
+    def _receive_name(self) -> bytes:
+        frame = self._socket.recv(NOW, copy=False)
         peer: bytes = frame.bytes
         with contextlib.suppress(zmq.ZMQError):  # a message from the same process has none
             self._connections[peer] = int(frame.get(zmq.SRCFD))
