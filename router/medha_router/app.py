@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import pathlib
 import random
@@ -36,6 +37,7 @@ from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.tokenizer_files import FileStore
 
 MEASURE_S = 1.0
+COLLECT_AFTER = 50_000  # objects
 
 
 class Router:
@@ -201,7 +203,19 @@ async def serve(config: RouterConfig) -> None:
             logging.getLogger("medha.router").info(
                 "serving", extra={"fields": {"url": router.url, "fleet": router.fleet_address}}
             )
+            _collect_seldom()
             await router.serve()
+
+
+def _collect_seldom() -> None:
+    """Make garbage collections rare and short.
+
+    What exists now lives as long as the process, and requests end without cycles of references:
+    each collection would look at all that waits, for nothing.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, 50, 100)
 
 
 def _bound(host: str, port: int) -> socket.socket:

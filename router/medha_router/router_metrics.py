@@ -24,6 +24,7 @@ class RouterMetrics:
     def __init__(self, sink: metrics.MetricsSink, demand: DemandWindow) -> None:
         self._sink, self._demand = sink, demand
         self._tenants = metrics.CappedLabel()
+        self._begun: set[tuple[str, str, str]] = set()  # labels of exported outcomes
 
     def refused(self, model: str, slo_class: str, reason: str, now: float) -> None:
         self._sink.add("medha_requests_refused_total", 1, model, slo_class, reason)
@@ -162,8 +163,12 @@ class RouterMetrics:
 
         `rate()` misses the first increment of a new series, and a share of two counters needs both.
         """
+        labels = _labels(generation)
+        if labels in self._begun:
+            return
+        self._begun.add(labels)
         for name in ("medha_slo_attained_total", "medha_slo_missed_total"):
-            self._sink.add(name, 0, *_labels(generation))
+            self._sink.add(name, 0, *labels)
         for outcome in ("given", "kept", "broken"):
             self._sink.add("medha_promises_total", 0, *_class_labels(generation), outcome)
         self._sink.add("medha_requests_relegated_total", 0, *_class_labels(generation))

@@ -58,6 +58,9 @@ def start_logs(process: str, level: str, stream: TextIO | None = None) -> None:
         raise SpecError(
             "log_level", level, "must be a level of logging", f"use one of {', '.join(LEVELS)}"
         )
+    # No line names its thread, process or caller: finding them costs more than the line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines(process))
     root = logging.getLogger()

@@ -58,6 +58,9 @@ class Metrics:
         self._counters: dict[str, client.Counter] = {}
         self._gauges: dict[str, client.Gauge] = {}
         self._histograms: dict[str, client.Histogram] = {}
+        # By name and labels: the library's own look-up costs more than an update.
+        self._counted: dict[tuple[str, ...], client.Counter] = {}
+        self._observed: dict[tuple[str, ...], client.Histogram] = {}
         metrics = exported_by(exporter)
         for metric in metrics:
             if not metric.alias_of:
@@ -68,8 +71,12 @@ class Metrics:
 
     def add(self, name: str, amount: float, *labels: str) -> None:
         """Add `amount` (0 or more) to a counter."""
-        counter = self._counters[name]
-        (counter.labels(*labels) if labels else counter).inc(amount)
+        counted = self._counted.get((name, *labels))
+        if counted is None:
+            counter = self._counters[name]
+            counted = counter.labels(*labels) if labels else counter
+            self._counted[name, *labels] = counted
+        counted.inc(amount)
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge."""
@@ -91,8 +98,12 @@ class Metrics:
 
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Put a value into a histogram."""
-        histogram = self._histograms[name]
-        (histogram.labels(*labels) if labels else histogram).observe(value)
+        observed = self._observed.get((name, *labels))
+        if observed is None:
+            histogram = self._histograms[name]
+            observed = histogram.labels(*labels) if labels else histogram
+            self._observed[name, *labels] = observed
+        observed.observe(value)
 
     def text(self) -> bytes:
         """Return all metrics in the exposition format."""
