@@ -358,11 +358,13 @@ async def measure_peer(target: Target, texts: Texts, requests: int) -> Round:
 def report(rounds: dict[str, list[Round]]) -> None:
     """Print the medians and the spread of each figure."""
     table = Table("figure", *rounds)
-    names = dict.fromkeys(name for mine in rounds.values() for one in mine for name in one.values)
+    names = dict.fromkeys(
+        name for mine in rounds.values() for figures in mine for name in figures.values
+    )
     for name in names:
         cells = []
         for mine in rounds.values():
-            values = [one.values[name] for one in mine if name in one.values]
+            values = [figures.values[name] for figures in mine if name in figures.values]
             cells.append(
                 f"{statistics.median(values):,.4g} ({min(values):,.4g} to {max(values):,.4g})"
                 if values

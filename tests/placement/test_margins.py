@@ -13,7 +13,7 @@ JOBS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4)), max_size=8)
 
 
 def feasible(jobs: list[tuple[int, int]]) -> bool:
-    """Whether all jobs meet their deadlines, one after the other."""
+    """Return True if all jobs meet their deadlines, one after the other."""
     by_due = sorted(jobs)
     return all(
         total <= due

@@ -37,7 +37,7 @@ def request_of(path: str, body: bytes) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """One kept connection with at most one request under way."""
+    """Kept connection with at most one request under way."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
