@@ -175,8 +175,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     With `learn` the router also serves models that replicas introduce, and removes a model
     `forget_model_s` after its last replica left. In its first `learn_s` it holds requests for
     unknown models. `models_file` holds more models in the form of `models`; it may change, and may
-    be missing. `api_keys`: file of API keys, one per line (see `medha_router.auth`); without it the
-    public port is open.
+    be missing. A client that takes nothing for `stall_timeout_s` is given up; requests that run
+    `drain_timeout_s` after a drain began are ended. `api_keys`: file of API keys, one per line (see
+    `medha_router.auth`); without it the public port is open.
     """
 
     host: str = "127.0.0.1"
@@ -195,6 +196,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     queue_timeout_s: float = 120.0
     no_replica_timeout_s: float = 30.0
     keepalive_s: float = 15.0
+    stall_timeout_s: float = 30.0
+    drain_timeout_s: float = 600.0
     replica_timeout_s: float = 3.0
     grant_lease_s: float = 0.2
     tokenizer_workers: Positive = 1

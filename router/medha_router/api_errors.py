@@ -72,6 +72,11 @@ def of_exception(error: BaseException) -> ApiError:
     return of_status(500, "internal error; the request may be tried again", code="internal_error")
 
 
+def of_shutdown() -> ApiError:
+    """Make the error that a client gets because the router ends."""
+    return _refused(Refusal("draining", "this router is shutting down: retry", retry_after_s=1.0))
+
+
 def of_status(
     status: int,
     message: str,

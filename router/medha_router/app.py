@@ -31,7 +31,7 @@ from medha_router.request_table import RequestTable, RouterState
 from medha_router.retokenize import Retokenizer
 from medha_router.router_metrics import RouterMetrics
 from medha_router.routes import make_app
-from medha_router.server import DrainingServer, server_of
+from medha_router.server import DrainingServer, HttpLimits, server_of
 from medha_router.service import Service
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.tokenizer_files import FileStore
@@ -175,7 +175,13 @@ async def opened(config: RouterConfig, tokens: TokenizerPool) -> AsyncIterator[R
         metrics = Metrics("router")
         router = Router(config, link, metrics, tokens)
         service = router.service
-        server = server_of(router.app(), service.drain, lambda: service.live == 0)
+        server = server_of(
+            router.app(),
+            service.drain,
+            lambda: service.live == 0,
+            drain_s=config.drain_timeout_s,
+            limits=HttpLimits(stall_s=config.stall_timeout_s),
+        )
         ops_server = OpsServer(
             config.host,
             config.ops_port,
@@ -189,9 +195,7 @@ async def opened(config: RouterConfig, tokens: TokenizerPool) -> AsyncIterator[R
         try:
             yield RunningRouter(router, server, public, ops_server.port, link.address)
         finally:
-            for task in (tasks := list(server.server_state.tasks)):
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await server.end_requests()
             await router.stop()
 
 

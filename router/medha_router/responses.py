@@ -11,6 +11,7 @@ TTFT). It stands in whole responses and in the last chunk of a stream.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from medha_router.tokenization.detokenizer import Delta, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"
+LAST_EVENT_S = 1.0
 
 
 class GenerationResponse(Response):
@@ -49,7 +51,7 @@ class GenerationResponse(Response):
         self._id, self._params, self._begin, self._cancel = id, params, begin, cancel
         self._make_builder, self._keepalive_s = make_builder, keepalive_s
         self._request: ClientRequest | None = None
-        self._started = False
+        self._started = self._ended = False
         self.background = None
         self.status_code = 200
 
@@ -59,6 +61,13 @@ class GenerationResponse(Response):
         disconnected = asyncio.ensure_future(_disconnect(receive))
         try:
             await asyncio.wait({serving, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if not self._started:
+                raise
+            serving.cancel()
+            await asyncio.wait({serving})
+            if self._params.stream and not self._ended:
+                await self._break_off(send)
         finally:
             disconnected.cancel()
             serving.cancel()
@@ -82,10 +91,18 @@ class GenerationResponse(Response):
                 )
             api_error = api_errors.of_exception(error)
             if self._started:
+                self._ended = True
                 await _send_part(send, error_event(api_error.body()))
                 await _send_last(send)
             else:
                 await self._respond(send, api_error.status, api_error.headers, api_error.body())
+
+    async def _break_off(self, send: Send) -> None:
+        """End a stream because the router ends; a client that does not read is not waited for."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_EVENT_S):
+                await _send_part(send, error_event(api_errors.of_shutdown().body()))
+                await _send_last(send)
 
     async def _whole(self, request: ClientRequest, send: Send) -> None:
         count = len(request.generations)
@@ -126,6 +143,7 @@ class GenerationResponse(Response):
                     },
                 )
             await _send_part(send, events)
+        self._ended = True
         await _send_last(send)
 
     async def _events(

@@ -76,6 +76,15 @@ def test_the_routers_settings_reach_its_file(render: Render) -> None:
     assert config.max_body_bytes == 1 << 33
 
 
+def test_routers_end_their_streams_before_their_pods_are_killed(render: Render) -> None:
+    objects = render({"router.terminationGraceSeconds": 90})
+    spec = template(objects, "medha-router")["spec"]
+    (container,) = spec["containers"]
+    asleep_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drains_s = router_config(objects).drain_timeout_s
+    assert drains_s == 80.0 and asleep_s + drains_s < spec["terminationGracePeriodSeconds"]
+
+
 def test_a_changed_config_file_rolls_the_router_pods(objects: Objects, render: Render) -> None:
     changed = render({"router.config.maxQueue": 7})
     sums = [

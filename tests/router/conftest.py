@@ -406,6 +406,21 @@ def running_with(tokens: TokenizerPool) -> Iterator[Callable[..., Running]]:
         )
 
 
+@pytest.fixture
+def dial() -> Iterator[Callable[[str], Controller]]:
+    """Start controllers that dial the router of another process."""
+    controllers: list[Controller] = []
+
+    def start(address: str) -> Controller:
+        controllers.append(Controller(address))
+        controllers[-1].start()
+        return controllers[-1]
+
+    yield start
+    for controller in controllers:
+        controller.die()
+
+
 @pytest.fixture(autouse=True)
 def _no_defect(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Fail if the router logged a traceback: no test may cause a defect."""

@@ -1,20 +1,16 @@
-"""Slow bodies, too many bodies at once, and connections without a request."""
+"""Slow bodies, and too many bodies at once."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.requests import Request
 
 from medha.errors import MedhaError, Refusal, RequestError
 from medha_router.routes import MAX_BODIES_AT_ONCE, BodyReader
-from medha_router.server import HttpProtocol
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -68,25 +64,3 @@ def test_the_memory_of_all_bodies_is_bounded_and_released() -> None:
     assert [type(outcome) for outcome in refused] == [Refusal]
     assert len(outcomes) - len(refused) == MAX_BODIES_AT_ONCE
     assert after == b""
-
-
-def test_a_connection_without_a_request_is_closed() -> None:
-    class Hasty(HttpProtocol):
-        first_request_s = 0.05
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError("no request was made")
-
-    async def scene() -> bytes:
-        config = uvicorn.Config(app, http=Hasty, lifespan="off", log_config=None)
-        server = uvicorn.Server(config)
-        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
-            serving = asyncio.create_task(server.serve(sockets=[listening]))
-            reader, writer = await asyncio.open_connection(*listening.getsockname())
-            got = await asyncio.wait_for(reader.read(), 3.0)
-            writer.close()
-            server.should_exit = True
-            await serving
-        return got
-
-    assert asyncio.run(scene()) == b""

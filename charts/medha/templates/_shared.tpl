@@ -135,6 +135,7 @@ prometheus.io/port: {{ index . 1 | quote }}
   "queue_timeout_s" (float64 $c.queueTimeoutSeconds)
   "no_replica_timeout_s" (float64 $c.noReplicaTimeoutSeconds)
   "keepalive_s" (float64 $c.keepaliveSeconds)
+  "drain_timeout_s" (max 0 (sub (int64 .Values.router.terminationGraceSeconds) 10) | float64)
   "default_output_tokens" (int64 $c.defaultOutputTokens)
   "tokenizer_workers" (int64 $c.tokenizerWorkers)
   "run_dir" "/tmp"

@@ -1,0 +1,287 @@
+"""The edges of the public port, by hand over sockets: framing, limits, slow clients, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from medha.config import RouterConfig, RouterModel, render
+from medha_router.server import HttpLimits, server_of
+
+Running = Any
+Eventually = Callable[..., None]
+LIMITS = HttpLimits(head_s=0.3)
+DRIP_S = 0.05
+GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
+LONG = {"model": "tiny", "prompt": "say " + "a" * 900, "max_tokens": 1000, "stream": True}
+
+
+def connect(running: Running) -> socket.socket:
+    return socket.create_connection(running.router.public.getsockname(), timeout=10)
+
+
+def rest(link: socket.socket) -> bytes:
+    """Return everything until the server closes the connection."""
+    received = b""
+    while part := link.recv(1 << 16):
+        received += part
+    return received
+
+
+def post(path: str, body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
+
+
+# --- framing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        b"HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"HTTP/1.1\r\nhost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.0\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n",
+    ],
+)
+def test_a_body_with_two_lengths_smuggles_no_second_request(
+    served: Running, framing: bytes
+) -> None:
+    with connect(served) as link:
+        link.sendall(b"POST /v1/models " + framing + b"0\r\n\r\n" + GET + b"\r\n")
+        answer = rest(link)
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in answer.lower() and b'"code":"invalid_http"' in answer
+
+
+# --- limits of heads ------------------------------------------------------------------------------
+
+
+def long_headers() -> bytes:
+    return GET + b"".join(b"x-%d: %s\r\n" % (i, b"y" * 1000) for i in range(80)) + b"\r\n"
+
+
+def many_headers() -> bytes:
+    return GET + b"".join(b"x-%d: y\r\n" % i for i in range(150)) + b"\r\n"
+
+
+@pytest.mark.parametrize("segment", [500, 30_000, 1 << 20])
+@pytest.mark.parametrize("head", [long_headers(), many_headers()], ids=["long", "many"])
+def test_heads_are_limited_in_any_segmentation(served: Running, head: bytes, segment: int) -> None:
+    with connect(served) as link:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(ConnectionError):  # refused before its end
+            for start in range(0, len(head), segment):
+                link.sendall(head[start : start + segment])
+        answer = link.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 431 ") and b'"code":"headers_too_large"' in answer
+
+
+def test_heads_within_the_limits_are_served_on_one_connection(served: Running) -> None:
+    head = GET + b"".join(b"x-%d: %s\r\n" % (i, b"y" * 600) for i in range(90)) + b"\r\n"
+    with connect(served) as link:
+        for _ in range(3):
+            link.sendall(head)
+            assert link.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        link.sendall(GET + b"connection: close\r\n\r\n" + b"")
+        assert rest(link).startswith(b"HTTP/1.1 200 ")
+
+
+# --- slow clients ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hasty_server() -> Iterator[tuple[str, int]]:
+    """Serve an application that ignores bodies, with short time limits."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = server_of(app, lambda: None, lambda: True, drain_s=1.0, limits=LIMITS)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+    thread.start()
+    try:
+        yield listening.getsockname()
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def drips_until_closed(link: socket.socket, data: bytes) -> bool:
+    """Send a byte at a time; return True if the server closes the connection before the end."""
+    link.settimeout(DRIP_S)
+    for byte in data:
+        try:
+            link.sendall(bytes([byte]))
+            if link.recv(1 << 16) == b"":
+                return True
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_head_must_arrive_in_time_on_new_and_on_kept_connections(kept: bool) -> None:
+    with hasty_server() as address, socket.create_connection(address, timeout=5) as link:
+        if kept:
+            link.sendall(GET + b"\r\n")
+            assert link.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        assert drips_until_closed(link, GET)
+
+
+def test_a_connection_without_a_request_is_closed() -> None:
+    with hasty_server() as address, socket.create_connection(address, timeout=5) as link:
+        assert link.recv(1) == b""
+
+
+def test_the_rest_of_a_body_must_arrive_in_time_after_its_response() -> None:
+    with hasty_server() as address, socket.create_connection(address, timeout=5) as link:
+        link.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
+        assert link.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        assert drips_until_closed(link, b"x" * 60)
+
+
+def test_a_kept_connection_may_rest_between_requests() -> None:
+    with hasty_server() as address, socket.create_connection(address, timeout=5) as link:
+        for _ in range(2):
+            link.sendall(GET + b"\r\n")
+            assert link.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+            link.settimeout(2 * LIMITS.head_s)
+            with pytest.raises(TimeoutError):
+                link.recv(1)
+
+
+def test_a_client_that_does_not_read_is_given_up_and_its_work_aborted(
+    running_with: Callable[..., Running], eventually: Eventually
+) -> None:
+    running = running_with(stall_timeout_s=0.3)
+    controller = running.open()
+    controller.burst = 1
+    link = socket.socket()
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    link.connect(running.router.public.getsockname())
+    body = {**LONG, "n": 8, "logprobs": 5}
+    link.sendall(post("/v1/completions", body))
+    eventually(lambda: len(controller.seen) == 8)
+    eventually(lambda: running.router.router.service.live == 0, 20.0)
+    eventually(lambda: sorted(controller.aborted) == sorted(sent.id for sent in controller.seen))
+    assert not controller.running
+    link.close()
+
+
+# --- the end of the process -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def router_process(
+    tmp_path: pathlib.Path, **settings: Any
+) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """Start a router that leads its own process group; yield it, its URL and fleet address."""
+    config = RouterConfig(
+        port=0,
+        ops_port=0,
+        fleet_bind="tcp://127.0.0.1:0",
+        models=(RouterModel(name="tiny", max_context_tokens=2048),),
+        **settings,
+    )
+    path = tmp_path / "router.json"
+    path.write_bytes(render(config))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "medha_router", "--config", str(path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    try:
+        assert process.stderr is not None
+        line = json.loads(process.stderr.readline())
+        yield process, line["url"], line["fleet"]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def begin_stream(link: socket.socket) -> None:
+    """Request a stream and wait for its first event."""
+    link.sendall(post("/v1/completions", LONG))
+    received = b""
+    while b"data: " not in received:
+        received += link.recv(1 << 16)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_each_stream_with_an_error_event(
+    tmp_path: pathlib.Path, dial: Callable[[str], Any], number: int
+) -> None:
+    with router_process(tmp_path) as (process, url, fleet), contextlib.ExitStack() as links:
+        controller = dial(fleet)
+        controller.burst = 1
+        *streams, waiting, uploading = [links.enter_context(connect_to(url)) for _ in range(5)]
+        for link in streams:
+            begin_stream(link)
+        controller.emitting.clear()
+        controller.granting = False
+        waiting.sendall(post("/v1/completions", {**LONG, "prompt": "say b"}))
+        uploading.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        os.killpg(process.pid, number)  # as a terminal does, to the tokenizer processes too
+        wait_for_drain(url)
+        os.killpg(process.pid, number)
+        for link in streams:
+            ending = rest(link)
+            assert b'event: error\ndata: {"error":{"message":"this router is shut' in ending
+            assert b"[DONE]" not in ending and ending.endswith(b"\r\n0\r\n\r\n")
+        for link in (waiting, uploading):
+            answer = rest(link)
+            assert answer.startswith(b"HTTP/1.1 503 ") and b'"code":"draining"' in answer
+        _, log = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert "Traceback" not in log
+        assert sorted(set(controller.aborted)) == sorted(s.id for s in controller.seen)
+
+
+def test_streams_that_outlast_a_drain_end_with_an_error_event(
+    tmp_path: pathlib.Path, dial: Callable[[str], Any]
+) -> None:
+    with router_process(tmp_path, drain_timeout_s=0.5) as (process, url, fleet):
+        controller = dial(fleet)
+        controller.burst = 1
+        with connect_to(url) as link:
+            begin_stream(link)
+            controller.emitting.clear()
+            process.send_signal(signal.SIGTERM)
+            ending = rest(link)
+        assert b"event: error" in ending and b"[DONE]" not in ending
+        assert process.wait(20) == 0
+
+
+def connect_to(url: str) -> socket.socket:
+    host, _, port = url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def wait_for_drain(url: str) -> None:
+    """Wait until new requests are refused because the router drains."""
+    for _ in range(200):
+        with connect_to(url) as link:
+            link.sendall(post("/v1/completions", {**LONG, "stream": False, "max_tokens": 1}))
+            if link.recv(1 << 16).startswith(b"HTTP/1.1 503 "):
+                return
+    raise AssertionError("the router does not drain")
