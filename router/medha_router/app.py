@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from medha.adapters.prometheus import Metrics, OpsServer, Route, Tick
 from medha.config import RouterConfig
@@ -23,6 +23,7 @@ from medha.fleet.demand import DemandWindow
 from medha.messages import RouterDemand
 from medha_router import ops
 from medha_router.auth import ApiKeys
+from medha_router.http_protocol import HttpLimits
 from medha_router.models import ModelRegistry
 from medha_router.replica_client import ReplicaClient
 from medha_router.replica_link import LinkLoop, ReplicaLink, listen
@@ -31,7 +32,7 @@ from medha_router.request_table import RequestTable, RouterState
 from medha_router.retokenize import Retokenizer
 from medha_router.router_metrics import RouterMetrics
 from medha_router.routes import make_app
-from medha_router.server import DrainingServer, HttpLimits, server_of
+from medha_router.server import DrainingServer, server_of
 from medha_router.service import Service
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.tokenizer_files import FileStore
@@ -79,7 +80,7 @@ class Router:
         self._link = link
         self._link_loop = LinkLoop(link, self._client, clock, self._ticked)
 
-    def app(self) -> FastAPI:
+    def app(self) -> ASGIApp:
         """Make the application of the public port."""
         return make_app(
             self.service,

@@ -22,8 +22,8 @@ from starlette.types import Receive, Scope, Send
 
 from medha.errors import MedhaError
 from medha_router import api_errors
-from medha_router.api_errors import REQUEST_ID
 from medha_router.generation import ClientRequest
+from medha_router.http_protocol import DISCONNECTS, Disconnects
 from medha_router.protocol import GenerationParams
 from medha_router.tokenization.detokenizer import Delta, TokenLogprob
 
@@ -57,25 +57,29 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the request ends or the client disconnects."""
-        serving = asyncio.ensure_future(self._serve(send))
-        disconnected = asyncio.ensure_future(_disconnect(receive))
+        task, left = asyncio.current_task(), False
+
+        def leave() -> None:
+            nonlocal left
+            left = True
+            if task is not None:
+                task.cancel()
+
+        disconnects: Disconnects = scope["extensions"][DISCONNECTS]["disconnects"]
+        disconnects.add(leave)
         try:
-            await asyncio.wait({serving, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            await self._serve(send)
         except asyncio.CancelledError:
-            if not self._started:
+            if left and task is not None:
+                task.uncancel()
+            elif not self._started:
                 raise
-            serving.cancel()
-            await asyncio.wait({serving})
-            if self._params.stream and not self._ended:
+            elif self._params.stream and not self._ended:
                 await self._break_off(send)
         finally:
-            disconnected.cancel()
-            serving.cancel()
-            await asyncio.wait({serving, disconnected})
+            disconnects.remove(leave)
             if self._request is not None:
                 self._cancel(self._request)
-        if not serving.cancelled() and (error := serving.exception()) is not None:
-            raise error
 
     async def _serve(self, send: Send) -> None:
         try:
@@ -192,15 +196,9 @@ class GenerationResponse(Response):
     async def _start(self, send: Send, status: int, headers: dict[str, str]) -> None:
         self._started = True
         pairs = [
-            (name.encode(), value.encode("latin-1", "replace"))
-            for name, value in {REQUEST_ID: self._id, **headers}.items()
+            (name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()
         ]
         await send({"type": "http.response.start", "status": status, "headers": pairs})
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _send_part(send: Send, body: bytes) -> None:

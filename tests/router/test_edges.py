@@ -19,7 +19,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from medha.config import RouterConfig, RouterModel, render
-from medha_router.server import HttpLimits, server_of
+from medha_router.http_protocol import HttpLimits
+from medha_router.server import server_of
 
 Running = Any
 Eventually = Callable[..., None]
@@ -65,6 +66,27 @@ def test_a_body_with_two_lengths_smuggles_no_second_request(
         answer = rest(link)
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
     assert b"connection: close" in answer.lower() and b'"code":"invalid_http"' in answer
+
+
+def test_a_client_that_offers_http2_is_served_in_this_protocol(served: Running) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "say hi", "max_tokens": 2}).encode()
+    with connect(served) as link:
+        link.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\n"
+            b"upgrade: h2c\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        answer = link.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 200 ") and b'"text":"hi"' in answer
+
+
+def test_pipelined_requests_are_answered_in_order_before_garbage_ends_them(served: Running) -> None:
+    slow = post("/v1/completions", {"model": "tiny", "prompt": "say abc", "max_tokens": 3})
+    with connect(served) as link:
+        link.sendall(slow + GET + b"\r\n" + slow + b"\x00garbage\r\n\r\n")
+        answer = rest(link)
+    first, listed, second = answer.split(b"HTTP/1.1 200 ")[1:]
+    assert b'"text":"abc"' in first and b'"data":' in listed and b'"text":"abc"' in second
+    assert b"HTTP/1.1 400" not in answer and b"connection: close" in second
 
 
 # --- limits of heads ------------------------------------------------------------------------------
