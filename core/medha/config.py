@@ -177,7 +177,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     unknown models. `models_file` holds more models in the form of `models`; it may change, and may
     be missing. A client that takes nothing for `stall_timeout_s` is given up; requests that run
     `drain_timeout_s` after a drain began are ended. `api_keys`: file of API keys, one per line (see
-    `medha_router.auth`); without it the public port is open.
+    `medha_router.auth`); without it the public port is open. `ops_token`: file of the token that
+    `POST /drain` needs; without it that route is absent.
     """
 
     host: str = "127.0.0.1"
@@ -191,6 +192,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     forget_model_s: float = 600.0
     curve: Curve | None = None
     api_keys: str = ""
+    ops_token: str = ""
     max_body_bytes: Positive = 64 << 20
     max_queue: Positive = 10_000
     queue_timeout_s: float = 120.0
@@ -214,7 +216,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     goes through `interface` alone. `rank_curve` guards a TCP `rank_bind`: its `secret` is a rank's,
     `server_public` the controller's, `allowed` those of the ranks; the controller listens with
     `curve.secret`. `kv_pages` is the number of pages per group, 0 derives it from `kv_bytes`
-    per rank. `device` is `cpu` or `cuda`. `dtype` and `kv_dtype` are torch names (`kv_dtype` auto:
+    per rank. `ops_token`: file of the token that `POST /drain` needs; without it, none is needed.
+    `device` is `cpu` or `cuda`. `dtype` and `kv_dtype` are torch names (`kv_dtype` auto:
     as dtype; or `fp8_e4m3`). `dummy_weights`: random weights, to measure speed.
     """
 
@@ -241,6 +244,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     interface: str = "lo"
     ops_host: str = "127.0.0.1"
     ops_port: Port = 0
+    ops_token: str = ""
     threads_per_rank: Positive = 1
     checked_transfers: bool = True
     profile: str = ""

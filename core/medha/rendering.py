@@ -35,6 +35,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     interface: str = "lo"
     ops_host: str = "127.0.0.1"
     ops_port: int
+    ops_token: str = ""
     run_dir: str
     decision_log: str = ""
     dummy_weights: bool = False
@@ -68,6 +69,7 @@ def worker_config(resource: MedhaReplica, name: str, site: Site) -> WorkerConfig
         interface=site.interface,
         ops_host=site.ops_host,
         ops_port=site.ops_port,
+        ops_token=site.ops_token,
         threads_per_rank=spec.engine.threads_per_rank,
         checked_transfers=spec.engine.checked_transfers == "Enabled",
         decision_log=site.decision_log,

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import pathlib
-import random
 import secrets
 import socket
 import time
@@ -16,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 from starlette.types import ASGIApp
 
-from medha.adapters.prometheus import Metrics, OpsServer, Route, Tick
+from medha.adapters.prometheus import Metrics, OpsServer, Route, Tick, read_token
 from medha.config import RouterConfig
 from medha.errors import SetupError, SpecError
 from medha.fleet.demand import DemandWindow
@@ -70,9 +69,8 @@ class Router:
             clock,
         )
         self._client = ReplicaClient(state, FileStore(folder), tokens)
-        generator = random.Random(secrets.randbits(256))  # faster than a system call for each id
         self.service = Service(
-            config, state, tokens, self._demand, wall_s=time.time, draw_bits=generator.getrandbits
+            config, state, tokens, self._demand, wall_s=time.time, draw_bits=secrets.randbits
         )
         self._keys = ApiKeys(pathlib.Path(config.api_keys)) if config.api_keys else None
         self._retokenizer = Retokenizer(state, self.service)
@@ -89,8 +87,8 @@ class Router:
             keys=self._keys,
         )
 
-    def routes(self, drain: Callable[[], None]) -> dict[str, Route]:
-        """Make the routes of the ops port."""
+    def routes(self, drain: Callable[[], None] | None) -> dict[str, Route]:
+        """Make the routes of the ops port; without `drain`, none that changes the router."""
         return ops.routes(asyncio.get_running_loop(), self.page, self.demand, drain)
 
     def page(self) -> dict[str, object]:
@@ -183,13 +181,15 @@ async def opened(config: RouterConfig, tokens: TokenizerPool) -> AsyncIterator[R
             drain_s=config.drain_timeout_s,
             limits=HttpLimits(stall_s=config.stall_timeout_s),
         )
+        token = read_token(config.ops_token) if config.ops_token else b""
         ops_server = OpsServer(
             config.host,
             config.ops_port,
             metrics,
             alive=router.tick.alive,
             ready=lambda: service.ready,
-            routes=router.routes(server.finish),
+            routes=router.routes(server.finish if token else None),
+            token=token,
         )
         stack.callback(ops_server.close)
         router.start()

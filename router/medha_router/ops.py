@@ -98,9 +98,9 @@ def routes(
     loop: asyncio.AbstractEventLoop,
     page: Callable[[], dict[str, Any]],
     demand: Callable[[], RouterDemand],
-    drain: Callable[[], None],
+    drain: Callable[[], None] | None,
 ) -> dict[str, Route]:
-    """Make the routes that a router adds to its ops port."""
+    """Make the routes that a router adds to its ops port; without `drain`, none that changes it."""
 
     async def snapshot() -> dict[str, Any]:
         return page()
@@ -116,15 +116,15 @@ def routes(
         demand = _on_loop(loop, demand_snapshot())
         return json_reply(demand) if demand is not None else _unresponsive()
 
+    shown: dict[str, Route] = {"GET /debug/queue": debug_queue, "GET /demand": show_demand}
+    if drain is None:
+        return shown
+
     def start_drain() -> Reply:
         loop.call_soon_threadsafe(drain)
         return json_reply({"draining": True}, 202)
 
-    return {
-        "GET /debug/queue": debug_queue,
-        "GET /demand": show_demand,
-        "POST /drain": start_drain,
-    }
+    return {**shown, "POST /drain": start_drain}
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T | None:

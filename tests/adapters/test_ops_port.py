@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -16,7 +17,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from medha.adapters.logs import JsonLines, start_logs
-from medha.adapters.prometheus import MAX_CONNECTIONS, Metrics, OpsServer, Reply, Tick, json_reply
+from medha.adapters.prometheus import (
+    MAX_CONNECTIONS,
+    Metrics,
+    OpsServer,
+    Reply,
+    Tick,
+    json_reply,
+    read_token,
+)
 from medha.errors import SetupError, SpecError
 from medha.messages import ReplicaStatus
 from medha.metrics import exported_by
@@ -88,6 +97,23 @@ def test_a_post_route_acts_and_a_get_does_not(server: OpsServer) -> None:
     assert get(server, "/drained").json() is False
     assert httpx.post(url, timeout=5, trust_env=False).status_code == 202
     assert get(server, "/drained").json() is True
+
+
+@pytest.mark.parametrize("name", ["Origin", "Sec-Fetch-Site"])
+def test_a_browser_changes_nothing(server: OpsServer, name: str) -> None:
+    url, headers = f"http://127.0.0.1:{server.port}/drain", {name: "same-origin"}
+    assert httpx.post(url, timeout=5, trust_env=False, headers=headers).status_code == 403
+    assert get(server, "/drained").json() is False
+
+
+def test_a_token_must_be_long_enough_to_be_secret(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a" * 15 + "\n")
+    with pytest.raises(SetupError, match="has 15 bytes: must have 16 or more"):
+        read_token(str(tmp_path / "token"))
+    with pytest.raises(SetupError, match="cannot be read"):
+        read_token(str(tmp_path / "none"))
+    (tmp_path / "token").write_text("a" * 16 + "\n")
+    assert read_token(str(tmp_path / "token")) == b"a" * 16
 
 
 def test_an_unknown_page_is_not_found(server: OpsServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 import threading
 import time
@@ -215,13 +216,21 @@ def test_a_prompt_beyond_every_pool_is_refused_with_both_numbers(
 
 
 def test_a_drain_refuses_new_requests_and_finishes_running_ones(
-    alone: Any, eventually: Any
+    running_with: Any, tmp_path: pathlib.Path, eventually: Any
 ) -> None:
+    token = tmp_path / "token"
+    token.write_text("t" * 20 + "\n")
+    alone = running_with(ops_token=str(token))
     controller = alone.open()
     controller.emitting.clear()
     running = Background(alone)
     eventually(lambda: controller.running)
-    assert alone.ops.post("/drain").status_code == 202
+    assert alone.ops.post("/drain").status_code == 401
+    may_drain = {"authorization": f"Bearer {'t' * 20}"}
+    from_a_page = {**may_drain, "origin": "null"}
+    assert alone.ops.post("/drain", headers=from_a_page).status_code == 403
+    assert alone.ops.get("/readyz").status_code == 200
+    assert alone.ops.post("/drain", headers=may_drain).status_code == 202
     eventually(lambda: alone.ops.get("/readyz").status_code == 503)
     refused = alone.http.post("/v1/completions", json=BODY)
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
@@ -230,6 +239,11 @@ def test_a_drain_refuses_new_requests_and_finishes_running_ones(
     running.join(5)
     assert (running.status, running.text) == (200, "abc")
     eventually(lambda: not alone.alive())
+
+
+def test_a_router_without_a_token_takes_no_drain_request(served: Any) -> None:
+    assert served.ops.post("/drain").status_code == 404
+    assert served.ops.get("/readyz").status_code == 200
 
 
 def test_metrics_show_promises_refusals_and_latencies(served: Any) -> None:

@@ -3,13 +3,16 @@
 `Metrics` makes a registry of its own, not the library's global one, with the metrics that this kind
 of process exports. `OpsServer` answers on its own threads, so that a busy event loop does not seem
 dead; a process adds its own routes (`GET /status`, `POST /drain`). The port is for clients inside
-the fleet: plain HTTP, with bounds on connections and time. It reads no request body.
+the fleet: plain HTTP, with bounds on connections and time. It reads no request body. A route that
+changes something (POST) needs a token if the process has one, and is never taken from a browser.
 """
 
 from __future__ import annotations
 
+import hmac
 import http.server
 import logging
+import pathlib
 import socket
 import threading
 import time
@@ -28,6 +31,8 @@ from medha.metrics import Exporter, Metric, exported_by
 MAX_CONNECTIONS = 32
 CONNECTION_TIMEOUT_S = 5.0
 STALE_TICK_S = 10.0
+MIN_TOKEN_BYTES = 16
+BROWSER_HEADERS = ("Origin", "Sec-Fetch-Site")  # of a POST, no page can leave out both
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -39,6 +44,23 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 Route = Callable[[], Reply]
+
+
+def read_token(path: str) -> bytes:
+    """Read the token of an ops port from a file; raises SetupError."""
+    try:
+        token = pathlib.Path(path).read_bytes().strip()
+    except OSError as error:
+        raise SetupError(
+            f"the token in {path} cannot be read ({error.strerror}): put a file there with "
+            f"{MIN_TOKEN_BYTES} or more random characters"
+        ) from None
+    if len(token) < MIN_TOKEN_BYTES:
+        raise SetupError(
+            f"the token in {path} has {len(token)} bytes: must have {MIN_TOKEN_BYTES} or more; "
+            "write a random one"
+        )
+    return token
 
 
 def json_reply(value: object, status: int = 200) -> Reply:
@@ -168,7 +190,8 @@ class OpsServer:
 
     Keys of `routes` are a method and a path (`GET /status`). A route runs on a thread of the
     server, so it only reads snapshots or posts to the loop. Port 0 takes any free port; `port` is
-    the actual one. Raises SetupError if the port is taken.
+    the actual one. A POST needs `Authorization: Bearer TOKEN`, unless `token` is empty. Raises
+    SetupError if the port is taken.
     """
 
     def __init__(
@@ -180,6 +203,7 @@ class OpsServer:
         alive: Callable[[], bool],
         ready: Callable[[], bool],
         routes: Mapping[str, Route] | None = None,
+        token: bytes = b"",
     ) -> None:
         all_routes: dict[str, Route] = {
             "GET /healthz": lambda: _probe(alive()),
@@ -189,7 +213,7 @@ class OpsServer:
             **(routes or {}),
         }
         try:
-            self._server = _Server(host, port, all_routes)
+            self._server = _Server(host, port, all_routes, token)
         except OSError as error:
             raise SetupError(
                 f"ops port {host}:{port} cannot be opened ({error.strerror}): free it or choose "
@@ -216,8 +240,8 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, routes: Mapping[str, Route]) -> None:
-        self.routes = routes
+    def __init__(self, host: str, port: int, routes: Mapping[str, Route], token: bytes) -> None:
+        self.routes, self.token = routes, token
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__((host, port), _Handler)
 
@@ -264,7 +288,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         routes = self.server.routes
         route = routes.get(f"{method} {path}")
         if route is not None:
-            reply = _guarded(route, path)
+            reply = self._denial(method) or _guarded(route, path)
         elif any(key.partition(" ")[2] == path for key in routes):
             reply = Reply(b"method not allowed\n", 405)
         else:
@@ -274,6 +298,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(reply.body)))
         self.end_headers()
         self.wfile.write(reply.body)
+
+    def _denial(self, method: str) -> Reply | None:
+        """Return the reply to a request that may not change anything."""
+        if method == "GET":
+            return None
+        if any(name in self.headers for name in BROWSER_HEADERS):
+            return Reply(b"not from a browser\n", 403)
+        expected = b"Bearer " + self.server.token
+        given = self.headers.get("Authorization", "").encode("latin-1", "replace")
+        if self.server.token and not hmac.compare_digest(given, expected):
+            return Reply(b"send the header Authorization: Bearer TOKEN\n", 401)
+        return None
 
 
 def _guarded(route: Route, path: str) -> Reply:

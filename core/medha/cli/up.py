@@ -17,6 +17,7 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
+from medha.adapters.prometheus import read_token
 from medha.cli.local_fleet import preflight
 from medha.cli.local_fleet.checkpoint_check import check_checkpoint
 from medha.cli.local_fleet.child_process import ChildProcess
@@ -118,6 +119,7 @@ def _plan(
         checkpoints=checkpoints,
         router_curve=router_curve,
         controller_curve=controller_curve,
+        ops_token=run_dir.write_token(),
         gpus=preflight.gpu_count(),
         log_level=options.log_level,
         decision_log=options.decision_log,
@@ -136,6 +138,7 @@ def _run(
     poll = FleetPoll(
         f"http://{HOST}:{plan.router.ops_port}",
         {replica.name: f"http://{HOST}:{replica.config.ops_port}" for replica in plan.replicas},
+        read_token(plan.router.ops_token),
     )
     signals = StopSignals()
     with signals:

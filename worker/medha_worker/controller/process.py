@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable
 
-from medha.adapters.prometheus import Metrics, OpsServer, Reply, Tick, json_reply
+from medha.adapters.prometheus import Metrics, OpsServer, Reply, Tick, json_reply, read_token
 from medha.adapters.sockets import Dialer, Listener, wait
 from medha.config import WorkerConfig
 from medha.errors import CheckpointError, SpecError
@@ -172,6 +172,7 @@ class ControllerProcess:
             alive=self._tick.alive,
             ready=lambda: self._status is not None and self._status.ready,
             routes={"GET /status": self._show_status, "POST /drain": self._drain},
+            token=read_token(config.ops_token) if config.ops_token else b"",
         )
 
     @property

@@ -35,6 +35,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: Mapping[str, str]
     router_curve: Curve | None = None
     controller_curve: Curve | None = None
+    ops_token: str = ""
     gpus: int = 0
     log_level: str = "info"
     decision_log: bool = False
@@ -107,6 +108,7 @@ def _router(resources: Sequence[MedhaReplica], host: HostSettings) -> RouterConf
         host=host.address,
         port=host.port,
         ops_port=host.ops_port,
+        ops_token=host.ops_token,
         fleet_bind=host.fleet_address,
         models=tuple(models.values()),
         curve=host.router_curve,
@@ -124,6 +126,7 @@ def _replica(
         curve=host.controller_curve,
         rank_bind=f"ipc://{host.run_dir}/{name}.sock",
         ops_port=ops_port,
+        ops_token=host.ops_token,
         run_dir=host.run_dir,
         decision_log=f"{host.run_dir}/{name}.decisions.jsonl" if host.decision_log else "",
         dummy_weights=host.dummy_weights,

@@ -10,9 +10,11 @@ import contextlib
 import os
 import pathlib
 import re
+import secrets
 import shutil
 import tempfile
 
+from medha.adapters.keys import write_secret
 from medha.adapters.sockets import write_keys
 from medha.cli.local_fleet.fleet_plan import FleetPlan
 from medha.config import Curve, render
@@ -59,15 +61,22 @@ class RunDir:
 
     def write_keys(self) -> tuple[Curve, Curve]:
         """Write fresh CURVE keys; returns the router's and the controllers' key files."""
-        secrets = {name: self.path / f"{name}.secret" for name in ("router", "controller")}
-        for name, secret in secrets.items():
+        files = {name: self.path / f"{name}.secret" for name in ("router", "controller")}
+        for name, secret in files.items():
             secret.unlink(missing_ok=True)
             (self.path / f"{name}.public").write_text(write_keys(secret) + "\n")
-        router = Curve(secret=str(secrets["router"]), allowed=str(self.path / "controller.public"))
+        router = Curve(secret=str(files["router"]), allowed=str(self.path / "controller.public"))
         controller = Curve(
-            secret=str(secrets["controller"]), server_public=str(self.path / "router.public")
+            secret=str(files["controller"]), server_public=str(self.path / "router.public")
         )
         return router, controller
+
+    def write_token(self) -> str:
+        """Write a fresh token for the ops ports; returns its file."""
+        path = self.path / "ops.secret"
+        path.unlink(missing_ok=True)
+        write_secret(path, secrets.token_urlsafe(32).encode())
+        return str(path)
 
     def write_configs(self, plan: FleetPlan) -> None:
         self.router_config.write_bytes(render(plan.router))

@@ -23,11 +23,13 @@ TIMEOUT_S = 2.0
 class FleetPoll:
     """Polls the router and all controllers of `medha up`.
 
-    `controllers`: replica name -> base URL of its controller's ops port; `router`: the router's.
+    `controllers`: replica name -> base URL of its controller's ops port; `router`: the router's;
+    `token`: of all these ports.
     """
 
-    def __init__(self, router: str, controllers: Mapping[str, str]) -> None:
+    def __init__(self, router: str, controllers: Mapping[str, str], token: bytes) -> None:
         self._router, self._controllers = router, dict(controllers)
+        self._may_drain = {"authorization": f"Bearer {token.decode()}"}
         self._statuses: dict[str, ReplicaStatus] = {}
         self._router_ready = False
         self._closing = threading.Event()
@@ -59,7 +61,7 @@ class FleetPoll:
         with _client() as client:
             for url in (self._router, *self._controllers.values()):
                 try:
-                    client.post(f"{url}/drain")
+                    client.post(f"{url}/drain", headers=self._may_drain)
                 except httpx.HTTPError as error:
                     logging.getLogger("medha.up").debug("%s does not drain: %s", url, error)
 
