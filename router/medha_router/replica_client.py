@@ -146,6 +146,12 @@ class ReplicaClient:
         if self._send(replica.peer, Heads(heads)):
             self._published[replica.name] = (published, now)
 
+    def _submitted(self, replica: ConnectedReplica, ids: set[str]) -> None:
+        """Note that a replica drops the heads of these requests without a further message."""
+        published, published_s = self._published.get(replica.name, ((), 0.0))
+        left = tuple(head for head in published if head[0] not in ids)
+        self._published[replica.name] = left, published_s
+
     def _forget_heads(self, name: str) -> None:
         self._published.pop(name, None)
 
@@ -185,6 +191,7 @@ class ReplicaClient:
     def _on_grant(self, replica: ConnectedReplica, grant: Grant, now: float) -> None:
         """Submit the granted requests that are still placed on the replica."""
         dispatcher = self._models[replica.hello.model].dispatcher
+        submitted: set[str] = set()
         for granted in grant.ids:
             generation = dispatcher.take(granted, replica.name)
             if generation is None:
@@ -192,9 +199,11 @@ class ReplicaClient:
             generation.peer = replica.peer
             replica.sent.add(generation.id)
             if self._send(replica.peer, generation.submit(now)):
+                submitted.add(granted)
                 self._metrics.dispatched(generation, now)
             else:
                 self._requests.requeue(generation, now)
+        self._submitted(replica, submitted)
         self._requests.changed()
 
     def _on_accepted(self, replica: ConnectedReplica, message: Accepted) -> None:

@@ -221,6 +221,7 @@ class Controller(threading.Thread):
 
     def _submit(self, submit: Submit) -> None:
         self.seen.append(submit)
+        self.heads = tuple(head for head in self.heads if head.id != submit.id)
         if self.fails is not None:
             self._link.send(msgspec.structs.replace(self.fails, id=submit.id))
             return

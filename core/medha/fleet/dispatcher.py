@@ -337,7 +337,7 @@ class Dispatcher(Generic[Item]):
 
     def place_waiting(self, now: float) -> None:
         """Place the most urgent unplaced requests: all promised, some relegated per replica."""
-        if not self._estimates or not len(self._queue):
+        if not self._estimates or not (self._unplaced_promised or self._unplaced_relegated):
             return
         room = sum(
             max(0, MAX_RELEGATED_PLACED - len(self._relegated.get(name, ())))
@@ -345,7 +345,8 @@ class Dispatcher(Generic[Item]):
         )
         if room <= 0 and not self._unplaced_promised:
             return
-        unplaced = (self._queue.unplaced(now, promised) for promised in (True, False))
+        kinds = ((True, self._unplaced_promised), (False, self._unplaced_relegated))
+        unplaced = (self._queue.unplaced(now, promised) for promised, ids in kinds if ids)
         for queued in itertools.chain.from_iterable(unplaced):
             if room <= 0 and not queued.promised:
                 break

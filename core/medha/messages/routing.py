@@ -57,7 +57,10 @@ class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Heads(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The requests placed on a controller, most urgent first; replaces earlier heads."""
+    """The requests placed on a controller, most urgent first; replaces earlier heads.
+
+    A Submit removes its head, so that none follows for that alone.
+    """
 
     heads: Annotated[tuple[Head, ...], msgspec.Meta(max_length=256)]
 
