@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import psutil
@@ -44,6 +44,8 @@ OUTPUT_TOKENS = 8
 STREAM_TOKENS = 256
 CHAT = "/v1/chat/completions"
 ROOT = pathlib.Path(__file__).parent.parent
+USABLE = sorted(os.sched_getaffinity(0))
+CORE, OTHER_CORES = USABLE[:1], USABLE[1:] or USABLE  # of the router; of all else
 WORKER_ANSWER = msgspec.json.encode(
     {
         "id": "chatcmpl-1",
@@ -112,12 +114,6 @@ class Target:
         return float(self._process.memory_info().rss) / 1e6
 
 
-def cores() -> tuple[list[int], list[int]]:
-    """Return the core of the target and those of all else."""
-    usable = sorted(os.sched_getaffinity(0))
-    return [usable[0]], usable[1:] or usable
-
-
 @contextlib.contextmanager
 def running(
     command: list[str], cpus: list[int], log: pathlib.Path
@@ -166,8 +162,12 @@ def until_ready(port: int, path: str, log: pathlib.Path, within_s: float = 60.0)
 
 
 @contextlib.contextmanager
-def medha(folder: pathlib.Path, texts: Texts) -> Iterator[Target]:
-    """Run a router with an instant replica."""
+def medha(
+    folder: pathlib.Path,
+    texts: Texts,
+    replica: Sequence[str] = (sys.executable, "-m", "tests.support.instant_replica"),
+) -> Iterator[Target]:
+    """Run a router with a replica."""
     (folder / "tokenizer.json").write_bytes(train_tokenizer(texts.documents))
     (folder / "router.public").write_text(write_keys(folder / "router.secret"))
     (folder / "replicas").write_text(write_keys(folder / "replica.secret") + "\n")
@@ -180,18 +180,10 @@ def medha(folder: pathlib.Path, texts: Texts) -> Iterator[Target]:
         curve=Curve(secret=str(folder / "router.secret"), allowed=str(folder / "replicas")),
     )
     (folder / "router.json").write_bytes(msgspec.json.encode(config))
-    own, others = cores()
     router = [sys.executable, "-m", "medha_router", "--config", str(folder / "router.json")]
-    replica = [
-        sys.executable,
-        "-m",
-        "tests.support.instant_replica",
-        config.fleet_bind,
-        str(folder),
-    ]
     with (
-        running(router, own, folder / "router.log") as process,
-        running(replica, others, folder / "replica.log"),
+        running(router, CORE, folder / "router.log") as process,
+        running([*replica, config.fleet_bind, str(folder)], OTHER_CORES, folder / "replica.log"),
     ):
         until_ready(port, "/v1/models", folder / "router.log")
         yield Target(process, port)
@@ -200,7 +192,6 @@ def medha(folder: pathlib.Path, texts: Texts) -> Iterator[Target]:
 @contextlib.contextmanager
 def peer(command: str, folder: pathlib.Path) -> Iterator[Target]:
     """Run another router with an instant HTTP worker."""
-    own, others = cores()
     port, worker, name = free_port(), free_port(), pathlib.Path(command).name
     launch = [command, *(["launch"] if name == "sglang-router" else [])]
     launch += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
@@ -208,8 +199,8 @@ def peer(command: str, folder: pathlib.Path) -> Iterator[Target]:
     launch += ["--prometheus-port", str(free_port())]
     serve = [sys.executable, "-m", "benchmarks.router", "--worker", str(worker)]
     with (
-        running(serve, others, folder / "worker.log"),
-        running(launch, own, folder / f"{name}.log") as process,
+        running(serve, OTHER_CORES, folder / "worker.log"),
+        running(launch, CORE, folder / f"{name}.log") as process,
     ):
         until_ready(worker, "/health", folder / "worker.log")
         until_ready(port, "/v1/models", folder / f"{name}.log")
@@ -261,7 +252,8 @@ def _checked(replies: list[Reply], content: bytes) -> list[Reply]:
     return replies
 
 
-def _percentile(values: list[float], share: float) -> float:
+def percentile(values: list[float], share: float) -> float:
+    """Return the value below which a share of all lies."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
@@ -297,8 +289,8 @@ async def first_tokens(
     first_ms = [1e3 * reply.first_s for reply in _checked(replies, b"quick")]
     load = f"at {share:.0%} load"
     return {
-        f"TTFT p50 {load}, ms": _percentile(first_ms, 0.5),
-        f"TTFT p99 {load}, ms": _percentile(first_ms, 0.99),
+        f"TTFT p50 {load}, ms": percentile(first_ms, 0.5),
+        f"TTFT p99 {load}, ms": percentile(first_ms, 0.99),
     }
 
 
@@ -385,7 +377,7 @@ def main() -> None:
     if given.worker is not None:
         uvloop.run(serve_worker(given.worker))
         return
-    os.sched_setaffinity(0, cores()[1])
+    os.sched_setaffinity(0, OTHER_CORES)
     texts = Texts()
     rounds: dict[str, list[Round]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,16 @@ class Reply(msgspec.Struct, frozen=True):
     status: int
     first_s: float
     total_s: float
+    head: bytes
     body: bytes
+
+    def header(self, name: bytes) -> bytes:
+        """Return the value of a header, empty without it; `name` is in lower case."""
+        at = self.head.find(b"\r\n" + name + b":")
+        if at < 0:
+            return b""
+        start = at + len(name) + 3
+        return self.head[start:].split(b"\r\n", 1)[0].strip()
 
 
 def request_of(path: str, body: bytes) -> bytes:
@@ -86,6 +95,7 @@ class Connection(asyncio.Protocol):
                     int(top[9:12]),
                     self._first_s - self._sent_s,
                     now - self._sent_s,
+                    top,
                     bytes(self._data[head + 4 :]),
                 )
             )

@@ -1,0 +1,164 @@
+"""A replica with the real scheduler and no model.
+
+    python -m tests.support.timed_replica ADDRESS FOLDER
+
+Grants heads and decides batches as a controller does. A batch takes the time that its predictor
+says on the wall clock, on a machine slow enough for a load generator to overrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import time
+
+import msgspec
+from tests.support.instant_replica import PAGE_TOKENS, InstantReplica
+
+from medha import testing
+from medha.batch import Batch, BatchResult, Sampled
+from medha.config import Scheduling
+from medha.errors import Refusal
+from medha.fleet.dispatcher import split_names
+from medha.fleet.grants import GrantQueue
+from medha.messages import (
+    Abort,
+    Accepted,
+    Failed,
+    Finished,
+    Heads,
+    LoadReport,
+    RouterMessage,
+    Submit,
+    Tokens,
+)
+from medha.predictor import Predictor
+from medha.request import Request, Slo, SloClass
+from medha.scheduling.scheduler import Scheduler
+
+TOKEN_S, BATCH_S = 1e-4, 2e-3
+TTFT_S, TPOT_S = 1.0, 0.2
+CLASSES = (SloClass(slo=Slo(ttft_floor_s=TTFT_S, tpot_s=TPOT_S)),)
+PAGES, MAX_TOKENS = 4096, 1 << 16
+REPORT_S = 0.02
+ROUTER = "router"
+
+
+class TimedReplica(InstantReplica):
+    """A replica of one group on a machine of TOKEN_S per row and BATCH_S per batch."""
+
+    def __init__(self, address: str, folder: pathlib.Path, name: str) -> None:
+        super().__init__(address, folder, name, REPORT_S)
+        profile, shape = testing.profile(TOKEN_S, 0.0, BATCH_S), testing.shape()
+        layout, settings = testing.topology(), Scheduling(prefix_cache=False)
+        self._hello = msgspec.structs.replace(
+            self._hello,
+            shape=shape,
+            topology=layout,
+            max_context_tokens=MAX_TOKENS,
+            classes=CLASSES,
+            profile=msgspec.json.encode(profile),
+            max_batch_s=settings.max_batch_s,
+            min_batch_s=settings.min_batch_s,
+        )
+        self._scheduler = Scheduler(
+            layout,
+            shape,
+            Predictor(profile, shape, layout, settings.max_batch_s),
+            settings,
+            PAGES,
+            PAGE_TOKENS,
+            MAX_TOKENS,
+            CLASSES,
+        )
+        self._scheduler.group_joined(0, 1, time.monotonic())
+        self._grants = GrantQueue(settings.dispatch_budgets * settings.max_batch_s)
+        self._live: dict[int, tuple[Submit, int]] = {}  # by sequence: its tokens so far
+        self._batch: tuple[Batch, float] | None = None
+
+    def run(self) -> None:
+        """Serve until the process is ended."""
+        self._link.send(self._hello)
+        report_s = time.monotonic()
+        while True:
+            now = time.monotonic()
+            due_s = report_s if self._batch is None else min(report_s, self._batch[1])
+            message = self._link.receive(max(0.0, due_s - now))
+            while message is not None:
+                self._take(message)
+                message = self._link.receive(0.0)
+            now = time.monotonic()
+            if self._batch is not None and now >= self._batch[1]:
+                self._complete(self._batch[0], now)
+            for grant in self._grants.grant(self._scheduler.load(now), now).values():
+                self._link.send(grant)
+            if self._batch is None and (batch := self._scheduler.next_batch(now, frozenset({0}))):
+                self._batch = batch, now + batch.predicted_s
+            if now >= report_s:
+                report_s = now + REPORT_S
+                self._link.send(LoadReport(self._scheduler.load(now)))
+
+    def _take(self, message: RouterMessage) -> None:
+        now = time.monotonic()
+        match message:
+            case Heads(heads=heads):
+                self._grants.heads(ROUTER, heads, now)
+            case Submit():
+                self._grants.submitted(message.id)
+                self._admit(message, now)
+            case Abort(id=name):
+                self._scheduler.abort(name, now)
+            case _:
+                super()._take(message)
+
+    def _admit(self, submit: Submit, now: float) -> None:
+        request = Request(
+            id=submit.id,
+            arrival_s=now - submit.age_s,
+            prompt_tokens=len(submit.tokens) // 4,
+            max_output_tokens=submit.max_output_tokens,
+            ttft_deadline_s=submit.ttft_deadline_s,
+            tpot_s=submit.tpot_s,
+            work_s=submit.work_s,
+            slo_class=submit.slo_class,
+            tenant=submit.tenant,
+            weight=submit.weight,
+            promised=submit.promised,
+        )
+        try:
+            admitted = self._scheduler.submit(request, now, split_names(submit.hashes))
+        except Refusal as refusal:
+            self._link.send(Failed(submit.id, refusal.code, str(refusal)))
+            return
+        self._live[admitted.seq] = submit, 0
+        self._link.send(Accepted(submit.id, admitted.cached_tokens, admitted.predicted_ttft_s))
+
+    def _complete(self, batch: Batch, now: float) -> None:
+        """End a batch: send its tokens and the ends of its sequences."""
+        self._batch = None
+        self._scheduler.stage_done(batch.number, 0, now)
+        seqs = [chunk.seq for chunk in batch.chunks if chunk.yields]
+        result = BatchResult(tuple(Sampled(seq, False) for seq in seqs), batch.predicted_s)
+        completed = self._scheduler.complete(batch.number, result, now)
+        for seq in seqs:
+            submit, emitted = self._live.get(seq, (None, 0))
+            if submit is not None:
+                self._link.send(Tokens(submit.id, emitted, (self._words[emitted],)))
+                self._live[seq] = submit, emitted + 1
+        for ended in completed:
+            self._live.pop(ended.seq, None)
+            self._link.send(
+                Finished(ended.request_id, ended.reason, ended.prompt_tokens, ended.output_tokens)
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address")
+    parser.add_argument("folder", type=pathlib.Path)
+    given = parser.parse_args()
+    TimedReplica(given.address, given.folder, "r0").run()
+
+
+if __name__ == "__main__":
+    main()
