@@ -10,6 +10,7 @@ model-server protocol.
 from __future__ import annotations
 
 import bisect
+import functools
 from typing import Literal, Protocol
 
 import msgspec
@@ -385,6 +386,7 @@ def length_bucket(prompt_tokens: int) -> int:
     return bisect.bisect_left(LENGTH_EDGES, prompt_tokens)
 
 
+@functools.lru_cache(4096)
 def length_label(prompt_tokens: int) -> str:
     """Return the label of that bucket: its upper edge."""
     return LENGTH_LABELS[length_bucket(prompt_tokens)]

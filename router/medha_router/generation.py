@@ -118,6 +118,8 @@ class ClientRequest:
         self._deltas: collections.deque[tuple[int, Delta]] = collections.deque()
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._waits_until_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def done(self) -> bool:
@@ -174,11 +176,12 @@ class ClientRequest:
         if not self._deltas and self._failure is None:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = loop.call_later(timeout_s, self._wake)
+            self._waits_until_s = loop.time() + timeout_s
+            if self._timer is None:  # a timer for each wait would cost more than the wait
+                self._timer = loop.call_at(self._waits_until_s, self._time_out, loop)
             try:
                 await self._waiter
             finally:
-                timer.cancel()
                 self._waiter = None
         if self._deltas:
             deltas = list(self._deltas)
@@ -187,6 +190,21 @@ class ClientRequest:
         if self._failure is not None:
             raise self._failure
         return []
+
+    def close(self) -> None:
+        """End the timer of `next`; nothing waits for deltas any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _time_out(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._waiter is None:
+            return
+        if loop.time() >= self._waits_until_s:
+            self._wake()
+        else:
+            self._timer = loop.call_at(self._waits_until_s, self._time_out, loop)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -80,6 +80,7 @@ class GenerationResponse(Response):
             disconnects.remove(leave)
             if self._request is not None:
                 self._cancel(self._request)
+                self._request.close()
 
     async def _serve(self, send: Send) -> None:
         try:
@@ -134,7 +135,7 @@ class GenerationResponse(Response):
 
     async def _stream(self, request: ClientRequest, send: Send) -> None:
         builder = self._make_builder(request)
-        async for events in self._events(request, builder):
+        async for events, last in self._events(request, builder):
             if not self._started:
                 await self._start(
                     send,
@@ -146,14 +147,16 @@ class GenerationResponse(Response):
                         "x-accel-buffering": "no",
                     },
                 )
-            await _send_part(send, events)
-        self._ended = True
-        await _send_last(send)
+            if last:
+                self._ended = True
+                await _send_last(send, events)
+            else:
+                await _send_part(send, events)
 
     async def _events(
         self, request: ClientRequest, builder: ResponseBuilder
-    ) -> AsyncIterator[bytes]:
-        """Yield blocks of server-sent events."""
+    ) -> AsyncIterator[tuple[bytes, bool]]:
+        """Yield blocks of server-sent events, and whether a block ends the stream."""
         params = self._params
         open_generations = len(request.generations)
         logprobs = params.sampling.logprobs is not None
@@ -167,13 +170,13 @@ class GenerationResponse(Response):
                 if params.include_usage:
                     extra["usage"] = None
                 block.append(builder.chunk(index, delta, logprobs=logprobs, extra=extra))
-            yield b"".join(opening + block) if block else KEEPALIVE
+            if not open_generations:
+                if params.include_usage:
+                    block.append(builder.usage(_usage(request), {"x_medha": _timing(request)}))
+                block.append(DONE)
+            yield b"".join(opening + block) if block else KEEPALIVE, not open_generations
             if block:
                 opening = []
-        tail = [DONE]
-        if params.include_usage:
-            tail.insert(0, builder.usage(_usage(request), {"x_medha": _timing(request)}))
-        yield b"".join(tail)
 
     def _opening(self, request: ClientRequest, builder: ResponseBuilder) -> bytes:
         """Return the first events: the role of chat choices, or the prompt if `echo`."""
