@@ -78,8 +78,9 @@ class ModelVersion:
         texts: bool = False,
         special: bool = True,
         generation_prompt: bool = True,
+        limit_tokens: int = 0,
     ) -> Encode:
-        """Return the tokenizer job for a prompt of this version."""
+        """Return the tokenizer job for a prompt of this version, of at most `limit_tokens`."""
         return Encode(
             key=self.tokenizer_key,
             chat=chat,
@@ -89,6 +90,7 @@ class ModelVersion:
             add_special_tokens=special,
             generation_prompt=generation_prompt,
             texts=texts,
+            limit_tokens=limit_tokens,
         )
 
 

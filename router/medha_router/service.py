@@ -187,6 +187,7 @@ class Service:
             raw=params.raw,
             salt=model.salt(client_request.tenant),
             texts=params.echo,
+            limit_tokens=model.max_context_tokens,
         )
         return await self._tokens.encode(job)
 

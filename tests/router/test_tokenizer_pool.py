@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -13,7 +14,9 @@ import pytest
 from medha.errors import CheckpointError, EngineError, RequestError
 from medha.fleet.prefix_index import chain
 from medha.messages import from_bytes
+from medha_router.tokenization.detokenizer import Vocabulary, text_of
 from medha_router.tokenization.encoder import ChatTemplate
+from medha_router.tokenization.lane import JOB_S
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.wire import Encode, TokenizerFiles
 
@@ -88,13 +91,89 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(pool: TokenizerPool) -> Non
             done.append(name)
 
         await pool.encode(job("warm"))
-        book = asyncio.create_task(encode("book", "word " * 200_000))
+        book = asyncio.create_task(encode("book", " ".join(map(str, range(200_000)))))
         await asyncio.sleep(0.01)
         await encode("greeting", "hi")
         await book
         return done
 
     assert asyncio.run(both()) == ["greeting", "book"]
+
+
+def test_a_long_prompt_has_the_tokens_and_names_of_one_pass(pool: TokenizerPool) -> None:
+    text = "some words, " * 20_000
+    (prompt,) = asyncio.run(pool.encode(job([text, "short"], texts=True)))[:1]
+    assert prompt.length == len(text) and prompt.text == text
+    assert prompt.hashes == b"".join(chain(from_bytes(prompt.tokens), 4, SALT))
+
+
+def test_a_prompt_that_cannot_fit_is_declined_early(pool: TokenizerPool) -> None:
+    text = "some words, " * 20_000
+    for limit, sentence in ((1000, "are at least"), (60_000, "has more than 60000 tokens")):
+        with pytest.raises(RequestError, match=sentence) as caught:
+            asyncio.run(pool.encode(job(text, limit_tokens=limit, salt=b"new")))
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_another_tenants_prompt_does_not_wait_for_the_books_of_one(pool: TokenizerPool) -> None:
+    async def scene() -> list[str]:
+        done: list[str] = []
+
+        async def encode(name: str, size: int) -> None:
+            text = "".join(f"{name}{number} " for number in range(size))
+            (prompt,) = await pool.encode(job(text, salt=name.encode()))
+            assert prompt.length == len(text)
+            done.append(name)
+
+        books = [asyncio.create_task(encode("a", 200_000)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        await encode("b", 20_000)
+        assert len(done) == 1
+        await asyncio.gather(*books)
+        return done
+
+    assert asyncio.run(scene()) == ["b", "a", "a", "a"]
+
+
+def test_a_job_whose_client_left_ends_and_other_jobs_of_its_process_start_again(
+    byte_level_json: bytes,
+) -> None:
+    async def scene() -> None:
+        pool = TokenizerPool()
+        for key, template in (("good", b""), ("spin", SPIN)):
+            pool.add(TokenizerFiles(key=key, tokenizer=byte_level_json, template=template))
+            await pool.warm(key)
+        text = "".join(f"{number} " for number in range(200_000))
+        book = asyncio.create_task(pool.encode(job(text)))
+        while not pool._lanes[-1].open:
+            await asyncio.sleep(0.001)
+        long_chat = [{"role": "user", "content": "x" * 70_000}]
+        spinning = asyncio.create_task(pool.encode(job(long_chat, chat=True, key="spin")))
+        await asyncio.sleep(0.3)
+        spinning.cancel()
+        started_s = time.monotonic()
+        (prompt,) = await book
+        assert prompt.length == len(text)
+        assert time.monotonic() - started_s < JOB_S
+        await asyncio.to_thread(pool.close)
+
+    asyncio.run(scene())
+
+
+def test_a_long_list_of_token_ids_is_read_without_python_integers(pool: TokenizerPool) -> None:
+    ids = [number % 256 for number in range(100_000)]
+    (prompt,) = asyncio.run(pool.encode(job(ids)))
+    assert from_bytes(prompt.tokens).tolist() == ids
+
+
+def test_a_large_answer_of_token_ids_and_of_their_text_is_made_in_a_process(
+    pool: TokenizerPool, byte_level_json: bytes
+) -> None:
+    ids = [number * 7 % 256 for number in range(100_000)]
+    answer = asyncio.run(pool.detokenize("good", json.dumps(ids).encode(), b""))
+    assert json.loads(answer) == {"prompt": text_of(Vocabulary(byte_level_json), ids)}
+    tokens = np.asarray(ids, "<i4").tobytes()
+    assert json.loads(asyncio.run(pool.format_tokens(tokens, b""))) == ids
 
 
 def test_a_closed_pool_fails_running_and_waiting_jobs_and_skips_cancelled_ones(

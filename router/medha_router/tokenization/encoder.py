@@ -23,17 +23,27 @@ import jinja2.ext
 import jinja2.sandbox
 import msgspec
 import numpy as np
-from tokenizers import Tokenizer
+import numpy.typing as npt
 
 from medha.errors import CheckpointError, RequestError
-from medha.fleet.prefix_index import chain
 from medha_router.protocol import MAX_PROMPTS, TokenId, read_body
 from medha_router.tokenization import wire
-from medha_router.tokenization.detokenizer import Vocabulary, text_of
+from medha_router.tokenization.detokenizer import Vocabulary
+from medha_router.tokenization.jobs import (
+    PLANNED_CHARS,
+    DetokenizeJob,
+    EncodeJob,
+    Source,
+    SteppedJob,
+    texts_of,
+)
+from medha_router.tokenization.json_text import check_values, read_ids
+from medha_router.tokenization.text_encoder import TextEncoder
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 MAX_MESSAGES = 4096
+LARGE_BYTES = 64 << 10
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -61,7 +71,7 @@ class _Prompt(msgspec.Struct, frozen=True):
     prompt: str | list[Any]
 
 
-def read_messages(raw: bytes) -> list[dict[str, str]]:
+def read_messages(raw: bytes | bytearray) -> list[dict[str, str]]:
     """Read messages for a chat template: role, content as one string, and names if given."""
     messages = read_body(b'{"messages":' + raw + b"}", _Messages).messages
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -110,7 +120,7 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str:
     return "".join(texts)
 
 
-def read_prompts(raw: bytes) -> list[str | list[int]]:
+def read_prompts(raw: bytes | bytearray) -> list[str | list[int]]:
     """Read prompts: each a string or token ids.
 
     Accepts OpenAI's four forms: a string, a list of strings, token ids, a list of token id lists.
@@ -264,78 +274,133 @@ class Encoder:
 
     def __init__(self, files: wire.TokenizerFiles) -> None:
         self._vocabulary = Vocabulary(files.tokenizer)
-        self._tokenizer: Tokenizer = self._vocabulary.tokenizer
+        self._texts = TextEncoder(self._vocabulary.tokenizer)
         self._template = ChatTemplate(files.template, files.config)
 
-    def encode(self, job: wire.Encode) -> wire.Encoded:
-        """Encode the job's prompts; raises RequestError for the client's faults."""
+    def encode(self, job: wire.Encode) -> tuple[wire.Encoded | wire.Planned, SteppedJob | None]:
+        """Encode the job's prompts, or plan the job if they are long.
+
+        Raises RequestError for the client's faults.
+        """
+        sources = self._sources(job)
+        job = msgspec.structs.replace(job, raw=b"")
+        texts = texts_of(sources, self._vocabulary) if job.texts else ()
+        encode_job = EncodeJob(job, sources, self._texts, texts)
+        if encode_job.chars > PLANNED_CHARS:
+            return encode_job.plan(), encode_job
+        prompts = [wire.Prompt(tokens, names) for tokens, names in encode_job.run()]
+        for index, text in enumerate(texts):
+            prompts[index] = msgspec.structs.replace(prompts[index], text=text)
+        return wire.Encoded(tuple(prompts)), None
+
+    def detokenize(self, job: wire.Detokenize) -> tuple[wire.Planned, SteppedJob]:
+        """Plan the answer of `/detokenize`; raises RequestError for the client's faults."""
+        tokens = read_ids(job.raw, "tokens")
+        if tokens is None:
+            raise RequestError(
+                "tokens is no list of token ids: give the ids of tokens",
+                code="invalid_value",
+                param="tokens",
+            )
+        self._check(tokens, "tokens")
+        return wire.Planned(), DetokenizeJob(tokens, self._vocabulary)
+
+    def _sources(self, job: wire.Encode) -> list[Source]:
+        where = "messages" if job.chat else "prompt"
+        if not job.chat and len(job.raw) > LARGE_BYTES:
+            ids = read_ids(job.raw, where)
+            if ids is not None:
+                self._check(ids, where)
+                return [ids]
+        check_values(job.raw, where)
         if job.chat:
             messages = read_messages(job.raw)
-            text = self._template.render(messages, generation_prompt=job.generation_prompt)
-            ids: list[str | list[int]] = [self._ids(text, special=False)]
-            texts: list[str | list[int]] = [text]
-        else:
-            texts = read_prompts(job.raw)
-            ids = [
-                self._ids(given, special=job.add_special_tokens)
-                if isinstance(given, str)
-                else self._checked(given)
-                for given in texts
-            ]
-        return wire.Encoded(
-            tuple(
-                self._prompt(tokens, given, job) for tokens, given in zip(ids, texts, strict=True)
-            )
-        )
+            return [self._template.render(messages, generation_prompt=job.generation_prompt)]
+        sources: list[Source] = []
+        for prompt in read_prompts(job.raw):
+            if isinstance(prompt, str):
+                sources.append(prompt)
+            else:
+                tokens = np.asarray(prompt, "<i4")
+                self._check(tokens, where)
+                sources.append(tokens)
+        return sources
 
-    def _ids(self, text: str, *, special: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
-
-    def _checked(self, tokens: list[int]) -> list[int]:
-        if tokens and max(tokens) >= self._vocabulary.size:
+    def _check(self, tokens: npt.NDArray[np.int32], where: str) -> None:
+        largest = int(tokens.max(initial=0))
+        if largest >= self._vocabulary.size:
             raise RequestError(
-                f"prompt holds the token id {max(tokens)}: this model's vocabulary has "
+                f"{where} holds the token id {largest}: this model's vocabulary has "
                 f"{self._vocabulary.size} tokens",
                 code="invalid_value",
-                param="prompt",
+                param=where,
             )
-        return tokens
-
-    def _prompt(
-        self, ids: str | list[int], given: str | list[int], job: wire.Encode
-    ) -> wire.Prompt:
-        tokens = np.asarray(ids, dtype="<i4")
-        hashes = b"".join(chain(tokens, job.page_tokens, job.salt))
-        text = None
-        if job.texts:
-            text = given if isinstance(given, str) else text_of(self._vocabulary, given)
-        return wire.Prompt(tokens.tobytes(), hashes, text)
 
 
-def answer(encoders: dict[str, Encoder], job: wire.Job) -> wire.Outcome:
-    """Run one job; faults of the client or the checkpoint are returned as outcomes."""
-    try:
-        if isinstance(job, wire.LoadFiles):
-            encoders[job.files.key] = Encoder(job.files)
-            return wire.Loaded()
-        return encoders[job.key].encode(job)
-    except CheckpointError as error:
-        return wire.Loaded(error=str(error))
-    except RequestError as error:
-        return wire.Declined(str(error), error.status, error.code, error.param)
+class TokenizerProcess:
+    """The encoders and the planned jobs of one process."""
+
+    def __init__(self) -> None:
+        self._encoders: dict[str, Encoder] = {}
+        self._jobs: dict[int, SteppedJob] = {}
+
+    def answer(self, job: wire.Job, payload: bytearray) -> tuple[wire.Outcome | None, bytes]:
+        """Run one job or one step; return its outcome, None for Close, and its payload.
+
+        Faults of the client or the checkpoint are outcomes too.
+        """
+        try:
+            return self._run(job, payload)
+        except CheckpointError as error:
+            return wire.Loaded(error=str(error)), b""
+        except RequestError as error:
+            return wire.Declined(str(error), error.status, error.code, error.param), b""
+
+    def _run(self, job: wire.Job, payload: bytearray) -> tuple[wire.Outcome | None, bytes]:
+        outcome: wire.Outcome | None = None
+        stepped: SteppedJob | None = None
+        match job:
+            case wire.LoadFiles():
+                self._encoders[job.files.key] = Encoder(job.files)
+                return wire.Loaded(), b""
+            case wire.Encode():
+                job = msgspec.structs.replace(job, raw=payload)
+                outcome, stepped = self._encoders[job.key].encode(job)
+            case wire.Detokenize():
+                job = msgspec.structs.replace(job, raw=payload)
+                outcome, stepped = self._encoders[job.key].detokenize(job)
+            case wire.Step():
+                return self._jobs[job.number].step(job.known)
+            case wire.Close():
+                self._jobs.pop(job.number, None)
+                return None, b""
+            case wire.ReadBody():
+                return read_large(job.kind, payload)
+            case wire.FormatTokens():
+                return wire.Answer(), msgspec.json.encode(np.frombuffer(payload, "<i4").tolist())
+        if stepped is not None:
+            self._jobs[job.number] = stepped
+        return outcome, b""
+
+
+def read_large(kind: str, body: bytearray) -> tuple[wire.BodyRead, bytes]:
+    """Read a large body, of which only `raw` may be large."""
+    raise NotImplementedError
 
 
 def serve(link: socket.socket) -> None:
     """Answer jobs until the link closes."""
     decoder = msgspec.msgpack.Decoder(wire.Job)
-    encoders: dict[str, Encoder] = {}
+    process = TokenizerProcess()
     while True:
         try:
-            frame = wire.receive_frame(link)
+            message, payload = wire.receive_frame(link)
         except ConnectionResetError:
             return
-        outcome = answer(encoders, decoder.decode(frame))
-        wire.send_frame(link, msgspec.msgpack.encode(outcome))
+        outcome, answer = process.answer(decoder.decode(message), payload)
+        del payload
+        if outcome is not None:
+            wire.send_frame(link, msgspec.msgpack.encode(outcome), answer)
 
 
 def main() -> None:

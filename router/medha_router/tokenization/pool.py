@@ -1,48 +1,53 @@
-"""Tokenizer processes, each driven by a thread, so that encoding never blocks the event loop.
+"""Tokenizer processes, so that neither prompts nor large bodies block the event loop.
 
-Short and long jobs have separate lanes: a short prompt never waits for a long one. If a job exceeds
-its time (an endless loop in a template, a pathological text), its process is killed, and the next
-job starts a new one.
+    short lane        jobs of at most SHORT_BYTES
+    `workers` lanes   all jobs, the short ones first; long ones in steps
+
+A job waits for at most one step of another tenant's job. See `fair_queue` for the order of jobs,
+`lane` for their processes, `jobs` for the steps, `prefix_tokens` for what is remembered.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
-import os
-import socket
-import subprocess
-import sys
 import threading
+import time
+from typing import TypeVar, cast
 
 import msgspec
 
-from medha.errors import CheckpointError, EngineError, RequestError
+from medha.errors import EngineError
 from medha_router.tokenization import wire
+from medha_router.tokenization.fair_queue import FairQueue, Shares, due_s
+from medha_router.tokenization.lane import JOB_S, Lane, Ticket, TicketJob
+from medha_router.tokenization.prefix_tokens import PrefixTokens
 
 SHORT_BYTES = 64 << 10
-JOB_S = 15.0
-SLOWEST_BYTES_PER_S = 100_000
+CACHE_BYTES = 64 << 20
+MAX_OPEN = 4
+"""Most jobs that one process has planned, so that it holds the texts of so many."""
+
+P = TypeVar("P")
 
 
 class TokenizerPool:
-    """Encodes prompts for one event loop: `workers` lanes for short jobs and one for long jobs.
+    """Tokenizes for one event loop in `workers` + 1 processes.
 
-    `job_s` limits a short job; long jobs get one second more per 100 kB.
+    `job_s` limits a step of a job; the first step gets one second more per 100 kB.
     """
 
-    def __init__(self, workers: int = 1, *, job_s: float = JOB_S) -> None:
-        self._files: dict[str, wire.TokenizerFiles] = {}
-        self._short = _Queue()
-        self._long = _Queue()
-        queues = [self._short] * workers + [self._long]
-        self._lanes = [_Lane(queue, self._files, job_s) for queue in queues]
+    def __init__(
+        self, workers: int = 1, *, job_s: float = JOB_S, cache_bytes: int = CACHE_BYTES
+    ) -> None:
+        self._dispatch = _Dispatch(PrefixTokens(cache_bytes))
+        limits = [SHORT_BYTES] + [wire.MAX_FRAME_BYTES] * workers
+        self._lanes = [Lane(self._dispatch, job_s, most_bytes) for most_bytes in limits]
         for lane in self._lanes:
             lane.start()
 
     def add(self, files: wire.TokenizerFiles) -> None:
         """Add the files of a checkpoint; each process loads them before their first use."""
-        self._files[files.key] = files
+        self._dispatch.files[files.key] = files
 
     async def encode(self, job: wire.Encode) -> tuple[wire.Prompt, ...]:
         """Return tokens and page names of the job's prompts.
@@ -50,172 +55,129 @@ class TokenizerPool:
         Raises RequestError (the client's fault), CheckpointError (the files do not load) or
         EngineError (the process died).
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[tuple[wire.Prompt, ...]] = loop.create_future()
-        queue = self._short if len(job.raw) <= SHORT_BYTES else self._long
-        queue.put(_Ticket(job, loop, future))
-        return await future
+        return cast(tuple[wire.Prompt, ...], await self._run(job, job.salt, job.key))
+
+    async def detokenize(self, key: str, raw: wire.Bytes, tenant: bytes) -> bytearray:
+        """Return the JSON answer of `/detokenize` for raw JSON; raises as `encode` does."""
+        job = wire.Detokenize(key=key, raw=raw)
+        return cast(bytearray, await self._run(job, tenant, key))
+
+    async def read_body(
+        self, kind: str, body: bytearray, params: type[P], tenant: bytes
+    ) -> tuple[P, bytearray]:
+        """Read a body of a kind of `protocol.READERS`; return its parameters and `raw`."""
+        job = wire.ReadBody(kind=kind, raw=body)
+        read = cast(tuple[wire.BodyRead, bytearray], await self._run(job, tenant, ""))
+        return msgspec.json.decode(read[0].params, type=params), read[1]
+
+    async def format_tokens(self, tokens: bytes, tenant: bytes) -> bytearray:
+        """Return int32 tokens as a JSON list."""
+        return cast(bytearray, await self._run(wire.FormatTokens(raw=tokens), tenant, ""))
 
     async def warm(self, key: str) -> None:
-        """Load the files in a process now; raises CheckpointError if they do not load."""
-        await self.encode(
-            wire.Encode(
-                key=key, chat=False, raw=b'""', page_tokens=1, salt=b"", add_special_tokens=False
-            )
-        )
+        """Load the files in every process now; raises CheckpointError if they do not load."""
+        loop = asyncio.get_running_loop()
+        tickets = [Ticket(None, b"", 0.0, key, loop) for _ in self._lanes]
+        for lane, ticket in zip(self._lanes, tickets, strict=True):
+            self._dispatch.put_on(lane, ticket)
+        await asyncio.gather(*(ticket.future for ticket in tickets))
+
+    async def _run(self, job: TicketJob, tenant: bytes, key: str) -> object:
+        size_bytes = len(job.raw) if job is not None else 0
+        due = due_s(time.monotonic(), size_bytes)
+        ticket = Ticket(job, tenant, due, key, asyncio.get_running_loop())
+        self._dispatch.put(ticket)
+        return await ticket.future
 
     def close(self) -> None:
         """End every process and thread; waiting jobs fail."""
+        self._dispatch.close()
         for lane in self._lanes:
             lane.stop()
-        for queue in (self._short, self._long):
-            queue.close()
         for lane in self._lanes:
             lane.join()
+        self._dispatch.fail_all(self._lanes)
 
 
-class _Ticket:
-    """A job with the future that its caller awaits."""
+class _Dispatch:
+    """The waiting tickets of all lanes. `take` blocks; it returns None once this is closed."""
 
-    def __init__(
-        self,
-        job: wire.Encode,
-        loop: asyncio.AbstractEventLoop,
-        future: asyncio.Future[tuple[wire.Prompt, ...]],
-    ) -> None:
-        self.job, self._loop, self._future = job, loop, future
-
-    @property
-    def abandoned(self) -> bool:
-        return self._future.cancelled()
-
-    def settle(self, result: tuple[wire.Prompt, ...] | Exception) -> None:
-        """Set the result, from a lane's thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._settle, result)
-        except RuntimeError:  # the loop has closed
-            return
-
-    def _settle(self, result: tuple[wire.Prompt, ...] | Exception) -> None:
-        if self._future.done():
-            return
-        if isinstance(result, Exception):
-            self._future.set_exception(result)
-        else:
-            self._future.set_result(result)
-
-
-class _Queue:
-    """Tickets in order of arrival. `take` blocks; it returns None once the queue is closed."""
-
-    def __init__(self) -> None:
-        self._tickets: collections.deque[_Ticket] = collections.deque()
+    def __init__(self, prefixes: PrefixTokens) -> None:
+        self.files: dict[str, wire.TokenizerFiles] = {}
+        self.prefixes = prefixes
+        self._shares = Shares()
+        self._short: FairQueue[Ticket] = FairQueue(self._shares)
+        self._long: FairQueue[Ticket] = FairQueue(self._shares)
+        self._own: dict[Lane, list[Ticket]] = {}
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, ticket: _Ticket) -> None:
+    def put(self, ticket: Ticket) -> None:
+        """Queue a ticket for any lane that takes its size."""
         with self._changed:
-            self._tickets.append(ticket)
-            self._changed.notify()
+            self._queue_of(ticket).put(ticket)
+            self._changed.notify_all()
 
-    def take(self) -> _Ticket | None:
+    def put_back(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            self.put(ticket)
+
+    def put_on(self, lane: Lane, ticket: Ticket) -> None:
+        """Queue a ticket for one lane."""
         with self._changed:
-            while not self._tickets and not self._closed:
+            self._own.setdefault(lane, []).append(ticket)
+            self._changed.notify_all()
+
+    def take(self, lane: Lane) -> Ticket | None:
+        with self._changed:
+            while not self._closed:
+                if own := self._own.get(lane):
+                    return own.pop()
+                ticket = self._choose(lane)
+                if ticket is not None:
+                    self._shares.start(ticket.tenant)
+                    return ticket
                 self._changed.wait()
-            return None if self._closed else self._tickets.popleft()
+            return None
+
+    def charge(self, tenant: bytes, served_bytes: int) -> None:
+        with self._changed:
+            self._shares.charge(tenant, served_bytes)
+
+    def _choose(self, lane: Lane) -> Ticket | None:
+        """Choose the next ticket of a lane.
+
+        Of short and long ones the one that is due first, and of the long ones, open or waiting,
+        that of the tenant that was served least.
+        """
+        abandoned = next((ticket for ticket in lane.open if ticket.abandoned), None)
+        if abandoned is not None:
+            return abandoned
+        short = self._short.peek()
+        candidates = list(lane.open)
+        if lane.most_bytes > SHORT_BYTES and len(lane.open) < MAX_OPEN:
+            waiting = self._long.peek()
+            candidates += [waiting] if waiting is not None else []
+        if candidates:
+            long = min(
+                candidates, key=lambda ticket: (self._shares.of(ticket.tenant), ticket.due_s)
+            )
+            if short is None or long.due_s <= short.due_s:
+                return long if long in lane.open else self._long.take()
+        return self._short.take() if short is not None else None
+
+    def _queue_of(self, ticket: Ticket) -> FairQueue[Ticket]:
+        return self._short if ticket.size_bytes <= SHORT_BYTES else self._long
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            for ticket in self._tickets:
-                ticket.settle(EngineError("the router is shutting down"))
-            self._tickets.clear()
             self._changed.notify_all()
 
-
-class _Lane(threading.Thread):
-    """A thread and its process, which it starts with the first job and after a kill."""
-
-    def __init__(self, queue: _Queue, files: dict[str, wire.TokenizerFiles], job_s: float) -> None:
-        super().__init__(name="tokenizer-lane", daemon=True)
-        self._queue, self._files, self._job_s = queue, files, job_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._link: socket.socket | None = None
-        self._loaded: set[str] = set()
-        self._decoder = msgspec.msgpack.Decoder(wire.Outcome)
-        self._stopping = False
-
-    def run(self) -> None:
-        while (ticket := self._queue.take()) is not None:
-            if ticket.abandoned:
-                continue
-            try:
-                ticket.settle(self._encode(ticket.job))
-            except Exception as error:
-                ticket.settle(error)
-        self._end_process()
-
-    def stop(self) -> None:
-        """Kill the running job; called from another thread."""
-        self._stopping = True
-        if self._process is not None:
-            self._process.kill()
-
-    def _encode(self, job: wire.Encode) -> tuple[wire.Prompt, ...]:
-        limit_s = self._job_s + len(job.raw) / SLOWEST_BYTES_PER_S
-        try:
-            if job.key not in self._loaded:
-                loaded = self._request(wire.LoadFiles(self._files[job.key]), limit_s + JOB_S)
-                if isinstance(loaded, wire.Loaded) and loaded.error:
-                    raise CheckpointError(loaded.error)
-                self._loaded.add(job.key)
-            outcome = self._request(job, limit_s)
-        except TimeoutError:
-            self._end_process()
-            raise RequestError(
-                f"the prompt could not be tokenized within {limit_s:.0f} s; shorten it",
-                code="tokenizer_timeout",
-            ) from None
-        except OSError:
-            self._end_process()
-            raise EngineError(
-                "the tokenizer process ended; the request may be tried again"
-            ) from None
-        if isinstance(outcome, wire.Encoded):
-            return outcome.prompts
-        if isinstance(outcome, wire.Declined):
-            raise RequestError(
-                outcome.message, status=outcome.status, code=outcome.code, param=outcome.param
-            )
-        raise EngineError(f"the tokenizer process sent {type(outcome).__name__}")
-
-    def _request(self, job: wire.Job, limit_s: float) -> wire.Outcome:
-        link = self._link or self._start_process()
-        link.settimeout(limit_s)
-        wire.send_frame(link, msgspec.msgpack.encode(job))
-        outcome: wire.Outcome = self._decoder.decode(wire.receive_frame(link))
-        return outcome
-
-    def _start_process(self) -> socket.socket:
-        if self._stopping:
-            raise ConnectionResetError("the router is shutting down")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "medha_router.tokenization.encoder", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-            )
-        self._link = ours
-        return ours
-
-    def _end_process(self) -> None:
-        self._loaded.clear()
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+    def fail_all(self, lanes: list[Lane]) -> None:
+        """Fail every ticket that no lane will settle any more."""
+        tickets = self._short.drain() + self._long.drain()
+        tickets += [ticket for lane in lanes for ticket in lane.open]
+        tickets += [ticket for own in self._own.values() for ticket in own]
+        for ticket in tickets:
+            ticket.settle(EngineError("the router is shutting down"))

@@ -1,19 +1,35 @@
 """Messages between the router and its tokenizer processes, and their framing.
 
-    router -> process   LoadFiles | Encode        process -> router   Loaded | Encoded | Declined
+    router -> process                             process -> router
+    LoadFiles                                     Loaded
+    Encode with `messages` or `prompt`            Encoded | Planned | Declined
+    Detokenize with a list of token ids           Planned | Declined
+    Step of a planned job                         Part | Answer with a payload | Declined
+    ReadBody with a body                          BodyRead with a payload | Declined
+    FormatTokens with int32 tokens                Answer with a payload
+    Close of a planned job                        -
 
-A frame is its length in 8 little-endian bytes, then a msgpack message.
+A frame is the lengths of both parts in 8 little-endian bytes each, then a msgpack message and its
+payload, which is not copied: `raw` of a job, or an answer. A long job is planned and runs in steps,
+so that its process serves other jobs between two steps.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
+from typing import TYPE_CHECKING
 
 import msgspec
 
-LENGTH = struct.Struct("<Q")
+LENGTHS = struct.Struct("<QQ")
 MAX_FRAME_BYTES = 1 << 30
+KEY_BYTES = 16
+
+if TYPE_CHECKING:
+    Bytes = bytes | bytearray
+else:
+    Bytes = bytes  # msgspec decodes one of the two
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,18 +48,64 @@ class LoadFiles(msgspec.Struct, frozen=True, tag=True):
 class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Encode raw JSON: `messages` (`chat`) or `prompt`.
 
-    The hash chain that names full pages of `page_tokens` starts at `salt`. If `texts`, the outcome
-    holds the text of each prompt (for `echo`).
+    The hash chain that names full pages of `page_tokens` starts at `salt`; without pages (0) there
+    are no names. A prompt of more than `limit_tokens` is declined; 0 is no limit. If `texts`, the
+    outcome holds the text of each prompt (for `echo`).
     """
 
     key: str
     chat: bool
-    raw: bytes
+    raw: Bytes
     page_tokens: int
     salt: bytes
     add_special_tokens: bool = True
     generation_prompt: bool = True
     texts: bool = False
+    limit_tokens: int = 0
+    number: int = 0
+
+
+class Detokenize(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Make the answer of `/detokenize` of raw JSON: a list of token ids."""
+
+    key: str
+    raw: Bytes
+    number: int = 0
+
+
+class ReadBody(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Read a request body of one of `protocol.READERS`."""
+
+    kind: str
+    raw: Bytes
+
+
+class FormatTokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Make a JSON list of int32 tokens."""
+
+    raw: Bytes
+
+
+class Known(msgspec.Struct, frozen=True):
+    """The known beginning of a prompt: its pieces, tokens, last page name, and tokens after it."""
+
+    pieces: int = 0
+    tokens: int = 0
+    link: bytes = b""
+    rest: bytes = b""
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """Run a part of a planned job; the first step says what is known of each prompt."""
+
+    number: int
+    known: tuple[Known, ...] = ()
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """Drop a planned job."""
+
+    number: int
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -68,6 +130,43 @@ class Encoded(msgspec.Struct, frozen=True, tag=True):
     prompts: tuple[Prompt, ...]
 
 
+class Planned(msgspec.Struct, frozen=True, tag=True):
+    """A job that runs in steps.
+
+    `keys` holds for each prompt the keys of its pieces but the last, of KEY_BYTES each. A key names
+    the text of a prompt up to the end of the piece, for one tokenizer, page size and salt.
+    """
+
+    keys: tuple[bytes, ...] = ()
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Tokens of one piece of a prompt, and names of the pages that it fills."""
+
+    prompt: int
+    tokens: bytes
+    hashes: bytes
+
+
+class Part(msgspec.Struct, frozen=True, tag=True):
+    """The outcome of a step. The last one is `done` and holds the texts if requested."""
+
+    pieces: tuple[Piece, ...] = ()
+    served_bytes: int = 0
+    done: bool = False
+    texts: tuple[str, ...] = ()
+
+
+class BodyRead(msgspec.Struct, frozen=True, tag=True):
+    """The parameters of a body as JSON; the payload is their `raw`."""
+
+    params: bytes
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """The payload is the answer's JSON."""
+
+
 class Declined(msgspec.Struct, frozen=True, tag=True):
     """The fields of a RequestError."""
 
@@ -77,22 +176,24 @@ class Declined(msgspec.Struct, frozen=True, tag=True):
     param: str | None
 
 
-Job = LoadFiles | Encode
-Outcome = Loaded | Encoded | Declined
+Job = LoadFiles | Encode | Detokenize | ReadBody | FormatTokens | Step | Close
+Outcome = Loaded | Encoded | Planned | Part | BodyRead | Answer | Declined
 
 
-def send_frame(link: socket.socket, payload: bytes) -> None:
+def send_frame(link: socket.socket, message: bytes, payload: Bytes = b"") -> None:
     """Send one frame; raises OSError if the other end has closed."""
-    link.sendall(LENGTH.pack(len(payload)))
-    link.sendall(payload)
+    link.sendall(LENGTHS.pack(len(message), len(payload)) + message)
+    if payload:
+        link.sendall(payload)
 
 
-def receive_frame(link: socket.socket) -> bytearray:
-    """Receive one frame; raises OSError if the other end has closed or the frame is too long."""
-    (length,) = LENGTH.unpack(_exactly(link, LENGTH.size))
-    if length > MAX_FRAME_BYTES:
-        raise OSError(f"frame of {length} bytes: at most {MAX_FRAME_BYTES}")
-    return _exactly(link, length)
+def receive_frame(link: socket.socket) -> tuple[bytearray, bytearray]:
+    """Receive message and payload; raises OSError if the link closed or a length is too large."""
+    sizes = LENGTHS.unpack(_exactly(link, LENGTHS.size))
+    if max(sizes) > MAX_FRAME_BYTES:
+        raise OSError(f"frame of {max(sizes)} bytes: at most {MAX_FRAME_BYTES}")
+    message = _exactly(link, sizes[0])
+    return message, _exactly(link, sizes[1])
 
 
 def _exactly(link: socket.socket, size: int) -> bytearray:
