@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -24,7 +24,9 @@ MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
+MAX_DETOKENIZED = 1 << 20
 MAX_SHOWN_CHARS = 60
+SHOWN_BODY_BYTES = 64 << 10
 CHAT_LOGPROBS = 20
 COMPLETION_LOGPROBS = 5
 DEFAULT_COMPLETION_TOKENS = 16
@@ -210,7 +212,12 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /detokenize`."""
 
     model: ModelName
-    tokens: Annotated[list[int], msgspec.Meta(max_length=1 << 20)]
+    tokens: Annotated[list[int], msgspec.Meta(max_length=MAX_DETOKENIZED)]
+
+
+class _DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    model: ModelName
+    tokens: msgspec.Raw
 
 
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +241,23 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     ignore_eos: bool = False
     client_id: str = ""
+
+
+class TokenizeParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of `/tokenize`; `raw` is the JSON of `messages` (`chat`) or `prompt`."""
+
+    model: str
+    chat: bool
+    raw: bytes
+    special: bool
+    opening: bool
+
+
+class DetokenizeParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of `/detokenize`; `raw` is the JSON of `tokens`."""
+
+    model: str
+    raw: bytes
 
 
 B = TypeVar("B")
@@ -262,7 +286,12 @@ def read_body(data: bytes | bytearray, kind: type[B]) -> B:
 
 
 def _shown_at(data: bytes | bytearray, path: str) -> str:
-    """Return ` is 5`, shortened, for the value at msgspec's path; empty if it is ambiguous."""
+    """Return ` is 5`, shortened, for the value at msgspec's path.
+
+    Empty if it is ambiguous, or if the body is large.
+    """
+    if len(data) > SHOWN_BODY_BYTES:
+        return ""
     try:
         value: Any = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -318,6 +347,38 @@ def read_completion(data: bytes | bytearray) -> GenerationParams:
         logprobs=body.logprobs,
         echo=bool(body.echo),
     )
+
+
+def read_tokenize(data: bytes | bytearray) -> TokenizeParams:
+    """Read the body of `/tokenize`; raises RequestError."""
+    body = read_body(data, TokenizeBody)
+    chat = isinstance(body.messages, msgspec.Raw)
+    raw = body.messages if chat else body.prompt
+    if isinstance(raw, msgspec.UnsetType) or chat == isinstance(body.prompt, msgspec.Raw):
+        raise RequestError("give either prompt or messages", code="invalid_value", param="prompt")
+    return TokenizeParams(
+        model=body.model,
+        chat=chat,
+        raw=bytes(raw),
+        special=body.add_special_tokens is not False,
+        opening=body.add_generation_prompt is not False,
+    )
+
+
+def read_detokenize(data: bytes | bytearray) -> DetokenizeParams:
+    """Read the body of `/detokenize`, but for the ids; raises RequestError."""
+    body = read_body(data, _DetokenizeBody)
+    return DetokenizeParams(model=body.model, raw=bytes(body.tokens))
+
+
+Params = GenerationParams | TokenizeParams | DetokenizeParams
+READERS: Mapping[str, Callable[[bytes | bytearray], Params]] = {
+    "chat": read_chat,
+    "completion": read_completion,
+    "tokenize": read_tokenize,
+    "detokenize": read_detokenize,
+}
+"""What reads the body of each route; all of a body but `raw` is small."""
 
 
 def _params(

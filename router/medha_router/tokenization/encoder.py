@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.errors import CheckpointError, RequestError
-from medha_router.protocol import MAX_PROMPTS, TokenId, read_body
+from medha_router.protocol import MAX_DETOKENIZED, MAX_PROMPTS, READERS, TokenId, read_body
 from medha_router.tokenization import wire
 from medha_router.tokenization.detokenizer import Vocabulary
 from medha_router.tokenization.jobs import (
@@ -37,7 +37,7 @@ from medha_router.tokenization.jobs import (
     SteppedJob,
     texts_of,
 )
-from medha_router.tokenization.json_text import check_values, read_ids
+from medha_router.tokenization.json_text import check_body, check_values, read_ids
 from medha_router.tokenization.text_encoder import TextEncoder
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
@@ -302,6 +302,12 @@ class Encoder:
                 code="invalid_value",
                 param="tokens",
             )
+        if len(tokens) > MAX_DETOKENIZED:
+            raise RequestError(
+                f"tokens holds {len(tokens)} ids: at most {MAX_DETOKENIZED}; send fewer",
+                code="invalid_value",
+                param="tokens",
+            )
         self._check(tokens, "tokens")
         return wire.Planned(), DetokenizeJob(tokens, self._vocabulary)
 
@@ -384,8 +390,11 @@ class TokenizerProcess:
 
 
 def read_large(kind: str, body: bytearray) -> tuple[wire.BodyRead, bytes]:
-    """Read a large body, of which only `raw` may be large."""
-    raise NotImplementedError
+    """Read a large body, of which only `raw` is large; raises RequestError."""
+    check_body(body)
+    params = READERS[kind](body)
+    small = msgspec.structs.replace(params, raw=b"")
+    return wire.BodyRead(msgspec.json.encode(small)), params.raw
 
 
 def serve(link: socket.socket) -> None:

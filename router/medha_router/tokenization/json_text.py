@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.errors import RequestError
-from medha_router.protocol import TokenId
+from medha_router.protocol import TokenId, read_body
 
 MAX_VALUES = 1 << 18
 """Most values of a body besides token ids: objects, lists, and the elements of both."""
@@ -20,17 +20,45 @@ PART_BYTES = 1 << 20
 COUNTED = b",[{"
 
 
-def check_values(text: bytes | bytearray, where: str | None) -> None:
-    """Raise RequestError if the text holds more than MAX_VALUES values."""
-    if sum(text.count(mark) for mark in (b",", b"[", b"{")) <= MAX_VALUES:
-        return  # also where marks stand in strings
+class _LargeFields(msgspec.Struct, frozen=True):
+    """The fields of a body that may hold more than MAX_VALUES values: token ids."""
+
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    tokens: msgspec.Raw = msgspec.Raw(b"")
+
+
+def check_values(text: bytes | bytearray, where: str) -> None:
+    """Raise RequestError if the text of a field holds more than MAX_VALUES values."""
+    if not _may_exceed(text):
+        return
     values = count_values(text)
     if values > MAX_VALUES:
-        raise RequestError(
-            f"{where or 'the body'} holds {values} JSON values: at most {MAX_VALUES}; send fewer",
-            code="invalid_value",
-            param=where,
-        )
+        raise _too_many(values, where)
+
+
+def check_body(body: bytes | bytearray) -> None:
+    """Raise RequestError if the fields other than the large ones hold more than MAX_VALUES."""
+    if not _may_exceed(body):
+        return
+    large = read_body(body, _LargeFields)
+    values = count_values(body)
+    values -= sum(count_values(bytes(raw)) for raw in (large.messages, large.prompt, large.tokens))
+    if values > MAX_VALUES:
+        raise _too_many(values, None)
+
+
+def _may_exceed(text: bytes | bytearray) -> bool:
+    """Return False for most texts at little cost. Counts marks in strings too."""
+    return sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES
+
+
+def _too_many(values: int, where: str | None) -> RequestError:
+    return RequestError(
+        f"{where or 'the body'} holds {values} JSON values: at most {MAX_VALUES}; send fewer",
+        code="invalid_value",
+        param=where,
+    )
 
 
 def count_values(text: bytes | bytearray) -> int:
@@ -88,7 +116,9 @@ def read_ids(text: bytes | bytearray, where: str) -> npt.NDArray[np.int32] | Non
         )
     parts: list[npt.NDArray[np.int32]] = []
     start, end = 1, len(body) - 1
-    while start < end:
+    if not body[start:end].strip():
+        return np.zeros(0, "<i4")
+    while start <= end:
         comma = body.find(b",", min(start + PART_BYTES, end), end)
         stop = end if comma < 0 else comma
         try:
@@ -99,6 +129,4 @@ def read_ids(text: bytes | bytearray, where: str) -> npt.NDArray[np.int32] | Non
             return None
         parts.append(np.asarray(ids, "<i4"))
         start = stop + 1
-    if start == end and end > 1:
-        return None  # a comma before the bracket
-    return np.concatenate(parts) if parts else np.zeros(0, "<i4")
+    return np.concatenate(parts)

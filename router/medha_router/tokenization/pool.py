@@ -57,30 +57,38 @@ class TokenizerPool:
         """
         return cast(tuple[wire.Prompt, ...], await self._run(job, job.salt, job.key))
 
-    async def detokenize(self, key: str, raw: wire.Bytes, tenant: bytes) -> bytearray:
+    async def detokenize(self, key: str, raw: wire.Bytes, tenant: str) -> bytearray:
         """Return the JSON answer of `/detokenize` for raw JSON; raises as `encode` does."""
         job = wire.Detokenize(key=key, raw=raw)
-        return cast(bytearray, await self._run(job, tenant, key))
+        return cast(bytearray, await self._run(job, tenant.encode(), key))
 
     async def read_body(
-        self, kind: str, body: bytearray, params: type[P], tenant: bytes
+        self, kind: str, body: bytearray, params: type[P], tenant: str
     ) -> tuple[P, bytearray]:
         """Read a body of a kind of `protocol.READERS`; return its parameters and `raw`."""
         job = wire.ReadBody(kind=kind, raw=body)
-        read = cast(tuple[wire.BodyRead, bytearray], await self._run(job, tenant, ""))
+        read = cast(tuple[wire.BodyRead, bytearray], await self._run(job, tenant.encode(), ""))
         return msgspec.json.decode(read[0].params, type=params), read[1]
 
-    async def format_tokens(self, tokens: bytes, tenant: bytes) -> bytearray:
+    async def format_tokens(self, tokens: bytes, tenant: str) -> bytearray:
         """Return int32 tokens as a JSON list."""
-        return cast(bytearray, await self._run(wire.FormatTokens(raw=tokens), tenant, ""))
+        return cast(bytearray, await self._run(wire.FormatTokens(raw=tokens), tenant.encode(), ""))
 
     async def warm(self, key: str) -> None:
-        """Load the files in every process now; raises CheckpointError if they do not load."""
+        """Load the files in every process and wait for the first.
+
+        Raises CheckpointError if they do not load.
+        """
         loop = asyncio.get_running_loop()
         tickets = [Ticket(None, b"", 0.0, key, loop) for _ in self._lanes]
         for lane, ticket in zip(self._lanes, tickets, strict=True):
+            ticket.future.add_done_callback(asyncio.Future.exception)  # of a later one
             self._dispatch.put_on(lane, ticket)
-        await asyncio.gather(*(ticket.future for ticket in tickets))
+        loaded, _ = await asyncio.wait(
+            [ticket.future for ticket in tickets], return_when=asyncio.FIRST_COMPLETED
+        )
+        for future in loaded:
+            future.result()
 
     async def _run(self, job: TicketJob, tenant: bytes, key: str) -> object:
         size_bytes = len(job.raw) if job is not None else 0

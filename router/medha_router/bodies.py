@@ -1,0 +1,128 @@
+"""Request bodies: received within limits, decoded off the event loop if they are large.
+
+    body <= INLINE_BYTES    decoded here, which takes less than a millisecond
+    larger                  decoded by a tokenizer process; its parameters come back, and the JSON
+                            of messages, prompt or token ids
+
+A request costs the router one copy of its body, and one of that JSON while both are held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from medha.errors import Refusal, RequestError
+from medha_router.protocol import READERS, DetokenizeParams, GenerationParams, TokenizeParams
+from medha_router.tokenization.pool import TokenizerPool
+
+BODY_TIMEOUT_S = 60.0
+MAX_BODIES_AT_ONCE = 8
+INLINE_BYTES = 64 << 10
+SENT_BYTES = 256 << 10
+
+P = TypeVar("P", GenerationParams, TokenizeParams, DetokenizeParams)
+
+
+class BodyReader:
+    """Reads request bodies of at most `max_bytes` each.
+
+    All bodies that are being read, tokenized or admitted hold at most MAX_BODIES_AT_ONCE times
+    `max_bytes`; beyond that, reading refuses.
+    """
+
+    def __init__(
+        self, max_bytes: int, tokens: TokenizerPool | None = None, timeout_s: float = BODY_TIMEOUT_S
+    ) -> None:
+        self._max_bytes, self._tokens, self._timeout_s = max_bytes, tokens, timeout_s
+        self._held_bytes = 0
+
+    async def params(self, request: Request, kind: str, params: type[P]) -> P:
+        """Read and decode a body of a kind of `protocol.READERS`; raises as `read` does.
+
+        `raw` of the result may be a bytearray.
+        """
+        body = await self.read(request)
+        if len(body) <= INLINE_BYTES or self._tokens is None:
+            inline = READERS[kind](body)
+            assert isinstance(inline, params)
+            return inline
+        tenant: str = getattr(request.state, "tenant", "")
+        with self.held(len(body)):
+            small, raw = await self._tokens.read_body(kind, body, params, tenant)
+        return msgspec.structs.replace(small, raw=raw)
+
+    async def read(self, request: Request) -> bytearray:
+        """Read one body; a declared length that is too large is refused at once.
+
+        Raises RequestError (413 too long, 408 too slow) or Refusal (too many at once).
+        """
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > self._max_bytes:
+            raise self._too_long()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    self._held_bytes += len(chunk)
+                    if len(body) > self._max_bytes:
+                        raise self._too_long()
+                    if self._held_bytes > MAX_BODIES_AT_ONCE * self._max_bytes:
+                        raise Refusal("overloaded", "too many long requests at once: retry later")
+        except TimeoutError:
+            raise RequestError(
+                f"the body was not received within {self._timeout_s:.0f} s: send it faster",
+                status=408,
+                code="body_timeout",
+            ) from None
+        finally:
+            self._held_bytes -= len(body)
+        return body
+
+    @contextlib.contextmanager
+    def held(self, size_bytes: int) -> Iterator[None]:
+        """Count the bytes of a body that is processed."""
+        self._held_bytes += size_bytes
+        try:
+            yield
+        finally:
+            self._held_bytes -= size_bytes
+
+    def _too_long(self) -> RequestError:
+        return RequestError(
+            f"the body is longer than {self._max_bytes} bytes: shorten it",
+            status=413,
+            code="body_too_large",
+        )
+
+
+class JsonResponse(Response):
+    """A JSON answer, sent in parts if it is large, so that other requests are served meanwhile."""
+
+    media_type = "application/json"
+
+    def render(self, content: bytes | bytearray) -> bytes | memoryview:
+        return bytes(content) if len(content) <= SENT_BYTES else memoryview(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.body) <= SENT_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        for start in range(0, len(self.body), SENT_BYTES):
+            part = bytes(self.body[start : start + SENT_BYTES])
+            more = start + SENT_BYTES < len(self.body)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
