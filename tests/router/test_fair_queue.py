@@ -1,4 +1,4 @@
-"""Order of tokenizer jobs: fair by tenant, short before long, nobody starves."""
+"""Order of tokenizer jobs: fair by tenant, short before long, none starves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Job:
 
 
 def serve(queue: FairQueue[Job], shares: Shares, count: int) -> list[Job]:
-    """Take and charge so many jobs."""
+    """Take and charge `count` jobs."""
     served: list[Job] = []
     while len(served) < count and (job := queue.take()) is not None:
         shares.start(job.tenant)

@@ -34,7 +34,7 @@ WIDE = "，。、！？；：）"
 """Chinese and Japanese punctuation, which may follow a letter of these scripts."""
 WIDE_LETTERS = "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 SHRINKS = 4
-"""A Unicode normal form is at most so many times shorter than a text, in bytes."""
+"""A Unicode normal form of a text may have this many times fewer bytes."""
 COMPOSING = "<=>"
 """Marks that NFC may compose with a character after them."""
 GPT2_REGEX = (
@@ -44,7 +44,7 @@ SPACE_PIECE = "\u2581"
 SCRIPTS = "中あア한"
 """Characters that stand for all of WIDE_LETTERS, one for each script."""
 SYMBOLS = LETTERS + DIGITS + MARKS + " \n" + WIDE + SCRIPTS
-"""The characters that the rules tell apart."""
+"""The characters between which the rules distinguish."""
 
 # Members of Unicode properties among SYMBOLS, as the inside of a character class.
 _PROPERTIES = {
@@ -94,7 +94,7 @@ class Borders(msgspec.Struct, frozen=True):
         return match.start() if match else len(text)
 
     def words(self, text: str) -> list[str]:
-        """Return a part of a text as words, each of which may be encoded alone."""
+        """Return a part of a text as words that may be encoded alone."""
         return self.word.findall(text)
 
 

@@ -390,7 +390,7 @@ class TokenizerProcess:
 
 
 def read_large(kind: str, body: bytearray) -> tuple[wire.BodyRead, bytes]:
-    """Read a large body, of which only `raw` is large; raises RequestError."""
+    """Read a body in which `raw` alone is large; raises RequestError."""
     check_body(body)
     params = READERS[kind](body)
     small = msgspec.structs.replace(params, raw=b"")

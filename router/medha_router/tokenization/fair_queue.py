@@ -17,7 +17,7 @@ MAX_TENANTS = 4096
 
 
 class Sized(Protocol):
-    """A job: its tenant, when it is due, and if nobody waits for it any more."""
+    """A job: its tenant, when it is due, and if its client has left."""
 
     tenant: bytes
     due_s: float

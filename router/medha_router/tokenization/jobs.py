@@ -84,7 +84,7 @@ class EncodeJob:
 
 
 class _PromptState:
-    """One prompt: pieces, tokens so far, and the chain of page names."""
+    """A prompt: pieces, tokens so far, and the chain of page names."""
 
     def __init__(self, source: Source, job: wire.Encode, encoder: TextEncoder) -> None:
         self._source, self._job, self._encoder = source, job, encoder
@@ -133,7 +133,7 @@ class _PromptState:
         self._rest = known.rest
 
     def encode(self, pieces: int) -> Sequence[tuple[bytes, bytes]]:
-        """Encode at most so many further pieces; return tokens and page names of each."""
+        """Encode further pieces, at most `pieces`; return tokens and page names of each."""
         first, last = self._next, min(self._next + pieces, self.pieces)
         if isinstance(self._source, str):
             parts = self._encoder.encode(self._source, self._ends, first, last)

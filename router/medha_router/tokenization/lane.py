@@ -254,7 +254,7 @@ class Lane(threading.Thread):
         return outcome, answer
 
     def _wait(self, link: socket.socket, ticket: Ticket, limit_s: float) -> None:
-        """Wait for the outcome; raises TimeoutError if it does not come or nobody waits for it."""
+        """Wait for the outcome; raises TimeoutError if it does not come or the client has left."""
         started_s = time.monotonic()
         while True:
             link.settimeout(POLL_S)

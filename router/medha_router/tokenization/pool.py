@@ -25,7 +25,7 @@ from medha_router.tokenization.prefix_tokens import PrefixTokens
 SHORT_BYTES = 64 << 10
 CACHE_BYTES = 64 << 20
 MAX_OPEN = 4
-"""Most jobs that one process has planned, so that it holds the texts of so many."""
+"""Most jobs that a process has planned; it holds the texts of all of them."""
 
 P = TypeVar("P")
 
