@@ -375,7 +375,7 @@ class TokenizerProcess:
             case wire.Detokenize():
                 job = msgspec.structs.replace(job, raw=payload)
                 outcome, stepped = self._encoders[job.key].detokenize(job)
-            case wire.Step():
+            case wire.Advance():
                 return self._jobs[job.number].step(job.known)
             case wire.Close():
                 self._jobs.pop(job.number, None)

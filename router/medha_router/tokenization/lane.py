@@ -187,7 +187,7 @@ class Lane(threading.Thread):
     def _step(self, ticket: Ticket, planned: wire.Planned, limit_s: float) -> bool:
         known = () if ticket.stepped else self._known(ticket, planned)
         ticket.stepped = True
-        outcome, payload = self._request(wire.Step(ticket.number, known), b"", ticket, limit_s)
+        outcome, payload = self._request(wire.Advance(ticket.number, known), b"", ticket, limit_s)
         if not isinstance(outcome, wire.Part):
             self._settle(ticket, outcome, payload)
             return True

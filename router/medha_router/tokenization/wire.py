@@ -4,7 +4,7 @@
     LoadFiles                                     Loaded
     Encode with `messages` or `prompt`            Encoded | Planned | Declined
     Detokenize with a list of token ids           Planned | Declined
-    Step of a planned job                         Part | Answer with a payload | Declined
+    Advance of a planned job                      Part | Answer with a payload | Declined
     ReadBody with a body                          BodyRead with a payload | Declined
     FormatTokens with int32 tokens                Answer with a payload
     Close of a planned job                        -
@@ -95,7 +95,7 @@ class Known(msgspec.Struct, frozen=True):
     rest: bytes = b""
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class Advance(msgspec.Struct, frozen=True, tag=True):
     """Run a part of a planned job; the first step says what is known of each prompt."""
 
     number: int
@@ -176,7 +176,7 @@ class Declined(msgspec.Struct, frozen=True, tag=True):
     param: str | None
 
 
-Job = LoadFiles | Encode | Detokenize | ReadBody | FormatTokens | Step | Close
+Job = LoadFiles | Encode | Detokenize | ReadBody | FormatTokens | Advance | Close
 Outcome = Loaded | Encoded | Planned | Part | BodyRead | Answer | Declined
 
 
