@@ -46,33 +46,37 @@ class BodyReader:
     async def params(self, request: Request, kind: str, params: type[P]) -> P:
         """Read and decode a body of a kind of `protocol.READERS`; raises as `read` does.
 
-        `raw` of the result may be a bytearray.
+        `raw` of the result is a memoryview if the body is large.
         """
-        body = await self.read(request)
-        if len(body) <= INLINE_BYTES or self._tokens is None:
-            inline = READERS[kind](body)
+        parts = await self.read(request)
+        size_bytes = sum(map(len, parts))
+        if size_bytes <= INLINE_BYTES or self._tokens is None:
+            inline = READERS[kind](b"".join(parts))
             assert isinstance(inline, params)
             return inline
         tenant: str = getattr(request.state, "tenant", "")
-        with self.held(len(body)):
-            small, raw = await self._tokens.read_body(kind, body, params, tenant)
+        with self.held(size_bytes):
+            small, raw = await self._tokens.read_body(kind, parts, params, tenant)
         return msgspec.structs.replace(small, raw=raw)
 
-    async def read(self, request: Request) -> bytearray:
-        """Read one body; a declared length that is too large is refused at once.
+    async def read(self, request: Request) -> list[bytes]:
+        """Read one body in parts; a declared length that is too large is refused at once.
 
-        Raises RequestError (413 too long, 408 too slow) or Refusal (too many at once).
+        The parts are not joined: copying a large body would stop the loop. Raises RequestError
+        (413 too long, 408 too slow) or Refusal (too many at once).
         """
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_bytes:
             raise self._too_long()
-        body = bytearray()
+        parts: list[bytes] = []
+        size_bytes = 0
         try:
             async with asyncio.timeout(self._timeout_s):
                 async for chunk in request.stream():
-                    body += chunk
+                    parts.append(chunk)
+                    size_bytes += len(chunk)
                     self._held_bytes += len(chunk)
-                    if len(body) > self._max_bytes:
+                    if size_bytes > self._max_bytes:
                         raise self._too_long()
                     if self._held_bytes > MAX_BODIES_AT_ONCE * self._max_bytes:
                         raise Refusal("overloaded", "too many long requests at once: retry later")
@@ -83,8 +87,8 @@ class BodyReader:
                 code="body_timeout",
             ) from None
         finally:
-            self._held_bytes -= len(body)
-        return body
+            self._held_bytes -= size_bytes
+        return parts
 
     @contextlib.contextmanager
     def held(self, size_bytes: int) -> Iterator[None]:
@@ -108,7 +112,7 @@ class JsonResponse(Response):
 
     media_type = "application/json"
 
-    def render(self, content: bytes | bytearray) -> bytes | memoryview:
+    def render(self, content: bytes | memoryview) -> bytes | memoryview:
         return bytes(content) if len(content) <= SENT_BYTES else memoryview(content)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

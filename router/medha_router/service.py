@@ -92,7 +92,7 @@ class Service:
             )
         return model
 
-    async def detokenize(self, name: str, raw: bytes, tenant: str) -> bytearray:
+    async def detokenize(self, name: str, raw: bytes, tenant: str) -> memoryview:
         """Return the answer of `/detokenize` for JSON token ids; raises RequestError or Refusal."""
         version = await self._open(await self._known(name))
         return await self._hold(self.tokens.detokenize(version.tokenizer_key, raw, tenant))

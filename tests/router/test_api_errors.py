@@ -364,7 +364,7 @@ def test_a_large_body_is_checked_like_a_small_one(served: Any) -> None:
     many = {**completion, "unknown": [[]] * 260_000}
     body = json.dumps(many, separators=(",", ":"))
     error = wrong(post("/v1/completions", content=body), 400)
-    assert "JSON values: at most" in error["message"]
+    assert "JSON values: send fewer" in error["message"]
 
 
 def test_a_prompt_beyond_the_context_is_refused_by_its_bytes(served: Any) -> None:

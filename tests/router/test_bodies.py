@@ -63,4 +63,4 @@ def test_the_memory_of_all_bodies_is_bounded_and_released() -> None:
     refused = [outcome for outcome in outcomes if isinstance(outcome, MedhaError)]
     assert [type(outcome) for outcome in refused] == [Refusal]
     assert len(outcomes) - len(refused) == MAX_BODIES_AT_ONCE
-    assert after == b""
+    assert after == [b""]

@@ -43,6 +43,7 @@ def test_values_are_counted_outside_strings_only(
     monkeypatch.setattr(json_text, "PART_BYTES", part)
     for text in (json.dumps(value), json.dumps(value, ensure_ascii=False, indent=1)):
         assert count_values(text.encode()) == values_of(value)
+        assert min(3, count_values(text.encode(), 2)) == min(3, values_of(value))
 
 
 @settings(suppress_health_check=PATCHED, deadline=None)
@@ -85,10 +86,10 @@ def test_too_many_values_are_refused_in_every_field_but_the_ids() -> None:
     ids = b"[" + b"1," * json_text.MAX_VALUES + b"1]"
     text = b'"' + b"[{," * json_text.MAX_VALUES + b'"'
     check_values(text, "prompt")
-    with pytest.raises(RequestError, match="messages holds 524290 JSON values: at most 262144"):
+    with pytest.raises(RequestError, match="messages holds more than 262144 JSON values"):
         check_values(many, "messages")
     for field in (b"tools", b"unheard_of", b"model"):
-        with pytest.raises(RequestError, match="the body holds 5242"):
+        with pytest.raises(RequestError, match="the body holds more than"):
             check_body(b'{"model":"m","prompt":"a","' + field + b'":' + many + b"}")
     with pytest.raises(RequestError, match="the body holds"):
         check_body(b'{"prompt":' + many + b',"prompt":' + ids + b"}")  # the last one counts

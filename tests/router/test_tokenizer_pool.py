@@ -171,9 +171,10 @@ def test_a_large_answer_of_token_ids_and_of_their_text_is_made_in_a_process(
 ) -> None:
     ids = [number * 7 % 256 for number in range(100_000)]
     answer = asyncio.run(pool.detokenize("good", json.dumps(ids).encode(), ""))
-    assert json.loads(answer) == {"prompt": text_of(Vocabulary(byte_level_json), ids)}
+    assert json.loads(bytes(answer)) == {"prompt": text_of(Vocabulary(byte_level_json), ids)}
     tokens = np.asarray(ids, "<i4").tobytes()
-    assert json.loads(asyncio.run(pool.format_tokens(tokens, ""))) == ids
+    answer = asyncio.run(pool.format_tokens(tokens, ""))
+    assert json.loads(bytes(answer)) == ids
 
 
 def test_a_closed_pool_fails_running_and_waiting_jobs_and_skips_cancelled_ones(

@@ -277,13 +277,14 @@ class Encoder:
         self._texts = TextEncoder(self._vocabulary.tokenizer)
         self._template = ChatTemplate(files.template, files.config)
 
-    def encode(self, job: wire.Encode) -> tuple[wire.Encoded | wire.Planned, SteppedJob | None]:
-        """Encode the job's prompts, or plan the job if they are long.
+    def encode(
+        self, job: wire.Encode, raw: bytearray
+    ) -> tuple[wire.Encoded | wire.Planned, SteppedJob | None]:
+        """Encode the prompts in raw JSON, or plan the job if they are long.
 
         Raises RequestError for the client's faults.
         """
-        sources = self._sources(job)
-        job = msgspec.structs.replace(job, raw=b"")
+        sources = self._sources(job, raw)
         texts = texts_of(sources, self._vocabulary) if job.texts else ()
         encode_job = EncodeJob(job, sources, self._texts, texts)
         if encode_job.chars > PLANNED_CHARS:
@@ -293,9 +294,9 @@ class Encoder:
             prompts[index] = msgspec.structs.replace(prompts[index], text=text)
         return wire.Encoded(tuple(prompts)), None
 
-    def detokenize(self, job: wire.Detokenize) -> tuple[wire.Planned, SteppedJob]:
+    def detokenize(self, raw: bytearray) -> tuple[wire.Planned, SteppedJob]:
         """Plan the answer of `/detokenize`; raises RequestError for the client's faults."""
-        tokens = read_ids(job.raw, "tokens")
+        tokens = read_ids(raw, "tokens")
         if tokens is None:
             raise RequestError(
                 "tokens is no list of token ids: give the ids of tokens",
@@ -311,19 +312,19 @@ class Encoder:
         self._check(tokens, "tokens")
         return wire.Planned(), DetokenizeJob(tokens, self._vocabulary)
 
-    def _sources(self, job: wire.Encode) -> list[Source]:
+    def _sources(self, job: wire.Encode, raw: bytearray) -> list[Source]:
         where = "messages" if job.chat else "prompt"
-        if not job.chat and len(job.raw) > LARGE_BYTES:
-            ids = read_ids(job.raw, where)
+        if not job.chat and len(raw) > LARGE_BYTES:
+            ids = read_ids(raw, where)
             if ids is not None:
                 self._check(ids, where)
                 return [ids]
-        check_values(job.raw, where)
+        check_values(raw, where)
         if job.chat:
-            messages = read_messages(job.raw)
+            messages = read_messages(raw)
             return [self._template.render(messages, generation_prompt=job.generation_prompt)]
         sources: list[Source] = []
-        for prompt in read_prompts(job.raw):
+        for prompt in read_prompts(raw):
             if isinstance(prompt, str):
                 sources.append(prompt)
             else:
@@ -370,11 +371,9 @@ class TokenizerProcess:
                 self._encoders[job.files.key] = Encoder(job.files)
                 return wire.Loaded(), b""
             case wire.Encode():
-                job = msgspec.structs.replace(job, raw=payload)
-                outcome, stepped = self._encoders[job.key].encode(job)
+                outcome, stepped = self._encoders[job.key].encode(job, payload)
             case wire.Detokenize():
-                job = msgspec.structs.replace(job, raw=payload)
-                outcome, stepped = self._encoders[job.key].detokenize(job)
+                outcome, stepped = self._encoders[job.key].detokenize(payload)
             case wire.Advance():
                 return self._jobs[job.number].step(job.known)
             case wire.Close():
@@ -409,7 +408,7 @@ def serve(link: socket.socket) -> None:
         outcome, answer = process.answer(decoder.decode(message), payload)
         del payload
         if outcome is not None:
-            wire.send_frame(link, msgspec.msgpack.encode(outcome), answer)
+            wire.send_frame(link, msgspec.msgpack.encode(outcome), [answer])
 
 
 def main() -> None:

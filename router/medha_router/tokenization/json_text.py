@@ -6,6 +6,9 @@ text is counted before it is decoded, and token ids are decoded in parts.
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +20,8 @@ MAX_VALUES = 1 << 18
 """Most values of a body besides token ids: objects, lists, and the elements of both."""
 MAX_IDS = 1 << 24
 PART_BYTES = 1 << 20
-COUNTED = b",[{"
+MARKS = (b",", b"[", b"{")
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 class _LargeFields(msgspec.Struct, frozen=True):
@@ -30,73 +34,48 @@ class _LargeFields(msgspec.Struct, frozen=True):
 
 def check_values(text: bytes | bytearray, where: str) -> None:
     """Raise RequestError if the text of a field holds more than MAX_VALUES values."""
-    if not _may_exceed(text):
-        return
-    values = count_values(text)
-    if values > MAX_VALUES:
-        raise _too_many(values, where)
+    if _may_exceed(text) and count_values(text, MAX_VALUES) > MAX_VALUES:
+        raise _too_many(where)
 
 
 def check_body(body: bytes | bytearray) -> None:
     """Raise RequestError if the fields other than the large ones hold more than MAX_VALUES."""
-    if not _may_exceed(body):
+    if not _may_exceed(body) or count_values(body, MAX_VALUES) <= MAX_VALUES:
         return
     large = read_body(body, _LargeFields)
-    values = count_values(body)
-    values -= sum(count_values(bytes(raw)) for raw in (large.messages, large.prompt, large.tokens))
-    if values > MAX_VALUES:
-        raise _too_many(values, None)
+    limit = MAX_VALUES
+    limit += sum(count_values(bytes(raw)) for raw in (large.messages, large.prompt, large.tokens))
+    if count_values(body, limit) > limit:
+        raise _too_many(None)
 
 
 def _may_exceed(text: bytes | bytearray) -> bool:
     """Return False for most texts at little cost. Counts marks in strings too."""
-    return sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES
+    return sum(map(text.count, MARKS)) > MAX_VALUES
 
 
-def _too_many(values: int, where: str | None) -> RequestError:
+def _too_many(where: str | None) -> RequestError:
     return RequestError(
-        f"{where or 'the body'} holds {values} JSON values: at most {MAX_VALUES}; send fewer",
+        f"{where or 'the body'} holds more than {MAX_VALUES} JSON values: send fewer",
         code="invalid_value",
         param=where,
     )
 
 
-def count_values(text: bytes | bytearray) -> int:
-    """Return the number of opened objects and lists, and of commas, outside strings."""
-    data = np.frombuffer(text, np.uint8)
-    values, inside, escaped = 0, False, False
-    for start in range(0, len(data), PART_BYTES):
-        part = data[start : start + PART_BYTES]
-        quotes = part == ord('"')
-        backslashes = part == ord("\\")
-        if escaped or backslashes.any():
-            escaped = _drop_escaped(quotes, backslashes, escaped)
-        in_string = np.logical_xor.accumulate(quotes) ^ inside
-        inside = bool(in_string[-1])
-        marks = np.isin(part, np.frombuffer(COUNTED, np.uint8))
-        values += int(np.count_nonzero(marks & ~in_string))
-    return values
+def count_values(text: bytes | bytearray, most: int | None = None) -> int:
+    """Return the number of opened objects and lists, and of commas, outside strings.
 
-
-def _drop_escaped(
-    quotes: npt.NDArray[np.bool_], backslashes: npt.NDArray[np.bool_], escaped: bool
-) -> bool:
-    """Drop quotes after an odd run of backslashes; return True if the next byte is escaped.
-
-    `escaped` is True if the part before this one ended in an odd run.
+    Stops counting beyond `most`.
     """
-    size = len(backslashes)
-    position = np.arange(size)
-    # The position of the last byte that is no backslash, before each byte.
-    last = np.maximum.accumulate(np.where(backslashes, -1, position))
-    run = position - last  # length of the run that ends with each byte
-    if escaped:
-        run[last < 0] += 1
-    odd = backslashes & (run % 2 == 1)
-    quotes[1:] &= ~odd[:-1]
-    if escaped and not backslashes[0]:
-        quotes[0] = False
-    return bool(odd[-1])
+    values, start = 0, 0
+    strings = ((match.start(), match.end()) for match in _STRING.finditer(text))
+    for begin, end in itertools.chain(strings, [(len(text), len(text))]):
+        for at in range(start, begin, PART_BYTES):
+            values += sum(text.count(mark, at, min(at + PART_BYTES, begin)) for mark in MARKS)
+            if most is not None and values > most:
+                return values
+        start = end
+    return values
 
 
 def read_ids(text: bytes | bytearray, where: str) -> npt.NDArray[np.int32] | None:

@@ -16,12 +16,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from medha.errors import CheckpointError, EngineError, RequestError
 from medha_router.tokenization import wire
+from medha_router.tokenization.fair_queue import due_s
 from medha_router.tokenization.prefix_tokens import PrefixTokens
 
 JOB_S = 15.0
@@ -30,20 +33,30 @@ ABANDONED_S = 1.0
 """A step whose client has left may take so long before its process is killed."""
 POLL_S = 0.2
 
-Result = tuple[wire.Prompt, ...] | tuple[wire.BodyRead, bytearray] | bytearray | None
+Result = tuple[wire.Prompt, ...] | tuple[wire.BodyRead, memoryview] | memoryview | None
 TicketJob = wire.Encode | wire.Detokenize | wire.ReadBody | wire.FormatTokens | None
 
 
 class Ticket:
-    """A job with the future that its caller awaits; without a job it loads `key` in the lane."""
+    """A job with the future that its caller awaits; without a job it loads `key` in the lane.
+
+    `payload` is what the job works on, in parts.
+    """
 
     def __init__(
-        self, job: TicketJob, tenant: bytes, due_s: float, key: str, loop: asyncio.AbstractEventLoop
+        self,
+        job: TicketJob,
+        payload: Sequence[wire.Bytes],
+        *,
+        tenant: bytes,
+        key: str,
+        arrival_s: float,
     ) -> None:
-        self.job, self.tenant, self.due_s, self.key = job, tenant, due_s, key
-        self.size_bytes = len(job.raw) if job is not None else 0
-        self._loop = loop
-        self.future: asyncio.Future[Result] = loop.create_future()
+        self.job, self.payload, self.tenant, self.key = job, payload, tenant, key
+        self.size_bytes = sum(map(len, payload))
+        self.due_s = due_s(arrival_s, self.size_bytes)
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Result] = self._loop.create_future()
         self.restart()
 
     def restart(self) -> None:
@@ -156,7 +169,7 @@ class Lane(threading.Thread):
 
     def _load(self, ticket: Ticket, limit_s: float) -> None:
         files = wire.LoadFiles(self._dispatch.files[ticket.key])
-        loaded, _ = self._request(files, b"", ticket, limit_s + JOB_S)
+        loaded, _ = self._request(files, (), ticket, limit_s + JOB_S)
         if isinstance(loaded, wire.Loaded) and loaded.error:
             raise CheckpointError(loaded.error)
         self._loaded.add(ticket.key)
@@ -164,10 +177,11 @@ class Lane(threading.Thread):
     def _start(self, ticket: Ticket, job: wire.Job, limit_s: float) -> bool:
         self._numbers += 1
         ticket.number = self._numbers
-        raw = getattr(job, "raw", b"")
-        changes = {"number": ticket.number} if isinstance(job, PLANNABLE) else {}
-        message = msgspec.structs.replace(job, raw=b"", **changes)
-        outcome, payload = self._request(message, raw, ticket, limit_s)
+        if isinstance(job, wire.Encode):
+            job = msgspec.structs.replace(job, raw=b"", number=ticket.number)
+        elif isinstance(job, wire.Detokenize):
+            job = msgspec.structs.replace(job, number=ticket.number)
+        outcome, payload = self._request(job, ticket.payload, ticket, limit_s)
         match outcome:
             case wire.Planned():
                 ticket.planned = outcome
@@ -187,7 +201,7 @@ class Lane(threading.Thread):
     def _step(self, ticket: Ticket, planned: wire.Planned, limit_s: float) -> bool:
         known = () if ticket.stepped else self._known(ticket, planned)
         ticket.stepped = True
-        outcome, payload = self._request(wire.Advance(ticket.number, known), b"", ticket, limit_s)
+        outcome, payload = self._request(wire.Advance(ticket.number, known), (), ticket, limit_s)
         if not isinstance(outcome, wire.Part):
             self._settle(ticket, outcome, payload)
             return True
@@ -221,7 +235,7 @@ class Lane(threading.Thread):
             known.append(_beginning(pieces, 4 * page_tokens))
         return tuple(known)
 
-    def _settle(self, ticket: Ticket, outcome: wire.Outcome, payload: bytearray) -> None:
+    def _settle(self, ticket: Ticket, outcome: wire.Outcome, payload: memoryview) -> None:
         if isinstance(outcome, wire.Answer):
             ticket.settle(payload)
         elif isinstance(outcome, wire.Declined):
@@ -243,15 +257,16 @@ class Lane(threading.Thread):
                 self._restart_others(ticket)
 
     def _request(
-        self, job: wire.Job, payload: wire.Bytes, ticket: Ticket, limit_s: float
-    ) -> tuple[wire.Outcome, bytearray]:
+        self, job: wire.Job, payload: Sequence[wire.Bytes], ticket: Ticket, limit_s: float
+    ) -> tuple[wire.Outcome, memoryview]:
         link = self._link or self._start_process()
         link.settimeout(limit_s)
         wire.send_frame(link, msgspec.msgpack.encode(job), payload)
         self._wait(link, ticket, limit_s)
-        message, answer = wire.receive_frame(link)
+        message_size, answer_size = wire.receive_sizes(link)
+        message = wire.receive_exactly(link, _buffer(message_size))
         outcome: wire.Outcome = self._decoder.decode(message)
-        return outcome, answer
+        return outcome, wire.receive_exactly(link, _buffer(answer_size))
 
     def _wait(self, link: socket.socket, ticket: Ticket, limit_s: float) -> None:
         """Wait for the outcome; raises TimeoutError if it does not come or the client has left."""
@@ -302,7 +317,9 @@ class Lane(threading.Thread):
             self._process = None
 
 
-PLANNABLE = (wire.Encode, wire.Detokenize)
+def _buffer(size: int) -> memoryview:
+    """Return a buffer without writing to it: a bytearray's zeros would take the GIL's time."""
+    return np.empty(size, np.uint8).data
 
 
 def _beginning(pieces: list[tuple[bytes, bytes]], page_bytes: int) -> wire.Known:

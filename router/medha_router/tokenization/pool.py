@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from typing import TypeVar, cast
 
 import msgspec
 
 from medha.errors import EngineError
 from medha_router.tokenization import wire
-from medha_router.tokenization.fair_queue import FairQueue, Shares, due_s
+from medha_router.tokenization.fair_queue import FairQueue, Shares
 from medha_router.tokenization.lane import JOB_S, Lane, Ticket, TicketJob
 from medha_router.tokenization.prefix_tokens import PrefixTokens
 
@@ -55,32 +56,35 @@ class TokenizerPool:
         Raises RequestError (the client's fault), CheckpointError (the files do not load) or
         EngineError (the process died).
         """
-        return cast(tuple[wire.Prompt, ...], await self._run(job, job.salt, job.key))
+        result = await self._run(job, [job.raw], job.salt, job.key)
+        return cast(tuple[wire.Prompt, ...], result)
 
-    async def detokenize(self, key: str, raw: wire.Bytes, tenant: str) -> bytearray:
+    async def detokenize(self, key: str, raw: wire.Bytes, tenant: str) -> memoryview:
         """Return the JSON answer of `/detokenize` for raw JSON; raises as `encode` does."""
-        job = wire.Detokenize(key=key, raw=raw)
-        return cast(bytearray, await self._run(job, tenant.encode(), key))
+        job = wire.Detokenize(key=key)
+        return cast(memoryview, await self._run(job, [raw], tenant.encode(), key))
 
     async def read_body(
-        self, kind: str, body: bytearray, params: type[P], tenant: str
-    ) -> tuple[P, bytearray]:
-        """Read a body of a kind of `protocol.READERS`; return its parameters and `raw`."""
-        job = wire.ReadBody(kind=kind, raw=body)
-        read = cast(tuple[wire.BodyRead, bytearray], await self._run(job, tenant.encode(), ""))
-        return msgspec.json.decode(read[0].params, type=params), read[1]
+        self, kind: str, body: Sequence[bytes], params: type[P], tenant: str
+    ) -> tuple[P, memoryview]:
+        """Read a body, given in parts, of a kind of `protocol.READERS`.
 
-    async def format_tokens(self, tokens: bytes, tenant: str) -> bytearray:
+        Returns its parameters and their `raw`; raises as `encode` does.
+        """
+        result = await self._run(wire.ReadBody(kind=kind), body, tenant.encode(), "")
+        read, raw = cast(tuple[wire.BodyRead, memoryview], result)
+        return msgspec.json.decode(read.params, type=params), raw
+
+    async def format_tokens(self, tokens: bytes, tenant: str) -> memoryview:
         """Return int32 tokens as a JSON list."""
-        return cast(bytearray, await self._run(wire.FormatTokens(raw=tokens), tenant.encode(), ""))
+        return cast(memoryview, await self._run(wire.FormatTokens(), [tokens], tenant.encode(), ""))
 
     async def warm(self, key: str) -> None:
         """Load the files in every process and wait for the first.
 
         Raises CheckpointError if they do not load.
         """
-        loop = asyncio.get_running_loop()
-        tickets = [Ticket(None, b"", 0.0, key, loop) for _ in self._lanes]
+        tickets = [Ticket(None, (), tenant=b"", key=key, arrival_s=0.0) for _ in self._lanes]
         for lane, ticket in zip(self._lanes, tickets, strict=True):
             ticket.future.add_done_callback(asyncio.Future.exception)  # of a later one
             self._dispatch.put_on(lane, ticket)
@@ -90,10 +94,10 @@ class TokenizerPool:
         for future in loaded:
             future.result()
 
-    async def _run(self, job: TicketJob, tenant: bytes, key: str) -> object:
-        size_bytes = len(job.raw) if job is not None else 0
-        due = due_s(time.monotonic(), size_bytes)
-        ticket = Ticket(job, tenant, due, key, asyncio.get_running_loop())
+    async def _run(
+        self, job: TicketJob, payload: Sequence[wire.Bytes], tenant: bytes, key: str
+    ) -> object:
+        ticket = Ticket(job, payload, tenant=tenant, key=key, arrival_s=time.monotonic())
         self._dispatch.put(ticket)
         return await ticket.future
 

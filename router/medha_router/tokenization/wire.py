@@ -10,7 +10,7 @@
     Close of a planned job                        -
 
 A frame is the lengths of both parts in 8 little-endian bytes each, then a msgpack message and its
-payload, which is not copied: `raw` of a job, or an answer. A long job is planned and runs in steps,
+payload, which is not copied: JSON, tokens, or an answer. A long job is planned and runs in steps,
 so that its process serves other jobs between two steps.
 """
 
@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -27,9 +28,11 @@ MAX_FRAME_BYTES = 1 << 30
 KEY_BYTES = 16
 
 if TYPE_CHECKING:
-    Bytes = bytes | bytearray
+    Bytes = bytes | bytearray | memoryview
 else:
-    Bytes = bytes  # msgspec decodes one of the two
+    Bytes = bytes  # msgspec decodes one of them
+
+B = TypeVar("B", bytearray, memoryview)
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +49,7 @@ class LoadFiles(msgspec.Struct, frozen=True, tag=True):
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Encode raw JSON: `messages` (`chat`) or `prompt`.
+    """Encode raw JSON, sent as the payload: `messages` (`chat`) or `prompt`.
 
     The hash chain that names full pages of `page_tokens` starts at `salt`; without pages (0) there
     are no names. A prompt of more than `limit_tokens` is declined; 0 is no limit. If `texts`, the
@@ -66,24 +69,20 @@ class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Detokenize(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Make the answer of `/detokenize` of raw JSON: a list of token ids."""
+    """Make the answer of `/detokenize` for the payload: a JSON list of token ids."""
 
     key: str
-    raw: Bytes
     number: int = 0
 
 
 class ReadBody(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Read a request body of one of `protocol.READERS`."""
+    """Read a request body, which is the payload, by one of `protocol.READERS`."""
 
     kind: str
-    raw: Bytes
 
 
-class FormatTokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Make a JSON list of int32 tokens."""
-
-    raw: Bytes
+class FormatTokens(msgspec.Struct, frozen=True, tag=True):
+    """Make a JSON list of int32 tokens, which are the payload."""
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -180,29 +179,36 @@ Job = LoadFiles | Encode | Detokenize | ReadBody | FormatTokens | Advance | Clos
 Outcome = Loaded | Encoded | Planned | Part | BodyRead | Answer | Declined
 
 
-def send_frame(link: socket.socket, message: bytes, payload: Bytes = b"") -> None:
+def send_frame(link: socket.socket, message: bytes, payload: Sequence[Bytes] = ()) -> None:
     """Send one frame; raises OSError if the other end has closed."""
-    link.sendall(LENGTHS.pack(len(message), len(payload)) + message)
-    if payload:
-        link.sendall(payload)
+    size = sum(map(len, payload))
+    link.sendall(LENGTHS.pack(len(message), size) + message)
+    for part in payload:
+        link.sendall(part)
+
+
+def receive_sizes(link: socket.socket) -> tuple[int, int]:
+    """Receive the sizes of message and payload; raises OSError if one is too large."""
+    sizes: tuple[int, int] = LENGTHS.unpack(receive_exactly(link, bytearray(LENGTHS.size)))
+    if max(sizes) > MAX_FRAME_BYTES:
+        raise OSError(f"frame of {max(sizes)} bytes: at most {MAX_FRAME_BYTES}")
+    return sizes
 
 
 def receive_frame(link: socket.socket) -> tuple[bytearray, bytearray]:
     """Receive message and payload; raises OSError if the link closed or a length is too large."""
-    sizes = LENGTHS.unpack(_exactly(link, LENGTHS.size))
-    if max(sizes) > MAX_FRAME_BYTES:
-        raise OSError(f"frame of {max(sizes)} bytes: at most {MAX_FRAME_BYTES}")
-    message = _exactly(link, sizes[0])
-    return message, _exactly(link, sizes[1])
+    message_size, payload_size = receive_sizes(link)
+    message = receive_exactly(link, bytearray(message_size))
+    return message, receive_exactly(link, bytearray(payload_size))
 
 
-def _exactly(link: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
+def receive_exactly(link: socket.socket, buffer: B) -> B:
+    """Fill a buffer and return it; raises ConnectionResetError if the other end has closed."""
+    view = memoryview(buffer)
     got = 0
-    while got < size:
+    while got < len(view):
         count = link.recv_into(view[got:])
         if count == 0:
             raise ConnectionResetError("the other end closed the link")
         got += count
-    return data
+    return buffer
