@@ -28,12 +28,12 @@ from medha_router.replica_client import ReplicaClient
 from medha_router.replica_link import LinkLoop, ReplicaLink, listen
 from medha_router.replicas import ReplicaTable
 from medha_router.request_table import RequestTable, RouterState
-from medha_router.retokenize import Retokenizer
 from medha_router.router_metrics import RouterMetrics
 from medha_router.routes import make_app
 from medha_router.server import DrainingServer, server_of
 from medha_router.service import Service
 from medha_router.tokenization.pool import TokenizerPool
+from medha_router.tokenization.retokenize import Retokenizer
 from medha_router.tokenization.tokenizer_files import FileStore
 
 MEASURE_S = 1.0
