@@ -179,6 +179,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `drain_timeout_s` after a drain began are ended. `api_keys`: file of API keys, one per line (see
     `medha_router.auth`); without it the public port is open. `ops_token`: file of the token that
     `POST /drain` needs; without it that route is absent.
+    `generation_defaults`: sample by the checkpoint where a request is silent.
     """
 
     host: str = "127.0.0.1"
@@ -204,6 +205,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     grant_lease_s: float = 0.2
     tokenizer_workers: Positive = 1
     default_output_tokens: Positive = 4096
+    generation_defaults: bool = True
     run_dir: str = ""
     log_level: str = "info"
 

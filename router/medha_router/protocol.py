@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from medha.errors import RequestError
-from medha.messages import Sampling
+from medha.messages import GenerationDefaults, Sampling
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
@@ -99,6 +99,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
+DEFAULTED = GenerationDefaults.__struct_fields__
 MAX_DEFAULT_BYTES = 64  # no default value is longer, so a longer one is not read
 
 
@@ -225,7 +226,8 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `raw` is the JSON of `messages` (`chat`) or `prompt`. If `max_output_tokens` is None, the
     default of the endpoint holds. `sampling.seed` is 0 unless `seeded`; `sampling.stop_tokens`
-    holds only those of the client. `client_id`: the request's id as its client names it, for logs.
+    holds only those of the client. `silent`: sampling parameters that the client left to the
+    checkpoint. `client_id`: the request's id as its client names it, for logs.
     """
 
     model: str
@@ -240,6 +242,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     echo: bool = False
     ignore_eos: bool = False
+    silent: frozenset[str] = frozenset()
     client_id: str = ""
 
 
@@ -413,6 +416,7 @@ def _params(
         include_usage=bool(options and options.include_usage),
         echo=echo,
         ignore_eos=bool(body.ignore_eos),
+        silent=frozenset(name for name in DEFAULTED if getattr(body, name) is None),
     )
 
 

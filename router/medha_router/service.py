@@ -19,6 +19,7 @@ from medha.errors import Refusal, RequestError
 from medha.fleet.admission import attainable_tpot_s
 from medha.fleet.demand import DemandWindow
 from medha.fleet.placement import PlacementOption
+from medha.messages import Sampling
 from medha.request import Request
 from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ModelVersion, ServedModel
@@ -208,6 +209,7 @@ class Service:
         """Add a generation for each output: limits, deadline, sampling."""
         params = client_request.params
         stop_tokens = self._stop_tokens(params, version)
+        settings = self._with_defaults(params, version)
         seed = params.sampling.seed if params.seeded else self._draw_bits(63)
         salt = model.salt(client_request.tenant)
         for position, prompt in enumerate(prompts):
@@ -220,7 +222,7 @@ class Service:
                 )
             for index in range(position * params.n, (position + 1) * params.n):
                 sampling = msgspec.structs.replace(
-                    params.sampling, seed=(seed + index) & MAX_INT64, stop_tokens=stop_tokens
+                    settings, seed=(seed + index) & MAX_INT64, stop_tokens=stop_tokens
                 )
                 own_request = msgspec.structs.replace(request, id=f"{client_request.id}.{index}")
                 client_request.generations.append(
@@ -260,6 +262,12 @@ class Service:
         generation.output = _output_stream(params, version, stop_tokens)
         generation.prompt, generation.version = prompt, version.key
         generation.idle_tpot_s = idle_tpot_s
+
+    def _with_defaults(self, params: GenerationParams, version: ModelVersion) -> Sampling:
+        """Return the sampling with the checkpoint's defaults where the request is silent."""
+        defaults = version.hello.defaults.given() if self._config.generation_defaults else {}
+        used = {name: value for name, value in defaults.items() if name in params.silent}
+        return msgspec.structs.replace(params.sampling, **used) if used else params.sampling
 
     def _stop_tokens(self, params: GenerationParams, version: ModelVersion) -> tuple[int, ...]:
         """Return the tokens that end an output; raises RequestError for an invalid logit_bias."""

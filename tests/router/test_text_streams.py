@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 import tokenizers
@@ -191,11 +190,25 @@ def test_the_byte_alphabet_is_the_tokenizer_librarys() -> None:
     assert sorted(byte_alphabet().values()) == list(range(256))
 
 
-def test_a_tokenizer_with_an_unknown_decoder_is_refused_by_name(byte_level_json: bytes) -> None:
-    described = json.loads(byte_level_json)
-    described["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    with pytest.raises(CheckpointError, match="WordPiece"):
-        Vocabulary(json.dumps(described).encode())
+@pytest.mark.parametrize("decoder", [tokenizers.decoders.WordPiece(), None])
+@given(tokens=st.lists(st.integers(0, 5), max_size=12), size=st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_an_unknown_decoder_prints_what_its_library_decodes(
+    decoder: tokenizers.decoders.Decoder | None, tokens: list[int], size: int
+) -> None:
+    pieces = ["[UNK]", "hello", "##ing", "world", "é", "[SEP]"]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]")
+    )
+    tokenizer.add_special_tokens(["[SEP]"])
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    vocabulary = Vocabulary(tokenizer.to_str().encode())
+    output = OutputStream(vocabulary)
+    parts = [tokens[at : at + size] for at in range(0, len(tokens), size)]
+    text = "".join([output.push(part).text for part in parts]) + output.end("length").text
+    assert text == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert text == text_of(vocabulary, tokens)
 
 
 def test_a_broken_tokenizer_file_is_a_checkpoint_error() -> None:

@@ -137,6 +137,7 @@ prometheus.io/port: {{ index . 1 | quote }}
   "keepalive_s" (float64 $c.keepaliveSeconds)
   "drain_timeout_s" (max 0 (sub (int64 .Values.router.terminationGraceSeconds) 10) | float64)
   "default_output_tokens" (int64 $c.defaultOutputTokens)
+  "generation_defaults" $c.generationDefaults
   "tokenizer_workers" (int64 $c.tokenizerWorkers)
   "run_dir" "/tmp"
   "log_level" .Values.router.logLevel

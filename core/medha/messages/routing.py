@@ -108,13 +108,30 @@ class RouterBeat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 RouterMessage = Welcome | Rejected | Heads | Submit | Abort | FetchFile | RouterBeat
 
 
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters of a checkpoint where a request is silent; None: the API's default."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=10.0)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] | None = None
+
+    def given(self) -> dict[str, float]:
+        """Return the parameters that the checkpoint has."""
+        return {
+            name: value for name, value in msgspec.structs.asdict(self).items() if value is not None
+        }
+
+
 class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Registers a replica with a router. `files`: name -> content hash (blake2b-128 hex).
 
     `files` has `tokenizer.json` and, if the checkpoint has them, `tokenizer_config.json`,
     `chat_template.jinja`, `generation_config.json`. `checkpoint`: equal for replicas of the same
-    weights; empty if unknown. `profile`: JSON of the predictor's profile. `order`: of requests that
-    wait for the replica. `draining`: the replica finishes its requests and takes no new ones.
+    weights; empty if unknown. `profile`: JSON of the predictor's profile. `defaults`: sampling of
+    the checkpoint. `order`: of requests that wait for the replica. `draining`: the replica finishes
+    its requests and takes no new ones.
     """
 
     replica: Name
@@ -129,6 +146,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_
     files: Annotated[dict[str, str], msgspec.Meta(max_length=16)]
     checkpoint: Name = ""
     stop_tokens: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+    defaults: GenerationDefaults = GenerationDefaults()
     max_batch_s: float = 0.1
     min_batch_s: float = 0.01
     order: QueueOrder = QueueOrder()

@@ -7,8 +7,8 @@ A token is a string of bytes, and a character may span several tokens. An increm
 holds back an unfinished character; only bytes that can never become a character turn into U+FFFD.
 So the text does not depend on how the tokens were grouped in messages.
 
-The decoder in `tokenizer.json` must be byte-level BPE (GPT-2, Llama 3, Qwen) or SentencePiece with
-byte fallback (Llama 2, Mistral, Gemma). Any other decoder is a CheckpointError.
+This holds for byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece with byte fallback (Llama 2,
+Mistral, Gemma). Any other decoder in `tokenizer.json` runs in the library's own DecodeStream.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from medha.errors import CheckpointError
 from medha.messages import Logprob
@@ -39,8 +40,10 @@ def byte_alphabet() -> dict[str, int]:
 class Vocabulary:
     """Bytes of each token id of one tokenizer, computed on first use.
 
-    `special` ids print nothing. Raises CheckpointError when `tokenizer.json` does not load or its
-    decoder is not supported.
+    `special` ids print nothing. If `bytewise` is False, a token's text depends on the tokens before
+    it, and `bytes_of` gives its text alone.
+
+    Raises CheckpointError when `tokenizer.json` does not load.
     """
 
     def __init__(self, tokenizer_json: bytes) -> None:
@@ -59,6 +62,7 @@ class Vocabulary:
         self._alphabet = byte_alphabet()
         self._replacements: list[tuple[str, str]] = []
         self.strips_first_space = False
+        self.bytewise = True
         self._byte_level = self._read_decoder(description.get("decoder"))
         self._known: dict[int, bytes] = {}
         self.size = self.tokenizer.get_vocab_size(with_added_tokens=True)
@@ -74,6 +78,8 @@ class Vocabulary:
         piece = self.tokenizer.id_to_token(token) if token >= 0 else None
         if piece is None:
             return b""
+        if not self.bytewise:
+            return self.tokenizer.decode([token], skip_special_tokens=False).encode()
         if self._byte_level:
             values = [self._alphabet.get(letter) for letter in piece]
             if None in values:  # an added token in plain letters
@@ -108,17 +114,9 @@ class Vocabulary:
                 case {"type": "ByteFallback" | "Fuse"}:
                     pass
                 case _:
-                    self._refuse(kinds)
-        if not self._replacements:
-            self._refuse(kinds)
+                    self.bytewise = False
+        self.bytewise = self.bytewise and bool(self._replacements)
         return False
-
-    @staticmethod
-    def _refuse(kinds: Iterable[object]) -> None:
-        raise CheckpointError(
-            f"tokenizer.json has the decoder {list(kinds)!r}: only byte-level and SentencePiece "
-            "decoders are supported; use a model with one of these"
-        )
 
 
 class Detokenizer:
@@ -131,15 +129,20 @@ class Detokenizer:
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip = vocabulary.strips_first_space and not continues
+        self._stream = None if vocabulary.bytewise else _LibraryStream(vocabulary.tokenizer)
 
     def push(self, token: int) -> str:
         """Return the text that `token` completes, possibly empty."""
         if token in self._vocabulary.special:
             return ""
+        if self._stream is not None:
+            return self._stream.push(token)
         return self._stripped(self._decoder.decode(self._vocabulary.bytes_of(token)))
 
     def end(self) -> str:
         """Return the rest after the last token: an unfinished character becomes U+FFFD."""
+        if self._stream is not None:
+            return self._stream.end()
         return self._stripped(self._decoder.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:
@@ -147,6 +150,31 @@ class Detokenizer:
             self._strip = False
             return text.removeprefix(" ")
         return text
+
+
+class _LibraryStream:
+    """Text by the tokenizer's own decoder, which may hold back tokens until they are text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._held: list[int] = []
+
+    def push(self, token: int) -> str:
+        self._held.append(token)
+        try:
+            text = self._stream.step(self._tokenizer, token)
+        except Exception:  # tokenizers raises bare Exception if the decoder changes earlier text
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self.end()
+        if text is None:
+            return ""
+        self._held.clear()
+        return text
+
+    def end(self) -> str:
+        held, self._held = self._held, []
+        return self._tokenizer.decode(held, skip_special_tokens=True) if held else ""
 
 
 def text_of(vocabulary: Vocabulary, tokens: Iterable[int], *, continues: bool = False) -> str:

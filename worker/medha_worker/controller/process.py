@@ -42,7 +42,7 @@ from medha_worker.controller.outbox import Outgoing, Redial, ToRanks, ToRouter
 from medha_worker.controller.resolver import RouterResolver, is_literal
 from medha_worker.controller.startup import Identity, MakeScheduler
 from medha_worker.model.checkpoint_files import digest_of
-from medha_worker.model.decoder_config import read_config
+from medha_worker.model.decoder_config import read_config, read_generation_defaults
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -81,6 +81,7 @@ def identity_of(config: WorkerConfig) -> Identity:
         },
         checkpoint="dummy" if config.dummy_weights else digest_of(folder),
         stop_tokens=model.stop_tokens,
+        defaults=read_generation_defaults(folder),
         profile=read_profile(config.profile),
     )
 

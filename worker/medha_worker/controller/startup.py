@@ -18,7 +18,7 @@ import numpy as np
 from medha.batch import Batch, Chunk
 from medha.calibration import Sample, fit
 from medha.config import WorkerConfig
-from medha.messages import Hello, Sampling, SequenceStart, to_bytes
+from medha.messages import GenerationDefaults, Hello, Sampling, SequenceStart, to_bytes
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import Profile, encode, guess_for
@@ -55,6 +55,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     hashes: dict[str, str]
     checkpoint: str = ""
     stop_tokens: tuple[int, ...] = ()
+    defaults: GenerationDefaults = GenerationDefaults()
     profile: Profile | None = None
 
 
@@ -280,6 +281,7 @@ class Startup:
             files=identity.hashes,
             checkpoint=identity.checkpoint,
             stop_tokens=identity.stop_tokens,
+            defaults=identity.defaults,
             max_batch_s=settings.max_batch_s,
             min_batch_s=settings.min_batch_s,
             order=settings.queue_order,

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from medha.errors import CheckpointError
+from medha.messages import GenerationDefaults
 from medha.model import ModelShape
 from medha_worker.model.families import family_of, windows_of
 
@@ -41,6 +42,9 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     mscale_all_dim: float = 0.0
     attention_factor: float | None = None
     truncate: bool = True
+
+
+GENERATION_CONFIG = "generation_config.json"
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,9 +257,30 @@ def _rope_number(path: pathlib.Path, key: str, value: Any) -> float | None:
     return float(value)
 
 
+def read_generation_defaults(folder: pathlib.Path) -> GenerationDefaults:
+    """Return the sampling parameters in generation_config.json; CheckpointError if one is out of
+    range.
+
+    As in vLLM, `do_sample` does not count.
+    """
+    path = folder / GENERATION_CONFIG
+    if not path.exists():
+        return GenerationDefaults()
+    given = read_json(path)
+    names = GenerationDefaults.__struct_fields__
+    try:
+        return msgspec.convert(
+            {name: given[name] for name in names if name in given}, GenerationDefaults
+        )
+    except msgspec.ValidationError as error:
+        raise CheckpointError(
+            f"{path} does not fit ({error}): correct or remove the field"
+        ) from None
+
+
 def _stop_tokens(folder: pathlib.Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """Return end-of-sequence ids, from generation_config.json or else config.json."""
-    generation = folder / "generation_config.json"
+    generation = folder / GENERATION_CONFIG
     ids = read_json(generation).get("eos_token_id") if generation.exists() else None
     ids = raw.get("eos_token_id") if ids is None else ids
     if ids is None:
