@@ -32,6 +32,7 @@ from medha_router.router_metrics import RouterMetrics
 from medha_router.routes import make_app
 from medha_router.server import DrainingServer, server_of
 from medha_router.service import Service
+from medha_router.structured.checker_process import GrammarChecker
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.retokenize import Retokenizer
 from medha_router.tokenization.tokenizer_files import FileStore
@@ -69,8 +70,15 @@ class Router:
             clock,
         )
         self._client = ReplicaClient(state, FileStore(folder), tokens)
+        self._grammars = GrammarChecker()
         self.service = Service(
-            config, state, tokens, self._demand, wall_s=time.time, draw_bits=secrets.randbits
+            config,
+            state,
+            tokens,
+            self._demand,
+            grammars=self._grammars,
+            wall_s=time.time,
+            draw_bits=secrets.randbits,
         )
         self._keys = ApiKeys(pathlib.Path(config.api_keys)) if config.api_keys else None
         self._retokenizer = Retokenizer(state, self.service)
@@ -104,6 +112,7 @@ class Router:
         await self._link_loop.stop()
         await self._retokenizer.stop()
         await self._client.settled()
+        await self._grammars.close()
 
     def _changed(self) -> None:
         self._link_loop.changed()

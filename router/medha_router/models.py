@@ -34,13 +34,15 @@ from medha_router.tokenization.wire import Encode, Prompt, TokenizerFiles
 class ModelVersion:
     """Replicas of a model with the same weights, tokenizer and pages.
 
-    `hello` is the latest of its replicas. `vocabulary` is None until the tokenizer has loaded;
-    `broken` holds the error if it cannot. `open` are the replicas that take new requests.
+    `hello` is the latest of its replicas, `tokenizer` the content of its tokenizer.json.
+    `vocabulary` is None until the tokenizer has loaded; `broken` holds the error if it cannot.
+    `open` are the replicas that take new requests.
     """
 
     def __init__(self, key: str, hello: Hello, sequence: int) -> None:
         self.key, self.hello, self.sequence = key, hello, sequence
         self.broken = ""
+        self.tokenizer = b""
         self.vocabulary: Vocabulary | None = None
         self.open: tuple[ConnectedReplica, ...] = ()
         self.closed_s = float("-inf")

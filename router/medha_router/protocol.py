@@ -19,6 +19,8 @@ import msgspec
 
 from medha.errors import RequestError
 from medha.messages import GenerationDefaults, Sampling
+from medha_router.structured import sources
+from medha_router.structured.sources import GrammarSource, RawJson
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
@@ -50,7 +52,6 @@ OutputTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] | None
 BiasKey = Annotated[str, msgspec.Meta(max_length=12)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
 ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
-RawJson = msgspec.Raw | msgspec.UnsetType
 
 # Fields that would change the output if they were supported, and the values that change nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -67,10 +68,8 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "early_stopping": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
+    "guided_decoding_backend": ("auto", "guidance"),
+    "guided_whitespace_pattern": (),
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": ({},),
     "length_penalty": (1, 1.0),
@@ -82,14 +81,12 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "prompt_embeds": ([],),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "store": (False,),
-    "structured_outputs": ({},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -124,10 +121,8 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     early_stopping: RawJson = msgspec.UNSET
     function_call: RawJson = msgspec.UNSET
     functions: RawJson = msgspec.UNSET
-    guided_choice: RawJson = msgspec.UNSET
-    guided_grammar: RawJson = msgspec.UNSET
-    guided_json: RawJson = msgspec.UNSET
-    guided_regex: RawJson = msgspec.UNSET
+    guided_decoding_backend: RawJson = msgspec.UNSET
+    guided_whitespace_pattern: RawJson = msgspec.UNSET
     include_stop_str_in_output: RawJson = msgspec.UNSET
     kv_transfer_params: RawJson = msgspec.UNSET
     length_penalty: RawJson = msgspec.UNSET
@@ -139,14 +134,12 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     prompt_embeds: RawJson = msgspec.UNSET
     prompt_logprobs: RawJson = msgspec.UNSET
     reasoning_effort: RawJson = msgspec.UNSET
-    response_format: RawJson = msgspec.UNSET
     return_token_ids: RawJson = msgspec.UNSET
     return_tokens_as_token_ids: RawJson = msgspec.UNSET
     service_tier: RawJson = msgspec.UNSET
     skip_special_tokens: RawJson = msgspec.UNSET
     spaces_between_special_tokens: RawJson = msgspec.UNSET
     store: RawJson = msgspec.UNSET
-    structured_outputs: RawJson = msgspec.UNSET
     suffix: RawJson = msgspec.UNSET
     tool_choice: RawJson = msgspec.UNSET
     tools: RawJson = msgspec.UNSET
@@ -179,6 +172,12 @@ class Body(Unsupported, frozen=True, kw_only=True):
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=32)] | None = None
+    response_format: RawJson = msgspec.UNSET
+    structured_outputs: RawJson = msgspec.UNSET
+    guided_json: RawJson = msgspec.UNSET
+    guided_regex: RawJson = msgspec.UNSET
+    guided_choice: RawJson = msgspec.UNSET
+    guided_grammar: RawJson = msgspec.UNSET
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
@@ -226,8 +225,9 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `raw` is the JSON of `messages` (`chat`) or `prompt`. If `max_output_tokens` is None, the
     default of the endpoint holds. `sampling.seed` is 0 unless `seeded`; `sampling.stop_tokens`
-    holds only those of the client. `silent`: sampling parameters that the client left to the
-    checkpoint. `client_id`: the request's id as its client names it, for logs.
+    holds only those of the client. `grammar`: what the output follows, unchecked. `silent`:
+    sampling parameters that the client left to the checkpoint. `client_id`: the request's id as its
+    client names it, for logs.
     """
 
     model: str
@@ -243,6 +243,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     ignore_eos: bool = False
     silent: frozenset[str] = frozenset()
+    grammar: GrammarSource | None = None
     client_id: str = ""
 
 
@@ -416,8 +417,27 @@ def _params(
         include_usage=bool(options and options.include_usage),
         echo=echo,
         ignore_eos=bool(body.ignore_eos),
+        grammar=_grammar(body),
         silent=frozenset(name for name in DEFAULTED if getattr(body, name) is None),
     )
+
+
+def _grammar(body: Body) -> GrammarSource | None:
+    """Return the grammar that the output must follow; raises RequestError for two of them."""
+    grammar = sources.only(
+        sources.of_response_format(body.response_format),
+        sources.of_structured_outputs(body.structured_outputs),
+        sources.of_guided(
+            body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
+        ),
+    )
+    if grammar is not None and body.ignore_eos:
+        raise RequestError(
+            f"ignore_eos is true with {grammar.param}: such an output ends; leave out one",
+            code="invalid_value",
+            param="ignore_eos",
+        )
+    return grammar
 
 
 def _sampling(body: Body, logprobs: int | None) -> Sampling:

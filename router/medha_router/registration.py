@@ -172,6 +172,7 @@ class Registration:
             self._tokens.add(files)
             vocabulary = await asyncio.to_thread(Vocabulary, files.tokenizer)
             await self._tokens.warm(files.key)
+            version.tokenizer = files.tokenizer
             version.vocabulary, model.unservable = vocabulary, ""
             for replica in self._replicas_of(model, version):
                 self._state.send(replica.peer, Welcome(self._state.router))

@@ -25,6 +25,7 @@ from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ModelVersion, ServedModel
 from medha_router.protocol import MAX_INT64, GenerationParams, SloOverride
 from medha_router.request_table import RouterState
+from medha_router.structured.checker_process import GrammarChecker
 from medha_router.tokenization.detokenizer import OutputStream
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.wire import Prompt
@@ -49,10 +50,12 @@ class Service:
         tokens: TokenizerPool,
         demand: DemandWindow,
         *,
+        grammars: GrammarChecker,
         wall_s: Callable[[], float],
         draw_bits: Callable[[int], int],
     ) -> None:
         self._config, self.tokens, self._demand = config, tokens, demand
+        self._grammars = grammars
         self._requests, self._metrics = state.requests, state.metrics
         self._clock, self._wall_s, self._draw_bits = state.clock, wall_s, draw_bits
         self._log = logging.getLogger("medha.router")
@@ -138,12 +141,13 @@ class Service:
         try:
             client_request.held = not model.ready
             version = await self._open(model)
+            grammar = await self._hold(self._checked_grammar(params, version))
             prompts = await self._hold(self.encode_for(client_request, model, version))
             while not version.open:  # its replicas left during the encoding
                 client_request.held = client_request.held or not model.ready
                 version = await self._open(model)
                 prompts = await self._hold(self.encode_for(client_request, model, version))
-            self._prepare(client_request, model, version, prompts, slo)
+            self._prepare(client_request, model, version, prompts, slo, grammar)
             self._admit(client_request, model)
         except Refusal as refusal:
             now = self._clock()
@@ -205,6 +209,7 @@ class Service:
         version: ModelVersion,
         prompts: Iterable[Prompt],
         slo: SloOverride,
+        grammar: str,
     ) -> None:
         """Add a generation for each output: limits, deadline, sampling."""
         params = client_request.params
@@ -222,7 +227,10 @@ class Service:
                 )
             for index in range(position * params.n, (position + 1) * params.n):
                 sampling = msgspec.structs.replace(
-                    settings, seed=(seed + index) & MAX_INT64, stop_tokens=stop_tokens
+                    settings,
+                    seed=(seed + index) & MAX_INT64,
+                    stop_tokens=stop_tokens,
+                    grammar=grammar,
                 )
                 own_request = msgspec.structs.replace(request, id=f"{client_request.id}.{index}")
                 client_request.generations.append(
@@ -262,6 +270,12 @@ class Service:
         generation.output = _output_stream(params, version, stop_tokens)
         generation.prompt, generation.version = prompt, version.key
         generation.idle_tpot_s = idle_tpot_s
+
+    async def _checked_grammar(self, params: GenerationParams, version: ModelVersion) -> str:
+        """Return the grammar for the engine, or an empty string; raises RequestError."""
+        if params.grammar is None:
+            return ""
+        return await self._grammars.check(version.tokenizer_key, version.tokenizer, params.grammar)
 
     def _with_defaults(self, params: GenerationParams, version: ModelVersion) -> Sampling:
         """Return the sampling with the checkpoint's defaults where the request is silent."""

@@ -53,6 +53,7 @@ from medha_router.replicas import ConnectedReplica, ReplicaTable
 from medha_router.request_table import RequestTable, RouterState
 from medha_router.router_metrics import RouterMetrics
 from medha_router.service import Service
+from medha_router.structured.checker_process import GrammarChecker
 from medha_router.tokenization.detokenizer import Vocabulary
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.tokenizer_files import FileStore
@@ -263,6 +264,7 @@ class VirtualRouter:
             state,
             tokens,
             demand,
+            grammars=GrammarChecker(),
             wall_s=self._clock,
             draw_bits=lambda bits: 0,
         )

@@ -243,7 +243,7 @@ class Driver:
             sampling=run.sampling,
             prompt_tokens=run.prompt_tokens,
             cached=tuple(sorted(held.items())),
-            history=to_bytes(run.tokens) if run.sampling.penalised else b"",
+            history=to_bytes(run.tokens) if run.sampling.needs_tokens else b"",
             rope_tokens=run.prompt_tokens,
         )
 

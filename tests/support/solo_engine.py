@@ -224,7 +224,7 @@ class SoloEngine:
             sampling=run.sampling,
             prompt_tokens=len(run.tokens),
             cached=tuple(enumerate(run.pages)),
-            history=run.tokens.tobytes() if run.sampling.penalised else b"",
+            history=run.tokens.tobytes() if run.sampling.needs_tokens else b"",
             rope_tokens=run.rope_tokens,
         )
 

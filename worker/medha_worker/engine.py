@@ -23,6 +23,7 @@ from medha_worker.attention.kernel_interface import Attention
 from medha_worker.attention.kv_splits import PrefixSplit, table_of
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.device import ComputeDevice
+from medha_worker.grammar import Grammars
 from medha_worker.graphs import MOST_BYTES, SIZES, CudaGraphRecorder, FixedPlan, Graphs, recorded
 from medha_worker.inputs import InputBuilder
 from medha_worker.kv.fetches import MoveTargets
@@ -106,7 +107,7 @@ class RankEngine:
         arithmetic = arithmetic_for(attention, shape.norm_eps, self.device)
         model = Decoder(shape, self.layers, tp, self.weights, arithmetic)
         inputs = InputBuilder(
-            Sequences(at.group, DeviceSlots(self.device)),
+            Sequences(at.group, DeviceSlots(self.device), self._grammars()),
             attention,
             Rotary(shape.rope, shape.head_dim, self.device.at, arithmetic.turns),
             self.kv,
@@ -140,6 +141,13 @@ class RankEngine:
             device=self.device,
             patience_s=None if alone else config.collective_timeout_s,
         )
+
+    def _grammars(self) -> Grammars | None:
+        """Return the grammars of a rank in the last stage, where tokens are sampled."""
+        if self.at.stage < self._config.topology.spp - 1:
+            return None
+        tokenizer = pathlib.Path(self._config.checkpoint) / "tokenizer.json"
+        return Grammars(tokenizer, self.model_config.vocab)
 
     def _graphs(
         self,

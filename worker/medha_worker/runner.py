@@ -118,7 +118,8 @@ class Runner:
     def begin(self, step: Step) -> LaunchedBatch:
         """Launch a step. Raises PeerLost when a peer of the own group is gone.
 
-        If a sequence has penalties, finish earlier batches first: see `needs_host_tokens`.
+        If a sequence has penalties or a grammar, finish earlier batches first: see
+        `needs_host_tokens`.
         """
         batch, launched = step.batch, LaunchedBatch(step.batch, time.perf_counter())
         self._account(step)
@@ -161,7 +162,7 @@ class Runner:
         return reports
 
     def needs_host_tokens(self, step: Step) -> bool:
-        """True if a sampled sequence has penalties, which the host computes from earlier tokens.
+        """True if a sampled sequence has penalties or a grammar, which need its earlier tokens.
 
         Batches in flight must then be finished before the step begins.
         """
@@ -232,7 +233,8 @@ class Runner:
         for (row, state, position), (token, logprob) in zip(inputs.yielding, sampled, strict=True):
             if row not in lost:
                 state.sampled(position, token)
-                tokens.append(TokenOut(state.seq, token, logprob))
+                error = state.constraint.error if state.constraint is not None else ""
+                tokens.append(TokenOut(state.seq, token, logprob, error))
         return tuple(tokens)
 
     def _failure(self, batch: Batch, column: GroupColumn) -> list[RankReport]:

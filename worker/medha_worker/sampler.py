@@ -3,9 +3,10 @@
 A counter-based generator, a keyed hash of (seed, position), gives one uniform number u per token.
 The token is the first whose cumulative probability exceeds u, so a request that resumes elsewhere
 continues byte for byte. Filters run in the order of transformers: repetition, presence and
-frequency penalties, bias, blocked stop tokens, temperature, top-k, top-p, min-p. Log probabilities
-are the model's own, before all of these. Sampling runs where the logits are: the host computes the
-numbers u and uploads them with the settings, and reads results back only in `SampledTokens.read`.
+frequency penalties, bias, blocked stop tokens, grammar, temperature, top-k, top-p, min-p. Log
+probabilities are the model's own, before all of these. Sampling runs where the logits are: the host
+computes the numbers u and uploads them with the settings, and reads results back only in
+`SampledTokens.read`.
 """
 
 from __future__ import annotations
@@ -19,23 +20,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from medha.errors import EngineError
 from medha.messages.fields import Logprob, Sampling
 from medha_worker.device import CPU, ComputeDevice, PendingFetch
+from medha_worker.grammar import Constraint
 
 # A lower temperature means greedy: dividing by it overflows float32.
 GREEDY_BELOW = 1e-5
 
 
 class History:
-    """Tokens of a sequence as penalties need them: ids in the prompt, and counts of output ids.
+    """Tokens of a sequence as penalties and grammars need them: ids in the prompt, and the output.
 
-    Fed with overlapping pieces in order; positions already seen are skipped.
+    `emitted` is the output in order, `output` counts its ids. Fed with overlapping pieces in order;
+    positions already seen are skipped.
     """
 
     def __init__(self, tokens: npt.NDArray[np.int32], prompt_tokens: int) -> None:
         self.prompt_tokens, self.known = prompt_tokens, 0
         self.prompt: set[int] = set()
         self.output: dict[int, int] = {}
+        self.emitted: list[int] = []
         self.see(0, tokens)
 
     def see(self, position: int, tokens: npt.NDArray[np.int32]) -> None:
@@ -43,7 +48,9 @@ class History:
         new = tokens[max(self.known - position, 0) :]
         cut = max(self.prompt_tokens - max(self.known, position), 0)
         self.prompt.update(new[:cut].tolist())
-        for token in new[cut:].tolist():
+        emitted = new[cut:].tolist()
+        self.emitted += emitted
+        for token in emitted:
             self.output[token] = self.output.get(token, 0) + 1
         self.known = max(self.known, position + len(tokens))
 
@@ -52,13 +59,14 @@ class History:
 class SampledRow:
     """A row to sample: the token at `position`, after `emitted` output tokens.
 
-    `history` is required if `sampling.penalised`.
+    `history` is required if `sampling.needs_tokens`, `constraint` if it has a grammar.
     """
 
     sampling: Sampling
     position: int
     emitted: int
     history: History | None = None
+    constraint: Constraint | None = None
 
 
 class SampledTokens:
@@ -154,11 +162,12 @@ Entry = tuple[int, int, float]
 def _adjusted(
     raw: torch.Tensor, draws: Sequence[SampledRow], device: ComputeDevice
 ) -> torch.Tensor:
-    """Return scores with penalties and bias applied; `raw` itself if no row has any."""
+    """Return scores with penalties, bias and grammars applied; `raw` itself if no row has any."""
     vocab = raw.shape[1]
     kinds = (_repeated, _counted, _biased, _held)
     changes = [[e for i, row in enumerate(draws) for e in kind(i, row, vocab)] for kind in kinds]
-    if not any(changes):
+    constrained = [i for i, row in enumerate(draws) if row.constraint is not None]
+    if not any(changes) and not constrained:
         return raw
     scores = raw.clone()
     for number, entries in enumerate(changes):
@@ -173,7 +182,24 @@ def _adjusted(
         old = scores[row, token]
         new = torch.where(old < 0, old * value, old / value) if number == 0 else old + value
         scores.index_put_((row, token), new)
+    if constrained:
+        _forbid(scores, constrained, draws, device)
     return scores
+
+
+def _forbid(
+    scores: torch.Tensor, rows: Sequence[int], draws: Sequence[SampledRow], device: ComputeDevice
+) -> None:
+    """Set the scores of tokens that the rows' grammars forbid to −∞, in place."""
+    masks = []
+    for draw in (draws[i] for i in rows):
+        if draw.constraint is None or draw.history is None:
+            raise EngineError("a row with a grammar has no history: its sequence began without one")
+        masks.append(draw.constraint.mask(draw.history.emitted))
+    words, places = device.upload(np.stack(masks), np.array(rows, dtype=np.int64))
+    bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    allowed = bits.reshape(len(rows), -1)[:, : scores.shape[1]].bool()
+    scores.index_copy_(0, places, scores[places].masked_fill_(~allowed, -math.inf))
 
 
 def _repeated(row: int, draw: SampledRow, vocab: int) -> Iterator[Entry]:

@@ -25,6 +25,7 @@ from medha.errors import EngineError, ProtocolError
 from medha.messages.fields import Sampling
 from medha.messages.ranks import SequenceStart, Step
 from medha_worker.device import CPU, ComputeDevice
+from medha_worker.grammar import Constraint, Grammars
 from medha_worker.sampler import History, SampledRow
 
 Ids = npt.NDArray[np.int64]
@@ -101,8 +102,8 @@ class PageTable:
 class SequenceState:
     """State of a sequence on this rank, with its device slot.
 
-    `history` exists only if penalties need it. `drawn` means that this rank drew its last token,
-    which the device holds before the host does.
+    `history` exists only if sampling needs it, `constraint` only where a grammar is sampled.
+    `drawn` means that this rank drew its last token, which the device holds before the host does.
     """
 
     seq: int
@@ -112,11 +113,13 @@ class SequenceState:
     rope_tokens: int
     pages: PageTable
     history: History | None = None
+    constraint: Constraint | None = None
     drawn: bool = False
 
     def draw(self, position: int) -> SampledRow:
         """Return the sampling inputs for the token at `position`."""
-        return SampledRow(self.sampling, position, position - self.prompt_tokens, self.history)
+        emitted = position - self.prompt_tokens
+        return SampledRow(self.sampling, position, emitted, self.history, self.constraint)
 
     def sampled(self, position: int, token: int) -> None:
         """Record on the host that this rank drew `token` at `position`."""
@@ -204,9 +207,15 @@ class DeviceSlots:
 
 
 class Sequences:
-    """The sequences of `group`, each with a device slot."""
+    """The sequences of `group`, each with a device slot; `grammars` where tokens are sampled."""
 
-    def __init__(self, group: int, device_slots: DeviceSlots | None = None) -> None:
+    def __init__(
+        self,
+        group: int,
+        device_slots: DeviceSlots | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self._grammars = grammars
         self.group, self.device_slots = group, device_slots or DeviceSlots()
         self._known: dict[int, SequenceState] = {}
 
@@ -245,10 +254,12 @@ class Sequences:
         self.device_slots.put(state.slot, logical, np.array(ids, dtype=np.int64))
 
     def _begin(self, start: SequenceStart) -> SequenceState:
-        history = None
-        if start.sampling.penalised:
+        history, constraint = None, None
+        if start.sampling.needs_tokens:
             tokens = np.frombuffer(start.history, dtype=np.int32)
             history = History(tokens, start.prompt_tokens)
+        if start.sampling.grammar and self._grammars is not None:
+            constraint = self._grammars.begin(start.sampling)
         state = SequenceState(
             seq=start.seq,
             slot=self.device_slots.take(),
@@ -257,6 +268,7 @@ class Sequences:
             rope_tokens=start.rope_tokens,
             pages=PageTable(start.cached),
             history=history,
+            constraint=constraint,
         )
         self.device_slots.put(state.slot, *state.pages.since(0))
         return state

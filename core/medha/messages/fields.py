@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from medha.grammar import MAX_GRAMMAR_CHARS
 from medha.tenants import TenantWork
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -24,7 +25,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Sampling parameters; temperature 0 is greedy. Random numbers depend on (seed, position).
 
     `logprobs`: number of alternatives (0: the sampled token only), None without log probabilities.
-    `stop_tokens` end the sequence; the stop token itself is reported. Bounds are OpenAI's.
+    `stop_tokens` end the sequence; the stop token itself is reported. `grammar`: llguidance's form
+    of the grammar that the output follows, or empty. Bounds are OpenAI's.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=10.0)] = 1.0
@@ -39,15 +41,21 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
     stop_tokens: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
     min_tokens: Count = 0
+    grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
 
     @property
     def penalised(self) -> bool:
-        """True if sampling needs the earlier tokens of the sequence."""
+        """True if a penalty depends on the earlier tokens of the sequence."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+    @property
+    def needs_tokens(self) -> bool:
+        """True if the host must have the earlier tokens before it samples the next one."""
+        return self.penalised or bool(self.grammar)
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

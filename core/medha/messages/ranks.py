@@ -176,9 +176,12 @@ class StageDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A sampled token. `error`: the grammar of the sequence failed, so the token is void."""
+
     seq: int
     token: int
     logprob: Logprob | None = None
+    error: Text = ""
 
 
 class BatchTokens(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -170,7 +170,7 @@ class RequestState:
             sampling=self.sampling,
             prompt_tokens=self.prompt_tokens,
             cached=cached,
-            history=bytes(self.tokens) if self.sampling.penalised else b"",
+            history=bytes(self.tokens) if self.sampling.needs_tokens else b"",
             rope_tokens=min(self.request.total_tokens, self._max_context_tokens),
         )
 
@@ -417,6 +417,9 @@ class EngineCore:
         if token is None:
             text = f"batch {tracked.batch.number} returned no token for request {state.id}"
             self.fail(state, "replica_lost", text, True, now)
+            return Sampled(seq, False)
+        if token.error:
+            self.fail(state, "grammar_failed", f"the grammar failed: {token.error}", False, now)
             return Sampled(seq, False)
         name = state.completed_page(held_tokens)
         state.append(token.token)

@@ -1,0 +1,29 @@
+"""Messages between the router and the process that checks grammars.
+
+A frame is its length in 8 little-endian bytes, then a msgpack message.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+LENGTH = struct.Struct("<Q")
+
+
+class Check(msgspec.Struct, frozen=True, array_like=True):
+    """A grammar to check for the tokenizer named `key`; `tokenizer` is its file when it is new."""
+
+    key: str
+    tokenizer: bytes
+    kind: str
+    text: str
+
+
+class Checked(msgspec.Struct, frozen=True, array_like=True):
+    """The grammar in the library's form, or the `error`; `loaded`: the tokenizer can be used."""
+
+    grammar: str = ""
+    error: str = ""
+    loaded: bool = True

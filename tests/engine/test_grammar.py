@@ -1,0 +1,165 @@
+"""Outputs that follow a grammar: masks in the sampler, from the tokenizer of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.solo_engine import SoloEngine
+
+from medha.messages.fields import Sampling
+from medha_router.structured.checker import grammar_of
+from medha_worker.grammar import Grammars
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
+from medha_worker.sampler import History, SampledRow, sample
+from medha_worker.sequences import Sequences
+
+STOPS = (1, 3)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["a", "bc", None]},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "sizes"],
+    "additionalProperties": False,
+}
+JSON = grammar_of("json_schema", json.dumps(SCHEMA))
+VOCAB = 512
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return write_checkpoint(tmp_path_factory.mktemp("grammar"), TinyModel(vocab=VOCAB))
+
+
+@pytest.fixture(scope="module")
+def grammars(folder: pathlib.Path) -> Grammars:
+    return Grammars(folder / "tokenizer.json", VOCAB)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def sampling(grammar: str = JSON, seed: int = 0, **fields: float) -> Sampling:
+    return Sampling(grammar=grammar, seed=seed, stop_tokens=STOPS, **fields)  # type: ignore[arg-type]
+
+
+def follows(text: str) -> bool:
+    """Check a text by the schema's rules, independently of the grammar library."""
+    value = json.loads(text)
+    return (
+        list(value) == ["name", "kind", "sizes"]
+        and isinstance(value["name"], str)
+        and len(value["name"]) <= 8
+        and value["kind"] in ("a", "bc", None)
+        and len(value["sizes"]) <= 3
+        and all(type(size) is int for size in value["sizes"])
+    )
+
+
+@given(seed=st.integers(0, 1 << 40))
+@settings(max_examples=20, deadline=None)
+def test_any_logits_give_an_output_that_fits_the_schema(
+    grammars: Grammars, tokenizer: tokenizers.Tokenizer, seed: int
+) -> None:
+    settings_, history = sampling(seed=seed), History(np.zeros(0, np.int32), 0)
+    constraint = grammars.begin(settings_)
+    random = torch.Generator().manual_seed(seed)
+    for position in range(2000):
+        logits = torch.randn(1, VOCAB, generator=random) * 3
+        row = SampledRow(settings_, position, position, history, constraint)
+        ((token, _),) = sample(logits, [row])
+        if token in STOPS:
+            break
+        history.see(position, np.array([token], dtype=np.int32))
+    assert constraint.error == "" and token in STOPS
+    assert follows(tokenizer.decode(history.emitted))
+
+
+def test_rows_without_a_grammar_are_drawn_as_if_they_were_alone(grammars: Grammars) -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    free = SampledRow(Sampling(seed=5), 4, 4)
+    alone = sample(logits[1:], [free])[0]
+    settings_ = sampling()
+    bound = SampledRow(
+        settings_, 0, 0, History(np.zeros(0, np.int32), 0), grammars.begin(settings_)
+    )
+    assert sample(logits, [bound, free])[1] == alone
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7])
+def test_a_resumed_output_continues_its_grammar(
+    grammars: Grammars, tokenizer: tokenizers.Tokenizer, cut: int
+) -> None:
+    output = tokenizer.encode('{"name":"ab","ki', add_special_tokens=False).ids
+    whole, resumed = grammars.begin(sampling()), grammars.begin(sampling())
+    for length in range(len(output) + 1):
+        expected = whole.mask(output[:length])
+    resumed.mask(output[:cut])
+    assert np.array_equal(resumed.mask(output), expected)
+    assert 0 < np.unpackbits(expected.view(np.uint8)).sum() < VOCAB
+
+
+def test_the_output_may_end_only_where_the_grammar_is_complete(
+    grammars: Grammars, tokenizer: tokenizers.Tokenizer
+) -> None:
+    constraint = grammars.begin(sampling(grammar_of("regex", "[a-c]{2,3}")))
+    (third,) = tokenizer.encode("c", add_special_tokens=False).ids
+
+    def allowed(text: str) -> set[int]:
+        ids = [tokenizer.encode(letter, add_special_tokens=False).ids[0] for letter in text]
+        bits = np.unpackbits(constraint.mask(ids).view(np.uint8), bitorder="little")
+        return set(np.flatnonzero(bits).tolist())
+
+    assert not allowed("a") & set(STOPS)
+    assert allowed("ab") >= {*STOPS, third}
+    assert allowed("abc") == set(STOPS)
+
+
+def test_a_grammar_that_fails_says_so_and_ends_the_output(
+    grammars: Grammars, tokenizer: tokenizers.Tokenizer
+) -> None:
+    constraint = grammars.begin(sampling(grammar_of("regex", "(a|aa){500}(b|bb){500}")))
+    history = History(np.zeros(0, np.int32), 0)
+    row = SampledRow(sampling(), 0, 0, history, constraint)
+    for position in range(50):
+        ((token, _),) = sample(torch.zeros(1, VOCAB), [row])
+        if constraint.error:
+            break
+        history.see(position, np.array([token], dtype=np.int32))
+    assert "too many expressions" in constraint.error and token == STOPS[0]
+
+
+def test_tokens_beyond_the_tokenizer_are_never_allowed(
+    folder: pathlib.Path, tokenizer: tokenizers.Tokenizer
+) -> None:
+    padded = Grammars(folder / "tokenizer.json", VOCAB + 100)
+    constraint = padded.begin(sampling(grammar_of("regex", "(?s).*")))
+    bits = np.unpackbits(constraint.mask([]).view(np.uint8), bitorder="little")
+    assert bits[VOCAB:].sum() == 0 and bits.sum() > 400
+
+
+def test_a_model_with_a_grammar_writes_json(
+    folder: pathlib.Path, tokenizer: tokenizers.Tokenizer
+) -> None:
+    engine = SoloEngine(folder)
+    grammars = Grammars(folder / "tokenizer.json", VOCAB)
+    engine.inputs.sequences = Sequences(0, engine.inputs.device_slots, grammars)
+    prompt = np.arange(20, 60, dtype=np.int32)
+    for seq in range(3):
+        engine.start(seq, prompt, sampling=sampling(seed=seq), rope_tokens=2000)
+        output = [engine.sample((seq, len(prompt)))[0][0]]
+        while output[-1] not in STOPS:
+            output.append(engine.sample((seq, 1))[0][0])
+        engine.end(seq)
+        assert follows(tokenizer.decode(output[:-1]))

@@ -1,0 +1,79 @@
+"""JSON by schema from a fleet of two pipeline stages, also across the death of a rank."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+
+import openai
+import pytest
+from benchmarks.structured_outputs import TEAM, count_valid, is_team, start
+from tests.support.medha_up import Up, until
+
+pytestmark = pytest.mark.timeout(400)
+
+MANY = {
+    "type": "array",
+    "items": TEAM,
+    "minItems": 4,
+    "maxItems": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    started = start(tmp_path_factory.mktemp("structured"))
+    try:
+        until(started.serves, 120.0)
+        yield started
+    finally:
+        started.kill()
+
+
+def test_outputs_at_temperature_one_fit_their_schema(up: Up) -> None:
+    assert count_valid(up.url, 12) == 12
+
+
+def stream(up: Up, kill_after: int | None) -> str:
+    """Return an output of many tokens; kill the rank that samples after some chunks."""
+    victim = up.children()["tiny-0-g0-s1-t0"]
+    with openai.OpenAI(
+        base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=300
+    ) as client:
+        chunks = client.completions.create(
+            model="tiny",
+            prompt="teams",
+            seed=5,
+            temperature=1.0,
+            max_tokens=6000,
+            stream=True,
+            extra_body={"structured_outputs": {"json": MANY}},
+        )
+        texts = []
+        for number, chunk in enumerate(chunks):
+            texts.append(chunk.choices[0].text)
+            if number == kill_after:
+                victim.send_signal(signal.SIGKILL)
+    return "".join(texts)
+
+
+def test_a_grammar_survives_the_rank_that_applied_it(up: Up) -> None:
+    whole = stream(up, None)
+    assert all(map(is_team, json.loads(whole))) and len(json.loads(whole)) == 4
+    assert stream(up, 20) == whole
+
+
+def test_a_grammar_that_fails_while_it_runs_is_an_error_of_its_own(up: Up) -> None:
+    with openai.OpenAI(
+        base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
+        with pytest.raises(openai.InternalServerError) as failed:
+            client.completions.create(
+                model="tiny",
+                prompt="x",
+                max_tokens=100,
+                extra_body={"guided_regex": "z(a|aa){500}(b|bb){500}"},
+            )
+        assert failed.value.code == "grammar_failed"
+        assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices

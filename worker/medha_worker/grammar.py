@@ -1,0 +1,127 @@
+"""Grammars that outputs follow, by llguidance: which tokens may come next.
+
+    prompt is computed          every token
+    compile (own thread) ─────> mask of allowed tokens ──> sampler ──> token ──> matcher
+
+Every rank that samples runs its own matcher over the same tokens, so ranks agree without
+communication, and a request that resumes elsewhere only replays its output. The router has compiled
+the grammar before, in a process that it may kill; the library's limits bound what compiling and
+each mask cost here.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from medha.errors import CheckpointError
+from medha.grammar import LIMITS
+from medha.messages.fields import Sampling
+
+if TYPE_CHECKING:
+    import llguidance
+
+KEPT = 64
+MAX_ERROR_CHARS = 300
+
+
+class Grammars:
+    """Compiles grammars for the tokens of one checkpoint; keeps the last compiled ones.
+
+    `vocab` is the width of the logits. The tokenizer loads in the background: a model without any
+    such request pays no time for it.
+    """
+
+    def __init__(self, tokenizer_json: pathlib.Path, vocab: int) -> None:
+        self._path, self.vocab = tokenizer_json, vocab
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "grammars")
+        self._tokenizer = self._thread.submit(self._load)
+        self._compiled: dict[str, llguidance.LLMatcher] = {}
+
+    def begin(self, sampling: Sampling) -> Constraint:
+        """Start to compile the grammar of a sequence, and return its constraint."""
+        matcher = self._thread.submit(self._matcher, sampling.grammar)
+        return Constraint(matcher, frozenset(sampling.stop_tokens), self.vocab)
+
+    def _load(self) -> llguidance.LLTokenizer:
+        import llguidance
+
+        try:
+            text = self._path.read_text()
+            return llguidance.LLTokenizer(text, n_vocab=self.vocab)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._path} does not load for grammars ({error}): save the tokenizer with the"
+                " checkpoint"
+            ) from None
+
+    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+        import llguidance
+
+        compiled = self._compiled.pop(grammar, None)
+        if compiled is None:
+            limits = llguidance.LLParserLimits(
+                max_items_in_row=LIMITS.max_items_in_row,
+                initial_lexer_fuel=LIMITS.initial_lexer_fuel,
+                step_lexer_fuel=LIMITS.step_lexer_fuel,
+                step_max_items=LIMITS.step_max_items,
+                max_lexer_states=LIMITS.max_lexer_states,
+                max_grammar_size=LIMITS.max_grammar_size,
+                verbose_errors=False,
+            )
+            compiled = llguidance.LLMatcher(
+                self._tokenizer.result(), grammar, log_level=0, limits=limits
+            )
+        self._compiled[grammar] = compiled
+        if len(self._compiled) > KEPT:
+            del self._compiled[next(iter(self._compiled))]
+        return compiled.deep_copy()
+
+
+class Constraint:
+    """The grammar of one sequence, advanced over its output.
+
+    Stop tokens are no part of the text: they are allowed as soon as the text may end. `error` says
+    why no token can be allowed any more; it is empty while the grammar works.
+    """
+
+    def __init__(
+        self,
+        matcher: concurrent.futures.Future[llguidance.LLMatcher],
+        stop_tokens: frozenset[int],
+        vocab: int,
+    ) -> None:
+        self._future, self._stop_tokens, self._vocab = matcher, stop_tokens, vocab
+        self._consumed = 0
+        self.error = ""
+
+    def mask(self, output: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Return a bit per token that may follow `output`, in words of 32 tokens.
+
+        `output` are all tokens so far; those that earlier calls have seen are not read again.
+        """
+        words = np.zeros(-(-self._vocab // 32), dtype=np.int32)
+        try:
+            matcher = self._future.result()
+        except CheckpointError as error:
+            self.error = str(error)
+            return words
+        for token in output[self._consumed :]:
+            if token not in self._stop_tokens:
+                matcher.consume_token(token)
+        self._consumed = len(output)
+        if not matcher.is_stopped():
+            words[:] = np.frombuffer(matcher.compute_bitmask(), dtype="<i4")[: len(words)]
+        if matcher.is_error():
+            self.error = " ".join(matcher.get_error().split())[:MAX_ERROR_CHARS] or "no token fits"
+            words[:] = 0
+        elif matcher.is_accepting():
+            for token in self._stop_tokens:
+                if token < self._vocab:
+                    words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        return words
