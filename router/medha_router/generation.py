@@ -17,6 +17,7 @@ import collections
 from medha.messages import Sampling, Submit
 from medha.request import Request, SloClass
 from medha_router.protocol import GenerationParams
+from medha_router.structured.tool_calls import Format
 from medha_router.tokenization.detokenizer import Delta, OutputStream
 from medha_router.tokenization.wire import Prompt
 
@@ -114,6 +115,7 @@ class ClientRequest:
         self.generations: list[Generation] = []
         self.promise_s: float | None = None
         self.predicted_s: float | None = None
+        self.tool_calls: Format | None = None  # how its model writes calls, if it has tools
         self.held = False  # the model had no replica at arrival or while it waited
         self._deltas: collections.deque[tuple[int, Delta]] = collections.deque()
         self._failure: Exception | None = None

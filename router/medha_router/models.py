@@ -27,6 +27,7 @@ from medha.request import SloClass
 from medha_router.generation import Generation
 from medha_router.protocol import SloOverride
 from medha_router.replicas import FILES, ConnectedReplica
+from medha_router.structured.tool_calls import Format
 from medha_router.tokenization.detokenizer import Vocabulary
 from medha_router.tokenization.wire import Encode, Prompt, TokenizerFiles
 
@@ -43,6 +44,7 @@ class ModelVersion:
         self.key, self.hello, self.sequence = key, hello, sequence
         self.broken = ""
         self.tokenizer = b""
+        self.tool_calls: Format | None = None
         self.vocabulary: Vocabulary | None = None
         self.open: tuple[ConnectedReplica, ...] = ()
         self.closed_s = float("-inf")
@@ -78,6 +80,7 @@ class ModelVersion:
         raw: bytes,
         salt: bytes,
         texts: bool = False,
+        tools: bytes = b"",
         special: bool = True,
         generation_prompt: bool = True,
         limit_tokens: int = 0,
@@ -93,6 +96,7 @@ class ModelVersion:
             generation_prompt=generation_prompt,
             texts=texts,
             limit_tokens=limit_tokens,
+            tools=tools,
         )
 
 

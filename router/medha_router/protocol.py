@@ -21,6 +21,7 @@ from medha.errors import RequestError
 from medha.messages import GenerationDefaults, Sampling
 from medha_router.structured import sources
 from medha_router.structured.sources import GrammarSource, RawJson
+from medha_router.structured.tools import Tools, read_tools
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
@@ -88,8 +89,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True, False),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -141,8 +140,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     spaces_between_special_tokens: RawJson = msgspec.UNSET
     store: RawJson = msgspec.UNSET
     suffix: RawJson = msgspec.UNSET
-    tool_choice: RawJson = msgspec.UNSET
-    tools: RawJson = msgspec.UNSET
     truncate_prompt_tokens: RawJson = msgspec.UNSET
     use_beam_search: RawJson = msgspec.UNSET
     verbosity: RawJson = msgspec.UNSET
@@ -187,6 +184,9 @@ class ChatBody(Body, frozen=True, kw_only=True):
     max_completion_tokens: OutputTokens = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=CHAT_LOGPROBS)] | None = None
+    tools: RawJson = msgspec.UNSET
+    tool_choice: RawJson = msgspec.UNSET
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -244,6 +244,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     silent: frozenset[str] = frozenset()
     grammar: GrammarSource | None = None
+    tools: Tools | None = None
     client_id: str = ""
 
 
@@ -322,12 +323,14 @@ def read_chat(data: bytes | bytearray) -> GenerationParams:
             param="top_logprobs",
         )
     limit = body.max_completion_tokens
+    tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     return _params(
         body,
         raw=bytes(body.messages),
         chat=True,
         max_output_tokens=body.max_tokens if limit is None else limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        tools=tools,
     )
 
 
@@ -393,6 +396,7 @@ def _params(
     max_output_tokens: int | None,
     logprobs: int | None,
     echo: bool = False,
+    tools: Tools | None = None,
 ) -> GenerationParams:
     _refuse_unsupported(body)
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
@@ -417,12 +421,13 @@ def _params(
         include_usage=bool(options and options.include_usage),
         echo=echo,
         ignore_eos=bool(body.ignore_eos),
-        grammar=_grammar(body),
+        grammar=_grammar(body, tools),
+        tools=tools,
         silent=frozenset(name for name in DEFAULTED if getattr(body, name) is None),
     )
 
 
-def _grammar(body: Body) -> GrammarSource | None:
+def _grammar(body: Body, tools: Tools | None) -> GrammarSource | None:
     """Return the grammar that the output must follow; raises RequestError for two of them."""
     grammar = sources.only(
         sources.of_response_format(body.response_format),
@@ -430,6 +435,7 @@ def _grammar(body: Body) -> GrammarSource | None:
         sources.of_guided(
             body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
         ),
+        tools.grammar if tools is not None else None,
     )
     if grammar is not None and body.ignore_eos:
         raise RequestError(

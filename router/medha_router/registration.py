@@ -20,6 +20,7 @@ from medha.messages import FilePart, Hello, Rejected, Welcome
 from medha_router.models import ModelVersion, ServedModel
 from medha_router.replicas import FILES, ConnectedReplica
 from medha_router.request_table import RouterState
+from medha_router.structured.tool_calls import format_of
 from medha_router.tokenization.detokenizer import Vocabulary
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.tokenizer_files import FileFetch, FileStore
@@ -173,6 +174,7 @@ class Registration:
             vocabulary = await asyncio.to_thread(Vocabulary, files.tokenizer)
             await self._tokens.warm(files.key)
             version.tokenizer = files.tokenizer
+            version.tool_calls = format_of(files.template or files.config)
             version.vocabulary, model.unservable = vocabulary, ""
             for replica in self._replicas_of(model, version):
                 self._state.send(replica.peer, Welcome(self._state.router))

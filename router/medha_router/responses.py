@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from medha_router import api_errors
 from medha_router.generation import ClientRequest
 from medha_router.http_protocol import DISCONNECTS, Disconnects
 from medha_router.protocol import GenerationParams
+from medha_router.structured.tool_calls import Piece, ToolCallParser
 from medha_router.tokenization.detokenizer import Delta, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
@@ -163,19 +165,23 @@ class GenerationResponse(Response):
         opening = [self._opening(request, builder)]
         while open_generations:
             block: list[bytes] = []
-            for index, delta in await request.next(self._keepalive_s):
+            deltas = await request.next(self._keepalive_s)
+            for index, delta in deltas:
                 open_generations -= delta.finish is not None
                 last = open_generations == 0 and not params.include_usage
                 extra: dict[str, Any] = {"x_medha": _timing(request)} if last else {}
                 if params.include_usage:
                     extra["usage"] = None
                 block.append(builder.chunk(index, delta, logprobs=logprobs, extra=extra))
-            if not open_generations:
+            ended = not open_generations
+            if ended:
                 if params.include_usage:
                     block.append(builder.usage(_usage(request), {"x_medha": _timing(request)}))
                 block.append(DONE)
-            yield b"".join(opening + block) if block else KEEPALIVE, not open_generations
-            if block:
+            if not deltas:
+                yield KEEPALIVE, False
+            elif events := b"".join(opening + block):
+                yield events, ended
                 opening = []
 
     def _opening(self, request: ClientRequest, builder: ResponseBuilder) -> bytes:
@@ -267,10 +273,21 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseBuilder:
-    """Builds the JSON objects of one response, each with its id, model and creation time."""
+    """Builds the JSON objects of one response, each with its id, model and creation time.
 
-    def __init__(self, *, chat: bool, id: str, model: str, created: int) -> None:
-        self._chat = chat
+    `parsers` find the calls of tools in each choice of a chat that has tools.
+    """
+
+    def __init__(
+        self,
+        *,
+        chat: bool,
+        id: str,
+        model: str,
+        created: int,
+        parsers: Sequence[ToolCallParser] = (),
+    ) -> None:
+        self._chat, self._request_id, self._parsers = chat, id, parsers
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{id}"
         self._model, self._created = model, created
 
@@ -280,15 +297,53 @@ class ResponseBuilder:
         return self._chunk([choice | {"logprobs": None, "finish_reason": None}])
 
     def chunk(self, index: int, delta: Delta, *, logprobs: bool, extra: dict[str, Any]) -> bytes:
-        """Return a chunk of text. `extra` holds further top-level fields."""
+        """Return a chunk of text, or nothing if none is decided. `extra`: more top-level fields."""
         choice: dict[str, Any] = {"index": index}
-        if self._chat:
+        finish = delta.finish
+        if self._parsers:
+            choice["delta"] = self._delta_with_calls(index, delta)
+            finish = self._finish_with_calls(index, finish)
+            if not (choice["delta"] or finish or delta.logprobs):
+                return b""
+        elif self._chat:
             choice["delta"] = {"content": delta.text} if delta.text or delta.logprobs else {}
         else:
             choice["text"] = delta.text
         choice["logprobs"] = self._logprobs(delta.logprobs) if logprobs else None
-        choice["finish_reason"] = delta.finish
+        choice["finish_reason"] = finish
         return self._chunk([choice], extra)
+
+    def _delta_with_calls(self, index: int, delta: Delta) -> dict[str, Any]:
+        """Return the content and the parts of calls that a text completes."""
+        parser = self._parsers[index]
+        pieces = parser.push(delta.text)
+        if delta.finish is not None:
+            pieces += parser.end()
+        content = "".join(piece.text for piece in pieces if piece.call is None)
+        fields: dict[str, Any] = {"content": content} if content else {}
+        if calls := self._calls(index, pieces):
+            fields["tool_calls"] = [
+                {"index": number} | call for number, call in sorted(calls.items())
+            ]
+        return fields
+
+    def _calls(self, index: int, pieces: Sequence[Piece]) -> dict[int, dict[str, Any]]:
+        """Return new parts of calls by number: id, type and name with the first part."""
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in pieces:
+            if piece.call is None:
+                continue
+            call = calls.setdefault(piece.call, {"function": {"arguments": ""}})
+            if piece.name is not None:
+                call["id"] = _call_id(self._request_id, index, piece.call)
+                call["type"] = "function"
+                call["function"]["name"] = piece.name
+            call["function"]["arguments"] += piece.text
+        return calls
+
+    def _finish_with_calls(self, index: int, finish: str | None) -> str | None:
+        parser = self._parsers[index]
+        return "tool_calls" if finish == "stop" and parser.calls and parser.chosen else finish
 
     def usage(self, usage: TokenUsage, extra: dict[str, Any]) -> bytes:
         """Return the chunk without choices that `include_usage` requests."""
@@ -306,7 +361,18 @@ class ResponseBuilder:
         choices: list[dict[str, Any]] = []
         for index, (text, entries, finish) in enumerate(texts):
             choice: dict[str, Any] = {"index": index}
-            if self._chat:
+            if self._parsers:
+                whole = self._delta_with_calls(index, Delta(text, finish=finish))
+                finish = self._finish_with_calls(index, finish) or finish
+                message = {"role": "assistant", "content": whole.get("content"), "refusal": None}
+                if "tool_calls" in whole:
+                    for call in whole["tool_calls"]:
+                        del call["index"]
+                    message["tool_calls"] = whole["tool_calls"]
+                elif message["content"] is None:
+                    message["content"] = ""
+                choice["message"] = message
+            elif self._chat:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             else:
                 choice["text"] = text
@@ -345,6 +411,12 @@ class ResponseBuilder:
         top = [_spelling(entry, token) | {"logprob": value} for token, value in entry.logprob.top]
         chosen = _spelling(entry, entry.token) | {"logprob": entry.logprob.chosen}
         return chosen | {"top_logprobs": top}
+
+
+def _call_id(request_id: str, index: int, number: int) -> str:
+    """Return nine letters and digits: the form that Mistral's chat templates demand."""
+    name = f"{request_id}.{index}.{number}".encode()
+    return hashlib.blake2b(name, digest_size=5).hexdigest()[:9]
 
 
 def _spelling(entry: TokenLogprob, token: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from medha_router.generation import ClientRequest
 from medha_router.http_protocol import RESPONSE_HEADERS
 from medha_router.responses import GenerationResponse, ResponseBuilder, model_shape
 from medha_router.service import Service
+from medha_router.structured.tool_calls import ToolCallParser
 
 VERSION = importlib.metadata.version("medha")
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; never received
@@ -76,8 +77,18 @@ def _serve_generations(
         tenant = _tenant(request)
 
         def make_builder(client_request: ClientRequest) -> ResponseBuilder:
+            parsers: list[ToolCallParser] = []
+            if params.tools is not None and client_request.tool_calls is not None:
+                parsers = [
+                    ToolCallParser(client_request.tool_calls, params.tools)
+                    for _ in client_request.generations
+                ]
             return ResponseBuilder(
-                chat=chat, id=request_id, model=params.model, created=client_request.created
+                chat=chat,
+                id=request_id,
+                model=params.model,
+                created=client_request.created,
+                parsers=parsers,
             )
 
         async def begin() -> ClientRequest:

@@ -26,6 +26,7 @@ from medha_router.models import ModelVersion, ServedModel
 from medha_router.protocol import MAX_INT64, GenerationParams, SloOverride
 from medha_router.request_table import RouterState
 from medha_router.structured.checker_process import GrammarChecker
+from medha_router.structured.tool_calls import MARKS, Format
 from medha_router.tokenization.detokenizer import OutputStream
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.wire import Prompt
@@ -192,6 +193,7 @@ class Service:
             salt=model.salt(client_request.tenant),
             texts=params.echo,
             limit_tokens=model.max_context_tokens,
+            tools=params.tools.raw if params.tools is not None else b"",
         )
         return await self.tokens.encode(job)
 
@@ -213,6 +215,7 @@ class Service:
     ) -> None:
         """Add a generation for each output: limits, deadline, sampling."""
         params = client_request.params
+        client_request.tool_calls = _tool_calls(params, version)
         stop_tokens = self._stop_tokens(params, version)
         settings = self._with_defaults(params, version)
         seed = params.sampling.seed if params.seeded else self._draw_bits(63)
@@ -372,7 +375,22 @@ def _output_stream(
 ) -> OutputStream:
     if version.vocabulary is None:
         raise Refusal("no_replica", "the replicas of this model are gone: retry later")
-    return OutputStream(version.vocabulary, params.stops, frozenset(stop_tokens))
+    shown = MARKS if params.tools is not None else ()
+    return OutputStream(version.vocabulary, params.stops, frozenset(stop_tokens), shown)
+
+
+def _tool_calls(params: GenerationParams, version: ModelVersion) -> Format | None:
+    """Return how calls of tools are written; raises RequestError if the model takes no tools."""
+    if params.tools is None:
+        return None
+    if version.tool_calls is None:
+        raise RequestError(
+            "tools: the chat template of this model takes none; leave them out",
+            code="unsupported_parameter",
+            param="tools",
+        )
+    forms: dict[str, Format] = {"required": "array", "named": "named"}
+    return forms.get(params.tools.choice, version.tool_calls)
 
 
 def _check_bias(params: GenerationParams, vocab: int) -> None:

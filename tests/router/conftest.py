@@ -100,9 +100,9 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def model_files(tokenizer: bytes = b"") -> dict[str, bytes]:
+def model_files(tokenizer: bytes = b"", template: bytes = TEMPLATE) -> dict[str, bytes]:
     contents = tokenizer or byte_level_tokenizer()
-    return {"tokenizer.json": contents, "chat_template.jinja": TEMPLATE}
+    return {"tokenizer.json": contents, "chat_template.jinja": template}
 
 
 def introduction(name: str = "r0", **changes: object) -> Hello:
@@ -127,15 +127,20 @@ class Controller(threading.Thread):
     """A fake controller of a replica.
 
     While `granting`, it grants every head. While `emitting` is set, it emits at most `burst` tokens
-    per request and turn. `seen` records every Submit, `aborted` every Abort. `tokenizer` replaces
-    the usual one.
+    per request and turn. `seen` records every Submit, `aborted` every Abort. `tokenizer` and
+    `template` replace the usual ones.
     """
 
     def __init__(
-        self, address: str, name: str = "r0", tokenizer: bytes = b"", **changes: object
+        self,
+        address: str,
+        name: str = "r0",
+        tokenizer: bytes = b"",
+        template: bytes = TEMPLATE,
+        **changes: object,
     ) -> None:
         super().__init__(daemon=True, name=name)
-        files = model_files(tokenizer)
+        files = model_files(tokenizer, template)
         self.tokenizer = files["tokenizer.json"]
         self.by_hash = {digest(data): data for data in files.values()}
         hashes = {file: digest(data) for file, data in files.items()}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.errors import RequestError
-from medha.grammar import MAX_SOURCE_BYTES
+from medha.grammar_limits import MAX_SOURCE_BYTES
 from medha_router import protocol
 from medha_router.structured.checker import grammar_of
 from medha_router.structured.checker_process import GrammarChecker

@@ -23,7 +23,7 @@ from medha_worker.attention.kernel_interface import Attention
 from medha_worker.attention.kv_splits import PrefixSplit, table_of
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.device import ComputeDevice
-from medha_worker.grammar import Grammars
+from medha_worker.grammar_masks import Grammars
 from medha_worker.graphs import MOST_BYTES, SIZES, CudaGraphRecorder, FixedPlan, Graphs, recorded
 from medha_worker.inputs import InputBuilder
 from medha_worker.kv.fetches import MoveTargets

@@ -23,7 +23,7 @@ import torch
 from medha.errors import EngineError
 from medha.messages.fields import Logprob, Sampling
 from medha_worker.device import CPU, ComputeDevice, PendingFetch
-from medha_worker.grammar import Constraint
+from medha_worker.grammar_masks import Constraint
 
 # A lower temperature means greedy: dividing by it overflows float32.
 GREEDY_BELOW = 1e-5

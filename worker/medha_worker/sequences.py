@@ -25,7 +25,7 @@ from medha.errors import EngineError, ProtocolError
 from medha.messages.fields import Sampling
 from medha.messages.ranks import SequenceStart, Step
 from medha_worker.device import CPU, ComputeDevice
-from medha_worker.grammar import Constraint, Grammars
+from medha_worker.grammar_masks import Constraint, Grammars
 from medha_worker.sampler import History, SampledRow
 
 Ids = npt.NDArray[np.int64]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from medha.grammar import MAX_GRAMMAR_CHARS
+from medha.grammar_limits import MAX_GRAMMAR_CHARS
 from medha.tenants import TenantWork
 
 MAX_MESSAGE_BYTES = 64 << 20

@@ -18,8 +18,8 @@ import llguidance
 import llguidance.gbnf_to_lark
 import msgspec
 
-from medha.grammar import LIMITS, MAX_GRAMMAR_CHARS
-from medha_router.structured.wire import LENGTH, Check, Checked
+from medha.grammar_limits import LIMITS, MAX_GRAMMAR_CHARS
+from medha_router.structured.check_messages import LENGTH, Check, Checked
 
 MAX_MEMORY_BYTES = 4 << 30
 MAX_ERROR_CHARS = 500

@@ -15,8 +15,8 @@ import sys
 import msgspec
 
 from medha.errors import EngineError, RequestError
+from medha_router.structured.check_messages import LENGTH, Check, Checked
 from medha_router.structured.sources import GrammarSource
-from medha_router.structured.wire import LENGTH, Check, Checked
 
 CHECK_S = 5.0
 LOAD_S = 60.0

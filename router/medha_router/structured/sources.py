@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from medha.errors import RequestError
-from medha.grammar import MAX_SOURCE_BYTES
+from medha.grammar_limits import MAX_SOURCE_BYTES
 
 RawJson = msgspec.Raw | msgspec.UnsetType
 Kind = Literal["json_schema", "regex", "choice", "grammar"]

@@ -123,17 +123,23 @@ class Detokenizer:
     """Text of one output, token by token; special tokens print nothing.
 
     If `continues`, the output follows a prompt and a SentencePiece piece keeps its leading space.
+    Special tokens whose text is in `shown` print it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, continues: bool = True) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, *, continues: bool = True, shown: Sequence[str] = ()
+    ) -> None:
         self._vocabulary = vocabulary
+        self._hidden = vocabulary.special
+        if shown:
+            self._hidden -= {vocabulary.tokenizer.token_to_id(text) for text in shown}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip = vocabulary.strips_first_space and not continues
         self._stream = None if vocabulary.bytewise else _LibraryStream(vocabulary.tokenizer)
 
     def push(self, token: int) -> str:
         """Return the text that `token` completes, possibly empty."""
-        if token in self._vocabulary.special:
+        if token in self._hidden:
             return ""
         if self._stream is not None:
             return self._stream.push(token)
@@ -265,8 +271,9 @@ class OutputStream:
     """Text and log probabilities of one output as its tokens arrive.
 
     Releases no text that may become a stop string, no unfinished character, and no log probability
-    before the text of its token. `stop_tokens` end an output and print nothing. `tokens` keeps all
-    tokens, so that another replica can resume the request.
+    before the text of its token. `stop_tokens` end an output and print nothing. `shown` are special
+    tokens that print their text. `tokens` keeps all tokens, so that another replica can resume the
+    request.
     """
 
     def __init__(
@@ -274,9 +281,10 @@ class OutputStream:
         vocabulary: Vocabulary,
         stops: Sequence[str] = (),
         stop_tokens: frozenset[int] = frozenset(),
+        shown: Sequence[str] = (),
     ) -> None:
         self._vocabulary = vocabulary
-        self._detokenizer = Detokenizer(vocabulary)
+        self._detokenizer = Detokenizer(vocabulary, shown=shown)
         self._matcher = StopMatcher(stops)
         self._stop_tokens = stop_tokens
         self._pending: list[TokenLogprob] = []

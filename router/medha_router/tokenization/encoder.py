@@ -16,7 +16,7 @@ import json
 import signal
 import socket
 import sys
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -52,12 +52,25 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool in an earlier message of the assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[ToolCall] | None = None
     function_call: Any = None
 
 
@@ -71,27 +84,29 @@ class _Prompt(msgspec.Struct, frozen=True):
     prompt: str | list[Any]
 
 
-def read_messages(raw: bytes | bytearray) -> list[dict[str, str]]:
-    """Read messages for a chat template: role, content as one string, and names if given."""
+def read_messages(raw: bytes | bytearray) -> list[dict[str, Any]]:
+    """Read messages for a chat template: role, content as one string, names and calls if given."""
     messages = read_body(b'{"messages":' + raw + b"}", _Messages).messages
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _plain(message: Message, where: str) -> dict[str, str]:
+def _plain(message: Message, where: str) -> dict[str, Any]:
     if message.role not in ROLES:
         raise RequestError(
             f"{where}.role is {message.role!r}: must be one of {', '.join(ROLES)}",
             code="invalid_value",
             param=f"{where}.role",
         )
-    for field in ("tool_calls", "function_call"):
-        if getattr(message, field) not in (None, []):
-            raise RequestError(
-                f"{where}.{field}: calling tools is not supported by this server; leave it out",
-                code="unsupported_parameter",
-                param=f"{where}.{field}",
-            )
-    plain = {"role": message.role, "content": _text(message.content, f"{where}.content")}
+    if message.function_call is not None:
+        raise RequestError(
+            f"{where}.function_call is not supported by this server; give tool_calls",
+            code="unsupported_parameter",
+            param=f"{where}.function_call",
+        )
+    plain: dict[str, Any] = {
+        "role": message.role,
+        "content": _text(message.content, f"{where}.content"),
+    }
     if message.content is None and message.role != "assistant":
         raise RequestError(
             f"{where}.content is missing: a {message.role} message needs text",
@@ -102,6 +117,28 @@ def _plain(message: Message, where: str) -> dict[str, str]:
         plain["name"] = message.name
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{index}]")
+            for index, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _call(call: ToolCall, where: str) -> dict[str, Any]:
+    """Return a call for a chat template, which wants its arguments as an object."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(
+            f"{where}.function.arguments is no JSON object ({error}): send what the model wrote",
+            code="invalid_value",
+            param=f"{where}.function.arguments",
+        ) from None
+    plain: dict[str, Any] = {"type": "function"}
+    if call.id is not None:
+        plain["id"] = call.id
+    plain["function"] = {"name": call.function.name, "arguments": arguments}
     return plain
 
 
@@ -181,8 +218,13 @@ class ChatTemplate:
         self._special = {name: _token_text(settings.get(name)) for name in SPECIAL}
         self._special = {name: text for name, text in self._special.items() if text is not None}
 
-    def render(self, messages: list[dict[str, str]], *, generation_prompt: bool) -> str:
-        """Return the prompt's text; raises RequestError if the template refuses the messages."""
+    def render(
+        self, messages: list[dict[str, Any]], *, generation_prompt: bool, tools: bytes = b""
+    ) -> str:
+        """Return the prompt's text; raises RequestError if the template refuses the messages.
+
+        `tools` is the JSON of the tools that the model may call, or empty.
+        """
         if self._template is None:
             raise RequestError(
                 "this model has no chat template; use /v1/completions with a prompt",
@@ -193,7 +235,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages,
                 add_generation_prompt=generation_prompt,
-                tools=None,
+                tools=msgspec.json.decode(tools) if tools else None,
                 documents=None,
                 **self._special,
             )
@@ -322,7 +364,10 @@ class Encoder:
         check_values(raw, where)
         if job.chat:
             messages = read_messages(raw)
-            return [self._template.render(messages, generation_prompt=job.generation_prompt)]
+            text = self._template.render(
+                messages, generation_prompt=job.generation_prompt, tools=job.tools
+            )
+            return [text]
         sources: list[Source] = []
         for prompt in read_prompts(raw):
             if isinstance(prompt, str):

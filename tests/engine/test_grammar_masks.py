@@ -15,7 +15,7 @@ from tests.support.solo_engine import SoloEngine
 
 from medha.messages.fields import Sampling
 from medha_router.structured.checker import grammar_of
-from medha_worker.grammar import Grammars
+from medha_worker.grammar_masks import Grammars
 from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 from medha_worker.sampler import History, SampledRow, sample
 from medha_worker.sequences import Sequences

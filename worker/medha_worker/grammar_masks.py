@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.errors import CheckpointError
-from medha.grammar import LIMITS
+from medha.grammar_limits import LIMITS
 from medha.messages.fields import Sampling
 
 if TYPE_CHECKING:

@@ -1,0 +1,342 @@
+"""Calls of tools in the text of a model, as it arrives.
+
+    hermes    text <tool_call>{"name": …, "arguments": {…}}</tool_call> …     Qwen, Hermes
+    llama3    <|python_tag|>{"name": …, "parameters": {…}}; {…}               Llama 3
+    mistral   text [TOOL_CALLS][{"name": …, "arguments": {…}}, …]             Mistral
+              text [TOOL_CALLS]name[ARGS]{…}                                  Mistral, newer
+    array     [{"name": …, "parameters": {…}}, …]                             tool_choice required
+    named     {…}                                                             tool_choice by name
+
+A call begins once its name is complete and is that of a tool of the request; its arguments follow
+as they are written. Text that does not become a call is content. The result does not depend on how
+the text is cut into pieces. White space around calls is no content.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from medha_router.structured.tools import Tools
+
+Format = Literal["hermes", "llama3", "mistral", "array", "named"]
+BEGINS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>"}
+ENDS = "</tool_call>"
+MARKS = (*BEGINS.values(), ENDS, "[ARGS]")
+"""Tokens that stand around calls; some tokenizers hold them for special and print nothing."""
+ARGUMENTS = "[ARGS]"
+MAX_HEAD_CHARS = 4096
+SPACE = " \t\r\n"
+
+
+def format_of(template: bytes) -> Format | None:
+    """Return the form of calls that a chat template teaches; None if it takes no tools."""
+    if b"<tool_call>" in template:
+        return "hermes"
+    if b"[TOOL_CALLS]" in template:
+        return "mistral"
+    if b"ipython" in template and b"tools" in template:
+        return "llama3"
+    return None
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """New text: of the content if `call` is None, else of the arguments of call number `call`.
+
+    The first piece of a call has its `name`.
+    """
+
+    text: str
+    call: int | None = None
+    name: str | None = None
+
+
+class ToolCallParser:
+    """Splits the text of one output into content and calls; `calls` counts them.
+
+    `chosen`: it is the model that decides whether to call.
+    """
+
+    def __init__(self, form: Format, tools: Tools) -> None:
+        self._form, self._names = form, tools.names
+        self.calls, self.chosen = 0, form != "named"
+        self._text = ""
+        self._prefix = ""  # content after all, if no call follows
+        self._space = ""
+        self._state = {"named": "arguments", "array": "between"}.get(form, "content")
+        if form == "llama3":
+            self._state = "start"
+        self._object: _CallObject | None = None
+        self._pieces: list[Piece] = []
+        if form == "named":
+            self._open(tools.named)
+
+    def push(self, text: str) -> list[Piece]:
+        """Add text and return what is decided now."""
+        self._text += text
+        while self._text and self._step():
+            pass
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def end(self) -> list[Piece]:
+        """Return what is left when the output ends."""
+        seen = self._object.seen if self._object is not None and not self._object.named else ""
+        self._content(self._prefix + seen)
+        if self._state in ("content", "head", "start"):
+            self._content(self._text)
+        self._text = ""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _step(self) -> bool:
+        """Take one step; False if more text is needed."""
+        return {
+            "start": self._start,
+            "content": self._in_content,
+            "head": self._head,
+            "between": self._between,
+            "object": self._in_object,
+            "arguments": self._all_arguments,
+            "rest": self._rest,
+        }[self._state]()
+
+    # --- states: each consumes text from the front --------------------------------------------
+
+    def _start(self) -> bool:
+        """Decide if an output of Llama 3 is a call: it then begins with one."""
+        stripped = self._text.lstrip(SPACE)
+        begin = BEGINS["llama3"]
+        if stripped.startswith(begin):
+            self._prefix = self._text[: len(self._text) - len(stripped)] + begin
+            self._text = stripped[len(begin) :]
+            self._state = "between"
+        elif stripped.startswith("{"):
+            self._state = "between"
+        elif begin.startswith(stripped):
+            return False
+        else:
+            self._state = "rest"
+        return True
+
+    def _in_content(self) -> bool:
+        """Release content up to the mark that begins calls."""
+        begin = BEGINS[self._form]
+        at = self._text.find(begin)
+        if at < 0:
+            kept = _overlap(self._text, begin)
+            self._content(self._text[: len(self._text) - kept])
+            self._text = self._text[len(self._text) - kept :]
+            return False
+        self._content(self._text[:at])
+        self._text = self._text[at + len(begin) :]
+        self._prefix, self._state = begin, "head"
+        return True
+
+    def _head(self) -> bool:
+        """Decide what follows the mark: an object, an array, or the name of a tool."""
+        stripped = self._text.lstrip(SPACE)
+        if not stripped:
+            return False
+        if stripped[0] == "{" or (stripped[0] == "[" and self._form == "mistral"):
+            rest = stripped.removeprefix("[")
+            self._prefix += self._text[: len(self._text) - len(rest)]
+            self._text, self._state = rest, "between"
+            return True
+        name, brace, _ = stripped.partition("{")
+        name = name.strip(SPACE)
+        if self._form == "mistral" and not brace and len(name) < MAX_HEAD_CHARS:
+            return False
+        name = name.removesuffix(ARGUMENTS).strip(SPACE)
+        if self._form == "mistral" and brace and name in self._names:
+            self._text, self._prefix = stripped[stripped.index("{") :], ""
+            self._object = _CallObject(self._open(name))
+            self._state = "object"
+            return True
+        self._content(self._prefix)
+        self._prefix, self._state = "", "content"
+        return True
+
+    def _between(self) -> bool:
+        """Skip what stands between two calls; begin the next."""
+        skipped = {"hermes": "", "llama3": ";", "mistral": ",]", "array": "[,]"}[self._form]
+        rest = self._text.lstrip(SPACE + skipped)
+        if self._prefix:
+            self._prefix += self._text[: len(self._text) - len(rest)]
+        self._text = rest
+        if not rest:
+            return False
+        if self._text[0] == "{":
+            self._object, self._state = _CallObject(None), "object"
+            return True
+        if self._prefix:
+            self._content(self._prefix)
+            self._prefix, self._state = "", "content" if self._form in BEGINS else "rest"
+            self._state = "rest" if self._form == "llama3" else self._state
+            return True
+        if self._form == "hermes":
+            if ENDS.startswith(self._text):
+                return False
+            self._text = self._text.removeprefix(ENDS)
+            self._state = "content"
+            return True
+        self._state = "content" if self._form == "mistral" else "rest"
+        return True
+
+    def _in_object(self) -> bool:
+        """Scan the object of a call; release its arguments as they are written."""
+        scanned = self._object
+        if scanned is None:
+            raise AssertionError("no call has begun")
+        used = scanned.scan(self._text)
+        self._text = self._text[used:]
+        if scanned.number is None and scanned.name is not None:
+            if scanned.name not in self._names:
+                scanned.broken = True
+            else:
+                scanned.number = self._open(scanned.name)
+        if scanned.number is not None and (arguments := scanned.take_arguments()):
+            self._pieces.append(Piece(arguments, scanned.number))
+        if scanned.broken and scanned.number is None:
+            self._content(self._prefix + scanned.seen)
+            self._object, self._prefix = None, ""
+            self._state = "rest" if self._form in ("llama3", "array") else "content"
+            return True
+        if scanned.done:
+            if scanned.number is not None and not scanned.any_arguments:
+                self._pieces.append(Piece("{}", scanned.number))
+            self._object, self._state = None, "between"
+            return True
+        return False
+
+    def _all_arguments(self) -> bool:
+        self._pieces.append(Piece(self._text, 0))
+        self._text = ""
+        return False
+
+    def _rest(self) -> bool:
+        self._content(self._text)
+        self._text = ""
+        return False
+
+    # --- pieces -------------------------------------------------------------------------------
+
+    def _open(self, name: str) -> int:
+        self._space = self._prefix = ""
+        number = self.calls
+        self.calls += 1
+        self._pieces.append(Piece("", number, name))
+        return number
+
+    def _content(self, text: str) -> None:
+        if self.calls:  # white space between calls is held until other text follows
+            self._space += text
+            if not self._space.strip(SPACE):
+                return
+            text, self._space = self._space, ""
+        if text:
+            self._pieces.append(Piece(text))
+
+
+class _CallObject:
+    """The JSON object of a call, scanned character by character.
+
+    If it begins with a `number`, all of it are the arguments. `seen` is the text so far while the
+    call has no name.
+    """
+
+    def __init__(self, number: int | None) -> None:
+        self.number = number
+        self.name: str | None = None
+        self.broken = self.done = self.any_arguments = False
+        self.seen = ""
+        self._whole = number is not None
+        self._arguments = ""
+        self._depth = 0
+        self._string = self._escaped = False
+        self._key = ""
+        self._token = ""
+        self._value = False
+
+    @property
+    def named(self) -> bool:
+        return self.number is not None
+
+    def take_arguments(self) -> str:
+        """Return the arguments that were scanned since the last call."""
+        arguments, self._arguments = self._arguments, ""
+        return arguments
+
+    def scan(self, text: str) -> int:
+        """Scan `text` up to the end of the object; returns the number of characters used."""
+        for index, letter in enumerate(text):
+            self._letter(letter)
+            if self.number is None:
+                self.seen += letter
+                self.broken = self.broken or len(self.seen) > MAX_HEAD_CHARS << 4
+            if self.done or self.broken:
+                return index + 1
+        return len(text)
+
+    def _letter(self, letter: str) -> None:
+        top = self._depth == 1 and not self._string
+        closes = top and letter == "}"
+        if self._whole:
+            self._arguments += letter
+            self.any_arguments = True
+        elif self._value and not closes and not (top and letter == ","):
+            self._token += letter
+            arguments = self._key in ("arguments", "parameters")
+            if arguments and (self.any_arguments or letter not in SPACE):
+                self._arguments += letter
+                self.any_arguments = True
+        if self._string:
+            self._in_string(letter)
+        elif letter == '"':
+            self._string = True
+            if self._depth == 1 and not self._value:
+                self._token = ""
+        elif letter in "{[":
+            self._depth += 1
+        elif letter in "}]":
+            self._close_value()
+            self._depth -= 1
+            self.done = self._depth == 0
+        elif top and letter == ":":
+            self._value, self._token = True, ""
+        elif top and letter == ",":
+            self._close_value()
+
+    def _in_string(self, letter: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif letter == "\\":
+            self._escaped = True
+        elif letter == '"':
+            self._string = False
+            if self._depth == 1 and not self._value:
+                self._key = self._token
+            elif self._depth == 1 and self._key == "name":
+                self._read_name()
+            return
+        if self._depth == 1 and not self._value:
+            self._token += letter
+
+    def _read_name(self) -> None:
+        try:
+            self.name = msgspec.json.decode(self._token.strip(SPACE), type=str)
+        except msgspec.DecodeError:
+            self.broken = True
+
+    def _close_value(self) -> None:
+        if self._depth == 1:
+            self._value, self._token = False, ""
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Return the length of the longest tail of `text` that begins `mark`."""
+    for size in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:size]):
+            return size
+    return 0

@@ -1,0 +1,140 @@
+"""Tools that a chat may call: what its client offers, and the grammar of a demanded call.
+
+`auto` leaves it to the model, in the form of its family (see `tool_calls`). `required` and a named
+tool are grammars: an array of calls, or the arguments alone.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from medha.errors import RequestError
+from medha_router.structured.sources import GrammarSource, RawJson
+
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 256 << 10
+MAX_CALLS = 32
+
+ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Choice = Literal["auto", "required", "named"]
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool's name and the JSON schema of its arguments."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class _Named(msgspec.Struct, frozen=True):
+    name: str
+
+
+class NamedChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """`tool_choice` that names a tool."""
+
+    type: Literal["function"]
+    function: _Named
+
+
+class Tools(msgspec.Struct, frozen=True, kw_only=True):
+    """Tools of a request. `raw`: JSON for the chat template; `named`: the tool that must be called.
+
+    `parallel`: several calls are allowed.
+    """
+
+    raw: bytes
+    names: frozenset[str]
+    choice: Choice = "auto"
+    named: str = ""
+    parallel: bool = True
+    grammar: GrammarSource | None = None
+
+
+def read_tools(tools: RawJson, choice: RawJson, parallel: bool | None) -> Tools | None:
+    """Read `tools` and `tool_choice`; None if no tool may be called. Raises RequestError."""
+    offered = _read(
+        tools, Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None, "tools"
+    )
+    wanted = _read(choice, Literal["none", "auto", "required"] | NamedChoice | None, "tool_choice")
+    if not offered:
+        if wanted not in (None, "none", "auto"):
+            raise _invalid("tool_choice", "demands a call: must come with tools")
+        return None
+    functions = {tool.function.name: tool.function for tool in offered}
+    if len(functions) < len(offered):
+        raise _invalid("tools", "has two tools of one name: names must differ")
+    if wanted == "none":
+        return None
+    given = Tools(raw=bytes(tools), names=frozenset(functions), parallel=parallel is not False)  # type: ignore[arg-type]
+    if isinstance(wanted, NamedChoice):
+        function = functions.get(wanted.function.name)
+        if function is None:
+            raise _invalid(
+                "tool_choice.function.name",
+                f"is {wanted.function.name[:64]!r}: must be one of {', '.join(functions)}",
+            )
+        grammar = _grammar(_parameters(function), "tool_choice")
+        return msgspec.structs.replace(
+            given, choice="named", named=function.name, grammar=grammar, parallel=False
+        )
+    if wanted == "required":
+        calls = {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_CALLS if given.parallel else 1,
+            "items": {"anyOf": [_call(function) for function in functions.values()]},
+        }
+        return msgspec.structs.replace(
+            given, choice="required", grammar=_grammar(calls, "tool_choice")
+        )
+    return given
+
+
+def _call(function: Function) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": function.name},
+            "parameters": _parameters(function),
+        },
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _parameters(function: Function) -> dict[str, Any]:
+    return function.parameters or {"type": "object", "additionalProperties": False}
+
+
+def _grammar(schema: dict[str, Any], param: str) -> GrammarSource:
+    return GrammarSource("json_schema", msgspec.json.encode(schema).decode(), param)
+
+
+def _read(raw: RawJson, kind: Any, param: str) -> Any:
+    if isinstance(raw, msgspec.UnsetType):
+        return None
+    size = memoryview(raw).nbytes
+    if size > MAX_TOOLS_BYTES:
+        raise _invalid(param, f"has {size} bytes: must have at most {MAX_TOOLS_BYTES}; shorten it")
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        message, _, path = str(error).partition(" - at `$")
+        at = param + path.rstrip("`")
+        raise _invalid(at, f"is wrong ({message[:1].lower()}{message[1:]}); correct it") from None
+
+
+def _invalid(param: str, message: str) -> RequestError:
+    return RequestError(f"{param} {message}", code="invalid_value", param=param)

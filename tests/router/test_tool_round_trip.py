@@ -1,0 +1,203 @@
+"""Tools through OpenAI's client: offered, called by the model, answered, and demanded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import tokenizers
+
+from medha.messages import from_bytes
+from medha_router.structured.checker import grammar_of
+
+HERMES = b"""{%- if tools %}<tool_call> tools: {{ tools | tojson }}
+{% endif %}{%- for message in messages -%}
+<|start|>{{ message.role }}: {{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", \
+"arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}
+{% endfor -%}{% if add_generation_prompt %}<|start|>{% endif %}"""
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def hermes(tokens: Any) -> Iterator[Any]:
+    """A router with a model whose chat template takes tools."""
+    from tests.router.conftest import Running
+
+    with contextlib.closing(Running(tokens)) as running:
+        running.join(template=HERMES)
+        yield running
+
+
+def ask(text: str) -> list[Any]:
+    return [{"role": "user", "content": f"say {text}"}]
+
+
+def prompt_of(running: Any) -> str:
+    """Return the text of the last prompt that reached the replica."""
+    controller = running.controllers[0]
+    tokenizer = tokenizers.Tokenizer.from_str(controller.tokenizer.decode())
+    return tokenizer.decode(from_bytes(controller.seen[-1].tokens).tolist())
+
+
+def gathered(chunks: Any) -> tuple[str, list[dict[str, str]], str]:
+    """Join the deltas of a stream as OpenAI's documentation does."""
+    content, finish = "", ""
+    calls: list[dict[str, str]] = []
+    for chunk in chunks:
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        for part in choice.delta.tool_calls or []:
+            if part.index == len(calls):
+                assert part.type == "function"
+                calls.append({"id": part.id, "name": part.function.name, "arguments": ""})
+            calls[part.index]["arguments"] += part.function.arguments or ""
+        finish = choice.finish_reason or finish
+    return content, calls, finish
+
+
+def test_a_call_goes_round(hermes: Any) -> None:
+    create = hermes.client.chat.completions.create
+    answer = create(model="tiny", messages=ask(f"Let me see. {CALL}"), tools=[WEATHER, TIME])
+    message, finish = answer.choices[0].message, answer.choices[0].finish_reason
+    assert finish == "tool_calls" and message.content == "Let me see. "
+    (call,) = message.tool_calls
+    assert call.function.name == "get_weather" and len(call.id) == 9 and call.id.isalnum()
+    assert json.loads(call.function.arguments) == {"city": "Zürich"}
+    assert '"description": "Weather of a city"' in prompt_of(hermes)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "say 21 degrees"}
+    messages = [*ask("x"), message.to_dict(), result]
+    final = create(model="tiny", messages=messages, tools=[WEATHER, TIME])
+    assert final.choices[0].message.content == "21 degrees"
+    assert final.choices[0].message.tool_calls is None and final.choices[0].finish_reason == "stop"
+    assert f"assistant: Let me see. \n{CALL}".replace(" \n", " ") in prompt_of(hermes)
+    assert "tool: say 21 degrees" in prompt_of(hermes)
+
+
+@pytest.mark.parametrize(
+    "text", [f"Let me see. {CALL}", f"{CALL}\n{CALL}", "nothing < to call", "<tool_call>broken"]
+)
+def test_a_stream_of_calls_is_the_whole_answer_in_parts(hermes: Any, text: str) -> None:
+    create = hermes.client.chat.completions.create
+    request = {"model": "tiny", "messages": ask(text), "tools": [WEATHER]}
+    choice = create(**request).choices[0]
+    content, calls, finish = gathered(create(**request, stream=True))
+    assert content == (choice.message.content or "") and finish == choice.finish_reason
+    expected = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or []]
+    assert [(call["name"], call["arguments"]) for call in calls] == expected
+
+
+def test_arguments_are_streamed_as_they_are_written(hermes: Any) -> None:
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "' + "x" * 60 + '"}}'
+    stream = hermes.client.chat.completions.create(
+        model="tiny", messages=ask(text), tools=[WEATHER], stream=True
+    )
+    parts = [part for chunk in stream for part in chunk.choices[0].delta.tool_calls or []]
+    assert len(parts) > 5 and all(len(part.function.arguments) <= 16 for part in parts)
+
+
+def test_a_demanded_call_follows_a_grammar(hermes: Any) -> None:
+    create = hermes.client.chat.completions.create
+    demanded = '[{"name":"get_time","parameters":{}}]'
+    answer = create(
+        model="tiny", messages=ask(demanded), tools=[WEATHER, TIME], tool_choice="required"
+    ).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    assert answer.message.tool_calls[0].function.name == "get_time"
+    grammar = hermes.controllers[0].seen[-1].sampling.grammar
+    assert '"const":"get_weather"' in grammar and '"maxItems":32' in grammar
+    create(
+        model="tiny",
+        messages=ask(demanded),
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
+    assert '"maxItems":1,' in hermes.controllers[0].seen[-1].sampling.grammar
+
+
+def test_a_named_tool_gets_its_arguments(hermes: Any) -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    request = {"model": "tiny", "messages": ask('{"city":"Ulm"}'), "tools": [WEATHER, TIME]}
+    create = hermes.client.chat.completions.create
+    choice = create(**request, tool_choice=named).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city":"Ulm"}')
+    assert choice.finish_reason == "stop"
+    parameters = json.dumps(WEATHER["function"]["parameters"], separators=(",", ":"))  # type: ignore[index]
+    assert hermes.controllers[0].seen[-1].sampling.grammar == grammar_of("json_schema", parameters)
+    _, calls, _ = gathered(create(**request, tool_choice=named, stream=True))
+    assert [call["arguments"] for call in calls] == ['{"city":"Ulm"}']
+
+
+def test_with_the_choice_none_there_are_no_tools(hermes: Any) -> None:
+    answer = hermes.client.chat.completions.create(
+        model="tiny", messages=ask(CALL), tools=[WEATHER], tool_choice="none"
+    )
+    assert answer.choices[0].message.content == CALL
+    assert "tools:" not in prompt_of(hermes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": "x"}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "magic", "function": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [TIME, TIME]}, "tools"),
+        ({"tools": [TIME], "tool_choice": "perhaps"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+        ),
+        (
+            {
+                "tools": [TIME],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "tool_choice",
+        ),
+    ],
+)
+def test_wrong_tools_are_refused_by_their_field(
+    hermes: Any, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        hermes.client.chat.completions.create(model="tiny", messages=ask("x"), **fields)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("arguments", ["", "[1]", "{"])
+def test_arguments_of_an_earlier_call_must_be_an_object(hermes: Any, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*ask("x"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    response = hermes.http.post(
+        "/v1/chat/completions", json={"model": "tiny", "messages": messages}
+    )
+    assert response.status_code == (200 if arguments == "" else 400)
+
+
+def test_a_model_whose_template_takes_no_tools_refuses_them(served: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.client.chat.completions.create(model="tiny", messages=ask("x"), tools=[TIME])
+    assert refused.value.param == "tools"
