@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import collections
 
-from medha.messages import Sampling, Submit
+from medha.messages import Logprob, Sampling, Submit
 from medha.request import Request, SloClass
 from medha_router.protocol import GenerationParams
 from medha_router.structured.tool_calls import Format
@@ -53,6 +53,7 @@ class Generation:
         self.peer: bytes | None = None
         self.waiting_since_s = request.arrival_s
         self.cached_tokens = 0
+        self.prompt_logprobs: list[Logprob] = []
         self.moves = 0
         self.deaths = 0
         self.first_token_s: float | None = None
@@ -71,6 +72,12 @@ class Generation:
     @property
     def output_tokens(self) -> int:
         return len(self.output.tokens)
+
+    @property
+    def prompt_scored(self) -> bool:
+        """True unless log probabilities of the prompt are missing; its first token has none."""
+        wanted = self.sampling.prompt_logprobs is not None
+        return not wanted or len(self.prompt_logprobs) >= self.prompt.length - 1
 
     def submit(self, now: float) -> Submit:
         """Return the message with which a replica serves the generation, or resumes it."""

@@ -229,7 +229,7 @@ class ServedModel:
             raise RequestError(
                 f"{where} has no tokens: send some text", code="invalid_value", param=where
             )
-        wanted = requested if requested is not None else 1
+        wanted = max(1, requested) if requested is not None else 1
         if length + wanted > limit:
             raise RequestError(
                 f"This model's maximum context length is {limit} tokens. However, you requested "

@@ -49,7 +49,8 @@ MAX_TARGET_MS = 24 * 3600 * 1000.0
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] | None
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-OutputTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] | None
+OutputTokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None
+PromptLogprobCount = Annotated[int, msgspec.Meta(ge=0, le=CHAT_LOGPROBS)] | None
 BiasKey = Annotated[str, msgspec.Meta(max_length=12)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
 ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
@@ -80,7 +81,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "prediction": (),
     "priority": (0,),
     "prompt_embeds": ([],),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -131,7 +131,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     prediction: RawJson = msgspec.UNSET
     priority: RawJson = msgspec.UNSET
     prompt_embeds: RawJson = msgspec.UNSET
-    prompt_logprobs: RawJson = msgspec.UNSET
     reasoning_effort: RawJson = msgspec.UNSET
     return_token_ids: RawJson = msgspec.UNSET
     return_tokens_as_token_ids: RawJson = msgspec.UNSET
@@ -169,6 +168,7 @@ class Body(Unsupported, frozen=True, kw_only=True):
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=32)] | None = None
+    prompt_logprobs: PromptLogprobCount = None
     response_format: RawJson = msgspec.UNSET
     structured_outputs: RawJson = msgspec.UNSET
     guided_json: RawJson = msgspec.UNSET
@@ -225,7 +225,8 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `raw` is the JSON of `messages` (`chat`) or `prompt`. If `max_output_tokens` is None, the
     default of the endpoint holds. `sampling.seed` is 0 unless `seeded`; `sampling.stop_tokens`
-    holds only those of the client. `grammar`: what the output follows, unchecked. `silent`:
+    holds only those of the client. `prompt_logprobs`: of a field
+    of their own, without those of `echo`. `grammar`: what the output follows, unchecked. `silent`:
     sampling parameters that the client left to the checkpoint. `client_id`: the request's id as its
     client names it, for logs.
     """
@@ -241,6 +242,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
     silent: frozenset[str] = frozenset()
     grammar: GrammarSource | None = None
@@ -339,18 +341,13 @@ def read_completion(data: bytes | bytearray) -> GenerationParams:
     body = read_body(data, CompletionBody)
     if body.best_of not in (None, 1, body.n):
         raise _unsupported("best_of")
-    if body.echo and body.logprobs is not None:
-        raise RequestError(
-            "echo with logprobs needs log probabilities of the prompt, which are not computed; "
-            "request only one of the two",
-            code="unsupported_value",
-            param="echo",
-        )
     return _params(
         body,
         raw=bytes(body.prompt),
         chat=False,
-        max_output_tokens=body.max_tokens or DEFAULT_COMPLETION_TOKENS,
+        max_output_tokens=(
+            DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        ),
         logprobs=body.logprobs,
         echo=bool(body.echo),
     )
@@ -407,12 +404,20 @@ def _params(
             code="invalid_value",
             param="stream_options",
         )
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError(
+            "prompt_logprobs stand in whole answers: leave out stream, or ask for echo and "
+            "logprobs of a completion",
+            code="unsupported_value",
+            param="prompt_logprobs",
+        )
     options = body.stream_options
     return GenerationParams(
         model=body.model,
         chat=chat,
         raw=raw,
-        sampling=_sampling(body, logprobs),
+        sampling=_sampling(body, logprobs, logprobs if echo else None),
+        prompt_logprobs=body.prompt_logprobs,
         seeded=body.seed is not None,
         n=body.n or 1,
         max_output_tokens=max_output_tokens,
@@ -446,7 +451,7 @@ def _grammar(body: Body, tools: Tools | None) -> GrammarSource | None:
     return grammar
 
 
-def _sampling(body: Body, logprobs: int | None) -> Sampling:
+def _sampling(body: Body, logprobs: int | None, echoed: int | None) -> Sampling:
     def given(value: float | None, default: float) -> float:
         return default if value is None else value
 
@@ -460,6 +465,9 @@ def _sampling(body: Body, logprobs: int | None) -> Sampling:
         repetition_penalty=given(body.repetition_penalty, 1.0),
         logit_bias=_logit_bias(body.logit_bias or {}),
         logprobs=logprobs,
+        prompt_logprobs=max(
+            (count for count in (echoed, body.prompt_logprobs) if count is not None), default=None
+        ),
         seed=(body.seed or 0) & MAX_INT64,
         stop_tokens=tuple(body.stop_token_ids or ()),
         min_tokens=body.min_tokens or 0,

@@ -27,6 +27,7 @@ from medha.messages import (
     Hello,
     KvEvents,
     LoadReport,
+    PromptLogprobs,
     Rejected,
     ReplicaMessage,
     RouterBeat,
@@ -108,6 +109,8 @@ class ReplicaClient:
                 self._on_grant(replica, message, now)
             case Accepted():
                 self._on_accepted(replica, message)
+            case PromptLogprobs():
+                self._on_prompt_logprobs(replica, message, now)
             case Tokens():
                 self._on_tokens(replica, message, now)
             case Finished():
@@ -214,13 +217,27 @@ class ReplicaClient:
         if not generation.output.tokens:
             generation.cached_tokens = message.cached_tokens
 
+    def _on_prompt_logprobs(
+        self, replica: ConnectedReplica, message: PromptLogprobs, now: float
+    ) -> None:
+        """Add log probabilities of the prompt; a later attempt sends again what is known."""
+        generation = self._requests.find(replica, message.id)
+        if generation is None:
+            return
+        known = 1 + len(generation.prompt_logprobs)
+        if message.first > known:
+            self._send(replica.peer, Abort(generation.id))
+            self._requests.requeue(generation, now)
+            return
+        generation.prompt_logprobs += message.logprobs[known - message.first :]
+
     def _on_tokens(self, replica: ConnectedReplica, message: Tokens, now: float) -> None:
         """Add new tokens. After a gap, tokens are lost and the request is queued again."""
         generation = self._requests.find(replica, message.id)
         if generation is None:
             return
         known = len(generation.output.tokens)
-        if message.first > known:
+        if message.first > known or not generation.prompt_scored:
             self._send(replica.peer, Abort(generation.id))
             self._requests.requeue(generation, now)
             return

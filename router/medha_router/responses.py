@@ -22,12 +22,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from medha.errors import MedhaError
+from medha.messages import Logprob, from_bytes
 from medha_router import api_errors
-from medha_router.generation import ClientRequest
+from medha_router.generation import ClientRequest, Generation
 from medha_router.http_protocol import DISCONNECTS, Disconnects
 from medha_router.protocol import GenerationParams
 from medha_router.structured.tool_calls import Piece, ToolCallParser
-from medha_router.tokenization.detokenizer import Delta, TokenLogprob
+from medha_router.tokenization.detokenizer import Delta, TokenLogprob, scored
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"
@@ -119,16 +120,25 @@ class GenerationResponse(Response):
         if self._params.echo:
             for generation in request.generations:
                 texts[generation.index].append(generation.prompt.text or "")
+        wanted = self._params.sampling.logprobs is not None
         while not all(finishes):
             for index, delta in await request.next(self._keepalive_s):
                 texts[index].append(delta.text)
                 logprobs[index].extend(delta.logprobs)
                 finishes[index] = delta.finish or finishes[index]
+        if self._params.echo and wanted:
+            for generation in request.generations:
+                logprobs[generation.index][:0] = _scored(generation)
+        prompts: list[list[object]] = []
+        if self._params.prompt_logprobs is not None:
+            most = self._params.prompt_logprobs
+            prompts = [_prompt_logprobs(generation, most) for generation in request.generations]
         body = self._make_builder(request).whole(
             [("".join(texts[i]), logprobs[i], finishes[i]) for i in range(count)],
             _usage(request),
             _timing(request),
-            logprobs=self._params.sampling.logprobs is not None,
+            logprobs=wanted,
+            prompts=prompts,
         )
         headers = _headers(request)
         if request.ttft_s is not None:
@@ -163,10 +173,14 @@ class GenerationResponse(Response):
         open_generations = len(request.generations)
         logprobs = params.sampling.logprobs is not None
         opening = [self._opening(request, builder)]
+        echoed: set[int] = set()
         while open_generations:
             block: list[bytes] = []
             deltas = await request.next(self._keepalive_s)
             for index, delta in deltas:
+                if params.echo and index not in echoed:
+                    echoed.add(index)
+                    block.append(self._echo(request.generations[index], builder))
                 open_generations -= delta.finish is not None
                 last = open_generations == 0 and not params.include_usage
                 extra: dict[str, Any] = {"x_medha": _timing(request)} if last else {}
@@ -185,17 +199,16 @@ class GenerationResponse(Response):
                 opening = []
 
     def _opening(self, request: ClientRequest, builder: ResponseBuilder) -> bytes:
-        """Return the first events: the role of chat choices, or the prompt if `echo`."""
-        if self._params.chat:
-            return b"".join(builder.opening(generation.index) for generation in request.generations)
-        if self._params.echo:
-            return b"".join(
-                builder.chunk(
-                    generation.index, Delta(generation.prompt.text or ""), logprobs=False, extra={}
-                )
-                for generation in request.generations
-            )
-        return b""
+        """Return the first events: the role of chat choices."""
+        if not self._params.chat:
+            return b""
+        return b"".join(builder.opening(generation.index) for generation in request.generations)
+
+    def _echo(self, generation: Generation, builder: ResponseBuilder) -> bytes:
+        """Return the event with the prompt, and its log probabilities if requested."""
+        wanted = self._params.sampling.logprobs is not None
+        delta = Delta(generation.prompt.text or "", _scored(generation) if wanted else ())
+        return builder.chunk(generation.index, delta, logprobs=wanted, extra={})
 
     async def _respond(self, send: Send, status: int, extra: dict[str, str], body: bytes) -> None:
         headers = {"content-type": "application/json", "content-length": str(len(body))}
@@ -356,8 +369,12 @@ class ResponseBuilder:
         timing: Timing,
         *,
         logprobs: bool,
+        prompts: Sequence[object] = (),
     ) -> bytes:
-        """Return a whole response from (text, log probabilities, finish reason) of each choice."""
+        """Return a whole response from (text, log probabilities, finish reason) of each choice.
+
+        `prompts`: vLLM's `prompt_logprobs` of each choice, if requested.
+        """
         choices: list[dict[str, Any]] = []
         for index, (text, entries, finish) in enumerate(texts):
             choice: dict[str, Any] = {"index": index}
@@ -378,10 +395,15 @@ class ResponseBuilder:
                 choice["text"] = text
             choice["logprobs"] = self._logprobs(entries) if logprobs else None
             choice["finish_reason"] = finish
+            if prompts and not self._chat:
+                choice["prompt_logprobs"] = prompts[index]
             choices.append(choice)
+        extra = {"prompt_logprobs": prompts[0]} if prompts and self._chat else {}
         name = "chat.completion" if self._chat else "text_completion"
         return msgspec.json.encode(
-            self._head(name) | {"choices": choices, "usage": usage.shape(), "x_medha": timing}
+            self._head(name)
+            | {"choices": choices, "usage": usage.shape(), "x_medha": timing}
+            | extra
         )
 
     def _chunk(self, choices: list[dict[str, Any]], extra: dict[str, Any] | None = None) -> bytes:
@@ -398,9 +420,13 @@ class ResponseBuilder:
         spellings = [_completion_spellings(entry) for entry in entries]
         return {
             "tokens": [texts[entry.token] for entry, texts in zip(entries, spellings, strict=True)],
-            "token_logprobs": [entry.logprob.chosen for entry in entries],
+            "token_logprobs": [
+                None if entry.logprob is None else entry.logprob.chosen for entry in entries
+            ],
             "top_logprobs": [
-                {texts[token]: value for token, value in entry.logprob.top}
+                None
+                if entry.logprob is None
+                else {texts[token]: value for token, value in entry.logprob.top}
                 | {texts[entry.token]: entry.logprob.chosen}
                 for entry, texts in zip(entries, spellings, strict=True)
             ],
@@ -408,9 +434,35 @@ class ResponseBuilder:
         }
 
     def _chat_logprob(self, entry: TokenLogprob) -> dict[str, Any]:
-        top = [_spelling(entry, token) | {"logprob": value} for token, value in entry.logprob.top]
-        chosen = _spelling(entry, entry.token) | {"logprob": entry.logprob.chosen}
+        logprob = entry.logprob or Logprob(0.0)
+        top = [_spelling(entry, token) | {"logprob": value} for token, value in logprob.top]
+        chosen = _spelling(entry, entry.token) | {"logprob": logprob.chosen}
         return chosen | {"top_logprobs": top}
+
+
+def _scored(generation: Generation) -> tuple[TokenLogprob, ...]:
+    """Return the log probabilities of the prompt's tokens."""
+    tokens = from_bytes(generation.prompt.tokens).tolist()
+    return scored(generation.output.vocabulary, tokens, generation.prompt_logprobs)
+
+
+def _prompt_logprobs(generation: Generation, most: int) -> list[object]:
+    """Return vLLM's `prompt_logprobs`: for each token a map of id to log probability and rank."""
+    vocabulary = generation.output.vocabulary
+
+    def shown(token: int, logprob: float, rank: int | None) -> dict[str, object]:
+        text = vocabulary.bytes_of(token).decode("utf-8", errors="replace")
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
+
+    entries: list[object] = [None]
+    tokens = from_bytes(generation.prompt.tokens).tolist()
+    for token, logprob in zip(tokens[1:], generation.prompt_logprobs, strict=True):
+        ranks = {other: rank for rank, (other, _) in enumerate(logprob.top, 1)}
+        kept = dict(logprob.top[:most]) | {token: logprob.chosen}
+        entries.append(
+            {str(other): shown(other, value, ranks.get(other)) for other, value in kept.items()}
+        )
+    return entries
 
 
 def _call_id(request_id: str, index: int, number: int) -> str:
@@ -432,7 +484,8 @@ def _completion_spellings(entry: TokenLogprob) -> dict[int, str]:
     """
     texts: dict[int, str] = {}
     used: set[str] = set()
-    for token in (entry.token, *(token for token, _ in entry.logprob.top)):
+    top = entry.logprob.top if entry.logprob is not None else ()
+    for token in (entry.token, *(token for token, _ in top)):
         if token in texts:
             continue
         spelling = entry.vocabulary.bytes_of(token)

@@ -32,6 +32,7 @@ from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.wire import Prompt
 
 MAX_STOP_TOKENS = 64
+MAX_SCORED_TOKENS = 32_768
 LEARN_POLL_S = 0.05
 
 T = TypeVar("T")
@@ -221,6 +222,8 @@ class Service:
         seed = params.sampling.seed if params.seeded else self._draw_bits(63)
         salt = model.salt(client_request.tenant)
         for position, prompt in enumerate(prompts):
+            if params.sampling.prompt_logprobs is not None:
+                prompt = _scorable(prompt)
             max_output_tokens = self._max_output_tokens(params, model, prompt)
             request = self._request(client_request, model, version, prompt, max_output_tokens, slo)
             idle_tpot_s = model.dispatcher.idle_tpot_s(prompt.length, version.key)
@@ -244,7 +247,7 @@ class Service:
                         request=own_request,
                         salt=salt,
                         sampling=sampling,
-                        output=_output_stream(params, version, stop_tokens),
+                        output=_output_stream(params, version, stop_tokens, prompt),
                         version=version.key,
                         idle_tpot_s=idle_tpot_s,
                     )
@@ -270,7 +273,10 @@ class Service:
             ),
         )
         generation.sampling = msgspec.structs.replace(generation.sampling, stop_tokens=stop_tokens)
-        generation.output = _output_stream(params, version, stop_tokens)
+        if params.sampling.prompt_logprobs is not None:
+            prompt = _scorable(prompt)
+        generation.prompt_logprobs = []
+        generation.output = _output_stream(params, version, stop_tokens, prompt)
         generation.prompt, generation.version = prompt, version.key
         generation.idle_tpot_s = idle_tpot_s
 
@@ -371,12 +377,31 @@ class Service:
 
 
 def _output_stream(
-    params: GenerationParams, version: ModelVersion, stop_tokens: tuple[int, ...]
+    params: GenerationParams, version: ModelVersion, stop_tokens: tuple[int, ...], prompt: Prompt
 ) -> OutputStream:
     if version.vocabulary is None:
         raise Refusal("no_replica", "the replicas of this model are gone: retry later")
     shown = MARKS if params.tools is not None else ()
-    return OutputStream(version.vocabulary, params.stops, frozenset(stop_tokens), shown)
+    return OutputStream(
+        version.vocabulary,
+        params.stops,
+        frozenset(stop_tokens),
+        shown,
+        offset=len(prompt.text or "") if params.echo else 0,
+        empty=params.max_output_tokens == 0,
+    )
+
+
+def _scorable(prompt: Prompt) -> Prompt:
+    """Return the prompt without page names, so that every token of it is computed."""
+    if prompt.length > MAX_SCORED_TOKENS:
+        raise RequestError(
+            f"the prompt has {prompt.length} tokens: log probabilities are given of at most "
+            f"{MAX_SCORED_TOKENS}; shorten it",
+            code="invalid_value",
+            param="prompt",
+        )
+    return msgspec.structs.replace(prompt, hashes=b"")
 
 
 def _tool_calls(params: GenerationParams, version: ModelVersion) -> Format | None:

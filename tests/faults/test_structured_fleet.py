@@ -1,15 +1,19 @@
-"""JSON by schema from a fleet of two pipeline stages, also across the death of a rank."""
+"""Grammars and scored prompts in a fleet of two pipeline stages, also across a rank's death."""
 
 from __future__ import annotations
 
 import json
 import signal
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from benchmarks.structured_outputs import TEAM, count_valid, is_team, start
 from tests.support.medha_up import Up, until
+
+from medha_router.tokenization.detokenizer import Vocabulary
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -77,3 +81,37 @@ def test_a_grammar_that_fails_while_it_runs_is_an_error_of_its_own(up: Up) -> No
             )
         assert failed.value.code == "grammar_failed"
         assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices
+
+
+def spelled(token: bytes) -> str:
+    """Return the text of a token in log probabilities of completions."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def test_a_scored_prompt_has_the_log_probabilities_with_which_it_was_generated(up: Up) -> None:
+    random = np.random.default_rng(3)
+    prompt = random.integers(8, 500, 700).tolist()
+    with openai.OpenAI(
+        base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
+
+        def complete(tokens: list[int], **fields: Any) -> Any:
+            return client.completions.create(
+                model="tiny", prompt=tokens, temperature=0, logprobs=3, **fields
+            ).choices[0]
+
+        written = complete(prompt, max_tokens=6, extra_body={"ignore_eos": True}).logprobs
+        vocabulary = Vocabulary((up.log.parent / "model" / "tokenizer.json").read_bytes())
+        ids = {spelled(vocabulary.bytes_of(token)): token for token in range(8, 512)}
+        continuation = [ids[text] for text in written.tokens]
+        scored = complete(prompt + continuation, max_tokens=0, echo=True)
+    assert len(scored.logprobs.tokens) == len(prompt) + 6
+    tail = slice(len(prompt), None)
+    assert scored.logprobs.token_logprobs[tail] == pytest.approx(written.token_logprobs, abs=1e-4)
+    for token, top in zip(
+        scored.logprobs.tokens[tail], scored.logprobs.top_logprobs[tail], strict=True
+    ):
+        assert token == max(top, key=lambda text: top[text])

@@ -40,6 +40,7 @@ from medha.messages import (
     Load,
     LoadReport,
     Logprob,
+    PromptLogprobs,
     Rejected,
     ReplicaMessage,
     RouterMessage,
@@ -232,8 +233,21 @@ class Controller(threading.Thread):
             return
         self._link.send(Accepted(submit.id, 0, 0.01))
         tokens = from_bytes(submit.tokens).tolist()
+        if submit.sampling.prompt_logprobs is not None:
+            self._score(submit, tokens[1 : len(tokens) - submit.emitted])
         words = spoken(tokens[: len(tokens) - submit.emitted], self.tokenizer)
         self._running[submit.id] = (submit, words, submit.emitted)
+
+    def _score(self, submit: Submit, tokens: list[int]) -> None:
+        """Send made-up log probabilities of the prompt in two overlapping parts."""
+        count = submit.sampling.prompt_logprobs or 0
+        logprobs = [
+            Logprob(-position / 8, ((token, -position / 8), (65, -9.0))[:count])
+            for position, token in enumerate(tokens, 1)
+        ]
+        middle = len(logprobs) // 2
+        self._link.send(PromptLogprobs(submit.id, 1, tuple(logprobs[: middle + 1])))
+        self._link.send(PromptLogprobs(submit.id, 1 + middle, tuple(logprobs[middle:])))
 
     def _turn(self) -> None:
         now = time.monotonic()

@@ -167,7 +167,7 @@ def test_tokens_after_the_stop_string_have_no_log_probability(byte_level: Vocabu
     output = OutputStream(byte_level, ["b"])
     ids = byte_level.tokenizer.encode("aab").ids
     delta = output.push(ids, [Logprob(-1.0), Logprob(-2.0), Logprob(-3.0)])
-    assert [entry.logprob.chosen for entry in delta.logprobs] == [-1.0, -2.0]
+    assert [entry.logprob and entry.logprob.chosen for entry in delta.logprobs] == [-1.0, -2.0]
     assert [entry.offset for entry in delta.logprobs] == [0, 1]
 
 

@@ -35,11 +35,12 @@ class StepInputs:
 
     `tokens`, `positions` (in the sequence) and `device_slots` (of the sequence) are int64 [rows];
     `turns` are the rows' rotary factors, complex64 [rows, 1, head_dim / 2]. `attention` maps a
-    window to the plan for layers with that window. `slot_mapping` gives the pages and offsets
-    where keys and values of the `written` rows go (int64; None: all rows). Attention of `shared`
-    rows spans groups. `yielding` lists the rows to sample here: (batch row, sequence, position of
-    the new token); `yield_rows` holds their batch rows. `whole`, if set, runs the batch in one
-    launch and has its own attention plan.
+    window to the plan for layers with that window. `slot_mapping` gives the pages and offsets where
+    keys and values of the `written` rows go (int64; None: all rows). Attention of `shared` rows
+    spans groups. `yielding` lists the rows to sample here: (batch row, sequence, position of the
+    new token); `yield_rows` holds their batch rows. `scored` lists the chunks whose prompt has log
+    probabilities: (first batch row, sequence, first position, rows). `whole`, if set, runs the
+    batch in one launch and has its own attention plan.
     """
 
     number: int
@@ -54,6 +55,7 @@ class StepInputs:
     shared: tuple[SharedRows, ...]
     yielding: tuple[tuple[int, SequenceState, int], ...]
     yield_rows: torch.Tensor
+    scored: tuple[tuple[int, SequenceState, int, int], ...] = ()
     whole: WholeBatch | None = None
 
 
@@ -151,6 +153,13 @@ class InputBuilder:
             ),
             yielding=yielding,
             yield_rows=rows.yields,
+            scored=tuple(
+                (at, state, chunk.start + 1, min(chunk.end, len(state.prompt) - 1) - chunk.start)
+                for chunk, state, at in zip(chunks, states, starts, strict=False)
+                if state.prompt is not None
+                and chunk.tail == group
+                and chunk.start + 1 < len(state.prompt)
+            ),
             whole=whole,
         )
 

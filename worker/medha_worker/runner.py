@@ -29,6 +29,7 @@ from medha.messages import (
     OfferPages,
     RankFailed,
     RankReport,
+    ScoredPrompt,
     StageDone,
     Step,
     TokenOut,
@@ -46,8 +47,10 @@ from medha_worker.parallel.kvp import GroupColumn
 from medha_worker.parallel.mesh import Mesh
 from medha_worker.parallel.pipeline_parallel import Note, Pipeline
 from medha_worker.piecewise_graphs import PiecewiseGraphs
-from medha_worker.sampler import SampledRow, SampledTokens
+from medha_worker.sampler import SampledRow, SampledTokens, logprobs_of, score
+from medha_worker.sequences import SequenceState
 
+SCORED_ROWS = 256
 Sample = Callable[[torch.Tensor, Sequence[SampledRow], ComputeDevice], SampledTokens]
 
 
@@ -61,6 +64,7 @@ class LaunchedBatch:
     column: GroupColumn | None = None
     note: Note | None = None
     drawn: SampledTokens | None = None
+    scored: list[tuple[SequenceState, int, PendingFetch]] = dataclasses.field(default_factory=list)
     pending: PendingFetch | None = None
 
     @property
@@ -136,6 +140,8 @@ class Runner:
             done = self._model.forward(hidden, inputs, self._kv, column)
         self._vote(inputs, column)
         self._pipeline.send(batch.number, done, column.failure is not None)
+        if self._pipeline.last:
+            launched.scored = self._score(done, inputs)
         if self._pipeline.last and inputs.yielding:
             logits = done if inputs.whole else self._model.logits(done[inputs.yield_rows])
             launched.drawn = self._draw(logits, inputs, column)
@@ -156,6 +162,7 @@ class Runner:
         began_s, self._finished_s = max(launched.began_s, self._finished_s), time.perf_counter()
         reports: list[RankReport] = self._failure(batch, column)
         if self.at.shard == 0:
+            reports += self._scores(launched, column)
             if tokens:
                 reports.append(BatchTokens(batch.number, tokens))
             reports.append(StageDone(batch.number, self._finished_s - began_s))
@@ -223,6 +230,41 @@ class Runner:
         kept = [i for i, (row, _, _) in enumerate(inputs.yielding) if row not in lost]
         self._inputs.drew(inputs, drawn.tokens, kept)
         return drawn
+
+    def _score(
+        self, done: torch.Tensor, inputs: StepInputs
+    ) -> list[tuple[SequenceState, int, PendingFetch]]:
+        """Launch the log probabilities of the prompts that want them, some rows at a time."""
+        scored = []
+        for row, state, position, count in inputs.scored:
+            if state.prompt is None:
+                continue
+            for cut in range(0, count, SCORED_ROWS):
+                size = min(SCORED_ROWS, count - cut)
+                hidden = done[row + cut : row + cut + size]
+                logits = hidden if inputs.whole else self._model.logits(hidden)
+                first = position + cut
+                targets = state.prompt[first : first + size]
+                wanted = state.sampling.prompt_logprobs or 0
+                scored.append((state, first, score(logits, targets, wanted, self._device)))
+        return scored
+
+    def _scores(self, launched: LaunchedBatch, column: GroupColumn) -> list[ScoredPrompt]:
+        """Return the log probabilities of prompts; broken rows yield none."""
+        inputs = launched.inputs
+        if inputs is None:
+            return []
+        lost = _lost(inputs, column)
+        broken = {state.seq for row, state, _, _ in inputs.scored if row in lost}
+        return [
+            ScoredPrompt(
+                state.seq,
+                first,
+                logprobs_of(pending.wait(self._patience_s), state.sampling.prompt_logprobs or 0),
+            )
+            for state, first, pending in launched.scored
+            if state.seq not in broken
+        ]
 
     def _tokens(
         self, drawn: SampledTokens, inputs: StepInputs, column: GroupColumn

@@ -143,6 +143,28 @@ def draw(
     return SampledTokens(tokens, draws, with_logprobs, device.fetch(tokens, *logprobs))
 
 
+@torch.inference_mode()
+def score(
+    logits: torch.Tensor, targets: npt.NDArray[np.int64], count: int, device: ComputeDevice = CPU
+) -> PendingFetch:
+    """Return log probabilities [n] of `targets` [n] by `logits` [n, vocab], and the `count` best
+    tokens with theirs [n, count]."""
+    own = torch.nan_to_num(logits, nan=-math.inf, posinf=1e30, neginf=-math.inf).log_softmax(-1)
+    (wanted,) = device.upload(targets)
+    chosen = own.gather(1, wanted.unsqueeze(1)).squeeze(1)
+    best = own.topk(min(max(1, count), own.shape[1]))
+    return device.fetch(chosen, best.indices, best.values)
+
+
+def logprobs_of(fetched: tuple[torch.Tensor, ...], count: int) -> tuple[Logprob, ...]:
+    """Return what `score` fetched, with `count` alternatives each."""
+    chosen, best, values = (part.tolist() for part in fetched)
+    return tuple(
+        Logprob(own, tuple(zip(tokens[:count], scores[:count], strict=True)))
+        for own, tokens, scores in zip(chosen, best, values, strict=True)
+    )
+
+
 def uniform(seed: int, position: int) -> float:
     """Return a number in [0, 1) that depends on (seed, position) alone, on every machine."""
     counter = seed.to_bytes(8, "little") + position.to_bytes(8, "little")

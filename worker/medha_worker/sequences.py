@@ -102,8 +102,9 @@ class PageTable:
 class SequenceState:
     """State of a sequence on this rank, with its device slot.
 
-    `history` exists only if sampling needs it, `constraint` only where a grammar is sampled.
-    `drawn` means that this rank drew its last token, which the device holds before the host does.
+    `history` exists only if sampling needs it, `constraint` only where a grammar is sampled,
+    `prompt` only if its tokens have log probabilities. `drawn` means that this rank drew its last
+    token, which the device holds before the host does.
     """
 
     seq: int
@@ -114,6 +115,7 @@ class SequenceState:
     pages: PageTable
     history: History | None = None
     constraint: Constraint | None = None
+    prompt: Ids | None = None
     drawn: bool = False
 
     def draw(self, position: int) -> SampledRow:
@@ -254,10 +256,12 @@ class Sequences:
         self.device_slots.put(state.slot, logical, np.array(ids, dtype=np.int64))
 
     def _begin(self, start: SequenceStart) -> SequenceState:
-        history, constraint = None, None
+        history, constraint, prompt = None, None, None
         if start.sampling.needs_tokens:
             tokens = np.frombuffer(start.history, dtype=np.int32)
             history = History(tokens, start.prompt_tokens)
+            if start.sampling.prompt_logprobs is not None:
+                prompt = tokens[: start.prompt_tokens].astype(np.int64)
         if start.sampling.grammar and self._grammars is not None:
             constraint = self._grammars.begin(start.sampling)
         state = SequenceState(
@@ -269,6 +273,7 @@ class Sequences:
             pages=PageTable(start.cached),
             history=history,
             constraint=constraint,
+            prompt=prompt,
         )
         self.device_slots.put(state.slot, *state.pages.since(0))
         return state

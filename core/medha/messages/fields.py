@@ -24,7 +24,8 @@ Group = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters; temperature 0 is greedy. Random numbers depend on (seed, position).
 
-    `logprobs`: number of alternatives (0: the sampled token only), None without log probabilities.
+    `logprobs`: number of alternatives (0: the sampled token only), None without log probabilities;
+    `prompt_logprobs`: the same for the tokens of the prompt.
     `stop_tokens` end the sequence; the stop token itself is reported. `grammar`: llguidance's form
     of the grammar that the output follows, or empty. Bounds are OpenAI's.
     """
@@ -42,6 +43,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stop_tokens: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
     min_tokens: Count = 0
     grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
 
     @property
     def penalised(self) -> bool:
@@ -55,11 +57,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def needs_tokens(self) -> bool:
         """True if the host must have the earlier tokens before it samples the next one."""
-        return self.penalised or bool(self.grammar)
+        return self.penalised or bool(self.grammar) or self.prompt_logprobs is not None
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Log probability of a sampled token and of the most likely alternatives, best first."""
+    """Log probability of a token and of the most likely alternatives, best first."""
 
     chosen: float
     top: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=20)] = ()

@@ -191,6 +191,14 @@ class BatchTokens(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
     tokens: tuple[TokenOut, ...]
 
 
+class ScoredPrompt(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Log probabilities of the tokens of a prompt from position `first` on (at least 1)."""
+
+    seq: int
+    first: Count
+    logprobs: Annotated[tuple[Logprob, ...], msgspec.Meta(max_length=1 << 20)]
+
+
 class Formed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Reports that the rank joined its column of `generation`, or the `error` that prevented it."""
 
@@ -253,6 +261,7 @@ RankReport = (
     | RankReady
     | StageDone
     | BatchTokens
+    | ScoredPrompt
     | Formed
     | Offered
     | Fetched

@@ -212,6 +212,17 @@ class Tokens(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     slack_ratio: float | None = None
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Log probabilities of the prompt's tokens from position `first` on (at least 1).
+
+    All are sent before the first of Tokens; a request that starts again sends them again.
+    """
+
+    id: RequestId
+    first: Count
+    logprobs: Annotated[tuple[Logprob, ...], msgspec.Meta(max_length=1 << 20)]
+
+
 class Finished(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Ends a request; `reason` is `stop` (a stop token) or `length`."""
 
@@ -244,5 +255,14 @@ class KvEvents(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 ReplicaMessage = (
-    Hello | FilePart | LoadReport | Grant | Accepted | Tokens | Finished | Failed | KvEvents
+    Hello
+    | FilePart
+    | LoadReport
+    | Grant
+    | Accepted
+    | PromptLogprobs
+    | Tokens
+    | Finished
+    | Failed
+    | KvEvents
 )

@@ -189,6 +189,21 @@ def text_of(vocabulary: Vocabulary, tokens: Iterable[int], *, continues: bool = 
     return "".join([detokenizer.push(token) for token in tokens]) + detokenizer.end()
 
 
+def scored(
+    vocabulary: Vocabulary, tokens: Sequence[int], logprobs: Sequence[Logprob]
+) -> tuple[TokenLogprob, ...]:
+    """Return the log probabilities of a prompt's tokens with their places in its text.
+
+    The first token has none.
+    """
+    detokenizer, chars = Detokenizer(vocabulary, continues=False), 0
+    entries = []
+    for token, logprob in zip(tokens, (None, *logprobs), strict=True):
+        entries.append(TokenLogprob(token, chars, logprob, vocabulary))
+        chars += len(detokenizer.push(token))
+    return tuple(entries)
+
+
 class StopMatcher:
     """Releases text as soon as no stop string can begin in it.
 
@@ -247,7 +262,7 @@ class StopMatcher:
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Log probability of a released token.
+    """Log probability of a token that was released, None for the first of a prompt.
 
     `offset` is the position of its text in the output, in characters. `vocabulary` turns token ids
     into text.
@@ -255,7 +270,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
     token: int
     offset: int
-    logprob: Logprob
+    logprob: Logprob | None
     vocabulary: Vocabulary
 
 
@@ -273,7 +288,7 @@ class OutputStream:
     Releases no text that may become a stop string, no unfinished character, and no log probability
     before the text of its token. `stop_tokens` end an output and print nothing. `shown` are special
     tokens that print their text. `tokens` keeps all tokens, so that another replica can resume the
-    request.
+    request. Offsets begin at `offset`. If `empty`, the first token ends the output and is dropped.
     """
 
     def __init__(
@@ -282,8 +297,11 @@ class OutputStream:
         stops: Sequence[str] = (),
         stop_tokens: frozenset[int] = frozenset(),
         shown: Sequence[str] = (),
+        *,
+        offset: int = 0,
+        empty: bool = False,
     ) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary, self._offset, self._empty = vocabulary, offset, empty
         self._detokenizer = Detokenizer(vocabulary, shown=shown)
         self._matcher = StopMatcher(stops)
         self._stop_tokens = stop_tokens
@@ -294,6 +312,8 @@ class OutputStream:
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[Logprob] = ()) -> Delta:
         """Add tokens. After a stop string, `finish` is `stop` and the rest is ignored."""
+        if self._empty:
+            self.finish = "length"
         texts: list[str] = []
         for index, token in enumerate(tokens):
             if self.finish is not None:
@@ -303,7 +323,12 @@ class OutputStream:
                 continue
             if index < len(logprobs):
                 self._pending.append(
-                    TokenLogprob(token, self._received_chars, logprobs[index], self._vocabulary)
+                    TokenLogprob(
+                        token,
+                        self._offset + self._received_chars,
+                        logprobs[index],
+                        self.vocabulary,
+                    )
                 )
             text = self._detokenizer.push(token)
             self._received_chars += len(text)
@@ -332,7 +357,7 @@ class OutputStream:
             return ()
         count = 0
         for entry in self._pending:
-            if entry.offset >= self._matcher.released_chars:
+            if entry.offset - self._offset >= self._matcher.released_chars:
                 break
             count += 1
         released = tuple(self._pending[:count])

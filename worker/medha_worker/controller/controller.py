@@ -95,6 +95,9 @@ class Controller:
         match message:
             case m.StageDone():
                 self._stage_done(at, message, now)
+            case m.ScoredPrompt():
+                if self.engine is not None:
+                    self.engine.prompt_scored(message)
             case m.BatchTokens():
                 self.batches.tokens(at, message.number, message.tokens)
                 if self.engine is not None:

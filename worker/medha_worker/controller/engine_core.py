@@ -28,6 +28,8 @@ from medha.messages import (
     Finished,
     Load,
     Offered,
+    PromptLogprobs,
+    ScoredPrompt,
     SequenceStart,
     StageDone,
     Submit,
@@ -387,6 +389,13 @@ class EngineCore:
         for tracked in self._batches.take_finished():
             if not tracked.void:
                 self._complete(tracked, now)
+
+    def prompt_scored(self, message: ScoredPrompt) -> None:
+        """Pass log probabilities of a prompt on; those of a sequence that has ended are dropped."""
+        state = self.requests.by_seq(message.seq)
+        if state is not None:
+            scored = PromptLogprobs(state.id, message.first, message.logprobs)
+            self._outbox.to_router(state.router, scored)
 
     def _complete(self, tracked: TrackedBatch, now: float) -> None:
         batch = tracked.batch
