@@ -27,7 +27,7 @@ from medha_router import api_errors
 from medha_router.generation import ClientRequest, Generation
 from medha_router.http_protocol import DISCONNECTS, Disconnects
 from medha_router.protocol import GenerationParams
-from medha_router.structured.tool_calls import Piece, ToolCallParser
+from medha_router.structured.tool_calls import TextPart, ToolCallParser
 from medha_router.tokenization.detokenizer import Delta, TokenLogprob, scored
 
 DONE = b"data: [DONE]\n\n"
@@ -340,7 +340,7 @@ class ResponseBuilder:
             ]
         return fields
 
-    def _calls(self, index: int, pieces: Sequence[Piece]) -> dict[int, dict[str, Any]]:
+    def _calls(self, index: int, pieces: Sequence[TextPart]) -> dict[int, dict[str, Any]]:
         """Return new parts of calls by number: id, type and name with the first part."""
         calls: dict[int, dict[str, Any]] = {}
         for piece in pieces:

@@ -42,7 +42,7 @@ def wrong(response: httpx.Response, status: int) -> dict[str, Any]:
         ("temperature", "hot"),
         ("top_p", 0),
         ("top_p", 1.1),
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("max_completion_tokens", -1),
         ("presence_penalty", 3),
         ("frequency_penalty", -2.1),
@@ -64,7 +64,7 @@ def wrong(response: httpx.Response, status: int) -> dict[str, Any]:
         ("repetition_penalty", 0),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "yaml"}),
         ("modalities", ["audio"]),
         ("audio", {"voice": "x"}),
         ("chat_template", "{{ 1 }}"),
@@ -85,7 +85,7 @@ def test_a_field_out_of_bounds_is_named(served: Any, field: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("max_tokens", -1, "max_tokens is -1: expected `int` >= 1; correct it or leave it out"),
+        ("max_tokens", -1, "max_tokens is -1: expected `int` >= 0; correct it or leave it out"),
         ("stop", ["a", 7], "stop[1] is 7: expected `str`, got `int`; correct it or leave it out"),
         (
             "stop_token_ids",
@@ -147,7 +147,7 @@ def test_a_completions_field_out_of_bounds_is_named(served: Any, field: str, val
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": 5}, "messages[0].content"),
         ({"content": "x"}, "messages[0].role"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0].function"),
     ],
 )
 def test_a_message_without_text_is_refused_by_its_position(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha_router.structured.tool_calls import Format, Piece, ToolCallParser, format_of
+from medha_router.structured.tool_calls import Format, TextPart, ToolCallParser, format_of
 from medha_router.structured.tools import Tools
 
 TOOLS = Tools(raw=b"[]", names=frozenset({"f", "get_weather"}), named="f")
@@ -68,7 +68,7 @@ CASES: list[tuple[Format, str, str, list[tuple[str, str]]]] = [
 ]
 
 
-def gather(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
+def gather(pieces: list[TextPart]) -> tuple[str, list[tuple[str, str]]]:
     """Join pieces as a client does."""
     content = ""
     calls: dict[int, tuple[str, str]] = {}

@@ -41,7 +41,7 @@ def format_of(template: bytes) -> Format | None:
     return None
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TextPart(msgspec.Struct, frozen=True):
     """New text: of the content if `call` is None, else of the arguments of call number `call`.
 
     The first piece of a call has its `name`.
@@ -68,11 +68,11 @@ class ToolCallParser:
         if form == "llama3":
             self._state = "start"
         self._object: _CallObject | None = None
-        self._pieces: list[Piece] = []
+        self._pieces: list[TextPart] = []
         if form == "named":
             self._open(tools.named)
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[TextPart]:
         """Add text and return what is decided now."""
         self._text += text
         while self._text and self._step():
@@ -80,7 +80,7 @@ class ToolCallParser:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def end(self) -> list[Piece]:
+    def end(self) -> list[TextPart]:
         """Return what is left when the output ends."""
         seen = self._object.seen if self._object is not None and not self._object.named else ""
         self._content(self._prefix + seen)
@@ -197,7 +197,7 @@ class ToolCallParser:
             else:
                 scanned.number = self._open(scanned.name)
         if scanned.number is not None and (arguments := scanned.take_arguments()):
-            self._pieces.append(Piece(arguments, scanned.number))
+            self._pieces.append(TextPart(arguments, scanned.number))
         if scanned.broken and scanned.number is None:
             self._content(self._prefix + scanned.seen)
             self._object, self._prefix = None, ""
@@ -205,13 +205,13 @@ class ToolCallParser:
             return True
         if scanned.done:
             if scanned.number is not None and not scanned.any_arguments:
-                self._pieces.append(Piece("{}", scanned.number))
+                self._pieces.append(TextPart("{}", scanned.number))
             self._object, self._state = None, "between"
             return True
         return False
 
     def _all_arguments(self) -> bool:
-        self._pieces.append(Piece(self._text, 0))
+        self._pieces.append(TextPart(self._text, 0))
         self._text = ""
         return False
 
@@ -226,7 +226,7 @@ class ToolCallParser:
         self._space = self._prefix = ""
         number = self.calls
         self.calls += 1
-        self._pieces.append(Piece("", number, name))
+        self._pieces.append(TextPart("", number, name))
         return number
 
     def _content(self, text: str) -> None:
@@ -236,7 +236,7 @@ class ToolCallParser:
                 return
             text, self._space = self._space, ""
         if text:
-            self._pieces.append(Piece(text))
+            self._pieces.append(TextPart(text))
 
 
 class _CallObject:
