@@ -4,7 +4,7 @@ The kernels are plain C and need a C compiler only: $CC, or the first of those b
 lies next to its source. The modules need mypyc and Python's headers, and run uncompiled without
 them. Images without the worker run no scheduler and have nothing to compile.
 
-    python hatch_build.py       compiles the modules again, after a change
+    python hatch_build.py       compiles all of it again, after a change
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 WORKER = pathlib.Path("worker/medha_worker")
-SOURCES = (WORKER / "attention/singles.c", pathlib.Path("core/medha/scheduling/lars.c"))
+SOURCES = (WORKER / "attention/singles.c", pathlib.Path("core/medha/scheduling/rows.c"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared")
 # A decision is the same on every machine and in a replay: no fused multiply-add.
 CONTRACT = "-ffp-contract=off"
-EXACT = {"lars.c": (CONTRACT,)}
+EXACT = {"rows.c": (CONTRACT,)}
 
 CORE, COMPILED = pathlib.Path("core"), pathlib.Path("core/medha/compiled")
 # Modules that take part in a decision or complete a batch. (mypyc cannot compile `native`, which
@@ -79,13 +79,18 @@ class Kernels(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if not pathlib.Path(self.root, WORKER).exists():
             return
-        for source in SOURCES:
-            library = source.with_suffix(".kernel.so")
-            compile_kernel(pathlib.Path(self.root, source), pathlib.Path(self.root, library))
-            build_data["artifacts"].append(library.as_posix())
+        build_data["artifacts"] += compile_kernels(pathlib.Path(self.root))
         if compile_modules(pathlib.Path(self.root)):
             build_data["artifacts"].append(f"{COMPILED.as_posix()}/*")
         build_data["pure_python"], build_data["infer_tag"] = False, True
+
+
+def compile_kernels(root: pathlib.Path) -> list[str]:
+    """Compile all kernels; return the paths of their libraries in `root`."""
+    libraries = [source.with_suffix(".kernel.so") for source in SOURCES]
+    for source, library in zip(SOURCES, libraries, strict=True):
+        compile_kernel(root / source, root / library)
+    return [library.as_posix() for library in libraries]
 
 
 def compile_kernel(source: pathlib.Path, library: pathlib.Path) -> None:
@@ -167,4 +172,6 @@ def compiler() -> list[str]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(not compile_modules(pathlib.Path(__file__).parent))
+    ROOT = pathlib.Path(__file__).parent
+    compile_kernels(ROOT)
+    raise SystemExit(not compile_modules(ROOT))

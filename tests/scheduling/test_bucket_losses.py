@@ -119,3 +119,14 @@ def test_no_bucket_loses_more_than_its_part(
     driven.run()
     assert set(driven.finished) == set(driven.requests)
     assert all(lost <= part * of + 1e-6 for lost, of in zip(plan.displaced(), decided, strict=True))
+
+
+@pytest.mark.parametrize("rules", [Scheduling(max_bucket_loss=0.5), Scheduling(commit=False)])
+def test_what_gives_way_costs_the_others_no_more_work(rules: Scheduling) -> None:
+    plan = scheduler(settings=rules, batch_s=0.01)
+    for number in range(40):
+        plan.submit(request(f"r{number}", 600, within_s=0.9), 0.0)
+    before_s = plan._waiting[0].work_s.max()
+    plan.next_batch(0.6, frozenset({0}))
+    assert plan._waiting[0].kept_count < 20
+    assert plan._waiting[0].work_s.max() == before_s

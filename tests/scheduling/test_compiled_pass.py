@@ -1,4 +1,4 @@
-"""The compiled pass of the policy `lars` against its plain definitions, row by row.
+"""The compiled passes over waiting prefills against their plain definitions, row by row.
 
 Every number is a small multiple of an eighth, so that sums are exact in whatever order they are
 taken, and ties are frequent.
@@ -16,14 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.config import POLICIES, Scheduling
 from medha.errors import SetupError
-from medha.prefill_times import LEVELS
+from medha.prefill_times import FRACTIONS, LEVELS
 from medha.scheduling import native
 from medha.scheduling.policies import ABSORBED, DEADLINE, GUARANTEED, RELEGATED, SLACK
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.waiting_queue import WaitingQueue
-from medha.testing import request, scheduler, topology
+from medha.testing import request
 
 OVERHEAD_S, INFLATION = 0.25, 1.25
 EIGHTHS = st.integers(0, 12).map(lambda count: count / 8.0)
@@ -127,14 +126,10 @@ def plain_order(
     return [(place, tier, is_long) for tier, _, _, _, place, is_long in sorted(keys)]
 
 
-def compiled(waiting: WaitingQueue) -> native.NativeRows:
-    return native.NativeRows(waiting, native.load())
-
-
 @given(ROWS, EIGHTHS)
 def test_margins_are_what_the_kept_leave_each_other(rows: list[Row], start: float) -> None:
     waiting, rows = queued(rows)
-    kernel, plain = compiled(waiting), plain_margins(rows, start)
+    kernel, plain = waiting.rows, plain_margins(rows, start)
     kernel.margins(start, OVERHEAD_S, INFLATION)
     assert {place: kernel.margin_s(place) for place in plain} == plain
     assert kernel.least_s == min(plain.values(), default=math.inf)
@@ -153,7 +148,7 @@ def test_the_largest_before_the_first_overrun_gives_way(
     rows: list[Row], start: float, tolerance_s: float, most: int, sparing: int | None
 ) -> None:
     waiting, rows = queued(rows)
-    kernel = compiled(waiting)
+    kernel = waiting.rows
     kernel.margins(start, OVERHEAD_S, INFLATION)
     dice = random.Random(sparing)
     spared = np.array([sparing is not None and dice.random() < 0.5 for _ in rows], dtype=np.bool_)
@@ -206,7 +201,7 @@ def test_rows_that_fit_with_the_kept_come_by_size(
     rows: list[Row], start: float, guard_s: float, rounds: int
 ) -> None:
     waiting, rows = queued(rows)
-    kernel = compiled(waiting)
+    kernel = waiting.rows
     kernel.margins(start, OVERHEAD_S, INFLATION)
     kept, made_least_s = plain_margins(rows, start), kernel.least_s
     kernel.open(start, OVERHEAD_S, INFLATION)
@@ -244,7 +239,7 @@ def test_rows_come_by_tier_then_key_then_arrival(
     tightens: bool,
 ) -> None:
     waiting, rows = queued(rows)
-    kernel = compiled(waiting)
+    kernel = waiting.rows
     kernel.margins(start, OVERHEAD_S, INFLATION)
     kernel.order(pages, start, long_s, False, guard_s, owed)
     expected = plain_order(rows, pages, start, long_s, guard_s, owed)
@@ -262,7 +257,7 @@ def test_rows_come_by_tier_then_key_then_arrival(
 @given(ROWS)
 def test_the_row_due_last_may_take_what_all_before_it_can_spare(rows: list[Row]) -> None:
     waiting, rows = queued(rows)
-    kernel = compiled(waiting)
+    kernel = waiting.rows
     kernel.margins(0.0, OVERHEAD_S, INFLATION)
     kernel.order(4.0, 0.0, 1.0, False, 0.0, native.NOTHING)
     margins = plain_margins(rows, 0.0)
@@ -285,7 +280,7 @@ def test_room_that_is_just_enough_is_enough(long_s: float, guard_s: float, tier:
     waiting, _ = queued(
         [Row(2.0, 0.0, 0.75, 1.0, 0, 1, False), Row(9.0, 0.0, 1.0, 1.0, 0, 1, True)]
     )
-    kernel = compiled(waiting)
+    kernel = waiting.rows
     kernel.margins(0.0, OVERHEAD_S, INFLATION)
     kernel.order(0.0, 0.0, long_s, False, guard_s, native.NOTHING)
     assert kernel.few(0.0, False) == [(1, tier, int(long_s < 1.0))]
@@ -293,7 +288,7 @@ def test_room_that_is_just_enough_is_enough(long_s: float, guard_s: float, tier:
 
 def test_the_turn_of_short_ones_falls_to_a_long_one_where_there_are_none() -> None:
     waiting, _ = queued([Row(due_s, 0.0, 5.0, 1.0, 0, 0, True) for due_s in (2.0, 1.0)])
-    kernel = compiled(waiting)
+    kernel = waiting.rows
     kernel.margins(0.0, OVERHEAD_S, INFLATION)
     kernel.order(0.0, 0.0, 1.0, False, 0.0, native.SHORT_ONES)
     assert kernel.few(0.0, False) == [(0, GUARANTEED, 1), (1, RELEGATED, 1)]
@@ -301,7 +296,7 @@ def test_the_turn_of_short_ones_falls_to_a_long_one_where_there_are_none() -> No
 
 def test_a_prompt_may_be_long_by_its_tokens() -> None:
     waiting, _ = queued([Row(1.0, 0.0, 9.0, 1.0, 0, 0, True)])
-    kernel = compiled(waiting)
+    kernel = waiting.rows
     kernel.margins(0.0, OVERHEAD_S, INFLATION)
     for above, long in ((7.0, 1), (8.0, 0)):  # it has eight
         kernel.order(0.0, 0.0, above, True, 0.0, native.NOTHING)
@@ -310,7 +305,7 @@ def test_a_prompt_may_be_long_by_its_tokens() -> None:
 
 def test_a_promise_that_spans_groups_lowers_the_least_margins() -> None:
     waiting, _ = queued([Row(4.0, 0.0, 1.0, 1.0, 0, 2, True), Row(9.0, 0.0, 1.0, 1.0, 0, 1, True)])
-    kernel = compiled(waiting)
+    kernel = waiting.rows
     kernel.margins(0.0, OVERHEAD_S, INFLATION)
     kernel.lower(0, 5.0)
     assert kernel.margin_s(0) == kernel.least_s == 4.0 - 1.25 * 1.25
@@ -323,9 +318,191 @@ def test_a_library_that_was_not_built_is_an_error_with_its_remedy(tmp_path: Path
         native.load(tmp_path / "none.so")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_only_lars_opens_the_library(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr(native, "load", lambda: opened.append(policy))
-    scheduler(topology(), Scheduling(policy=policy))
-    assert opened == (["lars"] if policy == "lars" else [])
+# --- decodes, and work alongside them -------------------------------------------------------------
+
+
+class Decode(NamedTuple):
+    cost_s: float
+    length_s: float
+    row: int = -1  # of its prompt
+
+
+def plain_between(levels: list[float], part: float) -> float:
+    return float(np.interp(part, FRACTIONS, levels))
+
+
+def plain_mean_s(running: list[Decode], window_s: float, least_s: float) -> float:
+    """Return the decode time of a mean batch within the window."""
+    return sum(
+        decode.cost_s * min(1.0, max(decode.length_s, least_s) / window_s) for decode in running
+    )
+
+
+def levelled(seed: int, count: int) -> tuple[WaitingQueue, list[list[float]]]:
+    """Return a queue of rows due in ever more seconds, and their work by level of decodes."""
+    dice = random.Random(seed)
+    waiting, work_s = WaitingQueue(), []
+    for number in range(count):
+        sequence = Sequence(number, request(f"r{number}", 8, 0.0), ())
+        sequence.key = (1.0 + number * dice.randint(1, 4), 0.0, f"{number:03}")
+        sequence.promised = sequence.kept = dice.random() < 0.6
+        levels = [float(level) for level in np.cumsum([dice.randint(1, 9) for _ in FRACTIONS])]
+        waiting.add(sequence, levels, 0)
+        work_s.append(levels)
+    waiting_order = [sequence.number for sequence in waiting.sequences]
+    return waiting, [work_s[number] for number in waiting_order]
+
+
+def decoding(running: list[Decode]) -> native.Decodes:
+    decodes = native.Decodes()
+    for number, decode in enumerate(running):
+        decodes.add(number, decode.cost_s, NOW_S + decode.length_s)
+    return decodes
+
+
+NOW_S, BUDGET_S, LEAST_S, PART = 0.5, 1.0, 0.75, 1.0 / 16.0
+RUNNING = st.lists(st.builds(Decode, EIGHTHS, st.floats(0.0, 60.0)), max_size=90)
+
+
+@given(st.integers(0, 1 << 32), st.integers(0, 70), RUNNING, RUNNING)
+def test_work_is_that_alongside_the_decodes_until_the_row_is_due(
+    seed: int, count: int, running: list[Decode], others: list[Decode]
+) -> None:
+    waiting, work_s = levelled(seed, count)
+    groups = [decoding(running), decoding(others)]
+    waiting.rows.set_alongside(groups, [], NOW_S, BUDGET_S, LEAST_S, PART)
+    for row, due_s in enumerate(waiting.due_s.tolist()):
+        window_s = max(due_s - NOW_S, BUDGET_S)
+        mean_s = max(plain_mean_s(group, window_s, LEAST_S) for group in (running, others))
+        assert waiting.alongside[row] == pytest.approx(PART * mean_s)
+        part = min(1.0, PART * mean_s)
+        if PART * mean_s < 1.0:
+            assert waiting.work_s[row] == pytest.approx(plain_between(work_s[row], part))
+
+
+@given(
+    st.integers(0, 1 << 32),
+    st.integers(1, 70),
+    st.lists(st.builds(Decode, EIGHTHS, st.floats(0.0, 60.0), st.integers(-1, 69)), max_size=6),
+    st.booleans(),
+)
+def test_a_coming_decode_is_alongside_rows_that_run_after_its_prompt(
+    seed: int, count: int, coming: list[Decode], kept: bool
+) -> None:
+    waiting, work_s = levelled(seed, count)
+    coming = [decode._replace(row=min(decode.row, count - 1)) for decode in coming]
+    kind, share = native.AFTER_KEPT if kept else native.AFTER_RELEGATED, 0.1
+    windows_s = [max(due_s - NOW_S, BUDGET_S) for due_s in waiting.due_s.tolist()]
+    added = [
+        native.added_decode(kind, decode.row, decode.cost_s, decode.length_s, share)
+        for decode in coming
+    ]
+    waiting.rows.set_alongside([native.Decodes()], added, NOW_S, BUDGET_S, LEAST_S, PART)
+    for row, window_s in enumerate(windows_s):
+        mean_s = 0.0
+        for decode in coming:
+            begins_s, first = 0.0, 0
+            if decode.row >= 0 and kept:
+                begins_s, first = min(work_s[decode.row][0], windows_s[decode.row]), decode.row + 1
+            elif decode.row >= 0:
+                begins_s = work_s[decode.row][0] / share
+            if row >= first and window_s > begins_s:
+                mean_s += plain_mean_s([decode], window_s - begins_s, 0.0)
+        assert waiting.alongside[row] == pytest.approx(PART * mean_s)
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, 70), RUNNING, st.integers(0, 69), EIGHTHS)
+def test_a_promise_is_tried_alongside_its_own_decode(
+    seed: int, count: int, running: list[Decode], place: int, cost_s: float
+) -> None:
+    waiting, work_s = levelled(seed, count)
+    rows, place, length_s = waiting.rows, min(place, count - 1), 7.0
+    rows.set_alongside([decoding(running)], [], NOW_S, BUDGET_S, LEAST_S, PART)
+    decode = native.added_decode(native.RUNS, place, cost_s, length_s, 1.0)
+    rows.try_decode(place, 0.125, 0.25, decode, NOW_S, BUDGET_S, PART)
+    promised = waiting.promised.tolist()
+    tried, cost = {}, {}
+    for row in [row for row in range(count) if promised[row] or row == place]:
+        window_s = max(float(waiting.due_s[row]) - NOW_S, BUDGET_S)
+        part = max(float(waiting.alongside[row]) + 0.125, 0.25)
+        if row != place:
+            part += PART * plain_mean_s([Decode(cost_s, length_s)], window_s, 0.0)
+        levels = work_s[row]
+        steepest = (levels[-1] - levels[-2]) / (FRACTIONS[-1] - FRACTIONS[-2])
+        tried[row] = (
+            plain_between(levels, part) if part <= 1.0 else levels[-1] + steepest * (part - 1.0)
+        )
+        cost[row] = (tried[row] + OVERHEAD_S) * INFLATION * (1.5 if tried[row] > 20.0 else 1.0)
+        assert rows.tried_s(row) == pytest.approx(tried[row])
+    joined = {row for row in range(count) if promised[row]} | {place}
+    margins = {
+        row: float(waiting.due_s[row]) - sum(cost[other] for other in joined if other <= row)
+        for row in joined
+    }
+    if not promised[place]:
+        least_s = min(margin for row, margin in margins.items() if row >= place)
+        room_s = rows.room_for_promise_s(place, 0.0, OVERHEAD_S, INFLATION, 20.0, 1.5)
+        assert room_s == pytest.approx(least_s)
+    alone = [
+        float(waiting.due_s[row])
+        - sum((tried[other] + OVERHEAD_S) * INFLATION for other in joined if other <= row)
+        for row in sorted(joined)
+    ]
+    if promised[place]:
+        least_s = rows.least_margin_s(True, 0.0, OVERHEAD_S, INFLATION)
+        assert least_s == pytest.approx(min(alone))
+        pairs = rows.promise_margins(len(joined), 0.0, OVERHEAD_S, INFLATION)
+        assert pairs[:, 1].tolist() == pytest.approx(alone)
+
+
+@given(st.lists(st.tuples(EIGHTHS, EIGHTHS), max_size=200), st.integers(0, 1 << 32), EIGHTHS)
+def test_decodes_are_counted_until_they_end_or_leave(
+    decodes: list[tuple[float, float]], seed: int, time_s: float
+) -> None:
+    dice, counted = random.Random(seed), native.Decodes()
+    there: dict[int, tuple[float, float]] = {}
+    for number, (cost_s, ends_s) in enumerate(decodes):
+        counted.add(number, cost_s, ends_s)
+        there[number] = cost_s, ends_s
+        if dice.random() < 0.4:
+            gone = dice.choice([*there])
+            del there[gone]
+            counted.remove(gone)
+            counted.remove(gone)
+        assert counted.total_s == sum(cost_s for cost_s, _ in there.values())
+    assert len(counted) == len(there)
+    assert counted.at_s(time_s) == sum(
+        cost_s for cost_s, ends_s in there.values() if ends_s > time_s
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), unique=True), st.integers(0, 999))
+def test_turns_follow_arrival_and_id_whatever_comes_and_goes(
+    arrivals: list[tuple[int, int]], seed: int
+) -> None:
+    dice, waiting = random.Random(seed), WaitingQueue()
+    for number, (arrival, name) in enumerate(arrivals * 3):
+        there = [sequence for sequence in waiting.sequences if sequence.id == f"{arrival}.{name}"]
+        if there:
+            waiting.remove(there[0])
+        sequence = Sequence(number, request(f"{arrival}.{name}", 8, float(arrival)), ())
+        sequence.key = (float(dice.randint(0, 9)), float(arrival), sequence.id)
+        waiting.add(sequence, [1.0] * LEVELS, 0)
+    turns = waiting.values(native.TURN).tolist()
+    by_turn = [
+        sequence.key[1:]
+        for _, sequence in sorted(
+            zip(turns, waiting.sequences, strict=True), key=lambda pair: pair[0]
+        )
+    ]
+    assert by_turn == sorted(by_turn) and len({*turns}) == len(turns)
+
+
+def test_turns_are_spread_when_no_number_is_left_between_two() -> None:
+    waiting = WaitingQueue()
+    names = ["a", "c"] + [f"b{200 - number:03}" for number in range(200)]
+    for number, name in enumerate(names):  # each comes right behind the first
+        waiting.add(Sequence(number, request(name, 8), ()), [1.0] * LEVELS, 0)
+    turns = waiting.values(native.TURN).tolist()
+    assert turns == sorted(turns) and len({*turns}) == len(names)
+    assert [sequence.id for sequence in waiting.sequences] == sorted(names)

@@ -16,7 +16,7 @@ import numpy as np
 
 from medha.batch import Chunk
 from medha.predictor import BatchLoad
-from medha.scheduling.native import NativeRows, Next
+from medha.scheduling.native import TURN, Floats, Next, Rows
 from medha.scheduling.policies import (
     ABSORBED,
     GUARANTEED,
@@ -28,7 +28,7 @@ from medha.scheduling.policies import (
 from medha.scheduling.prefill_admission import PrefillAdmission
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.state import SchedulerState
-from medha.scheduling.waiting_queue import Floats, Places
+from medha.scheduling.waiting_queue import Places
 
 # Rows that are sorted at a time: most batches hold one prompt or two.
 FEW_ROWS = 12
@@ -80,7 +80,7 @@ class BatchDraft:
 
 
 class RankedRows:
-    """Rows in the order of a policy without tiers; `native.NativeRows` is the same for `lars`.
+    """Rows in the order of a policy without tiers; `native.Rows` is the same for `lars`.
 
     `yields`: part of the budget that a row leaves to others.
     """
@@ -106,7 +106,7 @@ class RankedRows:
         if len(left) > 4 * FEW_ROWS:
             near = keys <= np.partition(keys, FEW_ROWS - 1)[FEW_ROWS - 1]
         self._left, first = left[~near], left[near]
-        first = first[np.lexsort((self._waiting.turn[rows[first]], keys[near]))]
+        first = first[np.lexsort((self._waiting.values(TURN, rows[first]), keys[near]))]
         return [(int(rows[at]), ABSORBED, int(self._long[at])) for at in first]
 
 
@@ -165,7 +165,7 @@ class PrefillOrder:
                 turn += 1
                 most = min(most, admission.max_pages(group) if closed else pages.available)
 
-    def _rank(self, group: int, limit: float, now: float) -> RankedRows | NativeRows:
+    def _rank(self, group: int, limit: float, now: float) -> RankedRows | Rows:
         if self.policy is None:
             return self.promises.order(group, limit, now)
         view = self.promises.view(group, limit, now)

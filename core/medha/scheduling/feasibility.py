@@ -23,8 +23,9 @@ from collections import abc
 import numpy as np
 
 from medha.scheduling.kv_groups import KvGroups
+from medha.scheduling.native import Floats, Mask
 from medha.scheduling.sequence import Sequence
-from medha.scheduling.waiting_queue import Floats, Mask, Places
+from medha.scheduling.waiting_queue import Places
 
 
 def largest_feasible(

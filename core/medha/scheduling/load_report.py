@@ -5,16 +5,18 @@ Margins are those of the group where a new request would go: the one with the le
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 
 from medha.messages.fields import Load
+from medha.scheduling.native import WorkSums
 from medha.scheduling.prefill_admission import DecodeAccount
-from medha.scheduling.promises import PromiseSet
 from medha.scheduling.state import SchedulerState
-from medha.scheduling.waiting_queue import WaitingQueue
 from medha.tenants import TenantWork
 
 BANDS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 1e9)
+EDGES = struct.pack("8d", *BANDS)
 MARGINS = 256
 
 
@@ -27,20 +29,21 @@ def report(
     now: float,
 ) -> Load:
     """Summarise all groups in a few numbers and two short lists."""
-    queues, promises, pool = state.queues, state.promises, state.pool
-    running = sorted(queues.by_group)
+    queues, promises, pool = state.queues.by_group, state.promises, state.pool
+    running = sorted(queues)
     groups = range(max(running) + 1) if running else range(0)
-    waiting, prefilling = _counts(queues.by_group)
-    pending = {group: queues.pending_s(group) for group in running}
-    best = min(running, key=lambda group: (pending[group], group), default=None)
+    sums = {group: work_sums(state, group, now) for group in running}
+    waiting, prefilling = _counts(state, sums)
+    best = min(running, key=lambda group: (sums[group].pending_s, group), default=None)
     alongside = 0.0 if best is None else account.promise_part()
+    ahead_s, relegated_ahead_s = ahead(state, sums, now)
     return Load(
-        margins=() if best is None else _margins(state, best, alongside, now),
-        pending_bands=_bands([queues.by_group[group] for group in running], now),
-        pending_s=sum(pending.values()),
-        relegated_s=sum(_relegated_s(promises, queues.by_group[group]) for group in running),
-        ahead_s=min((_ahead_s(state, group, now) for group in running), default=0.0),
-        relegated_ahead_s=min((_short_s(state, group, False) for group in running), default=0.0),
+        margins=() if best is None else _margins(state, account, best, now),
+        pending_bands=_bands(sums),
+        pending_s=sum(group_sums.pending_s for group_sums in sums.values()),
+        relegated_s=sum(group_sums.relegated_s for group_sums in sums.values()),
+        ahead_s=ahead_s,
+        relegated_ahead_s=relegated_ahead_s,
         waiting=waiting,
         prefilling=prefilling,
         decoding=len(state.running),
@@ -61,17 +64,39 @@ def report(
     )
 
 
-def _counts(queues: dict[int, WaitingQueue]) -> tuple[int, int]:
+def ahead(state: SchedulerState, sums: dict[int, WorkSums], now: float) -> tuple[float, float]:
+    """Return the time before a most urgent new request starts, and before a relegated one.
+
+    Stage 0's rest, then short prompts: relegated prompts run after all that are kept, and long ones
+    are preempted between chunks, so that neither is before it.
+    """
+    kept_s = [
+        state.in_flight.free_in_s(group, now) + group_sums.kept_short_s
+        for group, group_sums in sums.items()
+    ]
+    relegated_s = [group_sums.relegated_short_s for group_sums in sums.values()]
+    return min(kept_s, default=0.0), min(relegated_s, default=0.0)
+
+
+def work_sums(state: SchedulerState, group: int, now: float) -> WorkSums:
+    """Return the sums of a group's work. All of it is kept under a policy without promises."""
+    promises = state.promises
+    rows = state.queues.by_group[group].rows
+    return rows.sums(now, 8.0 * promises.longest_s, EDGES, all_kept=not promises.promising)
+
+
+def _counts(state: SchedulerState, sums: dict[int, WorkSums]) -> tuple[int, int]:
     """Return (prompts not started, prompts in progress), each counted once.
 
-    A row in need of pages is of a prompt of one group that has not started: most are.
+    A row in need of pages is of a prompt of one group that has not started: most are. A row without
+    need has started, unless its prompt has several groups.
     """
-    waiting = 0
+    waiting = sum(group_sums.needy for group_sums in sums.values())
+    if not state.groups.shared:
+        return waiting, sum(map(len, state.queues.by_group.values())) - waiting
     started: dict[int, bool] = {}
-    for queue in queues.values():
-        others = (queue.need <= 0.0).nonzero()[0].tolist()
-        waiting += len(queue) - len(others)
-        for row in others:
+    for queue in state.queues.by_group.values():
+        for row in (queue.need <= 0.0).nonzero()[0].tolist():
             sequence = queue.sequences[row]
             started[sequence.number] = sequence.started
     in_progress = sum(started.values())
@@ -79,61 +104,27 @@ def _counts(queues: dict[int, WaitingQueue]) -> tuple[int, int]:
 
 
 def _margins(
-    state: SchedulerState, group: int, part: float, now: float
+    state: SchedulerState, account: DecodeAccount, group: int, now: float
 ) -> tuple[tuple[float, float], ...]:
     """Return (due in, margin) from now; runs of promises as one if there are too many.
 
     A run counts as if all its work were due with its first promise, so that nothing is lost.
     """
     promises, lead = state.promises, state.in_flight.free_in_s(group, now)
-    queue = state.queues.by_group[group]
-    work_s = queue.work_alongside(np.maximum(queue.alongside, part))
-    due_in, margins = promises.margins(group, now + lead, work_s)
+    account.try_nothing(group, now)
+    margins = promises.margins(group, now + lead)
     if len(margins) > MARGINS:
         starts = np.linspace(0, len(margins), MARGINS, endpoint=False).astype(np.intp)
         ends = np.append(starts[1:], len(margins)) - 1
-        margins = due_in[starts] - (due_in[ends] - margins[ends])
-        due_in = due_in[starts]
-    return tuple(zip((due_in + lead + promises.drain_s).tolist(), margins.tolist(), strict=True))
+        work_s = margins[ends, 0] - margins[ends, 1]
+        margins = np.stack([margins[starts, 0], margins[starts, 0] - work_s], axis=1)
+    margins[:, 0] += lead + promises.drain_s
+    due_in_s, margins_s = margins.T.tolist()
+    return tuple(zip(due_in_s, margins_s, strict=True))
 
 
-def _bands(queues: list[WaitingQueue], now: float) -> tuple[tuple[float, float], ...]:
+def _bands(sums: dict[int, WorkSums]) -> tuple[tuple[float, float], ...]:
     """Return (up to, seconds) of prefill work by relative slack, without empty bands."""
-    sums = np.zeros(len(BANDS))
-    for queue in queues:
-        if len(queue):
-            rho = (queue.due_s - now - queue.work_s) / queue.norm_s
-            band = np.minimum(np.searchsorted(BANDS, rho), len(BANDS) - 1)
-            sums += np.bincount(band, weights=queue.work_s, minlength=len(BANDS))
-    return tuple(
-        (upto, seconds) for upto, seconds in zip(BANDS, sums.tolist(), strict=True) if seconds > 0.0
-    )
-
-
-def _relegated_s(promises: PromiseSet, queue: WaitingQueue) -> float:
-    if not promises.promising:
-        return 0.0
-    return float(queue.work_s[~queue.kept].sum())
-
-
-def _ahead_s(state: SchedulerState, group: int, now: float) -> float:
-    """Return the time before a most urgent new request starts: stage 0's rest, then short prompts.
-
-    Relegated prompts run after all that are kept, and long ones are preempted between chunks, so
-    that neither is before it.
-    """
-    return state.in_flight.free_in_s(group, now) + _short_s(state, group, True)
-
-
-def _short_s(state: SchedulerState, group: int, kept: bool) -> float:
-    """Return the time for the short prompts that are kept, or for the relegated ones.
-
-    All are kept under a policy without promises.
-    """
-    queue, promises = state.queues.by_group[group], state.promises
-    short = queue.norm_s <= 8.0 * promises.longest_s
-    if promises.promising:
-        short &= queue.kept == kept
-    elif not kept:
-        return 0.0
-    return float(queue.work_s[short].sum())
+    totals = [sum(band) for band in zip(*(group.bands for group in sums.values()), strict=True)]
+    pairs = zip(BANDS, totals, strict=False)
+    return tuple((upto, seconds) for upto, seconds in pairs if seconds > 0.0)

@@ -1,9 +1,8 @@
-"""The compiled arithmetic of a decision with the policy `lars` (lars.c): its only entry.
+"""The compiled arithmetic over waiting prefills and decodes (rows.c): its only entry.
 
-It gets the arrays of one group's rows: those of `WaitingQueue`, and two of the same width for
-results. The library is built with the project, lies next to this file and does not depend on
-Python. It is opened only for schedulers with `lars`. Its calls last microseconds, so that they keep
-the interpreter's lock.
+The library is built with the project, lies next to this file and does not depend on Python. Its
+calls last microseconds, so that they keep the interpreter's lock. Memory belongs to the objects of
+this module; rows.c describes its layout.
 """
 
 from __future__ import annotations
@@ -11,84 +10,326 @@ from __future__ import annotations
 import ctypes
 import functools
 import pathlib
+import struct
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from medha.errors import SetupError
-from medha.scheduling.waiting_queue import Mask, WaitingQueue
+from medha.prefill_times import LEVELS
+
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
 # Two dots, so that Python does not take it for a module.
-LIBRARY = pathlib.Path(__file__).with_name("lars.kernel.so")
-# Columns of lars.c: numbers of scratch and mark columns, and the one with margins.
-SCRATCH, MARKS, LEFT = 5, 3, 1
+LIBRARY = pathlib.Path(__file__).with_name("rows.kernel.so")
+# Columns and flags of a row, and where a slot holds the rest; see rows.c.
+DUE, WORK, ALONGSIDE, NEED, COLUMNS = range(5)
+KEPT, PROMISED, READY, FLAGS = range(4)
+ARRIVAL, NORM, TOKENS, PASSED, TURN, LEVEL = range(6)
+# Numbers of scratch and mark columns, and the one with margins.
+SCRATCH, MARKS, LEFT, TRIAL = 7, 3, 1, 6
 # The mark column of the rank, and its values for kept and protected rows without a promise.
-RANK, KEPT, PROTECTED = 0, 1, 3
+RANK, BARELY_KEPT, PROTECTED = 0, 1, 3
+# Kinds of a decode that is added.
+NO_DECODE, RUNS, AFTER_KEPT, AFTER_RELEGATED = range(4)
 # Rows returned at a time: most batches hold one prompt or two.
 FEW = 8
 # The turn of the relegated, as an argument of `medha_order`.
 NOTHING, FIRST_DUE, SHORT_ONES = range(3)
+# Sums of a report, and how many of them are by relative slack.
+SUMS, BANDS = 12, 8
+_DECODE = struct.Struct("@qqddd")
 
 # (place, tier, is long)
 Next = tuple[int, int, int]
 
 
 class _Rows(ctypes.Structure):
-    """`struct rows` of lars.c."""
+    """`struct rows` of rows.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("fields", "flags", "scratch", "marks")),
-        *((name, ctypes.c_void_p) for name in ("held", "able")),
+        *((name, ctypes.c_void_p) for name in ("columns", "flags", "slots", "slot")),
+        *((name, ctypes.c_void_p) for name in ("scratch", "marks", "held", "able")),
         *((name, ctypes.c_int64) for name in ("capacity", "count", "kept", "left")),
         *((name, ctypes.c_double) for name in ("least", "least_promised", "least_bare", "last")),
     )
 
 
+class _Decodes(ctypes.Structure):
+    """`struct decodes` of rows.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("ends", "cost", "numbers")),
+        ("count", ctypes.c_int64),
+    )
+
+
+_POINTER, _NUMBER, _COUNT = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
+# Arguments of each function, and what it returns.
+_SIGNATURES = {
+    "insert": ([_POINTER, _COUNT, ctypes.c_int32, *[_NUMBER] * 4], None),
+    "remove": ([_POINTER, _COUNT], None),
+    "begin": ([_POINTER, _COUNT, _NUMBER, _NUMBER], None),
+    "end": ([_POINTER, _COUNT, _NUMBER], _NUMBER),
+    "decodes_at": ([_POINTER, _NUMBER], _NUMBER),
+    "mean": ([_POINTER, _POINTER, *[_NUMBER] * 3, ctypes.c_int], None),
+    "coming": ([_POINTER, ctypes.c_char_p, _COUNT, _NUMBER, _NUMBER], None),
+    "apply": ([_POINTER, _NUMBER], None),
+    "try": ([_POINTER, _COUNT, _NUMBER, _NUMBER, ctypes.c_char_p, *[_NUMBER] * 3], None),
+    "room": ([_POINTER, _COUNT, ctypes.c_int, *[_NUMBER] * 5], _NUMBER),
+    "least": ([_POINTER, ctypes.c_int, *[_NUMBER] * 3], _NUMBER),
+    "promises": ([_POINTER, *[_NUMBER] * 3, _POINTER], _COUNT),
+    "report": ([_POINTER, _NUMBER, _NUMBER, ctypes.c_char_p, ctypes.c_int, _POINTER], None),
+    "margins": ([_POINTER, *[_NUMBER] * 3], None),
+    "relegate": ([_POINTER, _NUMBER, _COUNT, _POINTER], _COUNT),
+    "open": ([_POINTER, *[_NUMBER] * 3], None),
+    "fitting": ([_POINTER, _NUMBER, _COUNT], _COUNT),
+    "keep": ([_POINTER, _COUNT], None),
+    "order": ([_POINTER, *[_NUMBER] * 3, ctypes.c_int, _NUMBER, ctypes.c_int], None),
+    "few": ([_POINTER, _NUMBER, ctypes.c_int, _COUNT, _POINTER], _COUNT),
+}
+
+
 @functools.cache
 def load(library: pathlib.Path = LIBRARY) -> ctypes.PyDLL:
     """Load the library; raise SetupError if it was not built for this machine."""
-    pointer, number, count = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
     try:
         kernel = ctypes.PyDLL(str(library))
-        margins, relegate = kernel.medha_margins, kernel.medha_relegate
-        order, few = kernel.medha_order, kernel.medha_few
-        open_, fitting, keep = kernel.medha_open, kernel.medha_fitting, kernel.medha_keep
+        for name, (arguments, result) in _SIGNATURES.items():
+            function = getattr(kernel, f"medha_{name}")
+            function.argtypes, function.restype = arguments, result
     except (OSError, AttributeError) as error:
         raise SetupError(
-            f"{library} is the compiled part of the scheduler's policy lars and cannot be loaded"
-            f" ({error}); run `make setup`, or install medha with its worker where there is a C"
-            " compiler"
+            f"{library} is the compiled part of the scheduler and cannot be loaded ({error}); run"
+            " `make setup`, or install medha with its worker where there is a C compiler"
         ) from None
-    margins.argtypes = [pointer, number, number, number]
-    relegate.argtypes = [pointer, number, count, pointer]
-    order.argtypes = [
-        pointer,
-        number,
-        number,
-        number,
-        ctypes.c_int,
-        number,
-        ctypes.c_int,
-    ]
-    few.argtypes = [pointer, number, ctypes.c_int, count, pointer]
-    open_.argtypes, fitting.argtypes = margins.argtypes, [pointer, number, count]
-    keep.argtypes = [pointer, count]
-    margins.restype = order.restype = open_.restype = keep.restype = None
-    relegate.restype = few.restype = fitting.restype = count
     return kernel
 
 
-class NativeRows:
-    """The rows of one group in one decision, as they are at `margins`.
+class WorkSums(NamedTuple):
+    """Sums over a group's rows, in seconds of work.
 
-    Call `margins` first, then `relegate`, `open` and `fitting`, `order`, and `few` repeatedly.
+    `bands`: by relative slack; `needy`: number of rows that need pages.
+    """
+
+    pending_s: float
+    bands: tuple[float, ...]
+    relegated_s: float
+    kept_short_s: float
+    relegated_short_s: float
+    needy: int
+
+
+class Decodes:
+    """Decodes of one group, in the order of their ends.
+
+    `total_s`: what they take of each batch.
+    """
+
+    def __init__(self) -> None:
+        self._kernel = load()
+        self.total_s = 0.0
+        self._ends_s: dict[int, float] = {}
+        self._numbers = np.zeros(0, dtype=np.int64)
+        self._values = np.zeros((2, 0))
+        self._struct = _Decodes()
+        self.at = ctypes.addressof(self._struct)
+
+    def __len__(self) -> int:
+        return len(self._ends_s)
+
+    def add(self, number: int, cost_s: float, ends_s: float) -> None:
+        """Add a decode that takes `cost_s` of each batch until `ends_s`."""
+        count = len(self._ends_s)
+        if count == len(self._numbers):
+            self._grow(count + max(64, count))
+        self._kernel.medha_begin(self.at, number, cost_s, ends_s)
+        self._ends_s[number] = ends_s
+        self.total_s += cost_s
+
+    def remove(self, number: int) -> None:
+        """Remove a decode, if it is there."""
+        ends_s = self._ends_s.pop(number, None)
+        if ends_s is not None:
+            cost_s: float = self._kernel.medha_end(self.at, number, ends_s)
+            self.total_s = max(0.0, self.total_s - cost_s) if self._ends_s else 0.0
+
+    def at_s(self, time_s: float) -> float:
+        """Return the decode time of a batch at that time."""
+        cost_s: float = self._kernel.medha_decodes_at(self.at, time_s)
+        return cost_s
+
+    def _grow(self, capacity: int) -> None:
+        count = len(self._ends_s)
+        values, numbers = np.zeros((2, capacity)), np.zeros(capacity, dtype=np.int64)
+        values[:, :count], numbers[:count] = self._values[:, :count], self._numbers[:count]
+        self._values, self._numbers = values, numbers
+        row = self._struct
+        row.ends, row.cost = values[0].ctypes.data, values[1].ctypes.data
+        row.numbers = numbers.ctypes.data
+
+
+def added_decode(kind: int, row: int, cost_s: float, length_s: float, share: float) -> bytes:
+    """Return a decode as `struct decode` of rows.c."""
+    return _DECODE.pack(kind, row, cost_s, length_s, share)
+
+
+NONE_ADDED = added_decode(NO_DECODE, -1, 0.0, 0.0, 1.0)
+
+
+class Rows:
+    """The rows of one group: memory, and the passes over it.
+
+    `columns`, `flags`, `slot`, `slots`: arrays of [COLUMNS, n], [FLAGS, n], [n] and
+    [slot, LEVEL + LEVELS], with room for more rows than there are. For a decision
+    call `margins` first, then `relegate`, `open` and `fitting`, `order`, and `few` repeatedly.
     """
 
     yields = None  # no row leaves a part of the budget to others
+    columns: Floats
+    flags: Mask
+    slots: Floats
+    slot: npt.NDArray[np.int32]
 
-    def __init__(self, waiting: WaitingQueue, kernel: ctypes.PyDLL) -> None:
-        self._waiting, self._kernel = waiting, kernel
-        self._few = (ctypes.c_int64 * (3 * FEW))()
-        self._allot()
+    def __init__(self) -> None:
+        self._kernel, self._few = load(), (ctypes.c_int64 * (3 * FEW))()
+        self._sums = (ctypes.c_double * SUMS)()
+        self._rows, self.count = _Rows(), 0
+        self._at = ctypes.addressof(self._rows)
+        self._free: list[int] = []
+        self._allot(64)
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        place: int,
+        values: tuple[float, ...],
+        due_s: float,
+        work_s: float,
+        alongside: float,
+        need: int,
+    ) -> None:
+        """Insert a row without flags; `values` are those of its slot."""
+        if not self._free:
+            self._allot(2 * self.columns.shape[1])
+        slot = self._free.pop()
+        self.slots[slot] = values
+        self._kernel.medha_insert(self._at, place, slot, due_s, work_s, alongside, need)
+        self.count += 1
+
+    def remove(self, place: int) -> None:
+        self._free.append(int(self.slot[place]))
+        self._kernel.medha_remove(self._at, place)
+        self.count -= 1
+
+    # --- work alongside decodes -------------------------------------------------------------------
+
+    def set_alongside(
+        self,
+        decodes: list[Decodes],
+        coming: list[bytes],
+        now: float,
+        budget_s: float,
+        least_s: float,
+        part: float,
+    ) -> None:
+        """Compute the decodes alongside each row until it is due, and its work alongside them.
+
+        `decodes`: of its group, and of others if it waits for the slowest; `coming`: those that
+        come later, as from `added_decode`; `least_s`: what a late decode still takes; `part`: what
+        a second of a batch is of the decode capacity.
+        """
+        kernel, at = self._kernel, self._at
+        for turn, group in enumerate(decodes):
+            kernel.medha_mean(at, group.at, now, budget_s, least_s, turn)
+        if coming:
+            kernel.medha_coming(at, b"".join(coming), len(coming), now, budget_s)
+        kernel.medha_apply(at, part)
+
+    def try_decode(
+        self,
+        place: int,
+        plus: float,
+        least: float,
+        decode: bytes,
+        now: float,
+        budget_s: float,
+        part: float,
+    ) -> None:
+        """Compute `trial_s` of the promises, and of the row at `place` if it is not -1.
+
+        That is the work alongside the decodes that are counted and `plus`, at least `least`, and
+        one `decode` more.
+        """
+        self._kernel.medha_try(self._at, place, plus, least, decode, now, budget_s, part)
+
+    @property
+    def trial_s(self) -> Floats:
+        """Work of the rows tried last; of other rows without meaning."""
+        trial_s: Floats = self._scratch[TRIAL, : self.count]
+        return trial_s
+
+    def tried_s(self, place: int) -> float:
+        """Return the work of a row tried last."""
+        return float(self._scratch[TRIAL, place])
+
+    # --- promises ---------------------------------------------------------------------------------
+
+    def room_for_promise_s(
+        self,
+        place: int,
+        start: float,
+        overhead_s: float,
+        inflation: float,
+        long_s: float,
+        widened: float,
+    ) -> float:
+        """Return what a promise for the row at `place` leaves; negative if it does not fit.
+
+        By `trial_s`. Works beyond `long_s` count `widened`.
+        """
+        room_s: float = self._kernel.medha_room(
+            self._at, place, True, start, overhead_s, inflation, long_s, widened
+        )
+        return room_s
+
+    def room_with_kept_s(self, place: int, start: float, overhead_s: float) -> float:
+        """Return what the row at `place` leaves if it is kept, too; negative if it does not fit."""
+        room_s: float = self._kernel.medha_room(
+            self._at, place, False, start, overhead_s, 1.0, 0.0, 1.0
+        )
+        return room_s
+
+    def least_margin_s(
+        self, tried: bool, start: float, overhead_s: float, inflation: float
+    ) -> float:
+        """Return the least margin of a promise; infinite with none. By `trial_s` if `tried`."""
+        least_s: float = self._kernel.medha_least(self._at, tried, start, overhead_s, inflation)
+        return least_s
+
+    def promise_margins(
+        self, count: int, start: float, overhead_s: float, inflation: float
+    ) -> Floats:
+        """Return [count, (due in, margin)] of all promises, by deadline and `trial_s`."""
+        pairs = np.empty((count, 2))
+        self._kernel.medha_promises(self._at, start, overhead_s, inflation, pairs.ctypes.data)
+        return pairs
+
+    def sums(self, now: float, short_below_s: float, edges: bytes, *, all_kept: bool) -> WorkSums:
+        """Return sums of work. `short_below_s`: divisor of slack up to which a prompt is short.
+
+        `edges`: upper edges of BANDS bands of relative slack, packed. `all_kept`: at any rank.
+        """
+        self._kernel.medha_report(self._at, now, short_below_s, edges, all_kept, self._sums)
+        sums = self._sums[:]
+        bands = tuple(sums[:BANDS])
+        relegated_s, kept_short_s, relegated_short_s, needy = sums[BANDS:]
+        return WorkSums(sum(bands), bands, relegated_s, kept_short_s, relegated_short_s, int(needy))
+
+    # --- one decision with `lars` -----------------------------------------------------------------
 
     @property
     def least_s(self) -> float:
@@ -116,7 +357,6 @@ class NativeRows:
 
     def margins(self, start: float, overhead_s: float, inflation: float) -> None:
         """Compute the margins of kept rows from `start` on, which includes the drain."""
-        self._follow()
         self._kernel.medha_margins(self._at, start, overhead_s, inflation)
 
     def margin_s(self, place: int) -> float:
@@ -135,9 +375,9 @@ class NativeRows:
         if protected is None:
             return lost[: self._kernel.medha_relegate(self._at, tolerance_s, most, lost)]
         ranks = self._marks[RANK, : len(protected)]
-        ranks[protected & (ranks == KEPT)] = PROTECTED
+        ranks[protected & (ranks == BARELY_KEPT)] = PROTECTED
         places = lost[: self._kernel.medha_relegate(self._at, tolerance_s, most, lost)]
-        ranks[ranks == PROTECTED] = KEPT
+        ranks[ranks == PROTECTED] = BARELY_KEPT
         return places
 
     def open(self, start: float, overhead_s: float, inflation: float) -> None:
@@ -174,19 +414,25 @@ class NativeRows:
         few = self._few[:]
         return list(zip(few[:count], few[FEW : FEW + count], few[2 * FEW :], strict=False))
 
-    def _follow(self) -> None:
-        """Use the current rows of the queue."""
-        if self._fields is not self._waiting.fields:
-            self._allot()
-        self._rows.count = len(self._waiting.sequences)
+    # --- memory -----------------------------------------------------------------------------------
 
-    def _allot(self) -> None:
-        """Point at the current arrays; the queue replaces them when it grows."""
-        self._fields, self._flags = self._waiting.fields, self._waiting.flags
-        capacity = self._fields.shape[1]
+    def _allot(self, capacity: int) -> None:
+        """Move all rows to larger arrays."""
+        count = self.count
+        columns, slots = np.zeros((COLUMNS, capacity)), np.zeros((capacity, LEVEL + LEVELS))
+        flags, slot = np.zeros((FLAGS, capacity), np.bool_), np.zeros(capacity, np.int32)
+        if count:
+            columns[:, :count], flags[:, :count] = self.columns[:, :count], self.flags[:, :count]
+            slots[: len(self.slots)], slot[:count] = self.slots, self.slot[:count]
+        self._free += range(capacity - 1, count - 1, -1)
+        self.columns, self.flags, self.slots, self.slot = columns, flags, slots, slot
         self._scratch = np.zeros((SCRATCH, capacity))
         self._marks = np.zeros((MARKS, capacity), dtype=np.int8)
         self._lists = np.zeros((2, capacity + 1), dtype=np.int32)  # rows, with one spare
-        arrays = self._fields, self._flags, self._scratch, self._marks, *self._lists
-        self._rows = _Rows(*(array.ctypes.data for array in arrays), capacity)
-        self._at = ctypes.addressof(self._rows)
+        arrays = columns, flags, slots, slot, self._scratch, self._marks, *self._lists
+        for name, array in zip(_NAMES, arrays, strict=True):
+            setattr(self._rows, name, array.ctypes.data)
+        self._rows.capacity = capacity
+
+
+_NAMES = ("columns", "flags", "slots", "slot", "scratch", "marks", "held", "able")

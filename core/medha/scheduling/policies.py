@@ -5,7 +5,7 @@ each. The batch builder visits the smallest key first; ties go by (arrival, id).
 nothing else, so that a comparison compares order alone.
 
 `lars`, the default, is relative slack with the promise set. It has tiers, visited one after the
-other, and is compiled (lars.c, `medha_order`), because replicas run it:
+other, and is compiled (rows.c, `medha_order`), because replicas run it:
 
     -1  relegated, while they are owed time, in alternation: short ones, shortest first, and the one
         with the earliest deadline, so that none starves
@@ -32,7 +32,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from medha.scheduling.waiting_queue import Floats, Mask, Places, WaitingQueue
+from medha.scheduling.native import ARRIVAL, NORM, Floats, Mask
+from medha.scheduling.waiting_queue import Places, WaitingQueue
 
 GUARANTEED, ABSORBED, SLACK, DEADLINE, RELEGATED = -1, 0, 1, 2, 3
 
@@ -89,13 +90,15 @@ Policy = abc.Callable[[PrefillView], PolicyKeys]
 
 def lars_paper(view: PrefillView) -> PolicyKeys:
     """Relative slack; a long prefill yields part of the budget (Algorithms 1 and 2)."""
-    rho = relative_slack(view.due_in_s, view.work_s, view.waiting.norm_s[view.rows])
+    rho = relative_slack(view.due_in_s, view.work_s, view.waiting.values(NORM, view.rows))
     return PolicyKeys(rho, np.where(view.long, yielded(rho, view.max_yield), 0.0))
 
 
 def lars_paper_no_sharing(view: PrefillView) -> PolicyKeys:
     """Relative slack; a long prefill takes the budget whole."""
-    return PolicyKeys(relative_slack(view.due_in_s, view.work_s, view.waiting.norm_s[view.rows]))
+    return PolicyKeys(
+        relative_slack(view.due_in_s, view.work_s, view.waiting.values(NORM, view.rows))
+    )
 
 
 def lrs(view: PrefillView) -> PolicyKeys:
@@ -115,7 +118,7 @@ def srpf(view: PrefillView) -> PolicyKeys:
 
 def fcfs(view: PrefillView) -> PolicyKeys:
     """First come, first served."""
-    return PolicyKeys(view.waiting.arrival_s[view.rows])
+    return PolicyKeys(view.waiting.values(ARRIVAL, view.rows))
 
 
 POLICIES: dict[str, Policy] = {

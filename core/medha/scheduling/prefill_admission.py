@@ -24,80 +24,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-import numpy as np
-
 from medha.prefill_times import PrefillTimes, decode_capacity_s
 from medha.request import SloClass
+from medha.scheduling.native import (
+    AFTER_KEPT,
+    AFTER_RELEGATED,
+    NONE_ADDED,
+    RUNS,
+    Decodes,
+    added_decode,
+)
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.state import SchedulerState
-from medha.scheduling.waiting_queue import Floats, WaitingQueue
+from medha.scheduling.waiting_queue import WaitingQueue
 
 STARTS_PER_ROUND = 4
 """Prompts without a promise that may start between two batches, while there are promises."""
 PEAK_MEMORY_S = 30.0
 # How often `patience_s` is divided to record which prompts are passed over.
 RECORDS = 32
-
-
-class GroupDecodes:
-    """Decodes of one group: those that run, and those of short prompts that have started.
-
-    `cost_s`: what each takes of a batch; `ends_s`: when it ends at the pace of its TPOT.
-    """
-
-    def __init__(self) -> None:
-        self.cost_s: Floats = np.zeros(64)
-        self.ends_s: Floats = np.zeros(64)
-        self.total_s = 0.0
-        self._numbers: list[int] = []
-        self._slots: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def add(self, number: int, cost_s: float, ends_s: float) -> None:
-        slot = len(self._numbers)
-        if slot == len(self.cost_s):
-            self.cost_s = np.concatenate([self.cost_s, np.zeros(slot)])
-            self.ends_s = np.concatenate([self.ends_s, np.zeros(slot)])
-        self.cost_s[slot], self.ends_s[slot] = cost_s, ends_s
-        self._numbers.append(number)
-        self._slots[number] = slot
-        self.total_s += cost_s
-
-    def remove(self, number: int) -> None:
-        slot = self._slots.pop(number, None)
-        if slot is None:
-            return
-        last = len(self._numbers) - 1
-        self.total_s = max(0.0, self.total_s - float(self.cost_s[slot])) if last else 0.0
-        moved = self._numbers.pop()
-        if slot != last:
-            self.cost_s[slot], self.ends_s[slot] = self.cost_s[last], self.ends_s[last]
-            self._numbers[slot] = moved
-            self._slots[moved] = slot
-
-    def mean_s(self, until_s: Floats, now: float, least_s: float) -> Floats:
-        """Return the mean decode time of a batch from now on, for ends of [n] seconds from now.
-
-        A decode that is behind its pace goes on for another batch, `least_s`.
-        """
-        count = len(self._numbers)
-        if not count:
-            return np.zeros(len(until_s))
-        left = np.maximum(self.ends_s[:count] - now, least_s)
-        order = left.argsort()
-        left, cost = left[order], self.cost_s[:count][order]
-        ended = np.concatenate([[0.0], (left * cost).cumsum()])
-        costs = np.concatenate([[0.0], cost.cumsum()])
-        at = left.searchsorted(until_s)
-        mean: Floats = ended[at] / until_s + (costs[-1] - costs[at])
-        return mean
-
-    def at_s(self, time_s: float) -> float:
-        """Return the decode time of a batch at that time."""
-        count = len(self._numbers)
-        return float(self.cost_s[:count][self.ends_s[:count] > time_s].sum())
 
 
 class ComingDecode:
@@ -113,7 +58,8 @@ class DecodeAccount:
     """The decodes that run or are to come, and what they leave to prefills.
 
     `closed`: groups in which no prompt without a promise may start that needs that many pages or
-    more. `tpot_s`: the tightest TPOT in force; infinite until something decodes.
+    more. `decodes`: those of each group that run, and those of short prompts that have started.
+    `tpot_s`: the tightest TPOT in force; infinite until something decodes.
     """
 
     def __init__(self, state: SchedulerState, classes: tuple[SloClass, ...]) -> None:
@@ -122,7 +68,7 @@ class DecodeAccount:
         self.queues, self.waiting = state.queues, state.queues.by_group
         self.closed: dict[int, int] = {}
         self.tpot_s = math.inf
-        self.decodes: dict[int, GroupDecodes] = {}
+        self.decodes: dict[int, Decodes] = {}
         self._class_tpot_s = min((slo_class.slo.tpot_s for slo_class in classes), default=math.inf)
         self._tighter: Counter[float] = Counter()
         self._granted: dict[int, float] = {}
@@ -148,7 +94,7 @@ class DecodeAccount:
         return len(self._counted) + len(self._coming)
 
     def join(self, group: int) -> None:
-        self.decodes[group] = GroupDecodes()
+        self.decodes[group] = Decodes()
 
     def leave(self, group: int) -> None:
         del self.decodes[group]
@@ -284,7 +230,7 @@ class DecodeAccount:
             return True
         self.queues.set_times(after)
         self.refresh(now)
-        holds = all(self._least_margin_s(group, None, now) >= 0.0 for group in self.waiting)
+        holds = all(self.promises.least_margin_s(group, now) >= 0.0 for group in self.waiting)
         if not holds:
             self.queues.set_times(before)
             self.refresh(now)
@@ -308,67 +254,65 @@ class DecodeAccount:
         total_s = max((decodes.total_s for decodes in self.decodes.values()), default=0.0)
         faded = math.exp(min(0.0, self._peak_as_of_s - now) / PEAK_MEMORY_S)
         self._peak_s, self._peak_as_of_s = max(total_s, faded * self._peak_s), now
+        part, typical = self._part(1.0), self._part(total_s)
+        least_s = self.spp * self.budget_s
         for group, queue in self.waiting.items():
-            queue.set_alongside(self._alongside(group, now))
-            queue.set_typical(self._part(total_s))
+            decodes = [self.decodes[group]]
+            if self.groups.shared:  # a batch that spans groups waits for the slowest of them
+                decodes += [self.decodes[other] for other in self.waiting if other != group]
+            coming = [
+                self._added(coming, group)
+                for coming in self._coming.values()
+                if group in coming.cost_s
+            ]
+            queue.rows.set_alongside(decodes, coming, now, self.budget_s, least_s, part)
+            queue.set_typical(typical)
 
     def _part(self, seconds: float) -> float:
         return seconds / self.capacity_s if self.capacity_s else 0.0
 
-    def _alongside(self, group: int, now: float) -> Floats:
-        """Return the decodes alongside each row until it is due, as parts of the capacity."""
-        queue = self.waiting[group]
-        until_s = np.maximum(queue.due_s - now, self.budget_s)
-        least_s = self.spp * self.budget_s
-        mean: Floats = self.decodes[group].mean_s(until_s, now, least_s)
-        if self.groups.shared:  # a batch that spans groups waits for the slowest of them
-            for other in self.waiting:
-                if other != group:
-                    mean = np.maximum(mean, self.decodes[other].mean_s(until_s, now, least_s))
-        for coming in self._coming.values():
-            if group in coming.cost_s:
-                mean += self._coming_s(coming, group, until_s)
-        return mean * self._part(1.0)
-
-    def _coming_s(self, coming: ComingDecode, group: int, until_s: Floats) -> Floats:
-        """Return the mean time of a coming decode alongside each row that runs at the same time.
+    def _added(self, coming: ComingDecode, group: int) -> bytes:
+        """Return the decode that comes after a prompt, as it is added to the rows of a group.
 
         Alongside a row that is due later, if the prompt is kept; a relegated prompt only has its
         share of the time. Mean over the time from its first token on, because rows due later run
         then.
         """
-        queue, sequence = self.waiting[group], coming.sequence
-        begin_s, place = 0.0, 0
-        if sequence in queue:
-            begin_s = queue.least_work_s(sequence)
-            if sequence.kept:
-                place = queue.place(sequence.key) + 1
-                begin_s = min(begin_s, float(until_s[place - 1]))
-            else:
-                begin_s /= max(self.settings.relegated_share, 1e-3)
-        window_s = until_s[place:] - begin_s
-        alongside_s = np.zeros(len(until_s))
-        alongside_s[place:] = np.where(
-            window_s > 0.0,
-            coming.cost_s[group] * np.minimum(1.0, coming.length_s / np.maximum(window_s, 1e-9)),
-            0.0,
-        )
-        return alongside_s
+        sequence = coming.sequence
+        row = self.waiting[group].find(sequence)
+        kind = AFTER_KEPT if sequence.kept else AFTER_RELEGATED
+        share = max(self.settings.relegated_share, 1e-3)
+        return added_decode(kind, row, coming.cost_s[group], coming.length_s, share)
 
-    def alongside_promise(self, sequence: Sequence, group: int, now: float) -> Floats:
-        """Return the decodes alongside each row that a new promise must reckon with.
+    def try_promise(self, sequence: Sequence, group: int, now: float) -> None:
+        """Compute what each row's work becomes with a new promise.
 
-        They include its own, alongside the others, and those of the prompt held back longest.
+        Decodes alongside include its own, alongside the others, and those of the prompt held back
+        longest.
         """
-        queue = self.waiting[group]
-        alongside = queue.alongside
+        plus = 0.0
         if self._next is not None:
-            alongside = alongside + self._part(self._cost_s(self._next).get(group, 0.0))
-        alongside = np.maximum(alongside, self.promise_part())
-        own_s = self._added_s(sequence, group, now)
-        if own_s is not None:
-            alongside = alongside + own_s * self._part(1.0)
-        return alongside
+            plus = self._part(self._cost_s(self._next).get(group, 0.0))
+        self._try(sequence, group, plus, self.promise_part(), now)
+
+    def try_nothing(self, group: int, now: float) -> None:
+        """Compute what the work of each promise is for a new promise of next to no work."""
+        rows, part = self.waiting[group].rows, self._part(1.0)
+        rows.try_decode(-1, 0.0, self.promise_part(), NONE_ADDED, now, self.budget_s, part)
+
+    def _try(self, sequence: Sequence, group: int, plus: float, least: float, now: float) -> None:
+        """Compute what each row's work becomes alongside the sequence's decode, too."""
+        queue, decode = self.waiting[group], NONE_ADDED
+        row = queue.find(sequence)
+        cost_s = self._cost_s(sequence)
+        if group in cost_s and sequence.number not in self._coming:
+            length_s = self._length_s(sequence)
+            if self._is_long(sequence):
+                decode = self._added(ComingDecode(sequence, cost_s, length_s), group)
+            else:
+                decode = added_decode(RUNS, row, cost_s[group], length_s, 1.0)
+        part = self._part(1.0)
+        queue.rows.try_decode(row, plus, least, decode, now, self.budget_s, part)
 
     def promise_part(self) -> float:
         """Return the part of the capacity that a new promise reckons with at least."""
@@ -389,30 +333,6 @@ class DecodeAccount:
         total_s = self.decodes[group].at_s(first_token_s)
         return total_s + cost_s <= self.capacity_s
 
-    def _added_s(self, sequence: Sequence, group: int, now: float) -> Floats | None:
-        """Return the mean time that a sequence's decode would add to each row but its own."""
-        cost_s = self._cost_s(sequence)
-        if group not in cost_s or sequence.number in self._coming:
-            return None
-        queue = self.waiting[group]
-        until_s = np.maximum(queue.due_s - now, self.budget_s)
-        coming = ComingDecode(sequence, cost_s, self._length_s(sequence))
-        if self._is_long(sequence):
-            return self._coming_s(coming, group, until_s)
-        added: Floats = cost_s[group] * np.minimum(1.0, coming.length_s / until_s)
-        if sequence in queue:
-            added[queue.place(sequence.key)] = 0.0
-        return added
-
-    def _least_margin_s(self, group: int, sequence: Sequence | None, now: float) -> float:
-        """Return the least margin of a promise if the sequence's decode is added."""
-        alongside = None
-        if sequence is not None:
-            added_s = self._added_s(sequence, group, now)
-            if added_s is not None:
-                alongside = self.waiting[group].alongside + added_s * self._part(1.0)
-        return self.promises.least_margin_s(group, now, alongside)
-
     # --- admission --------------------------------------------------------------------------------
 
     def can_bear(self, sequence: Sequence, now: float) -> bool:
@@ -427,8 +347,9 @@ class DecodeAccount:
         if self._cost_s(sequence):
             checked = self.waiting if self.groups.shared else groups
             for group in checked:
-                margin_s = self._least_margin_s(group, sequence, now)
-                if margin_s < 0.0 and margin_s < self._least_margin_s(group, None, now):
+                self._try(sequence, group, 0.0, 0.0, now)
+                margin_s = self.promises.least_margin_s(group, now, tried=True)
+                if margin_s < 0.0 and margin_s < self.promises.least_margin_s(group, now):
                     self._next = self._next or sequence
                     self.closed.update(dict.fromkeys(groups, pages))
                     return False

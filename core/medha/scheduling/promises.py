@@ -28,17 +28,16 @@ from medha.metrics import LENGTH_LABELS, length_bucket
 from medha.predictor import Predictor
 from medha.scheduling import native
 from medha.scheduling.feasibility import (
-    available_s,
     group_sets_fit,
     largest_feasible,
-    margins_s,
     select_victims,
     spares_s,
 )
 from medha.scheduling.kv_groups import KvGroups
+from medha.scheduling.native import Floats, Mask
 from medha.scheduling.policies import PrefillView
 from medha.scheduling.sequence import Sequence
-from medha.scheduling.waiting_queue import Floats, Mask, Places, WaitingQueue
+from medha.scheduling.waiting_queue import Places, WaitingQueue
 
 CHANGES_PER_ROUND = 4
 ROUNDS_PER_REVIEW = 8
@@ -187,20 +186,15 @@ class PromiseSet:
         self.guard_s = settings.margin_guard * self.longest_s
         self.long_s = 8.0 * self.longest_s
         self._inflation = 1.0 / (1.0 - settings.relegated_share)
-        self._kernel = native.load() if self.promising else None
-        self._rows: dict[int, native.NativeRows] = {}
 
     def join(self, group: int) -> None:
         self._arrivals[group] = 0.0, 0.0
         self.relegated_credit_s[group] = 0.0
         self._rounds[group], self._turns[group] = 0, 0
-        if self._kernel is not None:
-            self._rows[group] = native.NativeRows(self.waiting[group], self._kernel)
 
     def leave(self, group: int) -> None:
         del self._arrivals[group], self.relegated_credit_s[group]
         del self._rounds[group], self._turns[group]
-        self._rows.pop(group, None)
 
     def full_cost_s(self, work_s: float) -> float:
         """Return the time that a promise for that much work takes up."""
@@ -211,37 +205,33 @@ class PromiseSet:
 
     # --- one request ------------------------------------------------------------------------------
 
-    def fits(
-        self, sequence: Sequence, starts: dict[int, float], alongside: abc.Mapping[int, Floats]
-    ) -> bool:
-        """Return whether the sequence may be promised.
+    def fits(self, sequence: Sequence, starts: dict[int, float]) -> bool:
+        """Return whether the sequence may be promised, by the works tried last in each group.
 
         It must fit alongside all promises in each of its groups, and the groups of every promise
         that spans several must be free together in time. A long prompt must leave room for the
         short ones that will arrive while it waits and runs. `starts`: when stage 0 of each group is
-        free; `alongside`: the decodes alongside each row of a group.
+        free.
         """
-        work_s = {
-            group: queue.work_alongside(alongside[group]) for group, queue in self.waiting.items()
-        }
         for group, start in starts.items():
             if group not in self.waiting:
                 return False
             queue = self.waiting[group]
-            place, work = queue.place(sequence.key), work_s[group]
-            own_s = float(work[place])
-            coming = self.coming(group, start) if own_s > self.long_s else 0.0
-            cost = self._costs(work)
-            if coming:
-                cost[work > self.long_s] *= self.widened(coming)
-            due_in = queue.due_s - start - self.drain_s
-            margins = margins_s(due_in, cost, queue.promised)
-            if available_s(margins, due_in, place, float(due_in[place])) < float(cost[place]):
+            rows, place = queue.rows, queue.row_of(sequence)
+            is_long = rows.tried_s(place) > self.long_s
+            widened = self.widened(self.coming(group, start)) if is_long else 1.0
+            start += self.drain_s
+            room_s = rows.room_for_promise_s(
+                place, start, self.overhead_s, self._inflation, self.long_s, widened
+            )
+            if room_s < 0.0:
                 return False
+        if not self.groups.shared:
+            return bool(starts)
         by_s = max(starts.values(), default=0.0) + self.drain_s
 
         def costs(group: int) -> Floats:
-            return self._costs(work_s[group])
+            return self._costs(self.waiting[group].rows.trial_s)
 
         fit = group_sets_fit(self.groups, costs, by_s, self.guard_s, sequence)
         return fit and bool(starts)
@@ -249,34 +239,28 @@ class PromiseSet:
     def fits_with_kept(self, sequence: Sequence, groups: abc.Iterable[int], start: float) -> bool:
         """Return whether a queued sequence fits with all kept ones in those groups."""
         for group in groups:
-            if group not in self.waiting:
-                continue
-            waiting = self.waiting[group]
-            bare = waiting.work_s + self.overhead_s
-            due_in = waiting.due_s - start - self.drain_s
-            margins = margins_s(due_in, bare, waiting.kept)
-            place = waiting.place(sequence.key)
-            if available_s(margins, due_in, place, float(due_in[place])) < float(bare[place]):
-                return False
+            if group in self.waiting:
+                rows, place = self.waiting[group].rows, self.waiting[group].row_of(sequence)
+                if rows.room_with_kept_s(place, start + self.drain_s, self.overhead_s) < 0.0:
+                    return False
         return True
 
-    def least_margin_s(self, group: int, now: float, alongside: Floats | None = None) -> float:
+    def least_margin_s(self, group: int, now: float, *, tried: bool = False) -> float:
         """Return the least margin of a promise if everything else gives way; infinite with none.
 
-        `alongside`: the decodes alongside each row, if not those that are counted.
+        `tried`: of the works tried last, not of those that are counted.
         """
         waiting = self.waiting[group]
         if not waiting.promised_count:
             return math.inf
         start = now + self.drain_s
-        work_s = waiting.work_s if alongside is None else waiting.work_alongside(alongside)
-        cost = self._costs(work_s)
-        left = (waiting.due_s - start - (cost * waiting.promised).cumsum())[waiting.promised]
-        least_s = float(left.min())
+        least_s = waiting.rows.least_margin_s(tried, start, self.overhead_s, self._inflation)
         if self.groups.shared:
 
             def costs(other: int) -> Floats:
-                return cost if other == group else self._costs(self.waiting[other].work_s)
+                queue = self.waiting[other]
+                counted = other != group or not tried
+                return self._costs(queue.work_s if counted else queue.rows.trial_s)
 
             for number, spare_s in spares_s(self.groups, costs, start).items():
                 if self.groups.shared[number] in waiting:
@@ -311,12 +295,15 @@ class PromiseSet:
         sequence.set_rank(kept, promised)
         self.groups.queues.update_flags(sequence)
 
-    def margins(self, group: int, start: float, work_s: Floats) -> tuple[Floats, Floats]:
-        """Return (due in, margin) of a group's promises from `start` on, by deadline, for Load."""
-        waiting = self.waiting[group]
-        due_in = waiting.due_s - start - self.drain_s
-        margins = margins_s(due_in, self._costs(work_s), waiting.promised)
-        return due_in[waiting.promised], margins[waiting.promised]
+    def margins(self, group: int, start: float) -> Floats:
+        """Return [promise, (due in, margin)] of a group from `start` on, by deadline, for Load.
+
+        By the works tried last.
+        """
+        waiting, start = self.waiting[group], start + self.drain_s
+        return waiting.rows.promise_margins(
+            waiting.promised_count, start, self.overhead_s, self._inflation
+        )
 
     # --- one round --------------------------------------------------------------------------------
 
@@ -362,12 +349,12 @@ class PromiseSet:
         if settings.long_tokens is None:
             long = work > self.long_s
         else:
-            long = waiting.tokens[rows] > settings.long_tokens
+            long = waiting.values(native.TOKENS, rows) > settings.long_tokens
         return PrefillView(rows, waiting, waiting.due_s[rows] - now, work, long, settings.max_yield)
 
-    def order(self, group: int, limit: float, now: float) -> native.NativeRows:
+    def order(self, group: int, limit: float, now: float) -> native.Rows:
         """Order the same rows by `lars`. Requires `update` in the same round."""
-        rows, long_tokens = self._rows[group], self.settings.long_tokens
+        rows, long_tokens = self.waiting[group].rows, self.settings.long_tokens
         credit = native.NOTHING
         if self.relegated_credit_s[group] >= self.longest_s and self._credit_is_due(group, rows):
             credit = native.FIRST_DUE if self._turns[group] % 2 else native.SHORT_ONES
@@ -386,7 +373,7 @@ class PromiseSet:
 
         Constant from one `order` to the next.
         """
-        return not self.promising or self._rows[group].last_s >= 2.0 * self.guard_s
+        return not self.promising or self.waiting[group].rows.last_s >= 2.0 * self.guard_s
 
     def account(
         self,
@@ -405,9 +392,10 @@ class PromiseSet:
             credit += self.settings.relegated_share * batch_s
         self.relegated_credit_s[group] = min(max(credit, -self.longest_s), 3.0 * self.longest_s)
 
-    def _margins(self, group: int, start: float) -> native.NativeRows:
+    def _margins(self, group: int, start: float) -> native.Rows:
         """Compute the margins of the group's kept rows from `start` on."""
-        rows, waiting, shared = self._rows[group], self.waiting[group], self.groups.shared
+        waiting, shared = self.waiting[group], self.groups.shared
+        rows = waiting.rows
         start += self.drain_s
         rows.margins(start, self.overhead_s, self._inflation)
         if shared and waiting.promised_count:
@@ -422,11 +410,9 @@ class PromiseSet:
     def _terms(self, group: int, start: float) -> tuple[Floats, Floats]:
         """Return (due in, bare cost) of the group's rows from `start` on."""
         waiting = self.waiting[group]
-        cost = waiting.work_s
-        cost += self.overhead_s
-        return waiting.due_s - (start + self.drain_s), cost
+        return waiting.due_s - (start + self.drain_s), waiting.work_s + self.overhead_s
 
-    def _credit_is_due(self, group: int, rows: native.NativeRows) -> bool:
+    def _credit_is_due(self, group: int, rows: native.Rows) -> bool:
         """Return whether the relegated get the batch owed to them now.
 
         They do if no promise is too tight (margins include their share, so that they widen as
@@ -451,7 +437,7 @@ class PromiseSet:
         return due
 
     def _relegate(
-        self, group: int, rows: native.NativeRows, start: float, error: float
+        self, group: int, rows: native.Rows, start: float, error: float
     ) -> tuple[int, int]:
         """Relegate until no margin is overrun; return how many gave way, and how many promises.
 
@@ -475,7 +461,7 @@ class PromiseSet:
     def _relegate_one(self, sequence: Sequence) -> None:
         self.set_rank(sequence, kept=False, promised=False)
 
-    def _overrunning(self, rows: native.NativeRows, most: int, protected: Mask | None) -> list[int]:
+    def _overrunning(self, rows: native.Rows, most: int, protected: Mask | None) -> list[int]:
         """Return at most `most` rows without a promise that must give way.
 
         A protected one gives way to a promise if no other can.
@@ -505,7 +491,7 @@ class PromiseSet:
 
     def _readmit(self, group: int, waiting: WaitingQueue, now: float) -> bool:
         """Keep relegated rows that fit with a batch to spare, smallest first; False if none."""
-        rows, start = self._rows[group], now + self.drain_s
+        rows, start = self.waiting[group].rows, now + self.drain_s
         rows.open(start, self.overhead_s, self._inflation)
         for count in range(CHANGES_PER_ROUND):
             place = rows.fitting(self.guard_s)

@@ -153,10 +153,9 @@ class Scheduler:
         )
         if any(passed_over):
             return False
-        alongside = {
-            group: account.alongside_promise(sequence, group, now) for group in self._waiting
-        }
-        if not promises.fits(sequence, starts, alongside):
+        for group in self._waiting:
+            account.try_promise(sequence, group, now)
+        if not promises.fits(sequence, starts):
             return False
         return all(
             account.has_room(sequence, group, start + self._waiting[group].least_work_s(sequence))

@@ -2,7 +2,7 @@
 
 A row is a sequence whose prompt has not left stage 0 yet and for which the group works or will
 work. Its work is 0 once all of it is scheduled. Arrays change only where a sequence changes, so
-that a decision takes a few vector operations, however long the queue. Rows stand in the total order
+that a decision takes a few passes over them, however long the queue. Rows stand in the total order
 (due, arrival, id).
 """
 
@@ -13,21 +13,27 @@ import bisect
 import numpy as np
 import numpy.typing as npt
 
-from medha.prefill_times import FRACTIONS, LEVELS, PrefillTimes, between
+from medha.prefill_times import PrefillTimes, between
 from medha.scheduling.block_pool import BlockPool
+from medha.scheduling.native import (
+    ALONGSIDE,
+    DUE,
+    KEPT,
+    LEVEL,
+    NEED,
+    PASSED,
+    PROMISED,
+    READY,
+    TOKENS,
+    TURN,
+    WORK,
+    Floats,
+    Mask,
+    Rows,
+)
 from medha.scheduling.sequence import Sequence
 
-Floats = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
-
-DUE, ARRIVAL, WORK, NORM, TOKENS, NEED, PASSED, TURN, ALONGSIDE, LEVEL = range(10)
-FIELDS = LEVEL + LEVELS
-KEPT, PROMISED, READY = range(3)
-FLAGS = 3
-
-
-_FRACTIONS: Floats = np.array(FRACTIONS)
 
 
 class WaitingQueue:
@@ -35,143 +41,159 @@ class WaitingQueue:
 
     Columns: `work_s` seconds that the row takes of the group alone, alongside the decodes until it
     is due; `alongside` these decodes' mean part of the decode capacity; `need` pages required here
-    before it may start, 0 afterwards; `tokens` not yet scheduled; `since_s` when the row was first
-    passed over for lack of pages; `turn` its place in the order of (arrival, id), which breaks
-    ties. All are slices of `fields` and `flags`, in the order of the constants above, and behind
-    them the work for each level of decodes; native.py passes both on, and they are wider than the
-    number of rows.
+    before it may start, 0 afterwards. `values` returns what stays in a row's slot: `TOKENS` not yet
+    scheduled; `PASSED`, when it was first passed over for lack of pages; `TURN`, which ascends with
+    (arrival, id) and breaks ties.
 
-    `freed`: work was removed since the last review of the promise set. `noted_s`: when to update
-    `since_s` next. `kept_count`, `promised_count`, `ready_count`: rows with that flag. `typical`:
-    `alongside` of a new row.
+    `rows`: the memory, and the compiled passes over it. `freed`: work was removed since the last
+    review of the promise set. `noted_s`: when to update `PASSED` next. `kept_count`,
+    `promised_count`, `ready_count`: rows with that flag. `typical`: decodes alongside a new row, as
+    a part of the decode capacity.
     """
 
     __slots__ = (
         "_arrivals",
         "_keys",
         "_oldest_s",
-        "alongside",
-        "arrival_s",
-        "due_s",
-        "fields",
-        "flags",
         "freed",
-        "kept",
         "kept_count",
-        "need",
-        "norm_s",
         "noted_s",
-        "promised",
         "promised_count",
-        "ready",
         "ready_count",
+        "rows",
         "sequences",
-        "since_s",
-        "tokens",
-        "turn",
         "typical",
-        "work_s",
     )
 
-    due_s: Floats
-    arrival_s: Floats
-    work_s: Floats
-    norm_s: Floats
-    tokens: Floats
-    need: Floats
-    since_s: Floats
-    turn: Floats
-    alongside: Floats
-    kept: Mask
-    promised: Mask
-    ready: Mask
-
     def __init__(self) -> None:
-        self.fields = np.zeros((FIELDS, 64))
-        self.flags = np.zeros((FLAGS, 64), dtype=np.bool_)
+        self.rows = Rows()
         self._keys: list[tuple[float, float, str]] = []
-        self._arrivals: list[tuple[float, str]] = []
+        self._arrivals: list[tuple[float, str, float]] = []
         self.sequences: list[Sequence] = []
         self.freed, self.noted_s = False, 0.0
         self.kept_count = self.promised_count = self.ready_count = 0
         self.typical = 0.0
-        self._oldest_s = np.inf  # lower bound of `since_s`
-        self._slice()
+        self._oldest_s = np.inf  # lower bound of `PASSED`
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        at = bisect.bisect_left(self._keys, sequence.key)
-        return at < len(self._keys) and self.sequences[at] is sequence
+        return self.find(sequence) >= 0
+
+    # --- columns ----------------------------------------------------------------------------------
+
+    @property
+    def due_s(self) -> Floats:
+        return self._column(DUE)
+
+    @property
+    def work_s(self) -> Floats:
+        return self._column(WORK)
+
+    @property
+    def alongside(self) -> Floats:
+        return self._column(ALONGSIDE)
+
+    @property
+    def need(self) -> Floats:
+        return self._column(NEED)
+
+    @property
+    def kept(self) -> Mask:
+        return self._flag(KEPT)
+
+    @property
+    def promised(self) -> Mask:
+        return self._flag(PROMISED)
+
+    @property
+    def ready(self) -> Mask:
+        return self._flag(READY)
+
+    def values(self, value: int, rows: Places | None = None) -> Floats:
+        """Return that value of the rows, of all by default."""
+        slots = self.rows.slot[: len(self.sequences)]
+        values: Floats = self.rows.slots[slots if rows is None else slots[rows], value]
+        return values
+
+    def _column(self, column: int) -> Floats:
+        values: Floats = self.rows.columns[column, : len(self.sequences)]
+        return values
+
+    def _flag(self, flag: int) -> Mask:
+        mask: Mask = self.rows.flags[flag, : len(self.sequences)]
+        return mask
+
+    # --- rows -------------------------------------------------------------------------------------
 
     def place(self, key: tuple[float, float, str]) -> int:
         """Return the row of a key, or the row that it would get."""
         return bisect.bisect_left(self._keys, key)
 
+    def find(self, sequence: Sequence) -> int:
+        """Return the row of a sequence, -1 if it does not wait here; near where it was last."""
+        at, sequences = sequence.row, self.sequences
+        if at < len(sequences) and sequences[at] is sequence:
+            return at
+        at = bisect.bisect_left(self._keys, sequence.key)
+        if at == len(sequences) or sequences[at] is not sequence:
+            return -1
+        sequence.set_row(at)
+        return at
+
+    def row_of(self, sequence: Sequence) -> int:
+        """Return the row of a sequence; raise KeyError if it does not wait here."""
+        row = self.find(sequence)
+        if row < 0:
+            raise KeyError(sequence.id)
+        return row
+
     def add(self, sequence: Sequence, levels: list[float], need: int) -> None:
-        at, n = self.place(sequence.key), len(self._keys)
-        if n == self.fields.shape[1]:
-            self.fields = np.concatenate([self.fields, np.zeros_like(self.fields)], axis=1)
-            self.flags = np.concatenate([self.flags, np.zeros_like(self.flags)], axis=1)
-        self.fields[:, at + 1 : n + 1] = self.fields[:, at:n]
-        self.flags[:, at + 1 : n + 1] = self.flags[:, at:n]
+        at = self.place(sequence.key)
         due_s, arrival_s, id_ = sequence.key
-        turn = bisect.bisect_left(self._arrivals, (arrival_s, id_))
-        if turn < n:
-            turns = self.fields[TURN, : n + 1]
-            turns[turns >= turn] += 1.0
-        self._arrivals.insert(turn, (arrival_s, id_))
-        self.fields[:, at] = (
-            due_s,
+        values = (
             arrival_s,
-            between(levels, self.typical),
             sequence.norm_s,
-            sequence.remaining_tokens,
-            need,
+            float(sequence.remaining_tokens),
             np.inf,
-            turn,
-            self.typical,
+            self._take_turn(arrival_s, id_),
             *levels,
         )
-        self.flags[:, at] = False
-        self._set_flags(at, sequence.kept, sequence.promised, sequence.ready)
+        self.rows.insert(at, values, due_s, between(levels, self.typical), self.typical, need)
         self._keys.insert(at, sequence.key)
         self.sequences.insert(at, sequence)
-        self._slice()
+        sequence.set_row(at)
+        self._set_flags(at, sequence.kept, sequence.promised, sequence.ready)
 
     def remove(self, sequence: Sequence) -> None:
-        at, n = self._row(sequence), len(self._keys)
-        self.freed = self.freed or bool(self.fields[WORK, at] > 0.0)
+        at = self.row_of(sequence)
+        self.freed = self.freed or bool(self.rows.columns[WORK, at] > 0.0)
         self._set_flags(at, kept=False, promised=False, ready=False)
-        turn = int(self.fields[TURN, at])
-        if turn < n - 1:
-            turns = self.fields[TURN, :n]
-            turns[turns > turn] -= 1.0
-        del self._arrivals[turn]
-        self.fields[:, at : n - 1] = self.fields[:, at + 1 : n]
-        self.flags[:, at : n - 1] = self.flags[:, at + 1 : n]
+        _, arrival_s, id_ = self._keys[at]
+        del self._arrivals[bisect.bisect_left(self._arrivals, (arrival_s, id_))]
+        self.rows.remove(at)
         del self._keys[at], self.sequences[at]
-        self._slice()
 
     def update_work(self, sequence: Sequence, levels: list[float]) -> None:
         """Update a row after the sequence's cursors moved."""
-        fields, at = self.fields, self._row(sequence)
-        fields[WORK, at] = between(levels, float(fields[ALONGSIDE, at]))
-        fields[LEVEL:, at] = levels
-        fields[TOKENS, at] = sequence.target_tokens - sequence.scheduled_tokens
+        rows, at = self.rows, self.row_of(sequence)
+        rows.columns[WORK, at] = between(levels, float(rows.columns[ALONGSIDE, at]))
+        slot = rows.slots[rows.slot[at]]
+        slot[LEVEL:] = levels
+        slot[TOKENS] = sequence.target_tokens - sequence.scheduled_tokens
         ready = sequence.past_stage0_tokens == sequence.scheduled_tokens
-        self.ready_count += ready - bool(self.ready[at])
-        self.ready[at] = ready
+        self.ready_count += ready - bool(rows.flags[READY, at])
+        rows.flags[READY, at] = ready
 
     def update_flags(self, sequence: Sequence) -> None:
         """Update a row after the sequence's rank or readiness changed."""
-        self._set_flags(self._row(sequence), sequence.kept, sequence.promised, sequence.ready)
+        self._set_flags(self.row_of(sequence), sequence.kept, sequence.promised, sequence.ready)
 
     def mark_started(self, sequence: Sequence) -> None:
         """Record that the sequence has its pages."""
-        row = self._row(sequence)
-        self.fields[NEED, row], self.fields[PASSED, row] = 0.0, np.inf
+        rows, at = self.rows, self.row_of(sequence)
+        rows.columns[NEED, at], rows.slots[rows.slot[at], PASSED] = 0.0, np.inf
 
     def set_typical(self, alongside: float) -> None:
         self.typical = alongside
@@ -184,7 +206,8 @@ class WaitingQueue:
 
         The next record follows at `next_s`.
         """
-        np.minimum(self.since_s, now, out=self.since_s, where=self.need > limit)
+        slots = self.rows.slot[: len(self.sequences)][self.need > limit]
+        self.rows.slots[slots, PASSED] = np.minimum(self.rows.slots[slots, PASSED], now)
         self._oldest_s = min(self._oldest_s, now)
         self.noted_s = next_s
 
@@ -192,64 +215,50 @@ class WaitingQueue:
         """Return the unstarted sequence passed over for longest, if since before `before_s`."""
         if self._oldest_s >= before_s or not self._keys:
             return None
-        oldest = self.since_s.argmin()
-        self._oldest_s = float(self.since_s[oldest])
+        since_s = self.values(PASSED)
+        oldest = since_s.argmin()
+        self._oldest_s = float(since_s[oldest])
         return self.sequences[oldest] if self._oldest_s < before_s else None
 
     def levels_of(self, sequence: Sequence) -> list[float]:
-        levels: list[float] = self.fields[LEVEL:, self._row(sequence)].tolist()
+        """Return the seconds of the sequence's work, by level of decodes."""
+        rows = self.rows
+        levels: list[float] = rows.slots[rows.slot[self.row_of(sequence)], LEVEL:].tolist()
         return levels
 
     def least_work_s(self, sequence: Sequence) -> float:
         """Return the seconds that the sequence takes with no decodes alongside it."""
-        return float(self.fields[LEVEL, self._row(sequence)])
+        rows = self.rows
+        return float(rows.slots[rows.slot[self.row_of(sequence)], LEVEL])
 
-    def set_alongside(self, alongside: Floats) -> None:
-        """Set the decodes alongside each row, as parts of the decode capacity; array of [n]."""
-        self.alongside[:] = alongside
-        self.work_s[:] = self.work_alongside(alongside)
+    def _take_turn(self, arrival_s: float, id_: str) -> float:
+        """Return a number between those of the arrivals before and after."""
+        arrivals = self._arrivals
+        at = bisect.bisect_left(arrivals, (arrival_s, id_))
+        before = arrivals[at - 1][2] if at else (arrivals[0][2] - 2.0 if arrivals else 0.0)
+        after = arrivals[at][2] if at < len(arrivals) else before + 2.0
+        turn = 0.5 * (before + after)
+        if not before < turn < after:
+            self._spread_turns()
+            return self._take_turn(arrival_s, id_)
+        arrivals.insert(at, (arrival_s, id_, turn))
+        return turn
 
-    def work_alongside(self, alongside: Floats) -> Floats:
-        """Return the seconds that each row takes alongside those decodes; arrays of [n]."""
-        levels = self.fields[LEVEL:, : len(self._keys)]
-        upper = np.clip(np.searchsorted(_FRACTIONS, alongside, side="right"), 1, LEVELS - 1)
-        rows = np.arange(len(alongside))
-        low, high = levels[upper - 1, rows], levels[upper, rows]
-        start = _FRACTIONS[upper - 1]
-        return low + (high - low) * ((alongside - start) / (_FRACTIONS[upper] - start))
+    def _spread_turns(self) -> None:
+        """Number all arrivals again: between two of them no number is left."""
+        self._arrivals = [
+            (arrival_s, id_, float(turn)) for turn, (arrival_s, id_, _) in enumerate(self._arrivals)
+        ]
+        turns = {arrival[:2]: arrival[2] for arrival in self._arrivals}
+        for (_, arrival_s, id_), slot in zip(self._keys, self.rows.slot.tolist(), strict=False):
+            self.rows.slots[slot, TURN] = turns[arrival_s, id_]
 
     def _set_flags(self, at: int, kept: bool, promised: bool, ready: bool) -> None:
-        flags = self.flags
+        flags = self.rows.flags
         self.kept_count += kept - bool(flags[KEPT, at])
         self.promised_count += promised - bool(flags[PROMISED, at])
         self.ready_count += ready - bool(flags[READY, at])
         flags[KEPT, at], flags[PROMISED, at], flags[READY, at] = kept, promised, ready
-
-    def _slice(self) -> None:
-        """Slice the columns again: the number of rows changed. Reads are more frequent."""
-        n = len(self._keys)
-        (
-            self.due_s,
-            self.arrival_s,
-            self.work_s,
-            self.norm_s,
-            self.tokens,
-            self.need,
-            self.since_s,
-            self.turn,
-            self.alongside,
-        ) = self.fields[:LEVEL, :n]
-        self.kept, self.promised, self.ready = self.flags[:, :n]
-
-    def _row(self, sequence: Sequence) -> int:
-        at = sequence.row
-        if at < len(self.sequences) and self.sequences[at] is sequence:
-            return at
-        at = bisect.bisect_left(self._keys, sequence.key)
-        sequence.set_row(at)
-        if at == len(self._keys) or self.sequences[at] is not sequence:
-            raise KeyError(sequence.id)
-        return at
 
 
 class WaitingQueues:

@@ -1,0 +1,633 @@
+/* The arithmetic over the waiting prefills of one KVP group, and over the decodes alongside them.
+ *
+ *     rows             medha_insert, medha_remove
+ *     decodes          medha_begin, medha_end, medha_decodes_at
+ *     work             medha_mean, medha_coming, medha_apply   after a batch
+ *                      medha_try                               for a newcomer or a new decode
+ *     promises         medha_room, medha_least, medha_promises
+ *     one decision     medha_margins, medha_relegate, medha_open, medha_fitting, medha_keep,
+ *                      medha_order, medha_few                  with the policy `lars`
+ *     reports          medha_report
+ *
+ * Rows stand in order of deadline. What every pass reads lies in columns of that order; the rest of
+ * a row stays in its slot while rows are inserted before it. No object, no allocation, no state but
+ * what the caller owns; native.py is the only caller and checks what crosses. Sums run from the
+ * first row to the last and nothing is contracted or reordered (hatch_build.py), so that the same
+ * input gives the same decision on every machine.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { LEVELS = 6, BANDS = 8 };                          /* prefill_times.py, load_report.py */
+enum { DUE, WORK, ALONGSIDE, NEED };                     /* columns, by row */
+enum { KEPT, PROMISED, READY, FLAGS };                   /* flags, by row */
+enum { ARRIVAL, NORM, TOKENS, PASSED, TURN, LEVEL, SLOT = LEVEL + LEVELS }; /* by slot */
+enum { BARE, LEFT, KEY, OWN, OTHERS, MEAN, TRIAL };      /* scratch, in seconds; MEAN: see below */
+enum { RANK, TIER, LONG };                               /* marks */
+enum { OWED = -1, ABSORBED, SLACK, DEADLINE, RELEGATED, NONE };
+
+/* `struct _Rows` of native.py. `held`: the rows that are kept, so many of them; `able`: those that
+ * were put in order and not handed out yet, so many are `left`. `least`: smallest margin of all,
+ * `least_promised` of a promise, `least_bare` of a promise if promises were all, at bare cost;
+ * `last`: what may be done out of order by whoever is due last. All are infinite with nobody. */
+struct rows {
+    double *columns;
+    uint8_t *flags;
+    double *slots;
+    int32_t *slot;
+    double *scratch;
+    int8_t *marks;
+    int32_t *held, *able;
+    int64_t capacity, count, kept, left;
+    double least, least_promised, least_bare, last;
+};
+
+/* `struct _Decodes` of native.py: decodes of one group in the order of their ends. `cost`: seconds
+ * that each takes of a batch. */
+struct decodes {
+    double *ends, *cost;
+    int64_t *numbers;
+    int64_t count;
+};
+
+/* What a decode adds to the rows: `cost` seconds of each batch for `length` seconds. `row`: the row
+ * of its prompt, or -1. `kind`: a running decode, or one that comes after its prompt: of a kept one
+ * before rows due later; of a relegated one, which gets `share` of the time, before any. */
+enum { NOTHING, RUNS, AFTER_KEPT, AFTER_RELEGATED };
+struct decode {
+    int64_t kind, row;
+    double cost, length, share;
+};
+
+static const double FRACTIONS[LEVELS] = {0.0, 0.125, 0.25, 0.5, 0.75, 1.0};
+
+/* Which rows count comes as it falls, and a branch on that is mispredicted again and again: rows
+ * are listed without one, and what does not count is compared as infinite. These are by RANK. */
+static const double APART[] = {INFINITY, 0.0, 0.0, 0.0};
+static const double MERELY[] = {INFINITY, INFINITY, 0.0, INFINITY};
+
+static double smaller(double a, double b)
+{
+    return a < b ? a : b;
+}
+
+static double larger(double a, double b)
+{
+    return a > b ? a : b;
+}
+
+static double *slot_of(const struct rows *rows, int64_t row)
+{
+    return rows->slots + (int64_t)rows->slot[row] * SLOT;
+}
+
+/* --- rows ------------------------------------------------------------------------------------- */
+
+/* The rows from `at` on move one place towards the end, or from the end over `at`. */
+static void shift(struct rows *rows, int64_t at, int64_t from, int64_t to)
+{
+    const int64_t count = rows->count - at;
+    for (int column = DUE; column <= NEED; column++) {
+        double *values = rows->columns + column * rows->capacity;
+        memmove(values + to, values + from, (size_t)count * sizeof *values);
+    }
+    for (int flag = KEPT; flag < FLAGS; flag++) {
+        uint8_t *values = rows->flags + flag * rows->capacity;
+        memmove(values + to, values + from, (size_t)count);
+    }
+    memmove(rows->slot + to, rows->slot + from, (size_t)count * sizeof *rows->slot);
+}
+
+/* Inserts a row whose slot is filled; its flags are not set. */
+void medha_insert(struct rows *rows, int64_t at, int32_t slot, double due, double work,
+                  double alongside, double need)
+{
+    const double values[] = {due, work, alongside, need};
+    shift(rows, at, at, at + 1);
+    for (int column = DUE; column <= NEED; column++)
+        rows->columns[column * rows->capacity + at] = values[column];
+    for (int flag = KEPT; flag < FLAGS; flag++)
+        rows->flags[flag * rows->capacity + at] = 0;
+    rows->slot[at] = slot;
+    rows->count++;
+}
+
+void medha_remove(struct rows *rows, int64_t at)
+{
+    rows->count--;
+    shift(rows, at, at + 1, at);
+}
+
+/* --- decodes ---------------------------------------------------------------------------------- */
+
+/* The number of decodes that end before `time`. */
+static int64_t ended(const struct decodes *decodes, double time)
+{
+    int64_t low = 0, high = decodes->count;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (decodes->ends[middle] < time)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static void move_decodes(struct decodes *decodes, int64_t from, int64_t to, int64_t count)
+{
+    const size_t size = (size_t)count * sizeof(double);
+    memmove(decodes->ends + to, decodes->ends + from, size);
+    memmove(decodes->cost + to, decodes->cost + from, size);
+    memmove(decodes->numbers + to, decodes->numbers + from, size);
+}
+
+void medha_begin(struct decodes *decodes, int64_t number, double cost, double ends)
+{
+    const int64_t at = ended(decodes, ends);
+    move_decodes(decodes, at, at + 1, decodes->count - at);
+    decodes->ends[at] = ends, decodes->cost[at] = cost, decodes->numbers[at] = number;
+    decodes->count++;
+}
+
+/* Removes a decode that is there; returns its cost. */
+double medha_end(struct decodes *decodes, int64_t number, double ends)
+{
+    int64_t at = ended(decodes, ends);
+    while (decodes->numbers[at] != number)
+        at++;
+    const double cost = decodes->cost[at];
+    decodes->count--;
+    move_decodes(decodes, at + 1, at, decodes->count - at);
+    return cost;
+}
+
+/* The decode time of a batch at `time`. */
+double medha_decodes_at(const struct decodes *decodes, double time)
+{
+    double sum = 0.0;
+    for (int64_t i = ended(decodes, time); i < decodes->count; i++)
+        sum += decodes->ends[i] > time ? decodes->cost[i] : 0.0;
+    return sum;
+}
+
+/* --- work alongside decodes ------------------------------------------------------------------- */
+
+/* The seconds of a slot at a part of the decode capacity: `between` of prefill_times.py. */
+static double between(const double *slot, double part)
+{
+    int upper = 1;
+    for (int level = 1; level < LEVELS - 1; level++)
+        upper += part >= FRACTIONS[level];
+    const double low = slot[LEVEL + upper - 1], high = slot[LEVEL + upper];
+    const double start = FRACTIONS[upper - 1];
+    return low + (high - low) * ((part - start) / (FRACTIONS[upper] - start));
+}
+
+/* MEAN of every row: the mean decode time of a batch from now until the row is due, at least
+ * `budget` from now. A decode that is behind its pace goes on for another `least`. With `also` it is
+ * the larger of that and what MEAN is already: a batch that spans groups waits for the slowest. */
+void medha_mean(struct rows *rows, const struct decodes *decodes, double now, double budget,
+                double least, int also)
+{
+    const double *due = rows->columns + DUE * rows->capacity;
+    double *mean = rows->scratch + MEAN * rows->capacity;
+    double total = 0.0, ended_cost = 0.0, ended_work = 0.0;
+    int64_t at = 0;
+    for (int64_t j = 0; j < decodes->count; j++)
+        total += decodes->cost[j];
+    for (int64_t i = 0; i < rows->count; i++) {
+        const double until = larger(due[i] - now, budget);
+        double left;
+        while (at < decodes->count && (left = larger(decodes->ends[at] - now, least)) < until) {
+            ended_work += left * decodes->cost[at];
+            ended_cost += decodes->cost[at++];
+        }
+        const double value = ended_work / until + (total - ended_cost);
+        mean[i] = also ? larger(mean[i], value) : value;
+    }
+}
+
+/* The first row after which a coming decode begins; `begin`: when it begins. */
+static int64_t after(const struct rows *rows, const struct decode *decode, double now,
+                     double budget, double *begin)
+{
+    *begin = 0.0;
+    if (decode->row < 0)
+        return 0;
+    *begin = slot_of(rows, decode->row)[LEVEL];
+    if (decode->kind == AFTER_RELEGATED) {
+        *begin /= decode->share;
+        return 0;
+    }
+    const double due = rows->columns[DUE * rows->capacity + decode->row];
+    *begin = smaller(*begin, larger(due - now, budget));
+    return decode->row + 1;
+}
+
+/* Adds decodes that are to come to MEAN. */
+void medha_coming(struct rows *rows, const struct decode *coming, int64_t count, double now,
+                  double budget)
+{
+    const double *due = rows->columns + DUE * rows->capacity;
+    double *mean = rows->scratch + MEAN * rows->capacity;
+    for (const struct decode *decode = coming; decode < coming + count; decode++) {
+        double begin;
+        int64_t i = after(rows, decode, now, budget, &begin), whole, end = rows->count;
+        while (i < end && larger(due[i] - now, budget) - begin <= 0.0)
+            i++;
+        for (whole = i; whole < end; ) { /* rows whose whole window the decode fills */
+            const int64_t middle = (whole + end) / 2;
+            if (larger(due[middle] - now, budget) - begin <= decode->length)
+                whole = middle + 1;
+            else
+                end = middle;
+        }
+        for (; i < whole; i++)
+            mean[i] += decode->cost;
+        for (; i < rows->count; i++) {
+            const double window = larger(due[i] - now, budget) - begin;
+            mean[i] += decode->cost * smaller(1.0, decode->length / larger(window, 1e-9));
+        }
+    }
+}
+
+/* MEAN, times `part`, is alongside each row from now on. */
+void medha_apply(struct rows *rows, double part)
+{
+    const double *mean = rows->scratch + MEAN * rows->capacity;
+    double *alongside = rows->columns + ALONGSIDE * rows->capacity;
+    double *work = rows->columns + WORK * rows->capacity;
+    for (int64_t i = 0; i < rows->count; i++)
+        alongside[i] = mean[i] * part;
+    for (int64_t i = 0; i < rows->count; i++)
+        work[i] = between(slot_of(rows, i), alongside[i]);
+}
+
+/* The next row with a flag from `row` on; `count` if there is none. Few have it. */
+static int64_t next_with(const uint8_t *flag, int64_t row, int64_t count)
+{
+    for (uint64_t eight; row + 8 <= count; row += 8) {
+        memcpy(&eight, flag + row, sizeof eight);
+        if (eight)
+            break;
+    }
+    while (row < count && !flag[row])
+        row++;
+    return row;
+}
+
+/* TRIAL: the work of every promise, and of the row `place` if it is not -1, alongside the decodes
+ * that are counted and `plus`, at least `least` (parts of the capacity), and one decode more, which
+ * is not alongside its own row. */
+void medha_try(struct rows *rows, int64_t place, double plus, double least,
+               const struct decode *decode, double now, double budget, double part)
+{
+    const int64_t size = rows->capacity, count = rows->count;
+    const double *due = rows->columns + DUE * size, *counted = rows->columns + ALONGSIDE * size;
+    const uint8_t *promised = rows->flags + PROMISED * size;
+    double *trial = rows->scratch + TRIAL * size, begin = 0.0;
+    const int64_t first = decode->kind > RUNS ? after(rows, decode, now, budget, &begin) : 0;
+    int64_t next = next_with(promised, 0, count);
+    for (int64_t i = place >= 0 ? place : next; i < count;) {
+        const double window = larger(due[i] - now, budget) - begin;
+        double added = 0.0;
+        if (decode->kind == RUNS && i != decode->row)
+            added = decode->cost * smaller(1.0, decode->length / window);
+        else if (decode->kind > RUNS && i >= first && window > 0.0)
+            added = decode->cost * smaller(1.0, decode->length / larger(window, 1e-9));
+        trial[i] = between(slot_of(rows, i), larger(counted[i] + plus, least) + added * part);
+        i = next;
+        next = next_with(promised, next + 1, count);
+    }
+}
+
+/* --- promises --------------------------------------------------------------------------------- */
+
+/* What is left of the time of a newcomer at `place`, or of a row due later, if the newcomer joins
+ * the promises (`firm`: by TRIAL), or else the kept ones: negative if it does not fit. Works beyond
+ * `long_above` count `widened`. */
+double medha_room(const struct rows *rows, int64_t place, int firm, double start, double overhead,
+                  double inflation, double long_above, double widened)
+{
+    const int64_t size = rows->capacity, count = rows->count;
+    const double *due = rows->columns + DUE * size;
+    const double *work = firm ? rows->scratch + TRIAL * size : rows->columns + WORK * size;
+    const uint8_t *member = rows->flags + (firm ? PROMISED : KEPT) * size;
+    double sum = 0.0, before = 0.0, later = INFINITY;
+    for (int64_t i = next_with(member, 0, count); i < count; i = next_with(member, i + 1, count)) {
+        sum += (work[i] + overhead) * inflation * (work[i] > long_above ? widened : 1.0);
+        const double due_in = due[i] - start, margin = due_in - sum;
+        if (i < place)
+            before = due_in - margin;
+        else
+            later = smaller(margin, later);
+    }
+    const double own =
+        (work[place] + overhead) * inflation * (work[place] > long_above ? widened : 1.0);
+    return smaller(due[place] - start - before, later) - own;
+}
+
+/* The least margin of a promise if everything else gives way, infinite with none: by TRIAL with
+ * `tried`, else by WORK. */
+double medha_least(const struct rows *rows, int tried, double start, double overhead,
+                   double inflation)
+{
+    const int64_t size = rows->capacity, count = rows->count;
+    const double *due = rows->columns + DUE * size;
+    const double *work = tried ? rows->scratch + TRIAL * size : rows->columns + WORK * size;
+    const uint8_t *promised = rows->flags + PROMISED * size;
+    double sum = 0.0, least = INFINITY;
+    for (int64_t i = next_with(promised, 0, count); i < count; i = next_with(promised, i + 1, count)) {
+        sum += (work[i] + overhead) * inflation;
+        least = smaller(due[i] - start - sum, least);
+    }
+    return least;
+}
+
+/* The promises by deadline: pairs of the time until due, and the margin by TRIAL. Returns how many. */
+int64_t medha_promises(const struct rows *rows, double start, double overhead, double inflation,
+                       double *pairs)
+{
+    const int64_t size = rows->capacity, count = rows->count;
+    const double *due = rows->columns + DUE * size, *trial = rows->scratch + TRIAL * size;
+    const uint8_t *promised = rows->flags + PROMISED * size;
+    double sum = 0.0;
+    int64_t found = 0;
+    for (int64_t i = next_with(promised, 0, count); i < count; i = next_with(promised, i + 1, count)) {
+        sum += (trial[i] + overhead) * inflation;
+        pairs[2 * found] = due[i] - start;
+        pairs[2 * found + 1] = due[i] - start - sum;
+        found++;
+    }
+    return found;
+}
+
+/* --- reports ---------------------------------------------------------------------------------- */
+
+/* Sums of work: by relative slack, up to each of the `edges`; of what is not kept; of short prompts that are kept, and
+ * of those that are not; and the number of rows in need of pages. */
+enum { LOST = BANDS, KEPT_SHORT, LOST_SHORT, NEEDY, SUMS };
+void medha_report(const struct rows *rows, double now, double short_below, const double *edges,
+                  int all_kept, double *sums)
+{
+    const int64_t size = rows->capacity;
+    const double *due = rows->columns + DUE * size, *work = rows->columns + WORK * size;
+    const double *need = rows->columns + NEED * size;
+    const uint8_t *kept = rows->flags + KEPT * size;
+    memset(sums, 0, SUMS * sizeof *sums);
+    for (int64_t i = 0; i < rows->count; i++) {
+        const double norm = slot_of(rows, i)[NORM], slack = (due[i] - now - work[i]) / norm;
+        int band = 0;
+        for (int upto = 0; upto < BANDS - 1; upto++)
+            band += edges[upto] < slack;
+        const double brief = norm <= short_below ? work[i] : 0.0;
+        sums[band] += work[i];
+        const int is_kept = kept[i] | all_kept;
+        sums[LOST] += is_kept ? 0.0 : work[i];
+        sums[KEPT_SHORT] += is_kept ? brief : 0.0;
+        sums[LOST_SHORT] += is_kept ? 0.0 : brief;
+        sums[NEEDY] += need[i] > 0.0;
+    }
+}
+
+/* --- one decision with `lars` ----------------------------------------------------------------- */
+
+static void find_least(struct rows *rows)
+{
+    const double *left = rows->scratch + LEFT * rows->capacity;
+    const int8_t *rank = rows->marks + RANK * rows->capacity;
+    double least = INFINITY, promised = INFINITY;
+    for (int64_t at = 0; at < rows->kept; at++) {
+        const int64_t i = rows->held[at];
+        least = smaller(left[i] + APART[rank[i]], least);
+        promised = smaller(left[i] + MERELY[rank[i]], promised);
+    }
+    rows->least = least;
+    rows->least_promised = promised;
+}
+
+/* RANK becomes 2 for a promise, 1 for who else is kept, 0 for the rest; those of the kept, which
+ * are then `held`, have in BARE what they cost, and in LEFT their margin: the time until they are
+ * due less the costs of the held due no later. Costs of a promise count in full for promises
+ * (`inflation`), bare for who is merely kept. */
+void medha_margins(struct rows *rows, double start, double overhead, double inflation)
+{
+    const int64_t size = rows->capacity;
+    const double *due = rows->columns + DUE * size, *work = rows->columns + WORK * size;
+    const uint8_t *kept = rows->flags + KEPT * size, *promised = rows->flags + PROMISED * size;
+    double *bare = rows->scratch + BARE * size, *left = rows->scratch + LEFT * size;
+    int8_t *rank = rows->marks + RANK * size;
+    double sum = 0.0, full = 0.0, sure = 0.0, least_bare = INFINITY;
+    int64_t count = 0;
+    for (int64_t i = 0; i < rows->count; i++) {
+        rank[i] = (int8_t)(kept[i] + (kept[i] & promised[i]));
+        rows->held[count] = (int32_t)i;
+        count += kept[i];
+    }
+    for (int64_t at = 0; at < count; at++) {
+        const int64_t i = rows->held[at];
+        const double cost = work[i] + overhead, due_in = due[i] - start;
+        const double also[] = {cost, cost * inflation}, more[] = {0.0, cost};
+        sum += cost;
+        full += also[promised[i]];
+        sure += more[promised[i]];
+        const double taken[] = {sum, full};
+        bare[i] = cost;
+        left[i] = due_in - taken[promised[i]];
+        least_bare = smaller(due_in - sure + MERELY[rank[i]], least_bare);
+    }
+    rows->least_bare = least_bare;
+    rows->kept = count;
+    find_least(rows);
+}
+
+/* Where a margin is overrun, of who is kept without a promise and due no later the largest gives
+ * way: by more than `tolerance` for those themselves, at all for a promise. At most `most` do, the
+ * earliest overrun first; their rows go to `lost`. Those of RANK 3 are kept, and do not. Returns how
+ * many. */
+int64_t medha_relegate(struct rows *rows, double tolerance, int64_t most, int64_t *lost)
+{
+    const double *bare = rows->scratch + BARE * rows->capacity;
+    double *left = rows->scratch + LEFT * rows->capacity;
+    int8_t *rank = rows->marks + RANK * rows->capacity;
+    const int32_t *held = rows->held;
+    const double overrun[] = {-INFINITY, -tolerance, 0.0, -tolerance};
+    int64_t count = 0, first = 0, upto = 0;
+    for (; count < most; count++) {
+        while (first < rows->kept && rank[held[first]] != 1)
+            first++;
+        if (upto < first) /* before it there was no overrun, and margins have only widened */
+            upto = first;
+        while (upto < rows->kept && left[held[upto]] >= overrun[rank[held[upto]]])
+            upto++;
+        if (upto >= rows->kept)
+            break;
+        int64_t largest = first;
+        for (int64_t at = first + 1; at <= upto; at++)
+            if (bare[held[at]] > bare[held[largest]] && rank[held[at]] == 1)
+                largest = at;
+        lost[count] = held[largest];
+        rank[held[largest]] = 0;
+        for (int64_t at = largest + 1; at < rows->kept; at++)
+            left[held[at]] += bare[lost[count]];
+    }
+    if (count)
+        find_least(rows);
+    return count;
+}
+
+/* Makes ready for `medha_fitting`: BARE and OWN of every row, what it costs and the time until it is
+ * due less the bare costs of the kept due no later; OTHERS the margin of the kept, as LEFT before
+ * anyone gave way. `medha_margins` comes before: LEFT is let be. */
+void medha_open(struct rows *rows, double start, double overhead, double inflation)
+{
+    const int64_t size = rows->capacity;
+    const double *due = rows->columns + DUE * size, *work = rows->columns + WORK * size;
+    const uint8_t *kept = rows->flags + KEPT * size, *promised = rows->flags + PROMISED * size;
+    double *bare = rows->scratch + BARE * size, *own = rows->scratch + OWN * size;
+    double *others = rows->scratch + OTHERS * size, sum = 0.0, full = 0.0;
+    for (int64_t i = 0; i < rows->count; i++)
+        bare[i] = work[i] + overhead;
+    for (int64_t i = 0; i < rows->count; i++) {
+        const double costs[] = {0.0, bare[i]};
+        const double widened[] = {costs[kept[i]], costs[kept[i]] * inflation};
+        sum += costs[kept[i]];
+        full += widened[promised[i]];
+        own[i] = due[i] - start - sum;
+        const double margins[] = {own[i], due[i] - start - full};
+        others[i] = margins[promised[i]] + APART[kept[i]];
+    }
+}
+
+/* The smallest, of equal ones the first, of who is not kept and would fit with `guard` to spare;
+ * of those beyond `after` in that order if that is not -1. Returns its row, or -1. */
+int64_t medha_fitting(const struct rows *rows, double guard, int64_t after)
+{
+    const uint8_t *kept = rows->flags + KEPT * rows->capacity;
+    const double *bare = rows->scratch + BARE * rows->capacity;
+    const double *own = rows->scratch + OWN * rows->capacity;
+    const double *others = rows->scratch + OTHERS * rows->capacity;
+    double later = INFINITY;
+    int64_t best = -1;
+    for (int64_t i = rows->count - 1; i >= 0; i--) {
+        later = smaller(others[i], later);
+        if (smaller(own[i], later) - guard < bare[i] || kept[i])
+            continue;
+        if (best >= 0 && bare[i] > bare[best])
+            continue;
+        if (after < 0 || bare[i] > bare[after] || (bare[i] == bare[after] && i > after))
+            best = i;
+    }
+    return best;
+}
+
+/* The row is kept from now on: it leaves that much less to itself and to whoever is due later. */
+void medha_keep(struct rows *rows, int64_t row)
+{
+    double *own = rows->scratch + OWN * rows->capacity;
+    double *others = rows->scratch + OTHERS * rows->capacity;
+    const double cost = rows->scratch[BARE * rows->capacity + row];
+    for (int64_t i = row; i < rows->count; i++) {
+        own[i] -= cost;
+        others[i] -= cost;
+    }
+    others[row] = own[row];
+}
+
+/* TIER and KEY of every row that is ready and needs at most `pages`: those are `able`. The tiers
+ * are described in policies.py. A kept one may do, out of order, what the margins of those due
+ * before it bear (anyone else: those of all), and of that `guard` does not count.
+ * `long_above`: work, or with `by_tokens` tokens, beyond which a prompt is long. `owed`: 0, or the
+ * relegated have their share coming and it is the turn of 1: the one due first, 2: short ones. */
+void medha_order(struct rows *rows, double pages, double start, double long_above, int by_tokens,
+                 double guard, int owed)
+{
+    const int64_t size = rows->capacity, count = rows->count;
+    const double *due = rows->columns + DUE * size, *all_work = rows->columns + WORK * size;
+    const double *need = rows->columns + NEED * size, *left = rows->scratch + LEFT * size;
+    const uint8_t *kept = rows->flags + KEPT * size, *ready = rows->flags + READY * size;
+    double *key = rows->scratch + KEY * size, before = INFINITY;
+    const int8_t *rank = rows->marks + RANK * size;
+    int8_t *tier = rows->marks + TIER * size;
+    int8_t *is_long = rows->marks + LONG * size;
+    int32_t *able = rows->able;
+    int64_t found = 0, first = -1, shorts = 0;
+    rows->last = INFINITY;
+    for (int64_t i = 0; i < count; i++) {
+        key[i] = before; /* as yet: what those due before it bear */
+        before = smaller(left[i] + APART[rank[i]], before);
+        able[found] = (int32_t)i;
+        found += ready[i] & (need[i] <= pages);
+    }
+    if (count)
+        rows->last = rank[count - 1] ? key[count - 1] : rows->least;
+    for (int64_t at = 0; at < found; at++) {
+        const int64_t i = able[at];
+        const double work = all_work[i], due_in = due[i] - start;
+        const double room = (rank[i] ? key[i] : rows->least) - guard;
+        is_long[i] = (by_tokens ? slot_of(rows, i)[TOKENS] : work) > long_above;
+        if (!kept[i] && first < 0)
+            first = i;
+        shorts += !kept[i] && !is_long[i];
+        if (room >= work && !is_long[i])
+            tier[i] = ABSORBED, key[i] = work;
+        else if (kept[i] && is_long[i] && room >= 0.0)
+            tier[i] = SLACK, key[i] = (due_in - work) / slot_of(rows, i)[NORM];
+        else if (kept[i])
+            tier[i] = DEADLINE, key[i] = due_in;
+        else
+            tier[i] = RELEGATED, key[i] = work;
+    }
+    for (int64_t at = 0; owed && at < found; at++) {
+        const int64_t i = able[at];
+        if (!kept[i] && (owed == 2 && shorts ? !is_long[i] : i == first))
+            tier[i] = OWED, key[i] = all_work[i];
+    }
+    rows->left = found;
+}
+
+/* Whether row `a` is visited before row `b`: ties by (arrival, id), of which TURN is the rank. */
+static int precedes(const struct rows *rows, int64_t a, int64_t b)
+{
+    const int8_t *tier = rows->marks + TIER * rows->capacity;
+    const double *key = rows->scratch + KEY * rows->capacity;
+    if (tier[a] != tier[b])
+        return tier[a] < tier[b];
+    return key[a] != key[b] ? key[a] < key[b]
+                            : slot_of(rows, a)[TURN] < slot_of(rows, b)[TURN];
+}
+
+/* The next rows in order that need at most `pages` and, with `only_short`, are not long: the places
+ * of at most `most` go to `few`, behind them `most` tiers and `most` times whether it is long.
+ * Returns how many there are; they are not handed out again. */
+int64_t medha_few(struct rows *rows, double pages, int only_short, int64_t most, int64_t *few)
+{
+    const double *need = rows->columns + NEED * rows->capacity;
+    int8_t *tier = rows->marks + TIER * rows->capacity;
+    const int8_t *is_long = rows->marks + LONG * rows->capacity;
+    int64_t found = 0, stay = 0;
+    for (int64_t one = 0; one < rows->left; one++) {
+        const int64_t i = rows->able[one];
+        if (need[i] > pages || (only_short && is_long[i]))
+            continue;
+        if (found == most && !precedes(rows, i, few[most - 1]))
+            continue;
+        int64_t at = found < most ? found++ : most - 1;
+        for (; at > 0 && precedes(rows, i, few[at - 1]); at--)
+            few[at] = few[at - 1];
+        few[at] = i;
+    }
+    for (int64_t at = 0; at < found; at++) {
+        few[most + at] = tier[few[at]];
+        few[2 * most + at] = is_long[few[at]];
+        tier[few[at]] = NONE;
+    }
+    for (int64_t one = 0; one < rows->left; one++) {
+        rows->able[stay] = rows->able[one];
+        stay += tier[rows->able[one]] != NONE;
+    }
+    rows->left = stay;
+    return found;
+}
