@@ -47,6 +47,7 @@ MODULES = (
             "group_selection",
             "kv_groups",
             "lifecycle",
+            "load_report",
             "membership",
             "policies",
             "prefill_admission",

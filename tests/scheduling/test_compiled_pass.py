@@ -451,8 +451,9 @@ def test_a_promise_is_tried_alongside_its_own_decode(
     if promised[place]:
         least_s = rows.least_margin_s(True, 0.0, OVERHEAD_S, INFLATION)
         assert least_s == pytest.approx(min(alone))
-        pairs = rows.promise_margins(len(joined), 0.0, OVERHEAD_S, INFLATION)
-        assert pairs[:, 1].tolist() == pytest.approx(alone)
+        due_s, margins_s = rows.promise_margins(len(joined), 0.0, OVERHEAD_S, INFLATION, 70)
+        assert due_s == [float(waiting.due_s[row]) for row in sorted(joined)]
+        assert margins_s == pytest.approx(alone)
 
 
 @given(st.lists(st.tuples(EIGHTHS, EIGHTHS), max_size=200), st.integers(0, 1 << 32), EIGHTHS)

@@ -59,6 +59,15 @@ def outcomes(batch: Batch) -> BatchResult:
     return BatchResult(tuple(Sampled(chunk.seq, False) for chunk in batch.chunks if chunk.yields))
 
 
+def test_what_is_granted_by_is_what_a_report_says() -> None:
+    plan = crowd(40)
+    plan.submit(request("late", 640, within_s=1e-3), 0.0)
+    plan.next_batch(0.0, frozenset({0}))
+    load = plan.load(0.01)
+    assert plan.ahead(0.01) == (load.ahead_s, load.relegated_ahead_s)
+    assert load.ahead_s > load.relegated_ahead_s >= 0.0
+
+
 def test_a_report_visits_no_waiting_request() -> None:
     few, many = crowd(40), crowd(400)
     few.load(0.0), many.load(0.0)

@@ -21,6 +21,7 @@ import msgspec
 from medha.config import QueueOrder
 from medha.fleet.request_queue import QueuedRequest, RequestQueue
 from medha.messages import Grant, Head, Load
+from medha.scheduling.interface import Ahead
 
 MAX_GRANTS = 256
 
@@ -86,7 +87,7 @@ class GrantQueue:
             self._heads.remove(queued.id)
         self._leases = {key: lease for key, lease in self._leases.items() if lease.router != router}
 
-    def grant(self, load: Load, now: float) -> dict[str, Grant]:
+    def grant(self, load: Ahead | Load, now: float) -> dict[str, Grant]:
         """Grants to send now, by router. Their leases start at `now`."""
         granted: dict[str, list[str]] = {}
         for queued in self.grantable(load, now):
@@ -95,7 +96,7 @@ class GrantQueue:
             granted.setdefault(queued.replica, []).append(queued.id)
         return {router: Grant(tuple(ids), self.lease_s) for router, ids in granted.items()}
 
-    def grantable(self, load: Load, now: float) -> list[QueuedRequest]:
+    def grantable(self, load: Ahead | Load, now: float) -> list[QueuedRequest]:
         """The heads that a replica with this load has room for, most urgent first."""
         self._leases = {key: lease for key, lease in self._leases.items() if lease.ends_s > now}
         before_s = {False: load.ahead_s, True: load.relegated_ahead_s}  # by lateness

@@ -26,7 +26,7 @@ from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import Profile
 from medha.request import Request, SloClass
-from medha.scheduling.interface import Admitted, Completed, Failure
+from medha.scheduling.interface import Admitted, Ahead, Completed, Failure
 from medha.scheduling.scheduler import Scheduler
 from medha.topology import Topology
 
@@ -121,6 +121,9 @@ class RecordingScheduler:
 
     def load(self, now: float) -> Load:
         return self.scheduler.load(now)
+
+    def ahead(self, now: float) -> Ahead:
+        return self.scheduler.ahead(now)
 
     def cached_pages(self, group: int) -> int:
         return self.scheduler.cached_pages(group)

@@ -126,13 +126,11 @@ def group_sets_fit(
     A promise that is too late already, and no later with the newcomer, is no reason to refuse.
     """
     after = spares_s(groups, costs, by_s, newcomer)
-    if not after:
+    tight = {number: spare_s for number, spare_s in after.items() if spare_s < guard_s}
+    if not tight:
         return True
     before = spares_s(groups, costs, by_s)
-    return all(
-        spare_s >= guard_s or spare_s >= before.get(number, float("inf"))
-        for number, spare_s in after.items()
-    )
+    return all(spare_s >= before.get(number, float("inf")) for number, spare_s in tight.items())
 
 
 def spares_s(
@@ -161,13 +159,14 @@ def spares_s(
             laid[group] = laid[group].copy()
             laid[group][waiting.place(newcomer.key)] = True
     ends = _ends_s(groups, spanning, taken, laid)
-    spares = {
-        sequence.number: sequence.key[0] - by_s - ends[sequence.number] for sequence in spanning
-    }
-    for place, later in reversed([*enumerate(spanning)]):
-        for earlier in spanning[:place]:  # a delay of the earlier delays the later one too
-            if not set(earlier.assigned_groups).isdisjoint(later.assigned_groups):
-                spares[earlier.number] = min(spares[earlier.number], spares[later.number])
+    spares: dict[int, float] = {}
+    least: dict[int, float] = {}  # of the later promises in each group
+    for sequence in reversed(spanning):  # a delay of the earlier delays the later one too
+        spare_s = sequence.key[0] - by_s - ends[sequence.number]
+        for group in sequence.assigned_groups:
+            spare_s = min(spare_s, least.get(group, spare_s))
+        least.update(dict.fromkeys(sequence.assigned_groups, spare_s))
+        spares[sequence.number] = spare_s
     return spares
 
 
@@ -186,21 +185,19 @@ def _ends_s(
     free, laid_out = dict.fromkeys(sums, 0.0), dict.fromkeys(sums, 0.0)
     ends: dict[int, float] = {}
     for sequence in spanning:
-        rows = [
-            (group, groups.running[group].place(sequence.key))
-            for group in sequence.assigned_groups
-            if group in sums and sequence in groups.running[group]
-        ]
-        own = [float(costs[group][row]) for group, row in rows]
-        before = [
-            float(sums[group][row]) - cost - laid_out[group]
-            for (group, row), cost in zip(rows, own, strict=True)
-        ]
+        groups_of, own, before = [], [], []
+        for group in sequence.assigned_groups:
+            row = groups.running[group].find(sequence) if group in sums else -1
+            if row >= 0:
+                cost = costs[group].item(row)
+                groups_of.append(group)
+                own.append(cost)
+                before.append(sums[group].item(row) - cost - laid_out[group])
         end = 0.0
-        for turn, (group, _) in enumerate(rows):
-            later = own[turn + 1] if turn + 1 < len(rows) else 0.0
+        for turn, group in enumerate(groups_of):
+            later = own[turn + 1] if turn + 1 < len(own) else 0.0
             end = max(end, free[group] + before[turn]) + max(0.0, own[turn] - later)
-        for (group, _), cost, single in zip(rows, own, before, strict=True):
+        for group, cost, single in zip(groups_of, own, before, strict=True):
             free[group] = end - single
             laid_out[group] += cost
         ends[sequence.number] = end

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import abc
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -24,6 +24,13 @@ class Admitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cached_tokens: int
     promised: bool
     predicted_ttft_s: float
+
+
+class Ahead(NamedTuple):
+    """Work that would run before a most urgent new request: two fields of Load."""
+
+    ahead_s: float
+    relegated_ahead_s: float
 
 
 class Completed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,6 +109,10 @@ class SchedulerInterface(Protocol):
 
     def load(self, now: float) -> Load:
         """Return the load by which the router places and admits requests."""
+        ...
+
+    def ahead(self, now: float) -> Ahead:
+        """Return the part of `load` by which requests are granted, in less time."""
         ...
 
     def cached_pages(self, group: int) -> int:

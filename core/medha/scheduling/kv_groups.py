@@ -62,7 +62,12 @@ class KvGroups:
 
         As output is produced, a sequence needs no more groups than when it started.
         """
-        return max([self.groups_needed(sequence) for sequence in self.large.values()], default=1)
+        most = 1
+        for sequence in self.large.values():
+            most = max(most, self.groups_needed(sequence))
+            if most == self.pool.groups_max:
+                break
+        return most
 
     def measure(self, sequence: Sequence) -> None:
         """Update `large`: the sequence is new, or its output became a part of its prompt."""

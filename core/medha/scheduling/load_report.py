@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import struct
 
-import numpy as np
-
 from medha.messages.fields import Load
+from medha.scheduling.interface import Ahead
 from medha.scheduling.native import WorkSums
 from medha.scheduling.prefill_admission import DecodeAccount
 from medha.scheduling.state import SchedulerState
@@ -32,18 +31,18 @@ def report(
     queues, promises, pool = state.queues.by_group, state.promises, state.pool
     running = sorted(queues)
     groups = range(max(running) + 1) if running else range(0)
-    sums = {group: work_sums(state, group, now) for group in running}
+    sums = work_sums(state, now)
     waiting, prefilling = _counts(state, sums)
     best = min(running, key=lambda group: (sums[group].pending_s, group), default=None)
     alongside = 0.0 if best is None else account.promise_part()
-    ahead_s, relegated_ahead_s = ahead(state, sums, now)
+    before = ahead(state, sums, now)
     return Load(
         margins=() if best is None else _margins(state, account, best, now),
         pending_bands=_bands(sums),
         pending_s=sum(group_sums.pending_s for group_sums in sums.values()),
         relegated_s=sum(group_sums.relegated_s for group_sums in sums.values()),
-        ahead_s=ahead_s,
-        relegated_ahead_s=relegated_ahead_s,
+        ahead_s=before.ahead_s,
+        relegated_ahead_s=before.relegated_ahead_s,
         waiting=waiting,
         prefilling=prefilling,
         decoding=len(state.running),
@@ -64,7 +63,7 @@ def report(
     )
 
 
-def ahead(state: SchedulerState, sums: dict[int, WorkSums], now: float) -> tuple[float, float]:
+def ahead(state: SchedulerState, sums: dict[int, WorkSums], now: float) -> Ahead:
     """Return the time before a most urgent new request starts, and before a relegated one.
 
     Stage 0's rest, then short prompts: relegated prompts run after all that are kept, and long ones
@@ -75,14 +74,17 @@ def ahead(state: SchedulerState, sums: dict[int, WorkSums], now: float) -> tuple
         for group, group_sums in sums.items()
     ]
     relegated_s = [group_sums.relegated_short_s for group_sums in sums.values()]
-    return min(kept_s, default=0.0), min(relegated_s, default=0.0)
+    return Ahead(min(kept_s, default=0.0), min(relegated_s, default=0.0))
 
 
-def work_sums(state: SchedulerState, group: int, now: float) -> WorkSums:
-    """Return the sums of a group's work. All of it is kept under a policy without promises."""
-    promises = state.promises
-    rows = state.queues.by_group[group].rows
-    return rows.sums(now, 8.0 * promises.longest_s, EDGES, all_kept=not promises.promising)
+def work_sums(state: SchedulerState, now: float) -> dict[int, WorkSums]:
+    """Return the sums of each group's work. All is kept under a policy without promises."""
+    promises, queues = state.promises, state.queues.by_group
+    short_s, all_kept = 8.0 * promises.longest_s, not promises.promising
+    return {
+        group: queues[group].rows.sums(now, short_s, EDGES, all_kept=all_kept)
+        for group in sorted(queues)
+    }
 
 
 def _counts(state: SchedulerState, sums: dict[int, WorkSums]) -> tuple[int, int]:
@@ -112,15 +114,9 @@ def _margins(
     """
     promises, lead = state.promises, state.in_flight.free_in_s(group, now)
     account.try_nothing(group, now)
-    margins = promises.margins(group, now + lead)
-    if len(margins) > MARGINS:
-        starts = np.linspace(0, len(margins), MARGINS, endpoint=False).astype(np.intp)
-        ends = np.append(starts[1:], len(margins)) - 1
-        work_s = margins[ends, 0] - margins[ends, 1]
-        margins = np.stack([margins[starts, 0], margins[starts, 0] - work_s], axis=1)
-    margins[:, 0] += lead + promises.drain_s
-    due_in_s, margins_s = margins.T.tolist()
-    return tuple(zip(due_in_s, margins_s, strict=True))
+    due_in_s, margins_s = promises.margins(group, now + lead, MARGINS)
+    after_s = lead + promises.drain_s
+    return tuple(zip([due_s + after_s for due_s in due_in_s], margins_s, strict=True))
 
 
 def _bands(sums: dict[int, WorkSums]) -> tuple[tuple[float, float], ...]:

@@ -25,9 +25,9 @@ Mask = npt.NDArray[np.bool_]
 # Two dots, so that Python does not take it for a module.
 LIBRARY = pathlib.Path(__file__).with_name("rows.kernel.so")
 # Columns and flags of a row, and where a slot holds the rest; see rows.c.
-DUE, WORK, ALONGSIDE, NEED, COLUMNS = range(5)
+DUE, WORK, ALONGSIDE, NEED, NORM, COLUMNS = range(6)
 KEPT, PROMISED, READY, FLAGS = range(4)
-ARRIVAL, NORM, TOKENS, PASSED, TURN, LEVEL = range(6)
+ARRIVAL, TOKENS, PASSED, TURN, LEVEL = range(5)
 # Numbers of scratch and mark columns, and the one with margins.
 SCRATCH, MARKS, LEFT, TRIAL = 7, 3, 1, 6
 # The mark column of the rank, and its values for kept and protected rows without a promise.
@@ -69,7 +69,7 @@ class _Decodes(ctypes.Structure):
 _POINTER, _NUMBER, _COUNT = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
 # Arguments of each function, and what it returns.
 _SIGNATURES = {
-    "insert": ([_POINTER, _COUNT, ctypes.c_int32, *[_NUMBER] * 4], None),
+    "insert": ([_POINTER, _COUNT, ctypes.c_int32, *[_NUMBER] * 5], None),
     "remove": ([_POINTER, _COUNT], None),
     "begin": ([_POINTER, _COUNT, _NUMBER, _NUMBER], None),
     "end": ([_POINTER, _COUNT, _NUMBER], _NUMBER),
@@ -80,7 +80,8 @@ _SIGNATURES = {
     "try": ([_POINTER, _COUNT, _NUMBER, _NUMBER, ctypes.c_char_p, *[_NUMBER] * 3], None),
     "room": ([_POINTER, _COUNT, ctypes.c_int, *[_NUMBER] * 5], _NUMBER),
     "least": ([_POINTER, ctypes.c_int, *[_NUMBER] * 3], _NUMBER),
-    "promises": ([_POINTER, *[_NUMBER] * 3, _POINTER], _COUNT),
+    "promises": ([_POINTER, _COUNT, *[_NUMBER] * 3, _COUNT, _POINTER], _COUNT),
+    "work_before": ([_POINTER, _COUNT], _NUMBER),
     "report": ([_POINTER, _NUMBER, _NUMBER, ctypes.c_char_p, ctypes.c_int, _POINTER], None),
     "margins": ([_POINTER, *[_NUMBER] * 3], None),
     "relegate": ([_POINTER, _NUMBER, _COUNT, _POINTER], _COUNT),
@@ -211,13 +212,14 @@ class Rows:
         work_s: float,
         alongside: float,
         need: int,
+        norm_s: float,
     ) -> None:
         """Insert a row without flags; `values` are those of its slot."""
         if not self._free:
             self._allot(2 * self.columns.shape[1])
         slot = self._free.pop()
         self.slots[slot] = values
-        self._kernel.medha_insert(self._at, place, slot, due_s, work_s, alongside, need)
+        self._kernel.medha_insert(self._at, place, slot, due_s, work_s, alongside, need, norm_s)
         self.count += 1
 
     def remove(self, place: int) -> None:
@@ -311,12 +313,23 @@ class Rows:
         return least_s
 
     def promise_margins(
-        self, count: int, start: float, overhead_s: float, inflation: float
-    ) -> Floats:
-        """Return [count, (due in, margin)] of all promises, by deadline and `trial_s`."""
-        pairs = np.empty((count, 2))
-        self._kernel.medha_promises(self._at, start, overhead_s, inflation, pairs.ctypes.data)
-        return pairs
+        self, count: int, start: float, overhead_s: float, inflation: float, most: int
+    ) -> tuple[list[float], list[float]]:
+        """Return the times until due and the margins of all `count` promises, by `trial_s`.
+
+        At most `most` of them: then each is of a run of promises, as if all its work were due with
+        the first.
+        """
+        found = (ctypes.c_double * (2 * most))()
+        runs = self._kernel.medha_promises(
+            self._at, count, start, overhead_s, inflation, most, found
+        )
+        return found[:runs], found[most : most + runs]
+
+    def work_before_s(self, place: int) -> float:
+        """Return the work of the rows before a place."""
+        work_s: float = self._kernel.medha_work_before(self._at, place)
+        return work_s
 
     def sums(self, now: float, short_below_s: float, edges: bytes, *, all_kept: bool) -> WorkSums:
         """Return sums of work. `short_below_s`: divisor of slack up to which a prompt is short.

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from medha.scheduling.native import ARRIVAL, NORM, Floats, Mask
+from medha.scheduling.native import ARRIVAL, Floats, Mask
 from medha.scheduling.waiting_queue import Places, WaitingQueue
 
 GUARANTEED, ABSORBED, SLACK, DEADLINE, RELEGATED = -1, 0, 1, 2, 3
@@ -90,15 +90,13 @@ Policy = abc.Callable[[PrefillView], PolicyKeys]
 
 def lars_paper(view: PrefillView) -> PolicyKeys:
     """Relative slack; a long prefill yields part of the budget (Algorithms 1 and 2)."""
-    rho = relative_slack(view.due_in_s, view.work_s, view.waiting.values(NORM, view.rows))
+    rho = relative_slack(view.due_in_s, view.work_s, view.waiting.norm_s[view.rows])
     return PolicyKeys(rho, np.where(view.long, yielded(rho, view.max_yield), 0.0))
 
 
 def lars_paper_no_sharing(view: PrefillView) -> PolicyKeys:
     """Relative slack; a long prefill takes the budget whole."""
-    return PolicyKeys(
-        relative_slack(view.due_in_s, view.work_s, view.waiting.values(NORM, view.rows))
-    )
+    return PolicyKeys(relative_slack(view.due_in_s, view.work_s, view.waiting.norm_s[view.rows]))
 
 
 def lrs(view: PrefillView) -> PolicyKeys:

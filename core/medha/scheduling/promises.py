@@ -295,14 +295,14 @@ class PromiseSet:
         sequence.set_rank(kept, promised)
         self.groups.queues.update_flags(sequence)
 
-    def margins(self, group: int, start: float) -> Floats:
-        """Return [promise, (due in, margin)] of a group from `start` on, by deadline, for Load.
+    def margins(self, group: int, start: float, most: int) -> tuple[list[float], list[float]]:
+        """Return the times until due and margins of a group's promises, by the works tried last.
 
-        By the works tried last.
+        From `start` on, by deadline; at most `most`, each of a run of promises if there are more.
         """
         waiting, start = self.waiting[group], start + self.drain_s
         return waiting.rows.promise_margins(
-            waiting.promised_count, start, self.overhead_s, self._inflation
+            waiting.promised_count, start, self.overhead_s, self._inflation, most
         )
 
     # --- one round --------------------------------------------------------------------------------

@@ -20,9 +20,9 @@
 #include <string.h>
 
 enum { LEVELS = 6, BANDS = 8 };                          /* prefill_times.py, load_report.py */
-enum { DUE, WORK, ALONGSIDE, NEED };                     /* columns, by row */
+enum { DUE, WORK, ALONGSIDE, NEED, NORM, COLUMNS };      /* columns, by row */
 enum { KEPT, PROMISED, READY, FLAGS };                   /* flags, by row */
-enum { ARRIVAL, NORM, TOKENS, PASSED, TURN, LEVEL, SLOT = LEVEL + LEVELS }; /* by slot */
+enum { ARRIVAL, TOKENS, PASSED, TURN, LEVEL, SLOT = LEVEL + LEVELS }; /* by slot */
 enum { BARE, LEFT, KEY, OWN, OTHERS, MEAN, TRIAL };      /* scratch, in seconds; MEAN: see below */
 enum { RANK, TIER, LONG };                               /* marks */
 enum { OWED = -1, ABSORBED, SLACK, DEADLINE, RELEGATED, NONE };
@@ -88,7 +88,7 @@ static double *slot_of(const struct rows *rows, int64_t row)
 static void shift(struct rows *rows, int64_t at, int64_t from, int64_t to)
 {
     const int64_t count = rows->count - at;
-    for (int column = DUE; column <= NEED; column++) {
+    for (int column = DUE; column < COLUMNS; column++) {
         double *values = rows->columns + column * rows->capacity;
         memmove(values + to, values + from, (size_t)count * sizeof *values);
     }
@@ -101,11 +101,11 @@ static void shift(struct rows *rows, int64_t at, int64_t from, int64_t to)
 
 /* Inserts a row whose slot is filled; its flags are not set. */
 void medha_insert(struct rows *rows, int64_t at, int32_t slot, double due, double work,
-                  double alongside, double need)
+                  double alongside, double need, double norm)
 {
-    const double values[] = {due, work, alongside, need};
+    const double values[] = {due, work, alongside, need, norm};
     shift(rows, at, at, at + 1);
-    for (int column = DUE; column <= NEED; column++)
+    for (int column = DUE; column < COLUMNS; column++)
         rows->columns[column * rows->capacity + at] = values[column];
     for (int flag = KEPT; flag < FLAGS; flag++)
         rows->flags[flag * rows->capacity + at] = 0;
@@ -346,22 +346,40 @@ double medha_least(const struct rows *rows, int tried, double start, double over
     return least;
 }
 
-/* The promises by deadline: pairs of the time until due, and the margin by TRIAL. Returns how many. */
-int64_t medha_promises(const struct rows *rows, double start, double overhead, double inflation,
-                       double *pairs)
+/* The first of so many promises in one of so many runs. */
+static int64_t first_of_run(int64_t run, int64_t promises, int64_t runs)
+{
+    return run < runs ? run * promises / runs : -1;
+}
+
+/* The promises by deadline: their times until due from `start` on, and `most` behind them their
+ * margins by TRIAL. Where there are more than `most`, each is of a run of promises, as if all its
+ * work were due with the first. Returns how many. */
+int64_t medha_promises(const struct rows *rows, int64_t promises, double start, double overhead,
+                       double inflation, int64_t most, double *found)
 {
     const int64_t size = rows->capacity, count = rows->count;
     const double *due = rows->columns + DUE * size, *trial = rows->scratch + TRIAL * size;
     const uint8_t *promised = rows->flags + PROMISED * size;
+    const int64_t runs = promises < most ? promises : most;
     double sum = 0.0;
-    int64_t found = 0;
+    int64_t run = -1, seen = 0;
     for (int64_t i = next_with(promised, 0, count); i < count; i = next_with(promised, i + 1, count)) {
         sum += (trial[i] + overhead) * inflation;
-        pairs[2 * found] = due[i] - start;
-        pairs[2 * found + 1] = due[i] - start - sum;
-        found++;
+        if (seen++ == first_of_run(run + 1, promises, runs))
+            found[++run] = due[i] - start;
+        found[most + run] = found[run] - sum;
     }
-    return found;
+    return runs;
+}
+
+double medha_work_before(const struct rows *rows, int64_t row)
+{
+    const double *work = rows->columns + WORK * rows->capacity;
+    double sum = 0.0;
+    for (int64_t i = 0; i < row; i++)
+        sum += work[i];
+    return sum;
 }
 
 /* --- reports ---------------------------------------------------------------------------------- */
@@ -374,15 +392,15 @@ void medha_report(const struct rows *rows, double now, double short_below, const
 {
     const int64_t size = rows->capacity;
     const double *due = rows->columns + DUE * size, *work = rows->columns + WORK * size;
-    const double *need = rows->columns + NEED * size;
+    const double *need = rows->columns + NEED * size, *norm = rows->columns + NORM * size;
     const uint8_t *kept = rows->flags + KEPT * size;
     memset(sums, 0, SUMS * sizeof *sums);
     for (int64_t i = 0; i < rows->count; i++) {
-        const double norm = slot_of(rows, i)[NORM], slack = (due[i] - now - work[i]) / norm;
+        const double slack = (due[i] - now - work[i]) / norm[i];
         int band = 0;
         for (int upto = 0; upto < BANDS - 1; upto++)
             band += edges[upto] < slack;
-        const double brief = norm <= short_below ? work[i] : 0.0;
+        const double brief = norm[i] <= short_below ? work[i] : 0.0;
         sums[band] += work[i];
         const int is_kept = kept[i] | all_kept;
         sums[LOST] += is_kept ? 0.0 : work[i];
@@ -546,7 +564,8 @@ void medha_order(struct rows *rows, double pages, double start, double long_abov
 {
     const int64_t size = rows->capacity, count = rows->count;
     const double *due = rows->columns + DUE * size, *all_work = rows->columns + WORK * size;
-    const double *need = rows->columns + NEED * size, *left = rows->scratch + LEFT * size;
+    const double *need = rows->columns + NEED * size, *norm = rows->columns + NORM * size;
+    const double *left = rows->scratch + LEFT * size;
     const uint8_t *kept = rows->flags + KEPT * size, *ready = rows->flags + READY * size;
     double *key = rows->scratch + KEY * size, before = INFINITY;
     const int8_t *rank = rows->marks + RANK * size;
@@ -574,7 +593,7 @@ void medha_order(struct rows *rows, double pages, double start, double long_abov
         if (room >= work && !is_long[i])
             tier[i] = ABSORBED, key[i] = work;
         else if (kept[i] && is_long[i] && room >= 0.0)
-            tier[i] = SLACK, key[i] = (due_in - work) / slot_of(rows, i)[NORM];
+            tier[i] = SLACK, key[i] = (due_in - work) / norm[i];
         else if (kept[i])
             tier[i] = DEADLINE, key[i] = due_in;
         else

@@ -25,9 +25,9 @@ from medha.request import Request, SloClass
 from medha.scheduling.batch_builder import BatchBuilder, BatchDraft
 from medha.scheduling.block_pool import BlockPool
 from medha.scheduling.group_selection import GroupSelector
-from medha.scheduling.interface import Admitted, Completed, Failure
+from medha.scheduling.interface import Admitted, Ahead, Completed, Failure
 from medha.scheduling.lifecycle import Lifecycle, Outcomes
-from medha.scheduling.load_report import report
+from medha.scheduling.load_report import ahead, report, work_sums
 from medha.scheduling.membership import GroupMembership
 from medha.scheduling.policies import normaliser_s
 from medha.scheduling.prefill_admission import DecodeAccount, PrefillAdmission
@@ -168,8 +168,7 @@ class Scheduler:
             return sequence.total_work_s
         group = sequence.assigned_groups[0]
         waiting = self._waiting[group]
-        place = waiting.place(sequence.key)
-        before_s = float(waiting.work_s[:place].sum())
+        before_s = waiting.rows.work_before_s(waiting.place(sequence.key))
         return self._in_flight.free_in_s(group, now) + before_s + sequence.total_work_s
 
     # --- batches ----------------------------------------------------------------------------------
@@ -309,6 +308,9 @@ class Scheduler:
             self._promised_work.report(now),
             now,
         )
+
+    def ahead(self, now: float) -> Ahead:
+        return ahead(self._state, work_sums(self._state, now), now)
 
     def cached_pages(self, group: int) -> int:
         return self._state.pool[group].cached

@@ -21,6 +21,7 @@ from medha.scheduling.native import (
     KEPT,
     LEVEL,
     NEED,
+    NORM,
     PASSED,
     PROMISED,
     READY,
@@ -41,9 +42,9 @@ class WaitingQueue:
 
     Columns: `work_s` seconds that the row takes of the group alone, alongside the decodes until it
     is due; `alongside` these decodes' mean part of the decode capacity; `need` pages required here
-    before it may start, 0 afterwards. `values` returns what stays in a row's slot: `TOKENS` not yet
-    scheduled; `PASSED`, when it was first passed over for lack of pages; `TURN`, which ascends with
-    (arrival, id) and breaks ties.
+    before it may start, 0 afterwards; `norm_s` the divisor of slack. `values` returns what stays in
+    a row's slot: `TOKENS` not yet scheduled; `PASSED`, when it was first passed over for lack of
+    pages; `TURN`, which ascends with (arrival, id) and breaks ties.
 
     `rows`: the memory, and the compiled passes over it. `freed`: work was removed since the last
     review of the promise set. `noted_s`: when to update `PASSED` next. `kept_count`,
@@ -100,6 +101,10 @@ class WaitingQueue:
         return self._column(NEED)
 
     @property
+    def norm_s(self) -> Floats:
+        return self._column(NORM)
+
+    @property
     def kept(self) -> Mask:
         return self._flag(KEPT)
 
@@ -154,13 +159,13 @@ class WaitingQueue:
         due_s, arrival_s, id_ = sequence.key
         values = (
             arrival_s,
-            sequence.norm_s,
             float(sequence.remaining_tokens),
             np.inf,
             self._take_turn(arrival_s, id_),
             *levels,
         )
-        self.rows.insert(at, values, due_s, between(levels, self.typical), self.typical, need)
+        work_s, alongside = between(levels, self.typical), self.typical
+        self.rows.insert(at, values, due_s, work_s, alongside, need, sequence.norm_s)
         self._keys.insert(at, sequence.key)
         self.sequences.insert(at, sequence)
         sequence.set_row(at)

@@ -333,7 +333,7 @@ class SimulatedFleet:
         now = self.loop.now
         for router, published in heads.items():
             link.grants.heads(router, published, now)
-        grants = link.grants.grant(link.replica.scheduler.load(now), now)
+        grants = link.grants.grant(link.replica.scheduler.ahead(now), now)
         for router, grant in grants.items():
             for request_id in grant.ids:
                 self._submit(link, self.dispatchers[router], request_id)

@@ -213,12 +213,12 @@ class Controller:
         if stored or removed:
             self.routers.send_cache_events(stored, removed)
         can_grant = self.grants.waiting and not self.draining and bool(running)
-        if can_grant or self.routers.report_due(now):
-            load = engine.load(now)
-            if can_grant:
-                for router, grant in self.grants.grant(load, now).items():
-                    self._outbox.to_router(router, grant)
-            self.routers.send_report(load, self.draining, engine.predictor.learned(), now)
+        if can_grant:
+            for router, grant in self.grants.grant(engine.scheduler.ahead(now), now).items():
+                self._outbox.to_router(router, grant)
+        if self.routers.report_due(now):
+            learned = engine.predictor.learned()
+            self.routers.send_report(engine.load(now), self.draining, learned, now)
 
     def _check(self, now: float) -> None:
         """Check for silence, stalls and timeouts, every CHECK_S."""
