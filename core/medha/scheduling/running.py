@@ -24,16 +24,17 @@ FULL = 0.6
 class DecodeGroup:
     """Prepared decodes of sequences that live in the same KVP groups, oldest first.
 
-    `alone`: the group, if it is one. `in_flight`: how many are in flight.
+    `alone`: the group, if it is one. `in_flight`: how many are in flight. Keys in a lone group are
+    one number, because every token changes it.
     """
 
-    __slots__ = ("_keys", "alone", "groups", "in_flight", "prepared")
+    __slots__ = ("_keys", "_lone_keys", "alone", "groups", "in_flight", "prepared")
 
     def __init__(self, groups: tuple[int, ...]) -> None:
         self.groups, self.alone = groups, groups[0] if len(groups) == 1 else -1
         self.prepared: list[Sequence] = []
         self._keys = [0] * len(groups)
-        self.in_flight = 0
+        self._lone_keys = self.in_flight = 0
 
     def __len__(self) -> int:
         return len(self.prepared)
@@ -41,6 +42,8 @@ class DecodeGroup:
     @property
     def keys(self) -> dict[int, int]:
         """KV tokens per group that the attention of prepared decodes reads, their own included."""
+        if self.alone >= 0:
+            return {self.alone: self._lone_keys}
         return dict(zip(self.groups, self._keys, strict=True))
 
     def keys_of(self, count: int) -> dict[int, int]:
@@ -71,7 +74,7 @@ class DecodeGroup:
         """Remove and return at most `most` prepared decodes, the longest prepared first."""
         if len(self.prepared) <= most:
             taken, self.prepared = self.prepared, []
-            self._keys = [0] * len(self.groups)
+            self._keys, self._lone_keys = [0] * len(self.groups), 0
         else:
             taken = self.prepared[:most]
             del self.prepared[:most]
@@ -86,7 +89,7 @@ class DecodeGroup:
 
     def _change_keys(self, sequence: Sequence, times: int) -> None:
         if self.alone >= 0:  # all its tokens lie there
-            self._keys[0] += times * sequence.scheduled_tokens
+            self._lone_keys += times * sequence.scheduled_tokens
             return
         held = sequence.tokens_by_group
         for at, group in enumerate(self.groups):
