@@ -320,11 +320,11 @@ class Rows:
         At most `most` of them: then each is of a run of promises, as if all its work were due with
         the first.
         """
-        found = (ctypes.c_double * (2 * most))()
+        margins = (ctypes.c_double * (2 * most))()
         runs = self._kernel.medha_promises(
-            self._at, count, start, overhead_s, inflation, most, found
+            self._at, count, start, overhead_s, inflation, most, margins
         )
-        return found[:runs], found[most : most + runs]
+        return margins[:runs], margins[most : most + runs]
 
     def work_before_s(self, place: int) -> float:
         """Return the work of the rows before a place."""
