@@ -34,6 +34,9 @@ from medha.scheduling.waiting_queue import Places
 FEW_ROWS = 12
 # Prefills that may fail to fit before the batch counts as full.
 MISSES = 4
+# A decode that is late shortens batches to this part of what its TPOT allows, and no further: far
+# shorter ones hold few tokens, and win hardly any time.
+RECOVERY = 0.5
 
 # (tier, turn, group, sequence, is long, yields)
 Candidate = tuple[int, int, int, Sequence, bool, float]
@@ -191,8 +194,8 @@ class BatchBuilder:
         """Return t_target, in seconds per stage.
 
         `slack`: the smallest of credit and TPOT over every running decode, divided by the stages
-        that a token passes. `max_batch_s` bounds it, and so the time that an arrival waits for the
-        next decision.
+        that a token passes; at least `RECOVERY` of the TPOT. `max_batch_s` bounds it, and so the
+        time that an arrival waits for the next decision.
         """
         settings = self.settings
         if settings.budget == "fixed":
@@ -202,7 +205,8 @@ class BatchBuilder:
         least_s = float("inf")
         if self.running.running:
             credit_s, tpot_s = self.running.least_credit(now)
-            least_s = min(credit_s * (1.0 - settings.tbt_guard), tpot_s) / self.spp
+            credit_s = max(credit_s * (1.0 - settings.tbt_guard), RECOVERY * tpot_s)
+            least_s = min(credit_s, tpot_s) / self.spp
         return min(max(least_s, settings.min_batch_s), settings.max_batch_s)
 
     def build(

@@ -112,7 +112,8 @@ def _margins(
 
     A run counts as if all its work were due with its first promise, so that nothing is lost.
     """
-    promises, lead = state.promises, state.in_flight.free_in_s(group, now)
+    promises = state.promises
+    lead = state.in_flight.lead_s(group, now, account.budget_s)
     account.try_nothing(group, now)
     due_in_s, margins_s = promises.margins(group, now + lead, MARGINS)
     after_s = lead + promises.drain_s

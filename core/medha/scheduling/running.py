@@ -157,15 +157,17 @@ class RunningDecodes:
         )
 
     def least_credit(self, now: float) -> tuple[float, float]:
-        """Return the shortest time until a token is due, and the tightest TPOT target.
+        """Return the shortest time that a token has to pass the stages, and the tightest TPOT.
 
-        Both are of the running decodes that expect another token; infinite with none.
+        The time until it is due; after a token in flight, from when that is complete. Both are of
+        the running decodes that expect another token; infinite with none.
         """
         due_s = tpot_s = inf
         for sequence in self.running.values():
             if sequence.credit_until_s < inf:
-                if sequence.credit_until_s < due_s:
-                    due_s = sequence.credit_until_s
+                until_s = sequence.credit_until_s - max(0.0, sequence.token_at_s - now)
+                if until_s < due_s:
+                    due_s = until_s
                 if sequence.tpot_s < tpot_s:
                     tpot_s = sequence.tpot_s
         return due_s - now, tpot_s
@@ -270,6 +272,9 @@ class InFlightBatches:
         for stage in range(1, self.spp):
             start = max(sent.ends_s[-1], *(ends[stage] for ends in ahead), 0.0)
             sent.ends_s.append(start + sent.predicted_s)
+        for _, sequences in sent.decodes:
+            for sequence in sequences:
+                sequence.expect_token(sent.ends_s[-1])
 
     def _predict_end(self, sent: InFlightBatch) -> None:
         """Predict the end: the batch starts when the one that runs there is complete."""
@@ -323,6 +328,18 @@ class InFlightBatches:
                 latest = max(latest, sent.due_out_s - now)
         full = self._blocking(group) if self.spp > 1 else None
         return latest if full is None else max(latest, full.ends_s[-1] - now)
+
+    def lead_s(self, group: int, now: float, batch_s: float) -> float:
+        """Return the seconds until batches of `batch_s` no longer wait for those in flight.
+
+        A longer batch ahead holds them up in the later stages.
+        """
+        free_s = self.free_in_s(group, now)
+        numbers = self.numbers_by_group.get(group, ())
+        if self.spp == 1 or not numbers:
+            return free_s
+        end_s = self.by_number[numbers[-1]].ends_s[-1]
+        return max(free_s, end_s - now - (self.spp - 1) * batch_s)
 
     def oldest(self, group: int) -> int | None:
         """Return the number of the oldest batch in flight on `group`."""

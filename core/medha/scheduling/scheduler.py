@@ -130,7 +130,8 @@ class Scheduler:
         if sequence.promised:
             admission.try_start(sequence, now)
             return True
-        starts = {group: now + self._in_flight.free_in_s(group, now) for group in work_s}
+        batch_s = self._account.budget_s
+        starts = {group: now + self._in_flight.lead_s(group, now, batch_s) for group in work_s}
         fits = self._may_promise(sequence, starts, now)
         sequence.set_rank(sequence.kept, fits)
         if fits and admission.try_start(sequence, now):

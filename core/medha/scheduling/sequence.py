@@ -55,7 +55,7 @@ class Sequence:
     last known row in a waiting queue. `tail`: the group of its newest page; `alone`: it lies in one
     group. `prepared`: the next decode is ready and in no batch;
     `decode_due_s`: when its token is due; `credit_until_s`: when the first token that is in no
-    batch in flight is due.
+    batch in flight is due; `token_at_s`: when the one in flight is complete, by prediction.
 
     Numbers of the request that each token needs are copied: compiled code reads them faster.
     """
@@ -102,6 +102,7 @@ class Sequence:
         "switching",
         "tail",
         "target_tokens",
+        "token_at_s",
         "total_work_s",
         "tpot_s",
     )
@@ -118,7 +119,7 @@ class Sequence:
         self.max_output_tokens = request.max_output_tokens
         self.tpot_s = request.tpot_s
         self.first_token_s = self.decode_due_s = 0.0
-        self.credit_until_s = inf
+        self.credit_until_s, self.token_at_s = inf, 0.0
         self.next_groups: tuple[int, ...] = ()
 
         self.request, self.hashes = request, tuple(hashes)
@@ -144,7 +145,7 @@ class Sequence:
         self._tail_tokens = 0
         self.new_pages = 0
         self.next_groups, self.prepared = (), False
-        self.decode_due_s, self.credit_until_s = 0.0, inf
+        self.decode_due_s, self.credit_until_s, self.token_at_s = 0.0, inf, 0.0
         self.rounds_skipped, self.declined_together = 0, False
         self.blocked_since_s: float | None = None
         self.paused_since_s: float | None = None
@@ -398,6 +399,10 @@ class Sequence:
         pages = tuple(self.page_of[-self.new_pages :]) if self.new_pages else NO_PAGES
         start, groups = self.scheduled_tokens - 1, self.next_groups
         return Chunk(self.number, start, 1, groups, self.tail, pages, True, True)
+
+    def expect_token(self, at_s: float) -> None:
+        """Record when the decode in flight will be complete by prediction."""
+        self.token_at_s = at_s
 
     def withdraw_decode(self) -> None:
         self.next_groups, self.prepared = (), False
