@@ -266,7 +266,7 @@ class DecodeAccount:
                 if group in coming.cost_s
             ]
             queue.rows.set_alongside(decodes, coming, now, self.budget_s, least_s, part)
-            queue.set_typical(typical)
+            queue.set_typical(typical, self.promise_part())
 
     def _part(self, seconds: float) -> float:
         return seconds / self.capacity_s if self.capacity_s else 0.0

@@ -243,6 +243,8 @@ class PromiseSet:
                 rows, place = self.waiting[group].rows, self.waiting[group].row_of(sequence)
                 if rows.room_with_kept_s(place, start + self.drain_s, self.overhead_s) < 0.0:
                     return False
+                if self._first_tight(group, start, place) is not None:
+                    return False
         return True
 
     def least_margin_s(self, group: int, now: float, *, tried: bool = False) -> float:
@@ -322,7 +324,7 @@ class PromiseSet:
         changed = broken > 0
         if review and self.settings.commit and count - lost < len(waiting):
             changed = self._readmit(group, waiting, now) or changed
-        if changed:
+        if self._leave_room(group, now) or changed:
             self._margins(group, now)
 
     def can_idle(self, group: int, idle_s: float, now: float) -> bool:
@@ -495,15 +497,62 @@ class PromiseSet:
         rows.open(start, self.overhead_s, self._inflation)
         for count in range(CHANGES_PER_ROUND):
             place = rows.fitting(self.guard_s)
-            while place >= 0 and not self._fits_elsewhere(
-                waiting.sequences[place], group, float(waiting.due_s[place]) - start
-            ):
+            while place >= 0 and not self._may_keep(group, place, now):
                 place = rows.fitting(self.guard_s, place)
             if place < 0:
                 return count > 0
             self.set_rank(waiting.sequences[place], kept=True, promised=False)
             rows.keep(place)
         return True
+
+    def _may_keep(self, group: int, place: int, now: float) -> bool:
+        """Return whether a row that fits in `group` leaves room, and fits in its other groups."""
+        waiting = self.waiting[group]
+        if self._first_tight(group, now, place) is not None:
+            return False
+        due_in_s = float(waiting.due_s[place]) - now - self.drain_s
+        return self._fits_elsewhere(waiting.sequences[place], group, due_in_s)
+
+    def _leave_room(self, group: int, now: float) -> bool:
+        """Relegate long prompts without a promise that take the room for short ones to come."""
+        waiting, changed = self.waiting[group], False
+        while waiting.promised_count < waiting.kept_count:
+            tight = self._first_tight(group, now)
+            if tight is None:
+                break
+            work_s = np.where(waiting.kept & ~waiting.promised, waiting.work_s, 0.0)[:tight]
+            if not len(work_s) or work_s.max() <= self.long_s:
+                break
+            self._relegate_one(waiting.sequences[int(work_s.argmax())])
+            changed = True
+        return changed
+
+    def _first_tight(self, group: int, now: float, row: int | None = None) -> int | None:
+        """Return the first promise that long prompts without one leave no room for short ones.
+
+        With `row`, if that is long, as if it was kept, too. A margin must hold the part of the time
+        that short prompts take, alongside the decodes that a new promise reckons with.
+        """
+        waiting = self.waiting[group]
+        kept = waiting.kept
+        if not waiting.promised_count:
+            return None
+        if row is not None:
+            if waiting.work_s[row] <= self.long_s:
+                return None
+            kept = kept.copy()
+            kept[row] = True
+        elif not (kept & ~waiting.promised & (waiting.work_s > self.long_s)).any():
+            return None
+        coming = self.coming(group, now)
+        bare = waiting.work_alongside(np.maximum(waiting.alongside, waiting.expected))
+        cost = np.where(waiting.promised, self._costs(bare), np.where(kept, bare, 0.0))
+        due_in = waiting.due_s - now - self.drain_s
+        tight = (due_in * (1.0 - coming) < cost.cumsum()) & waiting.promised
+        if row is not None:
+            tight[:row] = False
+        places = tight.nonzero()[0]
+        return int(places[0]) if len(places) else None
 
     def _fits_elsewhere(self, sequence: Sequence, group: int, due_in_s: float) -> bool:
         """Return whether a sequence that fits in `group` fits in its other groups too."""

@@ -13,7 +13,7 @@ import bisect
 import numpy as np
 import numpy.typing as npt
 
-from medha.prefill_times import PrefillTimes, between
+from medha.prefill_times import FRACTIONS, LEVELS, PrefillTimes, between
 from medha.scheduling.block_pool import BlockPool
 from medha.scheduling.native import (
     ALONGSIDE,
@@ -35,6 +35,7 @@ from medha.scheduling.native import (
 from medha.scheduling.sequence import Sequence
 
 Places = npt.NDArray[np.intp]
+_FRACTIONS: Floats = np.array(FRACTIONS)
 
 
 class WaitingQueue:
@@ -49,13 +50,14 @@ class WaitingQueue:
     `rows`: the memory, and the compiled passes over it. `freed`: work was removed since the last
     review of the promise set. `noted_s`: when to update `PASSED` next. `kept_count`,
     `promised_count`, `ready_count`: rows with that flag. `typical`: decodes alongside a new row, as
-    a part of the decode capacity.
+    a part of the decode capacity; `expected`: those that a new promise reckons with.
     """
 
     __slots__ = (
         "_arrivals",
         "_keys",
         "_oldest_s",
+        "expected",
         "freed",
         "kept_count",
         "noted_s",
@@ -73,7 +75,7 @@ class WaitingQueue:
         self.sequences: list[Sequence] = []
         self.freed, self.noted_s = False, 0.0
         self.kept_count = self.promised_count = self.ready_count = 0
-        self.typical = 0.0
+        self.typical = self.expected = 0.0
         self._oldest_s = np.inf  # lower bound of `PASSED`
 
     def __len__(self) -> int:
@@ -121,6 +123,15 @@ class WaitingQueue:
         slots = self.rows.slot[: len(self.sequences)]
         values: Floats = self.rows.slots[slots if rows is None else slots[rows], value]
         return values
+
+    def work_alongside(self, alongside: Floats) -> Floats:
+        """Return the seconds that each row takes alongside those decodes; arrays of [n]."""
+        levels = self.rows.slots[self.rows.slot[: len(self.sequences)], LEVEL:]
+        upper = np.clip(np.searchsorted(_FRACTIONS, alongside, side="right"), 1, LEVELS - 1)
+        rows = np.arange(len(alongside))
+        low, high = levels[rows, upper - 1], levels[rows, upper]
+        start = _FRACTIONS[upper - 1]
+        return low + (high - low) * ((alongside - start) / (_FRACTIONS[upper] - start))
 
     def _column(self, column: int) -> Floats:
         values: Floats = self.rows.columns[column, : len(self.sequences)]
@@ -200,8 +211,8 @@ class WaitingQueue:
         rows, at = self.rows, self.row_of(sequence)
         rows.columns[NEED, at], rows.slots[rows.slot[at], PASSED] = 0.0, np.inf
 
-    def set_typical(self, alongside: float) -> None:
-        self.typical = alongside
+    def set_typical(self, alongside: float, expected: float) -> None:
+        self.typical, self.expected = alongside, expected
 
     def clear_freed(self) -> None:
         self.freed = False
