@@ -86,13 +86,16 @@ class KvGroups:
         for group, _ in self.find_cached(sequence, tuple(self.running)):
             cached[group] = cached.get(group, 0) + size
 
+        due_s = sequence.request.due_s if sequence.request.promised else float("inf")
+
         def cost(group: int) -> tuple[float, int, int]:
             own_s = (
                 self.queues.times.alongside_s(cached.get(group, 0), sequence.target_tokens, 0.0)
                 if cached
                 else 0.0
             )
-            return self.queues.pending_s(group) + own_s, -self.pool[group].available, group
+            ahead_s = self.queues.ahead_s(group, due_s)
+            return ahead_s + own_s, -self.pool[group].available, group
 
         order = sorted(self.running, key=cost) if len(self.running) > 1 else [*self.running]
         sequence.assign(tuple(order[: self.groups_needed(sequence)]))

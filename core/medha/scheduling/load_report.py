@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
+
 from medha.messages.fields import Load
 from medha.scheduling.interface import Ahead
 from medha.scheduling.native import WorkSums
@@ -22,12 +24,16 @@ MARGINS = 256
 def report(
     state: SchedulerState,
     account: DecodeAccount,
+    has_place: bool,
     predicted_tpot_s: float,
     wanted_groups: int,
     promised_work: tuple[TenantWork, ...],
     now: float,
 ) -> Load:
-    """Summarise all groups in a few numbers and two short lists."""
+    """Summarise all groups in a few numbers and two short lists.
+
+    `has_place`: another sequence may start.
+    """
     queues, promises, pool = state.queues.by_group, state.promises, state.pool
     running = sorted(queues)
     groups = range(max(running) + 1) if running else range(0)
@@ -37,7 +43,7 @@ def report(
     alongside = 0.0 if best is None else account.promise_part()
     before = ahead(state, sums, now)
     return Load(
-        margins=() if best is None else _margins(state, account, best, now),
+        margins=_least_margins([_margins(state, account, group, now) for group in running]),
         pending_bands=_bands(sums),
         pending_s=sum(group_sums.pending_s for group_sums in sums.values()),
         relegated_s=sum(group_sums.relegated_s for group_sums in sums.values()),
@@ -53,7 +59,7 @@ def report(
         share=1.0 / (promises.full_cost_s(1.0) - promises.full_cost_s(0.0)),
         budget_s=account.budget_s,
         decode_capacity_s=account.capacity_s,
-        decode_room_s=account.room_s(),
+        decode_room_s=account.room_s() if has_place else 0.0,
         decode_part=alongside,
         long_factor=1.0 if best is None else promises.widened(promises.coming(best, now)),
         predicted_tpot_s=predicted_tpot_s,
@@ -107,17 +113,35 @@ def _counts(state: SchedulerState, sums: dict[int, WorkSums]) -> tuple[int, int]
 
 def _margins(
     state: SchedulerState, account: DecodeAccount, group: int, now: float
-) -> tuple[tuple[float, float], ...]:
-    """Return (due in, margin) from now; runs of promises as one if there are too many.
+) -> tuple[list[float], list[float]]:
+    """Return the times until due and the margins of a group's promises, from now.
 
-    A run counts as if all its work were due with its first promise, so that nothing is lost.
+    Runs of promises are one if there are too many, as if all their work were due with the first,
+    so that nothing is lost.
     """
     promises = state.promises
     lead = state.in_flight.lead_s(group, now, account.budget_s)
     account.try_nothing(group, now)
     due_in_s, margins_s = promises.margins(group, now + lead, MARGINS)
     after_s = lead + promises.drain_s
-    return tuple(zip([due_s + after_s for due_s in due_in_s], margins_s, strict=True))
+    return [due_s + after_s for due_s in due_in_s], margins_s
+
+
+def _least_margins(
+    by_group: list[tuple[list[float], list[float]]],
+) -> tuple[tuple[float, float], ...]:
+    """Return (due in, margin) by deadline: at each the least of all groups.
+
+    Routers do not know in which group a request will be; its cached pages lie in any.
+    """
+    if len(by_group) < 2:
+        return tuple(zip(*by_group[0], strict=True)) if by_group else ()
+    due_in = np.unique(np.concatenate([due_s for due_s, _ in by_group]))
+    margins = np.full(len(due_in), np.inf)
+    for due_s, left_s in by_group:
+        taken_s = np.concatenate([[0.0], np.subtract(due_s, left_s)])
+        margins = np.minimum(margins, due_in - taken_s[np.searchsorted(due_s, due_in, "right")])
+    return tuple(zip(due_in.tolist(), margins.tolist(), strict=True))
 
 
 def _bands(sums: dict[int, WorkSums]) -> tuple[tuple[float, float], ...]:

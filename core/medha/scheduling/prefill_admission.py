@@ -385,7 +385,7 @@ class PrefillAdmission:
 
     def try_start(self, sequence: Sequence, now: float) -> bool:
         """Reserve the pages of a prompt; False if it does not fit now, or too many run."""
-        if self.started_count >= self.most or not self.account.can_bear(sequence, now):
+        if not self.has_place(sequence.promised) or not self.account.can_bear(sequence, now):
             return False
         self.tried += 1
         if not self.groups.allocate(sequence):
@@ -394,6 +394,10 @@ class PrefillAdmission:
         self.started_count += 1
         self.queues.mark_started(sequence)
         return True
+
+    def has_place(self, promised: bool) -> bool:
+        """Return whether another sequence may start; a sixteenth of the places is for promises."""
+        return self.started_count < self.most - (0 if promised else self.most // 16)
 
     def count_freed(self) -> None:
         """Count a started sequence whose pages were freed."""

@@ -149,6 +149,8 @@ class Scheduler:
         promises, admission, account = self._promises, self._admission, self._account
         if sequence.request.promised is not None or not promises.gives:
             return False
+        if not admission.has_place(promised=True):
+            return False
         passed_over = (
             admission.longest_passed_over(self._waiting[group], now) is not None for group in starts
         )
@@ -304,6 +306,7 @@ class Scheduler:
         return report(
             self._state,
             self._account,
+            self._admission.has_place(promised=True),
             self._builder.decode_tpot_s(),
             self.wanted_groups(now),
             self._promised_work.report(now),

@@ -305,6 +305,11 @@ class WaitingQueues:
         """Prefill seconds that wait in `group`; exactly 0 if the queue is empty."""
         return float(self.by_group[group].work_s.sum())
 
+    def ahead_s(self, group: int, due_s: float) -> float:
+        """Prefill seconds that are due by then and wait in `group`."""
+        queue = self.by_group[group]
+        return float(queue.work_s[: queue.due_s.searchsorted(due_s, side="right")].sum())
+
     def levels_by_group(self, sequence: Sequence, cached: int = 0) -> dict[int, list[float]]:
         """Seconds of unscheduled tokens in each running assigned group, by level of decodes.
 
