@@ -63,7 +63,8 @@ class GroupSelector:
                 starved = sequence.rounds_skipped >= self.max_starved_rounds
                 declined_s = self._declined_s.get(sequence.number, -inf)
                 if gap_s >= self.min_batch_s and not starved:
-                    limits[group] = min(limits.get(group, inf), gap_s)
+                    if self._may_hold(sequence, group, gap_s, starved, now):
+                        limits[group] = min(limits.get(group, inf), gap_s)
                 elif now - declined_s < 0.1 * self.min_batch_s:
                     continue
                 elif self._may_hold(sequence, group, gap_s, starved, now):

@@ -331,7 +331,7 @@ class PromiseSet:
         """Return whether the group can idle, then pay its relegated, without a broken promise."""
         if not self.promising:
             return True
-        least_s = self._margins(group, now).least_promised_s
+        least_s = self._margins(group, now).least_promised_s - self.guard_s
         return least_s >= idle_s + max(0.0, self.relegated_credit_s[group])
 
     def can_idle_for_promise(self, group: int, idle_s: float, now: float) -> bool:
