@@ -195,3 +195,16 @@ def test_decodes_that_outgrow_their_pages_take_none_from_a_promised_prefill() ->
     assert plan._lifecycle.preempted_count > 0
     assert driven.admitted["long"].promised and driven.in_time("long")
     assert set(driven.finished) == set(driven.requests)
+
+
+def test_a_sixteenth_of_the_places_is_kept_for_promises() -> None:
+    plan = scheduler(settings=Scheduling(max_running=32))
+    driven = Driven(plan)
+    driven.submit([request(f"r{n}", 64, promised=False, output_tokens=900) for n in range(40)])
+    driven.run(until_s=1.0)
+    assert plan._admission.started_count == 30
+    assert plan.load(1.0).decode_room_s > 0.0
+    for name in ("a", "b"):
+        plan.submit(request(name, 64, within_s=1.0, promised=True, output_tokens=900), 1.0)
+    assert plan._admission.started_count == 32
+    assert plan.load(1.0).decode_room_s == 0.0, "no router may promise a place that is taken"

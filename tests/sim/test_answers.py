@@ -92,6 +92,16 @@ def test_a_promised_document_keeps_no_chat_waiting(output_tokens: int) -> None:
     assert [record.id for record in records if not record.in_time] == []
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_documents_without_a_promise_leave_a_promised_one_room_for_chat(seed: int) -> None:
+    """The margin of a promise of two minutes is for the chat of two minutes."""
+    documents = [(0.0, 995_000, 20), (12.0, 408_000, 20), (20.0, 535_000, 20), (30.0, 300_000, 20)]
+    talk = chat(random.Random(seed), 150.0, 1.5)
+    records = served(sorted(documents + talk), 0.1, spp=2)
+    assert broken(records) == []
+    assert [r.id for r in records if not r.in_time and r.prompt_tokens <= 16_000] == []
+
+
 def mixed(seed: int) -> list[Wish]:
     """Half a minute of chat, and documents of up to a million tokens with answers."""
     draw = random.Random(seed)

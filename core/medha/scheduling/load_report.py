@@ -1,6 +1,6 @@
 """The Load that a replica reports to routers, by which they place and admit requests.
 
-Margins are those of the group where a new request would go: the one with the least pending work.
+Margins are the least of all groups: a router does not know in which a request will be.
 """
 
 from __future__ import annotations
