@@ -177,7 +177,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     unknown models. `models_file` holds more models in the form of `models`; it may change, and may
     be missing. A client that takes nothing for `stall_timeout_s` is given up; requests that run
     `drain_timeout_s` after a drain began are ended. `api_keys`: file of API keys, one per line (see
-    `medha_router.auth`); without it the public port is open. `ops_token`: file of the token that
+    `medha_router.auth`); without it the public port is open, and only requests from
+    the same address share cached pages, unless `share_cache`. `class_headers`: by header, the class
+    of each value, for requests without `x-medha-class`. `ops_token`: file of the token that
     `POST /drain` needs; without it that route is absent.
     `generation_defaults`: sample by the checkpoint where a request is silent.
     """
@@ -193,6 +195,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     forget_model_s: float = 600.0
     curve: Curve | None = None
     api_keys: str = ""
+    class_headers: dict[str, dict[str, str]] = {}
+    share_cache: bool = False
     ops_token: str = ""
     max_body_bytes: Positive = 64 << 20
     max_queue: Positive = 10_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import hashlib
 import logging
 import pathlib
 import secrets
@@ -15,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 from starlette.types import ASGIApp
 
+from medha.adapters.keys import read_key
 from medha.adapters.prometheus import Metrics, OpsServer, Route, Tick, read_token
 from medha.config import RouterConfig
 from medha.errors import SetupError, SpecError
@@ -77,10 +79,12 @@ class Router:
             tokens,
             self._demand,
             grammars=self._grammars,
+            salt_secret=_salt_secret(config),
             wall_s=time.time,
             draw_bits=secrets.randbits,
         )
         self._keys = ApiKeys(pathlib.Path(config.api_keys)) if config.api_keys else None
+        self._following: asyncio.Future[None] | None = None
         self._retokenizer = Retokenizer(state, self.service)
         self._clock, self._measured_s = clock, float("-inf")
         self._link = link
@@ -88,12 +92,7 @@ class Router:
 
     def app(self) -> ASGIApp:
         """Make the application of the public port."""
-        return make_app(
-            self.service,
-            max_body_bytes=self._config.max_body_bytes,
-            keepalive_s=self._config.keepalive_s,
-            keys=self._keys,
-        )
+        return make_app(self.service, self._config, self._keys)
 
     def routes(self, drain: Callable[[], None] | None) -> dict[str, Route]:
         """Make the routes of the ops port; without `drain`, none that changes the router."""
@@ -107,9 +106,14 @@ class Router:
 
     def start(self) -> None:
         self._link_loop.start()
+        if self._keys is not None:
+            self._following = asyncio.ensure_future(self._keys.follow())
 
     async def stop(self) -> None:
         await self._link_loop.stop()
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
         await self._retokenizer.stop()
         await self._client.settled()
         await self._grammars.close()
@@ -125,8 +129,6 @@ class Router:
         self._requests.expire(now, self._config.queue_timeout_s, self._config.no_replica_timeout_s)
         if now - self._measured_s >= MEASURE_S:
             self._measured_s = now
-            if self._keys is not None:
-                self._keys.refresh()
             self._measure(now)
             self._models.refresh()
             self._models.forget(frozenset(replica.hello.model for replica in self._replicas), now)
@@ -230,6 +232,16 @@ def _collect_seldom() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, 50, 100)
+
+
+def _salt_secret(config: RouterConfig) -> bytes:
+    """Return the secret behind the names of cached pages: the same for all routers of a fleet.
+
+    Routers of a fleet have the same CURVE key. A router without one is alone.
+    """
+    if config.curve is None:
+        return secrets.token_bytes(32)
+    return hashlib.blake2b(read_key(config.curve.secret), person=b"medha-salt").digest()
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -19,6 +19,7 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from medha.errors import Refusal, RequestError
+from medha_router.auth import Client
 from medha_router.protocol import READERS, DetokenizeParams, GenerationParams, TokenizeParams
 from medha_router.tokenization.pool import TokenizerPool
 
@@ -54,9 +55,9 @@ class BodyReader:
             inline = READERS[kind](b"".join(parts))
             assert isinstance(inline, params)
             return inline
-        tenant: str = getattr(request.state, "tenant", "")
+        client: Client = request.state.client
         with self.held(size_bytes):
-            small, raw = await self._tokens.read_body(kind, parts, params, tenant)
+            small, raw = await self._tokens.read_body(kind, parts, params, client.cache_owner)
         return msgspec.structs.replace(small, raw=raw)
 
     async def read(self, request: Request) -> list[bytes]:

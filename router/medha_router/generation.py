@@ -16,6 +16,7 @@ import collections
 
 from medha.messages import Logprob, Sampling, Submit
 from medha.request import Request, SloClass
+from medha_router.auth import Client
 from medha_router.protocol import GenerationParams
 from medha_router.structured.tool_calls import Format
 from medha_router.tokenization.detokenizer import Delta, OutputStream
@@ -113,13 +114,14 @@ class ClientRequest:
         id: str,
         params: GenerationParams,
         slo_class: SloClass,
-        tenant: str,
+        client: Client,
         arrival_s: float,
         created: int,
     ) -> None:
-        self.id, self.params, self.slo_class, self.tenant = id, params, slo_class, tenant
+        self.id, self.params, self.slo_class, self.client = id, params, slo_class, client
         self.arrival_s, self.created = arrival_s, created
         self.generations: list[Generation] = []
+        self.counted_s: float | None = None  # work in flight that limits count
         self.promise_s: float | None = None
         self.predicted_s: float | None = None
         self.tool_calls: Format | None = None  # how its model writes calls, if it has tools
@@ -129,6 +131,15 @@ class ClientRequest:
         self._waiter: asyncio.Future[None] | None = None
         self._waits_until_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def tenant(self) -> str:
+        return self.client.tenant
+
+    @property
+    def work_s(self) -> float:
+        """Predicted prefill seconds of all its generations, each on an idle replica."""
+        return sum(generation.request.work_s for generation in self.generations)
 
     @property
     def done(self) -> bool:

@@ -156,7 +156,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._disconnects = Disconnects()
         self._head_due: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
-        self._in_head = self._broken = False
+        self._in_head = self._broken = self._stray = False
+        self._barren_bytes = 0  # of a body since its last content; negative: content came just now
         self._head_bytes = self._line_bytes = 0
         self._refusal: InvalidHttp | None = None
 
@@ -179,6 +180,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
+            self._count_barren(len(data))
             if self._in_head:
                 line = data.rfind(b"\n") + 1  # the parser reports whole headers only
                 self._line_bytes = len(data) - line + (0 if line else self._line_bytes)
@@ -187,8 +189,18 @@ class HttpProtocol(HttpToolsProtocol):
         except (httptools.HttpParserError, InvalidHttp):
             self.send_400_response("")
             return
-        if self._in_head or self._head_due is not None:
+        self._stray = not self._in_head and self._exchange_is_over
+        if self._in_head or self._stray or self._head_due is not None:
             self._watch()
+
+    def _count_barren(self, size: int) -> None:
+        """Limit what a body has besides its content: extensions of chunks, and trailers."""
+        cycle = self._exchange
+        if self._in_head or cycle is None or not cycle.more_body:
+            return
+        self._barren_bytes = 0 if self._barren_bytes < 0 else self._barren_bytes + size
+        if self._barren_bytes > self._limits.header_bytes:
+            raise self._refused(_too_long(self._limits))
 
     def _feed(self, data: bytes) -> None:
         """Parse data. A request to change the protocol is served in this one (RFC 9110, 7.8)."""
@@ -217,7 +229,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _watch(self) -> None:
         """Limit the time of a head, and of a body after its response."""
         cycle = self._exchange
-        owes_head = cycle is None or self._in_head
+        owes_head = cycle is None or self._in_head or self._stray
         owes_body = cycle is not None and cycle.response_complete and cycle.more_body
         if not (owes_head or owes_body):
             if self._head_due is not None:
@@ -225,6 +237,11 @@ class HttpProtocol(HttpToolsProtocol):
                 self._head_due = None
         elif self._head_due is None:
             self._head_due = self.loop.call_later(self._limits.head_s, self.transport.close)
+
+    @property
+    def _exchange_is_over(self) -> bool:
+        cycle = self._exchange
+        return cycle is not None and cycle.response_complete and not cycle.more_body
 
     @property
     def _exchange(self) -> Exchange | None:
@@ -236,6 +253,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_head, self._head_bytes, self._line_bytes = True, 0, 0
+        self._barren_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -294,6 +312,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((self.cycle, self.app))
 
     def on_body(self, body: bytes) -> None:
+        self._barren_bytes = -1
         cycle = self.cycle
         if self._in_head or cycle.response_complete:
             return

@@ -21,7 +21,6 @@ import msgspec
 from medha.config import RouterModel
 from medha.errors import Refusal, RequestError
 from medha.fleet.dispatcher import Dispatcher
-from medha.fleet.prefix_index import salt_of
 from medha.messages import Hello
 from medha.request import SloClass
 from medha_router.generation import Generation
@@ -217,9 +216,6 @@ class ServedModel:
                 param="x-medha-class",
             )
         return self.classes[name]
-
-    def salt(self, tenant: str) -> bytes:
-        return salt_of(self.name, tenant)
 
     def output_tokens(self, prompt: Prompt, requested: int | None, default: int, chat: bool) -> int:
         """Return the limit of output tokens; raises RequestError if the context is too short."""

@@ -9,6 +9,7 @@ calls `receive` with each message, and `tick` and `publish` regularly.
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import msgspec
@@ -31,6 +32,7 @@ from medha.messages import (
     Rejected,
     ReplicaMessage,
     RouterBeat,
+    TenantCounts,
     Tokens,
     Welcome,
 )
@@ -43,6 +45,7 @@ from medha_router.tokenization.tokenizer_files import FileStore
 
 REPUBLISH_HEADS_S = 0.25
 SNAPSHOT_RETRY_S = 1.0
+COUNTS_THROUGH = 2  # controllers, so that the loss of one loses no report
 
 
 class ReplicaClient:
@@ -52,6 +55,7 @@ class ReplicaClient:
         self._router, self._send, self._clock = state.router, state.send, state.clock
         self._models, self._replicas = state.models, state.replicas
         self._requests, self._metrics = state.requests, state.metrics
+        self._meter = state.meter
         self._registration = Registration(state, files, tokens, lost=self._forget_heads)
         self._log = logging.getLogger("medha.router")
         # By name of the replica: its heads, as (id, promised), and when they were sent.
@@ -81,7 +85,15 @@ class ReplicaClient:
             self._registration.remove(replica, reason)
         for replica in self._replicas:
             self._send(replica.peer, RouterBeat())
+        self._report_counts(now)
         self._registration.retry_fetches(now)
+
+    def _report_counts(self, now: float) -> None:
+        """Report what tenants use to the other routers, through two controllers at most."""
+        peers = [replica.peer for replica in itertools.islice(self._replicas, COUNTS_THROUGH)]
+        if peers and (counts := self._meter.report(now)):
+            for peer in peers:
+                self._send(peer, TenantCounts(self._router, counts))
 
     def closed(self, peer: bytes) -> None:
         """Note the end of a connection: its replica either sends soon on another, or is dead."""
@@ -119,6 +131,8 @@ class ReplicaClient:
                 self._on_failed(replica, message, now)
             case KvEvents():
                 self._on_kv_events(replica, message, now)
+            case TenantCounts() if message.router != self._router:
+                self._meter.receive(message.router, message.counts, now)
             case FilePart():
                 self._registration.receive_part(replica, message, now)
 

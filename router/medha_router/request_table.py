@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from medha.errors import MedhaError, Refusal, RequestError
+from medha.fleet.use_meter import UseMeter
 from medha.messages import Abort, RouterMessage
 from medha_router.api_errors import StreamBroken
 from medha_router.generation import MAX_MOVES, POISON_DEATHS, ClientRequest, Generation
@@ -209,3 +210,4 @@ class RouterState:
     metrics: RouterMetrics
     send: Send
     clock: Callable[[], float]
+    meter: UseMeter = dataclasses.field(default_factory=UseMeter)

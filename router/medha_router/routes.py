@@ -16,11 +16,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from medha.config import RouterConfig
 from medha.errors import MedhaError
 from medha.messages import from_bytes
 from medha_router import api_errors, openapi, protocol
 from medha_router.api_errors import REQUEST_ID
-from medha_router.auth import ApiKeyMiddleware, ApiKeys
+from medha_router.auth import ApiKeys, Client, ClientMiddleware, read_claim
 from medha_router.bodies import BodyReader, JsonResponse
 from medha_router.generation import ClientRequest
 from medha_router.http_protocol import RESPONSE_HEADERS
@@ -37,9 +38,7 @@ INLINE_TOKENS = 8192
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(
-    service: Service, *, max_body_bytes: int, keepalive_s: float, keys: ApiKeys | None = None
-) -> ASGIApp:
+def make_app(service: Service, config: RouterConfig, keys: ApiKeys | None) -> ASGIApp:
     """Make the application of the public port; without `keys` it needs no API key."""
     app = FastAPI(
         title="Medha",
@@ -49,32 +48,31 @@ def make_app(
         openapi_url="/openapi.json",
         responses=openapi.errors(),
     )
-    bodies = BodyReader(max_body_bytes, service.tokens)
-    direct = _serve_generations(app, service, bodies, keepalive_s)
+    bodies = BodyReader(config.max_body_bytes, service.tokens)
+    direct = _serve_generations(app, service, bodies, config)
     _serve_models(app, service)
     _serve_tokens(app, service, bodies)
     _serve_server(app, service)
     _handle_errors(app)
     openapi.complete(app)
     served: ASGIApp = DirectRoutes(app, direct)
-    if keys is not None:
-        served = ApiKeyMiddleware(served, keys=keys)
+    served = ClientMiddleware(served, keys, config.share_cache)
     return RequestIds(served, new_id=service.new_id)
 
 
 def _serve_generations(
-    app: FastAPI, service: Service, bodies: BodyReader, keepalive_s: float
+    app: FastAPI, service: Service, bodies: BodyReader, config: RouterConfig
 ) -> dict[str, Handler]:
     """Declare the routes; returns their handlers by path."""
 
     async def generate(request: Request, chat: bool) -> Response:
         kind = "chat" if chat else "completion"
         params = await bodies.params(request, kind, protocol.GenerationParams)
-        slo = protocol.read_slo(_headers(request))
+        client: Client = request.state.client
+        slo = read_claim(_headers(request), config.class_headers, client)
         request_id: str = request.state.request_id
         if request.state.client_id:
             params = msgspec.structs.replace(params, client_id=request.state.client_id)
-        tenant = _tenant(request)
 
         def make_builder(client_request: ClientRequest) -> ResponseBuilder:
             parsers: list[ToolCallParser] = []
@@ -93,7 +91,7 @@ def _serve_generations(
 
         async def begin() -> ClientRequest:
             with bodies.held(len(params.raw)):
-                return await service.begin(request_id, params, slo, tenant)
+                return await service.begin(request_id, params, slo, client)
 
         return GenerationResponse(
             request_id,
@@ -101,7 +99,7 @@ def _serve_generations(
             begin,
             service.cancel,
             make_builder,
-            keepalive_s,
+            config.keepalive_s,
         )
 
     @app.post("/v1/chat/completions", openapi_extra=openapi.body_of(protocol.ChatBody))
@@ -140,14 +138,12 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
                 raw=params.raw,
                 special=params.special,
                 opening=params.opening,
-                tenant=_tenant(request),
+                owner=_owner(request),
             )
         if prompt.length <= INLINE_TOKENS:
             tokens: object = from_bytes(prompt.tokens).tolist()
         else:
-            tokens = msgspec.Raw(
-                await service.tokens.format_tokens(prompt.tokens, _tenant(request))
-            )
+            tokens = msgspec.Raw(await service.tokens.format_tokens(prompt.tokens, _owner(request)))
         return _json(
             {
                 "count": prompt.length,
@@ -160,9 +156,7 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     async def detokenize(request: Request) -> Response:
         params = await bodies.params(request, "detokenize", protocol.DetokenizeParams)
         with bodies.held(len(params.raw)):
-            return JsonResponse(
-                await service.detokenize(params.model, params.raw, _tenant(request))
-            )
+            return JsonResponse(await service.detokenize(params.model, params.raw, _owner(request)))
 
 
 def _serve_server(app: FastAPI, service: Service) -> None:
@@ -212,9 +206,10 @@ def _handle_errors(app: FastAPI) -> None:
         return api_errors.response(api_errors.of_exception(error))
 
 
-def _tenant(request: Request) -> str:
-    tenant: str = getattr(request.state, "tenant", "")
-    return tenant
+def _owner(request: Request) -> str:
+    """Return the owner of cached tokens, among whom the tokenizers are shared fairly."""
+    client: Client = request.state.client
+    return client.cache_owner
 
 
 def _json(value: object) -> Response:

@@ -19,8 +19,10 @@ from medha.errors import Refusal, RequestError
 from medha.fleet.admission import attainable_tpot_s
 from medha.fleet.demand import DemandWindow
 from medha.fleet.placement import PlacementOption
+from medha.fleet.prefix_index import salt_of
 from medha.messages import Sampling
 from medha.request import Request
+from medha_router.auth import Client
 from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ModelVersion, ServedModel
 from medha_router.protocol import MAX_INT64, GenerationParams, SloOverride
@@ -41,8 +43,8 @@ T = TypeVar("T")
 class Service:
     """Admits the requests of one router, on one event loop.
 
-    `wall_s` gives the Unix time for responses, and `draw_bits` random bits: for ids, and for the
-    seeds of requests without one.
+    `salt_secret` keeps the names of cached pages unguessable. `wall_s` gives the Unix time for
+    responses, and `draw_bits` random bits: for ids, and for the seeds of requests without one.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class Service:
         demand: DemandWindow,
         *,
         grammars: GrammarChecker,
+        salt_secret: bytes,
         wall_s: Callable[[], float],
         draw_bits: Callable[[int], int],
     ) -> None:
         self._config, self.tokens, self._demand = config, tokens, demand
         self._grammars = grammars
+        self._meter, self._salt_secret = state.meter, salt_secret
         self._requests, self._metrics = state.requests, state.metrics
         self._clock, self._wall_s, self._draw_bits = state.clock, wall_s, draw_bits
         self._log = logging.getLogger("medha.router")
@@ -98,19 +102,23 @@ class Service:
             )
         return model
 
-    async def detokenize(self, name: str, raw: bytes, tenant: str) -> memoryview:
+    async def detokenize(self, name: str, raw: bytes, owner: str) -> memoryview:
         """Return the answer of `/detokenize` for JSON token ids; raises RequestError or Refusal."""
         version = await self._open(await self._known(name))
-        return await self._hold(self.tokens.detokenize(version.tokenizer_key, raw, tenant))
+        return await self._hold(self.tokens.detokenize(version.tokenizer_key, raw, owner))
 
     async def encode(
-        self, name: str, *, chat: bool, raw: bytes, special: bool, opening: bool, tenant: str
+        self, name: str, *, chat: bool, raw: bytes, special: bool, opening: bool, owner: str
     ) -> tuple[Prompt, ServedModel]:
         """Encode one prompt for `/tokenize`; raises RequestError or Refusal."""
         model = await self._known(name)
         version = await self._open(model)
         job = version.encode_job(
-            chat=chat, raw=raw, salt=model.salt(tenant), special=special, generation_prompt=opening
+            chat=chat,
+            raw=raw,
+            salt=self._salt(name, owner),
+            special=special,
+            generation_prompt=opening,
         )
         job = msgspec.structs.replace(job, page_tokens=0)
         prompts = await self._hold(self.tokens.encode(job))
@@ -123,7 +131,7 @@ class Service:
         return prompts[0], model
 
     async def begin(
-        self, id: str, params: GenerationParams, slo: SloOverride, tenant: str = ""
+        self, id: str, params: GenerationParams, slo: SloOverride, client: Client
     ) -> ClientRequest:
         """Admit a request; raises RequestError (never servable) or Refusal (not now).
 
@@ -132,15 +140,17 @@ class Service:
         arrival_s = self._clock()
         model = await self._known(params.model)
         slo_class = model.slo_class(slo)
+        slo_class = msgspec.structs.replace(slo_class, weight=slo_class.weight * client.weight)
         client_request = ClientRequest(
             id=id,
             params=params,
             slo_class=slo_class,
-            tenant=tenant,
+            client=client,
             arrival_s=arrival_s,
             created=int(self._wall_s()),
         )
         try:
+            self._meter.arrive(client.tenant, client.limits, arrival_s)
             client_request.held = not model.ready
             version = await self._open(model)
             grammar = await self._hold(self._checked_grammar(params, version))
@@ -150,7 +160,12 @@ class Service:
                 version = await self._open(model)
                 prompts = await self._hold(self.encode_for(client_request, model, version))
             self._prepare(client_request, model, version, prompts, slo, grammar)
-            self._admit(client_request, model)
+            self._count(client_request)
+            try:
+                self._admit(client_request, model)
+            except Exception:
+                self._uncount(client_request)
+                raise
         except Refusal as refusal:
             now = self._clock()
             self._metrics.refused(model.name, slo_class.name, refusal.code, now)
@@ -162,8 +177,23 @@ class Service:
         return client_request
 
     def cancel(self, client_request: ClientRequest) -> None:
-        """End the request of a client that disconnected, unless it has ended."""
+        """End a request whose response has ended or whose client disconnected."""
         self._requests.cancel(client_request, self._clock())
+        self._uncount(client_request)
+
+    def _count(self, client_request: ClientRequest) -> None:
+        """Count the prompt towards the limits of its tenant; raises Refusal."""
+        client, work_s = client_request.client, client_request.work_s
+        tokens = client_request.prompt_tokens
+        self._meter.begin(client.tenant, client.limits, tokens, work_s, self._clock())
+        client_request.counted_s = work_s
+
+    def _uncount(self, client_request: ClientRequest) -> None:
+        client, work_s = client_request.client, client_request.counted_s
+        if work_s is not None:
+            client_request.counted_s = None
+            tokens = client_request.output_tokens
+            self._meter.end(client.tenant, client.limits, tokens, work_s, self._clock())
 
     async def _known(self, name: str) -> ServedModel:
         """Return a model; a router that has just started waits a moment to learn it."""
@@ -191,12 +221,16 @@ class Service:
         job = version.encode_job(
             chat=params.chat,
             raw=params.raw,
-            salt=model.salt(client_request.tenant),
+            salt=self._salt(params.model, client_request.client.cache_owner),
             texts=params.echo,
             limit_tokens=model.max_context_tokens,
             tools=params.tools.raw if params.tools is not None else b"",
         )
         return await self.tokens.encode(job)
+
+    def _salt(self, model: str, owner: str) -> bytes:
+        """Return the first name of cached pages, which only requests of the same owner share."""
+        return salt_of(model, owner, self._salt_secret)
 
     async def _hold(self, waiting: Awaitable[T]) -> T:
         self._holding += 1
@@ -220,7 +254,7 @@ class Service:
         stop_tokens = self._stop_tokens(params, version)
         settings = self._with_defaults(params, version)
         seed = params.sampling.seed if params.seeded else self._draw_bits(63)
-        salt = model.salt(client_request.tenant)
+        salt = self._salt(params.model, client_request.client.cache_owner)
         for position, prompt in enumerate(prompts):
             if params.sampling.prompt_logprobs is not None:
                 prompt = _scorable(prompt)

@@ -69,9 +69,12 @@ def test_the_routers_settings_reach_its_file(render: Render) -> None:
                 "router.config.keepaliveSeconds": 2.5,
                 "router.config.maxBodyBytes": 1 << 33,
                 "router.logLevel": "debug",
+                "router.config.shareCache": True,
+                "router.config.classHeaders": {"x-tier": {"gold": "interactive"}},
             }
         )
     )
+    assert config.share_cache and config.class_headers == {"x-tier": {"gold": "interactive"}}
     assert (config.max_queue, config.keepalive_s, config.log_level) == (7, 2.5, "debug")
     assert config.max_body_bytes == 1 << 33
 
@@ -108,7 +111,7 @@ def test_the_router_mounts_the_keys_that_its_file_names(objects: Objects) -> Non
 
 
 def test_the_api_is_open_by_default(objects: Objects) -> None:
-    assert router_config(objects).api_keys == ""
+    assert router_config(objects).api_keys == "" and not router_config(objects).share_cache
     assert not [
         document for document in objects if document["metadata"]["name"].endswith("api-keys")
     ]
@@ -123,7 +126,8 @@ def test_a_release_with_api_keys_makes_one_and_its_routers_get_only_the_hash(
     assert len(key) > 40 and key.startswith(b"sk-") and key not in keys
     assert key_file(objects) == ("medha-router-api-keys", router_config(objects).api_keys)
     (tmp_path / "keys").write_bytes(keys)
-    assert ApiKeys(tmp_path / "keys").tenant(key) == "default"
+    client = ApiKeys(tmp_path / "keys").client(key)
+    assert client is not None and client.tenant == "default"
     again = select(render({"router.apiKeys.enabled": True}), "Secret", "medha-router-api-keys")
     assert again["data"]["key"] != data["key"]
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 from rich.console import Console
 from tests.support.medha_up import MEDHA, Up, until
@@ -80,6 +81,27 @@ def test_a_fleet_serves_survives_a_killed_rank_and_ends_without_a_trace(file: Pa
         ".public",
     }
     assert set(os.listdir("/dev/shm")) <= shared
+
+
+@pytest.mark.timeout(150)
+def test_ctrl_c_ends_the_stream_under_way_with_an_error_event(file: Path, up: Up) -> None:
+    until(up.serves)
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    text = ""
+    with (
+        httpx.Client(base_url=up.url, timeout=60, trust_env=False) as client,
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        for piece in response.iter_text():
+            if not text:
+                up.children()[RANK].suspend()  # the stream cannot end by itself
+                up.process.send_signal(signal.SIGINT)
+                until(lambda: "requests may finish" in up.said)
+                up.process.send_signal(signal.SIGINT)
+            text += piece
+    assert text.rstrip().rpartition("\n\n")[2].startswith("event: error\n")
+    assert "[DONE]" not in text
+    assert up.process.wait(60) == 0 and "Traceback" not in up.said
 
 
 @pytest.mark.timeout(250)

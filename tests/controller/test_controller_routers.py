@@ -119,6 +119,16 @@ def test_a_router_that_awaits_hello_does_not_refuse_this_replica(make_replica: M
     assert replica.controller.status(2.0).refused == ""
 
 
+def test_counts_of_a_router_reach_the_other_routers_only(make_replica: Make) -> None:
+    replica = make_replica(routers=("a", "b", "c"))
+    replica.silent_routers.add("c")
+    counts = m.TenantCounts("a-1", (m.TenantCount("alice", 3.0, 50.0, 1.5),))
+    replica.send_at(1.0, counts)
+    replica.send_at(1.0, m.TenantCounts("c-1", counts.counts), router="c")  # not welcome
+    replica.run(2.0)
+    assert replica.counts == [("b", counts)]
+
+
 def test_a_router_may_fetch_files_before_its_welcome(make_replica: Make) -> None:
     replica = make_replica(files={"tokenizer.json": b"{}"}, hashes={"tokenizer.json": "h"})
     replica.silent_routers.add("a")

@@ -45,6 +45,7 @@ from medha.messages import (
     ReplicaMessage,
     RouterMessage,
     Submit,
+    TenantCounts,
     Tokens,
     Welcome,
     from_bytes,
@@ -154,6 +155,7 @@ class Controller(threading.Thread):
         self.aborted: list[str] = []
         self.heads: tuple[Head, ...] = ()
         self.head_log: list[tuple[str, ...]] = []
+        self.counts: list[TenantCounts] = []
         self.welcomes = 0
         self.rejected: list[str] = []
         self.fails: Failed | None = None
@@ -218,6 +220,8 @@ class Controller(threading.Thread):
             case Heads(heads=heads):
                 self.heads = heads
                 self.head_log.append(tuple(head.id for head in heads))
+            case TenantCounts():
+                self.counts.append(message)
             case Submit():
                 self._submit(message)
             case Abort(id=name):

@@ -11,7 +11,6 @@ import httpx
 import openai
 import pytest
 
-from medha.fleet.prefix_index import salt_of
 from medha.messages import Failed, Load, Tokens
 
 BODY = {"model": "tiny", "prompt": "say " + "a" * 60, "max_tokens": 80}
@@ -251,11 +250,6 @@ def test_another_incarnation_replaces_the_first(alone: Any, eventually: Any) -> 
     again = alone.join("r0", incarnation="2")
     reader.join(8)
     assert reader.text == "a" * 60 and len(again.seen) == 1
-
-
-def test_a_page_salt_binds_the_model(served: Any) -> None:
-    served.http.post("/v1/completions", json=BODY)
-    assert served.controllers[0].seen[-1].salt == salt_of("tiny", "")
 
 
 def test_a_hundred_disconnects_leave_nothing_behind(alone: Any, eventually: Any) -> None:

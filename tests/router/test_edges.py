@@ -122,6 +122,19 @@ def test_heads_within_the_limits_are_served_on_one_connection(served: Running) -
         assert rest(link).startswith(b"HTTP/1.1 200 ")
 
 
+def test_trailers_are_limited(served: Running) -> None:
+    with connect(served) as link:
+        link.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        link.sendall(b"2\r\n{}\r\n0\r\nx: ")
+        with contextlib.suppress(ConnectionError):  # refused before its end
+            for _ in range(100):
+                link.sendall(b"y" * 10_000)
+        answer = link.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
 # --- slow clients ---------------------------------------------------------------------------------
 
 
@@ -167,6 +180,13 @@ def test_a_head_must_arrive_in_time_on_new_and_on_kept_connections(kept: bool) -
             link.sendall(GET + b"\r\n")
             assert link.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
         assert drips_until_closed(link, GET)
+
+
+def test_empty_lines_do_not_hold_a_kept_connection() -> None:
+    with hasty_server() as address, socket.create_connection(address, timeout=5) as link:
+        link.sendall(GET + b"\r\n")
+        assert link.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        assert drips_until_closed(link, b"\r\n" * 20)
 
 
 def test_a_connection_without_a_request_is_closed() -> None:

@@ -16,6 +16,7 @@ from medha.errors import MedhaError, Refusal, RequestError
 from medha.fleet.demand import DemandWindow
 from medha.messages import Load, LoadReport, ModelDemand, RouterDemand
 from medha.request import Request, Slo, SloClass
+from medha_router.auth import Client
 from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ServedModel
 from medha_router.protocol import read_completion
@@ -38,7 +39,7 @@ def demand_of(running: Any) -> ModelDemand:
     return msgspec.json.decode(content, type=RouterDemand).models[0]
 
 
-class Client(threading.Thread):
+class StreamReader(threading.Thread):
     """Reads a stream to its end."""
 
     def __init__(self, running: Any, words: str) -> None:
@@ -60,7 +61,7 @@ def test_waiting_requests_are_held_when_the_last_replica_drains(
     running = running_with(models=(model(hold_s=60.0),), no_replica_timeout_s=0.05)
     last = running.open("r0")
     last.granting = False
-    clients = [Client(running, "hi") for _ in range(3)]
+    clients = [StreamReader(running, "hi") for _ in range(3)]
     eventually(lambda: len(last.heads) == 3, EVENTUALLY_S)
     assert (demand_of(running).waiting, demand_of(running).held) == (3, 0)
     last.draining = True
@@ -78,7 +79,7 @@ def test_running_requests_are_held_when_the_last_replica_dies(
 ) -> None:
     running = running_with(models=(model(hold_s=60.0),), no_replica_timeout_s=0.05)
     last = running.open("r0")
-    client = Client(running, "a" * 60)
+    client = StreamReader(running, "a" * 60)
     eventually(lambda: len(client.text) > 10, EVENTUALLY_S)
     last.emitting.clear()
     last.die()
@@ -107,7 +108,7 @@ class Waiting:
         )
         params = read_completion(b'{"model": "tiny", "prompt": "say ok"}')
         self.client_request = ClientRequest(
-            id="a", params=params, slo_class=CLASSES[0], tenant="", arrival_s=0.0, created=0
+            id="a", params=params, slo_class=CLASSES[0], client=Client(), arrival_s=0.0, created=0
         )
         generation = Generation(
             client_request=self.client_request,

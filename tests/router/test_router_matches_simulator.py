@@ -45,6 +45,7 @@ from medha.sim.replica import SimReplica
 from medha.sim.virtual_fleet import SimulatedFleet
 from medha.sim.workload import Arrival
 from medha.topology import Topology
+from medha_router.auth import Client
 from medha_router.generation import ClientRequest
 from medha_router.models import ModelRegistry
 from medha_router.protocol import SloOverride, read_completion
@@ -265,6 +266,7 @@ class VirtualRouter:
             tokens,
             demand,
             grammars=GrammarChecker(),
+            salt_secret=b"",
             wall_s=self._clock,
             draw_bits=lambda bits: 0,
         )
@@ -295,7 +297,7 @@ class VirtualRouter:
                     arrival.id.removesuffix(".0"),
                     read_completion(msgspec.json.encode(body)),
                     SloOverride(slo_class=arrival.slo_class),
-                    arrival.tenant,
+                    Client(tenant=arrival.tenant),
                 )
             )
         except Refusal as refusal:

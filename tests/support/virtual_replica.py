@@ -78,6 +78,7 @@ class VirtualReplica:
         self.news: list[tuple[str, m.KvEvents]] = []
         self.reports: list[tuple[float, m.LoadReport]] = []
         self.parts: list[m.FilePart] = []
+        self.counts: list[tuple[str, m.TenantCounts]] = []
         self.redials: list[str] = []
         self.drop_step: tuple[int, int] | None = None  # (group, step) to lose on the way
         self.dropped = False
@@ -266,6 +267,8 @@ class VirtualReplica:
                 self.parts.append(message)
             case m.Grant():
                 self.grants.append((now, router, message))
+            case m.TenantCounts():
+                self.counts.append((router, message))
 
     def _command(self, ranks: tuple[Coordinate, ...], message: m.RankCommand) -> None:
         now, group = self.loop.now, ranks[0].group

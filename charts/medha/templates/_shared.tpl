@@ -139,6 +139,8 @@ prometheus.io/port: {{ index . 1 | quote }}
   "default_output_tokens" (int64 $c.defaultOutputTokens)
   "generation_defaults" $c.generationDefaults
   "tokenizer_workers" (int64 $c.tokenizerWorkers)
+  "class_headers" $c.classHeaders
+  "share_cache" $c.shareCache
   "run_dir" "/tmp"
   "log_level" .Values.router.logLevel
   | mustToPrettyJson -}}

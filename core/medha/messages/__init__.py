@@ -59,6 +59,7 @@ from medha.messages.ranks import (
     Withdrawn,
 )
 from medha.messages.routing import (
+    MAX_TENANT_COUNTS,
     Abort,
     Accepted,
     Failed,
@@ -78,6 +79,8 @@ from medha.messages.routing import (
     RouterBeat,
     RouterMessage,
     Submit,
+    TenantCount,
+    TenantCounts,
     Tokens,
     Welcome,
 )
@@ -91,6 +94,7 @@ from medha.messages.status import (
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
+    "MAX_TENANT_COUNTS",
     "MAX_TOKENS_BYTES",
     "Abort",
     "Accepted",
@@ -150,6 +154,8 @@ __all__ = [
     "StageDone",
     "Step",
     "Submit",
+    "TenantCount",
+    "TenantCounts",
     "Text",
     "TokenBytes",
     "TokenOut",

@@ -24,6 +24,25 @@ from medha.model import ModelShape
 from medha.request import SloClass
 from medha.topology import Topology
 
+MAX_TENANT_COUNTS = 256
+Use = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
+
+
+class TenantCount(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Counts of a tenant by one router, see `medha.fleet.use_meter`."""
+
+    tenant: Name
+    requests: Use
+    tokens: Use
+    concurrent_s: Use
+
+
+class TenantCounts(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Counts of tenants by one router, by its incarnation; controllers pass them on."""
+
+    router: Name
+    counts: Annotated[tuple[TenantCount, ...], msgspec.Meta(max_length=MAX_TENANT_COUNTS)]
+
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Accepts a controller; the router has its tokenizer. `router` names the router's incarnation.
@@ -105,7 +124,7 @@ class RouterBeat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     """Heartbeat of the router, sent at least every 0.5 s."""
 
 
-RouterMessage = Welcome | Rejected | Heads | Submit | Abort | FetchFile | RouterBeat
+RouterMessage = Welcome | Rejected | Heads | Submit | Abort | FetchFile | RouterBeat | TenantCounts
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -265,4 +284,5 @@ ReplicaMessage = (
     | Finished
     | Failed
     | KvEvents
+    | TenantCounts
 )

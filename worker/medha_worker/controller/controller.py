@@ -131,6 +131,9 @@ class Controller:
             case m.FetchFile():
                 self.routers.send_file_part(router, message)
                 return
+            case m.TenantCounts():
+                self.routers.pass_on(router, message)
+                return
         engine = self.engine
         if engine is None or not self.routers.accept(router, now):
             return

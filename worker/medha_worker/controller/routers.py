@@ -15,7 +15,17 @@ from collections.abc import Sequence
 from medha import PROTOCOL
 from medha.config import STALL_S
 from medha.corrections import Learned
-from medha.messages import FetchFile, FilePart, Hello, KvEvents, Load, LoadReport, Rejected, Welcome
+from medha.messages import (
+    FetchFile,
+    FilePart,
+    Hello,
+    KvEvents,
+    Load,
+    LoadReport,
+    Rejected,
+    TenantCounts,
+    Welcome,
+)
 from medha_worker.controller.outbox import Outbox
 
 HELLO_S = 0.5
@@ -127,6 +137,12 @@ class RouterLinks:
                 "router %s refuses this replica (protocol %d): %s", router, PROTOCOL, message.reason
             )
         return False
+
+    def pass_on(self, router: str, message: TenantCounts) -> None:
+        """Send what one router counts to the others."""
+        for other in self.welcome:
+            if other != router and router in self.welcome:
+                self._outbox.to_router(other, message)
 
     # --- signs of life ------------------------------------------------------------------------
 

@@ -1,0 +1,203 @@
+"""Limits of tenants, counted over all routers.
+
+Requests and tokens are forgotten exponentially with a mean age of a minute: a steady rate of r per
+minute counts as r. A cost c is within a limit L if
+
+    count + c <= L    or    count <= L / 2
+
+so that a request of any size has its turn. Each router counts its own requests and reports the
+counts of tenants that changed; controllers pass the reports on to the other routers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from medha.errors import Refusal
+from medha.messages import MAX_TENANT_COUNTS, TenantCount
+
+MEAN_AGE_S = 60.0
+FORGOTTEN_S = 10.0 * MEAN_AGE_S
+REPEAT_S = 10.0
+"""Work in flight is reported again after this time."""
+STALE_S = 3.0 * REPEAT_S
+"""Work in flight of another router counts for so long after its last report."""
+LONGEST_RETRY_S = 60.0
+
+
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Limits of a tenant over all routers.
+
+    `concurrent_s`: predicted prefill seconds of its unfinished requests, on an idle replica.
+    """
+
+    requests_per_minute: float = math.inf
+    tokens_per_minute: float = math.inf
+    concurrent_s: float = math.inf
+
+
+UNLIMITED = TenantLimits()
+
+
+class _Counts:
+    """Counts of a tenant by one router. `requests` and `tokens` are as of `since_s`."""
+
+    __slots__ = ("concurrent_s", "live", "requests", "since_s", "tokens")
+
+    def __init__(self, since_s: float) -> None:
+        self.requests = self.tokens = self.concurrent_s = 0.0
+        self.live = 0
+        self.since_s = since_s
+
+    def fade(self, now: float) -> None:
+        kept = self.kept(now)
+        self.requests *= kept
+        self.tokens *= kept
+        self.since_s = now
+
+    def kept(self, now: float) -> float:
+        """Return the share of requests and tokens that is not forgotten yet."""
+        return math.exp(min(0.0, self.since_s - now) / MEAN_AGE_S)
+
+
+class UseMeter:
+    """Counts of tenants; every operation takes constant time at any number of tenants.
+
+    Call `arrive`, then `begin`, and `end` for each `begin`. Requests without limits are not
+    counted.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[str, _Counts] = {}  # least recently changed first
+        self._others: dict[str, dict[str, _Counts]] = {}  # by tenant and router, likewise
+        self._changed: dict[str, None] = {}
+        self._in_flight: dict[str, float] = {}  # tenant -> its last report, oldest first
+
+    def __len__(self) -> int:
+        return len(self._own) + len(self._others)
+
+    def arrive(self, tenant: str, limits: TenantLimits, now: float) -> None:
+        """Count a request; raises Refusal if it is beyond the limit."""
+        if limits == UNLIMITED:
+            return
+        counts = self._all(tenant)
+        used = sum(count.requests * count.kept(now) for count in counts)
+        _check(tenant, "requests per minute", used, 1.0, limits.requests_per_minute)
+        self._change(tenant, now).requests += 1.0
+
+    def begin(
+        self, tenant: str, limits: TenantLimits, tokens: int, work_s: float, now: float
+    ) -> None:
+        """Count the prompt of a request; raises Refusal if it is beyond a limit."""
+        if limits == UNLIMITED:
+            return
+        counts = self._all(tenant)
+        used = sum(count.tokens * count.kept(now) for count in counts)
+        _check(tenant, "tokens per minute", used, tokens, limits.tokens_per_minute)
+        in_flight_s = sum(
+            count.concurrent_s for count in counts if count.live or now - count.since_s < STALE_S
+        )
+        if in_flight_s > 0.0 and in_flight_s + work_s > limits.concurrent_s:
+            over_s = in_flight_s + work_s - limits.concurrent_s
+            raise Refusal(
+                "rate_limit_exceeded",
+                f"tenant {tenant} may have {limits.concurrent_s:g} s of prompts in flight and has "
+                f"{in_flight_s:.2f} s; this one takes {work_s:.2f} s: retry when others are done",
+                retry_after_s=min(over_s, LONGEST_RETRY_S),
+            )
+        own = self._change(tenant, now)
+        own.tokens += tokens
+        own.concurrent_s += work_s
+        own.live += 1
+        self._in_flight.setdefault(tenant, now)
+
+    def end(
+        self, tenant: str, limits: TenantLimits, output_tokens: int, work_s: float, now: float
+    ) -> None:
+        """Count the output of a request that began, and its work no longer."""
+        if limits == UNLIMITED:
+            return
+        own = self._change(tenant, now)
+        own.tokens += output_tokens
+        own.live -= 1
+        own.concurrent_s = own.concurrent_s - work_s if own.live else 0.0
+        if not own.live:
+            self._in_flight.pop(tenant, None)
+
+    # --- other routers ----------------------------------------------------------------------------
+
+    def report(self, now: float) -> tuple[TenantCount, ...]:
+        """Return the counts of tenants that changed, at most MAX_TENANT_COUNTS at a time."""
+        self._forget(now)
+        while self._in_flight:
+            tenant, reported_s = next(iter(self._in_flight.items()))
+            if now - reported_s < REPEAT_S:
+                break
+            del self._in_flight[tenant]
+            self._in_flight[tenant] = now
+            self._changed[tenant] = None
+        counts = []
+        for tenant in list(itertools.islice(self._changed, MAX_TENANT_COUNTS)):
+            del self._changed[tenant]
+            own = self._own[tenant]
+            own.fade(now)
+            counts.append(TenantCount(tenant, own.requests, own.tokens, own.concurrent_s))
+        return tuple(counts)
+
+    def receive(self, router: str, counts: Iterable[TenantCount], now: float) -> None:
+        """Replace what another router counts."""
+        for count in counts:
+            known = self._others.pop(count.tenant, {})
+            entry = known[router] = _Counts(now)
+            entry.requests, entry.tokens = count.requests, count.tokens
+            entry.concurrent_s = count.concurrent_s
+            self._others[count.tenant] = known
+        self._forget(now)
+
+    def _all(self, tenant: str) -> list[_Counts]:
+        counts = list(self._others.get(tenant, {}).values())
+        if (own := self._own.get(tenant)) is not None:
+            counts.append(own)
+        return counts
+
+    def _change(self, tenant: str, now: float) -> _Counts:
+        own = self._own.pop(tenant, None) or _Counts(now)
+        own.fade(now)
+        self._own[tenant] = own
+        self._changed[tenant] = None
+        return own
+
+    def _forget(self, now: float) -> None:
+        """Remove tenants without a change for a long time; amortized constant time."""
+        while self._own:
+            tenant, own = next(iter(self._own.items()))
+            if now - own.since_s < FORGOTTEN_S:
+                break
+            del self._own[tenant]
+            if own.live:
+                own.fade(now)
+                self._own[tenant] = own
+            else:
+                self._changed.pop(tenant, None)
+        while self._others:
+            tenant, entries = next(iter(self._others.items()))
+            if now - max(entry.since_s for entry in entries.values()) < FORGOTTEN_S:
+                break
+            del self._others[tenant]
+
+
+def _check(tenant: str, what: str, used: float, cost: float, limit: float) -> None:
+    """Raise Refusal, with the time until the cost is within the limit."""
+    allowed = max(limit - cost, 0.5 * limit)
+    if used > allowed:
+        wait_s = MEAN_AGE_S * math.log(used / allowed)
+        raise Refusal(
+            "rate_limit_exceeded",
+            f"tenant {tenant} may use {limit:g} {what} and has used {used:.0f}: retry in "
+            f"{math.ceil(wait_s)} s",
+            retry_after_s=min(wait_s, LONGEST_RETRY_S),
+        )
