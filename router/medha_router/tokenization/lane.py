@@ -293,6 +293,7 @@ class Lane(threading.Thread):
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                process_group=0,  # Ctrl-C reaches the router alone
             )
         self._link = ours
         return ours
