@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import collections
 
+import msgspec
+
 from medha.messages import Logprob, Sampling, Submit
 from medha.request import Request, SloClass
 from medha_router.auth import Client
@@ -178,7 +180,13 @@ class ClientRequest:
         return sum(generation.cached_tokens for generation in self.generations[:: self.params.n])
 
     def push(self, index: int, delta: Delta) -> None:
-        """Add a delta of one generation."""
+        """Add a delta of one generation.
+
+        With the first tokens of all of them, the prompt's JSON is released: it serves to encode
+        requests without output again.
+        """
+        if self.params.raw and all(generation.output.tokens for generation in self.generations):
+            self.params = msgspec.structs.replace(self.params, raw=b"")
         self._deltas.append((index, delta))
         self._wake()
 

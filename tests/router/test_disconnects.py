@@ -265,3 +265,19 @@ def test_a_hundred_disconnects_leave_nothing_behind(alone: Any, eventually: Any)
     controller.emitting.set()
     with httpx.Client(base_url=alone.router.url) as client:
         assert client.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_a_request_with_output_does_not_hold_the_json_of_its_prompt(
+    alone: Any, eventually: Any
+) -> None:
+    controller = alone.open()
+    controller.emitting.clear()
+    link = streaming(alone)
+    eventually(lambda: controller.running)
+    (request,) = alone.router.router._requests._client_requests.values()
+    assert b"aaaa" in request.params.raw
+    controller.burst = 1
+    controller.emitting.set()
+    eventually(lambda: request.params.raw == b"")
+    link.close()
+    eventually(lambda: idle(alone))

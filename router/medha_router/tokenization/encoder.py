@@ -364,6 +364,7 @@ class Encoder:
         check_values(raw, where)
         if job.chat:
             messages = read_messages(raw)
+            raw.clear()  # rendering takes as much memory again
             text = self._template.render(
                 messages, generation_prompt=job.generation_prompt, tools=job.tools
             )
