@@ -38,7 +38,7 @@ class TextEncoder:
         self._tokenizer = tokenizer
         self._borders = borders_of(tokenizer.to_str())
         self._words: dict[str, bytes] = {}
-        self._threads = threads or len(os.sched_getaffinity(0))
+        self._threads = threads or os.cpu_count() or 1
         self._pool = concurrent.futures.ThreadPoolExecutor(self._threads)
         probe = tokenizer.encode(PROBE)
         mask = probe.special_tokens_mask
