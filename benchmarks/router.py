@@ -42,6 +42,7 @@ from medha.config import Curve, RouterConfig
 CONNECTIONS = 64
 OUTPUT_TOKENS = 8
 STREAM_TOKENS = 256
+IDLE_S = 3.0
 CHAT = "/v1/chat/completions"
 ROOT = pathlib.Path(__file__).parent.parent
 USABLE = sorted(os.sched_getaffinity(0))
@@ -195,7 +196,7 @@ def peer(command: str, folder: pathlib.Path) -> Iterator[Target]:
     port, worker, name = free_port(), free_port(), pathlib.Path(command).name
     launch = [command, *(["launch"] if name == "sglang-router" else [])]
     launch += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
-    launch += ["--worker-urls", f"http://127.0.0.1:{worker}", "--log-level", "warn"]
+    launch += ["--worker-urls", f"http://127.0.0.1:{worker}", "--log-level", "error"]
     launch += ["--prometheus-port", str(free_port())]
     serve = [sys.executable, "-m", "benchmarks.router", "--worker", str(worker)]
     with (
@@ -311,17 +312,23 @@ async def streams(target: Target, texts: Texts, rounds: int) -> dict[str, float]
 
 
 async def long_body(target: Target, texts: Texts, size: int = 4 << 20) -> dict[str, float]:
-    """Time of a long prompt: of the router's process alone, and until the first event."""
+    """Time of a long prompt: of each process, less what it takes when idle, and until the first
+    event."""
     body = texts.chat(size, stream=True)
+    idle, began_s = target.cpu_s(), time.monotonic()
+    await asyncio.sleep(IDLE_S)
+    idle_share = (target.cpu_s()["main"] - idle["main"]) / (time.monotonic() - began_s)
+    began_s = time.monotonic()
     [connection] = await connect("127.0.0.1", target.port, 1)
     before, rss_mb = target.cpu_s(), target.rss_mb
-    replies = await saturate([connection], CHAT, lambda _: body, 3)
-    after = target.cpu_s()
+    replies = await saturate([connection], CHAT, lambda _: body, 1)
+    after, took_s = target.cpu_s(), time.monotonic() - began_s
     connection.close()
     _checked(replies, b"quick")
+    main_s = after["main"] - before["main"] - idle_share * took_s
     return {
-        "ms of CPU a body of 4 MB, router": 1e3 * (after["main"] - before["main"]) / 3,
-        "ms of CPU a body of 4 MB, tokenizer": 1e3 * (after["children"] - before["children"]) / 3,
+        "ms of CPU a body of 4 MB, router": 1e3 * main_s,
+        "ms of CPU a body of 4 MB, tokenizer": 1e3 * (after["children"] - before["children"]),
         "TTFT of a body of 4 MB, ms": 1e3 * statistics.median(r.first_s for r in replies),
         "MB of RSS gained": target.rss_mb - rss_mb,
     }

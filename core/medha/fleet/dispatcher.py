@@ -318,6 +318,8 @@ class Dispatcher(Generic[Item]):
 
         A resumed request keeps its place, because its client is already reading.
         """
+        if not len(self._queue):
+            return []
         late: list[Item] = []
         freed: set[str] = set()
         for late_id in self._queue.late(now):
@@ -362,6 +364,8 @@ class Dispatcher(Generic[Item]):
 
     def heads(self, now: float) -> dict[str, tuple[Head, ...]]:
         """The most urgent requests placed on each replica, as published to it."""
+        if not len(self._queue):
+            return dict.fromkeys(self._estimates, ())
         heads = self._queue.heads(now, MAX_HEADS)
         return {
             name: tuple(_head(queued, now) for queued in heads.get(name, ()))
