@@ -194,6 +194,7 @@ class VirtualController:
                     self.grant()
             case Submit():
                 self._grants.submitted(message.id)
+                self._published = tuple(head for head in self._published if head[0] != message.id)
                 self._submit(message, now)
                 self._send(self.peer, Accepted(message.id, 0))
                 self.report()
@@ -367,7 +368,10 @@ def rounded(hand_overs: Sequence[HAND_OVER]) -> list[HAND_OVER]:
 
 @pytest.mark.parametrize(
     ("seed", "policy"),
-    [*((seed, "lars") for seed in range(6)), (1, "srpf"), (4, "edf"), (4, "fcfs")],
+    [
+        *((seed, policy) for policy in ("lars", "edf", "srpf", "fcfs") for seed in range(6)),
+        (5, "lrs"),  # two page moves to one full group
+    ],
 )
 def test_router_and_simulator_hand_over_the_same_requests(
     seed: int, policy: str, make_hello: Callable[..., Hello], byte_level_json: bytes

@@ -40,6 +40,21 @@ def test_the_offered_load_is_about_the_one_asked_for() -> None:
     assert report.offered == pytest.approx(report.stated) == pytest.approx(0.6)
 
 
+@pytest.mark.parametrize("admission", [True, False])
+def test_a_default_deadline_counts_the_tokens_that_are_not_cached(
+    admission: bool, tmp_path: pathlib.Path
+) -> None:
+    row = {"input_length": 100_000, "output_length": 9, "hash_ids": [*range(190)]}
+    rows = [{**row, "timestamp": at_ms} for at_ms in (0, 60_000)]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    workload = Workload(mooncake="m.jsonl")
+    outcome = simulate(Scenario(workload=workload, admission=admission), tmp_path)
+    first, again = sorted(outcome.records, key=lambda record: record.arrival_s)
+    assert again.cached_tokens > 90_000
+    assert again.work_s < 0.1 * first.work_s
+    assert again.ttft_deadline_s < 0.3 * first.ttft_deadline_s
+
+
 def test_a_trace_has_the_load_that_is_asked_for_and_its_hits_are_counted(
     tmp_path: pathlib.Path,
 ) -> None:

@@ -47,7 +47,11 @@ class Rebalance:
                 if best is not None:
                     gains.append((-best[0], sequence.number, best[1], sequence))
         gains.sort(key=lambda gain: gain[:2])
-        return tuple(self._begin(move, sequence) for _, _, move, sequence in gains[:room])
+        begun: list[Move] = []
+        for _, _, move, sequence in gains:  # a move begun here may have taken another's pages
+            if len(begun) < room and len(move.logical) <= self.groups.pool[move.target].available:
+                begun.append(self._begin(move, sequence))
+        return tuple(begun)
 
     def _best(self, sequence: Sequence) -> tuple[float, Move] | None:
         """Return (seconds gained, move) from the largest shard to the smallest, if that pays."""

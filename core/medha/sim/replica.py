@@ -25,6 +25,7 @@ from msgspec import structs
 
 from medha.batch import Batch, BatchResult, Sampled
 from medha.errors import Refusal
+from medha.messages import KvEvents
 from medha.request import Request
 from medha.scheduling.scheduler import Scheduler
 from medha.sim.loop import DECIDE, DONE, WATCH, Loop
@@ -38,6 +39,7 @@ class Live:
     __slots__ = (
         "cached",
         "emitted",
+        "failed",
         "finished_s",
         "first_s",
         "gap_s",
@@ -53,7 +55,7 @@ class Live:
         self.first_s: float | None = None
         self.finished_s: float | None = None
         self.last_s = self.gap_s = 0.0
-        self.promised = False
+        self.promised, self.failed = False, ""  # code of the failure
 
     def token(self, now: float) -> None:
         """Record one more output token."""
@@ -90,6 +92,7 @@ class SimReplica:
         self.refused: dict[str, tuple[Request, str]] = {}
         self.batches = 0
         self._seqs: dict[str, int] = {}
+        self._kv_events = 0
         self._in_flight: dict[int, Batch] = {}
         self._generation = 0
         self._joining: set[int] = set()
@@ -121,9 +124,9 @@ class SimReplica:
     def abort(self, id: str) -> None:
         """Abort a request whose client left."""
         self.scheduler.abort(id, self.loop.now)
-        seq = self._seqs.pop(id, None)
+        seq = self._seqs.get(id)
         if seq is not None:
-            self.over.append(self.live.pop(seq))
+            self._end(seq)
         self.kick()
 
     def kick(self) -> None:
@@ -149,6 +152,19 @@ class SimReplica:
             self._start_group(group)
         self.kick()
         return preempted
+
+    def take_kv_events(self) -> KvEvents | None:
+        """Prefix-cache changes since the last call; None without any."""
+        stored, removed = self.scheduler.take_kv_events()
+        if not stored and not removed:
+            return None
+        self._kv_events += 1
+        return KvEvents(
+            self._kv_events,
+            b"".join(block for _, block in stored),
+            b"".join(block for _, block in removed),
+            snapshot=self._kv_events == 1,
+        )
 
     def records(self) -> list[RequestRecord]:
         """A record of every request so far."""
@@ -178,6 +194,8 @@ class SimReplica:
             if batch is None:
                 break
             self._start(batch, now)
+        for failure in self.scheduler.take_failed():
+            self._end(failure.seq).failed = failure.code
         if self.clock.predictor.topology.kvp_max > 1:
             self._rebalance(now)
             self._resize(now)
@@ -227,11 +245,13 @@ class SimReplica:
                 sampled.append(Sampled(chunk.seq, stops))
         result = BatchResult(tuple(sampled), elapsed_s)
         for completed in self.scheduler.complete(batch.number, result, now):
-            live = self.live.pop(completed.seq, None)
-            if live is not None:
-                live.finished_s = now
-                self._seqs.pop(live.request.id, None)
-                self.over.append(live)
+            self._end(completed.seq).finished_s = now
+
+    def _end(self, seq: int) -> Live:
+        live = self.live.pop(seq)
+        del self._seqs[live.request.id]
+        self.over.append(live)
+        return live
 
     def _rebalance(self, now: float) -> None:
         for move in self.scheduler.plan_moves(now):
@@ -271,6 +291,7 @@ class SimReplica:
             finished_s=live.finished_s,
             worst_gap_s=live.gap_s,
             promised=live.promised,
+            refused=live.failed,
             slo_class=request.slo_class,
             tenant=request.tenant,
             replica=self.name,

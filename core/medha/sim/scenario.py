@@ -32,6 +32,7 @@ from medha.errors import SpecError
 from medha.fleet.admission import least_tpot_ms
 from medha.fleet.autoscaling import Journal, Policy
 from medha.fleet.placement import idle_tpot_s
+from medha.fleet.prefix_index import PrefixIndex
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import Profile
@@ -252,13 +253,20 @@ def _unguarded(
 ) -> tuple[Callable[[Arrival], None], Callable[[], list[RequestRecord]]]:
     """Functions that submit a request and return all records, without admission."""
     classes = {slo_class.name: slo_class for slo_class in scenario.classes}
+    index = PrefixIndex()
 
     def arrive(arrival: Arrival) -> None:
         loads = [replica.scheduler.load(loop.now) for replica in replicas]
         least = min(range(len(replicas)), key=lambda i: (loads[i].pending_s, i))
         replica, slo = replicas[least], classes[arrival.slo_class].slo
         budget_s = scenario.scheduling.reference_budget_s(slo.tpot_s, scenario.topology.spp)
-        work_s = replica.scheduler.predictor.at_budget(budget_s).prefill_s(arrival.prompt_tokens)
+        page_names = arrival.page_names(scenario.page_tokens)
+        events = replica.take_kv_events()
+        if events is not None:
+            index.apply(replica.name, events)
+        cached = index.match(page_names).get(replica.name, 0) * scenario.page_tokens
+        times = replica.scheduler.predictor.at_budget(budget_s)
+        work_s = times.prefill_s(arrival.prompt_tokens, min(cached, arrival.prompt_tokens - 1))
         request = Request(
             id=arrival.id,
             arrival_s=loop.now,
@@ -270,7 +278,6 @@ def _unguarded(
             slo_class=arrival.slo_class,
             tenant=arrival.tenant,
         )
-        page_names = arrival.page_names(scenario.page_tokens)
         replica.submit(request, page_names, stops_after=arrival.output_tokens)
 
     return arrive, lambda: [record for replica in replicas for record in replica.records()]

@@ -25,7 +25,7 @@ from medha.fleet.demand import DemandWindow
 from medha.fleet.dispatcher import Dispatcher
 from medha.fleet.grants import GrantQueue
 from medha.fleet.placement import idle_tpot_s
-from medha.messages import Head, KvEvents, Load, ModelDemand
+from medha.messages import Head, Load, ModelDemand
 from medha.predictor import Predictor
 from medha.request import Request, SloClass
 from medha.sim.loop import ARRIVE, Loop
@@ -70,7 +70,6 @@ class SimulatedLink:
         self.reported_s = float("nan")  # time of `load`; nan if the replica has changed since
         self.draining = False
         self.published: list[tuple[str, bool]] = []  # (id, promised) of the heads it has
-        self.kv_events = 0
         self.counted = 0  # ended requests that demand has counted
 
     @property
@@ -190,6 +189,9 @@ class SimulatedFleet:
         for link in self.links.values():
             if link.reported_s != self.loop.now:
                 self._report(link)
+        late = [self._relegate_late(dispatcher) for dispatcher in self.dispatchers.values()]
+        if any(late):
+            self._dispatch()  # a router publishes its heads after each report
         dispatcher = next(self._dealt)
         request = self._request(arrival, dispatcher)
         item = SimulatedRequest(request, arrival, self.page_tokens, dispatcher)
@@ -271,15 +273,8 @@ class SimulatedFleet:
             dispatcher.update_replica(link, self.loop.now)
 
     def _report_cache(self, link: SimulatedLink) -> None:
-        stored, removed = link.replica.scheduler.take_kv_events()
-        if stored or removed:
-            link.kv_events += 1
-            events = KvEvents(
-                link.kv_events,
-                b"".join(block for _, block in stored),
-                b"".join(block for _, block in removed),
-                snapshot=link.kv_events == 1,
-            )
+        events = link.replica.take_kv_events()
+        if events is not None:
             for dispatcher in self.dispatchers.values():
                 dispatcher.apply_kv_events(link.name, events)
 
@@ -313,20 +308,26 @@ class SimulatedFleet:
             for name, link in self.links.items():
                 published = {router: of.get(name, ()) for router, of in heads.items()}
                 ids = [(head.id, head.promised) for of in published.values() for head in of]
-                if ids and (ids != link.published or link is ready):
+                changed, link.published = ids != link.published, ids
+                if ids and (changed or link is ready):
                     granted = self._pull(link, published) or granted
-                link.published = ids
             ready = None
 
     def _heads(self, dispatcher: Dispatcher[SimulatedRequest]) -> dict[str, tuple[Head, ...]]:
         """The heads that a router publishes, by replica."""
         now = self.loop.now
-        for item in dispatcher.relegate_late(now):
+        self._relegate_late(dispatcher)
+        dispatcher.place_waiting(now)
+        return dispatcher.heads(now)
+
+    def _relegate_late(self, dispatcher: Dispatcher[SimulatedRequest]) -> bool:
+        """Relegate queued requests that are too late for their promise; False if none is."""
+        late = dispatcher.relegate_late(self.loop.now)
+        for item in late:
             item.request = msgspec.structs.replace(item.request, promised=False)
             if self.settings.policy == "lars":  # the only policy with promises
                 self._late.add(item.request.id)
-        dispatcher.place_waiting(now)
-        return dispatcher.heads(now)
+        return bool(late)
 
     def _pull(self, link: SimulatedLink, heads: dict[str, tuple[Head, ...]]) -> bool:
         """Submit the requests that a replica grants; False if it grants none."""
@@ -349,6 +350,7 @@ class SimulatedFleet:
             return
         link.replica.submit(item.request, item.page_names, item.arrival.output_tokens)
         link.grants.submitted(id)
+        link.published = [head for head in link.published if head[0] != id]
         dispatcher.accepted(id, link.name)
         self.hand_overs.append((self.loop.now, id, link.name))
 
