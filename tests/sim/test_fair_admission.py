@@ -162,3 +162,50 @@ def test_five_times_its_share_takes_no_more_from_others_than_once() -> None:
     once = sum(attainment_next_to_hog(1.0, seed) for seed in seeds) / len(seeds)
     greedy = sum(attainment_next_to_hog(5.0, seed) for seed in seeds) / len(seeds)
     assert once > 0.9 and greedy >= once - 0.05
+
+
+# --- lies -----------------------------------------------------------------------------------------
+
+
+def attainment_of_liar(lie: str) -> dict[str, float]:
+    """Attainment of two alike tenants by their true deadlines; the first lies."""
+    lengths, count, seeds = [(2000, 100)] * 28 + [(100_000, 100)] * 2, 190, range(2)
+    reference = Predictor(A100, SHAPE, Topology(tp=8)).at_budget(0.1)
+    in_time: dict[str, int] = {"liar": 0, "honest": 0}
+    for seed in seeds:
+        arrivals = [
+            msgspec.structs.replace(arrival, id=f"{tenant}-{index}", tenant=tenant)
+            for tenant in in_time
+            for index, arrival in enumerate(poisson(lengths, 1.6, count, seed + len(tenant)))
+        ]
+        due_s = {
+            arrival.id: RELEGATING.slo.ttft_deadline_s(reference.prefill_s(arrival.prompt_tokens))
+            for arrival in arrivals
+        }
+        lies = [arrival.id for arrival in arrivals if arrival.tenant == "liar"]
+        factor = {"shorter deadline": 0.6, "longer deadline": 3.0}.get(lie, 1.0)
+        if lie == "longer output":
+            arrivals = [
+                msgspec.structs.replace(arrival, max_tokens=4000) if arrival.id in lies else arrival
+                for arrival in arrivals
+            ]
+        records = play(
+            sorted(arrivals, key=lambda arrival: arrival.arrival_s),
+            pages=100_000,
+            slo_class=REFUSING,
+            deadlines_s={name: factor * due_s[name] for name in lies},
+            tpots_s=dict.fromkeys(lies, 0.03) if lie == "shorter TPOT" else None,
+        )
+        for name, record in records.items():
+            waited_s = record.ttft_s
+            in_time[record.tenant] += waited_s is not None and waited_s <= due_s[name]
+    return {tenant: number / (count * len(seeds)) for tenant, number in in_time.items()}
+
+
+def test_to_lie_about_deadlines_targets_and_lengths_does_not_pay() -> None:
+    truth = attainment_of_liar("")
+    assert truth["liar"] > 0.9
+    for lie in ("shorter deadline", "longer deadline", "shorter TPOT", "longer output"):
+        lied = attainment_of_liar(lie)
+        assert lied["liar"] <= truth["liar"] + 0.01, lie
+        assert lied["honest"] >= truth["honest"] - 0.05, lie
