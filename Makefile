@@ -47,8 +47,8 @@ $(UV):
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --require-hashes -r requirements/bootstrap.txt
 
-demo: $(READY) ## start a small fleet on this machine; short prompts overtake a long one
-	$(PY) demos/local.py
+demo: $(READY) ## play five policies on a small fleet on this machine and draw who waited
+	$(PY) -m demos.local
 
 demo-cluster: $(READY) ## install, serve, scale, update and remove a model on a Kubernetes cluster
 	$(PY) -m demos.cluster

@@ -26,8 +26,9 @@ def steps(script: str) -> list[str]:
 
 
 def scripts(makefile: str) -> list[str]:
-    """Files and folders that recipes hand to Python or pytest."""
+    """Files and folders that recipes hand to Python or pytest, modules as their files."""
     recipes = "\n".join(line for line in makefile.splitlines() if line.startswith("\t"))
+    recipes = re.sub(r"-m (demos|benchmarks)\.(\w+)", r"\1/\2.py", recipes)
     return re.findall(r"(?<= )(?:demos|examples|benchmarks|tests)(?:/[\w./]+)?", recipes)
 
 
@@ -69,6 +70,7 @@ def test_every_script_of_a_target_exists(house: Path, makefile: str) -> None:
 def test_scripts_are_read_from_recipes_only() -> None:
     text = "CODE := tests examples\ndemo:\n\tpython examples/ghost.py -v\n\tpytest benchmarks\n"
     assert scripts(text) == ["examples/ghost.py", "benchmarks"]
+    assert scripts("demo:\n\tpython -m demos.ghost\n") == ["demos/ghost.py"]
 
 
 def test_commands_are_read_from_fenced_blocks_only() -> None:
