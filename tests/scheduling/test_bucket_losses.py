@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from medha.config import Scheduling
 from medha.metrics import LENGTH_EDGES, LENGTH_LABELS, length_bucket
-from medha.scheduling.feasibility import largest_feasible, margins_s, select_victims
+from medha.scheduling.feasibility import largest_feasible, select_victims
 from medha.scheduling.promises import FREE, BucketLossCap
 from medha.scheduling.sequence import Sequence
 from medha.testing import Driven, request, scheduler
@@ -43,7 +43,7 @@ def test_a_bucket_that_lost_its_part_is_spared_and_another_gives_way() -> None:
 
 def test_a_promise_that_is_spared_is_not_taken_back_while_others_are_there() -> None:
     due, work = np.array([2.0, 3.0, 3.5]), np.array([1.0, 2.5, 1.0])
-    kept, margins = np.ones(3, dtype=np.bool_), margins_s(due, work, np.ones(3, dtype=np.bool_))
+    kept, margins = np.ones(3, dtype=np.bool_), due - work.cumsum()
     assert select_victims(margins, work, kept, 0.0) == [1]
     assert select_victims(margins, work, kept, 0.0, 1, np.array([False, True, False])) == [0]
     assert select_victims(margins, work, kept, 0.0, 1, np.array([True, True, False])) == [2]

@@ -65,7 +65,6 @@ class BatchDraft:
     target_s: float
     loads: dict[int, BatchLoad]
     decodes: list[tuple[tuple[int, ...], int]]
-    decode_s: dict[int, float]
     chunks: list[ChunkDraft] = field(default_factory=list)
     waits: dict[int, bool] = field(default_factory=dict)
     escaped: bool = False
@@ -238,7 +237,7 @@ class BatchBuilder:
     # --- decodes ----------------------------------------------------------------------------------
 
     def _draft_decodes(self, group_set: tuple[int, ...], target_s: float) -> BatchDraft:
-        draft = BatchDraft(group_set, target_s, {}, [], {})
+        draft = BatchDraft(group_set, target_s, {}, [])
         for group in group_set:
             draft.loads[group] = self.predictor.load()
         for groups, decodes in self.running.by_groups.items():
@@ -249,8 +248,6 @@ class BatchBuilder:
             draft.decodes.append((groups, count))
             for group in groups:
                 draft.loads[group].add_decodes(count, keys[group], len(groups))
-        for group, load in draft.loads.items():
-            draft.decode_s[group] = load.seconds() if draft.decodes else 0.0
         return draft
 
     # --- prefills ---------------------------------------------------------------------------------

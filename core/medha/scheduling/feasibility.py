@@ -61,27 +61,6 @@ def largest_feasible(
     return kept
 
 
-def margins_s(due_in_s: Floats, work_s: Floats, kept: Mask) -> Floats:
-    """Return the margin of each kept request, infinite for others; arrays of [n] by deadline."""
-    left = due_in_s - np.cumsum(np.where(kept, work_s, 0.0))
-    return np.where(kept, left, np.inf)
-
-
-def available_s(margins: Floats, due_in_s: Floats, place: int, due_s: float) -> float:
-    """Return the work due in `due_s` that fits at `place` in deadline order with all kept requests.
-
-    `margins` and `due_in_s` are of [n]; those at `place` and later are due no earlier. The work
-    must meet its own deadline after all kept work before it, and fit the margins of later requests.
-    """
-    later = float(margins[place:].min()) if place < len(margins) else np.inf
-    before = margins[:place]
-    known = np.flatnonzero(np.isfinite(before))
-    if not len(known):
-        return min(later, due_s)
-    last = int(known[-1])
-    return min(later, due_s - float(due_in_s[last] - before[last]))
-
-
 def select_victims(
     margins: Floats,
     work_s: Floats,
