@@ -34,14 +34,14 @@ from medha.messages import (
     RouterMessage,
     Submit,
 )
-from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
-from medha.request import Request, Slo, SloClass
+from medha.request import Slo, SloClass
 from medha.scheduling.scheduler import Scheduler
 from medha.sim.loop import ARRIVE, Loop
 from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
+from medha.sim.scenario import LLAMA_3_8B
 from medha.sim.virtual_fleet import SimulatedFleet
 from medha.sim.workload import Arrival
 from medha.topology import Topology
@@ -60,16 +60,6 @@ from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.tokenizer_files import FileStore
 from medha_router.tokenization.wire import Prompt
 
-SHAPE = ModelShape(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
-    vocab=128256,
-    max_context_tokens=400_000,
-)
 CLASSES = (
     SloClass(name="default", slo=Slo(tpot_s=0.1), reserved=0.2),
     SloClass(name="soft", slo=Slo(tpot_s=0.1), when_infeasible="relegate", weight=2.0),
@@ -123,9 +113,9 @@ def make_replicas(
 ) -> list[SimReplica]:
     replicas = []
     for index in range(count):
-        predictor = Predictor(A100, SHAPE, topology, settings.max_batch_s)
+        predictor = Predictor(A100, LLAMA_3_8B, topology, settings.max_batch_s)
         scheduler = Scheduler(
-            topology, SHAPE, predictor, settings, PAGES, PAGE_TOKENS, CONTEXT_TOKENS, CLASSES
+            topology, LLAMA_3_8B, predictor, settings, PAGES, PAGE_TOKENS, CONTEXT_TOKENS, CLASSES
         )
         clock = PipelineClock(predictor, PAGE_TOKENS, scheduler.layout)
         replicas.append(SimReplica(f"r{index}", scheduler, clock, loop, keep_log=True))
@@ -202,22 +192,9 @@ class VirtualController:
                 self.replica.abort(message.id)
 
     def _submit(self, submit: Submit, now: float) -> None:
-        request = Request(
-            id=submit.id,
-            arrival_s=now - submit.age_s,
-            prompt_tokens=len(submit.tokens) // 4,
-            max_output_tokens=submit.max_output_tokens,
-            ttft_deadline_s=submit.ttft_deadline_s,
-            tpot_s=submit.tpot_s,
-            work_s=submit.work_s,
-            slo_class=submit.slo_class,
-            tenant=submit.tenant,
-            weight=submit.weight,
-            promised=submit.promised,
-        )
         hashes = tuple(split_names(submit.hashes))
         self.submits.append((now, submit.id, self.replica.name))
-        self.replica.submit(request, hashes)
+        self.replica.submit(submit.request(now), hashes)
 
 
 class FakeTokenizer:
@@ -381,7 +358,7 @@ def test_router_and_simulator_hand_over_the_same_requests(
     settings = Scheduling(policy=policy)
     topology, count = LAYOUTS[seed % len(LAYOUTS)], 1 + seed % 3
     hello = make_hello(
-        shape=SHAPE,
+        shape=LLAMA_3_8B,
         topology=topology,
         page_tokens=PAGE_TOKENS,
         max_context_tokens=CONTEXT_TOKENS,

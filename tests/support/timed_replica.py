@@ -33,7 +33,7 @@ from medha.messages import (
     Tokens,
 )
 from medha.predictor import Predictor
-from medha.request import Request, Slo, SloClass
+from medha.request import Slo, SloClass
 from medha.scheduling.scheduler import Scheduler
 
 TOKEN_S, BATCH_S = 1e-4, 2e-3
@@ -112,21 +112,8 @@ class TimedReplica(InstantReplica):
                 super()._take(message)
 
     def _admit(self, submit: Submit, now: float) -> None:
-        request = Request(
-            id=submit.id,
-            arrival_s=now - submit.age_s,
-            prompt_tokens=len(submit.tokens) // 4,
-            max_output_tokens=submit.max_output_tokens,
-            ttft_deadline_s=submit.ttft_deadline_s,
-            tpot_s=submit.tpot_s,
-            work_s=submit.work_s,
-            slo_class=submit.slo_class,
-            tenant=submit.tenant,
-            weight=submit.weight,
-            promised=submit.promised,
-        )
         try:
-            admitted = self._scheduler.submit(request, now, split_names(submit.hashes))
+            admitted = self._scheduler.submit(submit.request(now), now, split_names(submit.hashes))
         except Refusal as refusal:
             self._link.send(Failed(submit.id, refusal.code, str(refusal)))
             return

@@ -17,6 +17,7 @@ from medha.messages.codec import (
 from medha.messages.fields import (
     MAX_MESSAGE_BYTES,
     MAX_TOKENS_BYTES,
+    TOKEN_BYTES,
     Blob,
     Count,
     Group,
@@ -96,6 +97,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "MAX_TENANT_COUNTS",
     "MAX_TOKENS_BYTES",
+    "TOKEN_BYTES",
     "Abort",
     "Accepted",
     "BatchTokens",

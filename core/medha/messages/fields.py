@@ -11,6 +11,7 @@ from medha.tenants import TenantWork
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_TOKENS_BYTES = 48 << 20
+TOKEN_BYTES = 4
 
 Name = Annotated[str, msgspec.Meta(max_length=253)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]

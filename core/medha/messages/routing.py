@@ -10,6 +10,7 @@ from medha import PROTOCOL
 from medha.config import QueueOrder
 from medha.corrections import REGIMES
 from medha.messages.fields import (
+    TOKEN_BYTES,
     Blob,
     Count,
     Load,
@@ -21,7 +22,7 @@ from medha.messages.fields import (
     TokenBytes,
 )
 from medha.model import ModelShape
-from medha.request import SloClass
+from medha.request import Request, SloClass
 from medha.topology import Topology
 
 MAX_TENANT_COUNTS = 256
@@ -105,6 +106,30 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown
     salt: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     weight: float = 1.0
     promised: bool | None = None
+
+    @property
+    def emitted_before(self) -> int:
+        """Output tokens among `tokens`; at least one token counts as prompt."""
+        return min(self.emitted, len(self.tokens) // TOKEN_BYTES - 1)
+
+    def request(self, now: float) -> Request:
+        """Return the request as a scheduler sees it that receives the message at `now`.
+
+        Tokens emitted earlier are part of its prompt and no longer of its output.
+        """
+        return Request(
+            id=self.id,
+            arrival_s=now - self.age_s,
+            prompt_tokens=len(self.tokens) // TOKEN_BYTES,
+            max_output_tokens=max(self.max_output_tokens - self.emitted_before, 1),
+            ttft_deadline_s=self.ttft_deadline_s,
+            tpot_s=self.tpot_s,
+            work_s=self.work_s,
+            slo_class=self.slo_class,
+            tenant=self.tenant,
+            weight=self.weight,
+            promised=self.promised,
+        )
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

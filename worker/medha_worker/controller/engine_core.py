@@ -22,6 +22,7 @@ from medha.config import WorkerConfig
 from medha.errors import ProtocolError, Refusal
 from medha.fleet.prefix_index import HASH_BYTES, next_hash
 from medha.messages import (
+    TOKEN_BYTES,
     Accepted,
     Failed,
     Fetched,
@@ -38,14 +39,12 @@ from medha.messages import (
 )
 from medha.metrics import LENGTH_LABELS, MetricsSink, length_label
 from medha.predictor import Predictor
-from medha.request import Request
 from medha.scheduling.interface import SchedulerInterface
 from medha.topology import Coordinate
 from medha_worker.controller.batches import BatchTracker, TrackedBatch
 from medha_worker.controller.kv_moves import REASONS, KvMoves, MoveResult
 from medha_worker.controller.outbox import Outbox
 
-TOKEN_BYTES = 4
 BEING_SAMPLED = (-1).to_bytes(TOKEN_BYTES, "little", signed=True)
 MAX_LOSSES = 2
 MAX_PAUSE_S = 60.0
@@ -96,7 +95,7 @@ class RequestState:
         self.sampling = submit.sampling
         self.tokens = bytearray(submit.tokens)
         self.submitted_tokens = len(self.tokens) // TOKEN_BYTES
-        self.emitted_before = min(submit.emitted, self.submitted_tokens - 1)
+        self.emitted_before = submit.emitted_before
         self.prompt_tokens = self.submitted_tokens - self.emitted_before
         self.cached_tokens = 0
         self.losses = 0
@@ -112,20 +111,8 @@ class RequestState:
         while name := self.completed_page((self._named_pages + 1) * page_tokens):
             hashes.append(name)
         self.hashes = tuple(hashes)
-        self.max_output_tokens = max(submit.max_output_tokens - self.emitted_before, 1)
-        self.request = Request(
-            id=submit.id,
-            arrival_s=now - submit.age_s,
-            prompt_tokens=self.submitted_tokens,
-            max_output_tokens=self.max_output_tokens,
-            ttft_deadline_s=submit.ttft_deadline_s,
-            tpot_s=submit.tpot_s,
-            work_s=submit.work_s,
-            slo_class=submit.slo_class,
-            tenant=submit.tenant,
-            weight=submit.weight,
-            promised=submit.promised,
-        )
+        self.request = submit.request(now)
+        self.max_output_tokens = self.request.max_output_tokens
 
     @property
     def length(self) -> int:
