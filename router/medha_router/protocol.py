@@ -382,7 +382,7 @@ READERS: Mapping[str, Callable[[bytes | bytearray], Params]] = {
     "tokenize": read_tokenize,
     "detokenize": read_detokenize,
 }
-"""What reads the body of each route; all of a body but `raw` is small."""
+"""Reader of each route's body; all of a body but `raw` is small."""
 
 
 def _params(

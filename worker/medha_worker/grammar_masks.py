@@ -16,6 +16,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -66,13 +67,7 @@ class Grammars:
         compiled = self._compiled.pop(grammar, None)
         if compiled is None:
             limits = llguidance.LLParserLimits(
-                max_items_in_row=LIMITS.max_items_in_row,
-                initial_lexer_fuel=LIMITS.initial_lexer_fuel,
-                step_lexer_fuel=LIMITS.step_lexer_fuel,
-                step_max_items=LIMITS.step_max_items,
-                max_lexer_states=LIMITS.max_lexer_states,
-                max_grammar_size=LIMITS.max_grammar_size,
-                verbose_errors=False,
+                **msgspec.structs.asdict(LIMITS), verbose_errors=False
             )
             compiled = llguidance.LLMatcher(
                 self._tokenizer.result(), grammar, log_level=0, limits=limits

@@ -42,15 +42,7 @@ def check(tokenizers: dict[str, llguidance.LLTokenizer], job: Check) -> Checked:
         grammar = grammar_of(job.kind, job.text)
     except ValueError as error:
         return Checked(error=_shortened(str(error)))
-    limits = llguidance.LLParserLimits(
-        max_items_in_row=LIMITS.max_items_in_row,
-        initial_lexer_fuel=LIMITS.initial_lexer_fuel,
-        step_lexer_fuel=LIMITS.step_lexer_fuel,
-        step_max_items=LIMITS.step_max_items,
-        max_lexer_states=LIMITS.max_lexer_states,
-        max_grammar_size=LIMITS.max_grammar_size,
-        verbose_errors=False,
-    )
+    limits = llguidance.LLParserLimits(**msgspec.structs.asdict(LIMITS), verbose_errors=False)
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     first = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from medha_router.tokenization.wire import KEY_BYTES
 
 ENTRY_BYTES = 300
-"""What an entry costs besides its tokens and names."""
+"""Cost of an entry in addition to its tokens and names."""
 
 
 class PrefixTokens:
