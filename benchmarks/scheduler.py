@@ -22,23 +22,13 @@ import time
 from medha import compiled
 from medha.batch import Batch, BatchResult, Sampled
 from medha.config import Scheduling
-from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import H100
 from medha.request import Request
 from medha.scheduling.scheduler import Scheduler
+from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
-MODEL = ModelShape(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
-    vocab=128256,
-    max_context_tokens=1 << 20,
-)
 PARTS = ("submit", "next_batch", "complete", "load")
 # Most microseconds of a step, by (waiting, decodes), and of a prediction.
 STEP_P50_US = {(1_000, 256): 300.0, (10_000, 2_048): 1_000.0}
@@ -57,10 +47,16 @@ class Population:
 
     def __init__(self, waiting: int, decodes: int, policy: str, seed: int = 0) -> None:
         layout = Topology(tp=8)
-        self.predictor = Predictor(H100, MODEL, layout)
+        self.predictor = Predictor(H100, LLAMA_3_8B, layout)
         settings = Scheduling(policy=policy, max_running=4 * (waiting + decodes))
         self.scheduler = Scheduler(
-            layout, MODEL, self.predictor, settings, 2_000_000, 64, MODEL.max_context_tokens
+            layout,
+            LLAMA_3_8B,
+            self.predictor,
+            settings,
+            2_000_000,
+            64,
+            LLAMA_3_8B.max_context_tokens,
         )
         self.scheduler.group_joined(0, 1, 0.0)
         self.waiting, self.decodes = waiting, decodes

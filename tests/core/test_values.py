@@ -14,22 +14,19 @@ from medha.batch import Batch, Chunk
 from medha.config import RouterConfig, RouterModel, read, render
 from medha.errors import SpecError
 from medha.fleet.prefix_index import HASH_BYTES, chain, salt_of
-from medha.model import ModelShape, pairs
+from medha.model import pairs
 from medha.request import Request, Slo
-
-LLAMA_8B = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
-)
+from medha.sim.scenario import LLAMA_3_8B
 
 
 def test_llama_3_8b_has_eight_billion_parameters_and_128_kib_of_kv_per_token() -> None:
-    assert LLAMA_8B.params == 8_030_261_248
-    assert LLAMA_8B.kv_bytes_per_token == 131_072
+    assert LLAMA_3_8B.params == 8_030_261_248
+    assert LLAMA_3_8B.kv_bytes_per_token == 131_072
 
 
 def test_attention_flops_are_those_of_the_causal_pairs() -> None:
     pairs = sum(10 + i + 1 for i in range(7))
-    assert LLAMA_8B.attention_flops(7, 10) == 4 * pairs * 32 * 128
+    assert LLAMA_3_8B.attention_flops(7, 10) == 4 * pairs * 32 * 128
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 18, 30])
@@ -38,7 +35,7 @@ def test_rows_of_a_windowed_layer_are_paired_with_the_keys_in_sight(window: int)
         for prefix in (0, 3, 10, 40):
             counted = sum(min(prefix + i + 1, window) for i in range(chunk))
             assert pairs(chunk, prefix, window) == counted
-    half = msgspec.structs.replace(LLAMA_8B, window_tokens=window, window_layers=16)
+    half = msgspec.structs.replace(LLAMA_3_8B, window_tokens=window, window_layers=16)
     both = (pairs(7, 10) + pairs(7, 10, window)) / 2
     assert half.attention_flops(7, 10) == 4 * both * 32 * 128
 
@@ -111,5 +108,5 @@ def test_a_missing_config_file_is_named(tmp_path: pathlib.Path) -> None:
 
 def test_values_cannot_be_written_to() -> None:
     with pytest.raises(AttributeError):
-        LLAMA_8B.layers = 3  # type: ignore[misc]
-    assert msgspec.structs.replace(LLAMA_8B, layers=3).layers == 3
+        LLAMA_3_8B.layers = 3  # type: ignore[misc]
+    assert msgspec.structs.replace(LLAMA_3_8B, layers=3).layers == 3

@@ -20,22 +20,19 @@ from medha.fleet.admission import (
 )
 from medha.fleet.placement import PendingRequest, ReplicaEstimate
 from medha.messages import Load
-from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass
+from medha.sim.scenario import LLAMA_3_8B
 from medha.tenants import ACTIVE_S, HALF_LIFE_S, MEMORY_S, TenantWork, is_short
 from medha.topology import Topology
 
-SHAPE = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
-)
 STRICT = SloClass(name="default")
 SOFT = SloClass(name="batch", when_infeasible="relegate", slo=Slo(ttft_floor_s=5.0))
 
 
 def estimate(name: str = "r0", **load: object) -> ReplicaEstimate:
-    predictor = Predictor(A100, SHAPE, Topology(tp=8))
+    predictor = Predictor(A100, LLAMA_3_8B, Topology(tp=8))
     replica = ReplicaEstimate(name, predictor, max_context_tokens=2_000_000, max_batch_s=0.0)
     pages = (1_000_000,) if name.startswith("large") else (20_000,)
     full: dict[str, object] = {"free_pages": pages, "total_pages": pages, **load}

@@ -10,21 +10,18 @@ from hypothesis import strategies as st
 
 from medha.fleet.placement import PendingRequest, ReplicaEstimate, groups_needed, options, place
 from medha.messages import Load
-from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
+from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
-SHAPE = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
-)
 IDLE = Load(free_pages=(20_000,), total_pages=(20_000,))
 
 
 def estimate(
     name: str = "r0", load: Load = IDLE, now: float = 0.0, **topology: int
 ) -> ReplicaEstimate:
-    of = Predictor(A100, SHAPE, Topology(**{"tp": 8, **topology}))
+    of = Predictor(A100, LLAMA_3_8B, Topology(**{"tp": 8, **topology}))
     replica = ReplicaEstimate(name, of, max_context_tokens=10_000_000, max_batch_s=0.0)
     replica.update(load, now)
     return replica

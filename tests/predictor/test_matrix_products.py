@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from medha.model import ModelShape
 from medha.predictor import Predictor, Products
 from medha.profile import A100, H100, H200, Profile, Tile
+from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
-LLAMA_8B = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
-)
 # One product counts: 1,024 columns of depth 1,000, in tiles of 128 × 128, eight of them a wave.
 LONE = ModelShape(
     layers=1, hidden=1000, heads=1, kv_heads=1, head_dim=1, intermediate=1, vocab=1024
@@ -37,7 +35,7 @@ EIGHT = msgspec.structs.replace(
 def test_more_rows_never_take_less_and_never_beat_the_rate(
     profile: Profile, rows: int, more: int, tp: int
 ) -> None:
-    of = Products(profile, LLAMA_8B, tp)
+    of = Products(profile, LLAMA_3_8B, tp)
     assert rows * of.flop <= of.layer(rows) <= of.layer(rows + more)
     assert rows * of.head_flop <= of.head(rows) <= of.head(rows + more)
 
@@ -66,10 +64,10 @@ def test_the_fastest_tile_counts() -> None:
 
 
 def test_without_tiles_time_grows_by_the_row() -> None:
-    of = Products(H200, LLAMA_8B, 1)
+    of = Products(H200, LLAMA_3_8B, 1)
     assert of.layer(128) < of.layer(129) < 1.01 * of.layer(128)
     p = H200.roofline_power
-    weights = LLAMA_8B.attention_params + LLAMA_8B.mlp_params
+    weights = LLAMA_3_8B.attention_params + LLAMA_3_8B.mlp_params
     seconds = (2.0 * weights / H200.linear_bytes_per_s) ** p
     seconds += (2.0 * weights * 700 / H200.linear_flops_per_s) ** p
     assert of.layer(700) == pytest.approx(seconds ** (1.0 / p))
@@ -79,7 +77,7 @@ def test_small_work_of_a_layer_has_a_least_time() -> None:
     idle = msgspec.structs.replace(A100, elementwise_s=0.0)
     for rows, share in ((1, 1.0), (8192, 0.01)):
         least, none = (
-            Predictor(profile, LLAMA_8B, Topology()).batch_s([(rows, 0, False)])
+            Predictor(profile, LLAMA_3_8B, Topology()).batch_s([(rows, 0, False)])
             for profile in (A100, idle)
         )
         assert least - none == pytest.approx(share * 32 * A100.elementwise_s, rel=0.3, abs=1e-5)

@@ -10,21 +10,18 @@ import pytest
 
 from medha.calibration import Operator, Sample, fit, misses, operator_s
 from medha.measurement_plan import DECODES, UNSEEN, Bounds, plan_for
-from medha.model import ModelShape
 from medha.predictor import Costs, Predictor
 from medha.profile import CPU_CORE, SHIPPED
+from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
-SHAPE = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
-)
 SMALL = Bounds(rows=512, keys=4096, page_tokens=64, pool_tokens=2 * 4096 + 4608)
 LARGE = Bounds(rows=8192, keys=900_032, page_tokens=64, pool_tokens=2_000_000)
 
 
 @pytest.mark.parametrize("bounds", [SMALL, LARGE])
 def test_a_plan_stays_within_its_bounds_and_spans_them(bounds: Bounds) -> None:
-    plan = plan_for(SHAPE, bounds)
+    plan = plan_for(LLAMA_3_8B, bounds)
     for entries in (*plan.batches, *plan.unseen):
         assert sum(length for length, _, _ in entries) <= bounds.rows
         pages = sum(-(-(keys + length) // 64) for length, keys, _ in entries)
@@ -43,14 +40,14 @@ def test_a_plan_stays_within_its_bounds_and_spans_them(bounds: Bounds) -> None:
 
 
 def test_the_judges_are_mixed_batches_that_the_fit_never_sees() -> None:
-    plan = plan_for(SHAPE, LARGE)
+    plan = plan_for(LLAMA_3_8B, LARGE)
     assert not set(plan.unseen) & set(plan.batches)
     assert len(plan.unseen) > 0.8 * UNSEEN
     mixed = [e for e in plan.unseen if len({decode for _, _, decode in e}) == 2]
     assert len(mixed) > 0.7 * len(plan.unseen)
     lengths = sorted(max(length for length, _, _ in entries) for entries in plan.unseen)
     assert lengths[0] < 32 and lengths[-1] > 4096
-    assert plan == plan_for(SHAPE, LARGE)
+    assert plan == plan_for(LLAMA_3_8B, LARGE)
 
 
 def judged(noise: float, seed: int) -> tuple[np.ndarray, float]:
@@ -69,21 +66,21 @@ def judged(noise: float, seed: int) -> tuple[np.ndarray, float]:
         batch_s=6e-4,
         sequence_s=2e-5,
     )
-    dice, plan = random.Random(seed), plan_for(SHAPE, LARGE)
-    of = Predictor(truth, SHAPE, Topology())
+    dice, plan = random.Random(seed), plan_for(LLAMA_3_8B, LARGE)
+    of = Predictor(truth, LLAMA_3_8B, Topology())
 
     def measured(seconds: float) -> float:
         return seconds * (1.0 + dice.uniform(-noise, noise))
 
     operators = [
-        (part, measured(1.05 * operator_s(part, Costs(truth, SHAPE, Topology(tp=part.tp)))))
+        (part, measured(1.05 * operator_s(part, Costs(truth, LLAMA_3_8B, Topology(tp=part.tp)))))
         for part in plan.operators
     ]
     batches = [Sample(entries, measured(of.batch_s(entries))) for entries in plan.batches]
-    profile = fit(batches, SHAPE, Topology(), SHIPPED["h100"], "found", operators)
+    profile = fit(batches, LLAMA_3_8B, Topology(), SHIPPED["h100"], "found", operators)
     assert profile.name == "found" and profile.valid_rows == 8192
     unseen = [Sample(entries, of.batch_s(entries)) for entries in plan.unseen]
-    errors = np.abs([miss for _, miss in misses(profile, unseen, SHAPE, Topology())])
+    errors = np.abs([miss for _, miss in misses(profile, unseen, LLAMA_3_8B, Topology())])
     return errors, profile.roofline_power
 
 
@@ -100,7 +97,7 @@ def test_a_machine_measured_with_noise_is_predicted_within_it(seed: int) -> None
 
 
 def test_operators_are_parts_of_what_a_batch_costs() -> None:
-    costs = Costs(CPU_CORE, SHAPE, Topology())
+    costs = Costs(CPU_CORE, LLAMA_3_8B, Topology())
     layer_s = costs.layer(300, costs.attention(300, 1000, True), 0)
     parts = [
         Operator("linear", 300),

@@ -11,18 +11,16 @@ from medha.corrections import PREFILL, REGIMES, Learned
 from medha.model import ModelShape
 from medha.predictor import BatchLoad, Predictor
 from medha.profile import A100, CPU_CORE, H100, Profile
+from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
-LLAMA_8B = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
-)
 TINY = ModelShape(
     layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=512
 )
 
 
 def predictor(profile: Profile = A100, **topology: int) -> Predictor:
-    return Predictor(profile, LLAMA_8B, Topology(**{"tp": 8, **topology}))
+    return Predictor(profile, LLAMA_3_8B, Topology(**{"tp": 8, **topology}))
 
 
 def load_of(of: Predictor, entries: list[tuple[int, int, bool]]) -> BatchLoad:
@@ -85,13 +83,13 @@ def test_the_largest_chunk_fits_and_one_step_more_does_not(
         assert load.seconds_with(min(limit, chunk + step), keys) > budget_s
 
 
-WINDOWED = msgspec.structs.replace(LLAMA_8B, window_tokens=4096, window_layers=32)
+WINDOWED = msgspec.structs.replace(LLAMA_3_8B, window_tokens=4096, window_layers=32)
 LATE = msgspec.structs.replace(WINDOWED, window_layers=8)
 
 
 def test_a_window_bounds_what_a_long_context_costs() -> None:
     full, late, windowed = (
-        Predictor(A100, shape, Topology(tp=8)) for shape in (LLAMA_8B, LATE, WINDOWED)
+        Predictor(A100, shape, Topology(tp=8)) for shape in (LLAMA_3_8B, LATE, WINDOWED)
     )
     for entry in ((1, 1_000_000, True), (512, 1_000_000, False)):
         near = (entry[0], 4096, entry[2])
@@ -139,7 +137,7 @@ def test_costs_add_per_operator_not_per_request() -> None:
 def test_a_decode_beside_a_chunk_costs_its_context_only() -> None:
     of = predictor()
     extra = of.batch_s([(500, 0, False), (1, 100_000, True)]) - of.batch_s([(500, 0, False)])
-    read = 100_001 * LLAMA_8B.kv_bytes_per_token / 8 / A100.attention_bytes_per_s
+    read = 100_001 * LLAMA_3_8B.kv_bytes_per_token / 8 / A100.attention_bytes_per_s
     assert extra == pytest.approx(read, rel=0.2)
 
 
@@ -166,7 +164,7 @@ def test_more_groups_make_a_shared_chunk_cheaper_and_the_exchange_is_paid() -> N
 @pytest.mark.parametrize("profile", [A100, H100, CPU_CORE])
 @pytest.mark.parametrize("tokens", [1, 31, 777, 8192, 60_000])
 def test_the_prefill_time_is_that_of_chunks_run_one_by_one(profile: Profile, tokens: int) -> None:
-    shape = TINY if profile is CPU_CORE else LLAMA_8B
+    shape = TINY if profile is CPU_CORE else LLAMA_3_8B
     of = Predictor(profile, shape, Topology(tp=2, spp=2))
     prefix, enters, leaves = 0, 0.0, 0.0
     while prefix < tokens:  # the oracle: a two-stage pipeline, chunk by chunk
@@ -181,7 +179,7 @@ def test_the_prefill_time_is_that_of_chunks_run_one_by_one(profile: Profile, tok
 
 
 def test_the_table_far_out_keeps_within_one_percent_of_every_chunk() -> None:
-    of = Predictor(A100, LLAMA_8B, Topology(tp=8))
+    of = Predictor(A100, LLAMA_3_8B, Topology(tp=8))
     prefix, total = 0, 0.0
     while prefix < 1_000_000:
         chunk = of.largest_chunk(of.load(), prefix, 1_000_000 - prefix, of.budget_s) or 32

@@ -15,6 +15,7 @@ from medha.calibration import Operator, operator_s
 from medha.model import ModelShape
 from medha.predictor import Costs
 from medha.profile import CPU_CORE, H200, SHIPPED, shipped
+from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
 
@@ -70,25 +71,19 @@ def test_the_h200_is_as_it_was_measured() -> None:
     for rows, rate in PRODUCTS.items():
         seconds = lone.linear_flops(rows) / (rate * 1e12)
         assert operator_s(Operator("linear", rows), costs) == pytest.approx(seconds, rel=0.05)
-    llama = ModelShape(
-        layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, vocab=128256, intermediate=14336
-    )
-    costs = Costs(H200, llama, Topology())
+    costs = Costs(H200, LLAMA_3_8B, Topology())
     for chunk, rate in CHUNKS.items():
-        seconds = llama.attention_flops(chunk, 1_000_000) / (rate * 1e12)
+        seconds = LLAMA_3_8B.attention_flops(chunk, 1_000_000) / (rate * 1e12)
         predicted = operator_s(Operator("attention", chunk, 1_000_000), costs)
         assert predicted == pytest.approx(seconds, rel=0.08)
-    read = 1_000_001 * llama.kv_bytes_per_token_layer
+    read = 1_000_001 * LLAMA_3_8B.kv_bytes_per_token_layer
     assert costs.decodes(1, 1_000_001) == pytest.approx(read / 4.351e12, rel=0.05)
 
 
 def test_faster_machines_are_predicted_to_be_faster() -> None:
-    shape = ModelShape(
-        layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, vocab=128256, intermediate=14336
-    )
     seconds = [
         sum(
-            operator_s(part, Costs(SHIPPED[name], shape, Topology()))
+            operator_s(part, Costs(SHIPPED[name], LLAMA_3_8B, Topology()))
             for part in (Operator("linear", 512), Operator("attention", 512, 100_000))
         )
         for name in ("h200", "h100", "a100", "cpu-core")

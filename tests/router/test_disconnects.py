@@ -26,6 +26,17 @@ def streaming(running: Any, body: dict[str, Any] | None = None) -> socket.socket
     return link
 
 
+def stalled(
+    alone: Any, eventually: Any, body: dict[str, Any] | None = None, sequences: int = 1
+) -> tuple[Any, socket.socket]:
+    """Return the controller and the stream of a request that runs there and emits nothing."""
+    controller = alone.open()
+    controller.emitting.clear()
+    link = streaming(alone, body)
+    eventually(lambda: len(controller.running) == sequences)
+    return controller, link
+
+
 def idle(running: Any) -> bool:
     return bool(running.router.router.service.live == 0)
 
@@ -51,10 +62,7 @@ def test_a_client_that_disconnects_during_decode_is_aborted(
 def test_a_client_that_disconnects_before_its_first_token_is_aborted(
     alone: Any, eventually: Any
 ) -> None:
-    controller = alone.open()
-    controller.emitting.clear()
-    link = streaming(alone)
-    eventually(lambda: controller.running)
+    controller, link = stalled(alone, eventually)
     link.close()
     eventually(lambda: controller.aborted == [controller.seen[0].id])
     eventually(lambda: idle(alone))
@@ -91,10 +99,7 @@ def test_a_client_that_disconnects_in_its_body_is_forgotten(alone: Any, eventual
 
 
 def test_a_disconnect_aborts_every_output(alone: Any, eventually: Any) -> None:
-    controller = alone.open()
-    controller.emitting.clear()
-    link = streaming(alone, {**BODY, "n": 3})
-    eventually(lambda: len(controller.running) == 3)
+    controller, link = stalled(alone, eventually, {**BODY, "n": 3}, 3)
     link.close()
     eventually(
         lambda: sorted(controller.aborted) == sorted(submit.id for submit in controller.seen)
@@ -270,10 +275,7 @@ def test_a_hundred_disconnects_leave_nothing_behind(alone: Any, eventually: Any)
 def test_a_request_with_output_does_not_hold_the_json_of_its_prompt(
     alone: Any, eventually: Any
 ) -> None:
-    controller = alone.open()
-    controller.emitting.clear()
-    link = streaming(alone)
-    eventually(lambda: controller.running)
+    controller, link = stalled(alone, eventually)
     (request,) = alone.router.router._requests._client_requests.values()
     assert b"aaaa" in request.params.raw
     controller.burst = 1

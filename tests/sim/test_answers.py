@@ -6,37 +6,26 @@ import functools
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from medha.config import Scheduling
+from medha.fleet.margins import Margins
 from medha.fleet.placement import ReplicaEstimate
 from medha.messages import Load
-from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Request, Slo, SloClass
-from medha.scheduling.feasibility import available_s
 from medha.scheduling.scheduler import Scheduler
 from medha.sim.loop import ARRIVE, Loop
 from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
 from medha.sim.report import RequestRecord
+from medha.sim.scenario import LLAMA_3_8B
 from medha.testing import request, scheduler
 from medha.topology import Topology
 
-SHAPE = ModelShape(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
-    vocab=128256,
-    max_context_tokens=1 << 21,
-)
 DOCUMENT_TOKENS = 60_000
 
 # (arrival, prompt tokens, output tokens)
@@ -49,10 +38,12 @@ def served(
     """Serve all on one replica; deadlines are those of the class, `deadline_factor` times."""
     loop, layout, slo = Loop(), Topology(tp=8, spp=spp), Slo(tpot_s=tpot_s)
     plan_settings = Scheduling(max_running=1024)
-    predictor = Predictor(A100, SHAPE, layout)
+    predictor = Predictor(A100, LLAMA_3_8B, layout)
     slo_class = SloClass(slo=slo, when_infeasible="relegate")
-    plan = Scheduler(layout, SHAPE, predictor, plan_settings, 400_000, 64, 1 << 21, (slo_class,))
-    clock = PipelineClock(Predictor(A100, SHAPE, layout), 64, plan.layout)
+    plan = Scheduler(
+        layout, LLAMA_3_8B, predictor, plan_settings, 400_000, 64, 1 << 21, (slo_class,)
+    )
+    clock = PipelineClock(Predictor(A100, LLAMA_3_8B, layout), 64, plan.layout)
     replica = SimReplica("r", plan, clock, loop)
     budget_s = plan_settings.reference_budget_s(tpot_s, spp)
     for number, (arrival_s, prompt, output) in enumerate(wishes):
@@ -130,19 +121,17 @@ def test_a_report_of_many_promises_loses_none_of_their_work(seed: int) -> None:
         due_s = draw.uniform(0.1, 60.0)
         plan.submit(request(f"r{number}", 500, within_s=due_s, promised=True), 0.0)
     plan._account.try_nothing(0, 0.0)
-    whole = np.asarray(plan._promises.margins(0, 0.0, 600))
-    few = np.asarray(plan.load(0.0).margins)
-    assert len(few) == 256
+    reported = plan.load(0.0).margins
+    assert len(reported) == 256
+    whole, few = Margins(), Margins()
+    whole.recount([*zip(*plan._promises.margins(0, 0.0, 600), strict=True)], 0.0, ())
+    few.recount(reported, 0.0, ())
     for _ in range(200):
         due_s = draw.uniform(0.1, 70.0)
-        rooms = [
-            available_s(margins, due_in, int(np.searchsorted(due_in, due_s)), due_s)
-            for due_in, margins in (whole, (few[:, 0], few[:, 1]))
-        ]
-        assert rooms[1] <= rooms[0] + 1e-9
+        assert few.room_s(due_s, 0.0, 0.0) <= whole.room_s(due_s, 0.0, 0.0) + 1e-9
 
 
 def test_relegated_work_is_pending_once() -> None:
-    estimate = ReplicaEstimate("r", Predictor(A100, SHAPE, Topology(tp=8)), 1 << 20)
+    estimate = ReplicaEstimate("r", Predictor(A100, LLAMA_3_8B, Topology(tp=8)), 1 << 20)
     estimate.update(Load(pending_s=5.0, relegated_s=3.0, total_pages=(10,)), 0.0)
     assert estimate.pending_s == 5.0

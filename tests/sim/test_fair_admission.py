@@ -9,7 +9,6 @@ import pytest
 
 from medha.config import Scheduling
 from medha.fleet.placement import idle_tpot_s
-from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass
@@ -18,21 +17,12 @@ from medha.sim.loop import Loop
 from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
 from medha.sim.report import RequestRecord
+from medha.sim.scenario import LLAMA_3_8B
 from medha.sim.virtual_fleet import SimulatedFleet
 from medha.sim.workload import Arrival, poisson
 from medha.topology import Topology
 
 CONTEXT = 1_100_000
-SHAPE = ModelShape(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
-    vocab=128256,
-    max_context_tokens=CONTEXT,
-)
 DOCUMENT = 300_000  # tokens: 17.6 s of prefill
 REFUSING = SloClass(slo=Slo(tpot_s=0.1))
 RELEGATING = SloClass(slo=Slo(tpot_s=0.1), when_infeasible="relegate")
@@ -52,8 +42,10 @@ def play(
     """Play arrivals on replicas of eight A100 each until all are served."""
     layout, loop, settings, replicas = layout or Topology(tp=8), Loop(), Scheduling(), []
     for index in range(count):
-        predictor = Predictor(A100, SHAPE, layout)
-        scheduler = Scheduler(layout, SHAPE, predictor, settings, pages, 64, CONTEXT, (slo_class,))
+        predictor = Predictor(A100, LLAMA_3_8B, layout)
+        scheduler = Scheduler(
+            layout, LLAMA_3_8B, predictor, settings, pages, 64, CONTEXT, (slo_class,)
+        )
         clock = PipelineClock(predictor, 64, scheduler.layout)
         replicas.append(SimReplica(f"r{index}", scheduler, clock, loop))
     fleet = SimulatedFleet(
@@ -94,7 +86,7 @@ def test_a_header_with_an_impossible_tpot_takes_nothing_from_documents() -> None
 def test_the_least_tpot_that_is_accepted_is_kept_by_an_idle_replica(stages: int) -> None:
     layout = Topology(tp=8, spp=stages)
     alone = Arrival(id="a", arrival_s=0.0, prompt_tokens=DOCUMENT, output_tokens=40)
-    least_s = idle_tpot_s(DOCUMENT, Predictor(A100, SHAPE, layout))
+    least_s = idle_tpot_s(DOCUMENT, Predictor(A100, LLAMA_3_8B, layout))
     accepted = play([alone], layout=layout, tpots_s={"a": least_s})["a"]
     assert accepted.mean_tpot_s == pytest.approx(least_s, rel=0.02)
     refused = play([alone], layout=layout, tpots_s={"a": 0.98 * least_s})["a"]
@@ -113,7 +105,7 @@ def test_a_tenant_that_asks_for_all_promises_at_once_leaves_others_theirs(
     slo_class: SloClass, routers: int
 ) -> None:
     """Sixty documents, each due just after all before it could be done, fill twenty minutes."""
-    work_s = Predictor(A100, SHAPE, Topology(tp=8)).prefill_s(DOCUMENT)
+    work_s = Predictor(A100, LLAMA_3_8B, Topology(tp=8)).prefill_s(DOCUMENT)
     hoard = [
         Arrival(
             id=f"hog-{index}",
@@ -143,7 +135,7 @@ def test_a_tenant_that_asks_for_all_promises_at_once_leaves_others_theirs(
 def attainment_next_to_hog(times: float, seed: int) -> float:
     """Attainment of a tenant with a fifth of the load, while another asks for `times` a half."""
     lengths, until_s = [(2000, 20)] * 57 + [(DOCUMENT, 20)] * 3, 120.0
-    predictor = Predictor(A100, SHAPE, Topology(tp=8))
+    predictor = Predictor(A100, LLAMA_3_8B, Topology(tp=8))
     mean_s = sum(predictor.prefill_s(prompt) for prompt, _ in lengths) / len(lengths)
     arrivals: list[Arrival] = []
     for tenant, load in (("hog", 0.5 * times), ("small", 0.2)):
@@ -170,7 +162,7 @@ def test_five_times_its_share_takes_no_more_from_others_than_once() -> None:
 def attainment_of_liar(lie: str) -> dict[str, float]:
     """Attainment of two alike tenants by their true deadlines; the first lies."""
     lengths, count, seeds = [(2000, 100)] * 28 + [(100_000, 100)] * 2, 190, range(2)
-    reference = Predictor(A100, SHAPE, Topology(tp=8)).at_budget(0.1)
+    reference = Predictor(A100, LLAMA_3_8B, Topology(tp=8)).at_budget(0.1)
     in_time: dict[str, int] = {"liar": 0, "honest": 0}
     for seed in seeds:
         arrivals = [

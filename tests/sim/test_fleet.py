@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from medha.config import Scheduling
-from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass
@@ -15,20 +14,11 @@ from medha.sim.loop import Loop
 from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
 from medha.sim.report import RequestRecord, summarise
+from medha.sim.scenario import LLAMA_3_8B
 from medha.sim.virtual_fleet import SimulatedFleet
 from medha.sim.workload import Arrival, poisson
 from medha.topology import Topology
 
-SHAPE = ModelShape(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
-    vocab=128256,
-    max_context_tokens=400_000,
-)
 RELEGATING = SloClass(when_infeasible="relegate", slo=Slo(tpot_s=0.1))
 REFUSING = SloClass(slo=Slo(tpot_s=0.1))
 
@@ -39,9 +29,9 @@ def fleet(
     classes = classes or (RELEGATING,)
     loop, settings, replicas = Loop(), Scheduling(), []
     for index in range(count):
-        predictor = Predictor(A100, SHAPE, Topology(tp=8))
+        predictor = Predictor(A100, LLAMA_3_8B, Topology(tp=8))
         scheduler = Scheduler(
-            Topology(tp=8), SHAPE, predictor, settings, pages, 64, 400_000, classes
+            Topology(tp=8), LLAMA_3_8B, predictor, settings, pages, 64, 400_000, classes
         )
         clock = PipelineClock(predictor, 64, scheduler.layout)
         replicas.append(SimReplica(f"r{index}", scheduler, clock, loop))

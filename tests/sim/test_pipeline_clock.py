@@ -6,16 +6,15 @@ import pytest
 
 from medha.batch import Batch, Chunk, Move
 from medha.corrections import REGIMES
-from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.sim.pipeline_clock import Layout, Misprediction, PipelineClock
+from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
-SHAPE = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
+OF = Predictor(
+    A100, LLAMA_3_8B, Topology(tp=8, spp=2, kvp_min=2, kvp_max=3, tokens_per_group=100_000)
 )
-OF = Predictor(A100, SHAPE, Topology(tp=8, spp=2, kvp_min=2, kvp_max=3, tokens_per_group=100_000))
 
 
 def clock(layout: Layout = ()) -> PipelineClock:

@@ -10,7 +10,6 @@ import pytest
 
 from medha.batch import Batch
 from medha.config import Scheduling
-from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Request, Slo
@@ -18,18 +17,9 @@ from medha.scheduling.scheduler import Scheduler
 from medha.sim.loop import ARRIVE, Loop
 from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
+from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
-SHAPE = ModelShape(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
-    vocab=128256,
-    max_context_tokens=200_000,
-)
 PAGE = 64
 
 
@@ -41,10 +31,10 @@ def replica(
     cold_start_s: float = 2.0,
     **settings: object,
 ) -> SimReplica:
-    predictor = Predictor(A100, SHAPE, topology)
+    predictor = Predictor(A100, LLAMA_3_8B, topology)
     scheduler = Scheduler(
         topology,
-        SHAPE,
+        LLAMA_3_8B,
         predictor,
         Scheduling(**settings),  # type: ignore[arg-type]
         pages,
@@ -53,7 +43,7 @@ def replica(
     )
     rng = random.Random(seed)
     clock = PipelineClock(
-        Predictor(A100, SHAPE, topology),
+        Predictor(A100, LLAMA_3_8B, topology),
         PAGE,
         scheduler.layout,
         (lambda number, stage, regime: 1.0 + slowness * rng.random()) if slowness else None,

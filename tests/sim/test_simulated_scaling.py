@@ -8,7 +8,7 @@ import pathlib
 import msgspec
 import pytest
 from rich.console import Console
-from tests.sim.test_fleet import REFUSING, RELEGATING, SHAPE
+from tests.sim.test_fleet import REFUSING, RELEGATING
 
 from medha.cli.scaling import run_scaling
 from medha.cli.simulate import SimulateOptions, run_simulate
@@ -23,7 +23,7 @@ from medha.sim.arrivals import Workload
 from medha.sim.loop import Loop
 from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
-from medha.sim.scenario import Scenario, read_scenario, simulate
+from medha.sim.scenario import LLAMA_3_8B, Scenario, read_scenario, simulate
 from medha.sim.virtual_autoscaler import SimulatedAutoscaler
 from medha.sim.virtual_fleet import SimulatedFleet
 from medha.sim.workload import Arrival, poisson
@@ -50,9 +50,16 @@ class Scaled:
         self.scaler = SimulatedAutoscaler(self.fleet, policy, self._replica, COLD_START_S, until_s)
 
     def _replica(self, name: str) -> SimReplica:
-        predictor = Predictor(A100, SHAPE, Topology(tp=8))
+        predictor = Predictor(A100, LLAMA_3_8B, Topology(tp=8))
         scheduler = Scheduler(
-            Topology(tp=8), SHAPE, predictor, Scheduling(), 10_000, 64, 400_000, (self.slo_class,)
+            Topology(tp=8),
+            LLAMA_3_8B,
+            predictor,
+            Scheduling(),
+            10_000,
+            64,
+            400_000,
+            (self.slo_class,),
         )
         clock = PipelineClock(predictor, 64, scheduler.layout)
         return SimReplica(name, scheduler, clock, self.loop)

@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from medha.config import Scheduling
-from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Request, Slo, SloClass
@@ -21,18 +20,9 @@ from medha.sim.offered_load import Demand, OfferedLoad
 from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
 from medha.sim.report import SHORT_TOKENS, RequestRecord
+from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
-SHAPE = ModelShape(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
-    vocab=128256,
-    max_context_tokens=1 << 21,
-)
 SETTINGS = Scheduling(max_running=1024)
 LONGEST_S = SETTINGS.max_batch_s
 Lengths = tuple[int, int]  # prompt and output tokens
@@ -43,12 +33,12 @@ class Server:
 
     def __init__(self, tpot_s: float, spp: int = 1) -> None:
         self.loop, self.slo, layout = Loop(), Slo(tpot_s=tpot_s), Topology(tp=8, spp=spp)
-        self.predictor = Predictor(A100, SHAPE, layout)
+        self.predictor = Predictor(A100, LLAMA_3_8B, layout)
         slo_class = SloClass(slo=self.slo, when_infeasible="relegate")
         plan = Scheduler(
-            layout, SHAPE, self.predictor, SETTINGS, 400_000, 64, 1 << 21, (slo_class,)
+            layout, LLAMA_3_8B, self.predictor, SETTINGS, 400_000, 64, 1 << 21, (slo_class,)
         )
-        clock = PipelineClock(Predictor(A100, SHAPE, layout), 64, plan.layout)
+        clock = PipelineClock(Predictor(A100, LLAMA_3_8B, layout), 64, plan.layout)
         self.replica = SimReplica("r", plan, clock, self.loop)
         budget_s = SETTINGS.reference_budget_s(tpot_s, spp)
         self.reference = self.predictor.at_budget(budget_s)
