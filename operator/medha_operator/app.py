@@ -22,6 +22,7 @@ from medha.adapters.prometheus import Metrics, OpsServer, json_reply
 from medha_operator.cluster.cluster_state import ClusterState
 from medha_operator.cluster.polling import ControllerPoller, MountErrorPoller, RouterPoller
 from medha_operator.cluster.watches import Watches
+from medha_operator.controllers.adopter import Adopter
 from medha_operator.controllers.autoscaler import Autoscaler
 from medha_operator.controllers.executor import EventRecorder, Executor
 from medha_operator.controllers.keda import ScaledObjects
@@ -78,6 +79,12 @@ class OperatorApp:
         )
         self._keys = KeySecrets(self._client, settings.namespace, settings.resync_s, _make_keys)
         deadline_s = self._executor.deadline_s
+        adopter = Adopter(
+            self._client,
+            settings,
+            deadline_s,
+            lambda pod: self.state.pods_in(pod.key[0]).learn(pod),
+        )
         self._routers = RouterPoller(settings.router_host, settings.router_ops_port)
         self._model_publisher = ModelPublisher(self._client, settings.namespace, deadline_s)
         self._autoscaler = Autoscaler(
@@ -97,6 +104,7 @@ class OperatorApp:
             self._queue,
             self._executor,
             self._keys,
+            adopter,
             self._metrics,
             self._liveness,
         )

@@ -173,6 +173,8 @@ class Cluster:
             spec_hash=labels[names.SPEC_HASH],
             target=metadata["annotations"][names.TARGET],
             gated="schedulingGates" in spec,
+            image=spec["containers"][0]["image"],
+            config=spec["volumes"][0]["configMap"]["name"],
             created_s=self.now_s,
         )
 

@@ -3,12 +3,14 @@
 Two equal fleets differ in identities, times, addresses, node names and key material. The number
 of a replica does not matter either: it is the first free one, which depends on whether an old
 replica had gone by then; replicas are numbered by their order instead. The hashes of specs, which
-may contain the namespace, are numbered in the order of the pods. All else must be the same.
+may differ, are numbered in the order of the pods; the hashes of the ConfigMaps that they mount,
+which contain namespace and number, are left out. All else must be the same.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -83,7 +85,7 @@ def plain(objects_by_kind: Objects, namespace: str) -> dict[str, Any]:
     for resource in objects["medhareplicas"]:
         _quieten(resource.get("status", {}))
     pods = sorted(objects["pods"], key=lambda pod: str(pod["metadata"]["name"]))
-    names = _Names(pod["metadata"]["labels"] for pod in pods)
+    names = _Names(pods)
     return {
         kind: {names.word(document["metadata"]["name"]): names.same(document) for document in items}
         for kind, items in objects.items()
@@ -102,12 +104,19 @@ def _quieten(status: dict[str, Any]) -> None:
 class _Names:
     """Replaces the names of replicas and spec hashes by their order."""
 
-    def __init__(self, labels: Iterable[dict[str, str]]) -> None:
+    def __init__(self, pods: Iterable[dict[str, Any]]) -> None:
         self._hashes: dict[str, str] = {}
         ordinals: set[int] = set()
-        for pod_labels in labels:
-            self._hashes.setdefault(pod_labels["medha.dev/spec-hash"], f"SPEC-{len(self._hashes)}")
-            ordinals.add(int(pod_labels["medha.dev/ordinal"]))
+        specs = itertools.count()
+        for pod in pods:
+            labels = pod["metadata"]["labels"]
+            if labels["medha.dev/spec-hash"] not in self._hashes:
+                self._hashes[labels["medha.dev/spec-hash"]] = f"SPEC-{next(specs)}"
+            ordinals.add(int(labels["medha.dev/ordinal"]))
+            for volume in pod["spec"].get("volumes", ()):
+                if volume["name"] == "config":
+                    config_hash = volume["configMap"]["name"].rpartition("-")[2]
+                    self._hashes[config_hash] = "CONFIG"
         self._places = {ordinal: place for place, ordinal in enumerate(sorted(ordinals))}
 
     def ordinal(self, number: str | int) -> str:

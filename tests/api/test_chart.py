@@ -192,7 +192,7 @@ def test_the_api_server_accepts_the_objects_that_the_charts_operator_makes(
     }
     tiny = yaml.safe_load((HOUSE / "examples/kubernetes/tiny.yaml").read_text())
     tiny["metadata"] |= {"namespace": namespace, "uid": "1"}
-    manifests = objects(parse(tiny), [0, 1], "abc", from_environment(environment))
+    manifests = objects(parse(tiny), [0, 1], from_environment(environment))
     assert [manifest["kind"] for manifest in manifests].count("NetworkPolicy") == 2
     for manifest in manifests:
         path = KINDS[manifest["kind"]].path(namespace)

@@ -19,17 +19,20 @@ def pod(ordinal: int, spec_hash: str, uid: str) -> dict[str, Any]:
     labels = {"medha.dev/ordinal": str(ordinal), "medha.dev/spec-hash": spec_hash}
     labels["medha.dev/attempt"] = "1"
     environment = [{"name": "MEDHA_REPLICA", "value": f"llama-{ordinal}"}]
+    config = {"name": "config", "configMap": {"name": f"llama-{ordinal}-{uid}"}}
     return {
         "metadata": {"name": f"llama-{ordinal}-g0-s0", "uid": uid, "labels": labels},
-        "spec": {"nodeName": f"node-{uid}", "containers": [{"env": environment}]},
+        "spec": {
+            "nodeName": f"node-{uid}",
+            "containers": [{"env": environment}],
+            "volumes": [config],
+        },
     }
 
 
 def fleet(ordinal: int, spec_hash: str, uid: str) -> Objects:
     """A fleet of one replica; its number, hash and identity do not matter."""
-    configs = [
-        {"metadata": {"name": f"llama-{ordinal}-{spec_hash}"}, "data": {"worker.json": "{}"}}
-    ]
+    configs = [{"metadata": {"name": f"llama-{ordinal}-{uid}"}, "data": {"worker.json": "{}"}}]
     groups = [{"replica": ordinal, "kvpGroups": 1, "wanted": ordinal, "generation": 1}]
     resource = {"metadata": {"name": "llama", "generation": 2}, "status": {"groups": groups}}
     return {

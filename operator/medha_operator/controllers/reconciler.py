@@ -24,6 +24,7 @@ from medha.errors import UserError
 from medha.metrics import UNANSWERED, UNEXPECTED
 from medha.spec import MedhaReplica
 from medha_operator.cluster.cluster_state import ClusterState, Resource
+from medha_operator.controllers.adopter import Adopter
 from medha_operator.controllers.executor import Executor
 from medha_operator.controllers.liveness import Liveness
 from medha_operator.kube.client import ClusterError
@@ -55,11 +56,12 @@ class Reconciler:
         queue: WorkQueue[Key],
         executor: Executor,
         keys: KeySecrets,
+        adopter: Adopter,
         metrics: Metrics,
         liveness: Liveness,
     ) -> None:
         self._settings, self._state, self._queue = settings, state, queue
-        self._executor, self._keys = executor, keys
+        self._executor, self._keys, self._adopter = executor, keys, adopter
         self._metrics, self._liveness = metrics, liveness
         self._status_written_s: dict[Key, float] = {}
         for kind in (UNANSWERED, UNEXPECTED):
@@ -128,6 +130,8 @@ class Reconciler:
     async def _act(self, resource: Resource, replica: MedhaReplica, observed: Observed) -> bool:
         """Execute the planned steps, or update the status if there are none."""
         key = resource.meta.key
+        if await self._adopter.adopt(replica, observed):
+            return True
         decision = decide(replica, observed, self._settings)
         after = status(
             replica,

@@ -101,6 +101,17 @@ class PlanContext:
     def _placer(self, own: Iterable[PodView], settled: Mapping[int, Iterable[str]] = {}) -> Placer:
         return Placer(pod_requirements(self.resource), self.observed.nodes, own, settled)
 
+    @functools.cached_property
+    def configured(self) -> dict[int, PodView]:
+        """By ordinal, a pod of a replica that keeps the settings with which it started: all of its
+        pods get the same image and ConfigMap, whatever the operator's settings are now."""
+        return {
+            ordinal: pod
+            for ordinal, replica in self.replicas.items()
+            for pod in replica.present
+            if ("ConfigMap", pod.config) in self.observed.objects
+        }
+
     @property
     def now_s(self) -> float:
         return self.observed.now_s
@@ -152,6 +163,7 @@ class PlanContext:
     def create_pod(
         self, ordinal: int, group: int, stage: int, node: str, attempt: int, gated: bool
     ) -> CreatePod:
+        sibling = self.configured.get(ordinal)
         assignment = PodAssignment(
             ordinal=ordinal,
             at=Coordinate(group, stage, 0),
@@ -159,6 +171,8 @@ class PlanContext:
             spec_hash=self.spec_hash,
             attempt=attempt,
             gated=gated,
+            image=sibling.image if sibling is not None else "",
+            config=sibling.config if sibling is not None else "",
         )
         return CreatePod(pod_manifest(self.resource, assignment, self.settings))
 
@@ -220,9 +234,11 @@ def decide(resource: MedhaReplica, observed: Observed, settings: Settings) -> Pl
     Raises SpecError for a spec that cannot work in a cluster.
     """
     check(resource)
-    current_hash, persisted = spec_hash(resource, settings), load_status(observed.previous_status)
+    current_hash, persisted = spec_hash(resource), load_status(observed.previous_status)
     nodes = {node.name: node for node in observed.nodes}
-    replicas = replica_views(resource, observed, current_hash)
+    waiting = {pod.ordinal for pod in observed.pods if pod.lacks_image()}
+    configs = {config_name(resource, ordinal, settings) for ordinal in waiting}
+    replicas = replica_views(resource, observed, current_hash, configs)
     rollout = roll(resource.spec.replicas, replicas, persisted, nodes)
     ctx = PlanContext(
         resource, observed, settings, current_hash, persisted, nodes, replicas, rollout
@@ -267,7 +283,7 @@ def _objects(ctx: PlanContext, rollout: Rollout) -> list[Action]:
     leaving = sorted({*ctx.replicas} - ordinals)
     current = sorted({*ordinals, *rollout.create})
     wanted = (
-        *objects(ctx.resource, current, ctx.spec_hash, ctx.settings),
+        *objects(ctx.resource, current, ctx.settings, ctx.configured),
         *network_policies(ctx.resource, leaving, ctx.settings),
     )
     existing = ctx.observed.objects
@@ -278,14 +294,11 @@ def _objects(ctx: PlanContext, rollout: Rollout) -> list[Action]:
         if existing.get(key(manifest)) != content_hash(manifest)
         and (serves or key(manifest) in existing or not follows_readiness(ctx.resource, manifest))
     ]
-    name = ctx.resource.name
     kept = {key(manifest) for manifest in wanted}
-    kept |= {
-        ("ConfigMap", config_name(name, pod.ordinal, pod.spec_hash)) for pod in ctx.observed.pods
-    }
+    kept |= {("ConfigMap", pod.config) for pod in ctx.observed.pods}
     for ordinal in rollout.pending:
-        kept.add(("ConfigMap", config_name(name, ordinal, ctx.spec_hash)))
-        kept.add(("NetworkPolicy", policy_name(name, ordinal)))
+        kept.add(("ConfigMap", config_name(ctx.resource, ordinal, ctx.settings)))
+        kept.add(("NetworkPolicy", policy_name(ctx.resource.name, ordinal)))
     actions += [
         DeleteObject(kind, object_name)
         for kind, object_name in sorted(existing)

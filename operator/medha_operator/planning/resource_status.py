@@ -194,7 +194,6 @@ def _plain(records: tuple[msgspec.Struct, ...]) -> list[Any]:
 # Each has a sentence that says what to do.
 
 
-_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _FETCH = "fetch-model: "
 _SETUP = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _TRANSIENT = ("Placing", "Loading", "Joining", "NotLoadedYet")
@@ -363,7 +362,7 @@ def _groups(resource: MedhaReplica, decision: PlanDecision) -> Condition:
 def _trouble(resource: MedhaReplica, decision: PlanDecision) -> tuple[str, str] | None:
     """Find what keeps pods of replicas that are not ready from running: reason and message."""
     for pod in _waiting(decision):
-        if pod.why in _IMAGE:
+        if pod.lacks_image():
             image = resource.spec.template.image or "the worker's image"
             return "ImagePull", (
                 f"{image} cannot be pulled for pod {pod.name} ({_short(pod)}); correct "

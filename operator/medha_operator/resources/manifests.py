@@ -3,7 +3,8 @@
     Pod <mr>-<ordinal>-g<k>-s<j>      a (KVP group, stage) with `tp` ranks
     Service <mr>-workers              gives every pod a DNS name, ready or not
     Service <mr>-leaders              the ready controllers, for metrics and for people
-    ConfigMap <mr>-<ordinal>-<hash>   worker.json of one replica; immutable, replaced by another
+    ConfigMap <mr>-<ordinal>-<hash>   worker.json of one replica; immutable, and kept as long as
+                                      one of its pods mounts it
     NetworkPolicy <mr>-<ordinal>      a replica's pods reach each other; all else by the settings
     PodDisruptionBudget <mr>          no pod is evicted: the operator moves its work first
 
@@ -14,7 +15,7 @@ again. The checks of a spec beyond the API's own are at the end.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -69,9 +70,14 @@ def policy_name(resource: str, ordinal: int) -> str:
     return replica_name(resource, ordinal)
 
 
-def config_name(resource: str, ordinal: int, spec_hash: str) -> str:
-    """Name the ConfigMap of one replica for one hash of the spec."""
-    return f"{resource}-{ordinal}-{spec_hash}"
+def config_name(resource: MedhaReplica, ordinal: int, settings: Settings) -> str:
+    """Name the ConfigMap of one replica: one name per content and worker image."""
+    content = [worker_json(resource, ordinal, settings), worker_image(resource, settings)]
+    return f"{replica_name(resource.name, ordinal)}-{digest(content)}"
+
+
+def worker_image(resource: MedhaReplica, settings: Settings) -> str:
+    return resource.spec.template.image or settings.worker_image
 
 
 def digest(content: object) -> str:
@@ -148,17 +154,15 @@ def worker_json(resource: MedhaReplica, ordinal: int, settings: Settings) -> str
     return render(worker_config(resource, replica_name(resource.name, ordinal), site)).decode()
 
 
-def config_map(
-    resource: MedhaReplica, ordinal: int, spec_hash: str, settings: Settings
-) -> Manifest:
+def config_map(resource: MedhaReplica, ordinal: int, settings: Settings) -> Manifest:
     return _hashed(
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": metadata(
                 resource,
-                config_name(resource.name, ordinal, spec_hash),
-                {names.ORDINAL: str(ordinal), names.SPEC_HASH: spec_hash},
+                config_name(resource, ordinal, settings),
+                {names.ORDINAL: str(ordinal)},
             ),
             "immutable": True,
             "data": {CONFIG_FILE: worker_json(resource, ordinal, settings)},
@@ -181,11 +185,17 @@ def follows_readiness(resource: MedhaReplica, manifest: Mapping[str, Any]) -> bo
 
 
 def objects(
-    resource: MedhaReplica, ordinals: Iterable[int], spec_hash: str, settings: Settings
+    resource: MedhaReplica,
+    ordinals: Iterable[int],
+    settings: Settings,
+    configured: Container[int] = (),
 ) -> tuple[Manifest, ...]:
-    """Build all objects that the pods of these replicas need before they are created."""
+    """Build all objects that the pods of these replicas need before they are created. `configured`
+    replicas keep the ConfigMap that they have."""
     ordinals = tuple(ordinals)
-    configs = (config_map(resource, ordinal, spec_hash, settings) for ordinal in ordinals)
+    configs = (
+        config_map(resource, ordinal, settings) for ordinal in ordinals if ordinal not in configured
+    )
     return (*shared_objects(resource), *configs, *network_policies(resource, ordinals, settings))
 
 
@@ -318,7 +328,9 @@ _PROGRAM = ["python", "-m", "medha.cli"]
 
 
 class PodAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """A pod to create: its place in the replica, node, hash of the spec, and attempt."""
+    """A pod to create: its place in the replica, node, hash of the spec, and attempt. Pods of one
+    replica share `image` and `config`, the name of its ConfigMap; "" stands for those of the
+    current settings."""
 
     ordinal: int
     at: Coordinate
@@ -326,14 +338,39 @@ class PodAssignment(msgspec.Struct, frozen=True, kw_only=True):
     spec_hash: str
     attempt: int = 1
     gated: bool = False
+    image: str = ""
+    config: str = ""
 
 
-def spec_hash(resource: MedhaReplica, settings: Settings) -> str:
-    """Hash all that a pod is made from, except its place: a change is a rolling update."""
-    start = PodAssignment(ordinal=0, at=Coordinate(0, 0, 0), node="", spec_hash="")
-    return digest(
-        [worker_json(resource, 0, settings), _spec(resource, start, settings), _marks(resource)]
-    )
+def spec_hash(resource: MedhaReplica) -> str:
+    """Hash the fields of the resource that its pods are made from: a change is a rolling update.
+
+    Neither the operator's settings nor its version counts. Fields at their defaults are left out,
+    so that a field that a later version adds changes no hash.
+    """
+    fields = _changed_fields(resource.spec)
+    for name in ("replicas", "autoscaling", "drainTimeout"):
+        fields.pop(name, None)
+    fields.get("placement", {}).pop("topologyLevels", None)
+    return names.HASH_RULE + digest({name: value for name, value in fields.items() if value != {}})
+
+
+def _changed_fields(section: msgspec.Struct) -> dict[str, Any]:
+    """Collect the fields that differ from their defaults, by the name in YAML."""
+    fields: dict[str, Any] = {}
+    for field in msgspec.structs.fields(section):
+        value, default = getattr(section, field.name), field.default
+        if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        if default is msgspec.NODEFAULT or value != default:
+            fields[field.encode_name] = _plain(value)
+    return fields
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return _changed_fields(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def pod_manifest(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> Manifest:
@@ -380,17 +417,6 @@ def pod_requests(resource: MedhaReplica) -> dict[str, int]:
     return {"pods": 1} | {name: integer(name, amounts[name]) for name in amounts}
 
 
-def _marks(resource: MedhaReplica) -> list[object]:
-    """List what is hashed besides the pod's spec: labels, annotations and placement."""
-    template, placement = resource.spec.template, resource.spec.placement
-    return [
-        template.labels,
-        template.annotations,
-        placement.node_selector,
-        placement.pack_level,
-    ]
-
-
 def _spec(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> Manifest:
     template, at = resource.spec.template, start.at
     spec: Manifest = {
@@ -412,10 +438,10 @@ def _spec(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> M
         "tolerations": [dict(toleration) for toleration in resource.spec.placement.tolerations],
         "affinity": _affinity(start.node),
         "containers": [_worker(resource, start, settings)],
-        "volumes": _volumes(resource, start),
+        "volumes": _volumes(resource, start, settings),
     }
     if resource.spec.model.source.uri is not None:
-        spec["initContainers"] = [_fetch(resource, settings)]
+        spec["initContainers"] = [_fetch(resource, start, settings)]
     if start.gated:
         spec["schedulingGates"] = [{"name": names.GANG_GATE}]
     if template.scheduler_name is not None:
@@ -439,8 +465,8 @@ def _worker(resource: MedhaReplica, start: PodAssignment, settings: Settings) ->
         ports |= {"controller": CONTROLLER_OPS_PORT, "ranks": RANK_PORT}
         ports |= {"store": STORE_PORT}
     return {
-        **_confined(resource, settings),
-        "name": "worker",
+        **_confined(resource, start, settings),
+        "name": names.WORKER_CONTAINER,
         "command": [*_PROGRAM, "pod"],
         "env": _environment(resource, start),
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
@@ -450,7 +476,7 @@ def _worker(resource: MedhaReplica, start: PodAssignment, settings: Settings) ->
         "livenessProbe": _probe("/livez", every_s=10, failures=3),
         "volumeMounts": [
             {
-                "name": "config",
+                "name": names.CONFIG_VOLUME,
                 "mountPath": f"{CONFIG_FOLDER}/{CONFIG_FILE}",
                 "subPath": CONFIG_FILE,
                 "readOnly": True,
@@ -464,10 +490,10 @@ def _worker(resource: MedhaReplica, start: PodAssignment, settings: Settings) ->
     }
 
 
-def _confined(resource: MedhaReplica, settings: Settings) -> Manifest:
+def _confined(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> Manifest:
     """Build what all containers share: the image, and no privileges."""
     return {
-        "image": resource.spec.template.image or settings.worker_image,
+        "image": start.image or worker_image(resource, settings),
         "imagePullPolicy": settings.pull_policy,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
@@ -478,10 +504,10 @@ def _confined(resource: MedhaReplica, settings: Settings) -> Manifest:
     }
 
 
-def _fetch(resource: MedhaReplica, settings: Settings) -> Manifest:
+def _fetch(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> Manifest:
     """Build the init container that fetches the checkpoint before the ranks start."""
     return {
-        **_confined(resource, settings),
+        **_confined(resource, start, settings),
         "name": "fetch-model",
         "command": [*_PROGRAM, "fetch", str(resource.spec.model.source.uri), MODELS_FOLDER],
         "env": [dict(variable) for variable in resource.spec.template.env],
@@ -531,20 +557,20 @@ def _probe(path: str, *, every_s: int, failures: int) -> Manifest:
     }
 
 
-def _volumes(resource: MedhaReplica, start: PodAssignment) -> list[Manifest]:
-    config = config_name(resource.name, start.ordinal, start.spec_hash)
+def _volumes(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> list[Manifest]:
+    config = start.config or config_name(resource, start.ordinal, settings)
     shared = _SHARED_MEMORY_GIB_PER_RANK * resource.spec.parallelism.tp
     return [
-        {"name": "config", "configMap": {"name": config}},
+        {"name": names.CONFIG_VOLUME, "configMap": {"name": config}},
         {"name": "keys", "secret": {"secretName": names.WORKER_KEYS, "defaultMode": 0o440}},
-        {"name": "model", **_model_volume(resource)},
+        {"name": "model", **model_volume(resource)},
         {"name": "run", "emptyDir": {}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shared}Gi"}},
         *(dict(volume) for volume in resource.spec.template.volumes),
     ]
 
 
-def _model_volume(resource: MedhaReplica) -> Manifest:
+def model_volume(resource: MedhaReplica) -> Manifest:
     """Build the volume of the checkpoint; see `checkpoint` for the folder inside it."""
     source = resource.spec.model.source
     if source.host_path is not None:
@@ -560,7 +586,7 @@ def _model_volume(resource: MedhaReplica) -> Manifest:
 # --- checks of a spec beyond the API's own --------------------------------------------------------
 
 
-VOLUMES = ("config", "keys", "model", "run", "shared-memory")
+VOLUMES = (names.CONFIG_VOLUME, "keys", "model", "run", "shared-memory")
 """Names of a pod's volumes that the operator defines."""
 
 SETTINGS = ("MEDHA_DECISION_LOG", "MEDHA_INTERFACE")

@@ -116,11 +116,23 @@ class _Container(msgspec.Struct):
     class Resources(msgspec.Struct):
         requests: msgspec.Raw = msgspec.Raw(b"{}")
 
+    name: str = ""
+    image: str = ""
     resources: Resources = msgspec.field(default_factory=Resources)
+
+
+class _ConfigVolume(msgspec.Struct):
+    name: str = ""
+
+
+class _Volume(msgspec.Struct, rename="camel"):
+    name: str
+    config_map: _ConfigVolume | None = None
 
 
 class _PodSpec(msgspec.Struct, rename="camel"):
     containers: list[_Container]
+    volumes: list[_Volume] | None = None
     node_name: str = ""
     scheduling_gates: list[_Gate] | None = None
 
@@ -186,6 +198,15 @@ def pod(raw: bytes | msgspec.Raw) -> Versioned[OwnedPod]:
         ),
         why=why,
         message=message,
+        image=next((c.image for c in spec.containers if c.name == names.WORKER_CONTAINER), ""),
+        config=next(
+            (
+                v.config_map.name
+                for v in spec.volumes or ()
+                if v.name == names.CONFIG_VOLUME and v.config_map
+            ),
+            "",
+        ),
     )
     resource = (meta.namespace, labels.get(names.RESOURCE, ""))
     value = OwnedPod(resource, view, _requests(_container_requests(spec)))

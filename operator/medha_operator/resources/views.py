@@ -6,7 +6,7 @@ Unix seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from medha.messages import ReplicaStatus
 from medha.spec import MedhaReplica
 
+IMAGE_ERRORS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 UNREACHABLE = "node.kubernetes.io/unreachable"
 """Taint of a node whose kubelet has not reported for the cluster's grace period."""
 
@@ -73,6 +74,13 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     message: str = ""
     requests: Mapping[str, int] = {}
+    image: str = ""
+    config: str = ""
+    """Name of the ConfigMap that it mounts."""
+
+    def lacks_image(self) -> bool:
+        """Return whether its image cannot be pulled."""
+        return self.why in IMAGE_ERRORS
 
 
 class ReportView(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,9 +224,11 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replica_views(
-    resource: MedhaReplica, observed: Observed, spec_hash: str
+    resource: MedhaReplica, observed: Observed, spec_hash: str, configs: Container[str]
 ) -> dict[int, ReplicaView]:
-    """Group a resource's pods into replicas by ordinal; `spec_hash` is that of the current spec."""
+    """Group a resource's pods into replicas by ordinal; `spec_hash` is that of the current spec,
+    `configs` names the ConfigMaps of the current settings. Other settings make only pods outdated
+    that cannot start because of them."""
     parallelism = resource.spec.parallelism
     pods_of: dict[int, dict[int, list[PodView]]] = {}
     for pod in observed.pods:
@@ -228,7 +238,7 @@ def replica_views(
             ordinal=ordinal,
             min_groups=parallelism.kvp.min,
             outdated=any(
-                pod.spec_hash != spec_hash
+                pod.spec_hash != spec_hash or (pod.lacks_image() and pod.config not in configs)
                 for pods in groups.values()
                 for pod in pods
                 if not pod.deleting
