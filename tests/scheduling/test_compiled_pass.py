@@ -456,6 +456,43 @@ def test_a_promise_is_tried_alongside_its_own_decode(
         assert margins_s == pytest.approx(alone)
 
 
+@given(st.integers(0, 1 << 32), st.integers(1, 70), st.sampled_from([0.0, 0.3]), EIGHTHS)
+def test_a_long_prompt_crowds_the_first_promise_without_room_for_short_ones(
+    seed: int, count: int, coming: float, long_s: float
+) -> None:
+    waiting, levels = levelled(seed, count)
+    rows, dice, expected, drain_s = waiting.rows, random.Random(seed), 0.25, 0.5
+    long_s *= 16.0
+    waiting.due_s[:] *= dice.choice([2.0, 6.0, 12.0])
+    waiting.kept[:] |= [dice.random() < 0.3 for _ in range(count)]
+    waiting.work_s[:] = [dice.randint(1, 30) for _ in range(count)]
+    waiting.alongside[:] = [dice.choice([0.125, 0.5, 1.0]) for _ in range(count)]
+    terms = NOW_S, drain_s, OVERHEAD_S, INFLATION, expected, coming
+
+    def first_tight(place: int | None) -> int | None:
+        sum_s = 0.0
+        for row in range(count):
+            if waiting.kept[row] or row == place:
+                sum_s += plain_between(levels[row], max(expected, waiting.alongside[row]))
+            if waiting.promised[row]:
+                work_s = plain_between(levels[row], max(expected, waiting.alongside[row]))
+                sum_s += (work_s + OVERHEAD_S) * INFLATION - work_s
+                due_in_s = waiting.due_s[row] - NOW_S - drain_s
+                if (place is None or row > place) and due_in_s * (1.0 - coming) < sum_s:
+                    return row
+        return None
+
+    for place in np.flatnonzero(~waiting.kept).tolist():
+        assert rows.is_tight(place, *terms) == (first_tight(place) is not None)
+    tight = first_tight(None)
+    crowding = [
+        (-waiting.work_s[row], row)
+        for row in range(tight or 0)
+        if waiting.kept[row] and not waiting.promised[row] and waiting.work_s[row] > long_s
+    ]
+    assert rows.crowding(long_s, *terms) == min(crowding, default=(0.0, -1))[1]
+
+
 @given(st.lists(st.tuples(EIGHTHS, EIGHTHS), max_size=200), st.integers(0, 1 << 32), EIGHTHS)
 def test_decodes_are_counted_until_they_end_or_leave(
     decodes: list[tuple[float, float]], seed: int, time_s: float

@@ -81,6 +81,8 @@ _SIGNATURES = {
     "room": ([_POINTER, _COUNT, ctypes.c_int, *[_NUMBER] * 5], _NUMBER),
     "least": ([_POINTER, ctypes.c_int, *[_NUMBER] * 3], _NUMBER),
     "promises": ([_POINTER, _COUNT, *[_NUMBER] * 3, _COUNT, _POINTER], _COUNT),
+    "tight": ([_POINTER, _COUNT, *[_NUMBER] * 6], _COUNT),
+    "crowding": ([_POINTER, *[_NUMBER] * 7], _COUNT),
     "work_before": ([_POINTER, _COUNT], _NUMBER),
     "report": ([_POINTER, _NUMBER, _NUMBER, ctypes.c_char_p, ctypes.c_int, _POINTER], None),
     "margins": ([_POINTER, *[_NUMBER] * 3], None),
@@ -325,6 +327,45 @@ class Rows:
             self._at, count, start, overhead_s, inflation, most, margins
         )
         return margins[:runs], margins[most : most + runs]
+
+    def is_tight(
+        self,
+        place: int,
+        now: float,
+        drain_s: float,
+        overhead_s: float,
+        inflation: float,
+        expected: float,
+        coming: float,
+    ) -> bool:
+        """Return whether the row at `place`, if kept, leaves a later promise too little room.
+
+        Short prompts to come take the part `coming` of the time until it is due. Works are those
+        alongside at least `expected`, a part of the decode capacity.
+        """
+        tight: int = self._kernel.medha_tight(
+            self._at, place, now, drain_s, overhead_s, inflation, expected, coming
+        )
+        return tight >= 0
+
+    def crowding(
+        self,
+        long_s: float,
+        now: float,
+        drain_s: float,
+        overhead_s: float,
+        inflation: float,
+        expected: float,
+        coming: float,
+    ) -> int:
+        """Return the largest row beyond `long_s`, kept without a promise, before a tight promise.
+
+        -1 if there is none; tight as in `is_tight`.
+        """
+        place: int = self._kernel.medha_crowding(
+            self._at, long_s, now, drain_s, overhead_s, inflation, expected, coming
+        )
+        return place
 
     def work_before_s(self, place: int) -> float:
         """Return the work of the rows before a place."""

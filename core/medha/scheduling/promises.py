@@ -243,7 +243,7 @@ class PromiseSet:
                 rows, place = self.waiting[group].rows, self.waiting[group].row_of(sequence)
                 if rows.room_with_kept_s(place, start + self.drain_s, self.overhead_s) < 0.0:
                     return False
-                if self._first_tight(group, start, place) is not None:
+                if self._crowds(group, start, place):
                     return False
         return True
 
@@ -508,7 +508,7 @@ class PromiseSet:
     def _may_keep(self, group: int, place: int, now: float) -> bool:
         """Return whether a row that fits in `group` leaves room, and fits in its other groups."""
         waiting = self.waiting[group]
-        if self._first_tight(group, now, place) is not None:
+        if self._crowds(group, now, place):
             return False
         due_in_s = float(waiting.due_s[place]) - now - self.drain_s
         return self._fits_elsewhere(waiting.sequences[place], group, due_in_s)
@@ -516,43 +516,40 @@ class PromiseSet:
     def _leave_room(self, group: int, now: float) -> bool:
         """Relegate long prompts without a promise that take the room for short ones to come."""
         waiting, changed = self.waiting[group], False
-        while waiting.promised_count < waiting.kept_count:
-            tight = self._first_tight(group, now)
-            if tight is None:
+        while 0 < waiting.promised_count < waiting.kept_count:
+            place = waiting.rows.crowding(
+                self.long_s,
+                now,
+                self.drain_s,
+                self.overhead_s,
+                self._inflation,
+                waiting.expected,
+                self.coming(group, now),
+            )
+            if place < 0:
                 break
-            work_s = np.where(waiting.kept & ~waiting.promised, waiting.work_s, 0.0)[:tight]
-            if not len(work_s) or work_s.max() <= self.long_s:
-                break
-            self._relegate_one(waiting.sequences[int(work_s.argmax())])
+            self._relegate_one(waiting.sequences[place])
             changed = True
         return changed
 
-    def _first_tight(self, group: int, now: float, row: int | None = None) -> int | None:
-        """Return the first promise that long prompts without one leave no room for short ones.
+    def _crowds(self, group: int, now: float, place: int) -> bool:
+        """Return whether a row without a promise, if kept, takes the room for short ones to come.
 
-        With `row`, if that is long, as if it was kept, too. A margin must hold the part of the time
-        that short prompts take, alongside the decodes that a new promise reckons with.
+        Only long prompts do. The margin of each promise must hold the part of the time that short
+        prompts take, alongside the decodes that a new promise reckons with.
         """
         waiting = self.waiting[group]
-        kept = waiting.kept
-        if not waiting.promised_count:
-            return None
-        if row is not None:
-            if waiting.work_s[row] <= self.long_s:
-                return None
-            kept = kept.copy()
-            kept[row] = True
-        elif not (kept & ~waiting.promised & (waiting.work_s > self.long_s)).any():
-            return None
-        coming = self.coming(group, now)
-        bare = waiting.work_alongside(np.maximum(waiting.alongside, waiting.expected))
-        cost = np.where(waiting.promised, self._costs(bare), np.where(kept, bare, 0.0))
-        due_in = waiting.due_s - now - self.drain_s
-        tight = (due_in * (1.0 - coming) < cost.cumsum()) & waiting.promised
-        if row is not None:
-            tight[:row] = False
-        places = tight.nonzero()[0]
-        return int(places[0]) if len(places) else None
+        if not waiting.promised_count or waiting.work_s[place] <= self.long_s:
+            return False
+        return waiting.rows.is_tight(
+            place,
+            now,
+            self.drain_s,
+            self.overhead_s,
+            self._inflation,
+            waiting.expected,
+            self.coming(group, now),
+        )
 
     def _fits_elsewhere(self, sequence: Sequence, group: int, due_in_s: float) -> bool:
         """Return whether a sequence that fits in `group` fits in its other groups too."""

@@ -4,7 +4,7 @@
  *     decodes          medha_begin, medha_end, medha_decodes_at
  *     work             medha_mean, medha_coming, medha_apply   after a batch
  *                      medha_try                               for a newcomer or a new decode
- *     promises         medha_room, medha_least, medha_promises
+ *     promises         medha_room, medha_least, medha_promises, medha_tight, medha_crowding
  *     one decision     medha_margins, medha_relegate, medha_open, medha_fitting, medha_keep,
  *                      medha_order, medha_few                  with the policy `lars`
  *     reports          medha_report
@@ -371,6 +371,50 @@ int64_t medha_promises(const struct rows *rows, int64_t promises, double start, 
         found[most + run] = found[run] - sum;
     }
     return runs;
+}
+
+/* The first promise, at or after the row `place` if that is not -1, that lacks room for short prompts
+ * to come: they take the part `coming` of its time. `place` counts as kept. Works are those alongside
+ * at least `expected` (a part of the capacity). Returns its row, or -1. */
+int64_t medha_tight(const struct rows *rows, int64_t place, double now, double drain,
+                    double overhead, double inflation, double expected, double coming)
+{
+    const int64_t size = rows->capacity, count = rows->count;
+    const double *due = rows->columns + DUE * size;
+    const double *alongside = rows->columns + ALONGSIDE * size;
+    const uint8_t *kept = rows->flags + KEPT * size, *promised = rows->flags + PROMISED * size;
+    double sum = 0.0;
+    for (int64_t i = 0; i < count; i++) {
+        if (!kept[i] && i != place)
+            continue;
+        const double work = between(slot_of(rows, i), larger(alongside[i], expected));
+        sum += promised[i] ? (work + overhead) * inflation : work;
+        if (promised[i] && i >= place && (due[i] - now - drain) * (1.0 - coming) < sum)
+            return i;
+    }
+    return -1;
+}
+
+/* The largest row, with work beyond `long_above`, that is kept without a promise and due before a
+ * promise that lacks room as in `medha_tight`. Returns -1 if there is none. */
+int64_t medha_crowding(const struct rows *rows, double long_above, double now, double drain,
+                       double overhead, double inflation, double expected, double coming)
+{
+    const double *work = rows->columns + WORK * rows->capacity;
+    const uint8_t *kept = rows->flags + KEPT * rows->capacity;
+    const uint8_t *promised = rows->flags + PROMISED * rows->capacity;
+    int64_t largest = -1, end = rows->count;
+    for (int64_t i = next_with(kept, 0, end); i < end; i = next_with(kept, i + 1, end)) {
+        if (promised[i] || work[i] <= (largest < 0 ? long_above : work[largest]))
+            continue;
+        if (largest < 0) {
+            end = medha_tight(rows, -1, now, drain, overhead, inflation, expected, coming);
+            if (end < i)
+                return -1;
+        }
+        largest = i;
+    }
+    return largest;
 }
 
 double medha_work_before(const struct rows *rows, int64_t row)

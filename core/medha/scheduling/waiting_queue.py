@@ -13,7 +13,7 @@ import bisect
 import numpy as np
 import numpy.typing as npt
 
-from medha.prefill_times import FRACTIONS, LEVELS, PrefillTimes, between
+from medha.prefill_times import PrefillTimes, between
 from medha.scheduling.block_pool import BlockPool
 from medha.scheduling.native import (
     ALONGSIDE,
@@ -35,7 +35,6 @@ from medha.scheduling.native import (
 from medha.scheduling.sequence import Sequence
 
 Places = npt.NDArray[np.intp]
-_FRACTIONS: Floats = np.array(FRACTIONS)
 
 
 class WaitingQueue:
@@ -123,15 +122,6 @@ class WaitingQueue:
         slots = self.rows.slot[: len(self.sequences)]
         values: Floats = self.rows.slots[slots if rows is None else slots[rows], value]
         return values
-
-    def work_alongside(self, alongside: Floats) -> Floats:
-        """Return the seconds that each row takes alongside those decodes; arrays of [n]."""
-        levels = self.rows.slots[self.rows.slot[: len(self.sequences)], LEVEL:]
-        upper = np.clip(np.searchsorted(_FRACTIONS, alongside, side="right"), 1, LEVELS - 1)
-        rows = np.arange(len(alongside))
-        low, high = levels[rows, upper - 1], levels[rows, upper]
-        start = _FRACTIONS[upper - 1]
-        return low + (high - low) * ((alongside - start) / (_FRACTIONS[upper] - start))
 
     def _column(self, column: int) -> Floats:
         values: Floats = self.rows.columns[column, : len(self.sequences)]
