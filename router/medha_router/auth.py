@@ -44,6 +44,7 @@ from medha_router.protocol import (
     read_slo,
 )
 
+KEY_HEADER = "x-api-key"
 REFRESH_S = 1.0
 LINES_AT_ONCE = 200
 PAUSE_S = 0.0005  # between them: other threads run meanwhile
@@ -250,12 +251,14 @@ def _by_address(scope: Scope) -> Client:
 
 def _by_key(keys: ApiKeys) -> Callable[[Scope], Client]:
     def find(scope: Scope) -> Client:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = key.strip(" \t") if scheme.lower() == "bearer" else ""
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip(" \t") if scheme.lower() == "bearer" else headers.get(KEY_HEADER, "")
         if not given:
             raise Unauthorised(
-                "no API key was given: send the header `Authorization: Bearer KEY` (api_key of "
-                "OpenAI's clients) with a key from the operator of this server",
+                "no API key was given: send the header `Authorization: Bearer KEY` or `x-api-key: "
+                "KEY` (api_key of OpenAI's and Anthropic's clients) with a key from the operator "
+                "of this server",
                 "missing_api_key",
             )
         client = keys.client(given.encode("latin-1"))  # the original bytes

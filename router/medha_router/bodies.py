@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from medha.errors import Refusal, RequestError
 from medha_router.auth import Client
-from medha_router.protocol import READERS, DetokenizeParams, GenerationParams, TokenizeParams
+from medha_router.dialects.readers import READERS, Params
 from medha_router.tokenization.pool import TokenizerPool
 
 BODY_TIMEOUT_S = 60.0
@@ -28,7 +28,7 @@ MAX_BODIES_AT_ONCE = 8
 INLINE_BYTES = 64 << 10
 SENT_BYTES = 256 << 10
 
-P = TypeVar("P", GenerationParams, TokenizeParams, DetokenizeParams)
+P = TypeVar("P", bound=Params)
 
 
 class BodyReader:
@@ -45,7 +45,7 @@ class BodyReader:
         self._held_bytes = 0
 
     async def params(self, request: Request, kind: str, params: type[P]) -> P:
-        """Read and decode a body of a kind of `protocol.READERS`; raises as `read` does.
+        """Read and decode a body of a kind of `dialects.readers.READERS`; raises as `read` does.
 
         `raw` of the result is a memoryview if the body is large.
         """

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -84,7 +84,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "reasoning_effort": ("none",),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "standard_only"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "store": (False,),
@@ -251,13 +251,17 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of `/tokenize`; `raw` is the JSON of `messages` (`chat`) or `prompt`."""
+    """Parameters of `/tokenize`; `raw` is the JSON of `messages` (`chat`) or `prompt`.
+
+    `tools`: JSON for the chat template, or empty.
+    """
 
     model: str
     chat: bool
     raw: bytes
     special: bool
     opening: bool
+    tools: bytes = b""
 
 
 class DetokenizeParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -326,7 +330,7 @@ def read_chat(data: bytes | bytearray) -> GenerationParams:
         )
     limit = body.max_completion_tokens
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    return _params(
+    return generation_params(
         body,
         raw=bytes(body.messages),
         chat=True,
@@ -340,8 +344,8 @@ def read_completion(data: bytes | bytearray) -> GenerationParams:
     """Read the body of a completion; raises RequestError."""
     body = read_body(data, CompletionBody)
     if body.best_of not in (None, 1, body.n):
-        raise _unsupported("best_of")
-    return _params(
+        raise unsupported("best_of")
+    return generation_params(
         body,
         raw=bytes(body.prompt),
         chat=False,
@@ -375,17 +379,7 @@ def read_detokenize(data: bytes | bytearray) -> DetokenizeParams:
     return DetokenizeParams(model=body.model, raw=bytes(body.tokens))
 
 
-Params = GenerationParams | TokenizeParams | DetokenizeParams
-READERS: Mapping[str, Callable[[bytes | bytearray], Params]] = {
-    "chat": read_chat,
-    "completion": read_completion,
-    "tokenize": read_tokenize,
-    "detokenize": read_detokenize,
-}
-"""Reader of each route's body; all of a body but `raw` is small."""
-
-
-def _params(
+def generation_params(
     body: Body,
     *,
     raw: bytes,
@@ -395,9 +389,10 @@ def _params(
     echo: bool = False,
     tools: Tools | None = None,
 ) -> GenerationParams:
-    _refuse_unsupported(body)
+    """Make the parameters of a request with one of the bodies; raises RequestError."""
+    refuse_unsupported(body, UNSUPPORTED)
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise _unsupported("stream_options.continuous_usage_stats")
+        raise unsupported("stream_options.continuous_usage_stats")
     if body.stream_options is not None and not body.stream:
         raise RequestError(
             "stream_options is only allowed when stream is true",
@@ -493,17 +488,20 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _refuse_unsupported(body: Unsupported) -> None:
-    for field, defaults in UNSUPPORTED.items():
+def refuse_unsupported(
+    body: msgspec.Struct, table: Mapping[str, tuple[object, ...]], where: str = ""
+) -> None:
+    """Raise RequestError if a field of the table, raw JSON, has a value that it does not list."""
+    for field, defaults in table.items():
         raw: RawJson = getattr(body, field)
         if isinstance(raw, msgspec.UnsetType):
             continue
         size = memoryview(raw).nbytes
         if size > MAX_DEFAULT_BYTES or msgspec.json.decode(raw) not in (None, *defaults):
-            raise _unsupported(field)
+            raise unsupported(where + field)
 
 
-def _unsupported(field: str) -> RequestError:
+def unsupported(field: str) -> RequestError:
     return RequestError(
         f"{field} is not supported by this server; leave it out",
         code="unsupported_parameter",

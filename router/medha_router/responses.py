@@ -10,6 +10,7 @@ TTFT). It stands in whole responses and in the last chunk of a stream.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import hashlib
@@ -35,24 +36,26 @@ KEEPALIVE = b": keep-alive\n\n"
 LAST_EVENT_S = 1.0
 
 
-class GenerationResponse(Response):
-    """Response to one generation request.
+class ServedGeneration(msgspec.Struct, frozen=True):
+    """A generation request to respond to.
 
-    `begin` admits the request, `cancel` ends it when the client disconnects, and `make_builder`
-    makes the builder of its response objects.
+    `begin` admits it, and `cancel` ends it when the client disconnects.
     """
 
-    def __init__(
-        self,
-        id: str,
-        params: GenerationParams,
-        begin: Callable[[], Awaitable[ClientRequest]],
-        cancel: Callable[[ClientRequest], None],
-        make_builder: Callable[[ClientRequest], ResponseBuilder],
-        keepalive_s: float,
-    ) -> None:
-        self._id, self._params, self._begin, self._cancel = id, params, begin, cancel
-        self._make_builder, self._keepalive_s = make_builder, keepalive_s
+    id: str
+    params: GenerationParams
+    begin: Callable[[], Awaitable[ClientRequest]]
+    cancel: Callable[[ClientRequest], None]
+    keepalive_s: float
+
+
+class GenerationResponse(Response, abc.ABC):
+    """Response to one generation request; subclasses give its body a form."""
+
+    def __init__(self, served: ServedGeneration) -> None:
+        self._id, self._params = served.id, served.params
+        self._begin, self._cancel = served.begin, served.cancel
+        self._keepalive_s = served.keepalive_s
         self._request: ClientRequest | None = None
         self._started = self._ended = False
         self.background = None
@@ -91,7 +94,11 @@ class GenerationResponse(Response):
             if self._params.stream:
                 await self._stream(self._request, send)
             else:
-                await self._whole(self._request, send)
+                body = await self._whole(self._request)
+                headers = _headers(self._request)
+                if self._request.ttft_s is not None:
+                    headers["x-medha-ttft-ms"] = _ms(self._request.ttft_s)
+                await self._respond(send, 200, headers, body)
         except Exception as error:
             if not isinstance(error, MedhaError):
                 logging.getLogger("medha.router").exception(
@@ -100,7 +107,7 @@ class GenerationResponse(Response):
             api_error = api_errors.of_exception(error)
             if self._started:
                 self._ended = True
-                await _send_part(send, error_event(api_error.body()))
+                await _send_part(send, self._failure(api_error))
                 await _send_last(send)
             else:
                 await self._respond(send, api_error.status, api_error.headers, api_error.body())
@@ -109,10 +116,63 @@ class GenerationResponse(Response):
         """End a stream because the router ends; a client that does not read is not waited for."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_EVENT_S):
-                await _send_part(send, error_event(api_errors.of_shutdown().body()))
+                await _send_part(send, self._failure(api_errors.of_shutdown()))
                 await _send_last(send)
 
-    async def _whole(self, request: ClientRequest, send: Send) -> None:
+    async def _stream(self, request: ClientRequest, send: Send) -> None:
+        async for events, last in self._events(request):
+            if not self._started:
+                await self._start(
+                    send,
+                    200,
+                    _headers(request)
+                    | {
+                        "content-type": "text/event-stream; charset=utf-8",
+                        "cache-control": "no-cache",
+                        "x-accel-buffering": "no",
+                    },
+                )
+            if last:
+                self._ended = True
+                await _send_last(send, events)
+            else:
+                await _send_part(send, events)
+
+    @abc.abstractmethod
+    async def _whole(self, request: ClientRequest) -> bytes:
+        """Return the body of a whole answer."""
+
+    @abc.abstractmethod
+    def _events(self, request: ClientRequest) -> AsyncIterator[tuple[bytes, bool]]:
+        """Yield blocks of server-sent events, and whether a block ends the stream."""
+
+    def _failure(self, error: api_errors.ApiError) -> bytes:
+        """Return the last event of a stream that failed."""
+        return error_event(error.body())
+
+    async def _respond(self, send: Send, status: int, extra: dict[str, str], body: bytes) -> None:
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        await self._start(send, status, headers | extra)
+        await _send_last(send, body)
+
+    async def _start(self, send: Send, status: int, headers: dict[str, str]) -> None:
+        self._started = True
+        pairs = [
+            (name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()
+        ]
+        await send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+class OpenAiResponse(GenerationResponse):
+    """Chat completion or completion; `make_builder` makes the builder of its objects."""
+
+    def __init__(
+        self, served: ServedGeneration, make_builder: Callable[[ClientRequest], ResponseBuilder]
+    ) -> None:
+        super().__init__(served)
+        self._make_builder = make_builder
+
+    async def _whole(self, request: ClientRequest) -> bytes:
         count = len(request.generations)
         texts: list[list[str]] = [[] for _ in range(count)]
         logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
@@ -133,43 +193,16 @@ class GenerationResponse(Response):
         if self._params.prompt_logprobs is not None:
             most = self._params.prompt_logprobs
             prompts = [_prompt_logprobs(generation, most) for generation in request.generations]
-        body = self._make_builder(request).whole(
+        return self._make_builder(request).whole(
             [("".join(texts[i]), logprobs[i], finishes[i]) for i in range(count)],
             _usage(request),
-            _timing(request),
+            timing(request),
             logprobs=wanted,
             prompts=prompts,
         )
-        headers = _headers(request)
-        if request.ttft_s is not None:
-            headers["x-medha-ttft-ms"] = _ms(request.ttft_s)
-        await self._respond(send, 200, headers, body)
 
-    async def _stream(self, request: ClientRequest, send: Send) -> None:
-        builder = self._make_builder(request)
-        async for events, last in self._events(request, builder):
-            if not self._started:
-                await self._start(
-                    send,
-                    200,
-                    _headers(request)
-                    | {
-                        "content-type": "text/event-stream; charset=utf-8",
-                        "cache-control": "no-cache",
-                        "x-accel-buffering": "no",
-                    },
-                )
-            if last:
-                self._ended = True
-                await _send_last(send, events)
-            else:
-                await _send_part(send, events)
-
-    async def _events(
-        self, request: ClientRequest, builder: ResponseBuilder
-    ) -> AsyncIterator[tuple[bytes, bool]]:
-        """Yield blocks of server-sent events, and whether a block ends the stream."""
-        params = self._params
+    async def _events(self, request: ClientRequest) -> AsyncIterator[tuple[bytes, bool]]:
+        params, builder = self._params, self._make_builder(request)
         open_generations = len(request.generations)
         logprobs = params.sampling.logprobs is not None
         opening = [self._opening(request, builder)]
@@ -183,14 +216,14 @@ class GenerationResponse(Response):
                     block.append(self._echo(request.generations[index], builder))
                 open_generations -= delta.finish is not None
                 last = open_generations == 0 and not params.include_usage
-                extra: dict[str, Any] = {"x_medha": _timing(request)} if last else {}
+                extra: dict[str, Any] = {"x_medha": timing(request)} if last else {}
                 if params.include_usage:
                     extra["usage"] = None
                 block.append(builder.chunk(index, delta, logprobs=logprobs, extra=extra))
             ended = not open_generations
             if ended:
                 if params.include_usage:
-                    block.append(builder.usage(_usage(request), {"x_medha": _timing(request)}))
+                    block.append(builder.usage(_usage(request), {"x_medha": timing(request)}))
                 block.append(DONE)
             if not deltas:
                 yield KEEPALIVE, False
@@ -210,18 +243,6 @@ class GenerationResponse(Response):
         delta = Delta(generation.prompt.text or "", _scored(generation) if wanted else ())
         return builder.chunk(generation.index, delta, logprobs=wanted, extra={})
 
-    async def _respond(self, send: Send, status: int, extra: dict[str, str], body: bytes) -> None:
-        headers = {"content-type": "application/json", "content-length": str(len(body))}
-        await self._start(send, status, headers | extra)
-        await _send_last(send, body)
-
-    async def _start(self, send: Send, status: int, headers: dict[str, str]) -> None:
-        self._started = True
-        pairs = [
-            (name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": pairs})
-
 
 async def _send_part(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -240,7 +261,9 @@ def _headers(request: ClientRequest) -> dict[str, str]:
     return headers
 
 
-def _timing(request: ClientRequest) -> Timing:
+def timing(request: ClientRequest) -> Timing:
+    """Return the field `x_medha` of an answer."""
+
     def ms(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds * 1000, 3)
 
@@ -348,7 +371,7 @@ class ResponseBuilder:
                 continue
             call = calls.setdefault(piece.call, {"function": {"arguments": ""}})
             if piece.name is not None:
-                call["id"] = _call_id(self._request_id, index, piece.call)
+                call["id"] = call_id(self._request_id, index, piece.call)
                 call["type"] = "function"
                 call["function"]["name"] = piece.name
             call["function"]["arguments"] += piece.text
@@ -465,8 +488,8 @@ def _prompt_logprobs(generation: Generation, most: int) -> list[object]:
     return entries
 
 
-def _call_id(request_id: str, index: int, number: int) -> str:
-    """Return nine letters and digits: the form that Mistral's chat templates demand."""
+def call_id(request_id: str, index: int, number: int) -> str:
+    """Return the id of a call: nine letters and digits, which Mistral's templates demand."""
     name = f"{request_id}.{index}.{number}".encode()
     return hashlib.blake2b(name, digest_size=5).hexdigest()[:9]
 

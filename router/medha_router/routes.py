@@ -23,9 +23,16 @@ from medha_router import api_errors, openapi, protocol
 from medha_router.api_errors import REQUEST_ID
 from medha_router.auth import ApiKeys, Client, ClientMiddleware, read_claim
 from medha_router.bodies import BodyReader, JsonResponse
+from medha_router.dialects import messages_answer
+from medha_router.dialects.answer import AnswerResponse
+from medha_router.dialects.messages_answer import MessageAnswer
+from medha_router.dialects.messages_body import CountTokensBody, MessagesBody
+from medha_router.dialects.responses_answer import ResponseAnswer
+from medha_router.dialects.responses_body import ResponsesBody, ResponsesParams
 from medha_router.generation import ClientRequest
 from medha_router.http_protocol import RESPONSE_HEADERS
-from medha_router.responses import GenerationResponse, ResponseBuilder, model_shape
+from medha_router.protocol import GenerationParams, TokenizeParams
+from medha_router.responses import OpenAiResponse, ResponseBuilder, ServedGeneration, model_shape
 from medha_router.service import Service
 from medha_router.structured.tool_calls import ToolCallParser
 
@@ -57,6 +64,7 @@ def make_app(service: Service, config: RouterConfig, keys: ApiKeys | None) -> AS
     openapi.complete(app)
     served: ASGIApp = DirectRoutes(app, direct)
     served = ClientMiddleware(served, keys, config.share_cache)
+    served = messages_answer.MessagesErrors(served)
     return RequestIds(served, new_id=service.new_id)
 
 
@@ -65,14 +73,22 @@ def _serve_generations(
 ) -> dict[str, Handler]:
     """Declare the routes; returns their handlers by path."""
 
-    async def generate(request: Request, chat: bool) -> Response:
-        kind = "chat" if chat else "completion"
-        params = await bodies.params(request, kind, protocol.GenerationParams)
+    def serving(request: Request, params: GenerationParams) -> ServedGeneration:
         client: Client = request.state.client
         slo = read_claim(_headers(request), config.class_headers, client)
         request_id: str = request.state.request_id
         if request.state.client_id:
             params = msgspec.structs.replace(params, client_id=request.state.client_id)
+
+        async def begin() -> ClientRequest:
+            with bodies.held(len(params.raw)):
+                return await service.begin(request_id, params, slo, client)
+
+        return ServedGeneration(request_id, params, begin, service.cancel, config.keepalive_s)
+
+    async def generate(request: Request, chat: bool) -> Response:
+        kind = "chat" if chat else "completion"
+        params = await bodies.params(request, kind, GenerationParams)
 
         def make_builder(client_request: ClientRequest) -> ResponseBuilder:
             parsers: list[ToolCallParser] = []
@@ -83,24 +99,13 @@ def _serve_generations(
                 ]
             return ResponseBuilder(
                 chat=chat,
-                id=request_id,
+                id=client_request.id,
                 model=params.model,
                 created=client_request.created,
                 parsers=parsers,
             )
 
-        async def begin() -> ClientRequest:
-            with bodies.held(len(params.raw)):
-                return await service.begin(request_id, params, slo, client)
-
-        return GenerationResponse(
-            request_id,
-            params,
-            begin,
-            service.cancel,
-            make_builder,
-            config.keepalive_s,
-        )
+        return OpenAiResponse(serving(request, params), make_builder)
 
     @app.post("/v1/chat/completions", openapi_extra=openapi.body_of(protocol.ChatBody))
     async def chat_completions(request: Request) -> Response:
@@ -110,7 +115,26 @@ def _serve_generations(
     async def completions(request: Request) -> Response:
         return await generate(request, False)
 
-    return {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
+    @app.post("/v1/responses", openapi_extra=openapi.body_of(ResponsesBody))
+    async def responses(request: Request) -> Response:
+        params = await bodies.params(request, "responses", ResponsesParams)
+
+        def make_answer(client_request: ClientRequest) -> ResponseAnswer:
+            return ResponseAnswer(client_request, params)
+
+        return AnswerResponse(serving(request, params), make_answer)
+
+    @app.post(messages_answer.PATH, openapi_extra=openapi.body_of(MessagesBody))
+    async def messages(request: Request) -> Response:
+        params = await bodies.params(request, "messages", GenerationParams)
+        return AnswerResponse(serving(request, params), MessageAnswer)
+
+    return {
+        "/v1/chat/completions": chat_completions,
+        "/v1/completions": completions,
+        "/v1/responses": responses,
+        messages_answer.PATH: messages,
+    }
 
 
 def _serve_models(app: FastAPI, service: Service) -> None:
@@ -130,16 +154,9 @@ def _serve_models(app: FastAPI, service: Service) -> None:
 def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     @app.post("/tokenize", openapi_extra=openapi.body_of(protocol.TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        params = await bodies.params(request, "tokenize", protocol.TokenizeParams)
+        params = await bodies.params(request, "tokenize", TokenizeParams)
         with bodies.held(len(params.raw)):
-            prompt, model = await service.encode(
-                params.model,
-                chat=params.chat,
-                raw=params.raw,
-                special=params.special,
-                opening=params.opening,
-                owner=_owner(request),
-            )
+            prompt, model = await service.encode(params, _owner(request))
         if prompt.length <= INLINE_TOKENS:
             tokens: object = from_bytes(prompt.tokens).tolist()
         else:
@@ -151,6 +168,15 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
                 "tokens": tokens,
             }
         )
+
+    @app.post(
+        f"{messages_answer.PATH}/count_tokens", openapi_extra=openapi.body_of(CountTokensBody)
+    )
+    async def count_tokens(request: Request) -> Response:
+        params = await bodies.params(request, "count_tokens", TokenizeParams)
+        with bodies.held(len(params.raw)):
+            prompt, _ = await service.encode(params, _owner(request))
+        return _json({"input_tokens": prompt.length})
 
     @app.post("/detokenize", openapi_extra=openapi.body_of(protocol.DetokenizeBody))
     async def detokenize(request: Request) -> Response:

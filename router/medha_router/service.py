@@ -25,7 +25,7 @@ from medha.request import Request
 from medha_router.auth import Client
 from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ModelVersion, ServedModel
-from medha_router.protocol import MAX_INT64, GenerationParams, SloOverride
+from medha_router.protocol import MAX_INT64, GenerationParams, SloOverride, TokenizeParams
 from medha_router.request_table import RouterState
 from medha_router.structured.checker_process import GrammarChecker
 from medha_router.structured.tool_calls import MARKS, Format
@@ -107,18 +107,19 @@ class Service:
         version = await self._open(await self._known(name))
         return await self._hold(self.tokens.detokenize(version.tokenizer_key, raw, owner))
 
-    async def encode(
-        self, name: str, *, chat: bool, raw: bytes, special: bool, opening: bool, owner: str
-    ) -> tuple[Prompt, ServedModel]:
+    async def encode(self, params: TokenizeParams, owner: str) -> tuple[Prompt, ServedModel]:
         """Encode one prompt for `/tokenize`; raises RequestError or Refusal."""
-        model = await self._known(name)
+        model = await self._known(params.model)
         version = await self._open(model)
+        if params.tools:
+            _check_takes_tools(version)
         job = version.encode_job(
-            chat=chat,
-            raw=raw,
-            salt=self._salt(name, owner),
-            special=special,
-            generation_prompt=opening,
+            chat=params.chat,
+            raw=params.raw,
+            salt=self._salt(params.model, owner),
+            special=params.special,
+            generation_prompt=params.opening,
+            tools=params.tools,
         )
         job = msgspec.structs.replace(job, page_tokens=0)
         prompts = await self._hold(self.tokens.encode(job))
@@ -442,14 +443,20 @@ def _tool_calls(params: GenerationParams, version: ModelVersion) -> Format | Non
     """Return how calls of tools are written; raises RequestError if the model takes no tools."""
     if params.tools is None:
         return None
+    taught = _check_takes_tools(version)
+    forms: dict[str, Format] = {"required": "array", "named": "named"}
+    return forms.get(params.tools.choice, taught)
+
+
+def _check_takes_tools(version: ModelVersion) -> Format:
+    """Return the form of calls that the chat template teaches; raises RequestError for none."""
     if version.tool_calls is None:
         raise RequestError(
             "tools: the chat template of this model takes none; leave them out",
             code="unsupported_parameter",
             param="tools",
         )
-    forms: dict[str, Format] = {"required": "array", "named": "named"}
-    return forms.get(params.tools.choice, version.tool_calls)
+    return version.tool_calls
 
 
 def _check_bias(params: GenerationParams, vocab: int) -> None:

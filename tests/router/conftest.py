@@ -83,6 +83,14 @@ CLASSES = (
     ),
 )
 
+HERMES = b"""{%- if tools %}<tool_call> tools: {{ tools | tojson }}
+{% endif %}{%- for message in messages -%}
+<|start|>{{ message.role }}: {{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", \
+"arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}
+{% endfor -%}{% if add_generation_prompt %}<|start|>{% endif %}"""
+"""A template that takes tools, in the form of Hermes and Qwen."""
+
 
 def byte_level_tokenizer(*, turned: bool = False) -> bytes:
     """256 bytes, <|pad|>, <|start|> and <|end|>: one token per byte, so characters get split.
@@ -337,6 +345,12 @@ class Running:
         )
         return controller
 
+    def prompt(self) -> str:
+        """Return the text of the last prompt that reached the first controller."""
+        controller = self.controllers[0]
+        tokenizer = tokenizers.Tokenizer.from_str(controller.tokenizer.decode())
+        return str(tokenizer.decode(from_bytes(controller.seen[-1].tokens).tolist()))
+
     @staticmethod
     def hello() -> Hello:
         return introduction()
@@ -385,6 +399,14 @@ def served(tokens: TokenizerPool) -> Iterator[Running]:
     """A router with one controller, shared by a module's tests."""
     with contextlib.closing(Running(tokens, keepalive_s=0.3, max_body_bytes=1 << 20)) as running:
         running.open()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hermes(tokens: TokenizerPool) -> Iterator[Running]:
+    """A router with a model whose chat template takes tools."""
+    with contextlib.closing(Running(tokens)) as running:
+        running.join(template=HERMES)
         yield running
 
 

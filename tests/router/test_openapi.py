@@ -36,6 +36,9 @@ def test_the_document_describes_every_route_and_body(served: Any) -> None:
     assert set(document["paths"]) == {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/models",
         "/v1/models/{name}",
         "/tokenize",

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-import tokenizers
 
-from medha.messages import from_bytes
 from medha_router.structured.checker import grammar_of
 
-HERMES = b"""{%- if tools %}<tool_call> tools: {{ tools | tojson }}
-{% endif %}{%- for message in messages -%}
-<|start|>{{ message.role }}: {{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", \
-"arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}
-{% endfor -%}{% if add_generation_prompt %}<|start|>{% endif %}"""
 WEATHER = {
     "type": "function",
     "function": {
@@ -36,25 +26,8 @@ TIME = {"type": "function", "function": {"name": "get_time"}}
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def hermes(tokens: Any) -> Iterator[Any]:
-    """A router with a model whose chat template takes tools."""
-    from tests.router.conftest import Running
-
-    with contextlib.closing(Running(tokens)) as running:
-        running.join(template=HERMES)
-        yield running
-
-
 def ask(text: str) -> list[Any]:
     return [{"role": "user", "content": f"say {text}"}]
-
-
-def prompt_of(running: Any) -> str:
-    """Return the text of the last prompt that reached the replica."""
-    controller = running.controllers[0]
-    tokenizer = tokenizers.Tokenizer.from_str(controller.tokenizer.decode())
-    return tokenizer.decode(from_bytes(controller.seen[-1].tokens).tolist())
 
 
 def gathered(chunks: Any) -> tuple[str, list[dict[str, str]], str]:
@@ -81,14 +54,14 @@ def test_a_call_goes_round(hermes: Any) -> None:
     (call,) = message.tool_calls
     assert call.function.name == "get_weather" and len(call.id) == 9 and call.id.isalnum()
     assert json.loads(call.function.arguments) == {"city": "Zürich"}
-    assert '"description": "Weather of a city"' in prompt_of(hermes)
+    assert '"description": "Weather of a city"' in hermes.prompt()
     result = {"role": "tool", "tool_call_id": call.id, "content": "say 21 degrees"}
     messages = [*ask("x"), message.to_dict(), result]
     final = create(model="tiny", messages=messages, tools=[WEATHER, TIME])
     assert final.choices[0].message.content == "21 degrees"
     assert final.choices[0].message.tool_calls is None and final.choices[0].finish_reason == "stop"
-    assert f"assistant: Let me see. \n{CALL}".replace(" \n", " ") in prompt_of(hermes)
-    assert "tool: say 21 degrees" in prompt_of(hermes)
+    assert f"assistant: Let me see. \n{CALL}".replace(" \n", " ") in hermes.prompt()
+    assert "tool: say 21 degrees" in hermes.prompt()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +125,7 @@ def test_with_the_choice_none_there_are_no_tools(hermes: Any) -> None:
         model="tiny", messages=ask(CALL), tools=[WEATHER], tool_choice="none"
     )
     assert answer.choices[0].message.content == CALL
-    assert "tools:" not in prompt_of(hermes)
+    assert "tools:" not in hermes.prompt()
 
 
 @pytest.mark.parametrize(

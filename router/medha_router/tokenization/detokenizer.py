@@ -310,6 +310,11 @@ class OutputStream:
         self.tokens: list[int] = []
         self.finish: str | None = None
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the output, if one did."""
+        return self._matcher.matched
+
     def push(self, tokens: Sequence[int], logprobs: Sequence[Logprob] = ()) -> Delta:
         """Add tokens. After a stop string, `finish` is `stop` and the rest is ignored."""
         if self._empty:

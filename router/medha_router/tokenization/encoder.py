@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.errors import CheckpointError, RequestError
-from medha_router.protocol import MAX_DETOKENIZED, MAX_PROMPTS, READERS, TokenId, read_body
+from medha_router.dialects.readers import READERS
+from medha_router.protocol import MAX_DETOKENIZED, MAX_PROMPTS, TokenId, read_body
 from medha_router.tokenization import wire
 from medha_router.tokenization.detokenizer import Vocabulary
 from medha_router.tokenization.jobs import (

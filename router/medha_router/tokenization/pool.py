@@ -67,7 +67,7 @@ class TokenizerPool:
     async def read_body(
         self, kind: str, body: Sequence[bytes], params: type[P], tenant: str
     ) -> tuple[P, memoryview]:
-        """Read a body, given in parts, of a kind of `protocol.READERS`.
+        """Read a body, given in parts, of a kind of `dialects.readers.READERS`.
 
         Returns its parameters and their `raw`; raises as `encode` does.
         """

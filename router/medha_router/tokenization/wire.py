@@ -78,7 +78,7 @@ class Detokenize(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ReadBody(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Read a request body, which is the payload, by one of `protocol.READERS`."""
+    """Read a request body, which is the payload, by one of `dialects.readers.READERS`."""
 
     kind: str
 

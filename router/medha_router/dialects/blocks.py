@@ -1,0 +1,90 @@
+"""Output of a chat as a row of blocks: texts and calls of tools."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from medha_router.generation import ClientRequest
+from medha_router.responses import call_id
+from medha_router.structured.tool_calls import TextPart, ToolCallParser
+from medha_router.tokenization.detokenizer import Delta
+
+
+class OutputBlock:
+    """A text, or the arguments of a call if `name` is set."""
+
+    def __init__(self, index: int, call_id: str = "", name: str | None = None) -> None:
+        self.index, self.call_id, self.name = index, call_id, name
+        self.parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A block that begins, gets `text`, or ends."""
+
+    kind: Literal["begin", "text", "end"]
+    block: OutputBlock
+    text: str = ""
+
+
+class BlockBuilder:
+    """Builds the blocks of a request with one output. `finish` is None until the output ends."""
+
+    def __init__(self, request: ClientRequest) -> None:
+        tools = request.params.tools
+        self._id = request.id
+        self._parser = (
+            ToolCallParser(request.tool_calls, tools)
+            if tools is not None and request.tool_calls is not None
+            else None
+        )
+        self._open: tuple[int | None, OutputBlock] | None = None
+        self.blocks: list[OutputBlock] = []
+        self.finish: str | None = None
+
+    @property
+    def calls(self) -> bool:
+        """True once the output has a call."""
+        return any(block.name is not None for block in self.blocks)
+
+    def push(self, delta: Delta) -> list[Change]:
+        """Add new output and return what changed."""
+        changes: list[Change] = []
+        for part in self._parts(delta):
+            block = self._block_of(part, changes)
+            if part.text:
+                block.parts.append(part.text)
+                changes.append(Change("text", block, part.text))
+        if delta.finish is not None:
+            self.finish = delta.finish
+            self._end(changes)
+        return changes
+
+    def _parts(self, delta: Delta) -> list[TextPart]:
+        if self._parser is None:
+            return [TextPart(delta.text)] if delta.text else []
+        parts = self._parser.push(delta.text)
+        return parts if delta.finish is None else parts + self._parser.end()
+
+    def _block_of(self, part: TextPart, changes: list[Change]) -> OutputBlock:
+        """Return the block of a part; it begins with the part if it is not the open one."""
+        if self._open is not None and self._open[0] == part.call:
+            return self._open[1]
+        self._end(changes)
+        block = OutputBlock(len(self.blocks))
+        if part.call is not None:
+            block.call_id, block.name = call_id(self._id, 0, part.call), part.name or ""
+        self.blocks.append(block)
+        self._open = (part.call, block)
+        changes.append(Change("begin", block))
+        return block
+
+    def _end(self, changes: list[Change]) -> None:
+        if self._open is not None:
+            changes.append(Change("end", self._open[1]))
+            self._open = None

@@ -1,0 +1,103 @@
+"""A conversation of a further API, on its way to the messages and tools of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from medha.errors import RequestError
+from medha_router.protocol import Body, unsupported
+from medha_router.structured.sources import RawJson
+
+
+class Conversation:
+    """Messages of a chat, in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+
+    def add(self, role: str, text: str) -> None:
+        """Add a message."""
+        self._messages.append({"role": role, "content": text})
+
+    def call(self, id: str, name: str, arguments: str) -> None:
+        """Add a call of a tool to the assistant's message, or begin one."""
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self.add("assistant", "")
+        call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._messages[-1].setdefault("tool_calls", []).append(call)
+
+    def result(self, id: str, text: str) -> None:
+        """Add the result of a call."""
+        self._messages.append({"role": "tool", "tool_call_id": id, "content": text})
+
+    @property
+    def last_role(self) -> str:
+        """Role of the last message; empty without messages."""
+        return str(self._messages[-1]["role"]) if self._messages else ""
+
+    def raw(self) -> bytes:
+        """Return the JSON of the messages."""
+        return msgspec.json.encode(self._messages)
+
+
+def function_tool(
+    name: str, description: str | None, parameters: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return an entry of a chat's `tools`."""
+    fields = {"name": name, "description": description, "parameters": parameters}
+    function = {field: value for field, value in fields.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def tool_fields(tools: RawJson, tool_choice: RawJson) -> bytes:
+    """Return an object of both fields, so that the path of an error begins with their names."""
+    parts = [
+        name + bytes(raw)
+        for name, raw in ((b'"tools":', tools), (b'"tool_choice":', tool_choice))
+        if not isinstance(raw, msgspec.UnsetType)
+    ]
+    return b"{" + b",".join(parts) + b"}"
+
+
+def raw_json(value: object) -> msgspec.Raw:
+    """Return a value as raw JSON."""
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def refuse_chat_fields(body: Body, instead: Mapping[str, str]) -> None:
+    """Refuse fields of a chat that this API does not have; `instead`: its own name, or empty."""
+    for field, own in instead.items():
+        value = getattr(body, field)
+        if value is None or isinstance(value, msgspec.UnsetType) or value == 1:
+            continue
+        if not own:
+            raise unsupported(field)
+        raise RequestError(
+            f"{field} is not a field of this API: give {own}",
+            code="unsupported_parameter",
+            param=field,
+        )
+
+
+def renamed(error: RequestError, names: Sequence[tuple[str, str]]) -> RequestError:
+    """Return the error of a chat with the field's name as the client gave it."""
+    message, param = str(error), error.param
+    for chat, own in names:
+        if param is not None and param.startswith(chat):
+            message = message.replace(chat, own)
+            param = own + param.removeprefix(chat)
+            break
+    return RequestError(message, status=error.status, code=error.code, param=param)
+
+
+def content_error(where: str, message: str) -> RequestError:
+    """Return the error for a part of the conversation that a chat cannot hold."""
+    return RequestError(f"{where} {message}", code="unsupported_content", param=where)
+
+
+def value_error(where: str, message: str) -> RequestError:
+    """Return the error for a field with a wrong value."""
+    return RequestError(f"{where} {message}", code="invalid_value", param=where)

@@ -1,0 +1,329 @@
+"""Bodies of `POST /v1/messages` and `/v1/messages/count_tokens`, Anthropic's Messages API.
+
+Content blocks become messages of a chat: a user's tool results are messages of their own, an
+assistant's tool uses are calls. Text, tools, stop sequences and JSON schemas are supported; images,
+documents, thinking and the tools that Anthropic runs itself are refused. Sampling fields of a chat
+are extensions here too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from medha.errors import RequestError
+from medha_router.dialects.conversation import (
+    Conversation,
+    content_error,
+    function_tool,
+    raw_json,
+    refuse_chat_fields,
+    renamed,
+    tool_fields,
+    value_error,
+)
+from medha_router.protocol import (
+    MAX_STOPS,
+    Body,
+    GenerationParams,
+    ModelName,
+    StopText,
+    TokenizeParams,
+    generation_params,
+    read_body,
+    refuse_unsupported,
+    unsupported,
+)
+from medha_router.structured.sources import RawJson
+from medha_router.structured.tools import MAX_TOOLS, ToolName, Tools, read_tools
+from medha_router.tokenization.json_text import check_values
+
+MAX_MESSAGES = 4096
+DISABLED = {"type": "disabled"}
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "container": (),
+    "context_management": ({},),
+    "diagnostics": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+    "thinking": (DISABLED,),
+    "user_profile_id": (),
+    "workspace_id": (),
+}
+UNSUPPORTED_OF_TOOLS: dict[str, tuple[object, ...]] = {
+    "allowed_callers": (["direct"],),
+    "defer_loading": (False,),
+    "input_examples": ([],),
+}
+INSTEAD = {
+    "n": "",
+    "prompt_logprobs": "",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+}
+NAMES = (
+    ("response_format.json_schema.schema", "output_config.format.schema"),
+    ("tool_choice.function", "tool_choice"),
+)
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class SystemBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A block of a system prompt."""
+
+    type: Literal["text"]
+    text: str
+
+
+System = str | list[SystemBlock] | None
+
+
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """`output_config.format`."""
+
+    type: Literal["json_schema"]
+    schema: msgspec.Raw
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`output_config`; the schema of `format` is followed."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class MessagesBody(Body, frozen=True, kw_only=True):
+    """`POST /v1/messages`; `messages` stays raw JSON."""
+
+    messages: msgspec.Raw
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+    system: System = None
+    stop_sequences: Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    output_config: OutputConfig | None = None
+    tool_choice: RawJson = msgspec.UNSET
+    tools: RawJson = msgspec.UNSET
+    container: RawJson = msgspec.UNSET
+    context_management: RawJson = msgspec.UNSET
+    diagnostics: RawJson = msgspec.UNSET
+    inference_geo: RawJson = msgspec.UNSET
+    mcp_servers: RawJson = msgspec.UNSET
+    speed: RawJson = msgspec.UNSET
+    thinking: RawJson = msgspec.UNSET
+    user_profile_id: RawJson = msgspec.UNSET
+    workspace_id: RawJson = msgspec.UNSET
+
+
+class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/messages/count_tokens`: what becomes the prompt of a message."""
+
+    model: ModelName
+    messages: msgspec.Raw
+    system: System = None
+    tool_choice: RawJson = msgspec.UNSET
+    tools: RawJson = msgspec.UNSET
+    context_management: RawJson = msgspec.UNSET
+    mcp_servers: RawJson = msgspec.UNSET
+    thinking: RawJson = msgspec.UNSET
+
+
+class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of `tools`; tools that the server runs have another type."""
+
+    name: ToolName
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    allowed_callers: RawJson = msgspec.UNSET
+    defer_loading: RawJson = msgspec.UNSET
+    input_examples: RawJson = msgspec.UNSET
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ContentBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A content block of a message, or of a tool result."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ContentBlock] | None = None
+    is_error: bool | None = None
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of `messages`."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+class _Messages(msgspec.Struct, frozen=True):
+    messages: Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class _ToolFields(msgspec.Struct, frozen=True):
+    tools: Annotated[list[CustomTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+
+
+def read_messages_body(data: bytes | bytearray) -> GenerationParams:
+    """Read the body of a message; raises RequestError."""
+    body = read_body(data, MessagesBody)
+    refuse_unsupported(body, UNSUPPORTED)
+    refuse_chat_fields(body, INSTEAD)
+    messages, tools = _prompt(body)
+    output = body.output_config or OutputConfig()
+    if output.effort is not None:
+        raise unsupported("output_config.effort")
+    schema: RawJson = msgspec.UNSET
+    if output.format is not None:
+        schema = raw_json({"type": "json_schema", "json_schema": {"schema": output.format.schema}})
+    try:
+        params = generation_params(
+            msgspec.structs.replace(body, stop=body.stop_sequences, response_format=schema),
+            raw=messages,
+            chat=True,
+            max_output_tokens=body.max_tokens,
+            logprobs=None,
+            tools=tools,
+        )
+    except RequestError as error:
+        raise renamed(error, NAMES) from None
+    if params.grammar is None:
+        return params
+    param = params.grammar.param.replace("response_format.json_schema", "output_config.format")
+    return msgspec.structs.replace(
+        params, grammar=msgspec.structs.replace(params.grammar, param=param)
+    )
+
+
+def read_count_tokens(data: bytes | bytearray) -> TokenizeParams:
+    """Read the body of a count of tokens; raises RequestError."""
+    body = read_body(data, CountTokensBody)
+    own = ("context_management", "mcp_servers", "thinking")
+    refuse_unsupported(body, {name: UNSUPPORTED[name] for name in own})
+    messages, tools = _prompt(body)
+    return TokenizeParams(
+        model=body.model,
+        chat=True,
+        raw=messages,
+        special=True,
+        opening=True,
+        tools=tools.raw if tools is not None else b"",
+    )
+
+
+def _prompt(body: MessagesBody | CountTokensBody) -> tuple[bytes, Tools | None]:
+    """Return the JSON of a chat's messages, and the tools that it may call."""
+    return _messages(body), _tools(body)
+
+
+def _tools(body: MessagesBody | CountTokensBody) -> Tools | None:
+    fields = read_body(tool_fields(body.tools, body.tool_choice), _ToolFields)
+    offered = [_chat_tool(tool, f"tools[{at}].") for at, tool in enumerate(fields.tools or [])]
+    choice = fields.tool_choice or ToolChoice(type="auto")
+    wanted: object = CHOICES.get(choice.type)
+    if choice.type == "tool":
+        if choice.name is None:
+            raise value_error("tool_choice.name", "is missing: must be given; add it")
+        wanted = {"type": "function", "function": {"name": choice.name}}
+    try:
+        return read_tools(raw_json(offered), raw_json(wanted), not choice.disable_parallel_tool_use)
+    except RequestError as error:
+        raise renamed(error, NAMES) from None
+
+
+def _chat_tool(tool: CustomTool, where: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise RequestError(
+            f"{where}type is {tool.type[:60]!r}: this server runs no tools; offer custom ones",
+            code="unsupported_value",
+            param=f"{where}type",
+        )
+    if tool.input_schema is None:
+        raise value_error(f"{where}input_schema", "is missing: must be given; add it")
+    refuse_unsupported(tool, UNSUPPORTED_OF_TOOLS, where)
+    return function_tool(tool.name, tool.description, tool.input_schema)
+
+
+def _messages(body: MessagesBody | CountTokensBody) -> bytes:
+    raw = bytes(body.messages)
+    check_values(raw, "messages")
+    conversation = Conversation()
+    if body.system is not None:
+        text = body.system
+        conversation.add(
+            "system", text if isinstance(text, str) else "".join(block.text for block in text)
+        )
+    messages = read_body(b'{"messages":' + raw + b"}", _Messages).messages
+    for index, message in enumerate(messages):
+        _add(conversation, message, f"messages[{index}].content")
+    if conversation.last_role == "assistant":
+        raise content_error(
+            f"messages[{len(messages) - 1}]",
+            "is of the assistant: a message cannot be continued; end with one of the user",
+        )
+    return conversation.raw()
+
+
+def _add(conversation: Conversation, message: Turn, where: str) -> None:
+    """Add a message, and one for each tool result in it."""
+    if isinstance(message.content, str):
+        conversation.add(message.role, message.content)
+        return
+    texts: list[str] = []
+    calls: list[ContentBlock] = []
+    results = False
+    for index, block in enumerate(message.content):
+        at = f"{where}[{index}]"
+        match message.role, block.type:
+            case _, "text" if block.text is not None:
+                texts.append(block.text)
+            case "assistant", "tool_use":
+                if block.id is None or block.name is None or block.input is None:
+                    raise value_error(at, "needs id, name and input; add them")
+                calls.append(block)
+            case "user", "tool_result":
+                if block.tool_use_id is None:
+                    raise value_error(f"{at}.tool_use_id", "is missing: must be given; add it")
+                if texts:
+                    raise value_error(at, "follows text: tool results stand before text")
+                conversation.result(block.tool_use_id, _result(block, f"{at}.content"))
+                results = True
+            case role, kind:
+                raise content_error(
+                    at,
+                    f"has the type {kind[:60]!r} in a message of the {role}: only text, tool_use "
+                    "(assistant) and tool_result (user) are supported",
+                )
+    if texts or not results:
+        conversation.add(message.role, "".join(texts))
+    for call in calls:
+        conversation.call(call.id or "", call.name or "", msgspec.json.encode(call.input).decode())
+
+
+def _result(block: ContentBlock, where: str) -> str:
+    """Return the text of a tool result; that of an error says so, as a chat has no field for it."""
+    content, texts = block.content or "", []
+    if isinstance(content, str):
+        texts.append(content)
+    else:
+        for index, part in enumerate(content):
+            if part.type != "text" or part.text is None:
+                raise content_error(
+                    f"{where}[{index}]",
+                    f"has the type {part.type[:60]!r}: only text parts are supported",
+                )
+            texts.append(part.text)
+    return "".join(["Error: ", *texts] if block.is_error else texts)

@@ -1,0 +1,355 @@
+"""Bodies of `POST /v1/responses`, OpenAI's Responses API without state.
+
+Input items become messages of a chat. What needs state on the server (`store`,
+`previous_response_id`, `conversation`) and the tools that OpenAI runs itself are refused. Sampling
+fields of a chat are extensions here too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from medha.errors import RequestError
+from medha_router.dialects.conversation import (
+    Conversation,
+    content_error,
+    function_tool,
+    raw_json,
+    refuse_chat_fields,
+    renamed,
+    tool_fields,
+    value_error,
+)
+from medha_router.protocol import (
+    Body,
+    GenerationParams,
+    OutputTokens,
+    StreamOptions,
+    generation_params,
+    read_body,
+    refuse_unsupported,
+    unsupported,
+)
+from medha_router.structured.sources import RawJson
+from medha_router.structured.tools import MAX_TOOLS, ToolName, read_tools
+from medha_router.tokenization.json_text import check_values
+
+MAX_ITEMS = 4096
+MAX_ECHOED_CHARS = 8192
+TEXT_PARTS = ("input_text", "output_text", "text")
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "access_programs": (),
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "image": ({},),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "max_tool_calls": (),
+    "moderation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+UNSUPPORTED_OF_TOOLS: dict[str, tuple[object, ...]] = {
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+    "output_schema": (),
+}
+STATE = ("store", "previous_response_id", "conversation", "background")
+INSTEAD = {
+    "n": "",
+    "prompt_logprobs": "",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+NAMES = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("tool_choice.function", "tool_choice"),
+)
+
+
+class ResponseStreamOptions(StreamOptions, frozen=True, kw_only=True):
+    include_obfuscation: bool | None = None
+
+
+class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`text`: the form of the output."""
+
+    format: RawJson = msgspec.UNSET
+    verbosity: Literal["medium"] | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`text.format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: RawJson = msgspec.UNSET
+    strict: bool | None = None
+
+
+class ResponsesBody(Body, frozen=True, kw_only=True):
+    """`POST /v1/responses`; `input` stays raw JSON."""
+
+    input: msgspec.Raw
+    instructions: str | None = None
+    max_output_tokens: OutputTokens = None
+    metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
+    parallel_tool_calls: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    text: TextConfig | None = None
+    tool_choice: RawJson = msgspec.UNSET
+    tools: RawJson = msgspec.UNSET
+    access_programs: RawJson = msgspec.UNSET
+    background: RawJson = msgspec.UNSET
+    context_management: RawJson = msgspec.UNSET
+    conversation: RawJson = msgspec.UNSET
+    image: RawJson = msgspec.UNSET
+    include: RawJson = msgspec.UNSET
+    max_tool_calls: RawJson = msgspec.UNSET
+    moderation: RawJson = msgspec.UNSET
+    previous_response_id: RawJson = msgspec.UNSET
+    prompt: RawJson = msgspec.UNSET
+    reasoning: RawJson = msgspec.UNSET
+    top_logprobs: RawJson = msgspec.UNSET
+    truncation: RawJson = msgspec.UNSET
+
+
+class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of `tools`; tools that the server runs have another type."""
+
+    type: str
+    name: ToolName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    allowed_callers: RawJson = msgspec.UNSET
+    async_: RawJson = msgspec.field(default=msgspec.UNSET, name="async")
+    defer_loading: RawJson = msgspec.UNSET
+    output_schema: RawJson = msgspec.UNSET
+
+
+class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """`tool_choice` that names a function, or another way to choose, which is refused."""
+
+    type: str
+    name: str | None = None
+
+
+class ItemPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the content of an item."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(msgspec.Struct, frozen=True, kw_only=True):
+    """An item of `input`: a message, a function call or its output."""
+
+    type: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[ItemPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ItemPart] | None = None
+
+
+class _Input(msgspec.Struct, frozen=True):
+    input: str | Annotated[list[InputItem], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
+
+
+class _ToolFields(msgspec.Struct, frozen=True):
+    tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+
+
+class ResponsesParams(GenerationParams, frozen=True, kw_only=True):
+    """Parameters of a response. `echoed`: JSON of the fields that its object repeats."""
+
+    echoed: bytes = b"{}"
+
+
+def read_responses(data: bytes | bytearray) -> ResponsesParams:
+    """Read the body of a response; raises RequestError."""
+    body = read_body(data, ResponsesBody)
+    _refuse(body)
+    fields = read_body(tool_fields(body.tools, body.tool_choice), _ToolFields)
+    messages = _messages(body)
+    offered = [_chat_tool(tool, f"tools[{at}].") for at, tool in enumerate(fields.tools or [])]
+    text_format = _text_format(body)
+    try:
+        tools = read_tools(
+            raw_json(offered), _chat_choice(fields.tool_choice), body.parallel_tool_calls
+        )
+        params = generation_params(
+            msgspec.structs.replace(body, response_format=_chat_format(text_format)),
+            raw=messages,
+            chat=True,
+            max_output_tokens=body.max_output_tokens,
+            logprobs=None,
+            tools=tools,
+        )
+    except RequestError as error:
+        raise renamed(error, NAMES) from None
+    values = {name: getattr(params, name) for name in GenerationParams.__struct_fields__}
+    if params.grammar is not None:
+        param = params.grammar.param.replace("response_format.json_schema", "text.format")
+        values["grammar"] = msgspec.structs.replace(params.grammar, param=param)
+    return ResponsesParams(echoed=_echoed(body, fields, text_format), **values)
+
+
+def _refuse(body: ResponsesBody) -> None:
+    """Refuse what is known and not supported; raises RequestError."""
+    for field in STATE:
+        try:
+            refuse_unsupported(body, {field: (False,)})
+        except RequestError:
+            raise RequestError(
+                f"{field} needs responses kept on the server, and this server keeps none: leave it "
+                "out, and send the whole conversation as input",
+                code="unsupported_parameter",
+                param=field,
+            ) from None
+    refuse_unsupported(body, UNSUPPORTED)
+    refuse_chat_fields(body, INSTEAD)
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation")
+
+
+def _chat_tool(tool: FunctionTool, where: str) -> dict[str, Any]:
+    if tool.type != "function":
+        raise RequestError(
+            f"{where}type is {tool.type[:60]!r}: this server runs no tools; offer functions",
+            code="unsupported_value",
+            param=f"{where}type",
+        )
+    if tool.name is None:
+        raise value_error(f"{where}name", "is missing: must be given; add it")
+    table = {("async_" if name == "async" else name): v for name, v in UNSUPPORTED_OF_TOOLS.items()}
+    refuse_unsupported(tool, table, where)
+    return function_tool(tool.name, tool.description, tool.parameters)
+
+
+def _chat_choice(choice: str | NamedFunction | None) -> RawJson:
+    if not isinstance(choice, NamedFunction):
+        return raw_json(choice)
+    if choice.type != "function" or choice.name is None:
+        raise RequestError(
+            f"tool_choice.type is {choice.type[:60]!r}: must be function, with a name",
+            code="unsupported_value",
+            param="tool_choice.type",
+        )
+    return raw_json({"type": "function", "function": {"name": choice.name}})
+
+
+def _text_format(body: ResponsesBody) -> TextFormat | None:
+    if body.text is None or isinstance(body.text.format, msgspec.UnsetType):
+        return None
+    try:
+        return read_body(bytes(body.text.format), TextFormat)
+    except RequestError as error:
+        where = f"text.format.{error.param}" if error.param else "text.format"
+        message = str(error).replace(error.param or "the body", where, 1)
+        raise RequestError(message, code=error.code, param=where) from None
+
+
+def _chat_format(text: TextFormat | None) -> RawJson:
+    if text is None or text.type != "json_schema":
+        return msgspec.UNSET if text is None else raw_json({"type": text.type})
+    if isinstance(text.schema, msgspec.UnsetType):
+        raise value_error("text.format.schema", "is missing: must be given; add it")
+    return raw_json({"type": "json_schema", "json_schema": {"schema": text.schema}})
+
+
+def _messages(body: ResponsesBody) -> bytes:
+    """Return the messages of a chat as JSON."""
+    raw = bytes(body.input)
+    check_values(raw, "input")
+    given = read_body(b'{"input":' + raw + b"}", _Input).input
+    conversation = Conversation()
+    if body.instructions is not None:
+        conversation.add("system", body.instructions)
+    if isinstance(given, str):
+        conversation.add("user", given)
+    else:
+        for index, item in enumerate(given):
+            _add(conversation, item, f"input[{index}]")
+    return conversation.raw()
+
+
+def _add(conversation: Conversation, item: InputItem, where: str) -> None:
+    match item.type or "message":
+        case "message":
+            if item.role is None:
+                raise value_error(f"{where}.role", "is missing: must be given; add it")
+            conversation.add(item.role, _text(item.content, f"{where}.content"))
+        case "function_call":
+            if item.call_id is None or item.name is None:
+                raise value_error(where, "needs call_id and name; add them")
+            conversation.call(item.call_id, item.name, item.arguments or "{}")
+        case "function_call_output":
+            if item.call_id is None:
+                raise value_error(f"{where}.call_id", "is missing: must be given; add it")
+            conversation.result(item.call_id, _text(item.output, f"{where}.output"))
+        case kind:
+            raise content_error(
+                where,
+                f"has the type {kind[:60]!r}: only messages, function calls and their outputs are "
+                "supported",
+            )
+
+
+def _text(content: str | list[ItemPart] | None, where: str) -> str:
+    if content is None:
+        raise value_error(where, "is missing: must be given; add it")
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in (*TEXT_PARTS, "refusal") or text is None:
+            raise content_error(
+                f"{where}[{index}]",
+                f"has the type {part.type[:60]!r}: only text parts are supported",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _echoed(body: ResponsesBody, fields: _ToolFields, text: TextFormat | None) -> bytes:
+    """Return the fields of the request that a response repeats; long instructions are left out."""
+    instructions = body.instructions
+    if instructions is not None and len(instructions) > MAX_ECHOED_CHARS:
+        instructions = None
+    return msgspec.json.encode(
+        {
+            "instructions": instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "temperature": body.temperature,
+            "text": {"format": text or {"type": "text"}},
+            "tool_choice": fields.tool_choice or "auto",
+            "tools": [
+                {
+                    "type": "function",
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters,
+                    "strict": tool.strict,
+                }
+                for tool in fields.tools or []
+            ],
+            "top_p": body.top_p,
+            "user": body.user,
+        }
+    )
