@@ -303,16 +303,6 @@ def test_a_prompt_may_be_long_by_its_tokens() -> None:
         assert kernel.few(0.0, False) == [(0, ABSORBED if not long else RELEGATED, long)]
 
 
-def test_a_promise_that_spans_groups_lowers_the_least_margins() -> None:
-    waiting, _ = queued([Row(4.0, 0.0, 1.0, 1.0, 0, 2, True), Row(9.0, 0.0, 1.0, 1.0, 0, 1, True)])
-    kernel = waiting.rows
-    kernel.margins(0.0, OVERHEAD_S, INFLATION)
-    kernel.lower(0, 5.0)
-    assert kernel.margin_s(0) == kernel.least_s == 4.0 - 1.25 * 1.25
-    kernel.lower(0, -1.0)
-    assert kernel.margin_s(0) == kernel.least_s == kernel.least_promised_s == -1.0
-
-
 def test_a_library_that_was_not_built_is_an_error_with_its_remedy(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"none\.so is the compiled part .* run `make setup`"):
         native.load(tmp_path / "none.so")
@@ -463,7 +453,7 @@ def test_a_long_prompt_crowds_the_first_promise_without_room_for_short_ones(
     waiting, levels = levelled(seed, count)
     rows, dice, expected, drain_s = waiting.rows, random.Random(seed), 0.25, 0.5
     long_s *= 16.0
-    waiting.due_s[:] *= dice.choice([2.0, 6.0, 12.0])
+    waiting.due_s[:] *= dice.choice([6.0, 12.0, 24.0])
     waiting.kept[:] |= [dice.random() < 0.3 for _ in range(count)]
     waiting.work_s[:] = [dice.randint(1, 30) for _ in range(count)]
     waiting.alongside[:] = [dice.choice([0.125, 0.5, 1.0]) for _ in range(count)]

@@ -12,6 +12,7 @@ module takes and returns pages; it knows no order and no deadlines.
 from __future__ import annotations
 
 from medha.scheduling.block_pool import BlockPool
+from medha.scheduling.native import Spans
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.waiting_queue import WaitingQueues
 
@@ -30,6 +31,7 @@ class KvGroups:
         self.last_used_s: dict[int, float] = {}
         self.shared: dict[int, Sequence] = {}
         self.large: dict[int, Sequence] = {}
+        self._spans: Spans | None = None
 
     def __contains__(self, group: int) -> bool:
         return group in self.running
@@ -38,11 +40,13 @@ class KvGroups:
         self.pool.join(group)
         self.queues.join(group)
         self.last_used_s[group] = now
+        self._spans = None
 
     def leave(self, group: int) -> None:
         self.pool.leave(group)
         self.queues.leave(group)
         del self.last_used_s[group]
+        self._spans = None
 
     def mark_used(self, groups: tuple[int, ...], now: float) -> None:
         for group in groups:
@@ -116,8 +120,23 @@ class KvGroups:
         """Update `shared` after the sequence's groups changed."""
         if sequence.growth_claim or len({*sequence.assigned_groups, *sequence.groups}) > 1:
             self.shared[sequence.number] = sequence
+            self._spans = None
         else:
-            self.shared.pop(sequence.number, None)
+            self._unshare(sequence)
+
+    @property
+    def spans(self) -> Spans:
+        """Sequences that are assigned more than one group."""
+        if self._spans is None:
+            self._spans = Spans(
+                {group: queue.rows for group, queue in self.running.items()},
+                [
+                    (sequence.key, number, sequence.assigned_groups)
+                    for number, sequence in self.shared.items()
+                    if len(sequence.assigned_groups) > 1
+                ],
+            )
+        return self._spans
 
     def allocate(self, sequence: Sequence) -> bool:
         """Reserve the sequence's pages and share its cached ones; False if it does not fit.
@@ -168,7 +187,8 @@ class KvGroups:
         sequence.claim(need)
         pool.claim(need)
         sequence.reuse(cached, pool.page_tokens)
-        self.update_shared(sequence)
+        if sequence.number not in self.shared:
+            self.update_shared(sequence)
         return True
 
     def steal_work(self, group: int) -> Sequence | None:
@@ -309,7 +329,7 @@ class KvGroups:
         for group, held in by_group.items():
             if group in self.pool.groups:
                 self.pool[group].release(held)
-        self.shared.pop(sequence.number, None)
+        self._unshare(sequence)
         self.large.pop(sequence.number, None)
 
     def take_claims(self, group: int, sequences: list[Sequence]) -> list[Sequence]:
@@ -332,6 +352,10 @@ class KvGroups:
                 self.update_shared(sequence)
                 taking.append(sequence)
         return taking
+
+    def _unshare(self, sequence: Sequence) -> None:
+        if self.shared.pop(sequence.number, None) is not None:
+            self._spans = None
 
     def _return_reserve(self, sequence: Sequence, pages: int) -> None:
         """Reserve fewer pages where none were taken, after a chunk took them elsewhere.

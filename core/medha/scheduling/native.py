@@ -11,6 +11,7 @@ import ctypes
 import functools
 import pathlib
 import struct
+from collections import abc
 from typing import NamedTuple
 
 import numpy as np
@@ -27,13 +28,15 @@ LIBRARY = pathlib.Path(__file__).with_name("rows.kernel.so")
 # Columns and flags of a row, and where a slot holds the rest; see rows.c.
 DUE, WORK, ALONGSIDE, NEED, NORM, COLUMNS = range(6)
 KEPT, PROMISED, READY, FLAGS = range(4)
-ARRIVAL, TOKENS, PASSED, TURN, LEVEL = range(5)
+ARRIVAL, TOKENS, PASSED, TURN, NUMBER, LEVEL = range(6)
 # Numbers of scratch and mark columns, and the one with margins.
 SCRATCH, MARKS, LEFT, TRIAL = 7, 3, 1, 6
 # The mark column of the rank, and its values for kept and protected rows without a promise.
 RANK, BARELY_KEPT, PROTECTED = 0, 1, 3
 # Kinds of a decode that is added.
 NO_DECODE, RUNS, AFTER_KEPT, AFTER_RELEGATED = range(4)
+# Eight-byte numbers of a group in `struct spans`.
+REACH = 8
 # Rows returned at a time: most batches hold one prompt or two.
 FEW = 8
 # The turn of the relegated, as an argument of `medha_order`.
@@ -66,6 +69,16 @@ class _Decodes(ctypes.Structure):
     )
 
 
+class _Spans(ctypes.Structure):
+    """`struct spans` of rows.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("groups", "numbers", "first", "parts", "due")),
+        *((name, ctypes.c_void_p) for name in ("row", "spare", "before", "reach")),
+        *((name, ctypes.c_int64) for name in ("count", "group_count")),
+    )
+
+
 _POINTER, _NUMBER, _COUNT = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
 # Arguments of each function, and what it returns.
 _SIGNATURES = {
@@ -84,6 +97,9 @@ _SIGNATURES = {
     "tight": ([_POINTER, _COUNT, *[_NUMBER] * 6], _COUNT),
     "crowding": ([_POINTER, *[_NUMBER] * 7], _COUNT),
     "work_before": ([_POINTER, _COUNT], _NUMBER),
+    "spans_fit": ([_POINTER, _COUNT, *[_NUMBER] * 5], ctypes.c_int),
+    "spans_least": ([_POINTER, _COUNT, ctypes.c_int, *[_NUMBER] * 3], _NUMBER),
+    "spans_lower": ([_POINTER, _COUNT, *[_NUMBER] * 3], None),
     "report": ([_POINTER, _NUMBER, _NUMBER, ctypes.c_char_p, ctypes.c_int, _POINTER], None),
     "margins": ([_POINTER, *[_NUMBER] * 3], None),
     "relegate": ([_POINTER, _NUMBER, _COUNT, _POINTER], _COUNT),
@@ -200,7 +216,7 @@ class Rows:
         self._kernel, self._few = load(), (ctypes.c_int64 * (3 * FEW))()
         self._sums = (ctypes.c_double * SUMS)()
         self._rows, self.count = _Rows(), 0
-        self._at = ctypes.addressof(self._rows)
+        self.at = self._at = ctypes.addressof(self._rows)
         self._free: list[int] = []
         self._allot(64)
 
@@ -417,12 +433,6 @@ class Rows:
         """Return the margin of a kept row."""
         return float(self._scratch[LEFT, place])
 
-    def lower(self, place: int, most_s: float) -> None:
-        """Limit the margin of the promise at `place`."""
-        self._scratch[LEFT, place] = least_s = min(self.margin_s(place), most_s)
-        self._rows.least = min(self._rows.least, least_s)
-        self._rows.least_promised = min(self._rows.least_promised, least_s)
-
     def relegate(self, tolerance_s: float, most: int, protected: Mask | None = None) -> list[int]:
         """Return the rows without a promise and not protected that give way, in that order."""
         lost = (ctypes.c_int64 * most)()
@@ -490,3 +500,84 @@ class Rows:
 
 
 _NAMES = ("columns", "flags", "slots", "slot", "scratch", "marks", "held", "able")
+
+
+class Spans:
+    """Prompts that several groups work on, laid out over their groups to find promises' margins.
+
+    A group's own margins cover its own queue only. A prompt that spans groups works in ever more of
+    them, and each time waits for the busiest:
+
+        g0  |-- promised, due before --|      waits        |== phase 1 ==|-- due later --|
+        g1  |==== phase 0, alone: tokens_per_group ========|== phase 1 ==|-- due later --|
+
+    Promises are laid out in order of deadline. Gaps stay open: a prompt that fills one leaves
+    earlier than predicted. A promise's margin is the smaller of its own and those of promises laid
+    out behind it. `groups`: rows of all groups; `prompts`: (due, arrival, id), number and groups of
+    each prompt, which need not wait.
+    """
+
+    def __init__(
+        self,
+        groups: abc.Mapping[int, Rows],
+        prompts: list[tuple[tuple[float, float, str], int, tuple[int, ...]]],
+    ) -> None:
+        self._kernel, self._rows = load(), [*groups.values()]
+        self._place = {group: place for place, group in enumerate(groups)}
+        first, parts = [0], []
+        prompts = sorted(prompts)
+        for _, _, held in prompts:
+            parts += [self._place[group] for group in held if group in self._place]
+            first.append(len(parts))
+        count = len(prompts)
+        self._arrays = {
+            "groups": np.array([rows.at for rows in self._rows], dtype=np.uintp),
+            "numbers": np.array([number for _, number, _ in prompts], dtype=np.int64),
+            "first": np.array(first, dtype=np.int64),
+            "parts": np.array(parts, dtype=np.int64),
+            "due": np.array([key[0] for key, _, _ in prompts]),
+            "row": np.zeros(count, dtype=np.int64),
+            "spare": np.zeros(count),
+            "before": np.zeros(count),
+            "reach": np.zeros((len(self._rows), REACH)),
+        }
+        self._struct = _Spans(count=count, group_count=len(self._rows))
+        for name, array in self._arrays.items():
+            setattr(self._struct, name, array.ctypes.data)
+        self._at = ctypes.addressof(self._struct)
+
+    def fit(
+        self,
+        number: int,
+        due_s: float,
+        guard_s: float,
+        by_s: float,
+        overhead_s: float,
+        inflation: float,
+    ) -> bool:
+        """Return whether promises hold, with `guard_s` to spare, if a newcomer gets one, too.
+
+        By the works tried last in each group. `number` and `due_s` are of the newcomer; `by_s`:
+        now, plus the time lost behind stage 0. A promise that is too late already, and no later
+        with the newcomer, is no reason to refuse.
+        """
+        fit: int = self._kernel.medha_spans_fit(
+            self._at, number, due_s, guard_s, by_s, overhead_s, inflation
+        )
+        return fit > 0
+
+    def least_s(
+        self, group: int, tried: bool, by_s: float, overhead_s: float, inflation: float
+    ) -> float:
+        """Return the least margin of promises in `group`; infinite with none.
+
+        `tried`: by the works tried last there.
+        """
+        least_s: float = self._kernel.medha_spans_least(
+            self._at, self._place[group], tried, by_s, overhead_s, inflation
+        )
+        return least_s
+
+    def lower(self, group: int, by_s: float, overhead_s: float, inflation: float) -> None:
+        """Limit the margins of `group`, just computed, to those across groups."""
+        self._kernel.medha_spans_lower(self._at, self._place[group], by_s, overhead_s, inflation)

@@ -27,12 +27,7 @@ from medha.config import Scheduling
 from medha.metrics import LENGTH_LABELS, length_bucket
 from medha.predictor import Predictor
 from medha.scheduling import native
-from medha.scheduling.feasibility import (
-    group_sets_fit,
-    largest_feasible,
-    select_victims,
-    spares_s,
-)
+from medha.scheduling.feasibility import largest_feasible, select_victims
 from medha.scheduling.kv_groups import KvGroups
 from medha.scheduling.native import Floats, Mask
 from medha.scheduling.policies import PrefillView
@@ -200,9 +195,6 @@ class PromiseSet:
         """Return the time that a promise for that much work takes up."""
         return (work_s + self.overhead_s) * self._inflation
 
-    def _costs(self, work_s: Floats) -> Floats:
-        return (work_s + self.overhead_s) * self._inflation
-
     # --- one request ------------------------------------------------------------------------------
 
     def fits(self, sequence: Sequence, starts: dict[int, float]) -> bool:
@@ -229,11 +221,9 @@ class PromiseSet:
         if not self.groups.shared:
             return bool(starts)
         by_s = max(starts.values(), default=0.0) + self.drain_s
-
-        def costs(group: int) -> Floats:
-            return self._costs(self.waiting[group].rows.trial_s)
-
-        fit = group_sets_fit(self.groups, costs, by_s, self.guard_s, sequence)
+        fit = self.groups.spans.fit(
+            sequence.number, sequence.key[0], self.guard_s, by_s, self.overhead_s, self._inflation
+        )
         return fit and bool(starts)
 
     def fits_with_kept(self, sequence: Sequence, groups: abc.Iterable[int], start: float) -> bool:
@@ -258,15 +248,10 @@ class PromiseSet:
         start = now + self.drain_s
         least_s = waiting.rows.least_margin_s(tried, start, self.overhead_s, self._inflation)
         if self.groups.shared:
-
-            def costs(other: int) -> Floats:
-                queue = self.waiting[other]
-                counted = other != group or not tried
-                return self._costs(queue.work_s if counted else queue.rows.trial_s)
-
-            for number, spare_s in spares_s(self.groups, costs, start).items():
-                if self.groups.shared[number] in waiting:
-                    least_s = min(least_s, spare_s)
+            span_s = self.groups.spans.least_s(
+                group, tried, start, self.overhead_s, self._inflation
+            )
+            least_s = min(least_s, span_s)
         return least_s
 
     def count_arrival(self, work_by_group: dict[int, float], now: float) -> None:
@@ -396,18 +381,13 @@ class PromiseSet:
 
     def _margins(self, group: int, start: float) -> native.Rows:
         """Compute the margins of the group's kept rows from `start` on."""
-        waiting, shared = self.waiting[group], self.groups.shared
+        waiting = self.waiting[group]
         rows = waiting.rows
         start += self.drain_s
         rows.margins(start, self.overhead_s, self._inflation)
-        if shared and waiting.promised_count:
-            for number, spare_s in self._spares_s(start).items():
-                if shared[number] in waiting:
-                    rows.lower(waiting.place(shared[number].key), spare_s)
+        if self.groups.shared and waiting.promised_count:
+            self.groups.spans.lower(group, start, self.overhead_s, self._inflation)
         return rows
-
-    def _spares_s(self, start: float) -> dict[int, float]:
-        return spares_s(self.groups, lambda group: self._costs(self.waiting[group].work_s), start)
 
     def _terms(self, group: int, start: float) -> tuple[Floats, Floats]:
         """Return (due in, bare cost) of the group's rows from `start` on."""

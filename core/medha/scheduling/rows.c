@@ -7,6 +7,7 @@
  *     promises         medha_room, medha_least, medha_promises, medha_tight, medha_crowding
  *     one decision     medha_margins, medha_relegate, medha_open, medha_fitting, medha_keep,
  *                      medha_order, medha_few                  with the policy `lars`
+ *     several groups   medha_spans_fit, medha_spans_least, medha_spans_lower
  *     reports          medha_report
  *
  * Rows stand in order of deadline. What every pass reads lies in columns of that order; the rest of
@@ -22,7 +23,7 @@
 enum { LEVELS = 6, BANDS = 8 };                          /* prefill_times.py, load_report.py */
 enum { DUE, WORK, ALONGSIDE, NEED, NORM, COLUMNS };      /* columns, by row */
 enum { KEPT, PROMISED, READY, FLAGS };                   /* flags, by row */
-enum { ARRIVAL, TOKENS, PASSED, TURN, LEVEL, SLOT = LEVEL + LEVELS }; /* by slot */
+enum { ARRIVAL, TOKENS, PASSED, TURN, NUMBER, LEVEL, SLOT = LEVEL + LEVELS }; /* by slot */
 enum { BARE, LEFT, KEY, OWN, OTHERS, MEAN, TRIAL };      /* scratch, in seconds; MEAN: see below */
 enum { RANK, TIER, LONG };                               /* marks */
 enum { OWED = -1, ABSORBED, SLACK, DEADLINE, RELEGATED, NONE };
@@ -451,6 +452,196 @@ void medha_report(const struct rows *rows, double now, double short_below, const
         sums[KEPT_SHORT] += is_kept ? brief : 0.0;
         sums[LOST_SHORT] += is_kept ? 0.0 : brief;
         sums[NEEDY] += need[i] > 0.0;
+    }
+}
+
+/* --- promises that span groups ---------------------------------------------------------------- */
+
+/* `struct _Spans` of native.py: the `count` prompts that several groups work on, in order of (due,
+ * arrival, id). Those of the k-th are `parts`, indices of `groups`, from `first[k]` to `first[k + 1]`
+ * in the order in which it works in them. `row`: of each prompt in one group, or -1. Of each group:
+ * how far it is `summed`, and scratch. */
+struct spans {
+    struct rows **groups;
+    const int64_t *numbers, *first, *parts;
+    const double *due;
+    int64_t *row;
+    double *spare, *before;
+    struct reach { int64_t at, newcomer; double sum, free, laid, own, single, least; } *reach;
+    int64_t count, group_count;
+};
+
+/* Works that a layout takes: WORK, but TRIAL in the group `tried`, in all with -1. */
+struct terms {
+    int64_t tried;
+    double by, overhead, inflation;
+};
+
+static double cost_of(const struct spans *spans, int64_t group, int64_t row,
+                      const struct terms *terms)
+{
+    const struct rows *rows = spans->groups[group];
+    const int tried = terms->tried < 0 || terms->tried == group;
+    const double *work = tried ? rows->scratch + TRIAL * rows->capacity
+                               : rows->columns + WORK * rows->capacity;
+    return (work[row] + terms->overhead) * terms->inflation;
+}
+
+/* The row of a prompt at or after `row`, where none is due before it; -1 if it does not wait. */
+static int64_t row_from(const struct rows *rows, int64_t row, double due, int64_t number)
+{
+    const double *all_due = rows->columns + DUE * rows->capacity;
+    for (; row < rows->count && all_due[row] == due; row++)
+        if ((int64_t)slot_of(rows, row)[NUMBER] == number)
+            return row;
+    return -1;
+}
+
+/* Adds up the costs of a group's promises up to the prompt; returns its row, or -1. */
+static int64_t reach(const struct spans *spans, int64_t group, double due, int64_t number,
+                     const struct terms *terms)
+{
+    const struct rows *rows = spans->groups[group];
+    const double *all_due = rows->columns + DUE * rows->capacity;
+    const uint8_t *promised = rows->flags + PROMISED * rows->capacity;
+    struct reach *of = spans->reach + group;
+    int64_t end = of->at;
+    while (end < rows->count && all_due[end] < due)
+        end++;
+    const int64_t row = row_from(rows, end, due, number);
+    if (row >= 0)
+        end = row + 1;
+    for (; of->at < end; of->at++)
+        if (promised[of->at] || of->at == of->newcomer)
+            of->sum += cost_of(spans, group, of->at, terms);
+    return row;
+}
+
+/* When the k-th prompt leaves stage 0 in all of its groups, -1 if it has no promise or nothing left
+ * to do: a prompt of one group is laid out behind the work of its group, this one phase by phase
+ * behind all of its groups. The k-th group works from phase k on, so that phase k lasts the k-th
+ * group's work less that of the next. */
+static double end_of(const struct spans *spans, int64_t k, int64_t focus, int64_t newcomer,
+                     const struct terms *terms)
+{
+    const int64_t *first = spans->parts + spans->first[k], *last = spans->parts + spans->first[k + 1];
+    int counts = 0;
+    spans->row[k] = -1;
+    for (const int64_t *part = first; part < last; part++) {
+        struct reach *of = spans->reach + *part;
+        const struct rows *rows = spans->groups[*part];
+        const int64_t row = reach(spans, *part, spans->due[k], spans->numbers[k], terms);
+        of->own = -1.0;
+        if (row < 0)
+            continue;
+        if (*part == focus)
+            spans->row[k] = row;
+        counts = (rows->flags[PROMISED * rows->capacity + row] || spans->numbers[k] == newcomer) &&
+                 slot_of(rows, row)[TOKENS] > 0.0;
+        of->own = cost_of(spans, *part, row, terms);
+        of->single = of->sum - of->own - of->laid;
+    }
+    if (!counts)
+        return -1.0;
+    double end = 0.0;
+    for (const int64_t *part = first, *next; part < last; part = next) {
+        const struct reach *of = spans->reach + *part;
+        for (next = part + 1; next < last && spans->reach[*next].own < 0.0;)
+            next++;
+        if (of->own < 0.0)
+            continue;
+        const double later = next < last ? spans->reach[*next].own : 0.0;
+        end = larger(end, of->free + of->single) + larger(0.0, of->own - later);
+    }
+    for (const int64_t *part = first; part < last; part++) {
+        struct reach *of = spans->reach + *part;
+        if (of->own < 0.0)
+            continue;
+        of->free = end - of->single;
+        of->laid += of->own;
+    }
+    return end;
+}
+
+/* Each prompt's margin, the smaller of its own and those of promises laid out behind it; infinite
+ * without a promise. `newcomer`, due at `due`, is promised, too; none with -1. */
+static void lay_out(const struct spans *spans, int64_t focus, int64_t newcomer, double due,
+                    const struct terms *terms, double *spare)
+{
+    for (int64_t group = 0; group < spans->group_count; group++) {
+        const struct rows *rows = spans->groups[group];
+        const double *all_due = rows->columns + DUE * rows->capacity;
+        int64_t row = newcomer < 0 ? rows->count : 0;
+        while (row < rows->count && all_due[row] < due)
+            row++;
+        spans->reach[group] = (struct reach){
+            .newcomer = row_from(rows, row, due, newcomer), .least = INFINITY};
+    }
+    for (int64_t k = 0; k < spans->count; k++)
+        spare[k] = end_of(spans, k, focus, newcomer, terms);
+    for (int64_t k = spans->count - 1; k >= 0; k--) {
+        const int64_t *first = spans->parts + spans->first[k];
+        const int64_t *last = spans->parts + spans->first[k + 1];
+        if (spare[k] < 0.0) {
+            spare[k] = INFINITY;
+            continue;
+        }
+        spare[k] = spans->due[k] - terms->by - spare[k];
+        for (const int64_t *part = first; part < last; part++)
+            spare[k] = smaller(spans->reach[*part].least, spare[k]);
+        for (const int64_t *part = first; part < last; part++)
+            spans->reach[*part].least = spare[k];
+    }
+}
+
+/* Whether promises that span groups keep `guard` to spare with the newcomer, by TRIAL. One that is
+ * too late already, and no later with the newcomer, is no reason to refuse. */
+int medha_spans_fit(const struct spans *spans, int64_t newcomer, double due, double guard,
+                    double by, double overhead, double inflation)
+{
+    const struct terms terms = {-1, by, overhead, inflation};
+    int tight = 0;
+    lay_out(spans, -1, newcomer, due, &terms, spans->spare);
+    for (int64_t k = 0; k < spans->count; k++)
+        tight |= spans->spare[k] < guard;
+    if (!tight)
+        return 1;
+    lay_out(spans, -1, -1, 0.0, &terms, spans->before);
+    for (int64_t k = 0; k < spans->count; k++)
+        if (spans->spare[k] < guard && spans->spare[k] < spans->before[k])
+            return 0;
+    return 1;
+}
+
+/* The least margin of a promise of `group` that spans groups, infinite with none: with `tried` by
+ * TRIAL there, else by WORK. */
+double medha_spans_least(const struct spans *spans, int64_t group, int tried, double by,
+                         double overhead, double inflation)
+{
+    const struct terms terms = {tried ? group : spans->group_count, by, overhead, inflation};
+    double least = INFINITY;
+    lay_out(spans, group, -1, 0.0, &terms, spans->spare);
+    for (int64_t k = 0; k < spans->count; k++)
+        if (spans->row[k] >= 0)
+            least = smaller(spans->spare[k], least);
+    return least;
+}
+
+/* Limits LEFT of promises of `group` to their margins across groups, after `medha_margins`. */
+void medha_spans_lower(const struct spans *spans, int64_t group, double by, double overhead,
+                       double inflation)
+{
+    const struct terms terms = {spans->group_count, by, overhead, inflation};
+    struct rows *rows = spans->groups[group];
+    double *left = rows->scratch + LEFT * rows->capacity;
+    lay_out(spans, group, -1, 0.0, &terms, spans->spare);
+    for (int64_t k = 0; k < spans->count; k++) {
+        const int64_t row = spans->row[k];
+        if (row < 0 || spans->spare[k] == INFINITY)
+            continue;
+        left[row] = smaller(spans->spare[k], left[row]);
+        rows->least = smaller(left[row], rows->least);
+        rows->least_promised = smaller(left[row], rows->least_promised);
     }
 }
 

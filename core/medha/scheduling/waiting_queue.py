@@ -163,6 +163,7 @@ class WaitingQueue:
             float(sequence.remaining_tokens),
             np.inf,
             self._take_turn(arrival_s, id_),
+            float(sequence.number),
             *levels,
         )
         work_s, alongside = between(levels, self.typical), self.typical
