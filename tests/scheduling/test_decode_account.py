@@ -92,7 +92,7 @@ def test_a_prompt_waits_for_no_promise_that_is_gone(leave: bool) -> None:
         plan.abort("kept", driven.now)
     else:
         plan._state.promises.set_rank(plan._state.by_id["kept"], kept=False, promised=False)
-    driven.run(until_s=6.0)
+    driven.run(until_s=8.0)
     assert [n for n in range(200) if f"late{n}" not in driven.first_s] == []
     driven.run()
     assert leftovers(plan) == {}

@@ -218,6 +218,19 @@ def test_relegated_long_ones_get_their_share_under_overload() -> None:
     assert driven.first_s["long"] < 45.0
 
 
+def test_the_share_of_the_relegated_makes_no_kept_prompt_late() -> None:
+    # Each short one has 0.05 s to spare, a batch of the relegated one takes 0.1 s.
+    plan = scheduler()
+    driven = Driven(plan)
+    driven.submit([request("relegated", 100_000, within_s=1.0)])
+    kept = [
+        request(f"kept{n}", 3_000, 0.5 * n, within_s=0.45, promised=False) for n in range(1, 30)
+    ]
+    driven.submit(kept)
+    driven.run()
+    assert [prompt.id for prompt in kept if not driven.in_time(prompt.id)] == []
+
+
 def test_the_largest_share_for_the_relegated_makes_no_promise_that_cannot_be_kept() -> None:
     # Short prompts alone offer 130 % load, and the resource allows a share of 40 percent.
     plan = scheduler(settings=Scheduling(max_batch_s=0.05, relegated_share=0.4))

@@ -32,6 +32,36 @@ def test_who_was_passed_over_for_long_is_waited_for() -> None:
     assert leftovers(plan) == {}
 
 
+def test_a_large_late_prompt_frees_its_pages_for_small_ones() -> None:
+    # It takes 938 of 1000 pages for a deadline that it cannot meet; a small prompt takes 31.
+    plan = scheduler(pages=1000)
+    driven = Driven(plan)
+    driven.submit([request("large", 60_000, within_s=1.0)])
+    small = [
+        request(f"small{n}", 2_000, 0.05, within_s=1.5, output_tokens=200, tpot_s=0.05)
+        for n in range(4)
+    ]
+    driven.submit(small)
+    driven.run()
+    assert [prompt.id for prompt in small if not driven.in_time(prompt.id)] == []
+    assert "large" in driven.first_s
+    assert leftovers(plan) == {}
+
+
+def test_a_late_prompt_with_more_done_than_a_small_one_has_keeps_its_pages() -> None:
+    plan = scheduler(pages=1000)
+    driven = Driven(plan)
+    driven.submit([request("large", 60_000, within_s=1.0)])
+    small = [
+        request(f"small{n}", 2_000, 0.5, within_s=1.5, output_tokens=200, tpot_s=0.05)
+        for n in range(4)
+    ]
+    driven.submit(small)
+    driven.run()
+    assert driven.finished.keys() == {"large", *(prompt.id for prompt in small)}
+    assert plan._lifecycle.preempted_count == 0
+
+
 def test_a_growing_decode_takes_the_pages_of_the_prefill_with_most_slack() -> None:
     plan = scheduler(settings=Scheduling(output_reserve=0.0), pages=12)
     first = plan.submit(request("talk", 64, within_s=1.0, output_tokens=200, tpot_s=0.01), 0.0)

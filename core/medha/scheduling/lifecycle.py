@@ -11,6 +11,8 @@ as its token arrives, pages included, so that building a batch does not visit ev
 
 from __future__ import annotations
 
+import numpy as np
+
 from medha.batch import Chunk, Sampled
 from medha.errors import ProtocolError
 from medha.scheduling.interface import Completed, Failure
@@ -348,6 +350,41 @@ class Lifecycle:
             return
         self.preempted_count += 1
         self.preempt(victim, now)
+
+    def make_room(self, group: int, now: float) -> None:
+        """Free the pages of a relegated prompt for a smaller one that finds none.
+
+        The larger one must have scheduled fewer tokens than the smaller has: less is computed again
+        than is gained, and of two prompts only one can ever take the other's pages.
+        """
+        pages, waiting = self.groups.pool[group], self.queues.by_group[group]
+        available = pages.available
+        if available >= pages.total // 16 or not waiting.ready_count:
+            return
+        lacking = np.where(waiting.need > available, waiting.need, np.inf)
+        row = int(lacking.argmin())
+        if lacking[row] == np.inf:
+            return
+        tokens = waiting.sequences[row].target_tokens
+        holders = [
+            sequence
+            for sequence in waiting.sequences
+            if sequence.started
+            and not sequence.kept
+            and sequence.scheduled_tokens < tokens < sequence.target_tokens
+        ]
+        if not holders or self._frees_pages(group):
+            return
+        victim = min(holders, key=lambda holder: (holder.scheduled_tokens, holder.number))
+        self.preempted_count += 1
+        self.preempt(victim, now)
+
+    def _frees_pages(self, group: int) -> bool:
+        """Return whether a stopped sequence still holds pages of the group."""
+        return any(
+            sequence.stopped and sequence.started and group in sequence.assigned_groups
+            for sequence in self.state.sequences.values()
+        )
 
     def expire(self, now: float) -> None:
         """Fail prefills that wait too long for another group."""

@@ -397,11 +397,11 @@ class PromiseSet:
     def _credit_is_due(self, group: int, rows: native.Rows) -> bool:
         """Return whether the relegated get the batch owed to them now.
 
-        They do if no promise is too tight (margins include their share, so that they widen as
-        promised work is done). If the batch is overdue, the promises must only be able to spare it
-        from the share that they include.
+        They do if no kept prompt is too tight (margins of promises include their share, so that
+        they widen as promised work is done). If the batch is overdue, the promises must only be
+        able to spare it from the share that they include.
         """
-        if rows.least_promised_s >= self.longest_s:
+        if rows.least_s >= self.longest_s:
             return True
         overdue = self.relegated_credit_s[group] >= 3.0 * self.longest_s
         return overdue and rows.least_bare_s >= self.longest_s

@@ -186,6 +186,8 @@ class Scheduler:
             for group in free_groups
             if group in self._waiting and self._in_flight.has_room(group)
         )
+        for group in eligible:
+            self._lifecycle.make_room(group, now)
         draft = self._draft_now(eligible, now) if eligible else None
         if draft is None and self._lookahead.lead_s:
             draft = self._lookahead.draft(free_groups, now)
