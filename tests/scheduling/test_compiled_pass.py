@@ -397,7 +397,8 @@ def test_a_coming_decode_is_alongside_rows_that_run_after_its_prompt(
             elif decode.row >= 0:
                 begins_s = work_s[decode.row][0] / share
             if row >= first and window_s > begins_s:
-                mean_s += plain_mean_s([decode], window_s - begins_s, 0.0)
+                filled_s = min(decode.length_s, window_s - begins_s)
+                mean_s += decode.cost_s * filled_s / max(window_s - begins_s, work_s[row][0])
         assert waiting.alongside[row] == pytest.approx(PART * mean_s)
 
 

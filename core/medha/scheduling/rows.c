@@ -227,6 +227,14 @@ static int64_t after(const struct rows *rows, const struct decode *decode, doubl
     return decode->row + 1;
 }
 
+/* The part of a row's own run that a decode of `length` fills, which begins `window` before the row
+ * is due: of its window, or of the work if the row must run before the window, too. */
+static double part_of(const struct rows *rows, int64_t row, double window, double length)
+{
+    const double run = larger(window, slot_of(rows, row)[LEVEL]);
+    return smaller(length, window) / larger(run, 1e-9);
+}
+
 /* Adds decodes that are to come to MEAN. */
 void medha_coming(struct rows *rows, const struct decode *coming, int64_t count, double now,
                   double budget)
@@ -235,21 +243,10 @@ void medha_coming(struct rows *rows, const struct decode *coming, int64_t count,
     double *mean = rows->scratch + MEAN * rows->capacity;
     for (const struct decode *decode = coming; decode < coming + count; decode++) {
         double begin;
-        int64_t i = after(rows, decode, now, budget, &begin), whole, end = rows->count;
-        while (i < end && larger(due[i] - now, budget) - begin <= 0.0)
-            i++;
-        for (whole = i; whole < end; ) { /* rows whose whole window the decode fills */
-            const int64_t middle = (whole + end) / 2;
-            if (larger(due[middle] - now, budget) - begin <= decode->length)
-                whole = middle + 1;
-            else
-                end = middle;
-        }
-        for (; i < whole; i++)
-            mean[i] += decode->cost;
-        for (; i < rows->count; i++) {
+        for (int64_t i = after(rows, decode, now, budget, &begin); i < rows->count; i++) {
             const double window = larger(due[i] - now, budget) - begin;
-            mean[i] += decode->cost * smaller(1.0, decode->length / larger(window, 1e-9));
+            if (window > 0.0)
+                mean[i] += decode->cost * part_of(rows, i, window, decode->length);
         }
     }
 }
@@ -297,7 +294,7 @@ void medha_try(struct rows *rows, int64_t place, double plus, double least,
         if (decode->kind == RUNS && i != decode->row)
             added = decode->cost * smaller(1.0, decode->length / window);
         else if (decode->kind > RUNS && i >= first && window > 0.0)
-            added = decode->cost * smaller(1.0, decode->length / larger(window, 1e-9));
+            added = decode->cost * part_of(rows, i, window, decode->length);
         trial[i] = between(slot_of(rows, i), larger(counted[i] + plus, least) + added * part);
         i = next;
         next = next_with(promised, next + 1, count);
