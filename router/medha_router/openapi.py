@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import FastAPI
 
 from medha_router.api_errors import ErrorObject
+from medha_router.dialects import messages_body, responses_body
 from medha_router.dialects.messages_body import CountTokensBody, MessagesBody
 from medha_router.dialects.responses_body import ResponsesBody
-from medha_router.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from medha_router.protocol import (
+    UNSUPPORTED,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from medha_router.structured.sources import ResponseFormat, StructuredOutputs
+from medha_router.structured.tools import TOOL_NAME, NamedChoice, Tool
 
 BODIES = (
     ChatBody,
@@ -160,18 +169,96 @@ RAW: dict[type[msgspec.Struct], dict[str, dict[str, Any]]] = {
     TokenizeBody: {"messages": _MESSAGES, "prompt": _PROMPT},
 }
 
+# Fields that are decoded after the body that holds them.
+_TEXT = Annotated[str, msgspec.Meta(min_length=1)]
+_GRAMMARS: dict[str, Any] = {
+    "response_format": ResponseFormat | None,
+    "structured_outputs": StructuredOutputs | None,
+    "guided_json": str | dict[str, Any] | None,
+    "guided_regex": str | None,
+    "guided_choice": Annotated[list[_TEXT], msgspec.Meta(min_length=1)] | None,
+    "guided_grammar": str | None,
+}
+_ALWAYS = Literal["none", "auto", "required"]
+DECODED_LATER: dict[type[msgspec.Struct], dict[str, Any]] = {
+    ChatBody: _GRAMMARS | {"tools": list[Tool] | None, "tool_choice": _ALWAYS | NamedChoice | None},
+    CompletionBody: _GRAMMARS,
+    ResponsesBody: _GRAMMARS
+    | {
+        "tools": list[responses_body.FunctionTool] | None,
+        "tool_choice": _ALWAYS | responses_body.NamedFunction | None,
+    },
+    MessagesBody: _GRAMMARS
+    | {
+        "tools": list[messages_body.CustomTool] | None,
+        "tool_choice": messages_body.ToolChoice | None,
+    },
+    CountTokensBody: {
+        "tools": list[messages_body.CustomTool] | None,
+        "tool_choice": messages_body.ToolChoice | None,
+    },
+    responses_body.TextConfig: {"format": responses_body.TextFormat},
+}
+_ONLY_OUTPUT = {"n": (1,)}
+ALLOWED: dict[type[msgspec.Struct], dict[str, tuple[object, ...]]] = {
+    ChatBody: UNSUPPORTED,
+    CompletionBody: UNSUPPORTED | {"best_of": (1,)},
+    ResponsesBody: UNSUPPORTED
+    | responses_body.UNSUPPORTED
+    | dict.fromkeys(responses_body.INSTEAD, ())
+    | _ONLY_OUTPUT,
+    MessagesBody: UNSUPPORTED
+    | messages_body.UNSUPPORTED
+    | dict.fromkeys(messages_body.INSTEAD, ())
+    | _ONLY_OUTPUT,
+    CountTokensBody: {name: messages_body.UNSUPPORTED[name] for name in messages_body.COUNTED},
+    responses_body.ResponseStreamOptions: {"include_obfuscation": (False,)},
+    responses_body.FunctionTool: responses_body.UNSUPPORTED_OF_TOOLS,
+    messages_body.CustomTool: messages_body.UNSUPPORTED_OF_TOOLS | {"type": ("custom",)},
+    messages_body.OutputConfig: {"effort": ()},
+    StructuredOutputs: {
+        "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,),
+    },
+}
+"""The values of a field besides null; all others are refused."""
+_TOOL_NAME = {"type": "string", "pattern": TOOL_NAME}
+DEMANDED: dict[type[msgspec.Struct], dict[str, dict[str, Any]]] = {
+    responses_body.FunctionTool: {"type": {"const": "function"}, "name": _TOOL_NAME},
+    responses_body.NamedFunction: {"type": {"const": "function"}, "name": _TOOL_NAME},
+    messages_body.CustomTool: {"name": _TOOL_NAME, "input_schema": {"type": "object"}},
+}
+"""Fields that must be given, though a missing one has an error of its own."""
 
-def body_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+
+def body_of(kind: type[msgspec.Struct], *, streams: bool = False) -> dict[str, Any]:
     """Return the `openapi_extra` of a route with a body of this kind."""
     schema = {"$ref": REFERENCE.format(name=kind.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if not streams:
+        return {"requestBody": body}
+    events = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    return {"requestBody": body, "responses": {"200": events}}
 
 
 def complete(app: FastAPI) -> None:
     """Add the schemas of bodies and errors to the document that FastAPI has made of the routes."""
-    _, schemas = msgspec.json.schema_components((*BODIES, ErrorObject), ref_template=REFERENCE)
-    for kind, fields in RAW.items():
-        schemas[kind.__name__]["properties"].update(fields)
+    later = [kind for fields in DECODED_LATER.values() for kind in fields.values()]
+    shown, schemas = msgspec.json.schema_components(
+        (*later, *BODIES, ErrorObject), ref_template=REFERENCE
+    )
+    decoded = iter(shown)
+    for kind, names in DECODED_LATER.items():
+        schemas[kind.__name__]["properties"].update({name: next(decoded) for name in names})
+    for kind, raw in RAW.items():
+        schemas[kind.__name__]["properties"].update(raw)
+    for kind, values in ALLOWED.items():
+        enums = {name: {"enum": [None, *allowed]} for name, allowed in values.items()}
+        schemas[kind.__name__]["properties"].update(enums)
+    for kind, demanded in DEMANDED.items():
+        schemas[kind.__name__]["properties"].update(demanded)
+        schemas[kind.__name__]["required"] = [*demanded]
+    schemas[TokenizeBody.__name__]["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
     document = app.openapi()
     document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeGuard, TypeVar
 
 import msgspec
 
@@ -212,7 +212,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /detokenize`."""
 
     model: ModelName
-    tokens: Annotated[list[int], msgspec.Meta(max_length=MAX_DETOKENIZED)]
+    tokens: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_DETOKENIZED)]
 
 
 class _DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,10 +225,10 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `raw` is the JSON of `messages` (`chat`) or `prompt`. If `max_output_tokens` is None, the
     default of the endpoint holds. `sampling.seed` is 0 unless `seeded`; `sampling.stop_tokens`
-    holds only those of the client. `prompt_logprobs`: of a field
-    of their own, without those of `echo`. `grammar`: what the output follows, unchecked. `silent`:
-    sampling parameters that the client left to the checkpoint. `client_id`: the request's id as its
-    client names it, for logs.
+    holds only those of the client. `prompt_logprobs`: of a field of their own, without those of
+    `echo`. `continuous_usage`: each chunk has the usage so far. `grammar`: what the output follows,
+    unchecked. `silent`: sampling parameters that the client left to the checkpoint. `client_id`:
+    the request's id as its client names it, for logs.
     """
 
     model: str
@@ -241,6 +241,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     stops: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     echo: bool = False
     prompt_logprobs: int | None = None
     ignore_eos: bool = False
@@ -360,17 +361,21 @@ def read_completion(data: bytes | bytearray) -> GenerationParams:
 def read_tokenize(data: bytes | bytearray) -> TokenizeParams:
     """Read the body of `/tokenize`; raises RequestError."""
     body = read_body(data, TokenizeBody)
-    chat = isinstance(body.messages, msgspec.Raw)
-    raw = body.messages if chat else body.prompt
-    if isinstance(raw, msgspec.UnsetType) or chat == isinstance(body.prompt, msgspec.Raw):
+    given = [bytes(raw) for raw in (body.messages, body.prompt) if is_given(raw)]
+    if len(given) != 1:
         raise RequestError("give either prompt or messages", code="invalid_value", param="prompt")
     return TokenizeParams(
         model=body.model,
-        chat=chat,
-        raw=bytes(raw),
+        chat=is_given(body.messages),
+        raw=given[0],
         special=body.add_special_tokens is not False,
         opening=body.add_generation_prompt is not False,
     )
+
+
+def is_given(raw: RawJson) -> TypeGuard[msgspec.Raw]:
+    """Return True unless a field is absent or null."""
+    return isinstance(raw, msgspec.Raw) and bytes(raw).strip() != b"null"
 
 
 def read_detokenize(data: bytes | bytearray) -> DetokenizeParams:
@@ -391,8 +396,6 @@ def generation_params(
 ) -> GenerationParams:
     """Make the parameters of a request with one of the bodies; raises RequestError."""
     refuse_unsupported(body, UNSUPPORTED)
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise unsupported("stream_options.continuous_usage_stats")
     if body.stream_options is not None and not body.stream:
         raise RequestError(
             "stream_options is only allowed when stream is true",
@@ -419,6 +422,7 @@ def generation_params(
         stops=_stops(body.stop),
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
         echo=echo,
         ignore_eos=bool(body.ignore_eos),
         grammar=_grammar(body, tools),

@@ -217,7 +217,9 @@ class OpenAiResponse(GenerationResponse):
                 open_generations -= delta.finish is not None
                 last = open_generations == 0 and not params.include_usage
                 extra: dict[str, Any] = {"x_medha": timing(request)} if last else {}
-                if params.include_usage:
+                if params.continuous_usage:
+                    extra["usage"] = _usage(request).shape()
+                elif params.include_usage:
                     extra["usage"] = None
                 block.append(builder.chunk(index, delta, logprobs=logprobs, extra=extra))
             ended = not open_generations

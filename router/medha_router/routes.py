@@ -107,15 +107,19 @@ def _serve_generations(
 
         return OpenAiResponse(serving(request, params), make_builder)
 
-    @app.post("/v1/chat/completions", openapi_extra=openapi.body_of(protocol.ChatBody))
+    @app.post(
+        "/v1/chat/completions", openapi_extra=openapi.body_of(protocol.ChatBody, streams=True)
+    )
     async def chat_completions(request: Request) -> Response:
         return await generate(request, True)
 
-    @app.post("/v1/completions", openapi_extra=openapi.body_of(protocol.CompletionBody))
+    @app.post(
+        "/v1/completions", openapi_extra=openapi.body_of(protocol.CompletionBody, streams=True)
+    )
     async def completions(request: Request) -> Response:
         return await generate(request, False)
 
-    @app.post("/v1/responses", openapi_extra=openapi.body_of(ResponsesBody))
+    @app.post("/v1/responses", openapi_extra=openapi.body_of(ResponsesBody, streams=True))
     async def responses(request: Request) -> Response:
         params = await bodies.params(request, "responses", ResponsesParams)
 
@@ -124,7 +128,7 @@ def _serve_generations(
 
         return AnswerResponse(serving(request, params), make_answer)
 
-    @app.post(messages_answer.PATH, openapi_extra=openapi.body_of(MessagesBody))
+    @app.post(messages_answer.PATH, openapi_extra=openapi.body_of(MessagesBody, streams=True))
     async def messages(request: Request) -> Response:
         params = await bodies.params(request, "messages", GenerationParams)
         return AnswerResponse(serving(request, params), MessageAnswer)
@@ -186,7 +190,7 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
 
 
 def _serve_server(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
+    @app.get("/health", response_class=Response)
     async def health() -> Response:
         """Return 200 while the server takes requests."""
         return Response(status_code=200 if service.ready else 503)

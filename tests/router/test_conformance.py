@@ -78,6 +78,19 @@ def test_requested_usage_comes_in_a_last_chunk_without_choices(served: Any) -> N
     assert all(len(chunk.choices) == 1 for chunk in chunks[:-1])
 
 
+def test_continuous_usage_counts_up_in_every_chunk(served: Any) -> None:
+    stream = served.client.chat.completions.create(
+        model="tiny",
+        messages=ask("say abcdefghi"),
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    usages = [chunk.usage for chunk in stream][1:]  # after the role
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts) and counts[0] < counts[-1] == 10
+    assert len({usage.prompt_tokens for usage in usages}) == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("stop", "expected", "reason"),

@@ -240,6 +240,14 @@ def test_what_is_not_supported_is_refused_by_its_name(
     assert error["param"] == param and param in error["message"]
 
 
+def test_null_is_the_default_of_every_field(hermes: Any) -> None:
+    names = hermes.http.get("/openapi.json").json()["components"]["schemas"]["MessagesBody"]
+    given = {"model": "tiny", "messages": ask("a"), "max_tokens": 8}
+    fields = {name: None for name in names["properties"] if name not in given}
+    answer = hermes.http.post("/v1/messages", json={**fields, **given})
+    assert answer.status_code == 200, answer.text
+
+
 def test_errors_have_anthropics_form(
     running_with: Any, tmp_path: pathlib.Path, served: Any
 ) -> None:

@@ -52,6 +52,27 @@ def test_the_document_describes_every_route_and_body(served: Any) -> None:
     assert set(schemas["ChatBody"]["required"]) == {"model", "messages"}
 
 
+def test_the_document_names_what_is_refused_and_what_is_sent(served: Any) -> None:
+    document = served.http.get("/openapi.json").json()
+    schemas, paths = document["components"]["schemas"], document["paths"]
+    assert schemas["ChatBody"]["properties"]["store"] == {"enum": [None, False]}
+    assert schemas["ResponsesBody"]["properties"]["n"] == {"enum": [None, 1]}
+    assert schemas["MessagesBody"]["properties"]["response_format"] == {"enum": [None]}
+    assert schemas["CustomTool"]["required"] == ["name", "input_schema"]
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
+        kinds = paths[path]["post"]["responses"]["200"]["content"]
+        assert set(kinds) == {"application/json", "text/event-stream"}
+    assert "content" not in paths["/health"]["get"]["responses"]["200"]
+
+
+def test_a_field_that_is_null_is_absent_for_tokenize(served: Any) -> None:
+    body = {"model": "tiny", "prompt": "abc", "messages": None}
+    assert served.http.post("/tokenize", json=body).json()["count"] == 3
+    both = served.http.post("/tokenize", json={**body, "messages": CHAT["messages"]})
+    neither = served.http.post("/tokenize", json={**body, "prompt": None})
+    assert both.status_code == neither.status_code == 400
+
+
 @pytest.mark.parametrize("given", ["abc-123", "x" * 128])
 def test_the_clients_request_id_is_echoed_and_logged(
     served: Any, given: str, caplog: pytest.LogCaptureFixture

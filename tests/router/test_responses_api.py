@@ -175,6 +175,7 @@ def test_a_format_is_the_grammar_of_the_output(served: Any) -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"n": 2}, "n"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"max_tokens": 2}, "max_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.incl"),
@@ -213,6 +214,16 @@ def test_what_is_not_supported_is_refused_by_its_name(
         hermes.client.responses.create(model="tiny", extra_body=given, input="")
     assert str(refused.value.param).startswith(param) and refused.value.code
     assert param in refused.value.message
+
+
+def test_null_is_the_default_of_every_field(served: Any) -> None:
+    names = served.http.get("/openapi.json").json()["components"]["schemas"]["ResponsesBody"]
+    fields = {name: None for name in names["properties"] if name not in ("model", "input")}
+    answer = served.http.post(
+        "/v1/responses",
+        json={**fields, "model": "tiny", "input": "say a", "text": {"format": None}},
+    )
+    assert answer.status_code == 200, answer.text
 
 
 def test_a_refusal_of_state_says_what_to_do_instead(served: Any) -> None:

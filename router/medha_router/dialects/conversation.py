@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from medha.errors import RequestError
-from medha_router.protocol import Body, unsupported
+from medha_router.protocol import Body, is_given, unsupported
 from medha_router.structured.sources import RawJson
 
 
@@ -71,7 +71,9 @@ def refuse_chat_fields(body: Body, instead: Mapping[str, str]) -> None:
     """Refuse fields of a chat that this API does not have; `instead`: its own name, or empty."""
     for field, own in instead.items():
         value = getattr(body, field)
-        if value is None or isinstance(value, msgspec.UnsetType) or value == 1:
+        if isinstance(value, msgspec.Raw):
+            value = bytes(value) if is_given(value) else None
+        if value is None or isinstance(value, msgspec.UnsetType) or (field, value) == ("n", 1):
             continue
         if not own:
             raise unsupported(field)

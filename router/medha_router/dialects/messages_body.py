@@ -67,6 +67,7 @@ NAMES = (
     ("response_format.json_schema.schema", "output_config.format.schema"),
     ("tool_choice.function", "tool_choice"),
 )
+COUNTED = ("context_management", "mcp_servers", "thinking")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -211,8 +212,7 @@ def read_messages_body(data: bytes | bytearray) -> GenerationParams:
 def read_count_tokens(data: bytes | bytearray) -> TokenizeParams:
     """Read the body of a count of tokens; raises RequestError."""
     body = read_body(data, CountTokensBody)
-    own = ("context_management", "mcp_servers", "thinking")
-    refuse_unsupported(body, {name: UNSUPPORTED[name] for name in own})
+    refuse_unsupported(body, {name: UNSUPPORTED[name] for name in COUNTED})
     messages, tools = _prompt(body)
     return TokenizeParams(
         model=body.model,

@@ -28,6 +28,7 @@ from medha_router.protocol import (
     OutputTokens,
     StreamOptions,
     generation_params,
+    is_given,
     read_body,
     refuse_unsupported,
     unsupported,
@@ -252,7 +253,7 @@ def _chat_choice(choice: str | NamedFunction | None) -> RawJson:
 
 
 def _text_format(body: ResponsesBody) -> TextFormat | None:
-    if body.text is None or isinstance(body.text.format, msgspec.UnsetType):
+    if body.text is None or not is_given(body.text.format):
         return None
     try:
         return read_body(bytes(body.text.format), TextFormat)

@@ -17,7 +17,8 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 << 10
 MAX_CALLS = 32
 
-ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+ToolName = Annotated[str, msgspec.Meta(pattern=TOOL_NAME)]
 Choice = Literal["auto", "required", "named"]
 
 
