@@ -35,6 +35,9 @@ POD_OPS_PORT, CONTROLLER_OPS_PORT = 8090, 8091
 Port = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
+MAX_PROCESSES = 64
+"""Processes of a router at most; the network policies allow as many ports."""
+
 
 class QueueOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Order of waiting requests: of a router's queue, and of what a controller grants.
@@ -169,8 +172,24 @@ class RouterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hold_s: float = 0.0
 
 
+class RouterProcess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Place of a process among the processes of a router; set by their parent.
+
+    `fleet_ports`: the controllers' ports of all processes. `ops_socket`: Unix socket in the place
+    of the ops port. `salt_secret`: file of the secret behind the names of cached pages.
+    """
+
+    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PROCESSES)]
+    fleet_ports: tuple[Port, ...]
+    ops_socket: str
+    salt_secret: str
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Config of a router. `fleet_bind`: address for controllers, e.g. `tcp://127.0.0.1:7800`.
+
+    With several `processes` each is a router of its own behind the one `port`; controllers dial the
+    port of `fleet_bind` and the next ones. Other settings hold for each process.
 
     With `learn` the router also serves models that replicas introduce, and removes a model
     `forget_model_s` after its last replica left. In its first `learn_s` it holds requests for
@@ -188,6 +207,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: Port = 8000
     ops_port: Port = 8001
     fleet_bind: str
+    processes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROCESSES)] = 1
+    process: RouterProcess | None = None
     models: tuple[RouterModel, ...] = ()
     models_file: str = ""
     learn: bool = False

@@ -120,6 +120,25 @@ def test_a_fleet_without_weight_files_answers_with_random_weights(
         up.kill()
 
 
+@pytest.mark.timeout(250)
+def test_controllers_register_with_every_process_of_the_router(file: Path) -> None:
+    up = Up(file, "--router-processes", "2")
+    try:
+        until(up.serves, timeout_s=120.0)
+        until(lambda: (status := up.status()) is not None and status.routers == 2)
+        before = up.ask()
+        victim = up.children()["router"].children()[1]
+        victim.kill()
+        until(lambda: not victim.is_running())
+        assert up.ask() == before
+        until(lambda: (status := up.status()) is not None and status.routers == 2)
+        everything = up.everything()
+        assert up.end(signal.SIGTERM) == 0
+        assert [process for process in everything if process.is_running()] == []
+    finally:
+        up.kill()
+
+
 @pytest.mark.timeout(100)
 def test_a_fleet_whose_starter_is_killed_ends_too(file: Path, up: Up) -> None:
     until(lambda: len(up.children()) == 3)

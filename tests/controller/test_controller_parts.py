@@ -187,6 +187,42 @@ def test_a_name_resolves_to_all_addresses_and_keeps_them_while_dns_fails() -> No
     assert names.resolve() == ("tcp://127.0.0.1:1", "tcp://10.0.0.2:7800")
 
 
+def test_every_process_of_a_router_is_dialed_while_its_address_is_known() -> None:
+    answers = [["10.0.0.1", "10.0.0.2"], ["10.0.0.2"], ["10.0.0.2"]]
+    names = RouterResolver(("tcp://routers:7800",), lambda host, port: answers.pop(0))
+    assert names.take() is None
+
+    def resolved() -> tuple[str, ...] | None:
+        names.refresh()
+        return names.take()
+
+    assert resolved() == ("tcp://10.0.0.1:7800", "tcp://10.0.0.2:7800")
+    names.learn("tcp://10.0.0.1:7800", (7800, 7801))
+    assert names.take() == ("tcp://10.0.0.1:7800", "tcp://10.0.0.2:7800", "tcp://10.0.0.1:7801")
+    names.learn("tcp://10.0.0.1:7801", (7800, 7801))  # any of its processes reports them
+    assert names.take() is None
+    names.learn("tcp://10.0.0.2:7800", (7800, 7801))
+    assert resolved() == ("tcp://10.0.0.2:7800", "tcp://10.0.0.2:7801")
+    names.learn("tcp://10.0.0.1:7801", (7800, 7801))  # it is no longer listed
+    names.learn("tcp://10.0.0.2:7801", (7800,))  # it was restarted with one process
+    assert resolved() == ("tcp://10.0.0.2:7800",)
+
+
+def test_routers_of_one_machine_are_told_apart_by_their_first_port() -> None:
+    routers = ("tcp://127.0.0.1:7800", "tcp://127.0.0.1:7900")
+    names = RouterResolver(routers)
+    names.learn(routers[1], (7900, 7901))
+    assert names.take() == (*routers, "tcp://127.0.0.1:7901")
+    names.learn(routers[0], (7800, 7801))
+    names.learn("tcp://127.0.0.1:7901", (7900, 7901, 7902))
+    assert names.take() == (
+        *routers,
+        "tcp://127.0.0.1:7801",
+        "tcp://127.0.0.1:7901",
+        "tcp://127.0.0.1:7902",
+    )
+
+
 def test_a_pause_of_the_controller_does_not_count_as_silence(groups: RankGroups) -> None:
     groups.hello(A, hello(A, "a1"), 0.0)
     groups.excuse_pause(4.0)

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from medha.config import MAX_PROCESSES
 from medha.errors import MedhaError, SpecError, UserError
 from medha.rendering import POLICIES
 
@@ -40,6 +41,9 @@ def run_up(
     file: File,
     port: Port = 8000,
     ops_port: OpsPort = 8001,
+    router_processes: Annotated[
+        int, typer.Option(min=1, max=MAX_PROCESSES, help="router processes behind the one port")
+    ] = 1,
     run_dir: Annotated[
         pathlib.Path | None, typer.Option(help="folder for configs, keys, sockets and logs")
     ] = None,
@@ -60,6 +64,7 @@ def run_up(
         file=file,
         port=port,
         ops_port=ops_port,
+        router_processes=router_processes,
         run_dir=run_dir,
         policy=_policy(policy),
         log_level=log_level,

@@ -30,8 +30,8 @@ from medha.cli.local_fleet.fleet_plan import RankPlan
 from medha.cli.local_fleet.launches import controller_launch, rank_launch
 from medha.cli.local_fleet.pod_identity import PodIdentity, read_pod_identity
 from medha.cli.local_fleet.status_poll import ControllerPoll
+from medha.cli.local_fleet.stopping import StopSignals, stop_all
 from medha.cli.local_fleet.supervisor import Supervisor, SupervisorSettings, Unit, UnitState
-from medha.cli.up import StopSignals, stop_all
 from medha.config import POD_OPS_PORT, WorkerConfig, read, render
 from medha.errors import EngineError, MedhaError
 

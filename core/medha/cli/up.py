@@ -8,11 +8,9 @@ drains for a moment and stops everything.
 from __future__ import annotations
 
 import pathlib
-import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import FrameType
 
 import msgspec
 from rich.console import Console
@@ -26,6 +24,7 @@ from medha.cli.local_fleet.fleet_plan import FleetPlan, HostSettings, plan_fleet
 from medha.cli.local_fleet.launches import fleet_supervisor
 from medha.cli.local_fleet.run_dir import RunDir
 from medha.cli.local_fleet.status_poll import FleetPoll
+from medha.cli.local_fleet.stopping import StopSignals, stop_all
 from medha.cli.local_fleet.supervisor import Supervisor
 from medha.cli.resource_file import read_resources
 from medha.errors import SetupError
@@ -43,6 +42,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     file: pathlib.Path
     port: int = 8000
     ops_port: int = 8001
+    router_processes: int = 1
     run_dir: pathlib.Path | None = None
     policy: str | None = None
     log_level: str = "info"
@@ -107,7 +107,8 @@ def _plan(
     options: UpOptions,
 ) -> FleetPlan:
     count = replica_count(resources)
-    any_port, any_ops_port, fleet_port, *ports = preflight.free_ports(HOST, count + 3)
+    any_port, any_ops_port, *ports = preflight.free_ports(HOST, count + 2)
+    fleet_port = preflight.free_port_run(HOST, options.router_processes)
     router_curve, controller_curve = run_dir.write_keys()
     host = HostSettings(
         run_dir=str(run_dir.path),
@@ -115,6 +116,7 @@ def _plan(
         port=options.port or any_port,
         ops_port=options.ops_port or any_ops_port,
         fleet_address=f"tcp://{HOST}:{fleet_port}",
+        router_processes=options.router_processes,
         controller_ports=tuple(ports),
         checkpoints=checkpoints,
         router_curve=router_curve,
@@ -207,35 +209,3 @@ def _drain(supervisor: Supervisor, poll: FleetPoll, signals: StopSignals, drain_
         if drained and not busy:
             return
         time.sleep(STEP_S)
-
-
-def stop_all(supervisor: Supervisor, signals: StopSignals) -> None:
-    """Stop every process; kill all of them after the grace period or a second signal."""
-    handled = signals.count
-    supervisor.stop(time.monotonic())
-    while not supervisor.stopped:
-        if signals.count > max(handled, 1):
-            handled = signals.count
-            supervisor.stop(time.monotonic(), at_once=True)
-        supervisor.step(time.monotonic())
-        time.sleep(STEP_S)
-
-
-class StopSignals:
-    """Context that counts SIGINT, SIGTERM and SIGHUP instead of letting them end the process."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._old: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self._old[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from medha import PROTOCOL
-from medha.config import QueueOrder
+from medha.config import MAX_PROCESSES, QueueOrder
 from medha.corrections import REGIMES
 from medha.messages.fields import (
     TOKEN_BYTES,
@@ -53,6 +53,15 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
     router: Name
     protocol: int = PROTOCOL
+
+
+class RouterPorts(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Ports of all processes of a router, which share its address; a controller dials each."""
+
+    ports: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=1, lt=65536)], ...],
+        msgspec.Meta(max_length=MAX_PROCESSES),
+    ]
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -149,7 +158,17 @@ class RouterBeat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     """Heartbeat of the router, sent at least every 0.5 s."""
 
 
-RouterMessage = Welcome | Rejected | Heads | Submit | Abort | FetchFile | RouterBeat | TenantCounts
+RouterMessage = (
+    Welcome
+    | RouterPorts
+    | Rejected
+    | Heads
+    | Submit
+    | Abort
+    | FetchFile
+    | RouterBeat
+    | TenantCounts
+)
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -29,6 +29,7 @@ from medha.messages import (
     ReplicaMessage,
     ReplicaStatus,
     RouterMessage,
+    RouterPorts,
 )
 from medha.model import ModelShape
 from medha.predictor import Predictor
@@ -279,7 +280,10 @@ class ControllerProcess:
                 message = link.receive()
                 if message is None:
                     break
-                self._controller.on_router(router, message, now)
+                if isinstance(message, RouterPorts):
+                    self._resolver.learn(router, message.ports)
+                else:
+                    self._controller.on_router(router, message, now)
 
     def _send(self, item: Outgoing) -> None:
         match item:

@@ -1,4 +1,4 @@
-"""Child process: killed with this process, in a process group of its own, output read by line.
+"""Child process: killed with this process, in a process group of its own.
 
 The kernel kills a child when this process dies. The child leads its own process group: Ctrl-C in
 the terminal reaches only this process, and the child's own children end with it. Start and reap
@@ -60,9 +60,12 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildProcess:
-    """A running program. A thread calls `lines(name, line)` for each line of its output."""
+    """A running program. A thread calls `lines(name, line)` for each line of its output.
 
-    def __init__(self, launch: Launch, lines: OnLine) -> None:
+    Without `lines` its output goes where the output of this process goes.
+    """
+
+    def __init__(self, launch: Launch, lines: OnLine | None = None) -> None:
         self.name = launch.name
         self._status: int | None = None
         self._last: deque[str] = deque(maxlen=LAST_LINES)
@@ -70,14 +73,16 @@ class ChildProcess:
             killed_with_parent(*launch.argv),
             env={**os.environ, **launch.env},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE if lines else None,
+            stderr=subprocess.STDOUT if lines else None,
             process_group=0,
         )
-        self._reader = threading.Thread(
-            target=self._read, args=(lines,), name=f"output of {launch.name}", daemon=True
-        )
-        self._reader.start()
+        self._reader: threading.Thread | None = None
+        if lines is not None:
+            self._reader = threading.Thread(
+                target=self._read, args=(lines,), name=f"output of {launch.name}", daemon=True
+            )
+            self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -85,7 +90,7 @@ class ChildProcess:
 
     @property
     def last_messages(self) -> tuple[str, ...]:
-        """Messages of the last lines of output."""
+        """Messages of the last lines of output that this process reads."""
         return tuple(read_line(line).message for line in self._last)
 
     def poll(self) -> int | None:
@@ -96,7 +101,8 @@ class ChildProcess:
         if self._status is None and self._exited():
             self._signal(signal.SIGKILL)  # processes that the child left behind
             self._status = self._process.wait()
-            self._reader.join(timeout=1.0)
+            if self._reader is not None:
+                self._reader.join(timeout=1.0)
         return self._status
 
     def terminate(self) -> None:

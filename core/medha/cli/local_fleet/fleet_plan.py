@@ -31,6 +31,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     ops_port: int
     fleet_address: str
+    router_processes: int = 1
     controller_ports: tuple[int, ...]
     checkpoints: Mapping[str, str]
     router_curve: Curve | None = None
@@ -110,6 +111,7 @@ def _router(resources: Sequence[MedhaReplica], host: HostSettings) -> RouterConf
         ops_port=host.ops_port,
         ops_token=host.ops_token,
         fleet_bind=host.fleet_address,
+        processes=host.router_processes,
         models=tuple(models.values()),
         curve=host.router_curve,
         run_dir=host.run_dir,

@@ -6,6 +6,7 @@ their device files, packages are located without importing them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import pathlib
@@ -20,6 +21,7 @@ from medha.spec import MedhaReplica
 PROGRAMS = {"medha_router": "medha[router]", "medha_worker": "medha[worker]"}
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 SHARED_MEMORY_BYTES = 64 << 20
+RUN_ATTEMPTS = 20
 
 
 def gpu_count(devices: pathlib.Path = pathlib.Path("/dev")) -> int:
@@ -81,6 +83,16 @@ def free_ports(host: str, count: int) -> tuple[int, ...]:
     finally:
         for probe in probes:
             probe.close()
+
+
+def free_port_run(host: str, count: int) -> int:
+    """First of `count` ports that follow each other and are free now. Raises SetupError."""
+    for first in (free_ports(host, 1)[0] for _ in range(RUN_ATTEMPTS)):
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError, OverflowError):
+            for port in range(first, first + count):
+                probes.enter_context(socket.socket()).bind((host, port))
+            return first
+    raise SetupError(f"no {count} ports of {host} that follow each other are free: free some")
 
 
 def check_programs() -> None:

@@ -27,11 +27,16 @@ USAGE_STATUS = 2  # exit status: the user must fix something; the last line name
 
 
 class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Restart policy, grace period of a stop, and time limit of a start."""
+    """Restart policy, grace period of a stop, and time limit of a start.
+
+    `first_usage`: a usage error stops the fleet only at the first start of a unit. A later one, of
+    a file that has changed meanwhile, is a failure like others.
+    """
 
     restarts: RestartPolicy = RestartPolicy(first_backoff_s=0.5, longest_backoff_s=30.0)
     grace_s: float = 5.0
     hung_s: float = 60.0
+    first_usage: bool = False
 
 
 class UnitState(enum.Enum):
@@ -162,10 +167,10 @@ class Supervisor:
             self._halt(unit, now)
         elif not ended:
             return
-        elif any(status == USAGE_STATUS for _, status in ended):
+        elif self._is_misuse(unit, [status for _, status in ended]):
             child = next(child for child, status in ended if status == USAGE_STATUS)
             raise SetupError(
-                f"{child.name}: {' '.join(child.last_messages[-1:]) or 'no reason given'}"
+                f"{child.name}: {' '.join(child.last_messages[-1:]) or 'see its output'}"
             )
         elif not unit.vital and all(status == 0 for _, status in ended):
             self._log.info("%s was released", unit.name)
@@ -174,6 +179,11 @@ class Supervisor:
         else:
             child, status = ended[0]
             self._fail(unit, f"{child.name} exited with {_exit_cause(status)}", now)
+
+    def _is_misuse(self, unit: Unit, statuses: Iterable[int | None]) -> bool:
+        """Return True for a usage error that stops the fleet."""
+        counts = unit.generation == 1 or not self._settings.first_usage
+        return counts and USAGE_STATUS in statuses
 
     def _fail(self, unit: Unit, why: str, now: float) -> None:
         policy = self._settings.restarts
