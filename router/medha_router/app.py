@@ -70,6 +70,7 @@ class Router:
             self._metrics,
             link.send,
             clock,
+            ports=config.process.fleet_ports if config.process is not None else (),
         )
         self._client = ReplicaClient(state, FileStore(folder), tokens)
         self._grammars = GrammarChecker()
@@ -178,7 +179,8 @@ async def opened(config: RouterConfig, tokens: TokenizerPool) -> AsyncIterator[R
             "name one, or let the router learn models from its replicas",
         )
     with contextlib.ExitStack() as stack:
-        public = _bound(config.host, config.port)
+        process = config.process
+        public = _bound(config.host, config.port, shared=process is not None)
         stack.callback(public.close)
         link = listen(config)
         stack.callback(link.close)
@@ -194,7 +196,7 @@ async def opened(config: RouterConfig, tokens: TokenizerPool) -> AsyncIterator[R
         )
         token = read_token(config.ops_token) if config.ops_token else b""
         ops_server = OpsServer(
-            config.host,
+            config.host if process is None else process.ops_socket,
             config.ops_port,
             metrics,
             alive=router.tick.alive,
@@ -237,16 +239,20 @@ def _collect_seldom() -> None:
 def _salt_secret(config: RouterConfig) -> bytes:
     """Return the secret behind the names of cached pages: the same for all routers of a fleet.
 
-    Routers of a fleet have the same CURVE key. A router without one is alone.
+    Routers of a fleet have the same CURVE key. A router without one is alone, but for the processes
+    of the same parent.
     """
-    if config.curve is None:
-        return secrets.token_bytes(32)
-    return hashlib.blake2b(read_key(config.curve.secret), person=b"medha-salt").digest()
+    if config.curve is not None:
+        return hashlib.blake2b(read_key(config.curve.secret), person=b"medha-salt").digest()
+    if config.process is not None:
+        return pathlib.Path(config.process.salt_secret).read_bytes()
+    return secrets.token_bytes(32)
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
+    """Open the public port; `shared` with the other processes of the router."""
     try:
-        return socket.create_server((host, port), backlog=2048)
+        return socket.create_server((host, port), backlog=2048, reuse_port=shared)
     except OSError as error:
         raise SetupError(
             f"port {host}:{port} cannot be opened ({error.strerror}): free it or choose another"

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from medha.errors import CheckpointError, MedhaError, ProtocolError
 from medha.fleet.admission import least_tpot_ms
 from medha.fleet.placement import idle_tpot_s
-from medha.messages import FilePart, Hello, Rejected, Welcome
+from medha.messages import FilePart, Hello, Rejected
 from medha_router.models import ModelVersion, ServedModel
 from medha_router.replicas import FILES, ConnectedReplica
 from medha_router.request_table import RouterState
@@ -156,7 +156,7 @@ class Registration:
         if fetches or version in self._loading:
             return
         if version.vocabulary is not None:
-            self._state.send(replica.peer, Welcome(self._state.router))
+            self._state.welcome(replica.peer)
             self.reopen(model)
             return
         task = asyncio.get_running_loop().create_task(self._load(model, version))
@@ -177,7 +177,7 @@ class Registration:
             version.tool_calls = format_of(files.template or files.config)
             version.vocabulary, model.unservable = vocabulary, ""
             for replica in self._replicas_of(model, version):
-                self._state.send(replica.peer, Welcome(self._state.router))
+                self._state.welcome(replica.peer)
         except MedhaError as error:
             model.unservable = "this model's tokenizer does not load"
             self._log.error("the tokenizer of %s does not load: %s", model.name, error)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from medha.errors import MedhaError, Refusal, RequestError
 from medha.fleet.use_meter import UseMeter
-from medha.messages import Abort, RouterMessage
+from medha.messages import Abort, RouterMessage, RouterPorts, Welcome
 from medha_router.api_errors import StreamBroken
 from medha_router.generation import MAX_MOVES, POISON_DEATHS, ClientRequest, Generation
 from medha_router.models import ModelRegistry, ServedModel
@@ -200,7 +200,8 @@ def _last_error(generation: Generation) -> StreamBroken:
 class RouterState:
     """The tables of one router, with its clock and its link to controllers.
 
-    `router` names this incarnation of the router.
+    `router` names this incarnation of the router; `ports` are those of its processes, if there are
+    several.
     """
 
     router: str
@@ -211,3 +212,10 @@ class RouterState:
     send: Send
     clock: Callable[[], float]
     meter: UseMeter = dataclasses.field(default_factory=UseMeter)
+    ports: tuple[int, ...] = ()
+
+    def welcome(self, peer: bytes) -> None:
+        """Accept a controller, and send it the ports of the other processes."""
+        self.send(peer, Welcome(self.router))
+        if self.ports:
+            self.send(peer, RouterPorts(self.ports))

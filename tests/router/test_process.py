@@ -84,7 +84,8 @@ def test_a_port_in_use_is_named(tmp_path: pathlib.Path, served: object) -> None:
 
 def test_a_router_loads_neither_torch_nor_transformers() -> None:
     code = (
-        "import medha_router.__main__, medha_router.tokenization.encoder, sys;"
+        "import medha_router.app, medha_router.processes.parent, sys;"
+        "import medha_router.tokenization.encoder;"
         "print([name for name in ('torch', 'transformers', 'nixl', 'safetensors')"
         " if name in sys.modules])"
     )

@@ -1,8 +1,8 @@
 """A replica without a model: `python -m tests.support.instant_replica ADDRESS FOLDER`.
 
-Uses the real protocol over a real link, with CURVE if FOLDER holds keys. It grants every head and
-answers a request at once: all tokens of a short output in one message, a long one a token a step as
-an engine does. The tokens are those of a fixed text.
+Uses the real protocol over real links to all processes of the router at ADDRESS, with CURVE if
+FOLDER holds keys. It grants every head and answers a request at once: all tokens of a short output
+in one message, a long one a token a step as an engine does. The tokens are those of a fixed text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import msgspec
 import tokenizers
 
-from medha.adapters.sockets import Dialer
+from medha.adapters.sockets import Dialer, wait
 from medha.config import Curve
 from medha.messages import (
     Abort,
@@ -33,7 +33,9 @@ from medha.messages import (
     Rejected,
     ReplicaMessage,
     RouterMessage,
+    RouterPorts,
     Submit,
+    TenantCounts,
     Tokens,
     Welcome,
 )
@@ -46,6 +48,7 @@ MODEL = "bench"
 END = 0
 AT_ONCE_TOKENS = 16
 REPORT_S = 0.02
+HELLO_S = 0.3
 PAGES = 1 << 20
 PAGE_TOKENS = 64
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on in the warm sun. "
@@ -81,6 +84,9 @@ def train_tokenizer(texts: list[str], vocab: int = 8192) -> bytes:
     return tokenizer.to_str().encode()
 
 
+RouterLink = Dialer[ReplicaMessage, RouterMessage]
+
+
 class InstantReplica:
     """The replica `name` of a router. `folder` holds `tokenizer.json`, and keys for CURVE."""
 
@@ -109,81 +115,112 @@ class InstantReplica:
         self._load = Load(
             free_pages=(PAGES,), total_pages=(PAGES,), page_tokens=PAGE_TOKENS, share=0.9
         )
-        self._granted: set[str] = set()
-        self._running: dict[str, tuple[Submit, int]] = {}
+        self._granted: dict[str, set[str]] = {}  # by router
+        self._running: dict[str, tuple[Submit, int, str]] = {}  # by id: tokens so far, router
         keys = folder / "replica.secret"
-        curve = None
+        self._curve: Curve | None = None
         if keys.exists():
             public = (folder / "router.public").read_text().strip()
             (folder / "server.public").write_text(public)
-            curve = Curve(secret=str(keys), server_public=str(folder / "server.public"))
-        self._link: Dialer[ReplicaMessage, RouterMessage] = Dialer(
-            address,
-            name.encode(),
-            sends=Codec(ReplicaMessage),
-            receives=Codec(RouterMessage),
-            curve=curve,
-        )
+            self._curve = Curve(secret=str(keys), server_public=str(folder / "server.public"))
+        self._name = name
+        self._links: dict[str, RouterLink] = {}  # by router, which is its address
+        self._welcome: set[str] = set()
+        self._hello_s: dict[str, float] = {}
+        self._dial(address)
 
     def run(self) -> None:
         """Serve until the process is ended."""
-        self._link.send(self._hello)
         report_s = step_s = time.monotonic()
         while True:
-            message = self._link.receive(min(REPORT_S, self._step_s))
-            while message is not None:
-                self._take(message)
-                message = self._link.receive(0.0)
+            self._receive(min(REPORT_S, self._step_s))
             now = time.monotonic()
             if now >= step_s:
                 step_s = now + self._step_s
                 self._step()
             if now >= report_s:
                 report_s = now + REPORT_S
-                self._link.send(LoadReport(self._load))
+                self._report(self._load, now)
 
-    def _take(self, message: RouterMessage) -> None:
+    def _dial(self, address: str) -> None:
+        self._links[address] = Dialer(
+            address,
+            self._name.encode(),
+            sends=Codec(ReplicaMessage),
+            receives=Codec(RouterMessage),
+            curve=self._curve,
+        )
+
+    def _receive(self, timeout_s: float) -> None:
+        """Wait for messages, and take all that have arrived."""
+        wait(list(self._links.values()), timeout_s)
+        for router, link in list(self._links.items()):
+            while (message := link.receive(0.0)) is not None:
+                self._take(router, message)
+
+    def _report(self, load: Load, now: float) -> None:
+        """Send the load to routers that know this replica, and Hello to the others."""
+        for router, link in self._links.items():
+            if router in self._welcome:
+                link.send(LoadReport(load))
+            elif now - self._hello_s.get(router, 0.0) > HELLO_S:
+                self._hello_s[router] = now
+                link.send(self._hello)
+
+    def _take(self, router: str, message: RouterMessage) -> None:
+        link = self._links[router]
         match message:
             case Welcome():
-                self._link.send(LoadReport(self._load))
-                self._link.send(KvEvents(0, snapshot=True))
+                self._welcome.add(router)
+                link.send(KvEvents(0, snapshot=True))
+            case RouterPorts(ports=ports):
+                host = router.rpartition(":")[0]
+                for address in {f"{host}:{port}" for port in ports} - self._links.keys():
+                    self._dial(address)
+            case Rejected(stranger=True):
+                self._welcome.discard(router)
             case Rejected(reason=reason):
                 raise SystemExit(reason)
             case FetchFile(hash=name, offset=offset):
                 data = self._files[name]
                 part = data[offset : offset + (1 << 20)]
-                self._link.send(FilePart(name, offset, len(data), part))
+                link.send(FilePart(name, offset, len(data), part))
+            case TenantCounts():
+                for other in self._welcome - {router}:
+                    self._links[other].send(message)
             case Heads(heads=heads):
                 ids = {head.id for head in heads}
-                if fresh := ids - self._granted:
-                    self._link.send(Grant(tuple(fresh)))
-                self._granted = ids
+                if fresh := ids - self._granted.get(router, set()):
+                    link.send(Grant(tuple(fresh)))
+                self._granted[router] = ids
             case Submit():
-                self._submit(message)
+                self._submit(router, message)
             case Abort(id=name):
                 self._running.pop(name, None)
 
-    def _submit(self, submit: Submit) -> None:
-        self._granted.discard(submit.id)
-        self._link.send(Accepted(submit.id, 0, 0.001))
+    def _submit(self, router: str, submit: Submit) -> None:
+        self._granted[router].discard(submit.id)
+        self._links[router].send(Accepted(submit.id, 0, 0.001))
         count = submit.max_output_tokens
         if count > AT_ONCE_TOKENS:
-            self._running[submit.id] = submit, 0
+            self._running[submit.id] = submit, 0, router
             return
-        self._link.send(Tokens(submit.id, 0, self._words[:count]))
-        self._finish(submit, count)
+        self._links[router].send(Tokens(submit.id, 0, self._words[:count]))
+        self._finish(router, submit, count)
 
     def _step(self) -> None:
         """Send a token of each running request."""
-        for name, (submit, emitted) in list(self._running.items()):
-            self._link.send(Tokens(name, emitted, (self._words[emitted % len(self._words)],)))
-            self._running[name] = submit, emitted + 1
+        for name, (submit, emitted, router) in list(self._running.items()):
+            word = self._words[emitted % len(self._words)]
+            self._links[router].send(Tokens(name, emitted, (word,)))
+            self._running[name] = submit, emitted + 1, router
             if emitted + 1 == submit.max_output_tokens:
                 del self._running[name]
-                self._finish(submit, emitted + 1)
+                self._finish(router, submit, emitted + 1)
 
-    def _finish(self, submit: Submit, count: int) -> None:
-        self._link.send(Finished(submit.id, "length", len(submit.tokens) // 4, count))
+    def _finish(self, router: str, submit: Submit, count: int) -> None:
+        prompt_tokens = len(submit.tokens) // 4
+        self._links[router].send(Finished(submit.id, "length", prompt_tokens, count))
 
 
 def _digest(data: bytes) -> str:

@@ -1,6 +1,6 @@
 """A replica with the real scheduler and no model.
 
-    python -m tests.support.timed_replica ADDRESS FOLDER
+    python -m tests.support.timed_replica ADDRESS FOLDER [--policy edf]
 
 Grants heads and decides batches as a controller does. A batch takes the time that its predictor
 says on the wall clock, on a machine slow enough for a load generator to overrun.
@@ -27,7 +27,6 @@ from medha.messages import (
     Failed,
     Finished,
     Heads,
-    LoadReport,
     RouterMessage,
     Submit,
     Tokens,
@@ -41,16 +40,15 @@ TTFT_S, TPOT_S = 1.0, 0.2
 CLASSES = (SloClass(slo=Slo(ttft_floor_s=TTFT_S, tpot_s=TPOT_S)),)
 PAGES, MAX_TOKENS = 4096, 1 << 16
 REPORT_S = 0.02
-ROUTER = "router"
 
 
 class TimedReplica(InstantReplica):
     """A replica of one group on a machine of TOKEN_S per row and BATCH_S per batch."""
 
-    def __init__(self, address: str, folder: pathlib.Path, name: str) -> None:
+    def __init__(self, address: str, folder: pathlib.Path, name: str, policy: str) -> None:
         super().__init__(address, folder, name, REPORT_S)
         profile, shape = testing.profile(TOKEN_S, 0.0, BATCH_S), testing.shape()
-        layout, settings = testing.topology(), Scheduling(prefix_cache=False)
+        layout, settings = testing.topology(), Scheduling(policy=policy, prefix_cache=False)
         self._hello = msgspec.structs.replace(
             self._hello,
             shape=shape,
@@ -60,6 +58,7 @@ class TimedReplica(InstantReplica):
             profile=msgspec.json.encode(profile),
             max_batch_s=settings.max_batch_s,
             min_batch_s=settings.min_batch_s,
+            order=settings.queue_order,
         )
         self._scheduler = Scheduler(
             layout,
@@ -72,53 +71,52 @@ class TimedReplica(InstantReplica):
             CLASSES,
         )
         self._scheduler.group_joined(0, 1, time.monotonic())
-        self._grants = GrantQueue(settings.dispatch_budgets * settings.max_batch_s)
-        self._live: dict[int, tuple[Submit, int]] = {}  # by sequence: its tokens so far
+        window_s = settings.dispatch_budgets * settings.max_batch_s
+        self._grants = GrantQueue(window_s, settings.queue_order)
+        # By sequence: its tokens so far, and its router.
+        self._live: dict[int, tuple[Submit, int, str]] = {}
         self._batch: tuple[Batch, float] | None = None
 
     def run(self) -> None:
         """Serve until the process is ended."""
-        self._link.send(self._hello)
         report_s = time.monotonic()
         while True:
             now = time.monotonic()
             due_s = report_s if self._batch is None else min(report_s, self._batch[1])
-            message = self._link.receive(max(0.0, due_s - now))
-            while message is not None:
-                self._take(message)
-                message = self._link.receive(0.0)
+            self._receive(max(0.0, due_s - now))
             now = time.monotonic()
             if self._batch is not None and now >= self._batch[1]:
                 self._complete(self._batch[0], now)
-            for grant in self._grants.grant(self._scheduler.load(now), now).values():
-                self._link.send(grant)
+            for router, grant in self._grants.grant(self._scheduler.load(now), now).items():
+                self._links[router].send(grant)
             if self._batch is None and (batch := self._scheduler.next_batch(now, frozenset({0}))):
                 self._batch = batch, now + batch.predicted_s
             if now >= report_s:
                 report_s = now + REPORT_S
-                self._link.send(LoadReport(self._scheduler.load(now)))
+                self._report(self._scheduler.load(now), now)
 
-    def _take(self, message: RouterMessage) -> None:
+    def _take(self, router: str, message: RouterMessage) -> None:
         now = time.monotonic()
         match message:
             case Heads(heads=heads):
-                self._grants.heads(ROUTER, heads, now)
+                self._grants.heads(router, heads, now)
             case Submit():
                 self._grants.submitted(message.id)
-                self._admit(message, now)
+                self._admit(router, message, now)
             case Abort(id=name):
                 self._scheduler.abort(name, now)
             case _:
-                super()._take(message)
+                super()._take(router, message)
 
-    def _admit(self, submit: Submit, now: float) -> None:
+    def _admit(self, router: str, submit: Submit, now: float) -> None:
         try:
             admitted = self._scheduler.submit(submit.request(now), now, split_names(submit.hashes))
         except Refusal as refusal:
-            self._link.send(Failed(submit.id, refusal.code, str(refusal)))
+            self._links[router].send(Failed(submit.id, refusal.code, str(refusal)))
             return
-        self._live[admitted.seq] = submit, 0
-        self._link.send(Accepted(submit.id, admitted.cached_tokens, admitted.predicted_ttft_s))
+        self._live[admitted.seq] = submit, 0, router
+        accepted = Accepted(submit.id, admitted.cached_tokens, admitted.predicted_ttft_s)
+        self._links[router].send(accepted)
 
     def _complete(self, batch: Batch, now: float) -> None:
         """End a batch: send its tokens and the ends of its sequences."""
@@ -128,23 +126,27 @@ class TimedReplica(InstantReplica):
         result = BatchResult(tuple(Sampled(seq, False) for seq in seqs), batch.predicted_s)
         completed = self._scheduler.complete(batch.number, result, now)
         for seq in seqs:
-            submit, emitted = self._live.get(seq, (None, 0))
-            if submit is not None:
-                self._link.send(Tokens(submit.id, emitted, (self._words[emitted],)))
-                self._live[seq] = submit, emitted + 1
+            if seq in self._live:
+                submit, emitted, router = self._live[seq]
+                word = self._words[emitted % len(self._words)]
+                self._links[router].send(Tokens(submit.id, emitted, (word,)))
+                self._live[seq] = submit, emitted + 1, router
         for ended in completed:
-            self._live.pop(ended.seq, None)
-            self._link.send(
-                Finished(ended.request_id, ended.reason, ended.prompt_tokens, ended.output_tokens)
-            )
+            if ended.seq in self._live:
+                _, _, router = self._live.pop(ended.seq)
+                finished = Finished(
+                    ended.request_id, ended.reason, ended.prompt_tokens, ended.output_tokens
+                )
+                self._links[router].send(finished)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--policy", default="lars")
     given = parser.parse_args()
-    TimedReplica(given.address, given.folder, "r0").run()
+    TimedReplica(given.address, given.folder, "r0", given.policy).run()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import msgspec
 import prometheus_client as client
@@ -66,6 +67,12 @@ def read_token(path: str) -> bytes:
 def json_reply(value: object, status: int = 200) -> Reply:
     """Make a reply from a msgspec value, as JSON."""
     return Reply(msgspec.json.encode(value), status, "application/json")
+
+
+class Exposition(Protocol):
+    """Metrics in the exposition format."""
+
+    def text(self) -> bytes: ...
 
 
 class Metrics:
@@ -190,15 +197,15 @@ class OpsServer:
 
     Keys of `routes` are a method and a path (`GET /status`). A route runs on a thread of the
     server, so it only reads snapshots or posts to the loop. Port 0 takes any free port; `port` is
-    the actual one. A POST needs `Authorization: Bearer TOKEN`, unless `token` is empty. Raises
-    SetupError if the port is taken.
+    the actual one. `host` may be the path of a Unix socket. A POST needs `Authorization: Bearer
+    TOKEN`, unless `token` is empty. Raises SetupError if the port is taken.
     """
 
     def __init__(
         self,
         host: str,
         port: int,
-        metrics: Metrics,
+        metrics: Exposition,
         *,
         alive: Callable[[], bool],
         ready: Callable[[], bool],
@@ -226,7 +233,7 @@ class OpsServer:
 
     @property
     def port(self) -> int:
-        return int(self._server.server_address[1])
+        return self._server.server_port
 
     def close(self) -> None:
         self._server.shutdown()
@@ -243,9 +250,18 @@ class _Server(http.server.ThreadingHTTPServer):
     def __init__(self, host: str, port: int, routes: Mapping[str, Route], token: bytes) -> None:
         self.routes, self.token = routes, token
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        super().__init__((host, port), _Handler)
+        if host.startswith("/"):
+            self.address_family = socket.AF_UNIX
+            pathlib.Path(host).unlink(missing_ok=True)  # of a process that was killed
+            super().__init__(host, _Handler)  # type: ignore[arg-type]
+        else:
+            super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
+        if self.address_family == socket.AF_UNIX:
+            self.socket.bind(self.server_address)
+            self.server_name, self.server_port = str(self.server_address), 0
+            return
         # HTTPServer.server_bind resolves the host's full name by DNS, which may block for long.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
@@ -310,6 +326,38 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.server.token and not hmac.compare_digest(given, expected):
             return Reply(b"send the header Authorization: Bearer TOKEN\n", 401)
         return None
+
+
+def join_expositions(texts: Mapping[str, bytes], label: str) -> bytes:
+    """Join the metrics of several processes; each series gets its process's key as `label`.
+
+    A metric's HELP and TYPE stand once, as the format demands, with the series of all below.
+    """
+    heads: dict[str, list[str]] = {}  # by metric: its comments
+    series: dict[str, list[str]] = {}
+    for key, text in texts.items():
+        head: list[str] = []
+        for line in text.decode().splitlines():
+            if line.startswith("# HELP "):
+                head, name = [], line.split(" ", 3)[2]
+                heads.setdefault(name, head)
+            if line.startswith("#"):
+                head.append(line)
+            elif line:
+                metric, rest = _split_series(line)
+                comma = "" if rest.startswith("}") else ","
+                series.setdefault(name, []).append(f'{metric}{{{label}="{key}"{comma}{rest}')
+    lines = [line for name, head in heads.items() for line in (*head, *series.get(name, ()))]
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _split_series(line: str) -> tuple[str, str]:
+    """Split a series into its metric's name, and what follows the brace of its labels."""
+    name, brace, rest = line.partition("{")
+    if brace:
+        return name, rest
+    name, _, rest = line.partition(" ")
+    return name, f"}} {rest}"
 
 
 def _guarded(route: Route, path: str) -> Reply:

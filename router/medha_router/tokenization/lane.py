@@ -22,6 +22,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from medha.cli.local_fleet.child_process import killed_with_parent
 from medha.errors import CheckpointError, EngineError, RequestError
 from medha_router.tokenization import wire
 from medha_router.tokenization.fair_queue import due_s
@@ -289,7 +290,12 @@ class Lane(threading.Thread):
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "medha_router.tokenization.encoder", str(theirs.fileno())],
+                killed_with_parent(
+                    sys.executable,
+                    "-m",
+                    "medha_router.tokenization.encoder",
+                    str(theirs.fileno()),
+                ),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},

@@ -1,0 +1,383 @@
+"""Several processes behind one port: one order, one count of use, and none hurt by a lost one."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from tests.router.conftest import byte_level_tokenizer, wait_until
+from tests.support.instant_replica import MODEL
+
+from medha.adapters.prometheus import Metrics, join_expositions
+from medha.cli.local_fleet.preflight import free_port_run, free_ports
+from medha.config import RouterConfig, render
+from medha.errors import SpecError
+from medha.messages import RouterDemand
+from medha_router.processes.process_configs import process_configs
+
+HOST = "127.0.0.1"
+PATIENT_S = 60.0
+KEY, LIMITED_KEY, LIMIT = "sk-first", "sk-second", 8
+
+
+class Processes:
+    """A router of two processes in a folder, and a replica of `kind` that dials it."""
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        kind: str = "instant_replica",
+        *options: str,
+        **settings: Any,
+    ) -> None:
+        self.port, ops_port = free_ports(HOST, 2)
+        self.config = RouterConfig(
+            **{
+                "port": self.port,
+                "ops_port": ops_port,
+                "fleet_bind": f"tcp://{HOST}:{free_port_run(HOST, 2)}",
+                "learn": True,
+                "processes": 2,
+                "run_dir": str(folder),
+                **settings,
+            }
+        )
+        (folder / "tokenizer.json").write_bytes(byte_level_tokenizer())
+        (folder / "router.json").write_bytes(render(self.config))
+        self._clients: list[Client] = []
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.parent = subprocess.Popen(
+                [sys.executable, "-m", "medha_router", "--config", str(folder / "router.json")],
+                stderr=log,
+            )
+            self.replica = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    f"tests.support.{kind}",
+                    self.config.fleet_bind,
+                    str(folder),
+                    *options,
+                ],
+                stderr=log,
+            )
+        self.tree = psutil.Process(self.parent.pid)
+        self.ops = httpx.Client(base_url=f"http://{HOST}:{ops_port}", timeout=10, trust_env=False)
+        wait_until(self.open, PATIENT_S)
+
+    def open(self) -> bool:
+        """Both processes have a replica that takes requests."""
+        assert self.parent.poll() is None, self.log.read_text()
+        with contextlib.suppress(httpx.HTTPError):
+            page = self.ops.get("/debug/queue")
+            pages = page.json() if page.status_code == 200 else {}
+            return len(pages) == 2 and all(
+                models.get(MODEL, {}).get("open") for models in pages.values()
+            )
+        return False
+
+    def children(self) -> list[psutil.Process]:
+        """The processes, by index."""
+        return sorted(self.tree.children(), key=lambda process: process.cmdline()[-1])
+
+    def connect(self, index: int, key: str = KEY) -> Client:
+        """Connect to one process: until the kernel chooses it."""
+        while True:
+            client = Client(self.port, key)
+            self._clients.append(client)
+            if self.children()[index].pid == client.server:
+                return client
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self.ops.close()
+        for process in (self.replica, self.parent):
+            process.kill()  # the parent's processes end with it
+            process.wait()
+
+
+class Client:
+    """A connection to the public port; `server` is the process that has accepted it."""
+
+    def __init__(self, port: int, key: str) -> None:
+        self._key = key
+        self._link = socket.create_connection((HOST, port), timeout=PATIENT_S)
+        own = self._link.getsockname()[1]
+        self._answers = self._link.makefile("rb")
+        self._send(b"GET /version", {})  # accepted once answered
+        assert self.status() == 200
+        self.server = next(
+            link.pid
+            for link in psutil.net_connections("tcp4")
+            if [*link.raddr[1:], *link.laddr[1:]] == [own, port]
+        )
+
+    def send(self, words: str, tokens: int, **headers: object) -> None:
+        """Send a chat; its answer is streamed."""
+        body = msgspec.json.encode(
+            {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": words}],
+                "max_tokens": tokens,
+                "stream": True,
+                "ignore_eos": True,
+            }
+        )
+        headers = {"Content-Type": "application/json", "Content-Length": len(body), **headers}
+        self._send(b"POST /v1/chat/completions", headers, body)
+
+    def _send(self, line: bytes, headers: Mapping[str, object], body: bytes = b"") -> None:
+        lines = {"Host": "x", "Authorization": f"Bearer {self._key}", **headers}.items()
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines).encode()
+        self._link.sendall(b"%b HTTP/1.1\r\n%b\r\n%b" % (line, head, body))
+
+    def status(self) -> int:
+        """Return the status of the next answer, whose body is left only if it is a stream."""
+        while not (line := self._answers.readline()).startswith(b"HTTP/1.1 "):
+            assert line, "the connection has ended"
+        status, size = int(line.split()[1]), 0
+        while line := self._answers.readline().strip():
+            if line.lower().startswith(b"content-length:"):
+                size = int(line.split(b":")[1])
+        self._answers.read(size)
+        return status
+
+    def events(self) -> Iterator[bytes]:
+        """The events of a stream up to its end, or to where it breaks off."""
+        with contextlib.suppress(ConnectionError):
+            for line in self._answers:
+                if line.startswith(b"data: "):
+                    yield line.removeprefix(b"data: ").strip()
+                if line == b"data: [DONE]\n":
+                    return
+
+    def close(self) -> None:
+        self._answers.close()
+        self._link.close()
+
+
+Start = Callable[..., Processes]
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """A router with API keys, shared by tests after which it serves on."""
+    folder = tmp_path_factory.mktemp("router")
+    digests = [hashlib.sha256(key.encode()).hexdigest() for key in (KEY, LIMITED_KEY)]
+    limits = f"requests_per_minute={LIMIT}"
+    (folder / "keys").write_text(f"first:{digests[0]}\nsecond:{digests[1]} {limits}\n")
+    with contextlib.closing(Processes(folder, api_keys=str(folder / "keys"))) as router:
+        yield router
+
+
+@pytest.fixture
+def start(tmp_path: pathlib.Path) -> Iterator[Start]:
+    with contextlib.ExitStack() as running:
+
+        def start(*arguments: str, **settings: Any) -> Processes:
+            processes = Processes(tmp_path, *arguments, **settings)
+            running.callback(processes.close)
+            return processes
+
+        yield start
+
+
+# --- whole processes ------------------------------------------------------------------------------
+
+
+def test_the_ops_port_answers_for_all_processes(router: Processes) -> None:
+    for index in (0, 1, 1):
+        client = router.connect(index)
+        client.send("hello", 8)
+        assert list(client.events())[-1] == b"[DONE]"
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families(router.ops.get("/metrics").text)
+    }
+    finished = {
+        sample.labels["process"]: sample.value
+        for sample in families["medha_requests"].samples
+        if sample.labels["outcome"] == "finished"
+    }
+    assert finished == {"0": 1.0, "1": 2.0}
+    demand = msgspec.json.decode(router.ops.get("/demand").content, type=RouterDemand)
+    assert sum(sum(model.slack_counts) for model in demand.models) == 3
+    assert router.ops.get("/livez").status_code == 200
+    assert router.ops.post("/drain").status_code == 404  # without a token there is no such page
+
+
+def test_a_limit_of_a_tenant_counts_the_requests_of_all_processes(router: Processes) -> None:
+    clients = [router.connect(index, LIMITED_KEY) for index in (0, 1)]
+    statuses: list[int] = []
+    for _ in range(LIMIT):
+        for client in clients:
+            client.send("hello", 2)
+            statuses.append(client.status())
+            if statuses[-1] == 200:
+                assert list(client.events())[-1] == b"[DONE]"
+        time.sleep(0.6)  # counts are reported four times a second
+    assert set(statuses) == {200, 429}
+    assert LIMIT <= statuses.count(200) <= LIMIT + 4  # some of the first are forgotten meanwhile
+
+
+def test_a_port_that_another_router_shares_is_refused(
+    router: Processes, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "other.json"
+    changes = {"ops_port": 0, "fleet_bind": f"tcp://{HOST}:{free_port_run(HOST, 2)}"}
+    path.write_bytes(render(msgspec.structs.replace(router.config, **changes)))
+    done = subprocess.run(
+        [sys.executable, "-m", "medha_router", "--config", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"port {HOST}:{router.port} cannot be opened" in done.stderr
+
+
+def test_a_killed_process_breaks_its_own_streams_visibly_and_comes_back(router: Processes) -> None:
+    lost, kept = router.connect(0), router.connect(1)
+    for client in (lost, kept):
+        client.send("hello", 150)
+    streams = lost.events(), kept.events()
+    for stream in streams:
+        next(stream)
+    victim = router.children()[0]
+    descendants = [victim, *victim.children(recursive=True)]
+    victim.kill()
+    assert list(streams[0])[-1:] != [b"[DONE]"]
+    tokens = list(streams[1])
+    assert tokens[-1] == b"[DONE]" and not any(b'"error"' in event for event in tokens)
+    assert router.ops.get("/readyz").status_code == 200
+    wait_until(lambda: not any(process.is_running() for process in descendants), PATIENT_S)
+    wait_until(lambda: len(router.children()) == 2 and router.open(), PATIENT_S)
+    again = router.connect(0)
+    again.send("hello", 8)
+    assert list(again.events())[-1] == b"[DONE]"
+
+
+def test_a_process_whose_loop_hangs_is_replaced(router: Processes) -> None:
+    victim = router.children()[1]
+    began_s = time.monotonic()
+    victim.suspend()
+    wait_until(lambda: not victim.is_running(), PATIENT_S)
+    assert time.monotonic() - began_s > 9.0  # a slow machine is no hung process
+    wait_until(lambda: len(router.children()) == 2 and router.open(), PATIENT_S)
+
+
+def test_requests_of_all_processes_begin_in_one_order(start: Start) -> None:
+    """The replica is busy; then requests reach both processes, the most urgent one last."""
+    router = start("timed_replica", "--policy", "edf")
+    busy = router.connect(0)
+    busy.send("b" * 10_000, 1)
+    time.sleep(0.2)
+    began: list[int] = []
+
+    def send(index: int, deadline_s: int) -> None:
+        client = router.connect(index)
+        client.send("a" * 3000, 1, **{"x-medha-slo-ttft-ms": 1000 * deadline_s})
+        next(client.events())
+        began.append(deadline_s)
+        assert list(client.events())[-1] == b"[DONE]"
+
+    deadlines_s = (50, 40, 60, 30, 45, 35)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        sent = []
+        for number, deadline_s in enumerate(deadlines_s):
+            sent.append(threads.submit(send, number % 2, deadline_s))
+        for future in sent:
+            future.result()
+    assert began == sorted(deadlines_s)
+
+
+def test_no_process_survives_a_killed_parent(start: Start) -> None:
+    router = start()
+    descendants = router.tree.children(recursive=True)
+    assert len(descendants) >= 4  # routers and their tokenizers
+    router.parent.kill()
+    router.parent.wait()
+    wait_until(lambda: not any(process.is_running() for process in descendants), 10.0)
+
+
+def test_a_terminated_parent_drains_every_process(start: Start) -> None:
+    router = start()
+    clients = router.connect(0), router.connect(1)
+    for client in clients:
+        client.send("hello", 100)
+    streams = [client.events() for client in clients]
+    for stream in streams:
+        next(stream)
+    router.parent.send_signal(signal.SIGTERM)
+    wait_until(lambda: router.ops.get("/readyz").status_code == 503)
+    assert [list(stream)[-1] for stream in streams] == [b"[DONE]", b"[DONE]"]
+    assert router.parent.wait(10) == 0
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+
+def config(**settings: Any) -> RouterConfig:
+    return RouterConfig(**{"fleet_bind": "tcp://0.0.0.0:7800", "processes": 3, **settings})
+
+
+def test_each_process_has_its_own_port_for_controllers_and_all_share_the_public_one() -> None:
+    configs = process_configs(config(ops_token="t"), 8000, "/run/x", "/run/x/salt")
+    assert [own.fleet_bind for own in configs] == [f"tcp://0.0.0.0:{7800 + i}" for i in range(3)]
+    assert {own.port for own in configs} == {8000}
+    places = [own.process for own in configs if own.process is not None]
+    assert [place.index for place in places] == [0, 1, 2]
+    assert {place.fleet_ports for place in places} == {(7800, 7801, 7802)}
+    assert {(own.processes, own.ops_token) for own in configs} == {(1, "")}
+
+
+@pytest.mark.parametrize(
+    "address", ["ipc:///run/router", "tcp://127.0.0.1:0", "tcp://127.0.0.1:*", "tcp://[::1]:65534"]
+)
+def test_an_address_without_room_for_all_processes_is_refused(address: str) -> None:
+    with pytest.raises(SpecError, match=r"fleet_bind is .*: must .*; (choose|use) "):
+        process_configs(config(fleet_bind=address), 8000, "/run/x", "/run/x/salt")
+
+
+Counts = st.dictionaries(st.sampled_from(["m", 'a"b', "{}", "x y"]), st.integers(0, 9), max_size=3)
+
+
+@given(st.lists(Counts, min_size=1, max_size=4))
+def test_joined_metrics_are_those_of_each_process_with_its_label(
+    processes: list[dict[str, int]],
+) -> None:
+    texts, expected = {}, set()
+    for index, counts in enumerate(processes):
+        metrics = Metrics("router")
+        for model, count in counts.items():
+            metrics.add("medha_requests_moved_total", count, model)
+            expected.add((str(index), model, float(count)))
+        texts[str(index)] = metrics.text()
+    joined = join_expositions(texts, "process").decode()
+    assert joined.count("# TYPE medha_requests_moved_total ") == 1
+    joined_series = {
+        (sample.labels["process"], sample.labels["model"], sample.value)
+        for family in text_string_to_metric_families(joined)
+        for sample in family.samples
+        if sample.name == "medha_requests_moved_total"
+    }
+    assert joined_series == expected
