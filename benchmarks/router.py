@@ -1,13 +1,14 @@
-"""Speed of one router process with its tokenizers: CPU time of a request, TTFT, streamed tokens.
+"""Speed of a router with its tokenizers: CPU time of a request, TTFT, streamed tokens.
 
     python -m benchmarks.router
+    python -m benchmarks.router --processes 1 2 --scenarios chat
     python -m benchmarks.router --peers /venv/bin/sglang-router /venv/bin/vllm-router
 
-A replica that answers at once speaks the real protocol, with CURVE. The router has a core of its
-own; replica and client share the others. Rates are requests per CPU second of all the router's
-processes, so they hold on a busy machine; times are wall times and do not. Requests are chats of
-1 KB, each another text. Peers are routers that forward HTTP to a worker that answers at once; they
-neither tokenize nor admit. Rounds of all scenarios; the table has their medians.
+A replica that answers at once speaks the real protocol, with CURVE. Each process of the router has
+a core of its own; replica and client share all but the first. Rates are requests per CPU second of
+all the router's processes, so they hold on a busy machine; times are wall times and do not.
+Requests are chats of 1 KB, each another text. Peers are routers that forward HTTP to a worker that
+answers at once; they neither tokenize nor admit. The table has the medians of all rounds.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from tests.support.http_load import Reply, arrive, connect, saturate
 from tests.support.instant_replica import MODEL, train_tokenizer
 
 from medha.adapters.sockets import write_keys
+from medha.cli.local_fleet.preflight import free_port_run, free_ports
 from medha.config import Curve, RouterConfig
 
 CONNECTIONS = 64
@@ -46,7 +48,8 @@ IDLE_S = 3.0
 CHAT = "/v1/chat/completions"
 ROOT = pathlib.Path(__file__).parent.parent
 USABLE = sorted(os.sched_getaffinity(0))
-CORE, OTHER_CORES = USABLE[:1], USABLE[1:] or USABLE  # of the router; of all else
+CORE, OTHER_CORES = USABLE[:1], USABLE[1:] or USABLE  # of a process; of all else
+TOKENIZER = "medha_router.tokenization.encoder"
 WORKER_ANSWER = msgspec.json.encode(
     {
         "id": "chatcmpl-1",
@@ -102,13 +105,13 @@ class Target:
         self._process = psutil.Process(process.pid)
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far of the main process, and of all its children together."""
-        own = self._process.cpu_times()
-        children = [child.cpu_times() for child in self._process.children(recursive=True)]
-        return {
-            "main": own.user + own.system,
-            "children": sum(times.user + times.system for times in children),
-        }
+        """CPU seconds so far of the router's processes together, and of its tokenizers."""
+        spent = {"router": 0.0, "tokenizer": 0.0}
+        for process in (self._process, *self._process.children(recursive=True)):
+            times = process.cpu_times()
+            kind = "tokenizer" if TOKENIZER in process.cmdline() else "router"
+            spent[kind] += times.user + times.system
+        return spent
 
     @property
     def rss_mb(self) -> float:
@@ -147,6 +150,21 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+def until_open(ops_port: int, processes: int, log: pathlib.Path, within_s: float = 60.0) -> None:
+    """Wait until each process has a replica that takes requests."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            link = http.client.HTTPConnection("127.0.0.1", ops_port, timeout=2)
+            link.request("GET", "/debug/queue")
+            answer = link.getresponse()
+            page = answer.read()  # "open" of the model and of its replica
+            if answer.status == 200 and page.count(b'"open":true') == 2 * processes:
+                return
+        time.sleep(0.1)
+    raise SystemExit(f"no replica on port {ops_port}: {log.read_text()[-2000:]}")
+
+
 def until_ready(port: int, path: str, log: pathlib.Path, within_s: float = 60.0) -> None:
     """Wait until a GET answers 200 with a body that is not empty."""
     until = time.monotonic() + within_s
@@ -167,26 +185,30 @@ def medha(
     folder: pathlib.Path,
     texts: Texts,
     replica: Sequence[str] = (sys.executable, "-m", "tests.support.instant_replica"),
+    processes: int = 1,
 ) -> Iterator[Target]:
     """Run a router with a replica."""
     (folder / "tokenizer.json").write_bytes(train_tokenizer(texts.documents))
+    for secret in ("router.secret", "replica.secret"):
+        (folder / secret).unlink(missing_ok=True)
     (folder / "router.public").write_text(write_keys(folder / "router.secret"))
     (folder / "replicas").write_text(write_keys(folder / "replica.secret") + "\n")
-    port, fleet = free_port(), free_port()
+    port, ops_port = free_ports("127.0.0.1", 2)
     config = RouterConfig(
         port=port,
-        ops_port=free_port(),
-        fleet_bind=f"tcp://127.0.0.1:{fleet}",
+        ops_port=ops_port,
+        fleet_bind=f"tcp://127.0.0.1:{free_port_run('127.0.0.1', processes)}",
+        processes=processes,
         learn=True,
         curve=Curve(secret=str(folder / "router.secret"), allowed=str(folder / "replicas")),
     )
     (folder / "router.json").write_bytes(msgspec.json.encode(config))
     router = [sys.executable, "-m", "medha_router", "--config", str(folder / "router.json")]
     with (
-        running(router, CORE, folder / "router.log") as process,
+        running(router, USABLE[:processes], folder / "router.log") as process,
         running([*replica, config.fleet_bind, str(folder)], OTHER_CORES, folder / "replica.log"),
     ):
-        until_ready(port, "/v1/models", folder / "router.log")
+        until_open(ops_port, processes, folder / "router.log")
         yield Target(process, port)
 
 
@@ -268,7 +290,7 @@ async def chats(target: Target, texts: Texts, requests: int) -> dict[str, float]
     after, took_s = target.cpu_s(), time.monotonic() - began_s
     for connection in connections:
         connection.close()
-    main_s, children_s = (after[key] - before[key] for key in ("main", "children"))
+    main_s, children_s = (after[key] - before[key] for key in ("router", "tokenizer"))
     return {
         "requests per CPU second": requests / (main_s + children_s),
         "ms of CPU a request, router": 1e3 * main_s / requests,
@@ -317,7 +339,7 @@ async def long_body(target: Target, texts: Texts, size: int = 4 << 20) -> dict[s
     body = texts.chat(size, stream=True)
     idle, began_s = target.cpu_s(), time.monotonic()
     await asyncio.sleep(IDLE_S)
-    idle_share = (target.cpu_s()["main"] - idle["main"]) / (time.monotonic() - began_s)
+    idle_share = (target.cpu_s()["router"] - idle["router"]) / (time.monotonic() - began_s)
     began_s = time.monotonic()
     [connection] = await connect("127.0.0.1", target.port, 1)
     before, rss_mb = target.cpu_s(), target.rss_mb
@@ -325,10 +347,10 @@ async def long_body(target: Target, texts: Texts, size: int = 4 << 20) -> dict[s
     after, took_s = target.cpu_s(), time.monotonic() - began_s
     connection.close()
     _checked(replies, b"quick")
-    main_s = after["main"] - before["main"] - idle_share * took_s
+    main_s = after["router"] - before["router"] - idle_share * took_s
     return {
         "ms of CPU a body of 4 MB, router": 1e3 * main_s,
-        "ms of CPU a body of 4 MB, tokenizer": 1e3 * (after["children"] - before["children"]),
+        "ms of CPU a body of 4 MB, tokenizer": 1e3 * (after["tokenizer"] - before["tokenizer"]),
         "TTFT of a body of 4 MB, ms": 1e3 * statistics.median(r.first_s for r in replies),
         "MB of RSS gained": target.rss_mb - rss_mb,
     }
@@ -376,6 +398,7 @@ def report(rounds: dict[str, list[Round]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", nargs="*", default=[], help="commands of other routers")
+    parser.add_argument("--processes", type=int, nargs="*", default=[1], help="numbers of them")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--scenarios", nargs="*", default=["chat", "ttft", "stream", "long"])
@@ -389,10 +412,12 @@ def main() -> None:
     rounds: dict[str, list[Round]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder)
-        with medha(path, texts) as target:
-            for _ in range(given.rounds):
-                own = uvloop.run(measure(target, texts, given.scenarios, given.requests))
-                rounds.setdefault("Medha", []).append(own)
+        for processes in given.processes:
+            name = "Medha" if processes == 1 else f"{processes} processes"
+            with medha(path, texts, processes=processes) as target:
+                for _ in range(given.rounds):
+                    own = uvloop.run(measure(target, texts, given.scenarios, given.requests))
+                    rounds.setdefault(name, []).append(own)
         for command in given.peers:
             name = pathlib.Path(command).name
             with peer(command, path) as target:

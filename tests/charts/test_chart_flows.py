@@ -17,7 +17,7 @@ from medha_operator.testing import resource
 PAGE = (Path(__file__).resolve().parents[2] / "docs/kubernetes.md").read_text()
 Objects = list[dict[str, Any]]
 
-PORTS = (53, 80, 443, 6443, 7800, 7900, 7901, 8000, 8001, 8081, 8090, 8091, 40000)
+PORTS = (53, 80, 443, 6443, 7800, 7801, 7803, 7804, 7900, 7901, 8000, 8001, 8081, 8090, 8091, 40000)
 
 
 class Actor(NamedTuple):
@@ -107,7 +107,11 @@ def lets(policies: Objects, actor: Actor, other: Actor, port: int, way: str) -> 
             continue
         bound |= way in spec["policyTypes"]
         for rule in spec[way.lower()]:
-            at = {port["port"] for port in rule.get("ports", ())}
+            at = {
+                number
+                for port in rule.get("ports", ())
+                for number in range(port["port"], port.get("endPort", port["port"]) + 1)
+            }
             whom = rule.get(peers)
             known = whom is None or any(matches(peer, other, own) for peer in whom)
             if known and (not at or port in at):
@@ -171,6 +175,13 @@ def test_replicas_of_a_namespace_cannot_reach_each_other(render: Callable[..., O
             assert lets(policies, first, replica(other, "models"), port, "Ingress")
             assert not lets(policies, first, sibling, port, "Ingress")
             assert not lets(policies, first, sibling, port, "Egress")
+
+
+def test_controllers_reach_every_process_of_a_router_and_no_further_port(
+    render: Callable[..., Objects],
+) -> None:
+    added = set(flows(render(VALUES | {"router.processes": 4}))) - set(flows(render(VALUES)))
+    assert added == {("leader", "router", 7801), ("leader", "router", 7803)}
 
 
 def test_model_egress_opens_only_the_given_ports(render: Callable[..., Objects]) -> None:

@@ -124,6 +124,7 @@ prometheus.io/port: {{ index . 1 | quote }}
 {{- dict
   "host" "0.0.0.0" "port" 8000 "ops_port" 8001
   "fleet_bind" "tcp://0.0.0.0:7800"
+  "processes" (int64 .Values.router.processes)
   "models" list "learn" true
   "models_file" "/etc/medha/models/models.json"
   "curve" (dict
@@ -144,6 +145,16 @@ prometheus.io/port: {{ index . 1 | quote }}
   "run_dir" "/tmp"
   "log_level" .Values.router.logLevel
   | mustToPrettyJson -}}
+{{- end -}}
+
+{{/* The ports on which controllers dial a router: one for each of its processes. */}}
+{{- define "medha.fleetPorts" -}}
+{{- $processes := int64 .Values.router.processes -}}
+{{- $port := dict "port" 7800 -}}
+{{- if gt $processes 1 -}}
+{{- $_ := set $port "endPort" (add 7799 $processes) -}}
+{{- end -}}
+{{- list $port | toJson -}}
 {{- end -}}
 
 {{/* Pods of a component, for policies that may stand in another namespace. */}}
@@ -179,7 +190,7 @@ podSelector:
     (dict "from" $monitoring "ports" $metrics))
   "egress" (concat (list
     (dict "ports" (include "medha.dns" $ | fromJsonArray))
-    (dict "to" (list $router) "ports" (list (dict "port" 7800)))) .modelEgress)
+    (dict "to" (list $router) "ports" (include "medha.fleetPorts" $ | fromJsonArray))) .modelEgress)
   | toJson -}}
 {{- end -}}
 {{- end -}}
