@@ -61,6 +61,7 @@ class Generation:
         self.deaths = 0
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.labels = ("", "", "")  # of its tokens' metrics, as of the first of them
         self.promise_given = False
         self.done = False
 

@@ -41,17 +41,14 @@ class ModelVersion:
 
     def __init__(self, key: str, hello: Hello, sequence: int) -> None:
         self.key, self.hello, self.sequence = key, hello, sequence
+        # Hashes of its files, which all its replicas have in common.
+        self.tokenizer_key = ":".join(hello.files.get(name, "") for name in FILES)
         self.broken = ""
         self.tokenizer = b""
         self.tool_calls: Format | None = None
         self.vocabulary: Vocabulary | None = None
         self.open: tuple[ConnectedReplica, ...] = ()
         self.closed_s = float("-inf")
-
-    @property
-    def tokenizer_key(self) -> str:
-        """The hashes of its tokenizer files, joined."""
-        return ":".join(self.hello.files.get(name, "") for name in FILES)
 
     @property
     def sent(self) -> int:

@@ -328,6 +328,9 @@ class ResponseBuilder:
         self._chat, self._request_id, self._parsers = chat, id, parsers
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{id}"
         self._model, self._created = model, created
+        # Each chunk begins with the same fields.
+        head = self._head("chat.completion.chunk" if chat else "text_completion")
+        self._chunk_head = b"data: " + msgspec.json.encode(head)[:-1] + b","
 
     def opening(self, index: int) -> bytes:
         """Return the first chunk of a chat choice, with its role."""
@@ -432,9 +435,8 @@ class ResponseBuilder:
         )
 
     def _chunk(self, choices: list[dict[str, Any]], extra: dict[str, Any] | None = None) -> bytes:
-        name = "chat.completion.chunk" if self._chat else "text_completion"
-        body = self._head(name) | {"choices": choices} | (extra or {})
-        return b"data: " + msgspec.json.encode(body) + b"\n\n"
+        rest = msgspec.json.encode({"choices": choices, **extra} if extra else {"choices": choices})
+        return b"%b%b\n\n" % (self._chunk_head, rest[1:])
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self._id, "object": name, "created": self._created, "model": self._model}

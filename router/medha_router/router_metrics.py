@@ -81,8 +81,9 @@ class RouterMetrics:
 
     def tokens(self, generation: Generation, count: int, now: float, ratio: float | None) -> None:
         """Count `count` tokens received at `now`. The first token of all gives the TTFT."""
-        labels = _labels(generation)
+        labels = generation.labels
         if generation.first_token_s is None:
+            labels = generation.labels = _labels(generation)
             generation.first_token_s = now
             ttft_s = now - generation.request.arrival_s
             self._sink.observe("medha_request_ttft_seconds", ttft_s, *labels)

@@ -47,6 +47,17 @@ def test_an_ended_connection_is_reported_once_its_messages_are_read(
         assert next_closed(front) == (b"one",)
 
 
+def test_the_end_of_a_second_connection_of_a_peer_is_reported_too(front: Front) -> None:
+    with closing(dial(front.address)) as first:
+        exchange(front, first)
+    with closing(dial(front.address)) as again:
+        exchange(front, again)
+        assert next_closed(front) == (b"one",)  # of the first one
+        exchange(front, again)
+        assert front.closed() == ()
+    assert next_closed(front) == (b"one",)
+
+
 def test_a_thousand_strangers_that_disconnect_block_no_peer(front: Front) -> None:
     host, port = front.address.removeprefix("tcp://").split(":")
     for _ in range(1000):

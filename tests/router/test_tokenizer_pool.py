@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from medha.errors import CheckpointError, EngineError, RequestError
 from medha.fleet.prefix_index import chain
@@ -18,13 +21,57 @@ from medha_router.tokenization.detokenizer import Vocabulary, text_of
 from medha_router.tokenization.encoder import ChatTemplate
 from medha_router.tokenization.lane import JOB_S
 from medha_router.tokenization.pool import TokenizerPool
-from medha_router.tokenization.wire import Encode, TokenizerFiles
+from medha_router.tokenization.wire import Encode, FrameReader, TokenizerFiles, send_frame
 
 SALT = b"salt"
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 SPIN = b"{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}x" + (
     b"{% endfor %}{% endfor %}{% endfor %}"
 )
+
+
+class Segments:
+    """A link from which bytes arrive in segments."""
+
+    def __init__(self, data: bytes, cuts: list[int]) -> None:
+        ends = [*sorted({cut for cut in cuts if 0 < cut < len(data)}), len(data)]
+        self._segments = [data[start:end] for start, end in itertools.pairwise([0, *ends])]
+
+    def recv(self, size: int) -> bytes:
+        segment = self._segments.pop(0) if self._segments else b""
+        if rest := segment[size:]:
+            self._segments.insert(0, rest)
+        return segment[:size]
+
+    def recv_into(self, buffer: memoryview) -> int:
+        data = self.recv(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def sendall(self, data: bytes) -> None:
+        self._segments.append(bytes(data))
+
+    @property
+    def sent(self) -> bytes:
+        return b"".join(self._segments)
+
+
+Frames = st.lists(st.tuples(st.binary(max_size=40), st.sampled_from([0, 1, 900, 40_000])))
+
+
+@given(Frames, st.lists(st.integers(0, 100_000)))
+def test_frames_arrive_as_they_were_sent_however_they_are_cut(
+    frames: list[tuple[bytes, int]], cuts: list[int]
+) -> None:
+    out = Segments(b"", [])
+    for message, size in frames:
+        send_frame(out, message, [b"x" * (size // 2), b"y" * (size - size // 2)])  # type: ignore[arg-type]
+    reader = FrameReader(Segments(out.sent, cuts), bytearray)  # type: ignore[arg-type]
+    for message, size in frames:
+        payload = b"x" * (size // 2) + b"y" * (size - size // 2)
+        assert [*map(bytes, reader.receive())] == [message, payload]
+    with pytest.raises(ConnectionResetError):
+        reader.receive()
 
 
 def job(raw: object, *, chat: bool = False, key: str = "good", **changes: object) -> Encode:

@@ -183,14 +183,14 @@ class _Link(Generic[S, R]):
 
     def _receive_parts(self) -> list[bytes]:
         """Return the peer's name, empty without one, and the parts of the next message."""
-        parts = [b"" if not self._named else self._receive_name()]
-        parts.append(self._socket.recv(NOW))
+        peer = self._socket.recv(NOW) if self._named else b""
+        parts = [peer, self._receive_data(peer)]
         while self._socket.getsockopt(MORE_PARTS):
             parts.append(self._socket.recv(NOW))
         return parts
 
-    def _receive_name(self) -> bytes:
-        """Receive the first part of a message: its sender."""
+    def _receive_data(self, peer: bytes) -> bytes:
+        """Receive the part of a message after its peer's name."""
         return self._socket.recv(NOW)
 
     def _receive(self, timeout_s: float) -> tuple[bytes, R] | None:
@@ -291,7 +291,8 @@ class Listener(_Link[S, R]):
     ) -> None:
         super().__init__(zmq.ROUTER, sends, receives, max_bytes)
         self._guard: ThreadAuthenticator | None = None
-        self._connections: dict[bytes, int] = {}  # peer -> file descriptor of its latest connection
+        # Peer -> file descriptor of its connection, looked up after each end of one.
+        self._connections: dict[bytes, int] = {}
         self._events: zmq.Socket[bytes] | None = None
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -315,8 +316,8 @@ class Listener(_Link[S, R]):
         """Return peers whose connection has ended since the last call.
 
         A peer is returned only after all its messages were received. A dead process is returned at
-        once. A live process dials again and soon sends a message; rarely, it is returned only
-        because a newer connection reused its file descriptor.
+        once. A live process that dialed again is returned too, and soon sends a message; rarely, a
+        peer is returned only because a newer connection reused its file descriptor.
         """
         ended: set[int] = set()
         while self._events is not None and not self._socket.poll(0):
@@ -358,12 +359,14 @@ class Listener(_Link[S, R]):
             self._events = None
         super().close()
 
-    def _receive_name(self) -> bytes:
+    def _receive_data(self, peer: bytes) -> bytes:
+        if peer in self._connections:  # until `closed` reports it
+            return self._socket.recv(NOW)
         frame = self._socket.recv(NOW, copy=False)
-        peer: bytes = frame.bytes
         with contextlib.suppress(zmq.ZMQError):  # a message from the same process has none
             self._connections[peer] = int(frame.get(zmq.SRCFD))
-        return peer
+        data: bytes = frame.bytes
+        return data
 
 
 class Dialer(_Link[S, R]):

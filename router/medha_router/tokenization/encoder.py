@@ -447,9 +447,10 @@ def serve(link: socket.socket) -> None:
     """Answer jobs until the link closes."""
     decoder = msgspec.msgpack.Decoder(wire.Job)
     process = TokenizerProcess()
+    frames = wire.FrameReader(link, bytearray)
     while True:
         try:
-            message, payload = wire.receive_frame(link)
+            message, payload = frames.receive()
         except ConnectionResetError:
             return
         outcome, answer = process.answer(decoder.decode(message), payload)

@@ -120,6 +120,7 @@ class Lane(threading.Thread):
         self.open: list[Ticket] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
+        self._frames: wire.FrameReader[memoryview] | None = None
         self._loaded: set[str] = set()
         self._decoder = msgspec.msgpack.Decoder(wire.Outcome)
         self._numbers = 0
@@ -260,22 +261,30 @@ class Lane(threading.Thread):
     def _request(
         self, job: wire.Job, payload: Sequence[wire.Bytes], ticket: Ticket, limit_s: float
     ) -> tuple[wire.Outcome, memoryview]:
-        link = self._link or self._start_process()
+        if self._link is None or self._frames is None:
+            self._link = self._start_process()
+            self._frames = wire.FrameReader(self._link, _buffer)
+        link, frames = self._link, self._frames
         link.settimeout(limit_s)
         wire.send_frame(link, msgspec.msgpack.encode(job), payload)
-        self._wait(link, ticket, limit_s)
-        message_size, answer_size = wire.receive_sizes(link)
-        message = wire.receive_exactly(link, _buffer(message_size))
+        self._wait(link, frames, ticket, limit_s)
+        message, answer = frames.receive()
         outcome: wire.Outcome = self._decoder.decode(message)
-        return outcome, wire.receive_exactly(link, _buffer(answer_size))
+        return outcome, answer
 
-    def _wait(self, link: socket.socket, ticket: Ticket, limit_s: float) -> None:
+    def _wait(
+        self,
+        link: socket.socket,
+        frames: wire.FrameReader[memoryview],
+        ticket: Ticket,
+        limit_s: float,
+    ) -> None:
         """Wait for the outcome; raises TimeoutError if it does not come or the client has left."""
         started_s = time.monotonic()
         while True:
             link.settimeout(POLL_S)
             try:
-                link.recv(1, socket.MSG_PEEK)
+                frames.wait()
             except TimeoutError:
                 spent_s = time.monotonic() - started_s
                 if spent_s > limit_s or (ticket.abandoned and spent_s > ABANDONED_S):
@@ -301,7 +310,6 @@ class Lane(threading.Thread):
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
                 process_group=0,  # Ctrl-C reaches the router alone
             )
-        self._link = ours
         return ours
 
     def _restart_others(self, ticket: Ticket) -> None:
@@ -317,7 +325,7 @@ class Lane(threading.Thread):
         self._loaded.clear()
         if self._link is not None:
             self._link.close()
-            self._link = None
+            self._link = self._frames = None
         if self._process is not None:
             self._process.kill()
             self._process.wait()

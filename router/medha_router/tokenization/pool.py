@@ -127,8 +127,12 @@ class _Dispatch:
     def put(self, ticket: Ticket) -> None:
         """Queue a ticket for any lane that takes its size."""
         with self._changed:
-            self._queue_of(ticket).put(ticket)
-            self._changed.notify_all()
+            queue = self._queue_of(ticket)
+            queue.put(ticket)
+            if queue is self._short:  # any lane takes it
+                self._changed.notify()
+            else:
+                self._changed.notify_all()
 
     def put_back(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:

@@ -10,6 +10,7 @@ without borders is one piece. The tokens are those of encoding the text in one p
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import os
 from collections.abc import Sequence
@@ -85,6 +86,8 @@ class TextEncoder:
                 piece[1:] if start else piece for start, piece in zip(starts, pieces, strict=True)
             ]
         known = self._words
+        with contextlib.suppress(KeyError):  # of a word that is new
+            return [b"".join(map(known.__getitem__, part)) for part in words]
         if len(known) > KNOWN_WORDS:
             known.clear()
         new = [word for word in set(itertools.chain(*words)) if word not in known]

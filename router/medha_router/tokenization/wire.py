@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
 LENGTHS = struct.Struct("<QQ")
 MAX_FRAME_BYTES = 1 << 30
+READ_BYTES = 16 << 10
 KEY_BYTES = 16
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 else:
     Bytes = bytes  # msgspec decodes one of them
 
-B = TypeVar("B", bytearray, memoryview)
+B = TypeVar("B", bound=bytearray | memoryview)
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,33 +185,55 @@ Outcome = Loaded | Encoded | Planned | Part | BodyRead | Answer | Declined
 def send_frame(link: socket.socket, message: bytes, payload: Sequence[Bytes] = ()) -> None:
     """Send one frame; raises OSError if the other end has closed."""
     size = sum(map(len, payload))
-    link.sendall(LENGTHS.pack(len(message), size) + message)
+    head = LENGTHS.pack(len(message), size) + message
+    if size <= READ_BYTES:
+        link.sendall(b"".join((head, *payload)))
+        return
+    link.sendall(head)
     for part in payload:
         link.sendall(part)
 
 
-def receive_sizes(link: socket.socket) -> tuple[int, int]:
-    """Receive the sizes of message and payload; raises OSError if one is too large."""
-    sizes: tuple[int, int] = LENGTHS.unpack(receive_exactly(link, bytearray(LENGTHS.size)))
-    if max(sizes) > MAX_FRAME_BYTES:
-        raise OSError(f"frame of {max(sizes)} bytes: at most {MAX_FRAME_BYTES}")
-    return sizes
+class FrameReader(Generic[B]):
+    """Receives the frames of a link, small ones in one call of the kernel.
 
+    `make` returns a buffer of a size. Raises OSError if the link closed or a length is too large.
+    """
 
-def receive_frame(link: socket.socket) -> tuple[bytearray, bytearray]:
-    """Receive message and payload; raises OSError if the link closed or a length is too large."""
-    message_size, payload_size = receive_sizes(link)
-    message = receive_exactly(link, bytearray(message_size))
-    return message, receive_exactly(link, bytearray(payload_size))
+    def __init__(self, link: socket.socket, make: Callable[[int], B]) -> None:
+        self._link, self._make = link, make
+        self._held = b""
 
+    def wait(self) -> None:
+        """Wait for the beginning of a frame."""
+        if not self._held:
+            self._held = self._read()
 
-def receive_exactly(link: socket.socket, buffer: B) -> B:
-    """Fill a buffer and return it; raises ConnectionResetError if the other end has closed."""
-    view = memoryview(buffer)
-    got = 0
-    while got < len(view):
-        count = link.recv_into(view[got:])
-        if count == 0:
+    def receive(self) -> tuple[B, B]:
+        """Receive message and payload of the next frame."""
+        while len(self._held) < LENGTHS.size:
+            self._held += self._read()
+        sizes = LENGTHS.unpack_from(self._held)
+        self._held = self._held[LENGTHS.size :]
+        if max(sizes) > MAX_FRAME_BYTES:
+            raise OSError(f"frame of {max(sizes)} bytes: at most {MAX_FRAME_BYTES}")
+        return self._part(sizes[0]), self._part(sizes[1])
+
+    def _read(self) -> bytes:
+        data = self._link.recv(READ_BYTES)
+        if not data:
             raise ConnectionResetError("the other end closed the link")
-        got += count
-    return buffer
+        return data
+
+    def _part(self, size: int) -> B:
+        buffer = self._make(size)
+        view = memoryview(buffer)
+        got = min(size, len(self._held))
+        view[:got] = self._held[:got]
+        self._held = self._held[got:]
+        while got < size:
+            count = self._link.recv_into(view[got:])
+            if count == 0:
+                raise ConnectionResetError("the other end closed the link")
+            got += count
+        return buffer
