@@ -40,7 +40,26 @@ from medha_router.tokenization.retokenize import Retokenizer
 from medha_router.tokenization.tokenizer_files import FileStore
 
 MEASURE_S = 1.0
+DRAWN_BYTES = 4096
 COLLECT_AFTER = 50_000  # objects
+
+
+class SystemBits:
+    """Random bits of the operating system, drawn in bulk.
+
+    With each draw the event loop gives way to the tokenizers' threads.
+    """
+
+    def __init__(self) -> None:
+        self._held = memoryview(b"")
+
+    def __call__(self, bits: int) -> int:
+        """Return a number of at most that many bits."""
+        size = -(-bits // 8)
+        if len(self._held) < size:
+            self._held = memoryview(secrets.token_bytes(max(size, DRAWN_BYTES)))
+        drawn, self._held = self._held[:size], self._held[size:]
+        return int.from_bytes(drawn) >> (8 * size - bits)
 
 
 class Router:
@@ -82,7 +101,7 @@ class Router:
             grammars=self._grammars,
             salt_secret=_salt_secret(config),
             wall_s=time.time,
-            draw_bits=secrets.randbits,
+            draw_bits=SystemBits(),
         )
         self._keys = ApiKeys(pathlib.Path(config.api_keys)) if config.api_keys else None
         self._following: asyncio.Future[None] | None = None

@@ -286,27 +286,25 @@ def test_a_process_whose_loop_hangs_is_replaced(router: Processes) -> None:
 
 
 def test_requests_of_all_processes_begin_in_one_order(start: Start) -> None:
-    """The replica is busy; then requests reach both processes, the most urgent one last."""
+    """The replica is busy when requests of various urgency reach both processes by turns."""
     router = start("timed_replica", "--policy", "edf")
+    deadlines_s = (50, 40, 60, 30, 45, 35)
     busy = router.connect(0)
-    busy.send("b" * 10_000, 1)
-    time.sleep(0.2)
+    clients = [router.connect(number % 2) for number in range(len(deadlines_s))]
+    busy.send("b" * 20_000, 1)
+    time.sleep(0.3)
+    for client, deadline_s in zip(clients, deadlines_s, strict=True):
+        client.send("a" * 3000, 1, **{"x-medha-slo-ttft-ms": 1000 * deadline_s})
     began: list[int] = []
 
-    def send(index: int, deadline_s: int) -> None:
-        client = router.connect(index)
-        client.send("a" * 3000, 1, **{"x-medha-slo-ttft-ms": 1000 * deadline_s})
-        next(client.events())
+    def read(client: Client, deadline_s: int) -> None:
+        events = client.events()
+        next(events)
         began.append(deadline_s)
-        assert list(client.events())[-1] == b"[DONE]"
+        assert list(events)[-1] == b"[DONE]"
 
-    deadlines_s = (50, 40, 60, 30, 45, 35)
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        sent = []
-        for number, deadline_s in enumerate(deadlines_s):
-            sent.append(threads.submit(send, number % 2, deadline_s))
-        for future in sent:
-            future.result()
+        list(threads.map(read, clients, deadlines_s))
     assert began == sorted(deadlines_s)
 
 
@@ -323,7 +321,7 @@ def test_a_terminated_parent_drains_every_process(start: Start) -> None:
     router = start()
     clients = router.connect(0), router.connect(1)
     for client in clients:
-        client.send("hello", 100)
+        client.send("hello", 400)
     streams = [client.events() for client in clients]
     for stream in streams:
         next(stream)

@@ -5,6 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha_router.app import SystemBits
+
 WORDS, WORD_BITS = 624, 32
 
 
@@ -27,6 +32,19 @@ def successor(ids: list[int], bits: int) -> int:
     generator = random.Random()
     generator.setstate((3, (*map(untempered, words), WORDS), None))
     return generator.getrandbits(bits)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=300))
+def test_random_numbers_have_their_bits_and_share_none(sizes: list[int]) -> None:
+    draw_bits = SystemBits()
+    numbers = [draw_bits(bits) for bits in sizes]
+    assert all(number < 1 << bits for number, bits in zip(numbers, sizes, strict=True))
+    words = [f"{draw_bits(96):024x}" for _ in range(1000)]
+    assert len({word[start : start + 12] for word in words for start in (0, 12)}) == 2000
+    assert {bit for bit in range(96) if any(int(word, 16) >> bit & 1 for word in words)} == {
+        *range(96)
+    }
 
 
 def test_ids_do_not_give_away_the_next_one(served: Any) -> None:
