@@ -265,11 +265,14 @@ class Lane(threading.Thread):
             self._link = self._start_process()
             self._frames = wire.FrameReader(self._link, _buffer)
         link, frames = self._link, self._frames
-        link.settimeout(limit_s)
-        wire.send_frame(link, msgspec.msgpack.encode(job), payload)
+        message = msgspec.msgpack.encode(job)
+        # A link has room for a small frame. Without a limit, it is sent in one call of the kernel.
+        small = len(message) + sum(map(len, payload)) <= wire.READ_BYTES
+        link.settimeout(None if small else limit_s)
+        wire.send_frame(link, message, payload)
         self._wait(link, frames, ticket, limit_s)
-        message, answer = frames.receive()
-        outcome: wire.Outcome = self._decoder.decode(message)
+        received, answer = frames.receive()
+        outcome: wire.Outcome = self._decoder.decode(received)
         return outcome, answer
 
     def _wait(
