@@ -7,6 +7,8 @@ UV     := $(VENV)/bin/uv
 
 # Ready once the virtual environment holds exactly what requirements/dev.txt locks.
 READY  := $(VENV)/.ready
+# Environment of the tools of `make conformance`.
+TOOLS  := .venv-conformance
 # Code that exists in this checkout (images carry only some of it).
 CODE   := $(wildcard core operator router worker tests examples demos benchmarks dashboards \
               hatch_build.py)
@@ -24,7 +26,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-cluster images test test-api test-cluster check compile format bench lock clean
-.PHONY: dashboards prometheus test-dashboards
+.PHONY: dashboards prometheus test-dashboards conformance
 .PHONY: crash-points edit-fuzz outages
 
 help: ## list the targets
@@ -83,6 +85,15 @@ test-dashboards: $(READY) ## scrape a real fleet with a real Prometheus and quer
 	    $(MAKE) --no-print-directory prometheus || true
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/scraped
 
+conformance: $(READY) ## run other clients, load generators and checkers against a fleet (SHORT=1: fewer requests)
+	@$(MAKE) --no-print-directory $(TOOLS)/.ready || echo "without the tools of requirements/conformance.txt" >&2
+	$(if $(SHORT),,MEDHA_CONFORMANCE=whole) OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/conformance
+
+$(TOOLS)/.ready: requirements/conformance.txt | $(UV)
+	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv --without-pip $(TOOLS)
+	$(UV) pip sync --quiet --python $(TOOLS)/bin/python --require-hashes requirements/conformance.txt
+	@touch $@
+
 prometheus: ## unpack Debian's prometheus and promtool into the cache, where tests find them
 	mkdir -p $(PROMETHEUS)
 	cd $(PROMETHEUS) && apt-get download prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
@@ -121,7 +132,8 @@ lock: | $(UV) ## lock requirements/*.txt from pyproject.toml
 	    --group test --group lint --group build -o requirements/dev.txt
 	echo uv | $(COMPILE) - -o requirements/bootstrap.txt
 	$(COMPILE) -c requirements/dev.txt --group pyproject.toml:build -o requirements/build.txt
+	$(COMPILE) --group pyproject.toml:conformance -o requirements/conformance.txt
 
 clean: ## remove the virtual environment, caches and build outputs
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(TOOLS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
