@@ -501,8 +501,15 @@ def refuse_unsupported(
         if isinstance(raw, msgspec.UnsetType):
             continue
         size = memoryview(raw).nbytes
-        if size > MAX_DEFAULT_BYTES or msgspec.json.decode(raw) not in (None, *defaults):
+        if size > MAX_DEFAULT_BYTES or not _is_default(msgspec.json.decode(raw), defaults):
             raise unsupported(where + field)
+
+
+def _is_default(value: object, defaults: tuple[object, ...]) -> bool:
+    return value is None or any(
+        value == default and isinstance(value, bool) == isinstance(default, bool)
+        for default in defaults  # 0 equals False in Python, but not in JSON
+    )
 
 
 def unsupported(field: str) -> RequestError:

@@ -287,6 +287,18 @@ def test_a_known_field_that_is_not_supported_is_refused_by_its_name(field: str) 
         assert api.read_chat(json.dumps({**body, field: default}).encode()).model == "m"
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("store", 0), ("priority", False), ("add_generation_prompt", 1), ("length_penalty", True)],
+)
+def test_a_number_is_no_default_of_a_boolean_nor_a_boolean_of_a_number(
+    field: str, value: object
+) -> None:
+    body = {"model": "m", "messages": [], field: value}
+    with pytest.raises(RequestError, match=field):
+        api.read_chat(json.dumps(body).encode())
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
