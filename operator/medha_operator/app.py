@@ -77,7 +77,7 @@ class OperatorApp:
             EventRecorder(self._client, settings.identity),
             self._controllers,
         )
-        self._keys = KeySecrets(self._client, settings.namespace, settings.resync_s, _make_keys)
+        self._keys = KeySecrets(self._client, settings.namespace, settings.resync_s / 2, _make_keys)
         deadline_s = self._executor.deadline_s
         adopter = Adopter(
             self._client,

@@ -38,6 +38,7 @@ from medha_operator.resources.views import (
     PodView,
     ReportView,
     Taint,
+    TakenName,
 )
 from medha_operator.settings import Settings
 
@@ -90,6 +91,8 @@ class Cluster:
         self.pods: dict[str, PodView] = {}
         self.objects: dict[tuple[str, str], str] = {}
         self.status: dict[str, Any] = {}
+        self.taken: dict[tuple[str, str], str] = {}
+        """By kind and name, sentences about objects of another owner."""
         self.now_s = NOW_S
         self.reports_since_s = 0.0
         self.wanted: dict[int, int] = {}
@@ -120,6 +123,10 @@ class Cluster:
             polled_since_s=self.reports_since_s,
             nodes=tuple(node for node in self.nodes.values() if node.name not in self.unseen),
             previous_status=self.status,
+            taken={
+                place: TakenName(message, self.now_s + 20.0)
+                for place, message in self.taken.items()
+            },
         )
 
     def reconcile(self) -> PlanDecision:

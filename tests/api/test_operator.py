@@ -261,21 +261,6 @@ def test_a_refused_pod_is_reported_and_a_better_spec_repairs_it(
     fleet.played(lambda: fleet.is_ready("llama"))
 
 
-def test_a_name_taken_by_another_object_is_waited_for(
-    api: httpx.Client, fleet: Fleet, start_operator: Start
-) -> None:
-    pods = f"/api/v1/namespaces/{fleet.namespace}/pods"
-    containers = [{"name": "c", "image": "localhost/x:1"}]
-    squatter = {"metadata": {"name": "llama-0-g0-s0"}, "spec": {"containers": containers}}
-    api.post(pods, json=squatter).raise_for_status()
-    operator = start_operator()
-    fleet.create("llama")
-    until(lambda: "AlreadyExists" in operator.log.read_text())
-    assert operator.alive()
-    fleet.remove("llama-0-g0-s0")
-    fleet.played(lambda: fleet.is_ready("llama"))
-
-
 def test_one_of_two_operators_writes_and_the_other_takes_over(
     fleet: Fleet, start_operator: Start
 ) -> None:

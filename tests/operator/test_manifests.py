@@ -368,6 +368,11 @@ def test_workers_get_dns_names_before_they_are_ready_and_leaders_after() -> None
             "spec.template.labels is medha.dev/role: must not begin with medha.dev/",
         ),
         (
+            resource(template={"labels": {"app.kubernetes.io/managed-by": "me"}}),
+            "spec.template.labels is app.kubernetes.io/managed-by: must not be a label by which "
+            "the operator finds its pods; choose another key",
+        ),
+        (
             resource(template={"env": [{"name": "MEDHA_TP", "value": "9"}]}),
             "spec.template.env[0].name is MEDHA_TP: must differ from the operator's own",
         ),

@@ -183,6 +183,8 @@ def test_server_defaults_of_a_scaled_object_are_no_difference() -> None:
     existing["spec"]["maxReplicaCount"] = 9
     assert not same(wanted, existing)
     assert not is_ours({"metadata": {}})
+    of_a_person = existing["metadata"] | {"ownerReferences": None}
+    assert not is_ours({"metadata": of_a_person})
 
 
 def test_each_model_is_published_once_with_a_hold_if_it_scales_to_zero() -> None:

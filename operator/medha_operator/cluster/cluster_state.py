@@ -24,7 +24,14 @@ from medha_operator.resources.objects import (
     Versioned,
     replicas_managers,
 )
-from medha_operator.resources.views import NodeView, Observed, PodTimers, PodView, ReportView
+from medha_operator.resources.views import (
+    NodeView,
+    Observed,
+    PodTimers,
+    PodView,
+    ReportView,
+    TakenName,
+)
 
 POD_DELAY_S, CAPACITY_DELAY_S = 0.15, 1.0
 ALL = ""
@@ -65,6 +72,7 @@ class ClusterState:
         """The volume that cannot be mounted and why, by the UID of a pod that does not start."""
         self.scaling: dict[Key, ScalingStatus] = {}
         """The autoscaler's part of each status; empty while another operator leads."""
+        self._taken: dict[Key, dict[tuple[str, str], TakenName]] = {}
         self._timers = PodTimers()
         self._pod_stores: dict[str, Store[OwnedPod]] = {}
         self._object_stores: dict[tuple[str, str], Store[OwnedObject]] = {}
@@ -117,7 +125,16 @@ class ClusterState:
             polled_since_s=self.polling_since_s,
             nodes=nodes,
             previous_status=resource.status,
+            taken={
+                place: taken
+                for place, taken in self._taken.get(key, {}).items()
+                if taken.until_s > now_s
+            },
         )
+
+    def name_taken(self, key: Key, kind: str, name: str, taken: TakenName) -> None:
+        """Record that an object of another owner has a name that a resource needs."""
+        self._taken.setdefault(key, {})[kind, name] = taken
 
     def _with_mount_error(self, pod: PodView) -> PodView:
         """Add the pod's mount error, as long as the pod has not started."""
@@ -158,6 +175,7 @@ class ClusterState:
         if new is None:
             self.set_waiting(key, replicas=False, groups=False)
             self.controller_status.pop(key, None)
+            self._taken.pop(key, None)
             if old is not None:
                 self._parsed.pop(old.meta.uid, None)
         if old is None or new is None or _identity(old) != _identity(new):

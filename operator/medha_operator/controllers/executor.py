@@ -29,7 +29,9 @@ from medha_operator.kube.client import (
     REPLICAS,
     REQUEST_S,
     ClusterError,
+    Kind,
     KubeClient,
+    NameTaken,
 )
 from medha_operator.kube.lease import Lease
 from medha_operator.resources import objects
@@ -44,12 +46,17 @@ from medha_operator.resources.actions import (
     RemoveSchedulingGate,
     RequeueAt,
 )
-from medha_operator.resources.labels import FIELD_MANAGER, GANG_GATE, OWNED_BY
+from medha_operator.resources.labels import FIELD_MANAGER, GANG_GATE, OWNED_BY, RESOURCE
 from medha_operator.resources.objects import Key, Meta
+from medha_operator.resources.views import TakenName
 
 REPEAT_AFTER_S = 600.0
 """The same Event is written again only after this time."""
 MAX_RECORDED = 4096
+TAKEN_S = 20.0
+"""A name that another owner's object has is tried again after this time."""
+NEVER = 1
+"""A resource version that no object ever has: an apply with it creates the object or fails."""
 
 
 class Executor:
@@ -89,10 +96,24 @@ class Executor:
     async def execute(
         self, resource: Resource, actions: Iterable[Action], progress: Callable[[], None]
     ) -> None:
-        """Execute in order, with `progress` after each; raises ClusterError and NotLeading."""
+        """Execute in order, with `progress` after each, up to the first name that is taken.
+
+        Raises ClusterError and NotLeading.
+        """
         for action in actions:
-            await self._execute(resource, action)
+            try:
+                await self._execute(resource, action)
+            except NameTaken as error:
+                await self.record_taken(resource, error)
+                return
             progress()
+
+    async def record_taken(self, resource: Resource, error: NameTaken) -> None:
+        """Keep it for the next plans, and emit an Event."""
+        taken = TakenName(str(error), time.time() + TAKEN_S)
+        self._state.name_taken(resource.meta.key, error.kind, error.name, taken)
+        event = EmitEvent("NameTaken", str(error), warning=True)
+        await self._events.emit(resource.meta, event, self.deadline_s())
 
     async def write_status(self, resource: Resource, status: Mapping[str, Any]) -> None:
         """Replace the status, if the resource is unchanged since it was seen."""
@@ -147,9 +168,7 @@ class Executor:
             case ApplyObject(manifest):
                 await self._apply(namespace, manifest)
             case CreatePod(manifest):
-                body = msgspec.json.encode(manifest)
-                answer = await self._client.create(PODS, namespace, body, self.deadline_s())
-                self._state.pods_in(namespace).learn(objects.pod(answer))
+                await self._create_pod(namespace, manifest)
             case RemoveSchedulingGate(pod, uid):
                 await self._ungate(namespace, pod, uid)
             case DeletePod(pod, uid, _, grace_s, if_lost):
@@ -167,11 +186,58 @@ class Executor:
                 pass
 
     async def _apply(self, namespace: str, manifest: Mapping[str, Any]) -> None:
+        """Apply to the version that is known, or create: an object of another owner stays."""
         kind, name = KINDS[manifest["kind"]], manifest["metadata"]["name"]
-        body = msgspec.json.encode(manifest)
-        answer = await self._client.apply(kind, namespace, name, body, self.deadline_s())
         store = self._state.objects_in(kind.kind, namespace)
+        held = store.get((namespace, name))
+        try:
+            answer = await self._apply_to(namespace, manifest, held.version if held else NEVER)
+        except ClusterError as error:
+            if error.status != 409:
+                raise
+            current = await self._read(kind, namespace, manifest, partial=True)
+            version = NEVER if current is None else int(current[0].resource_version)
+            answer = await self._apply_to(namespace, manifest, version)
         store.learn(objects.owned_object(kind.kind, answer))
+
+    async def _apply_to(self, namespace: str, manifest: Mapping[str, Any], version: int) -> bytes:
+        kind, metadata = KINDS[manifest["kind"]], manifest["metadata"]
+        body = {**manifest, "metadata": {**metadata, "resourceVersion": str(version)}}
+        return await self._client.apply(
+            kind, namespace, metadata["name"], msgspec.json.encode(body), self.deadline_s()
+        )
+
+    async def _create_pod(self, namespace: str, manifest: Mapping[str, Any]) -> None:
+        store = self._state.pods_in(namespace)
+        body = msgspec.json.encode(manifest)
+        try:
+            answer = await self._client.create(PODS, namespace, body, self.deadline_s())
+        except ClusterError as error:
+            if error.status != 409:
+                raise
+            current = await self._read(PODS, namespace, manifest)
+            if current is None:
+                raise  # it has just gone
+            meta, raw = current
+            if not manifest["metadata"]["labels"].keys() <= (meta.labels or {}).keys():
+                owner = f"{meta.owner_text}, without the operator's labels"
+                raise NameTaken(PODS.kind, meta.name, owner) from None
+            store.learn(objects.pod(raw))  # the watch is late
+            raise
+        store.learn(objects.pod(answer))
+
+    async def _read(
+        self, kind: Kind, namespace: str, manifest: Mapping[str, Any], *, partial: bool = False
+    ) -> tuple[Meta, msgspec.Raw] | None:
+        """Read the object with the manifest's name. Raises NameTaken if another owner has it."""
+        fields = f"metadata.name={manifest['metadata']['name']}"
+        async for page in self._client.pages(kind, namespace, fields=fields, partial=partial):
+            for raw in page.items or ():
+                meta = objects.metadata_of(raw)
+                if meta.resource != manifest["metadata"]["labels"][RESOURCE]:
+                    raise NameTaken(kind.kind, meta.name, meta.owner_text)
+                return meta, raw
+        return None
 
     async def _ungate(self, namespace: str, pod: str, uid: str) -> None:
         gate = {"name": GANG_GATE, "$patch": "delete"}

@@ -41,8 +41,8 @@ class ScaledObjects:
         current = await self._get(key)
         if current is not None and not is_ours(current):
             return (
-                f"a ScaledObject {key[1]} exists that the operator did not create: delete it, or "
-                "remove spec.autoscaling"
+                f"ScaledObject {key[1]} exists, and this MedhaReplica does not own it: delete it, "
+                "or remove spec.autoscaling"
             )
         if current is None or not same(wanted, current):
             await self._client.apply(SCALED_OBJECTS, *key, body, self._deadline_s())

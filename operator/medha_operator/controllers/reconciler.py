@@ -27,12 +27,13 @@ from medha_operator.cluster.cluster_state import ClusterState, Resource
 from medha_operator.controllers.adopter import Adopter
 from medha_operator.controllers.executor import Executor
 from medha_operator.controllers.liveness import Liveness
-from medha_operator.kube.client import ClusterError
+from medha_operator.kube.client import SECRETS, ClusterError, NameTaken
 from medha_operator.kube.lease import NotLeading
 from medha_operator.kube.secrets import KeySecrets
 from medha_operator.planning.planner import decide
 from medha_operator.planning.resource_status import Status, events_between, refused_status, status
 from medha_operator.resources.actions import RequeueAt
+from medha_operator.resources.labels import WORKER_KEYS
 from medha_operator.resources.objects import Key
 from medha_operator.resources.views import Observed
 from medha_operator.settings import Settings
@@ -144,6 +145,8 @@ class Reconciler:
             key, replicas=bool(decision.unplaced_replicas), groups=bool(decision.unplaced_groups)
         )
         steps = [action for action in decision.actions if not isinstance(action, RequeueAt)]
+        if not await self._has_keys(resource, observed, needed=bool(steps)):
+            return True
         for action in decision.actions:
             if isinstance(action, RequeueAt):
                 self._queue.add(key, max(0.1, action.at_s - observed.now_s))
@@ -153,10 +156,28 @@ class Reconciler:
         with self._executor.assume(steps):
             if any(after[field] != resource.status.get(field, []) for field in PERSISTED):
                 await self._write_status(resource, after)
-            others = [seen.value.meta for seen in self._state.replicas if seen.key[0] == key[0]]
-            await self._keys.ensure(resource.meta, others, self._executor.deadline_s())
             await self._executor.execute(resource, steps, lambda: self._queue.succeeded(key))
         self._queue.add(key, REQUEUE_AFTER_S)
+        return True
+
+    async def _has_keys(self, resource: Resource, observed: Observed, *, needed: bool) -> bool:
+        """Keep the namespace's keys. False if another owner has the Secret's name: plan again.
+
+        A failure is raised only if the keys are `needed` now: what runs has them already.
+        """
+        if (SECRETS.kind, WORKER_KEYS) in observed.taken:
+            return True
+        place = resource.meta.namespace
+        others = (seen.value.meta for seen in self._state.replicas if seen.key[0] == place)
+        try:
+            await self._keys.ensure(resource.meta, others, self._executor.deadline_s())
+        except NameTaken as error:
+            await self._executor.record_taken(resource, error)
+            return False
+        except (ClusterError, UserError) as error:
+            if needed:
+                raise
+            log.warning("keys of %s: %s", place, error)
         return True
 
     async def _update_status(self, resource: Resource, after: Status) -> None:

@@ -86,6 +86,17 @@ class ClusterError(MedhaError):
         return self.status in (400, 403, 422)
 
 
+class NameTaken(MedhaError):
+    """An object that no MedhaReplica of ours owns has a name that the operator needs."""
+
+    def __init__(self, kind: str, name: str, owner: str) -> None:
+        self.kind, self.name = kind, name
+        super().__init__(
+            f"{kind} {name} exists and belongs to {owner}, so the operator leaves it alone: delete "
+            "or rename it, or rename the MedhaReplica"
+        )
+
+
 class Page(msgspec.Struct):
     """A page of a list; the caller decodes the items."""
 

@@ -20,7 +20,14 @@ from typing import Any
 import msgspec
 
 from medha.errors import MedhaError, SetupError
-from medha_operator.kube.client import REPLICAS, SECRETS, ClusterError, KubeClient, decoded
+from medha_operator.kube.client import (
+    REPLICAS,
+    SECRETS,
+    ClusterError,
+    KubeClient,
+    NameTaken,
+    decoded,
+)
 from medha_operator.resources.labels import OWNED_BY, WORKER_KEYS
 from medha_operator.resources.objects import Meta
 
@@ -39,16 +46,8 @@ FOR_WORKERS = (
 Pair = tuple[bytes, bytes]
 
 
-class _Owner(msgspec.Struct):
-    uid: str
-
-
-class _SecretMeta(msgspec.Struct, rename="camel"):
-    owner_references: list[_Owner] | None = None
-
-
 class _Secret(msgspec.Struct):
-    metadata: _SecretMeta
+    metadata: Meta
     data: dict[str, str] | None = None
 
 
@@ -123,7 +122,10 @@ class KeySecrets:
         if current is None:
             await self._create(namespace, WORKER_KEYS, data, references, timeout_s)
             return
-        named = {owner.uid for owner in current.metadata.owner_references or ()}
+        references_of = current.metadata.owner_references or ()
+        if not any(owner.kind == REPLICAS.kind for owner in references_of):
+            raise NameTaken(SECRETS.kind, WORKER_KEYS, current.metadata.owner_text)
+        named = {owner.uid for owner in references_of}
         change: dict[str, Any] = {} if owners.keys() <= named else {"metadata": references}
         if any((current.data or {}).get(name) != value for name, value in data.items()):
             change["data"] = data

@@ -49,6 +49,7 @@ from medha_operator.resources.manifests import (
     content_hash,
     follows_readiness,
     key,
+    needed_by_pods,
     network_policies,
     objects,
     pod_manifest,
@@ -259,8 +260,9 @@ def decide(resource: MedhaReplica, observed: Observed, settings: Settings) -> Pl
     for ordinal, why in rollout.retiring.items():
         plan += _retire(ctx, replicas[ordinal], why)
     requeue = (RequeueAt(min(plan.requeue_s)),) if plan.requeue_s else ()
+    actions = (*_objects(ctx, rollout), *plan.actions, *requeue)
     return PlanDecision(
-        actions=(*_objects(ctx, rollout), *plan.actions, *requeue),
+        actions=_without_taken(resource, observed, actions) if observed.taken else actions,
         replicas=replicas,
         rollout=rollout,
         persisted=persisted,
@@ -305,6 +307,23 @@ def _objects(ctx: PlanContext, rollout: Rollout) -> list[Action]:
         if kind in ("ConfigMap", "NetworkPolicy") and (kind, object_name) not in kept
     ]
     return actions
+
+
+def _without_taken(
+    resource: MedhaReplica, observed: Observed, actions: Iterable[Action]
+) -> tuple[Action, ...]:
+    """Leave out what needs a name that another owner's object has, until it is tried again. Without
+    an object that pods need, no pod is created."""
+    taken = observed.taken
+    no_pods = any(needed_by_pods(resource, place) for place in taken)
+    left_out = (CreatePod, EmitEvent) if no_pods else ()
+    kept = [
+        action
+        for action in actions
+        if not isinstance(action, left_out)
+        and not (isinstance(action, ApplyObject) and key(action.manifest) in taken)
+    ]
+    return (*kept, RequeueAt(min(name.until_s for name in taken.values())))
 
 
 # --- whole replicas -------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
           ├─ GroupsReady      the pods of the first kvp.min groups of every replica are ready
           └─ KvpReady         as many replicas serve as spec.replicas
 
-    Updated, KvpGrowing, Draining, RestartBudgetExhausted, PlacementUnsatisfiable,
+    Updated, KvpGrowing, Draining, RestartBudgetExhausted, PlacementUnsatisfiable, NamesAccepted,
     ScalingActive (if the resource is autoscaled)   inform
 
 Pure. The same observed state gives an equal status, times included, so that nothing is written.
@@ -26,7 +26,7 @@ from medha_operator.planning import restarts
 from medha_operator.planning.planner import PlanDecision
 from medha_operator.resources import labels
 from medha_operator.resources.actions import EmitEvent
-from medha_operator.resources.manifests import MODELS_FOLDER, replica_name
+from medha_operator.resources.manifests import MODELS_FOLDER, needed_by_pods, replica_name
 from medha_operator.resources.objects import UNKNOWN_MANAGER, FieldManager, rfc3339, unix_s
 from medha_operator.resources.views import (
     ConditionRecord,
@@ -221,7 +221,7 @@ def conditions(
     gating = (
         _model(resource, decision),
         _placed(resource, decision),
-        _groups(resource, decision),
+        _groups(resource, observed, decision),
         _kvp(resource, decision),
     )
     return (
@@ -232,6 +232,7 @@ def conditions(
         _draining(resource, decision),
         _exhausted(resource, observed, decision),
         _unsatisfiable(decision),
+        _names(observed),
     )
 
 
@@ -351,10 +352,13 @@ def _placed(resource: MedhaReplica, decision: PlanDecision) -> Condition:
     return Condition("Placed", "False", "Placing", "pods are not yet bound to their nodes")
 
 
-def _groups(resource: MedhaReplica, decision: PlanDecision) -> Condition:
+def _groups(resource: MedhaReplica, observed: Observed, decision: PlanDecision) -> Condition:
     ready = sum(replica.ready for replica in _needed(decision))
     if ready >= resource.spec.replicas:
         return Condition("GroupsReady", "True", "GroupsReady")
+    for place, taken in sorted(observed.taken.items()):
+        if needed_by_pods(resource, place):
+            return Condition("GroupsReady", "False", "NameTaken", taken.message)
     loading = "Loading", "pods are starting and loading the model"
     return Condition("GroupsReady", "False", *(_trouble(resource, decision) or loading))
 
@@ -473,6 +477,12 @@ def _unsatisfiable(decision: PlanDecision) -> Condition:
     for unplaced in (*decision.unplaced_replicas, *decision.unplaced_groups):
         return Condition("PlacementUnsatisfiable", "True", unplaced.reason, unplaced.message)
     return Condition("PlacementUnsatisfiable", "False", "Satisfiable")
+
+
+def _names(observed: Observed) -> Condition:
+    for _, taken in sorted(observed.taken.items()):
+        return Condition("NamesAccepted", "False", "NameTaken", taken.message)
+    return Condition("NamesAccepted", "True", "NoConflicts")
 
 
 def _is_ready(decision: PlanDecision, ordinal: int) -> bool:

@@ -26,6 +26,8 @@ GANG_GATE = PREFIX + "gang"
 """Scheduling gate: removed when all pods of the gang exist and fit."""
 FIELD_MANAGER = "medha-operator"
 OWNED_BY = {"app.kubernetes.io/managed-by": "medha-operator"}
+OBJECT = {**OWNED_BY, "app.kubernetes.io/name": "medha-worker"}
+"""Labels of every object of a MedhaReplica; a template cannot change them."""
 LEADER, WORKER = "leader", "worker"
 WORKER_CONTAINER, CONFIG_VOLUME = "worker", "config"
 """Names inside a pod: the container of its ranks, the volume of its configuration."""

@@ -108,8 +108,7 @@ def metadata(
         "name": name,
         "namespace": resource.namespace,
         "labels": {
-            **names.OWNED_BY,
-            "app.kubernetes.io/name": "medha-worker",
+            **names.OBJECT,
             **labels,
             names.RESOURCE: resource.name,
         },
@@ -180,8 +179,13 @@ def follows_readiness(resource: MedhaReplica, manifest: Mapping[str, Any]) -> bo
 
     Before there are any, it would only make the cluster's controllers follow every pod's start.
     """
+    return not needed_by_pods(resource, key(manifest))
+
+
+def needed_by_pods(resource: MedhaReplica, place: tuple[str, str]) -> bool:
+    """Return whether pods cannot run without the object of this kind and name."""
     leaders = "Service", leaders_service(resource.name)
-    return key(manifest) in (leaders, ("PodDisruptionBudget", resource.name))
+    return place not in (leaders, ("PodDisruptionBudget", resource.name))
 
 
 def objects(
@@ -379,6 +383,7 @@ def pod_manifest(resource: MedhaReplica, start: PodAssignment, settings: Setting
     leader = at.group == at.stage == 0
     labels = {
         **resource.spec.template.labels,
+        **names.OBJECT,
         names.ORDINAL: str(start.ordinal),
         names.GROUP: str(at.group),
         names.STAGE: str(at.stage),
@@ -635,6 +640,13 @@ def _check_template(resource: MedhaReplica) -> None:
                     key,
                     f"must not begin with {names.PREFIX}, which is the operator's",
                     "choose another prefix",
+                )
+            if key in names.OBJECT:
+                raise SpecError(
+                    f"spec.template.{field}",
+                    key,
+                    "must not be a label by which the operator finds its pods",
+                    "choose another key",
                 )
     _check_names("env", template.env, prefix="MEDHA_", free=SETTINGS)
     _check_names("volumes", template.volumes, taken=VOLUMES)

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from medha.errors import SpecError
+from medha.spec import API_VERSION, KIND
 from medha_operator.resources import labels as names
 from medha_operator.resources.labels import FIELD_MANAGER
 from medha_operator.resources.views import NodeView, PodView, Taint
@@ -51,6 +52,16 @@ class OwnedObject(msgspec.Struct, frozen=True):
     content: str
 
 
+class OwnerReference(msgspec.Struct, rename="camel"):
+    """The object whose deletion deletes another; of its `controller` there is at most one."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str = ""
+    controller: bool | None = None
+
+
 class Meta(msgspec.Struct, rename="camel"):
     """Metadata of any object; a bookmark has a version only."""
 
@@ -62,10 +73,26 @@ class Meta(msgspec.Struct, rename="camel"):
     annotations: dict[str, str] | None = None
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
+    owner_references: list[OwnerReference] | None = None
 
     @property
     def key(self) -> Key:
         return self.namespace, self.name
+
+    @property
+    def resource(self) -> str:
+        """Name of the MedhaReplica that controls the object; "" if none does. A resource that was
+        deleted and created again keeps what is left of its former objects."""
+        references = self.owner_references or ()
+        owners = [reference for reference in references if reference.controller]
+        ours = owners and (owners[0].api_version, owners[0].kind) == (API_VERSION, KIND)
+        return owners[0].name if ours else ""
+
+    @property
+    def owner_text(self) -> str:
+        """The object's owner in words."""
+        owners = [f"{owner.kind} {owner.name}" for owner in self.owner_references or ()]
+        return owners[0] if owners else "nothing of Medha"
 
 
 class _MetadataOnly(msgspec.Struct):
@@ -82,9 +109,10 @@ class _Condition(msgspec.Struct, rename="camel"):
     last_transition_time: str | None = None
 
 
-class _Reason(msgspec.Struct):
+class _Reason(msgspec.Struct, rename="camel"):
     reason: str | None = None
     message: str | None = None
+    exit_code: int = 0
 
 
 class _State(msgspec.Struct):
@@ -170,10 +198,11 @@ def metadata_of(raw: bytes | msgspec.Raw) -> Meta:
 
 
 def pod(raw: bytes | msgspec.Raw) -> Versioned[OwnedPod]:
-    """Decode an own pod; raises ValueError for a label that the operator would not write."""
+    """Decode an own pod; raises ValueError for one that the operator would not write."""
     decoded = _POD.decode(raw)
     meta, spec, status = decoded.metadata, decoded.spec, decoded.status
-    labels = meta.labels or {}
+    labels = _labels_of_owned(meta)
+    ended = _ended(status)
     ready = _condition(status.conditions, "Ready")
     why, message = _trouble(status)
     view = PodView(
@@ -187,7 +216,7 @@ def pod(raw: bytes | msgspec.Raw) -> Versioned[OwnedPod]:
         target=(meta.annotations or {}).get(names.TARGET, ""),
         node=spec.node_name,
         ip=status.pod_ip,
-        phase=status.phase,
+        phase=ended or status.phase,
         ready=ready is not None and ready.status == "True",
         gated=any(gate.name == names.GANG_GATE for gate in spec.scheduling_gates or ()),
         deleting=meta.deletion_timestamp is not None,
@@ -214,9 +243,9 @@ def pod(raw: bytes | msgspec.Raw) -> Versioned[OwnedPod]:
 
 
 def owned_object(kind: str, raw: bytes | msgspec.Raw) -> Versioned[OwnedObject]:
-    """Decode an own object from its metadata."""
+    """Decode an own object from its metadata; raises ValueError if no MedhaReplica owns it."""
     meta = metadata_of(raw)
-    resource = (meta.namespace, (meta.labels or {}).get(names.RESOURCE, ""))
+    resource = (meta.namespace, _labels_of_owned(meta)[names.RESOURCE])
     value = OwnedObject(resource, kind, (meta.annotations or {}).get(names.CONTENT_HASH, ""))
     return Versioned(meta.key, int(meta.resource_version), meta.uid, value)
 
@@ -241,6 +270,28 @@ def node_and_requests(raw: bytes | msgspec.Raw) -> tuple[str, Mapping[str, int]]
     """Decode any pod's node ("" while unbound) and requests."""
     spec = _POD.decode(raw).spec
     return spec.node_name, _requests(_container_requests(spec))
+
+
+def _labels_of_owned(meta: Meta) -> dict[str, str]:
+    """Return the labels; raises ValueError unless they name the owner, a MedhaReplica."""
+    labels = meta.labels or {}
+    if not meta.resource or meta.resource != labels.get(names.RESOURCE):
+        raise ValueError(
+            f"label {names.RESOURCE} is {labels.get(names.RESOURCE)!r}, but the owner is "
+            f"{meta.resource or meta.owner_text}"
+        )
+    return labels
+
+
+def _ended(status: _PodStatus) -> str:
+    """Return the phase that the worker's end means, "" while it runs: with a live sidecar the pod
+    stays Running."""
+    for container in status.container_statuses or ():
+        if container.name == names.WORKER_CONTAINER and container.state is not None:
+            end = container.state.terminated
+            if end is not None:
+                return "Failed" if end.exit_code else "Succeeded"
+    return ""
 
 
 def _trouble(status: _PodStatus) -> tuple[str, str]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from medha.spec import API_VERSION, KIND, MedhaReplica
 from medha.spec.values import AutoscalingSpec
-from medha_operator.resources import labels as names
 from medha_operator.resources.manifests import metadata
+from medha_operator.resources.objects import Meta
 
 POLLS_S = 15
 METRIC = "medha_desired_replicas"
@@ -61,6 +63,6 @@ def same(wanted: dict[str, Any], existing: dict[str, Any]) -> bool:
 
 
 def is_ours(existing: dict[str, Any]) -> bool:
-    """Return whether the operator created the object: one that a person created is left alone."""
-    labels = existing["metadata"].get("labels") or {}
-    return names.OWNED_BY.items() <= labels.items()
+    """Return whether the MedhaReplica of its name owns the object: any other is left alone."""
+    metadata = msgspec.convert(existing["metadata"], Meta)
+    return metadata.resource != "" and metadata.resource == metadata.name

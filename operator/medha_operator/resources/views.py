@@ -90,6 +90,14 @@ class ReportView(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
 
 
+class TakenName(msgspec.Struct, frozen=True):
+    """An object of another owner with a name that the operator needs: a sentence with the remedy,
+    and the time at which to try again."""
+
+    message: str
+    until_s: float
+
+
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """The input of one decision. `objects` maps (kind, name) of own Services, ConfigMaps,
     NetworkPolicies and PodDisruptionBudgets to the content hash in their annotation; `nodes` is the
@@ -104,6 +112,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Start of the polling of controllers: one without a report may still answer soon after."""
     previous_status: Mapping[str, object] = {}
     """The status subresource as it stands."""
+    taken: Mapping[tuple[str, str], TakenName] = {}
+    """By kind and name, names that objects of another owner have."""
 
 
 # --- replicas and KVP groups ----------------------------------------------------------------------
