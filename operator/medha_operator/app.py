@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from medha.adapters.prometheus import Metrics, OpsServer, json_reply
-from medha_operator.cluster.cluster_state import ClusterState
+from medha_operator.cluster.cluster_state import ALL, ClusterState
+from medha_operator.cluster.peers import Peers, Seniority
 from medha_operator.cluster.polling import ControllerPoller, MountErrorPoller, RouterPoller
 from medha_operator.cluster.watches import Watches
 from medha_operator.controllers.adopter import Adopter
@@ -50,7 +51,13 @@ class OperatorApp:
         self._queue: WorkQueue[Key] = WorkQueue(time.monotonic, random.Random())
         self._gained = asyncio.Event()
         self._working = False
-        self.state = ClusterState(self._wake)
+        self._seniority = Seniority(settings.namespace)
+        self.state = ClusterState(
+            self._wake, lambda namespace: self._seniority.serves(namespace, time.monotonic())
+        )
+        self._peers = Peers(
+            self._client, self._seniority, settings.namespaces or (ALL,), self._served_changed
+        )
         self._watches = Watches(self._client, self.state, settings.namespaces)
         self._lease = Lease(
             self._client,
@@ -58,6 +65,7 @@ class OperatorApp:
             settings.identity,
             settings.lease_s,
             self._start_to_lead,
+            settings.namespaces,
         )
         self._controllers = ControllerPoller(
             self.state, settings.report_s, lambda key: self._wake(key, 0.0), self._leads
@@ -114,7 +122,7 @@ class OperatorApp:
             settings.ops_port,
             self._metrics,
             alive=self._liveness.alive,
-            ready=lambda: self._liveness.ready,
+            ready=lambda: self._liveness.ready and not self._peers.idle,
             routes={"GET /scaling": lambda: json_reply(self._autoscaler.page())},
         )
         self._stopped = asyncio.Event()
@@ -126,6 +134,7 @@ class OperatorApp:
         log.info("started", extra={"fields": {"ops_port": self._ops.port}})
         parts = [
             self._liveness.run(self._check),
+            self._peers.run(),
             *(informer.run() for informer in self._watches.informers),
             self._lead(),
             self._take_over(),
@@ -173,12 +182,13 @@ class OperatorApp:
             if self._leads():
                 await self._keys.prepare(self._lease.left_s)
                 self._model_publisher.forget()
-                for seen in self.state.replicas:
+                for seen in self.state.served():
                     self._queue.add(seen.key, random.uniform(0.0, self._settings.resync_s / 4))
 
     def _start_to_lead(self) -> None:
         """Start to lead; no write yet, as the former leader's last writes may be unseen."""
         self._working = False
+        self._seniority.start(time.monotonic())
         self._gained.set()
 
     async def _take_over(self) -> None:
@@ -186,6 +196,7 @@ class OperatorApp:
         while True:
             await self._gained.wait()
             self._gained.clear()
+            await self._peers.look()
             await self._watches.list_again()
             self._model_publisher.forget()
             self.state.polling_since_s = time.time()
@@ -199,8 +210,14 @@ class OperatorApp:
         return self._working and self._lease.leading
 
     def _wake(self, key: Key, after_s: float) -> None:
-        if self._leads():
+        if self._leads() and self.state.serves(key[0]):
             self._queue.add(key, after_s)
+
+    def _served_changed(self) -> None:
+        """Reconcile what another release served until now, or forget what it serves now."""
+        self._metrics.drop("medha_replica_condition")
+        for seen in self.state.replicas:
+            self._wake(seen.key, 0.0)
 
     def _from_kopf(self, kind: str | None, body: Mapping[str, Any]) -> None:
         """Receive an event; called on kopf's thread."""
@@ -215,9 +232,10 @@ class OperatorApp:
 
     def _check(self) -> None:
         sources = (self._watches.oldest_event_s(), self._lease.answered_s)
-        keys = [seen.key for seen in self.state.replicas]
+        keys = [seen.key for seen in self.state.served()]
         self._liveness.check(sources, self._leads(), keys, self._queue.behind_s)
-        self._metrics.set("medha_operator_leading", float(self._lease.leading))
+        leads = self._lease.leading and not self._peers.idle
+        self._metrics.set("medha_operator_leading", float(leads))
         if not self._lease.leading:
             self._metrics.drop("medha_replica_condition")  # the leader exports it
         self._metrics.set("medha_operator_queue_depth", float(len(self._queue)))

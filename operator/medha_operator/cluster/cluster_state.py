@@ -6,7 +6,7 @@ and `wake` queues that resource. Small delays let the events of one cause arrive
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -57,8 +57,12 @@ class Resource(msgspec.Struct, frozen=True):
 class ClusterState:
     """Everything that the operator has read of the cluster and of its fleet."""
 
-    def __init__(self, wake: Callable[[Key, float], None]) -> None:
+    def __init__(
+        self, wake: Callable[[Key, float], None], serves: Callable[[str], bool] = lambda _: True
+    ) -> None:
         self._wake = wake
+        self.serves = serves
+        """True for a namespace in which no other release of the operator works."""
         self.replicas: Store[Resource] = Store(self._replica_changed)
         self.nodes: Store[NodeView] = Store(self._node_changed)
         self.usage = NodeUsage()
@@ -89,6 +93,10 @@ class ClusterState:
         """Make the Store for our objects of one kind in one watched namespace."""
         store = self._object_stores[kind, scope] = Store(self._object_changed)
         return store
+
+    def served(self) -> Iterator[Versioned[Resource]]:
+        """Iterate over the MedhaReplicas that no other release of the operator serves."""
+        return (seen for seen in self.replicas if self.serves(seen.key[0]))
 
     def pods_in(self, namespace: str) -> Store[OwnedPod]:
         return self._pod_stores[ALL if ALL in self._pod_stores else namespace]

@@ -110,7 +110,7 @@ class Autoscaler:
         return {"/".join(key): journal for key, journal in list(self._journals.items())}
 
     async def _round(self) -> None:
-        living = [seen for seen in self._state.replicas if not seen.value.deleting]
+        living = [seen for seen in self._state.served() if not seen.value.deleting]
         self._forget({seen.key: seen.uid for seen in living})
         keys = [seen.key for seen in living]
         await in_turn(keys, self._reconcile, MAX_RECONCILE_S, self._metrics)

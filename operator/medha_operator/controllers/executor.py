@@ -33,7 +33,7 @@ from medha_operator.kube.client import (
     KubeClient,
     NameTaken,
 )
-from medha_operator.kube.lease import Lease
+from medha_operator.kube.lease import Lease, NotLeading
 from medha_operator.resources import objects
 from medha_operator.resources.actions import (
     Action,
@@ -101,6 +101,7 @@ class Executor:
         Raises ClusterError and NotLeading.
         """
         for action in actions:
+            self._must_serve(resource)
             try:
                 await self._execute(resource, action)
             except NameTaken as error:
@@ -117,6 +118,7 @@ class Executor:
 
     async def write_status(self, resource: Resource, status: Mapping[str, Any]) -> None:
         """Replace the status, if the resource is unchanged since it was seen."""
+        self._must_serve(resource)
         meta = resource.meta
         body = {
             "apiVersion": REPLICAS.api_version,
@@ -141,6 +143,7 @@ class Executor:
 
     async def write_scale(self, resource: Resource, replicas: int) -> None:
         """Set spec.replicas, if the resource is unchanged since it was seen."""
+        self._must_serve(resource)
         meta = resource.meta
         body = {
             "apiVersion": "autoscaling/v1",
@@ -161,6 +164,10 @@ class Executor:
             part="scale",
             timeout_s=self.deadline_s(),
         )
+
+    def _must_serve(self, resource: Resource) -> None:
+        if not self._state.serves(resource.meta.namespace):
+            raise NotLeading("another release of the operator serves this namespace")
 
     async def _execute(self, resource: Resource, action: Action) -> None:
         namespace = resource.meta.namespace

@@ -103,6 +103,8 @@ class Reconciler:
 
     async def _reconcile(self, key: Key) -> bool:
         """Take the next steps of one resource. True if it took any: more may follow."""
+        if not self._state.serves(key[0]):
+            return False
         seen = self._state.replicas.get(key)
         if seen is None or seen.value.deleting:
             self._status_written_s.pop(key, None)

@@ -16,7 +16,7 @@ import asyncio
 import datetime
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -28,6 +28,8 @@ from medha_operator.resources.labels import OWNED_BY
 log = logging.getLogger("medha.operator.lease")
 
 NAME = "medha-operator"
+NAMESPACES, ALL_NAMESPACES = "medha.dev/namespaces", "*"
+"""Annotation of the Lease: the namespaces that its holder serves, separated by commas."""
 LASTS, WRITES, RENEWS, LOOKS = 0.8, 0.5, 0.2, 0.1
 
 
@@ -60,7 +62,10 @@ class _Lease(msgspec.Struct, rename="camel"):
 
 
 class Lease:
-    """Competes for the Lease; calls `gained` each time this process starts to lead."""
+    """Competes for the Lease; calls `gained` each time this process starts to lead.
+
+    The Lease names the namespaces that its holder `serves` (none: all), for other releases.
+    """
 
     def __init__(
         self,
@@ -69,8 +74,10 @@ class Lease:
         identity: str,
         lease_s: float,
         gained: Callable[[], None] = lambda: None,
+        serves: Iterable[str] = (),
     ) -> None:
         self._client, self._namespace, self._identity = client, namespace, identity
+        self._serves = ",".join(serves) or ALL_NAMESPACES
         self._lease_s, self._gained = lease_s, gained
         self._held: _Lease | None = None
         self._until = 0.0
@@ -132,7 +139,9 @@ class Lease:
             renew_time=now,
             lease_transitions=self._held.spec.lease_transitions + (not mine),
         )
-        wanted = msgspec.structs.replace(self._held, spec=spec)
+        notes = self._held.metadata.annotations | {NAMESPACES: self._serves}
+        meta = msgspec.structs.replace(self._held.metadata, annotations=notes)
+        wanted = msgspec.structs.replace(self._held, spec=spec, metadata=meta)
         self._held = None if not mine else self._held
         self._held = await self._put(wanted)
         self._until = sent_s + WRITES * self._lease_s
