@@ -53,7 +53,7 @@ def kept(api: httpx.Client, url: str) -> tuple[Any, ...]:
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else "",
 )
-def test_a_name_that_pods_need_is_told_and_used_once_it_is_free(
+def test_a_name_that_pods_need_is_reported_and_used_once_it_is_free(
     fleet: Fleet, start_operator: Start, api: httpx.Client, place: Place, content: dict[str, Any]
 ) -> None:
     theirs = make(api, fleet, place, content)
@@ -70,15 +70,15 @@ def test_a_name_that_pods_need_is_told_and_used_once_it_is_free(
     assert fleet.condition("llama", "NamesAccepted")["status"] == "True"
 
 
-def test_a_budget_of_the_same_name_is_told_and_outlives_the_model(
+def test_a_budget_of_the_same_name_is_reported_and_outlives_the_model(
     fleet: Fleet, start_operator: Start, api: httpx.Client
 ) -> None:
-    place = ("apis/policy/v1", "poddisruptionbudgets", "llama")
+    place = ("apis/policy/v1", "poddisruptionbudgets", "llama-0")
     theirs = make(api, fleet, place, {"spec": BUDGET})
     before = kept(api, theirs)
     start_operator()
     fleet.create("llama")
-    fleet.played(lambda: fleet.is_ready("llama") and told(fleet, "llama"))
+    fleet.played(lambda: fleet.is_ready("llama") and told(fleet, "llama-0"))
     fleet.change("llama", {"replicas": 0})
     fleet.played(lambda: not fleet.pods())
     assert kept(api, theirs) == before

@@ -276,7 +276,6 @@ def test_all_objects_of_a_resource_are_owned_by_it() -> None:
     assert [(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests] == [
         ("Service", "tiny-workers"),
         ("Service", "tiny-leaders"),
-        ("PodDisruptionBudget", "tiny"),
         ("ConfigMap", config_name(resource(), 0, SETTINGS)),
         ("ConfigMap", config_name(resource(), 2, SETTINGS)),
     ]
@@ -333,7 +332,7 @@ def test_flows_that_do_not_fit_are_refused_by_name(text: str, message: str) -> N
 
 def test_the_file_in_the_config_map_is_what_the_processes_decode() -> None:
     settings = Settings(namespace="medha", worker_image="w")
-    (config,) = objects(resource(device={"kind": "Cpu"}), [1], settings)[3:]
+    (config,) = objects(resource(device={"kind": "Cpu"}), [1], settings)[2:]
     read = msgspec.json.decode(config["data"]["worker.json"], type=WorkerConfig)
     assert (read.replica, read.checkpoint, read.device) == ("tiny-1", "/models", "cpu")
     assert read.routers == ("tcp://medha-router-fleet.medha:7800",)

@@ -14,7 +14,7 @@ from medha_operator.resources.actions import ApplyObject, CreatePod
 from medha_operator.resources.manifests import PodAssignment, key, pod_manifest, shared_objects
 from medha_operator.testing import SETTINGS, Cluster, node, resource
 
-WORKERS, BUDGET = ("Service", "tiny-workers"), ("PodDisruptionBudget", "tiny")
+WORKERS, BUDGET = ("Service", "tiny-workers"), ("PodDisruptionBudget", "tiny-0")
 
 
 def served(manifest: Any) -> dict[str, Any]:
@@ -91,9 +91,9 @@ def test_while_a_name_that_pods_need_is_taken_no_pod_is_created_and_the_status_s
     assert cluster.condition("NamesAccepted")["status"] == "True"
 
 
-def test_a_budget_of_somebody_else_is_reported_and_keeps_no_model_from_serving() -> None:
+def test_a_budget_of_another_owner_is_reported_and_keeps_no_model_from_serving() -> None:
     cluster = Cluster(resource(), [node("a")])
-    cluster.taken = {BUDGET: "PodDisruptionBudget tiny exists and belongs to nothing of Medha"}
+    cluster.taken = {BUDGET: "PodDisruptionBudget tiny-0 exists and belongs to nothing of Medha"}
     for _ in range(8):
         cluster.reconcile()
         cluster.turn()

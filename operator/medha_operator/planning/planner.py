@@ -1,6 +1,6 @@
 """From the observed state of one MedhaReplica to the next actions.
 
-    objects    Services, budget, one ConfigMap and NetworkPolicy per replica
+    objects    Services; one ConfigMap, NetworkPolicy and budget per replica
     replicas   those to create, those to retire (see `rollout`)
     groups     failed ones restart (see `restarts`), wanted ones are created, released ones
                deleted; a gang's pods are created gated, and ungated once all of them exist and
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -39,6 +39,7 @@ from medha_operator.resources.actions import (
     DeletePod,
     Drain,
     EmitEvent,
+    Manifest,
     RemoveSchedulingGate,
     RequeueAt,
 )
@@ -47,6 +48,7 @@ from medha_operator.resources.manifests import (
     check,
     config_name,
     content_hash,
+    disruption_budget,
     follows_readiness,
     key,
     needed_by_pods,
@@ -284,11 +286,12 @@ def _objects(ctx: PlanContext, rollout: Rollout) -> list[Action]:
     }
     leaving = sorted({*ctx.replicas} - ordinals)
     current = sorted({*ordinals, *rollout.create})
+    existing = ctx.observed.objects
     wanted = (
         *objects(ctx.resource, current, ctx.settings, ctx.configured),
         *network_policies(ctx.resource, leaving, ctx.settings),
+        *_budgets(ctx, rollout),
     )
-    existing = ctx.observed.objects
     serves = any(replica.ready for replica in ctx.replicas.values())
     actions: list[Action] = [
         ApplyObject(manifest)
@@ -301,12 +304,29 @@ def _objects(ctx: PlanContext, rollout: Rollout) -> list[Action]:
     for ordinal in rollout.pending:
         kept.add(("ConfigMap", config_name(ctx.resource, ordinal, ctx.settings)))
         kept.add(("NetworkPolicy", policy_name(ctx.resource.name, ordinal)))
+    for ordinal in (*rollout.create, *rollout.pending):
+        kept.add(("PodDisruptionBudget", ctx.name(ordinal)))
     actions += [
         DeleteObject(kind, object_name)
         for kind, object_name in sorted(existing)
-        if kind in ("ConfigMap", "NetworkPolicy") and (kind, object_name) not in kept
+        if kind != "Service" and (kind, object_name) not in kept
     ]
     return actions
+
+
+def _budgets(ctx: PlanContext, rollout: Rollout) -> Iterator[Manifest]:
+    """Build the budget of each replica from its readiness to the end of its drain. That of an
+    outdated replica counts the pods that it has: it does not grow."""
+    spec = ctx.resource.spec.parallelism
+    for ordinal, replica in ctx.replicas.items():
+        drained = ordinal in rollout.retiring and (replica.idle or not replica.present)
+        place = "PodDisruptionBudget", ctx.name(ordinal)
+        if drained or not (replica.ready or place in ctx.observed.objects):
+            continue
+        pods = spec.spp * max(spec.kvp.min, len(replica.groups))
+        yield disruption_budget(
+            ctx.resource, ordinal, len(replica.present) if replica.outdated else pods
+        )
 
 
 def _without_taken(

@@ -6,7 +6,7 @@
     ConfigMap <mr>-<ordinal>-<hash>   worker.json of one replica; immutable, and kept as long as
                                       one of its pods mounts it
     NetworkPolicy <mr>-<ordinal>      a replica's pods reach each other; all else by the settings
-    PodDisruptionBudget <mr>          no pod is evicted: the operator moves its work first
+    PodDisruptionBudget <mr>-<ordinal>  no pod of a replica is evicted before it is drained
 
 Each object but the pods carries the hash of its content, so that an unchanged one is not written
 again. The checks of a spec beyond the API's own are at the end.
@@ -36,9 +36,6 @@ CONFIG_FOLDER = "/etc/medha"
 KEYS_FOLDER = "/etc/medha/keys"
 MODELS_FOLDER = "/models"
 RUN_FOLDER = "/tmp"
-# More than any replica has pods. A percentage would be taken of /scale, which counts replicas
-# instead of pods.
-_EVERY_POD = 1_000_000
 
 
 def replica_name(resource: str, ordinal: int) -> str:
@@ -171,7 +168,7 @@ def config_map(resource: MedhaReplica, ordinal: int, settings: Settings) -> Mani
 
 def shared_objects(resource: MedhaReplica) -> tuple[Manifest, ...]:
     """Build the objects that all replicas of the resource share."""
-    return (_workers_service(resource), _leaders_service(resource), _disruption_budget(resource))
+    return (_workers_service(resource), _leaders_service(resource))
 
 
 def follows_readiness(resource: MedhaReplica, manifest: Mapping[str, Any]) -> bool:
@@ -185,7 +182,7 @@ def follows_readiness(resource: MedhaReplica, manifest: Mapping[str, Any]) -> bo
 def needed_by_pods(resource: MedhaReplica, place: tuple[str, str]) -> bool:
     """Return whether pods cannot run without the object of this kind and name."""
     leaders = "Service", leaders_service(resource.name)
-    return place not in (leaders, ("PodDisruptionBudget", resource.name))
+    return place != leaders and place[0] != "PodDisruptionBudget"
 
 
 def objects(
@@ -298,17 +295,23 @@ def _headless(
     )
 
 
-def _disruption_budget(resource: MedhaReplica) -> Manifest:
-    """Block evictions: a cordoned node makes the operator move its replicas, and a pod that is not
-    ready may still finish its requests."""
+def disruption_budget(resource: MedhaReplica, ordinal: int, pods: int) -> Manifest:
+    """Block evictions of a replica with this many pods: a cordoned node makes the operator move its
+    replicas, and a pod that is not ready may still finish its requests.
+
+    A number, as a percentage would be taken of /scale, which counts replicas instead of pods.
+    """
+    own = {names.RESOURCE: resource.name, names.ORDINAL: str(ordinal)}
     return _hashed(
         {
             "apiVersion": "policy/v1",
             "kind": "PodDisruptionBudget",
-            "metadata": metadata(resource, resource.name),
+            "metadata": metadata(
+                resource, replica_name(resource.name, ordinal), {names.ORDINAL: str(ordinal)}
+            ),
             "spec": {
-                "minAvailable": _EVERY_POD,
-                "selector": {"matchLabels": {names.RESOURCE: resource.name}},
+                "minAvailable": pods,
+                "selector": {"matchLabels": own},
                 "unhealthyPodEvictionPolicy": "IfHealthyBudget",
             },
         }

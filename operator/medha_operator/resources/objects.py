@@ -18,7 +18,7 @@ from medha.errors import SpecError
 from medha.spec import API_VERSION, KIND
 from medha_operator.resources import labels as names
 from medha_operator.resources.labels import FIELD_MANAGER
-from medha_operator.resources.views import NodeView, PodView, Taint
+from medha_operator.resources.views import LEAVING, NodeView, PodView, Taint
 
 Key = tuple[str, str]
 """Namespace and name; of a MedhaReplica or of an object."""
@@ -255,15 +255,20 @@ def node(raw: bytes | msgspec.Raw) -> Versioned[NodeView]:
     decoded = _NODE.decode(raw)
     meta = decoded.metadata
     ready = _condition(decoded.status.conditions, "Ready")
+    taints = tuple(decoded.spec.taints or ())
     view = NodeView(
         name=meta.name,
         labels=meta.labels or {},
-        taints=tuple(decoded.spec.taints or ()),
+        taints=taints,
         ready=ready is not None and ready.status == "True",
-        schedulable=not decoded.spec.unschedulable,
+        schedulable=not decoded.spec.unschedulable and not any(map(_leaves, taints)),
         allocatable=_quantities(decoded.status.allocatable or {}),
     )
     return Versioned(meta.key, int(meta.resource_version), meta.uid, view)
+
+
+def _leaves(taint: Taint) -> bool:
+    return taint.key in LEAVING and taint.effect != "PreferNoSchedule"
 
 
 def node_and_requests(raw: bytes | msgspec.Raw) -> tuple[str, Mapping[str, int]]:

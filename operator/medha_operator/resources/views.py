@@ -15,6 +15,10 @@ from medha.messages import ReplicaStatus
 from medha.spec import MedhaReplica
 
 IMAGE_ERRORS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+LEAVING = ("karpenter.sh/disrupted", "karpenter.sh/disruption", "ToBeDeletedByClusterAutoscaler")
+"""Taints of a node that an autoscaler removes, which mean the same as a cordon. The cluster
+autoscaler's DeletionCandidate is none of them: it is a preference that may be withdrawn, and no
+node with a budget that forbids evictions gets it."""
 UNREACHABLE = "node.kubernetes.io/unreachable"
 """Taint of a node whose kubelet has not reported for the cluster's grace period."""
 
