@@ -145,6 +145,19 @@ def without_none(value: Any) -> Any:
     return [without_none(part) for part in value] if isinstance(value, list | tuple) else value
 
 
+def test_a_strict_server_accepts_the_kind_itself(api: httpx.Client) -> None:
+    """A document that sets a key twice is refused."""
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    name = CRD["metadata"]["name"]
+    headers = {"Content-Type": "application/apply-patch+yaml"}
+    answer = api.patch(
+        f"{path}/{name}?fieldManager=test&force=true&fieldValidation=Strict&dryRun=All",
+        content=(HOUSE / "crds/medha.dev_medhareplicas.yaml").read_bytes(),
+        headers=headers,
+    )
+    assert answer.status_code == 200, answer.text
+
+
 def test_every_example_is_accepted(api: httpx.Client) -> None:
     files = sorted((HOUSE / "examples").rglob("*.yaml"))
     documents = [document for file in files for document in yaml.safe_load_all(file.read_text())]

@@ -253,7 +253,17 @@ SENTENCES = [
     ("spec.engine.pageTokens", 48, "pageTokens is 48: must be one of 16, 32, 64, 128, 256"),
     ("spec.model.source", {}, "spec.model.source is empty: must have exactly one of hostPath"),
     ("spec.model.source.uri", "s3://m", "spec.model.source is hostPath and uri: must have exactly"),
-    ("spec.device", {"kind": "Cpu", "resource": "x"}, "spec.device.resource is x: must be absent"),
+    (
+        "spec.device",
+        {"kind": "Cpu", "resource": "a.io/x"},
+        "spec.device.resource is a.io/x: must be absent",
+    ),
+    (
+        "spec.device.resource",
+        "not a resource!",
+        "spec.device.resource is not a resource!: must be an extended resource with its domain",
+    ),
+    ("spec.device.resource", "gpu", "spec.device.resource is gpu: must be an extended resource"),
     (
         "spec.scheduling.batchBudget",
         {"min": "1s"},

@@ -18,6 +18,7 @@ API_VERSION = "medha.dev/v1alpha1"
 KIND = "MedhaReplica"
 
 NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+RESOURCE_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 MODEL_NAME = r"^[A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?$"
 
 Name = Annotated[
@@ -36,6 +37,15 @@ ModelName = Annotated[
         max_length=200,
         description="letters, digits and . _ : / -, at most 200",
         examples=["llama-3-70b"],
+    ),
+]
+ResourceName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=RESOURCE_NAME,
+        max_length=316,
+        description="an extended resource with its domain",
+        examples=["nvidia.com/gpu"],
     ),
 ]
 Path = Annotated[
@@ -122,7 +132,7 @@ class DeviceSpec(SpecSection, frozen=True):
     """`resource`: the Kubernetes resource that a pod requests per rank; none for Cpu."""
 
     kind: Literal["Cuda", "Cpu"] = "Cuda"
-    resource: Text | None = None
+    resource: ResourceName | None = None
 
     @property
     def resource_name(self) -> str:
