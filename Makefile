@@ -101,6 +101,10 @@ prometheus: ## unpack Debian's prometheus and promtool into the cache, where tes
 dashboards: $(READY) ## write dashboards/*.json and the chart's copies from the catalogue of metrics
 	$(PY) -m dashboards
 
+.PHONY: crd
+crd: $(READY) ## write the spec's part of the CRD, here and in the chart, from core/medha/spec
+	$(PY) -m medha.adapters.crd
+
 check: $(READY) ## check lint, format, types, layers and the repository's tests
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/ruff format --check $(CODE)
