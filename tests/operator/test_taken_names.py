@@ -60,6 +60,12 @@ def test_an_object_with_our_labels_and_another_owner_is_not_ours(
         objects.pod(raw(worker))
 
 
+def test_an_object_made_under_another_version_of_the_api_is_ours() -> None:
+    service = served(shared_objects(resource())[0])
+    service["metadata"]["ownerReferences"][0]["apiVersion"] = "medha.dev/v1beta1"
+    assert objects.owned_object("Service", raw(service)).value.resource == ("team", "tiny")
+
+
 @pytest.mark.parametrize(("code", "phase"), [(137, "Failed"), (0, "Succeeded")])
 def test_a_dead_worker_with_a_live_sidecar_is_a_dead_pod(code: int, phase: str) -> None:
     running = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}

@@ -20,6 +20,7 @@ from medha_operator.resources import labels as names
 from medha_operator.resources.labels import FIELD_MANAGER
 from medha_operator.resources.views import LEAVING, NodeView, PodView, Taint
 
+GROUP = API_VERSION.partition("/")[0]
 Key = tuple[str, str]
 """Namespace and name; of a MedhaReplica or of an object."""
 
@@ -61,6 +62,11 @@ class OwnerReference(msgspec.Struct, rename="camel"):
     uid: str = ""
     controller: bool | None = None
 
+    @property
+    def group(self) -> str:
+        """The kind's group, which stays the same in later versions of its API."""
+        return self.api_version.partition("/")[0]
+
 
 class Meta(msgspec.Struct, rename="camel"):
     """Metadata of any object; a bookmark has a version only."""
@@ -85,8 +91,8 @@ class Meta(msgspec.Struct, rename="camel"):
         deleted and created again keeps what is left of its former objects."""
         references = self.owner_references or ()
         owners = [reference for reference in references if reference.controller]
-        ours = owners and (owners[0].api_version, owners[0].kind) == (API_VERSION, KIND)
-        return owners[0].name if ours else ""
+        ours = [owner for owner in owners if (owner.group, owner.kind) == (GROUP, KIND)]
+        return ours[0].name if ours else ""
 
     @property
     def owner_text(self) -> str:
