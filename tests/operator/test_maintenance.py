@@ -122,6 +122,18 @@ def test_a_drained_replica_has_no_budget_when_its_pods_are_deleted() -> None:
     assert last == [DeleteObject, DeletePod]
 
 
+def test_an_operator_that_starts_during_a_drain_makes_no_budget_again() -> None:
+    cluster = Cluster(resource(), [node("a")])
+    cluster.settle()
+    cluster.update(replicas=0)
+    cluster.reconcile()
+    cluster.turn()
+    del cluster.objects[KIND, "tiny-0"]  # its predecessor died before it deleted the pods
+    cluster.reports_since_s = cluster.now_s
+    cluster.reconcile()
+    assert cluster.pods and (KIND, "tiny-0") not in cluster.objects
+
+
 def test_replicas_of_a_former_spec_are_kept_from_evictions_until_they_are_drained() -> None:
     cluster = Cluster(resource(parallelism={"spp": 2}), [node("a")])
     cluster.settle()

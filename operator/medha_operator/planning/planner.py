@@ -315,13 +315,19 @@ def _objects(ctx: PlanContext, rollout: Rollout) -> list[Action]:
 
 
 def _budgets(ctx: PlanContext, rollout: Rollout) -> Iterator[Manifest]:
-    """Build the budget of each replica from its readiness to the end of its drain. That of an
-    outdated replica counts the pods that it has: it does not grow."""
+    """Build the budget of each replica, from its readiness to the end of its drain.
+
+    A replica that retires keeps its budget but gets none: its pods may be on their way out. That of
+    an outdated one counts the pods that it has: it does not grow.
+    """
     spec = ctx.resource.spec.parallelism
     for ordinal, replica in ctx.replicas.items():
-        drained = ordinal in rollout.retiring and (replica.idle or not replica.present)
-        place = "PodDisruptionBudget", ctx.name(ordinal)
-        if drained or not (replica.ready or place in ctx.observed.objects):
+        held = ("PodDisruptionBudget", ctx.name(ordinal)) in ctx.observed.objects
+        if ordinal in rollout.retiring:
+            wanted = held and bool(replica.present) and not replica.idle
+        else:
+            wanted = held or replica.ready
+        if not wanted:
             continue
         pods = spec.spp * max(spec.kvp.min, len(replica.groups))
         yield disruption_budget(
