@@ -36,6 +36,7 @@ from medha_operator.resources.views import (
     Observed,
     PodTimers,
     PodView,
+    QuotaRefusal,
     ReportView,
     Taint,
     TakenName,
@@ -80,6 +81,14 @@ def rack(name: str, nodes: int, gpus: int = 8, **changes: Any) -> tuple[NodeView
     return tuple(node(f"{name}-{index}", gpus, labels=labels, **changes) for index in range(nodes))
 
 
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+
+
+def _matches(node: NodeView, term: Mapping[str, Any]) -> bool:
+    return all(node.labels.get(rule["key"]) in rule["values"] for rule in term["matchExpressions"])
+
+
 class Cluster:
     """Nodes, pods and controllers; `reconcile` is an operator step, `turn` one of the rest."""
 
@@ -89,6 +98,8 @@ class Cluster:
         self.resource, self.settings = resource, settings
         self.nodes = {node.name: node for node in nodes}
         self.pods: dict[str, PodView] = {}
+        self.specs: dict[str, Mapping[str, Any]] = {}
+        """The spec of each pod, as it was created."""
         self.objects: dict[tuple[str, str], str] = {}
         self.status: dict[str, Any] = {}
         self.taken: dict[tuple[str, str], str] = {}
@@ -104,6 +115,12 @@ class Cluster:
         """UIDs of pods whose ranks were released; they join again when they are wanted."""
         self.refused = ""
         """The reason why the router refuses replicas."""
+        self.pods_allowed: int | None = None
+        """The namespace's quota of pods."""
+        self.quota: QuotaRefusal | None = None
+        self.bound_to = ""
+        """Beginning of the names of nodes outside which the scheduler binds no pod, e.g. because a
+        volume lies there; the operator does not see why."""
         self.unseen: set[str] = set()
         """Nodes that exist and that the operator does not know yet."""
         self.done: list[Action] = []
@@ -123,6 +140,7 @@ class Cluster:
             polled_since_s=self.reports_since_s,
             nodes=tuple(node for node in self.nodes.values() if node.name not in self.unseen),
             previous_status=self.status,
+            quota=self.quota,
             taken={
                 place: TakenName(message, self.now_s + 20.0)
                 for place, message in self.taken.items()
@@ -134,6 +152,9 @@ class Cluster:
         observed = self.observed()
         decision = decide(self.resource, observed, self.settings)
         for action in decision.actions:
+            if isinstance(action, CreatePod) and self._is_over_quota():
+                self.quota = QuotaRefusal("exceeded quota: q, limited: pods", self.now_s)
+                break
             self.execute(action)
         after = status(
             self.resource,
@@ -166,10 +187,14 @@ class Cluster:
                 assert address == f"{leader.ip}:{CONTROLLER_OPS_PORT}"
                 self.draining.add(leader.uid)
 
+    def _is_over_quota(self) -> bool:
+        return self.pods_allowed is not None and len(self.pods) >= self.pods_allowed
+
     def _create(self, manifest: Mapping[str, Any]) -> None:
         metadata, spec = manifest["metadata"], manifest["spec"]
         name, labels = metadata["name"], metadata["labels"]
         assert name not in self.pods, f"pod {name} exists already"
+        self.specs[name] = spec
         self.pods[name] = PodView(
             name=name,
             uid=f"{name}#{next(self._uids)}",
@@ -178,7 +203,7 @@ class Cluster:
             stage=int(labels[names.STAGE]),
             attempt=int(labels[names.ATTEMPT]),
             spec_hash=labels[names.SPEC_HASH],
-            target=metadata["annotations"][names.TARGET],
+            target=metadata.get("annotations", {}).get(names.TARGET, ""),
             gated="schedulingGates" in spec,
             image=spec["containers"][0]["image"],
             config=spec["volumes"][0]["configMap"]["name"],
@@ -213,8 +238,8 @@ class Cluster:
         for name, pod in list(self.pods.items()):
             if pod.node:
                 self._tend(name, pod)
-            elif not pod.gated and self._fits(pod.target):
-                self.change(name, node=pod.target)
+            elif not pod.gated and not pod.held:
+                self._schedule(name, pod)
         for ordinal in self.load:
             self.load[ordinal] = max(0, self.load[ordinal] - 1)
 
@@ -236,16 +261,67 @@ class Cluster:
         elif pod.phase == "Running" and not pod.ready and not (self.refused and leads):
             self.change(name, ready=True, ready_since_s=self.now_s)
 
-    def _fits(self, target: str) -> bool:
-        home = self.nodes.get(target)
-        if home is None or not home.ready or not home.schedulable:
-            return False
+    def _schedule(self, name: str, pod: PodView) -> None:
+        """Bind a pod as the kube-scheduler does, by its own spec, or report why not."""
+        spec = self.specs[name]
+        affinity = spec["affinity"].get("nodeAffinity", {})
+        required = affinity.get(REQUIRED, {"nodeSelectorTerms": []})["nodeSelectorTerms"]
+        near = spec["affinity"].get("podAffinity", {})
+        able = [
+            node
+            for node in self.nodes.values()
+            if node.ready
+            and node.schedulable
+            and node.name.startswith(self.bound_to)
+            and spec.get("nodeSelector", {}).items() <= node.labels.items()
+            and all(_matches(node, term) for term in required)
+            and all(self._joins(pod, node, term) for term in near.get(REQUIRED, ()))
+            and self._has_room(node)
+        ]
+        if not able:
+            message = f"0/{len(self.nodes)} nodes are available"
+            self.change(name, why="Unschedulable", message=message)
+            return
+
+        def score(node: NodeView) -> int:
+            wanted = affinity.get(PREFERRED, ())
+            points: int = sum(
+                term["weight"] * _matches(node, term["preference"]) for term in wanted
+            )
+            for term in near.get(PREFERRED, ()):
+                level = term["podAffinityTerm"]["topologyKey"]
+                points += term["weight"] * (node.labels.get(level) in self._domains(pod, level))
+            return points
+
+        best = min(able, key=lambda node: (-score(node), self._siblings(pod, node), node.name))
+        self.change(name, node=best.name, why="", message="")
+
+    def _has_room(self, node: NodeView) -> bool:
         there = sum(
-            pod.node == target and pod.phase in ("Pending", "Running") for pod in self.pods.values()
+            pod.node == node.name and pod.phase in ("Pending", "Running")
+            for pod in self.pods.values()
         )
         return all(
-            home.allocatable.get(name, 0) - home.used.get(name, 0) >= need * (there + 1)
+            node.allocatable.get(name, 0) - node.used.get(name, 0) >= need * (there + 1)
             for name, need in pod_requirements(self.resource).requests.items()
+        )
+
+    def _domains(self, pod: PodView, level: str) -> set[str | None]:
+        """The domains in which pods of the same replica stand."""
+        return {
+            self.nodes[other.node].labels.get(level)
+            for other in self.pods.values()
+            if other.ordinal == pod.ordinal and other.node in self.nodes
+        } - {None}
+
+    def _joins(self, pod: PodView, node: NodeView, term: Mapping[str, Any]) -> bool:
+        level = term["topologyKey"]
+        domains = self._domains(pod, level)
+        return level in node.labels and (not domains or node.labels[level] in domains)
+
+    def _siblings(self, pod: PodView, node: NodeView) -> int:
+        return sum(
+            other.node == node.name and other.ordinal != pod.ordinal for other in self.pods.values()
         )
 
     def reports(self) -> dict[int, ReportView]:

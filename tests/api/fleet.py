@@ -1,7 +1,7 @@
 """Shared by the tests of the operator: the operator as a process, and a fleet's nodes and pods.
 
-There is neither a scheduler nor a kubelet here. `Fleet.play` binds pods to the nodes they name
-and marks them as running; the API server is real.
+There is neither a scheduler nor a kubelet here. `Fleet.play` binds pods to the nodes they prefer,
+or to others with room, and marks them as running; the API server is real.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ T = TypeVar("T")
 PATIENCE_S = 120.0
 NOW = "2026-01-01T00:00:00Z"
 ROOM = {"cpu": "8", "memory": "64Gi", "pods": "110", "nvidia.com/gpu": "8"}
+DURING = "DuringSchedulingIgnoredDuringExecution"
 LEASE_S = 4.0
 HOUSE = Path(__file__).resolve().parents[2]
 
@@ -142,6 +143,8 @@ class Fleet:
     def __init__(self, api: httpx.Client, namespace: str, nodes: int = 2) -> None:
         self.api, self.namespace = api, namespace
         self.selector = {"test": namespace}
+        self.scheduled = False
+        """A real scheduler binds the pods."""
         self.nodes = [f"{namespace}-node-{number}" for number in range(nodes)]
         self.address: Callable[[str], str] = lambda pod: "127.0.0.1"
         self._seen: list[dict[str, Any]] = []
@@ -152,10 +155,10 @@ class Fleet:
         for name in self.nodes:
             self.api.delete(f"/api/v1/nodes/{name}")
 
-    def add_node(self) -> str:
+    def add_node(self, rack: str = "r", **labels: str) -> str:
         """Add a node; returns its name."""
         self.nodes.append(f"{self.namespace}-node-{len(self.nodes)}")
-        self._make_node(self.nodes[-1])
+        self._make_node(self.nodes[-1], rack, labels)
         return self.nodes[-1]
 
     def change_node(self, name: str, spec: Mapping[str, Any], ready: str = "True") -> None:
@@ -163,9 +166,9 @@ class Fleet:
         self._merge(f"/api/v1/nodes/{name}", {"spec": spec})
         self._merge(f"/api/v1/nodes/{name}/status", {"status": {"conditions": _ready(ready)}})
 
-    def _make_node(self, name: str) -> None:
-        labels = {**self.selector, "kubernetes.io/hostname": name}
-        labels |= {"topology.kubernetes.io/rack": "r", "topology.kubernetes.io/zone": "z"}
+    def _make_node(self, name: str, rack: str = "r", more: Mapping[str, str] = {}) -> None:
+        labels = {**self.selector, "kubernetes.io/hostname": name, **more}
+        labels |= {"topology.kubernetes.io/rack": rack, "topology.kubernetes.io/zone": "z"}
         reply = self.api.post("/api/v1/nodes", json={"metadata": {"name": name, "labels": labels}})
         reply.raise_for_status()
         status = {"allocatable": ROOM, "capacity": ROOM, "conditions": _ready("True")}
@@ -257,7 +260,8 @@ class Fleet:
             elif pod["spec"].get("schedulingGates") or "ownerReferences" not in pod["metadata"]:
                 continue
             elif "nodeName" not in pod["spec"]:
-                self._bind(pod)
+                if not self.scheduled:
+                    self._schedule(pod)
             elif pod["status"]["phase"] == "Pending":
                 self.run(name)
 
@@ -312,18 +316,57 @@ class Fleet:
         ]
         return "\n".join(lines)
 
-    def _bind(self, pod: dict[str, Any]) -> None:
-        affinity = pod["spec"]["affinity"]["nodeAffinity"]
-        terms = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
-        node = terms[0]["matchFields"][0]["values"][0]
+    def _schedule(self, pod: dict[str, Any]) -> None:
+        """Bind the pod to the node that it prefers, else to any that has room; or refuse it."""
+        rooms = {node["metadata"]["name"]: node for node in self._usable_nodes(pod)}
+        affinity = pod["spec"]["affinity"].get("nodeAffinity", {})
+        wanted = affinity.get(f"preferred{DURING}", ())
+        names = [term["preference"]["matchExpressions"][0]["values"][0] for term in wanted]
+        node = next((name for name in (*names, *sorted(rooms)) if name in rooms), "")
         name = pod["metadata"]["name"]
-        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}/binding"
-        target = {"apiVersion": "v1", "kind": "Node", "name": node}
-        self.api.post(path, json={"metadata": {"name": name}, "target": target})
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
+        if node:
+            target = {"apiVersion": "v1", "kind": "Node", "name": node}
+            self.api.post(f"{path}/binding", json={"metadata": {"name": name}, "target": target})
+            return
+        refused = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+        conditions = [refused | {"message": f"0/{len(self.nodes)} nodes are available"}]
+        if pod["status"].get("conditions") != conditions:
+            self._merge(f"{path}/status", {"status": {"conditions": conditions}})
+
+    def _usable_nodes(self, pod: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The nodes of this fleet that match the pod's selector and have its devices left."""
+        taken: dict[str, int] = {}
+        for other in self.list("pods"):
+            node = other["spec"].get("nodeName", "")
+            over = other["status"]["phase"] in ("Succeeded", "Failed")
+            taken[node] = taken.get(node, 0) + (0 if over else _devices(other))
+        selector = pod["spec"].get("nodeSelector", {})
+        for node in self.api.get("/api/v1/nodes").json()["items"]:
+            name, conditions = node["metadata"]["name"], node["status"]["conditions"]
+            ready = next(entry["status"] for entry in conditions if entry["type"] == "Ready")
+            room = int(node["status"]["allocatable"]["nvidia.com/gpu"]) - taken.get(name, 0)
+            if (
+                name in self.nodes
+                and not node["spec"].get("unschedulable")
+                and ready == "True"
+                and selector.items() <= node["metadata"]["labels"].items()
+                and room >= _devices(pod)
+            ):
+                yield node
 
     def _merge(self, path: str, change: Mapping[str, Any]) -> None:
         headers = {"Content-Type": "application/merge-patch+json"}
         self.api.patch(path, json=change, headers=headers).raise_for_status()
+
+
+def _devices(pod: dict[str, Any]) -> int:
+    """The devices that a pod requests."""
+    containers = pod["spec"]["containers"]
+    return sum(
+        int(container["resources"].get("requests", {}).get("nvidia.com/gpu", 0))
+        for container in containers
+    )
 
 
 def _ready(status: str) -> list[dict[str, str]]:

@@ -263,7 +263,7 @@ def worker_pod(namespace: str, source: dict[str, Any], device: str) -> dict[str,
             },
         }
     )
-    start = PodAssignment(ordinal=0, at=Coordinate(0, 0, 0), node="a", spec_hash="1", gated=True)
+    start = PodAssignment(ordinal=0, at=Coordinate(0, 0, 0), spec_hash="1", gated=True)
     settings = Settings(namespace="medha-system", worker_image="localhost/medha-worker:dev")
     return json.loads(json.dumps(pod_manifest(resource, start, settings)))  # type: ignore[no-any-return]
 

@@ -112,7 +112,7 @@ def test_alerts_use_the_configured_objective_and_runbook(render: Render) -> None
 
 def test_monitors_of_worker_pods_name_their_ports_and_labels(render: Render) -> None:
     tiny = yaml.safe_load((HOUSE / "examples/kubernetes/tiny.yaml").read_text())
-    start = PodAssignment(ordinal=0, at=Coordinate(0, 0, 0), node="a", spec_hash="1")
+    start = PodAssignment(ordinal=0, at=Coordinate(0, 0, 0), spec_hash="1")
     settings = from_environment(environment(render()))
     leader = pod_manifest(parse(tiny), start, settings)
     ports = {

@@ -12,6 +12,7 @@ from medha.errors import SpecError
 from medha.spec import MedhaReplica
 from medha.topology import Coordinate
 from medha_operator.resources.manifests import (
+    Place,
     PodAssignment,
     check,
     config_name,
@@ -24,14 +25,24 @@ from medha_operator.resources.manifests import (
 from medha_operator.settings import Flows, Settings, from_environment
 from medha_operator.testing import SETTINGS, Cluster, node, resource
 
+RACK, HOST = "topology.kubernetes.io/rack", "kubernetes.io/hostname"
+PLANNED = Place(node="node-7", domain={RACK: "r1"}, preferred={"clique": "c", HOST: "node-7"})
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+
 
 def rendered(
-    of: MedhaReplica, group: int = 0, stage: int = 0, gated: bool = False, **settings: Any
+    of: MedhaReplica,
+    group: int = 0,
+    stage: int = 0,
+    gated: bool = False,
+    place: Place = PLANNED,
+    **settings: Any,
 ) -> dict[str, Any]:
     start = PodAssignment(
         ordinal=0,
         at=Coordinate(group, stage, 0),
-        node="node-7",
+        place=place,
         spec_hash="abc",
         attempt=3,
         gated=gated,
@@ -96,17 +107,49 @@ def test_the_environment_gives_processes_their_place() -> None:
     }
 
 
-def test_a_pod_goes_to_its_planned_node_and_waits_at_the_gate_only_in_a_gang() -> None:
+def test_a_pod_waits_at_the_gate_only_in_a_gang() -> None:
     manifest = rendered(resource(), gated=True)
-    (term,) = manifest["spec"]["affinity"]["nodeAffinity"][
-        "requiredDuringSchedulingIgnoredDuringExecution"
-    ]["nodeSelectorTerms"]
-    assert term == {
-        "matchFields": [{"key": "metadata.name", "operator": "In", "values": ["node-7"]}]
-    }
-    assert manifest["metadata"]["annotations"]["medha.dev/node"] == "node-7"
     assert manifest["spec"]["schedulingGates"] == [{"name": "medha.dev/gang"}]
     assert "schedulingGates" not in rendered(resource())["spec"]
+
+
+def test_a_planned_pod_requires_its_domain_and_prefers_its_node() -> None:
+    manifest = rendered(resource(placement={"nodeSelector": {"pool": "h100"}}))
+    spec = manifest["spec"]
+    assert spec["nodeSelector"] == {"pool": "h100"}
+    assert list(spec["affinity"]) == ["nodeAffinity"]
+    affinity = spec["affinity"]["nodeAffinity"]
+    (term,) = affinity[REQUIRED]["nodeSelectorTerms"]
+    assert term == {"matchExpressions": [{"key": RACK, "operator": "In", "values": ["r1"]}]}
+    assert [
+        (preferred["weight"], preferred["preference"]["matchExpressions"][0]["key"])
+        for preferred in affinity[PREFERRED]
+    ] == [(100, HOST), (25, "clique")]
+    assert manifest["metadata"]["annotations"]["medha.dev/node"] == "node-7"
+
+
+def test_an_open_pod_stays_with_its_replica_on_nodes_that_need_not_exist_yet() -> None:
+    manifest = rendered(resource(placement={"packLevel": RACK}), place=Place(shared=(RACK,)))
+    affinity, labels = manifest["spec"]["affinity"], manifest["metadata"]["labels"]
+    assert list(affinity) == ["podAffinity"]
+    (shared,) = affinity["podAffinity"][REQUIRED]
+    assert shared["topologyKey"] == RACK
+    assert shared["labelSelector"]["matchLabels"].items() <= labels.items()  # the first begins one
+    assert [
+        (near["weight"], near["podAffinityTerm"]["topologyKey"])
+        for near in affinity["podAffinity"][PREFERRED]
+    ] == [(100, HOST), (25, "nvidia.com/gpu.clique")]
+    assert "annotations" not in manifest["metadata"]
+
+
+@pytest.mark.parametrize(("place", "skew"), [(PLANNED, 100), (Place(), 1)])
+def test_siblings_keep_apart_and_only_break_ties_of_a_plan(place: Place, skew: int) -> None:
+    (spread,) = rendered(resource(), place=place)["spec"]["topologySpreadConstraints"]
+    assert (spread["maxSkew"], spread["whenUnsatisfiable"]) == (skew, "ScheduleAnyway")
+    assert spread["labelSelector"] == {
+        "matchLabels": {"medha.dev/replica": "tiny"},
+        "matchExpressions": [{"key": "medha.dev/ordinal", "operator": "NotIn", "values": ["0"]}],
+    }
 
 
 @pytest.mark.parametrize(

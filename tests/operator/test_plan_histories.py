@@ -13,9 +13,9 @@ from medha_operator.planning.planner import PlanDecision, decide
 from medha_operator.planning.restarts import is_lost
 from medha_operator.planning.rollout import SCALED_DOWN, SURGE
 from medha_operator.resources.actions import Action, CreatePod, DeletePod, RequeueAt
-from medha_operator.testing import SETTINGS, Cluster, rack, resource
+from medha_operator.testing import REQUIRED, SETTINGS, Cluster, rack, resource
 
-RACK = "topology.kubernetes.io/rack"
+ZONE, RACK = "topology.kubernetes.io/zone", "topology.kubernetes.io/rack"
 
 
 class Histories(RuleBasedStateMachine):
@@ -38,7 +38,9 @@ class Histories(RuleBasedStateMachine):
         }
         self.images = 0
         self.cluster = Cluster(resource(**self.spec), [*rack("r1", 5), *rack("r2", 4)])
-        self.cluster.settle()
+        for _ in range(20):  # a gang that fits nowhere comes and goes: there is no end to wait for
+            self.cluster.reconcile()
+            self.cluster.turn()
 
     # --- people ---------------------------------------------------------------------------------
 
@@ -142,6 +144,19 @@ class Histories(RuleBasedStateMachine):
                 tp = pod.requests.get("nvidia.com/gpu", self.spec["parallelism"]["tp"])
                 taken[pod.node] = taken.get(pod.node, 0) + tp
         assert all(count <= 8 for count in taken.values()), taken
+
+    @invariant()
+    def an_autoscaler_can_make_a_node_for_every_pod(self) -> None:
+        """No pod requires more of a node than its labels above the host name."""
+        for name in self.cluster.pods if hasattr(self, "cluster") else ():
+            spec = self.cluster.specs[name]
+            node = spec["affinity"].get("nodeAffinity", {}).get(REQUIRED, {})
+            keys = {
+                rule["key"]
+                for term in node.get("nodeSelectorTerms", ())
+                for rule in term["matchExpressions"]
+            }
+            assert "nodeName" not in spec and keys <= {ZONE, RACK}
 
     def teardown(self) -> None:
         """Leave the cluster alone: it converges to the spec and stays so."""

@@ -313,40 +313,6 @@ def test_pods_of_a_silent_node_wait_for_it_if_there_is_no_other_node() -> None:
     assert cluster.pods["tiny-0-g0-s0"].ready
 
 
-def test_a_gang_whose_nodes_were_taken_is_planned_again_elsewhere() -> None:
-    cluster = Cluster(resource(parallelism={"tp": 4, "spp": 2}), [node("a"), node("b")])
-    cluster.reconcile()
-    taken = cluster.pods["tiny-0-g0-s0"].target
-    cluster.change_node(taken, used={"nvidia.com/gpu": 8})
-    cluster.settle()
-    assert taken not in cluster.places.values()
-    assert cluster.condition("Ready")["status"] == "True"
-    assert cluster.status["restarts"] == []
-
-
-def test_a_pod_that_is_not_bound_in_time_is_planned_again() -> None:
-    cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])
-    cluster.reconcile()
-    target = cluster.pods["tiny-0-g0-s0"].target
-    cluster.change_node(target, used={"cpu": 64_000})
-    again = [action for action in cluster.reconcile().actions if isinstance(action, RequeueAt)]
-    assert [requeue.at_s - cluster.now_s for requeue in again] == [60.0]
-    cluster.settle(turns=90)
-    assert list(cluster.places.values()) == [{"a": "b", "b": "a"}[target]]
-
-
-def test_the_time_to_bind_a_pod_begins_when_its_gate_is_removed() -> None:
-    cluster = Cluster(resource(parallelism={"tp": 8, "spp": 2}), [node("a"), node("b")])
-    cluster.reconcile()
-    cluster.now_s += 100.0  # its group could not be begun, or another clock is ahead
-    cluster.reconcile()
-    assert not any(pod.gated or pod.node for pod in cluster.pods.values())
-    again = [action for action in cluster.reconcile().actions if isinstance(action, RequeueAt)]
-    assert [requeue.at_s - cluster.now_s for requeue in again] == [60.0]
-    cluster.settle()
-    assert {pod.attempt for pod in cluster.pods.values()} == {1}
-
-
 def test_objects_deleted_by_hand_are_recreated() -> None:
     cluster = Cluster(resource(parallelism={"spp": 2}), [node("a")])
     cluster.settle()
@@ -407,14 +373,3 @@ def test_status_changes_emit_events() -> None:
     cluster.reconcile()
     (gone,) = events_between("tiny", before, cluster.status)
     assert (gone.reason, gone.warning) == ("NotServing", True)
-
-
-def test_a_pod_whose_node_goes_away_before_it_is_bound_is_planned_again_at_once() -> None:
-    cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])
-    cluster.reconcile()
-    target = cluster.pods["tiny-0-g0-s0"].target
-    del cluster.nodes[target]
-    began_s = cluster.now_s
-    cluster.settle()
-    assert cluster.condition("Ready")["status"] == "True"
-    assert cluster.now_s - began_s < 20

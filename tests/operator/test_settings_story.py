@@ -115,7 +115,7 @@ RICH: dict[str, Any] = {
 
 def held(of: MedhaReplica, now: MedhaReplica) -> bool:
     """Return whether pods made for `of`, as a server with webhooks holds them, hold `now`."""
-    start = PodAssignment(ordinal=1, at=Coordinate(0, 1, 0), node="a", spec_hash="0123456789")
+    start = PodAssignment(ordinal=1, at=Coordinate(0, 1, 0), spec_hash="0123456789")
     pod = msgspec.json.decode(msgspec.json.encode(pod_manifest(of, start, SETTINGS)))
     spec = pod["spec"]
     (worker,) = spec["containers"]

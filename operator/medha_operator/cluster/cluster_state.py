@@ -25,17 +25,18 @@ from medha_operator.resources.objects import (
     replicas_managers,
 )
 from medha_operator.resources.views import (
+    OVER,
     NodeView,
     Observed,
     PodTimers,
     PodView,
+    QuotaRefusal,
     ReportView,
     TakenName,
 )
 
 POD_DELAY_S, CAPACITY_DELAY_S = 0.15, 1.0
 ALL = ""
-_DONE = ("Succeeded", "Failed")
 
 
 class Resource(msgspec.Struct, frozen=True):
@@ -74,6 +75,8 @@ class ClusterState:
         self.polling_since_s = 0.0
         self.mount_errors: dict[str, str] = {}
         """The volume that cannot be mounted and why, by the UID of a pod that does not start."""
+        self.quotas: dict[Key, QuotaRefusal] = {}
+        """The last refusal of a pod by a quota, by resource."""
         self.scaling: dict[Key, ScalingStatus] = {}
         """The autoscaler's part of each status; empty while another operator leads."""
         self._taken: dict[Key, dict[tuple[str, str], TakenName]] = {}
@@ -133,6 +136,7 @@ class ClusterState:
             polled_since_s=self.polling_since_s,
             nodes=nodes,
             previous_status=resource.status,
+            quota=self.quotas.get(key),
             taken={
                 place: taken
                 for place, taken in self._taken.get(key, {}).items()
@@ -158,7 +162,7 @@ class ClusterState:
         return self._pods
 
     def assume(self, pod: Versioned[OwnedPod]) -> None:
-        """Count a pod that is about to be created on its target node."""
+        """Count a pod that is about to be created on the node that its plan prefers."""
         self._count(pod.key, pod.value)
 
     def forget(self, pod: Versioned[OwnedPod]) -> None:
@@ -183,6 +187,7 @@ class ClusterState:
         if new is None:
             self.set_waiting(key, replicas=False, groups=False)
             self.controller_status.pop(key, None)
+            self.quotas.pop(key, None)
             self._taken.pop(key, None)
             if old is not None:
                 self._parsed.pop(old.meta.uid, None)
@@ -203,13 +208,13 @@ class ClusterState:
         else:
             pods[key[1]] = new
         self._count(key, new)
-        if old is not None and (new is None or new.view.phase in _DONE):
+        if old is not None and (new is None or new.view.phase in OVER):
             self.capacity_changed()
         self._wake(either.resource, POD_DELAY_S)
 
     def _count(self, key: Key, pod: OwnedPod | None) -> None:
         view = None if pod is None else pod.view
-        node = "" if view is None or view.phase in _DONE else view.node or view.target
+        node = "" if view is None or view.phase in OVER else view.place
         usage = None if pod is None or not node else PodUsage(node, pod.resource, pod.requests)
         self.usage.set_pod(key, usage)
 

@@ -59,6 +59,10 @@ NEVER = 1
 """A resource version that no object ever has: an apply with it creates the object or fails."""
 
 
+class PodOverQuota(ClusterError):
+    """The namespace's quota has no room for a pod of a gang."""
+
+
 class Executor:
     """Executes the actions planned for a MedhaReplica; writes its status and scale."""
 
@@ -191,6 +195,16 @@ class Executor:
                 await self._events.emit(resource.meta, action, self.deadline_s())
             case RequeueAt():
                 pass
+
+    async def _create_pod(self, namespace: str, manifest: Mapping[str, Any]) -> None:
+        body = msgspec.json.encode(manifest)
+        try:
+            answer = await self._client.create(PODS, namespace, body, self.deadline_s())
+        except ClusterError as error:
+            if error.exceeds_quota:
+                raise PodOverQuota(error.status, error.reason, error.message) from None
+            raise
+        self._state.pods_in(namespace).learn(objects.pod(answer))
 
     async def _apply(self, namespace: str, manifest: Mapping[str, Any]) -> None:
         """Apply to the version that is known, or create: an object of another owner stays."""

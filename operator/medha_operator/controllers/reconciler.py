@@ -25,7 +25,7 @@ from medha.metrics import UNANSWERED, UNEXPECTED
 from medha.spec import MedhaReplica
 from medha_operator.cluster.cluster_state import ClusterState, Resource
 from medha_operator.controllers.adopter import Adopter
-from medha_operator.controllers.executor import Executor
+from medha_operator.controllers.executor import Executor, PodOverQuota
 from medha_operator.controllers.liveness import Liveness
 from medha_operator.kube.client import SECRETS, ClusterError, NameTaken
 from medha_operator.kube.lease import NotLeading
@@ -35,7 +35,7 @@ from medha_operator.planning.resource_status import Status, events_between, refu
 from medha_operator.resources.actions import RequeueAt
 from medha_operator.resources.labels import WORKER_KEYS
 from medha_operator.resources.objects import Key
-from medha_operator.resources.views import Observed
+from medha_operator.resources.views import Observed, QuotaRefusal
 from medha_operator.settings import Settings
 
 log = logging.getLogger("medha.operator.reconcile")
@@ -43,7 +43,7 @@ log = logging.getLogger("medha.operator.reconcile")
 MAX_RECONCILE_S = 60.0
 MAX_ROUNDS, REQUEUE_AFTER_S, MAX_WAIT_S = 4, 0.15, 0.25
 STATUS_PAUSE_S, MESSAGE_PAUSE_S = 1.0, 5.0
-PERSISTED = ("restarts", "retiring")
+PERSISTED = ("restarts", "waits", "retiring")
 ESSENTIAL = ("observedGeneration", "replicas", "readyReplicas", "selector", "scaling", *PERSISTED)
 
 
@@ -121,6 +121,10 @@ class Reconciler:
         try:
             return await self._act(resource, resource.replica, observed)
         except (ClusterError, UserError) as error:
+            if isinstance(error, PodOverQuota):
+                # The planner gives the whole gang back: another gang may wait for its part.
+                self._state.quotas[key] = QuotaRefusal(error.message, time.time())
+                return True
             if isinstance(error, ClusterError) and not error.refused:
                 raise
             message = error.message if isinstance(error, ClusterError) else str(error)

@@ -85,6 +85,11 @@ class ClusterError(MedhaError):
         """True if the object is invalid or forbidden: a retry would fail as well."""
         return self.status in (400, 403, 422)
 
+    @property
+    def exceeds_quota(self) -> bool:
+        """True if the object is valid, and the namespace's quota has no room for it."""
+        return self.status == 403 and "exceeded quota" in self.message
+
 
 class NameTaken(MedhaError):
     """An object that no MedhaReplica of ours owns has a name that the operator needs."""

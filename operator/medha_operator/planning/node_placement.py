@@ -1,6 +1,7 @@
-"""The node of each pod of a replica, or one sentence that says what is missing.
+"""The best nodes for the pods of a replica, or one sentence that says what is missing.
 
-Pure. The ranks of a pod share a node (their pod requests `tp` devices); the stages of a group stand
+Pure. The kube-scheduler decides; pods state the domain as a requirement and the node as a
+preference. The ranks of a pod share a node (it requests `tp` devices); the stages of a group stand
 as close together as the topology allows; all groups of a replica stay inside one `packLevel`
 domain, preferably one that can still take `kvp.max` of them. Among equals, replicas of one resource
 keep apart, and the fullest node or domain that will do is chosen, so that large gaps stay free.
@@ -17,13 +18,13 @@ Nothing is reserved for other resources: what they use, or were planned to use, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from medha.spec import MedhaReplica
-from medha_operator.resources.manifests import pod_requests
-from medha_operator.resources.views import NodeView, PodView
+from medha_operator.resources.manifests import HOSTNAME, Place, pod_requests, topology_levels
+from medha_operator.resources.views import OVER, NodeView, PodView
 
 COMMON_RESOURCES = {"cpu": 0, "memory": 1, "pods": 2}
 """Resources of every node, by rank; devices rank before them."""
@@ -34,7 +35,10 @@ class PodRequirements(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: Mapping[str, int]
     stages: int = 1
-    levels: tuple[str, ...] = ()
+    upper: tuple[str, ...] = ()
+    """Levels that name a packing domain, widest first; empty without `packLevel`."""
+    inner: tuple[str, ...] = ()
+    """Levels inside a packing domain, above the node."""
     pack_level: str | None = None
     node_selector: Mapping[str, str] = {}
     tolerations: tuple[Mapping[str, str], ...] = ()
@@ -42,10 +46,12 @@ class PodRequirements(msgspec.Struct, frozen=True, kw_only=True):
 
 def pod_requirements(resource: MedhaReplica) -> PodRequirements:
     placement = resource.spec.placement
+    upper, inner = topology_levels(placement)
     return PodRequirements(
         requests=pod_requests(resource),
         stages=resource.spec.parallelism.spp,
-        levels=placement.topology_levels,
+        upper=upper,
+        inner=inner,
         pack_level=placement.pack_level,
         node_selector=placement.node_selector,
         tolerations=placement.tolerations,
@@ -70,9 +76,7 @@ def selected(node: NodeView, required: PodRequirements) -> bool:
 def repelled(node: NodeView, required: PodRequirements) -> str:
     """Return the first taint that is not tolerated, "" if there is none."""
     for taint in node.taints:
-        # Kubernetes' own taints repeat what the node's conditions say.
-        condition = taint.key.startswith("node.kubernetes.io/")
-        if taint.effect == "PreferNoSchedule" or condition:
+        if taint.effect == "PreferNoSchedule":
             continue
         if not any(
             _tolerates(toleration, taint.key, taint.value, taint.effect)
@@ -90,7 +94,6 @@ def _tolerates(toleration: Mapping[str, str], key: str, value: str, effect: str)
     return toleration.get("key", "") == key and toleration.get("value", "") == value
 
 
-HOSTNAME = "kubernetes.io/hostname"
 _UNLIMITED = 1 << 30
 
 Nodes = tuple[str, ...]
@@ -117,10 +120,9 @@ class Placer:
         self._node_sets = {ordinal: set(names) for ordinal, names in settled.items()}
         self._root = Domain("", None)
         self._leaves: dict[str, Domain] = {}
-        self._free: dict[str, int] = {}  # pods that fit besides own ones; below 0 if overcommitted
-        upper, inner = _levels(required)
-        self._depth = len(upper)
-        self._build(_held(own, required), (*upper, *inner))
+        self._upper, self._inner = required.upper, required.inner
+        self._labels = {node.name: node.labels for node in nodes}
+        self._build(_held(own, required), (*self._upper, *self._inner))
 
     def settle(self, ordinal: int, nodes: Iterable[str]) -> None:
         """Keep other replicas away from these nodes of a replica."""
@@ -155,7 +157,6 @@ class Placer:
             leaf = parent.children[node.name] = Domain(node.name, parent, node.name)
             leaf.slots = max(slots, 0)
             self._leaves[node.name] = leaf
-            self._free[node.name] = slots
         for parent in parents.values():
             parent.add(sum([leaf.slots for leaf in parent.children.values()]))
 
@@ -165,12 +166,14 @@ class Placer:
         max_groups: int,
         promised: Mapping[str, int] = {},
         avoid: NodeSets = (),
+        refused: Collection[str] = (),
     ) -> tuple[Nodes, ...] | Unschedulable:
         """Choose nodes for the first `groups` groups of a new replica that may grow to
         `max_groups`.
 
         `promised` maps nodes to groups by which the replicas there may still grow: slots to leave
-        free if possible. `avoid` are the nodes of each replica to keep away from.
+        free if possible. `avoid` are the nodes of each replica to keep away from; `refused` names
+        domains where the scheduler found no nodes.
         """
         siblings = self._siblings(avoid)
         stages = self.required.stages
@@ -180,7 +183,11 @@ class Placer:
             if node in self._leaves:
                 packed = id(self._pack(self._leaves[node]))
                 kept[packed] = kept.get(packed, 0) + more * stages
-        able = [domain for domain in self._domains() if domain.slots >= need]
+        able = [
+            domain
+            for domain in self._domains()
+            if domain.slots >= need and domain.path not in refused
+        ]
         if not able:
             return self._unschedulable(need)
         roomy = [domain for domain in able if domain.slots - kept.get(id(domain), 0) >= wish]
@@ -227,9 +234,36 @@ class Placer:
             return self._unschedulable(need, inside=widest)
         return tuple(closest.take(need, siblings))
 
-    def holds(self, nodes: Iterable[str]) -> bool:
-        """Return whether each node is usable and has room for all own pods planned to it."""
-        return all(self._free.get(name, -1) >= 0 for name in nodes)
+    def place(self, node: str) -> Place:
+        """Require the node's `packLevel` domain, and prefer the node and its closest parts."""
+        labels = self._labels.get(node, {})
+        levels = (*self._inner, HOSTNAME)
+        preferred = {level: labels[level] for level in levels if level in labels}
+        return Place(node=node, domain=self.domain([node]), preferred=preferred)
+
+    def open_place(self, near: Iterable[str] = ()) -> Place:
+        """Prefer no node: stay in the domain of the nodes `near`, else in that of the first pod."""
+        domain = self.domain(near)
+        level = self.required.pack_level
+        if domain or level is None:
+            return Place(domain=domain)
+        labels = self._labels.values()
+        used = [name for name in self._upper if any(name in labelled for labelled in labels)]
+        return Place(shared=tuple(dict.fromkeys((*used, level))))
+
+    def domain(self, nodes: Iterable[str]) -> dict[str, str]:
+        """Return the labels of the `packLevel` domain in which these nodes lie; none if no node is
+        known, or if the resource has no `packLevel`."""
+        for node in nodes:
+            labels = self._labels.get(node, {})
+            if self.required.pack_level in labels:
+                return {level: labels[level] for level in self._upper if level in labels}
+        return {}
+
+    def domain_name(self, node: str) -> str:
+        """Return the name of the node's `packLevel` domain; "" without `packLevel`."""
+        labels = self._labels.get(node, {})
+        return "/".join(labels.get(level, "") for level in self._upper)
 
     def _siblings(self, node_sets: NodeSets) -> Siblings:
         return Siblings(
@@ -242,14 +276,14 @@ class Placer:
         if self.required.pack_level is None:
             return [self._root]
         domains = [self._root]
-        for _ in range(self._depth):
+        for _ in self._upper:
             domains = [child for domain in domains for child in domain.children.values()]
         return domains
 
     def _pack(self, leaf: Domain) -> Domain:
         """Return the domain of `_domains` that the node belongs to."""
         path = list(leaf.chain())
-        return path[-1 - self._depth] if self.required.pack_level is not None else path[-1]
+        return path[-1 - len(self._upper)] if self.required.pack_level is not None else path[-1]
 
     def _unschedulable(self, need: int, inside: Domain | None = None) -> Unschedulable:
         best = inside or max(
@@ -262,23 +296,13 @@ def _is_common(request: tuple[str, int]) -> bool:
     return request[0] in COMMON_RESOURCES
 
 
-def _levels(required: PodRequirements) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split the levels: those that name a packing domain, widest first, and those inside it."""
-    levels = required.levels
-    if required.pack_level is None:
-        return (), tuple(level for level in levels if level != HOSTNAME)
-    cut = levels.index(required.pack_level) + 1
-    return levels[:cut], tuple(level for level in levels[cut:] if level != HOSTNAME)
-
-
 def _held(pods: Iterable[PodView], required: PodRequirements) -> dict[str, dict[str, int]]:
     """Sum up what own pods hold of each node, or will hold once they are bound."""
     held: dict[str, dict[str, int]] = {}
     for pod in pods:
-        node = pod.node or pod.target
-        if not node or pod.phase in ("Succeeded", "Failed"):
+        if not pod.place or pod.phase in OVER:
             continue
-        amounts = held.setdefault(node, {})
+        amounts = held.setdefault(pod.place, {})
         for name, amount in (pod.requests or required.requests).items():
             amounts[name] = amounts.get(name, 0) + amount
     return held
@@ -331,6 +355,11 @@ class Domain:
         if child is None:
             child = self.children[name] = Domain(name, self)
         return child
+
+    @property
+    def path(self) -> str:
+        """Names from the widest domain down to this one."""
+        return "/".join([domain.name for domain in self.chain()][-2::-1])
 
     def add(self, count: int) -> None:
         """Add slots here, and so to every domain that contains this one."""
@@ -472,7 +501,8 @@ def _unusable(nodes: Sequence[NodeView], required: PodRequirements) -> str:
     states = []
     cordoned = sum(node.ready and not node.schedulable for node in nodes)
     silent = sum(not node.ready for node in nodes)
-    tainted = [taint for node in nodes if (taint := repelled(node, required))]
+    open_nodes = [node for node in nodes if node.ready and node.schedulable]
+    tainted = [taint for node in open_nodes if (taint := repelled(node, required))]
     if cordoned:
         states.append(f"{cordoned} cordoned")
     if silent:

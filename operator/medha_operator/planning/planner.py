@@ -3,8 +3,10 @@
     objects    Services; one ConfigMap, NetworkPolicy and budget per replica
     replicas   those to create, those to retire (see `rollout`)
     groups     failed ones restart (see `restarts`), wanted ones are created, released ones
-               deleted; a gang's pods are created gated, and ungated once all of them exist and
-               their nodes can still hold them
+               deleted; a gang's pods are created gated, and ungated once all of them exist
+
+Pods are created whether or not there is room: the scheduler has the last word, and an autoscaler
+makes nodes for the pods that wait. A gang that does not get all of its nodes is given back.
 
 Pure and level-triggered: every action is possible now and harmless twice. What must outlive the
 operator stands in the status, which is built from the same decision (see `resource_status`): a
@@ -24,7 +26,6 @@ from medha.spec import MedhaReplica, seconds
 from medha.topology import Coordinate
 from medha_operator.planning import restarts
 from medha_operator.planning.node_placement import (
-    Nodes,
     Placer,
     Unschedulable,
     pod_requirements,
@@ -44,6 +45,7 @@ from medha_operator.resources.actions import (
     RequeueAt,
 )
 from medha_operator.resources.manifests import (
+    Place,
     PodAssignment,
     check,
     config_name,
@@ -74,6 +76,11 @@ from medha_operator.settings import Settings
 
 DRAINED_S = 1.0
 """Interval for a draining replica: a change of its request count wakes no reconciler."""
+QUOTA_S = 10.0
+"""A quota's refusal is about the gangs that are being created within this time."""
+
+Places = tuple[Place, ...]
+"""The place of each stage of a group."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +103,7 @@ class PlanContext:
         Replicas that stay keep others away from their nodes.
         """
         settled = {
-            ordinal: {pod.node or pod.target for pod in self.replicas[ordinal].present}
+            ordinal: {pod.place for pod in self.replicas[ordinal].present}
             for ordinal in self.rollout.fresh
         }
         return self._placer(self.observed.pods, settled)
@@ -128,49 +135,112 @@ class PlanContext:
         others = [pod for pod in self.observed.pods if pod.ordinal != ordinal]
         return not isinstance(self._placer(others).place_base(kvp.min, kvp.max), Unschedulable)
 
+    def next_attempt(self, ordinal: int, group: int) -> int:
+        return restarts.next_attempt(
+            self.persisted.restart(ordinal, group), self.persisted.wait(ordinal, group)
+        )
+
     def next_attempts(self, ordinal: int, groups: Iterable[int]) -> tuple[dict[int, int], Plan]:
         """By group, the attempt that may start now: 0 during its back-off, whose end requeues."""
         attempts, requeue_s = {}, []
         for index in groups:
-            record = self.persisted.restart(ordinal, index)
-            due_s = restarts.not_before_s(record, self.now_s)
+            record, wait = (
+                self.persisted.restart(ordinal, index),
+                self.persisted.wait(ordinal, index),
+            )
+            due_s = restarts.not_before_s(record, wait, self.now_s)
             if due_s > self.now_s:
                 requeue_s.append(due_s)
-            attempts[index] = 0 if due_s > self.now_s else restarts.next_attempt(record)
+            attempts[index] = 0 if due_s > self.now_s else restarts.next_attempt(record, wait)
         return attempts, Plan(requeue_s=tuple(requeue_s)) if requeue_s else NOTHING
+
+    def last_waits(self, ordinal: int, groups: Iterable[int]) -> tuple[Unschedulable, ...]:
+        """Return why the first of these groups was given back; nothing if none was."""
+        for index in groups:
+            wait = self.persisted.wait(ordinal, index)
+            if wait is not None and restarts.is_waiting(wait, self.now_s):
+                return (Unschedulable(wait.reason, wait.message),)
+        return ()
+
+    def quota_refusal(self, ordinal: int, group: int) -> str:
+        """Return the refusal of a quota that the group has not been given back for; "" if none."""
+        quota, wait = self.observed.quota, self.persisted.wait(ordinal, group)
+        if quota is None or self.now_s - quota.at_s > QUOTA_S:
+            return ""
+        # Times in the status are whole seconds; the shortest pause is one, too.
+        counted = wait is not None and int(quota.at_s) <= unix_s(wait.at)
+        return "" if counted else quota.message
+
+    def place_base(self, ordinal: int) -> tuple[dict[int, Places], tuple[Unschedulable, ...]]:
+        """Place a whole base; if it has no room, leave it open and return why."""
+        kvp, stages = self.resource.spec.parallelism.kvp, self.resource.spec.parallelism.spp
+        avoid = self.placer.node_sets_of_others(ordinal)
+        reserve = _growth_reserve(self)
+        waits = [wait for index in range(kvp.min) if (wait := self.persisted.wait(ordinal, index))]
+        refused = {domain for wait in waits for domain in wait.domains}
+        placed = self.placer.place_base(kvp.min, kvp.max, reserve, avoid, refused)
+        open_base = dict.fromkeys(range(kvp.min), (self.placer.open_place(),) * stages)
+        if isinstance(placed, Unschedulable):
+            if refused:
+                placed = self.placer.place_base(kvp.min, kvp.max, reserve, avoid)
+            return open_base, (placed,) if isinstance(placed, Unschedulable) else ()
+        if any(restarts.is_open(wait) for wait in waits):
+            return open_base, ()
+        by_group = {
+            index: tuple(self.placer.place(node) for node in nodes)
+            for index, nodes in enumerate(placed)
+        }
+        return by_group, ()
+
+    def place_group(
+        self, ordinal: int, group: int, near: Iterable[str], count: int
+    ) -> tuple[Places, tuple[Unschedulable, ...]]:
+        """Place pods of a group near these nodes; if there is no room, leave them open and return
+        why."""
+        avoid = self.placer.node_sets_of_others(ordinal)
+        nodes = self.placer.place_group(near, count, avoid)
+        if isinstance(nodes, Unschedulable):
+            return (self.placer.open_place(near),) * count, (nodes,)
+        wait = self.persisted.wait(ordinal, group)
+        if wait is not None and wait.domains:
+            return (self.placer.open_place(near),) * count, ()
+        return tuple(self.placer.place(node) for node in nodes), ()
 
     def start_groups(
         self,
         ordinal: int,
-        nodes_by_group: Mapping[int, Nodes],
+        places_by_group: Mapping[int, Places],
         attempts: Mapping[int, int],
+        unplaced: Sequence[Unschedulable] = (),
         wanted: int = 0,
     ) -> Plan:
         """Create the pods of these groups, gated unless there is but one pod."""
-        gated = sum(len(nodes) for nodes in nodes_by_group.values()) > 1
-        for nodes in nodes_by_group.values():
-            self.placer.settle(ordinal, nodes)
+        gated = sum(len(places) for places in places_by_group.values()) > 1
+        for places in places_by_group.values():
+            self.placer.settle(ordinal, [place.node for place in places])
         pods = [
-            self.create_pod(ordinal, index, stage, node, attempts[index], gated)
-            for index, nodes in nodes_by_group.items()
-            for stage, node in enumerate(nodes)
+            self.create_pod(ordinal, index, stage, place, attempts[index], gated)
+            for index, places in places_by_group.items()
+            for stage, place in enumerate(places)
         ]
+        if unplaced:
+            return Plan(actions=(*pods, EmitEvent("NoRoom", unplaced[0].message, warning=True)))
         where = ", ".join(
-            f"group {index} on {', '.join(dict.fromkeys(nodes))}"
-            for index, nodes in nodes_by_group.items()
+            f"group {index} on {', '.join(dict.fromkeys(place.node for place in places)) or 'any'}"
+            for index, places in places_by_group.items()
         )
         target = f" ({wanted} groups are wanted)" if wanted else ""
         reason = "GroupWanted" if wanted else "Placed"
         return Plan(actions=(*pods, EmitEvent(reason, f"{self.name(ordinal)}: {where}{target}")))
 
     def create_pod(
-        self, ordinal: int, group: int, stage: int, node: str, attempt: int, gated: bool
+        self, ordinal: int, group: int, stage: int, place: Place, attempt: int, gated: bool
     ) -> CreatePod:
         sibling = self.configured.get(ordinal)
         assignment = PodAssignment(
             ordinal=ordinal,
             at=Coordinate(group, stage, 0),
-            node=node,
+            place=place,
             spec_hash=self.spec_hash,
             attempt=attempt,
             gated=gated,
@@ -254,7 +324,7 @@ def decide(resource: MedhaReplica, observed: Observed, settings: Settings) -> Pl
     plan = _free_names(ctx)
     for replica in kept:
         plan += reconcile_base(ctx, replica)
-    rollout, created = _create_replicas(ctx)
+    rollout, created = _create_replicas(ctx, plan)
     plan += created
     for replica in kept:
         if replica.ordinal not in rollout.retiring:
@@ -364,25 +434,48 @@ def _free_names(ctx: PlanContext) -> Plan:
     return Plan(actions=tuple(actions)) if actions else NOTHING
 
 
-def _create_replicas(ctx: PlanContext) -> tuple[Rollout, Plan]:
-    """Create new replicas where they fit; else retire an outdated one first if that helps."""
-    kvp, rollout, plan = ctx.resource.spec.parallelism.kvp, ctx.rollout, NOTHING
+def _create_replicas(ctx: PlanContext, before: Plan) -> tuple[Rollout, Plan]:
+    """Create new replicas, with or without room for them. If retiring an outdated one makes room,
+    that comes first; also for new ones that the scheduler has refused."""
+    rollout, plan, groups = ctx.rollout, NOTHING, range(ctx.resource.spec.parallelism.kvp.min)
+    if ctx.persisted.waits or any(
+        unplaced.reason != restarts.NO_NODE for unplaced in before.unplaced_replicas
+    ):
+        rollout = _retire_victim(ctx, rollout)
     created: list[int] = []
     for ordinal in rollout.create:
-        attempts, waits = ctx.next_attempts(ordinal, range(kvp.min))
-        plan += waits
-        if not all(attempts.values()):
+        refused = _refused_by_quota(ctx, ordinal, groups)
+        attempts, waits = ctx.next_attempts(ordinal, groups)
+        plan += refused + waits
+        if refused.failures or not all(attempts.values()):
+            plan += _waiting_replica(ctx.last_waits(ordinal, groups))
             continue
-        avoid = ctx.placer.node_sets_of_others(ordinal)
-        placed = ctx.placer.place_base(kvp.min, kvp.max, _growth_reserve(ctx), avoid)
-        if isinstance(placed, Unschedulable):
-            plan += Plan(unplaced_replicas=(placed,))
+        places, unplaced = ctx.place_base(ordinal)
+        plan += _waiting_replica(unplaced or ctx.last_waits(ordinal, groups))
+        if unplaced:
             rollout = _retire_victim(ctx, rollout)
-            break
+            if any(ctx.fits_without(leaving) for leaving in rollout.retiring):
+                break  # its room comes free
         created.append(ordinal)
-        plan += ctx.start_groups(ordinal, dict(enumerate(placed)), attempts)
+        plan += ctx.start_groups(ordinal, places, attempts, unplaced)
     pending = tuple(ordinal for ordinal in rollout.create if ordinal not in created)
     return msgspec.structs.replace(rollout, create=tuple(created), pending=pending), plan
+
+
+def _refused_by_quota(ctx: PlanContext, ordinal: int, groups: Iterable[int]) -> Plan:
+    """Give back groups that have no pod yet because a quota allows none."""
+    failures = [
+        GroupFailure(
+            ordinal=ordinal,
+            group=index,
+            attempt=ctx.next_attempt(ordinal, index),
+            why=message,
+            reason=restarts.QUOTA,
+        )
+        for index in groups
+        if (message := ctx.quota_refusal(ordinal, index))
+    ]
+    return Plan(failures=tuple(failures), requeue_s=(ctx.now_s,)) if failures else NOTHING
 
 
 def _retire_victim(ctx: PlanContext, rollout: Rollout) -> Rollout:
@@ -401,7 +494,7 @@ def _growth_reserve(ctx: PlanContext) -> dict[str, int]:
     """By node of a replica's leader, the groups by which this replica may still grow."""
     max_groups = ctx.resource.spec.parallelism.kvp.max
     return {
-        leader.node or leader.target: max_groups - len(replica.groups)
+        leader.place: max_groups - len(replica.groups)
         for replica in ctx.replicas.values()
         if (leader := replica.leader) is not None and len(replica.groups) < max_groups
     }
@@ -441,39 +534,128 @@ def _retire(ctx: PlanContext, replica: ReplicaView, why: str) -> Plan:
 
 def reconcile_base(ctx: PlanContext, replica: ReplicaView) -> Plan:
     """Repair, recreate and ungate the groups that the replica needs in order to serve."""
-    plan, missing = NOTHING, []
-    for index in range(replica.min_groups):
-        group = replica.groups.get(index)
-        if group is None:
-            missing.append(index)
-        else:
-            plan += repair(ctx, replica, group)
-    if missing:
+    plan, gang = NOTHING, replica.base
+    missing = [index for index in range(replica.min_groups) if index not in replica.groups]
+    unfinished = [*missing, *(group.index for group in gang if group.unfinished)]
+    refusals = (ctx.quota_refusal(replica.ordinal, index) for index in unfinished)
+    if refused := next(filter(None, refusals), ""):
+        return _give_back_unfinished(ctx, replica, gang, missing, refused)
+    # A base starts as one gang; of one that has run, a group that restarts is a gang of its own.
+    started = ctx.persisted.groups_of(replica.ordinal).generation > 0
+    for part in [[group] for group in gang] if started else [[*gang]]:
+        plan += _reconcile_gang(ctx, replica, part)
+    plan += _waiting_replica(_unplaced(ctx, replica, gang))
+    if missing and (len(missing) == replica.min_groups or any(group.present for group in gang)):
         attempts, waits = ctx.next_attempts(replica.ordinal, missing)
         plan += waits
         if all(attempts.values()):
             plan += recreate(ctx, replica, attempts)
-    gang = replica.base
-    if len(gang) == replica.min_groups and all(group.complete for group in gang):
-        plan += ungate(ctx, [group for group in gang if group.has_gates])
+        else:
+            plan += _waiting_replica(ctx.last_waits(replica.ordinal, missing))
+    if not missing and all(group.complete for group in gang):
+        plan += ungate(gang)
     return plan
 
 
 def recreate(ctx: PlanContext, replica: ReplicaView, attempts: Mapping[int, int]) -> Plan:
     """Create the base groups that the replica lacks, near those that it has."""
-    placed: dict[int, Nodes] = {}
-    near = [pod.node or pod.target for pod in replica.present]
+    ordinal, near = replica.ordinal, [pod.place for pod in replica.present]
+    if not near:
+        base, unplaced = ctx.place_base(ordinal)
+        plan = _waiting_replica(unplaced)
+        return plan + ctx.start_groups(ordinal, base, attempts, unplaced)
+    placed: dict[int, Places] = {}
+    reasons: list[Unschedulable] = []
     for index in attempts:
-        avoid = ctx.placer.node_sets_of_others(replica.ordinal)
-        nodes = ctx.placer.place_group(near, avoid=avoid)
-        if isinstance(nodes, Unschedulable):
-            if len(attempts) == replica.min_groups and ctx.fits_without(replica.ordinal):
-                why = "the replica moves: its base has no room near its other groups"
-                return Plan(actions=tuple(ctx.delete_pods(replica.present, why)))
-            return Plan(unplaced_replicas=(nodes,))
-        placed[index] = nodes
-        near += nodes
-    return ctx.start_groups(replica.ordinal, placed, attempts)
+        places, unplaced = ctx.place_group(ordinal, index, near, ctx.placer.required.stages)
+        if unplaced and len(attempts) == replica.min_groups and ctx.fits_without(ordinal):
+            why = "the replica moves: its base has no room near its other groups"
+            return Plan(actions=tuple(ctx.delete_pods(replica.present, why)))
+        placed[index] = places
+        reasons += unplaced
+        near += [place.node for place in places]
+    plan = _waiting_replica(tuple(reasons))
+    return plan + ctx.start_groups(ordinal, placed, attempts, reasons)
+
+
+def _reconcile_gang(ctx: PlanContext, replica: ReplicaView, gang: Sequence[GroupView]) -> Plan:
+    """Repair the groups of a gang, or give it back whole if it does not get its nodes."""
+    times, plan = 0, NOTHING
+    for group in gang:
+        wait = ctx.persisted.wait(replica.ordinal, group.index)
+        times = max(times, wait.times if wait is not None else 0)
+        if wait is not None and group.present and wait.attempt >= group.attempt:
+            return _give_back(ctx, replica, gang, wait.reason, wait.message)
+    back_s = restarts.give_back_s(gang, times, f"{ctx.resource.uid} {replica.ordinal}")
+    if back_s is not None and back_s <= ctx.now_s:
+        pod = next(pod for group in gang for pod in group.present if pod.refused)
+        why = f"pod {pod.name} finds no node: {pod.message or pod.why}"
+        nodes = [pod.node or pod.target for group in gang for pod in group.present]
+        domain = ctx.placer.domain_name(next(filter(None, sorted(nodes))))
+        return _give_back(ctx, replica, gang, restarts.NO_NODE, why, domain)
+    for group in gang:
+        plan += repair(ctx, replica, group)
+    return plan if back_s is None else plan + Plan(requeue_s=(back_s,))
+
+
+def _give_back(
+    ctx: PlanContext,
+    replica: ReplicaView,
+    gang: Iterable[GroupView],
+    reason: str,
+    why: str,
+    domain: str | None = None,
+) -> Plan:
+    plan = NOTHING
+    for group in gang:
+        if group.present:
+            failure = restarts.given_back(replica, group, reason, why, domain)
+            plan += restart(ctx, replica, group, failure)
+    return plan
+
+
+def _give_back_unfinished(
+    ctx: PlanContext,
+    replica: ReplicaView,
+    gang: Sequence[GroupView],
+    missing: Sequence[int],
+    why: str,
+) -> Plan:
+    """Give back a gang that a quota does not allow to exist as a whole."""
+    unbound = [group for group in gang if not any(pod.node for pod in group.present)]
+    plan = _refused_by_quota(ctx, replica.ordinal, missing)
+    return plan + _give_back(ctx, replica, unbound, restarts.QUOTA, why)
+
+
+def _waiting_replica(unplaced: tuple[Unschedulable, ...]) -> Plan:
+    return Plan(unplaced_replicas=unplaced) if unplaced else NOTHING
+
+
+def _waiting_group(unplaced: tuple[Unschedulable, ...]) -> Plan:
+    return Plan(unplaced_groups=unplaced) if unplaced else NOTHING
+
+
+def _unplaced(
+    ctx: PlanContext, replica: ReplicaView, gang: Iterable[GroupView]
+) -> tuple[Unschedulable, ...]:
+    """Explain why the scheduler finds no nodes for pods of this gang. Before it has judged them,
+    the reason is that of the last attempt; there is none if the gang waits for nothing else."""
+    unbound = [pod for group in gang for pod in group.present if not pod.node]
+    refused = [pod for pod in unbound if pod.refused]
+    if not refused:
+        waits = unbound and not any(pod.held for pod in unbound)
+        return ctx.last_waits(replica.ordinal, [pod.group for pod in unbound]) if waits else ()
+    kvp = ctx.resource.spec.parallelism.kvp
+    near = [pod.node for pod in replica.present if pod.node]
+    placed = (
+        ctx.placer.place_group(near, len(refused))
+        if near
+        else ctx.placer.place_base(kvp.min, kvp.max)
+    )
+    if isinstance(placed, Unschedulable):
+        return (placed,)
+    pod = refused[0]
+    return (Unschedulable(restarts.NO_NODE, f"pod {pod.name} finds no node: {pod.message}"),)
 
 
 def reconcile_extra(ctx: PlanContext, replica: ReplicaView) -> Plan:
@@ -492,10 +674,15 @@ def reconcile_extra(ctx: PlanContext, replica: ReplicaView) -> Plan:
             continue
         if released:
             plan += Plan(requeue_s=(released,))
+        refused = ctx.quota_refusal(replica.ordinal, index) if group.unfinished else ""
+        if refused:
+            plan += _give_back_unfinished(ctx, replica, [group], (), refused)
+            continue
         if polled or group.complete or group.gated:
-            plan += repair(ctx, replica, group)
-        if group.complete and group.has_gates:
-            plan += ungate(ctx, [group])
+            plan += _reconcile_gang(ctx, replica, [group])
+        if group.complete:
+            plan += ungate([group])
+        plan += _waiting_group(_unplaced(ctx, replica, [group]))
     return plan + _grow(ctx, replica, polled) if replica.ready else plan
 
 
@@ -507,16 +694,17 @@ def _grow(ctx: PlanContext, replica: ReplicaView, polled: bool) -> Plan:
     if missing or any(not group.ready for group in replica.groups.values()):
         plan += Plan(growing=(replica.ordinal,))
     for index in missing if polled else ():
+        refused = _refused_by_quota(ctx, replica.ordinal, [index])
         attempts, waits = ctx.next_attempts(replica.ordinal, [index])
-        plan += waits
-        if not attempts[index]:
+        plan += refused + waits
+        if refused.failures or not attempts[index]:
+            plan += _waiting_group(ctx.last_waits(replica.ordinal, [index]))
             continue
-        near = [pod.node or pod.target for pod in replica.present]
-        avoid = ctx.placer.node_sets_of_others(replica.ordinal)
-        nodes = ctx.placer.place_group(near, avoid=avoid)
-        if isinstance(nodes, Unschedulable):
-            return plan + Plan(unplaced_groups=(nodes,))
-        plan += ctx.start_groups(replica.ordinal, {index: nodes}, attempts, wanted)
+        near = [pod.place for pod in replica.present]
+        stages = ctx.placer.required.stages
+        places, unplaced = ctx.place_group(replica.ordinal, index, near, stages)
+        plan += _waiting_group(unplaced)
+        plan += ctx.start_groups(replica.ordinal, {index: places}, attempts, unplaced, wanted)
     return plan
 
 
@@ -532,26 +720,19 @@ def repair(ctx: PlanContext, replica: ReplicaView, group: GroupView) -> Plan:
     failure = restarts.failure_of(replica, group, ctx.nodes, ctx.now_s)
     if failure is not None:
         return restart(ctx, replica, group, failure)
-    if group.present and group.gated and group.missing:
-        near = [pod.target for pod in replica.present]
-        avoid = ctx.placer.node_sets_of_others(replica.ordinal)
-        nodes = ctx.placer.place_group(near, len(group.missing), avoid)
-        if isinstance(nodes, Unschedulable):
-            why = "the rest of the group cannot be placed"
-            return Plan(actions=tuple(ctx.delete_pods(group.present, why)))
+    if group.unfinished:
+        near = [pod.place for pod in replica.present if pod.place]
+        places: Places = (ctx.placer.open_place(),) * len(group.missing)
+        if near:
+            places, _ = ctx.place_group(replica.ordinal, group.index, near, len(group.missing))
         return Plan(
             actions=tuple(
-                ctx.create_pod(replica.ordinal, group.index, stage, node, group.attempt, True)
-                for stage, node in zip(group.missing, nodes, strict=True)
+                ctx.create_pod(replica.ordinal, group.index, stage, place, group.attempt, True)
+                for stage, place in zip(group.missing, places, strict=True)
             )
         )
-    requeue_s = [
-        pod.open_since_s + restarts.BIND_S for pod in group.present if pod.open_since_s is not None
-    ]
     hung_at_s = restarts.hung_at_s(replica, group)
-    if hung_at_s is not None:
-        requeue_s.append(hung_at_s)
-    return Plan(requeue_s=tuple(requeue_s)) if requeue_s else NOTHING
+    return NOTHING if hung_at_s is None else Plan(requeue_s=(hung_at_s,))
 
 
 def restart(
@@ -567,23 +748,15 @@ def restart(
     if not restarts.is_recorded(failure, ctx.persisted):
         return Plan(failures=(failure,), requeue_s=(ctx.now_s,))
     deletes = ctx.delete_pods(group.present, failure.why, restarts.GRACE_S, failure.lost)
-    message = f"{ctx.name(replica.ordinal)} restarts KVP group {group.index}: {failure.why}"
-    event = EmitEvent("GroupFailed", message, warning=True)
+    name, ends = ctx.name(replica.ordinal), "gives back" if failure.reason else "restarts"
+    message = f"{name} {ends} KVP group {group.index}: {failure.why}"
+    event = EmitEvent(failure.reason or "GroupFailed", message, warning=True)
     return Plan(actions=(*deletes, event), failures=(failure,))
 
 
-def ungate(ctx: PlanContext, groups: Sequence[GroupView]) -> Plan:
-    """Remove the gates of a whole gang, or delete its pods: a gate cannot be put back.
-
-    A gang that a failure left half ungated is finished.
-    """
-    pods = [pod for group in groups for pod in group.present]
-    if not pods:
+def ungate(gang: Sequence[GroupView]) -> Plan:
+    """Remove the gates of a gang whose pods all exist."""
+    gated = [pod for group in gang for pod in group.present if pod.gated]
+    if not gated:
         return NOTHING
-    begun = not all(pod.gated for pod in pods)
-    if begun or ctx.placer.holds(pod.target for pod in pods):
-        return Plan(
-            actions=tuple(RemoveSchedulingGate(pod.name, pod.uid) for pod in pods if pod.gated)
-        )
-    why = "other pods took its nodes before the whole gang existed"
-    return Plan(actions=tuple(ctx.delete_pods(pods, why)))
+    return Plan(actions=tuple(RemoveSchedulingGate(pod.name, pod.uid) for pod in gated))

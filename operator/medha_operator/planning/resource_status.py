@@ -38,6 +38,7 @@ from medha_operator.resources.views import (
     RestartRecord,
     RetiringRecord,
     ScaleOwnerRecord,
+    WaitRecord,
     load_status,
 )
 
@@ -77,6 +78,7 @@ def status(
         "selector": f"{labels.RESOURCE}={resource.name},{labels.ROLE}={labels.LEADER}",
         "groups": _plain(groups),
         "restarts": _plain(_restarts(decision, now_s)),
+        "waits": _plain(_waits(decision, now_s)),
         "retiring": _plain(_retiring(decision, now_s)),
         "conditions": _plain(_with_times(current, decision.persisted, now_s, generation)),
     }
@@ -162,16 +164,38 @@ def _groups_record(replica: ReplicaView, persisted: PersistedStatus) -> GroupsRe
 
 def _restarts(decision: PlanDecision, now_s: float) -> tuple[RestartRecord, ...]:
     """Collect failures of replicas that stay, this decision's included."""
-    ordinals = {*decision.replicas, *decision.rollout.create, *decision.rollout.pending}
-    ordinals -= set(decision.rollout.retiring)
+    ordinals = _lasting(decision)
     records = {
         (record.replica, record.group): record
         for record in decision.persisted.restarts
         if record.replica in ordinals
     }
     for failure in decision.failures:
-        place = (failure.ordinal, failure.group)
-        records[place] = restarts.add_failure(records.get(place), failure, now_s)
+        if not failure.reason:
+            place = (failure.ordinal, failure.group)
+            records[place] = restarts.add_failure(records.get(place), failure, now_s)
+    return tuple(records[place] for place in sorted(records))
+
+
+def _lasting(decision: PlanDecision) -> set[int]:
+    """Return the ordinals of replicas that stay or come."""
+    ordinals = {*decision.replicas, *decision.rollout.create, *decision.rollout.pending}
+    return ordinals - set(decision.rollout.retiring)
+
+
+def _waits(decision: PlanDecision, now_s: float) -> tuple[WaitRecord, ...]:
+    """Collect groups that were given back and have not found their nodes since."""
+    ordinals, records = _lasting(decision), {}
+    for record in decision.persisted.waits:
+        replica = decision.replicas.get(record.replica)
+        group = replica.groups.get(record.group) if replica is not None else None
+        bound = group is not None and group.bound
+        if record.replica in ordinals and restarts.is_waiting(record, now_s) and not bound:
+            records[record.replica, record.group] = record
+    for failure in decision.failures:
+        if failure.reason:
+            place = (failure.ordinal, failure.group)
+            records[place] = restarts.add_wait(records.get(place), failure, now_s)
     return tuple(records[place] for place in sorted(records))
 
 
@@ -196,7 +220,7 @@ def _plain(records: tuple[msgspec.Struct, ...]) -> list[Any]:
 
 _FETCH = "fetch-model: "
 _SETUP = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
-_TRANSIENT = ("Placing", "Loading", "Joining", "NotLoadedYet")
+_TRANSIENT = ("Placing", "Queued", "Loading", "Joining", "NotLoadedYet")
 """Reasons that go away by themselves."""
 
 
@@ -345,10 +369,13 @@ def _placed(resource: MedhaReplica, decision: PlanDecision) -> Condition:
     if decision.unplaced_replicas:
         worst = decision.unplaced_replicas[0]
         return Condition("Placed", "False", worst.reason, worst.message)
-    for pod in _waiting(decision):
-        if not pod.node and pod.why == "Unschedulable":
-            message = f"pod {pod.name} finds no node: {pod.message}"
-            return Condition("Placed", "False", "Unschedulable", message)
+    for replica in _needed(decision):
+        for pod in replica.present:
+            if pod.held:
+                message = (
+                    f"pods wait behind the scheduling gate {pod.held}, which its owner removes"
+                )
+                return Condition("Placed", "False", "Queued", message)
     return Condition("Placed", "False", "Placing", "pods are not yet bound to their nodes")
 
 

@@ -1,14 +1,18 @@
 """Failures of KVP groups, their restarts, and the number of groups of a replica.
 
-A group lives and dies as a whole: if one of its pods fails, vanishes or finds no node in time, all
-of them are deleted and created again as the next attempt. The rest of the replica goes on. Failures
-within the window delay the next attempt with doubling back-off; if the budget is spent, the group
-waits until the oldest of them leaves the window.
+A group lives and dies as a whole: if one of its pods fails or vanishes, all of them are deleted and
+created again as the next attempt. The rest of the replica goes on. Failures within the window delay
+the next attempt with doubling back-off; if the budget is spent, the group waits until the oldest of
+them leaves the window.
+
+A gang that the cluster does not let run (no room, a quota, a preemption) is given back whole and
+created again; that is no failure and spends no budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -22,11 +26,19 @@ from medha_operator.resources.views import (
     PodView,
     ReplicaView,
     RestartRecord,
+    WaitRecord,
 )
 
 POLICY = RestartPolicy(first_backoff_s=1.0, longest_backoff_s=60.0, budget=5, window_s=600.0)
-BIND_S = 60.0
-"""A pod that the scheduler may bind but has not bound for this time is planned again."""
+REFUSED_S, HOLDING_S, LONGEST_HOLDING_S = 10.0, 60.0, 300.0
+"""A planned gang is given back when the scheduler has refused all of it for the first time; a gang
+that holds some nodes after the second, which doubles each time up to the third."""
+NO_NODE, QUOTA, PREEMPTED = "Unschedulable", "QuotaExceeded", "Preempted"
+"""Reasons for which a gang is given back."""
+MAX_DOMAINS = 16
+"""Domains that a record holds."""
+LONGEST_PAUSE_S = 16.0
+"""Longest pause after a gang was given back: an autoscaler must not miss its pods for longer."""
 HUNG_S = 120.0
 """A group that its controller gave up on may recover by itself for this time; then it restarts."""
 GRACE_S = 5
@@ -35,13 +47,17 @@ GRACE_S = 5
 
 class GroupFailure(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a group's attempt, and why. `lost` is a node that does not answer; then the
-    attempt ends only if there is another node for it."""
+    attempt ends only if there is another node for it. With a `reason` the group is given back and
+    has not failed."""
 
     ordinal: int
     group: int
     attempt: int
     why: str
     lost: str = ""
+    reason: str = ""
+    domain: str | None = None
+    """The `packLevel` domain in which a gang was given back because it found no nodes."""
 
 
 def failure_of(
@@ -52,14 +68,14 @@ def failure_of(
     if not present:
         return None
     lost = ""
-    why = _pod_failure(group, now_s)
+    disrupted = next((pod for pod in group.pods if pod.deleting and pod.disrupted), None)
+    if disrupted is not None and disrupted.attempt == group.attempt:
+        why = f"pod {disrupted.name} was preempted: {disrupted.disrupted}"
+        return given_back(replica, group, PREEMPTED, why)
+    why = _pod_failure(group)
     if not why:
         lost = next((pod.node for pod in present if is_lost(pod, nodes)), "")
         why = f"node {lost} does not answer" if lost else ""
-    if not why:
-        stray = next((pod for pod in present if _has_no_target(pod, nodes)), None)
-        if stray is not None:
-            why = f"node {stray.target} went away before pod {stray.name} was bound to it"
     hung_s = hung_at_s(replica, group)
     if not why and hung_s is not None and now_s >= hung_s:
         why = "its controller gave up on it and it did not recover"
@@ -82,7 +98,7 @@ def hung_at_s(replica: ReplicaView, group: GroupView) -> float | None:
     return max(since_s) + HUNG_S if since_s else None
 
 
-def _pod_failure(group: GroupView, now_s: float) -> str:
+def _pod_failure(group: GroupView) -> str:
     present = group.present
     for pod in present:
         if pod.phase in ("Failed", "Succeeded"):
@@ -93,9 +109,6 @@ def _pod_failure(group: GroupView, now_s: float) -> str:
             return f"pod {pod.name} is being deleted"
     if not group.complete and not group.gated:
         return f"the pod of stage {group.missing[0] if group.missing else 0} is gone"
-    for pod in present:
-        if pod.open_since_s is not None and now_s - pod.open_since_s > BIND_S:
-            return f"pod {pod.name} found no node within {BIND_S:.0f} s ({pod.message or pod.why})"
     return ""
 
 
@@ -108,18 +121,11 @@ def is_lost(pod: PodView, nodes: Mapping[str, NodeView]) -> bool:
     return node is None or node.silent
 
 
-def _has_no_target(pod: PodView, nodes: Mapping[str, NodeView]) -> bool:
-    """Return whether an ungated, unbound pod is bound to a target that accepts no pods any more."""
-    if pod.node or pod.gated or not nodes:
-        return False
-    node = nodes.get(pod.target)
-    return node is None or node.silent or not node.schedulable
-
-
 def is_recorded(failure: GroupFailure, persisted: PersistedStatus) -> bool:
     """Return whether the failure stands in the status, so that its pods may be deleted."""
-    record = persisted.restart(failure.ordinal, failure.group)
-    return record is not None and record.attempt >= failure.attempt
+    record = persisted.wait if failure.reason else persisted.restart
+    written = record(failure.ordinal, failure.group)
+    return written is not None and written.attempt >= failure.attempt
 
 
 def add_failure(record: RestartRecord | None, failure: GroupFailure, now_s: float) -> RestartRecord:
@@ -139,13 +145,14 @@ def add_failure(record: RestartRecord | None, failure: GroupFailure, now_s: floa
     )
 
 
-def next_attempt(record: RestartRecord | None) -> int:
-    return record.attempt + 1 if record is not None else 1
+def next_attempt(record: RestartRecord | None, wait: WaitRecord | None) -> int:
+    return 1 + max([ended.attempt for ended in (record, wait) if ended is not None], default=0)
 
 
-def not_before_s(record: RestartRecord | None, now_s: float) -> float:
+def not_before_s(record: RestartRecord | None, wait: WaitRecord | None, now_s: float) -> float:
     """Return when the group may start again."""
-    return POLICY.next_start_s(_failed_s(record) if record is not None else (), now_s)
+    start_s = POLICY.next_start_s(_failed_s(record) if record is not None else (), now_s)
+    return start_s if wait is None else max(start_s, unix_s(wait.at) + _pause_s(wait))
 
 
 def is_recent(record: RestartRecord, now_s: float) -> bool:
@@ -160,6 +167,89 @@ def exhausted(record: RestartRecord, now_s: float) -> bool:
 
 def _failed_s(record: RestartRecord) -> tuple[float, ...]:
     return tuple(unix_s(text) for text in record.failed_at)
+
+
+# --- gangs that do not get their nodes ------------------------------------------------------------
+#
+# The scheduler decides on each pod by itself, so a gang may get some of its nodes and not the rest.
+#
+#     the scheduler has not answered     wait
+#     holds nothing, left open           wait: an autoscaler sees it
+#     holds nothing, was planned         give it back soon
+#     holds some nodes                   give it back whole: another gang may need them
+#
+# The next attempt goes to another domain, or is left open.
+#
+# Gangs that hold what each other needs must not act at the same time: a hash stretches the times by
+# up to a half.
+
+
+def given_back(
+    replica: ReplicaView, group: GroupView, reason: str, why: str, domain: str | None = None
+) -> GroupFailure:
+    return GroupFailure(
+        ordinal=replica.ordinal,
+        group=group.index,
+        attempt=group.attempt,
+        why=why[:300],
+        reason=reason,
+        domain=domain,
+    )
+
+
+def give_back_s(gang: Sequence[GroupView], times: int, salt: str) -> float | None:
+    """Return when a gang without all of its nodes is given back; None if it may wait. `times`: how
+    often in a row that was done."""
+    pods = [pod for group in gang for pod in group.present]
+    unbound = [pod for pod in pods if not pod.node]
+    if not unbound or not all(pod.refused and pod.open_since_s is not None for pod in unbound):
+        return None
+    since_s = max(pod.open_since_s or 0.0 for pod in unbound)
+    if len(unbound) < len(pods):
+        bound_s = max(pod.unready_since_s or 0.0 for pod in pods)
+        hold_s = min(LONGEST_HOLDING_S, HOLDING_S * 2.0 ** min(times, 10))
+        return max(since_s, bound_s) + hold_s * (1.0 + 0.5 * _fraction(f"{salt} {times}"))
+    return since_s + REFUSED_S if any(pod.target for pod in unbound) else None
+
+
+def add_wait(record: WaitRecord | None, failure: GroupFailure, now_s: float) -> WaitRecord:
+    """Count a gang that is given back."""
+    if record is not None and record.attempt >= failure.attempt:
+        return record
+    domains = record.domains if record is not None else ()
+    if failure.domain is not None:
+        domains = (*(domain for domain in domains if domain != failure.domain), failure.domain)
+    return WaitRecord(
+        replica=failure.ordinal,
+        group=failure.group,
+        attempt=failure.attempt,
+        times=record.times + 1 if record is not None else 1,
+        at=rfc3339(now_s),
+        reason=failure.reason,
+        message=failure.why,
+        domains=domains[-MAX_DOMAINS:],
+    )
+
+
+def is_waiting(record: WaitRecord, now_s: float) -> bool:
+    """Return whether the record still says something about the group's next attempt."""
+    return now_s - unix_s(record.at) < POLICY.window_s
+
+
+def is_open(record: WaitRecord) -> bool:
+    """Return whether the next attempt is left open: after every second plan that was refused."""
+    return record.times % 3 == 2
+
+
+def _pause_s(record: WaitRecord) -> float:
+    longest_s = min(LONGEST_PAUSE_S, 2.0 ** min(record.times, 10))
+    salt = f"{record.replica} {record.group} {record.at} {record.message}"
+    return max(1.0, longest_s * (0.5 + 0.5 * _fraction(salt)))
+
+
+def _fraction(text: str) -> float:
+    """Hash a text to a number from 0 to 1."""
+    return zlib.crc32(text.encode()) / 2.0**32
 
 
 # --- how many groups a replica should have --------------------------------------------------------

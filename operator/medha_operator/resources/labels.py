@@ -19,11 +19,11 @@ HASH_RULE = "v2-"
 """Beginning of a spec hash: the rule by which it was computed. Hashes without it are of operators
 whose own settings were hashed as well (see `controllers/adoption.py`)."""
 TARGET = PREFIX + "node"
-"""Annotation of a pod: the node that it was planned to."""
+"""Annotation of a pod: the node that its plan prefers; absent if the plan left it open."""
 CONTENT_HASH = PREFIX + "content-hash"
 """Annotation of every other own object: hash of its wanted content."""
 GANG_GATE = PREFIX + "gang"
-"""Scheduling gate: removed when all pods of the gang exist and fit."""
+"""Scheduling gate: removed when all pods of the gang exist."""
 FIELD_MANAGER = "medha-operator"
 OWNED_BY = {"app.kubernetes.io/managed-by": "medha-operator"}
 OBJECT = {**OWNED_BY, "app.kubernetes.io/name": "medha-worker"}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Container, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,12 +24,14 @@ from medha.config import CONTROLLER_OPS_PORT, POD_OPS_PORT, RANK_PORT, STORE_POR
 from medha.errors import SpecError
 from medha.rendering import Site, worker_config
 from medha.spec import API_VERSION, KIND, MedhaReplica
+from medha.spec.values import PlacementSpec
 from medha.topology import Coordinate
 from medha_operator.resources import labels as names
 from medha_operator.resources.objects import integer
 from medha_operator.settings import Flows, Settings
 
 Manifest = dict[str, Any]
+T = TypeVar("T")
 
 CONFIG_FILE = "worker.json"
 CONFIG_FOLDER = "/etc/medha"
@@ -334,15 +336,32 @@ _CPU_PER_RANK, _MEMORY_PER_RANK = 100, 256  # millicores, MiB: the least that a 
 _PROGRAM = ["python", "-m", "medha.cli"]
 
 
+HOSTNAME = "kubernetes.io/hostname"
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A pod's place, as far as its plan goes; the scheduler chooses the node.
+
+    `domain`: labels that the node must have. `node` is the node that the plan prefers, and
+    `preferred` its labels, from the widest level to the host name. Without a node the place is
+    open: the pod stands near the others of its replica, in one domain of each of `shared`.
+    """
+
+    node: str = ""
+    domain: Mapping[str, str] = {}
+    preferred: Mapping[str, str] = {}
+    shared: tuple[str, ...] = ()
+
+
 class PodAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """A pod to create: its place in the replica, node, hash of the spec, and attempt. Pods of one
+    """A pod to create: its rank in the replica, place, hash of the spec, and attempt. Pods of one
     replica share `image` and `config`, the name of its ConfigMap; "" stands for those of the
     current settings."""
 
     ordinal: int
     at: Coordinate
-    node: str
     spec_hash: str
+    place: Place = Place()
     attempt: int = 1
     gated: bool = False
     image: str = ""
@@ -397,14 +416,15 @@ def pod_manifest(resource: MedhaReplica, start: PodAssignment, settings: Setting
     annotations = {
         **(_scraped(leader) if settings.scrape else {}),
         **resource.spec.template.annotations,
-        names.TARGET: start.node,
+        **({names.TARGET: start.place.node} if start.place.node else {}),
     }
     name = pod_name(resource.name, start.ordinal, at)
+    spec = _spec(resource, start, settings)
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": metadata(resource, name, labels, annotations),
-        "spec": _spec(resource, start, settings),
+        "spec": spec | _scheduling(resource, start),
     }
 
 
@@ -444,26 +464,16 @@ def _spec(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> M
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "tolerations": [dict(toleration) for toleration in resource.spec.placement.tolerations],
-        "affinity": _affinity(start.node),
         "containers": [_worker(resource, start, settings)],
         "volumes": _volumes(resource, start, settings),
     }
     if resource.spec.model.source.uri is not None:
         spec["initContainers"] = [_fetch(resource, start, settings)]
-    if start.gated:
-        spec["schedulingGates"] = [{"name": names.GANG_GATE}]
     if template.scheduler_name is not None:
         spec["schedulerName"] = template.scheduler_name
     if template.priority_class_name is not None:
         spec["priorityClassName"] = template.priority_class_name
     return spec
-
-
-def _affinity(node: str) -> Manifest:
-    """Bind the pod to the planned node, by name, so that the node needs no label."""
-    only = {"key": "metadata.name", "operator": "In", "values": [node]}
-    terms = {"nodeSelectorTerms": [{"matchFields": [only]}]}
-    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
 
 
 def _worker(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> Manifest:
@@ -589,6 +599,109 @@ def model_volume(resource: MedhaReplica) -> Manifest:
     if source.image is not None:
         return {"image": {"reference": source.image.reference, "pullPolicy": "IfNotPresent"}}
     return {"emptyDir": {}}
+
+
+# --- where pods go --------------------------------------------------------------------------------
+#
+#              planned, with room                        open
+#     domain   required by label                         the domain of the replica's other pods
+#     node     preferred, its closest parts less         near the replica's other pods, preferred
+#     siblings break ties (the plan kept apart from      fewest on the node
+#              them)
+#
+# An autoscaler can make a node for either: no requirement names a node, and the first pod of an
+# open replica may begin a new domain.
+
+
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+_TIES_ONLY = 100
+"""A large skew makes counts nearly equal: all nodes score within 2 points of each other. Without
+any constraint the scheduler would add its own defaults, which pull a replica's pods apart."""
+
+
+def _scheduling(resource: MedhaReplica, start: PodAssignment) -> Manifest:
+    """Build what the scheduler reads about the pod's place."""
+    placement, place = resource.spec.placement, start.place
+    siblings = {
+        "matchLabels": {names.RESOURCE: resource.name},
+        "matchExpressions": [
+            {"key": names.ORDINAL, "operator": "NotIn", "values": [str(start.ordinal)]}
+        ],
+    }
+    spread = {
+        "topologyKey": HOSTNAME,
+        "maxSkew": _TIES_ONLY if place.node else 1,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": siblings,
+    }
+    spec: Manifest = {
+        "affinity": _affinity(resource, start),
+        "topologySpreadConstraints": [spread],
+    }
+    if placement.node_selector:
+        spec["nodeSelector"] = dict(placement.node_selector)
+    if start.gated:
+        spec["schedulingGates"] = [{"name": names.GANG_GATE}]
+    return spec
+
+
+def _affinity(resource: MedhaReplica, start: PodAssignment) -> Manifest:
+    place = start.place
+    affinity: Manifest = {}
+    node: Manifest = {}
+    if place.domain:
+        node[_REQUIRED] = {"nodeSelectorTerms": [_with_labels(place.domain)]}
+    if place.preferred:
+        node[_PREFERRED] = [
+            {"weight": weight, "preference": _with_labels({label: value})}
+            for weight, (label, value) in _weighed(place.preferred.items())
+        ]
+    if node:
+        affinity["nodeAffinity"] = node
+    if not place.node:
+        affinity["podAffinity"] = _near_own(resource, start)
+    return affinity
+
+
+def _near_own(resource: MedhaReplica, start: PodAssignment) -> Manifest:
+    """Keep an open pod with those of its replica: inside one domain, and as close as possible."""
+    own = {"matchLabels": {names.RESOURCE: resource.name, names.ORDINAL: str(start.ordinal)}}
+    _, inner = topology_levels(resource.spec.placement)
+    near: Manifest = {
+        _PREFERRED: [
+            {"weight": weight, "podAffinityTerm": {"topologyKey": level, "labelSelector": own}}
+            for weight, level in _weighed((*inner, HOSTNAME))
+        ]
+    }
+    if start.place.shared:
+        near[_REQUIRED] = [
+            {"topologyKey": level, "labelSelector": own} for level in start.place.shared
+        ]
+    return near
+
+
+def topology_levels(placement: PlacementSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Split the levels above the node: those that name a packing domain, widest first, and those
+    inside it."""
+    levels, cut = placement.topology_levels, 0
+    if placement.pack_level is not None:
+        cut = levels.index(placement.pack_level) + 1
+    return levels[:cut], tuple(level for level in levels[cut:] if level != HOSTNAME)
+
+
+def _with_labels(labels: Mapping[str, str]) -> Manifest:
+    return {
+        "matchExpressions": [
+            {"key": label, "operator": "In", "values": [value]} for label, value in labels.items()
+        ]
+    }
+
+
+def _weighed(levels: Iterable[T]) -> list[tuple[int, T]]:
+    """Weigh levels, widest first: the closest gets 100, each wider one a quarter of that."""
+    narrowest_first = [*levels][::-1]
+    return [(max(1, 100 >> 2 * rank), level) for rank, level in enumerate(narrowest_first)]
 
 
 # --- checks of a spec beyond the API's own --------------------------------------------------------

@@ -211,6 +211,7 @@ def pod(raw: bytes | msgspec.Raw) -> Versioned[OwnedPod]:
     ended = _ended(status)
     ready = _condition(status.conditions, "Ready")
     why, message = _trouble(status)
+    gates = [gate.name for gate in spec.scheduling_gates or ()]
     view = PodView(
         name=meta.name,
         uid=meta.uid,
@@ -224,7 +225,9 @@ def pod(raw: bytes | msgspec.Raw) -> Versioned[OwnedPod]:
         ip=status.pod_ip,
         phase=ended or status.phase,
         ready=ready is not None and ready.status == "True",
-        gated=any(gate.name == names.GANG_GATE for gate in spec.scheduling_gates or ()),
+        gated=names.GANG_GATE in gates,
+        held=next((gate for gate in gates if gate != names.GANG_GATE), ""),
+        disrupted=_disruption(status),
         deleting=meta.deletion_timestamp is not None,
         restarts=sum(container.restart_count for container in status.container_statuses or ()),
         created_s=unix_s(meta.creation_timestamp or ""),
@@ -320,6 +323,20 @@ def _trouble(status: _PodStatus) -> tuple[str, str]:
         reason = scheduled.reason or ""
         return ("", "") if reason == "SchedulingGated" else (reason, scheduled.message or "")
     return status.reason or "", status.message or ""
+
+
+def _disruption(status: _PodStatus) -> str:
+    """Return why the scheduler or a queueing system took the pod's place; "" if neither did.
+
+    Other disruptions, such as an eviction by a kubelet without memory, may be the pod's own fault.
+    """
+    target = _condition(status.conditions, "TerminationTarget")
+    preempted = _condition(status.conditions, "DisruptionTarget")
+    if preempted is not None and preempted.reason == "PreemptionByScheduler":
+        target = preempted
+    if target is None or target.status != "True":
+        return ""
+    return target.message or target.reason or "preempted"
 
 
 def _condition(conditions: Iterable[_Condition] | None, kind: str) -> _Condition | None:

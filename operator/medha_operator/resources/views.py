@@ -48,12 +48,14 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True):
-    """An own pod. `node` is where it is bound ("" while it is not), `target` the node that it was
-    planned to; `requests` are in NodeView's units (empty: those of the current spec); `why` and
-    `message` are what keeps it from running (waiting reason, unschedulable, failed init step), as
-    the API reports it. `created_s` and `ready_since_s` are the API server's timestamps; the other
-    times, since when it is known, ungated and unbound, or bound and unready, are of the operator's
-    clock (`PodTimers`)."""
+    """An own pod. `node` is where it is bound ("" while it is not), `target` the node that its plan
+    prefers ("" if the plan left it open); `requests` are in NodeView's units (empty: those of the
+    current spec); `why` and `message` are what keeps it from running (waiting reason,
+    unschedulable, failed init step), as the API reports it; `gated` by the operator, `held` by
+    the gate of this name, which another controller owns; `disrupted`: the message of a controller
+    that takes the pod's place away. `created_s` and `ready_since_s` are the API
+    server's timestamps; the other times, since when it is known, ungated and unbound, or bound and
+    unready, are of the operator's clock (`PodTimers`)."""
 
     name: str
     uid: str
@@ -68,6 +70,8 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
     phase: str = "Pending"
     ready: bool = False
     gated: bool = False
+    held: str = ""
+    disrupted: str = ""
     deleting: bool = False
     restarts: int = 0
     created_s: float = 0.0
@@ -86,11 +90,28 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether its image cannot be pulled."""
         return self.why in IMAGE_ERRORS
 
+    @property
+    def refused(self) -> bool:
+        """The scheduler has found no node for the pod."""
+        return not self.node and bool(self.why)
+
+    @property
+    def place(self) -> str:
+        """The node that the pod takes, or is about to take; "" if it has none."""
+        return self.node or ("" if self.why else self.target)
+
 
 class ReportView(msgspec.Struct, frozen=True, kw_only=True):
     """The last report of a replica's controller, and its time."""
 
     status: ReplicaStatus
+    at_s: float
+
+
+class QuotaRefusal(msgspec.Struct, frozen=True):
+    """The API server's last refusal of a resource's pod because of a quota, and its time."""
+
+    message: str
     at_s: float
 
 
@@ -116,6 +137,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Start of the polling of controllers: one without a report may still answer soon after."""
     previous_status: Mapping[str, object] = {}
     """The status subresource as it stands."""
+    quota: QuotaRefusal | None = None
     taken: Mapping[tuple[str, str], TakenName] = {}
     """By kind and name, names that objects of another owner have."""
 
@@ -154,14 +176,14 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
         return len({pod.stage for pod in self.present}) == self.stages
 
     @property
-    def has_gates(self) -> bool:
-        """Some pods still have their scheduling gate."""
-        return any(pod.gated for pod in self.present)
-
-    @property
     def gated(self) -> bool:
         """All pods still have their scheduling gate."""
         return all(pod.gated for pod in self.present)
+
+    @property
+    def unfinished(self) -> bool:
+        """Being created: all pods are gated, and some do not exist yet."""
+        return bool(self.present) and self.gated and bool(self.missing)
 
     @property
     def bound(self) -> bool:
@@ -323,7 +345,7 @@ class PodTimers:
 def _state(pod: PodView) -> str:
     if pod.node:
         return "ready" if pod.ready else "unready"
-    return "gated" if pod.gated else "open"
+    return "gated" if pod.gated or pod.held else "open"
 
 
 # --- status records -------------------------------------------------------------------------------
@@ -366,6 +388,21 @@ class RestartRecord(_Record, frozen=True):
     reason: str = ""
 
 
+class WaitRecord(_Record, frozen=True):
+    """A KVP group that was given back before it ran: the last attempt, how many in a row, what the
+    group waits for, and the `packLevel` domains that had no nodes for it. Such attempts do not
+    count against the restart budget."""
+
+    replica: int
+    group: int
+    attempt: int
+    times: int = 1
+    at: str = ""
+    reason: str = ""
+    message: str = ""
+    domains: tuple[str, ...] = ()
+
+
 class RetiringRecord(_Record, frozen=True):
     """A replica that is deleted once it is drained, or its time to drain is over."""
 
@@ -392,6 +429,7 @@ class ScaleOwnerRecord(_Record, frozen=True):
 class PersistedStatus(_Record, frozen=True):
     groups: tuple[GroupsRecord, ...] = ()
     restarts: tuple[RestartRecord, ...] = ()
+    waits: tuple[WaitRecord, ...] = ()
     retiring: tuple[RetiringRecord, ...] = ()
     conditions: tuple[ConditionRecord, ...] = ()
     scaling: ScaleOwnerRecord | None = None
@@ -403,6 +441,12 @@ class PersistedStatus(_Record, frozen=True):
                 for record in self.restarts
                 if (record.replica, record.group) == (replica, group)
             ),
+            None,
+        )
+
+    def wait(self, replica: int, group: int) -> WaitRecord | None:
+        return next(
+            (record for record in self.waits if (record.replica, record.group) == (replica, group)),
             None,
         )
 
