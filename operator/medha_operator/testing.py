@@ -26,6 +26,7 @@ from medha_operator.resources.actions import (
     DeleteObject,
     DeletePod,
     Drain,
+    ReleasePod,
     RemoveSchedulingGate,
     RequeueAt,
 )
@@ -178,6 +179,9 @@ class Cluster:
             case RemoveSchedulingGate(pod, uid):
                 assert self.pods[pod].uid == uid
                 self.change(pod, gated=False)
+            case ReleasePod(pod, uid):
+                assert self.pods[pod].uid == uid and self.pods[pod].deleting
+                del self.pods[pod]
             case DeletePod(pod, uid, _, grace_s, if_lost):
                 assert self.pods[pod].uid == uid
                 if not if_lost or self._is_lost(if_lost):
@@ -249,6 +253,8 @@ class Cluster:
         leads = pod.group == pod.stage == 0
         if home is None or not home.ready:
             self.change(name, ready=False, ready_since_s=None)
+        elif pod.deleting and pod.kept:
+            self.change(name, phase="Failed")
         elif pod.deleting:
             del self.pods[name]
         elif pod.phase == "Pending":

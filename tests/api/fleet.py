@@ -256,6 +256,8 @@ class Fleet:
         for pod in self._seen:
             name = pod["metadata"]["name"]
             if "deletionTimestamp" in pod["metadata"]:
+                if pod["metadata"].get("finalizers") and "nodeName" in pod["spec"]:
+                    self._set_status(name, {"phase": "Failed"})  # its containers have ended
                 self.remove(name)
             elif pod["spec"].get("schedulingGates") or "ownerReferences" not in pod["metadata"]:
                 continue
@@ -282,6 +284,10 @@ class Fleet:
         address = self.address(name)
         status = {"phase": "Running", "podIP": address, "conditions": conditions}
         status["podIPs"] = [{"ip": address}]
+        self._set_status(name, status)
+
+    def _set_status(self, name: str, status: Mapping[str, Any]) -> None:
+        """Merge `status` into the pod's status, unless the pod was deleted."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}/status"
         try:
             self._merge(path, {"status": status})

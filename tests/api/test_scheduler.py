@@ -312,3 +312,20 @@ def test_two_gangs_that_need_the_same_nodes_do_not_share_them_for_ever(
         lambda: [name for name in ("one", "two") if cluster.is_ready(name)], within_s=240
     )
     assert not [name for name in ("one", "two") if cluster.status(name).get("restarts")]
+
+
+# --- devices by claim -----------------------------------------------------------------------------
+
+
+def test_claims_of_devices_reach_the_pod_in_place_of_counted_devices(
+    cluster: Fleet, start_operator: Start
+) -> None:
+    start_operator()
+    claims = [{"name": "gpus", "resourceClaimTemplateName": "one-gpu"}]
+    template = {"resources": {"claims": [{"name": "gpus"}]}, "resourceClaims": claims}
+    replica(cluster, parallelism={"tp": 1, "spp": 1}, template=template)
+    (pod,) = until(cluster.pods).values()
+    assert pod["spec"]["resourceClaims"] == claims
+    (container,) = pod["spec"]["containers"]
+    assert container["resources"]["claims"] == [{"name": "gpus"}]
+    assert "nvidia.com/gpu" not in container["resources"]["requests"]

@@ -142,6 +142,51 @@ def test_an_open_pod_stays_with_its_replica_on_nodes_that_need_not_exist_yet() -
     assert "annotations" not in manifest["metadata"]
 
 
+def test_a_queue_admits_the_base_as_one_group_and_each_further_group_by_itself() -> None:
+    of = resource(parallelism={"spp": 2, "kvp": {"min": 2, "max": 3}})
+    labels = {"kueue.x-k8s.io/queue-name": "models", "kueue.x-k8s.io/priority-class": "high"}
+    queued = msgspec.structs.replace(of, labels={**labels, "team": "x"})
+    pods = [rendered(queued, group=group)["metadata"] for group in range(3)]
+    for pod in pods:
+        assert labels.items() <= pod["labels"].items() and "team" not in pod["labels"]
+    names = [pod["labels"]["kueue.x-k8s.io/pod-group-name"] for pod in pods]
+    counts = [pod["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for pod in pods]
+    assert names == ["tiny-0-abc", "tiny-0-abc", "tiny-0-g2-abc"] and counts == ["4", "4", "2"]
+    assert spec_hash(queued) != spec_hash(of)
+    in_template = resource(template={"labels": {"kueue.x-k8s.io/queue-name": "models"}})
+    assert "kueue.x-k8s.io/pod-group-name" in rendered(in_template)["metadata"]["labels"]
+    assert "kueue" not in str(rendered(of))
+
+
+def test_claims_of_devices_take_the_place_of_counted_devices() -> None:
+    claims = [{"name": "gpus", "resourceClaimTemplateName": "eight-gpus"}]
+    template = {"resources": {"claims": [{"name": "gpus"}]}, "resourceClaims": claims}
+    of = resource(template=template, parallelism={"tp": 8})
+    spec = rendered(of)["spec"]
+    assert spec["resourceClaims"] == claims
+    resources = spec["containers"][0]["resources"]
+    assert resources["claims"] == [{"name": "gpus"}]
+    assert "nvidia.com/gpu" not in {**resources["requests"], **resources["limits"]}
+    assert set(pod_requests(of)) == {"pods", "cpu", "memory"}
+    both = resource(template=template, device={"resource": "example.com/nic"})
+    assert pod_requests(both)["example.com/nic"] == 1
+
+
+@pytest.mark.parametrize(
+    ("resources", "field"),
+    [
+        ({"claims": [{"name": "other"}]}, "spec.template.resources.claims[0].name"),
+        ({"claims": "gpus"}, "spec.template.resources.claims"),
+        ({"claims": ["gpus"]}, "spec.template.resources.claims"),
+    ],
+)
+def test_a_claim_that_the_pod_does_not_have_is_refused(resources: Any, field: str) -> None:
+    claims = [{"name": "gpus", "resourceClaimTemplateName": "eight-gpus"}]
+    with pytest.raises(SpecError) as error:
+        check(resource(template={"resources": resources, "resourceClaims": claims}))
+    assert str(error.value).startswith(field)
+
+
 @pytest.mark.parametrize(("place", "skew"), [(PLANNED, 100), (Place(), 1)])
 def test_siblings_keep_apart_and_only_break_ties_of_a_plan(place: Place, skew: int) -> None:
     (spread,) = rendered(resource(), place=place)["spec"]["topologySpreadConstraints"]
@@ -442,8 +487,8 @@ def test_workers_get_dns_names_before_they_are_ready_and_leaders_after() -> None
             "spec.template.resources.requests.cpu is lots: must be a quantity; use one such as",
         ),
         (
-            resource(template={"resources": {"claims": {}}}),
-            "spec.template.resources is claims: must be requests or limits; remove it",
+            resource(template={"resources": {"sizes": {}}}),
+            "spec.template.resources is sizes: must be requests, limits or claims; remove it",
         ),
         (
             resource(template={"resources": {"limits": 3}}),

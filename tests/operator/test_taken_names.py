@@ -29,7 +29,7 @@ def raw(document: dict[str, Any]) -> bytes:
 
 
 def pod(**status: Any) -> dict[str, Any]:
-    start = PodAssignment(ordinal=0, at=Coordinate(0, 0, 0), node="a", spec_hash="abc")
+    start = PodAssignment(ordinal=0, at=Coordinate(0, 0, 0), spec_hash="abc")
     return served(pod_manifest(resource(), start, SETTINGS)) | {"status": status}
 
 

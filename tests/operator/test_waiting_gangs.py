@@ -266,6 +266,48 @@ def test_a_pod_behind_the_gate_of_another_waits_without_an_end() -> None:
     assert cluster.condition("Ready")["status"] == "True"
 
 
+def test_an_ended_pod_that_a_queue_keeps_makes_room_for_its_successor() -> None:
+    """The queue waits for a pod in its place, which needs the same name."""
+    cluster = Cluster(resource(parallelism={"tp": 8, "spp": 2}), rack("r1", 2))
+    cluster.settle()
+    for name in cluster.pods:
+        cluster.change(name, kept=True)
+    cluster.change("tiny-0-g0-s1", phase="Failed", ready=False)
+    cluster.settle()
+    assert cluster.condition("Ready")["status"] == "True"
+    assert {pod.attempt for pod in cluster.pods.values()} == {2}
+    for name in cluster.pods:
+        cluster.change(name, kept=True)
+    cluster.update(replicas=0, parallelism={"tp": 8, "spp": 2})
+    cluster.settle()
+    assert cluster.pods == {}
+
+
+def test_an_update_in_a_full_queue_retires_the_old_replica_first() -> None:
+    cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])
+    cluster.settle()
+    cluster.update(parallelism={"tp": 8}, template={"image": "worker:2"})
+    cluster.reconcile()
+    cluster.change("tiny-1-g0-s0", held="kueue.x-k8s.io/admission")
+    step(cluster, 50)
+    assert cluster.pods["tiny-0-g0-s0"].ready
+    step(cluster, 40)
+    assert list(cluster.pods) == ["tiny-1-g0-s0"]
+    cluster.change("tiny-1-g0-s0", held="")
+    cluster.settle()
+    assert cluster.condition("Updated")["status"] == "True"
+
+
+def test_pods_for_a_queue_are_left_open_and_alike() -> None:
+    of = resource(parallelism={"tp": 8, "spp": 2}, placement={"packLevel": RACK})
+    labels = {"kueue.x-k8s.io/queue-name": "models"}
+    cluster = Cluster(msgspec.structs.replace(of, labels=labels), rack("r1", 2))
+    cluster.settle()
+    assert len({str(spec["affinity"]) for spec in cluster.specs.values()}) == 1
+    assert {pod.target for pod in cluster.pods.values()} == {""}
+    assert cluster.condition("Ready")["status"] == "True"
+
+
 def test_a_new_replica_that_the_scheduler_refuses_makes_the_old_one_go_first() -> None:
     """The operator believes that there is room, and the scheduler knows better."""
     cluster = Cluster(resource(parallelism={"tp": 8}), [node("a"), node("b")])

@@ -126,8 +126,10 @@ def test_lists_that_are_merged_by_a_key_require_that_key() -> None:
         ".spec.template.env": ["name"],
         ".spec.template.volumes": ["name"],
         ".spec.template.volumeMounts": ["mountPath"],
+        ".spec.template.resourceClaims": ["name"],
         ".status.groups": ["replica"],
         ".status.restarts": ["replica", "group"],
+        ".status.waits": ["replica", "group"],
         ".status.retiring": ["replica"],
         ".status.conditions": ["type"],
     }

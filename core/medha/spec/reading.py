@@ -52,12 +52,16 @@ def parse(document: object) -> MedhaReplica:
             "compare it with the documentation",
         ) from None
     check_rules(typed)
-    generation = metadata.get("generation", 0)
+    generation, labels = metadata.get("generation", 0), metadata.get("labels")
     return MedhaReplica(
         name=name,
         namespace=str(metadata.get("namespace", "default")),
         uid=str(metadata.get("uid", "")),
         generation=generation if isinstance(generation, int) else 0,
+        labels={
+            str(label): str(value)
+            for label, value in (labels.items() if isinstance(labels, Mapping) else ())
+        },
         spec=typed,
     )
 

@@ -26,6 +26,7 @@ KEYS = {
     "template.env": "name",
     "template.volumes": "name",
     "template.volumeMounts": "mountPath",
+    "template.resourceClaims": "name",
 }
 
 

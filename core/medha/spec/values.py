@@ -7,6 +7,7 @@ unit in their name give the values.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -369,7 +370,7 @@ class TemplateSpec(SpecSection, frozen=True):
     """The worker's image; absent: the one that the operator was installed with."""
     resources: Piece = {}
     """Requests and limits of a pod's container, such as {limits: {memory: 64Gi}}. The device's
-    resource is added to them."""
+    resource is added to them, unless there are claims."""
     env: Annotated[tuple[Piece, ...], msgspec.Meta(max_length=64)] = ()
     """Further environment, as in a container's own env; names with MEDHA_ are the operator's,
     but for MEDHA_DECISION_LOG and MEDHA_INTERFACE."""
@@ -377,6 +378,9 @@ class TemplateSpec(SpecSection, frozen=True):
     """Further volumes, as in a pod's own."""
     volume_mounts: Pieces = ()
     """Where further volumes are mounted, as in a container's own."""
+    resource_claims: Pieces = ()
+    """Claims of devices (Dynamic Resource Allocation), as in a pod's own; name those of the
+    container in resources.claims."""
     scheduler_name: Text | None = None
     """The scheduler that binds the pods, such as volcano; absent: the cluster's own."""
     priority_class_name: Text | None = None
@@ -448,6 +452,7 @@ class MedhaReplica(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = "default"
     uid: str = ""
     generation: int = 0
+    labels: Mapping[str, str] = {}
     spec: MedhaReplicaSpec
 
 

@@ -85,7 +85,8 @@ class ClusterState:
         self._object_stores: dict[tuple[str, str], Store[OwnedObject]] = {}
         self._pods: dict[Key, dict[str, OwnedPod]] = {}
         self._objects: dict[Key, dict[tuple[str, str], str]] = {}
-        self._parsed: dict[str, tuple[int, MedhaReplica | None, str]] = {}
+        self._parsed: dict[str, tuple[object, MedhaReplica | None, str]] = {}
+        """By UID: generation and labels, and what was parsed at them."""
 
     def add_pod_store(self, scope: str) -> Store[OwnedPod]:
         """Make the Store for the pods of one watched namespace (ALL: of the whole cluster)."""
@@ -115,9 +116,9 @@ class ClusterState:
         """Parse a MedhaReplica from the API's document; each generation's spec once."""
         meta = msgspec.convert(body["metadata"], Meta)
         generation = int(body["metadata"].get("generation", 0))
-        known = self._parsed.get(meta.uid)
-        if known is None or known[0] != generation:
-            known = self._parsed[meta.uid] = (generation, *_parsed(body))
+        known, source = self._parsed.get(meta.uid), (generation, meta.labels)
+        if known is None or known[0] != source:
+            known = self._parsed[meta.uid] = (source, *_parsed(body))
         status, managers = body.get("status") or {}, replicas_managers(body["metadata"])
         value = Resource(meta, generation, known[1], known[2], status, managers)
         return Versioned(meta.key, int(meta.resource_version), meta.uid, value)
@@ -239,7 +240,7 @@ class ClusterState:
 
 
 def _identity(resource: Resource) -> tuple[object, ...]:
-    return resource.meta.uid, resource.generation, resource.deleting
+    return resource.meta.uid, resource.generation, resource.meta.labels, resource.deleting
 
 
 def _parsed(body: Mapping[str, Any]) -> tuple[MedhaReplica | None, str]:

@@ -43,10 +43,17 @@ from medha_operator.resources.actions import (
     DeletePod,
     Drain,
     EmitEvent,
+    ReleasePod,
     RemoveSchedulingGate,
     RequeueAt,
 )
-from medha_operator.resources.labels import FIELD_MANAGER, GANG_GATE, OWNED_BY, RESOURCE
+from medha_operator.resources.labels import (
+    FIELD_MANAGER,
+    GANG_GATE,
+    OWNED_BY,
+    QUEUE_FINALIZER,
+    RESOURCE,
+)
 from medha_operator.resources.objects import Key, Meta
 from medha_operator.resources.views import TakenName
 
@@ -182,6 +189,8 @@ class Executor:
                 await self._create_pod(namespace, manifest)
             case RemoveSchedulingGate(pod, uid):
                 await self._ungate(namespace, pod, uid)
+            case ReleasePod(pod, uid):
+                await self._release(namespace, pod, uid)
             case DeletePod(pod, uid, _, grace_s, if_lost):
                 if if_lost:
                     await self._must_be_lost(if_lost)
@@ -195,16 +204,6 @@ class Executor:
                 await self._events.emit(resource.meta, action, self.deadline_s())
             case RequeueAt():
                 pass
-
-    async def _create_pod(self, namespace: str, manifest: Mapping[str, Any]) -> None:
-        body = msgspec.json.encode(manifest)
-        try:
-            answer = await self._client.create(PODS, namespace, body, self.deadline_s())
-        except ClusterError as error:
-            if error.exceeds_quota:
-                raise PodOverQuota(error.status, error.reason, error.message) from None
-            raise
-        self._state.pods_in(namespace).learn(objects.pod(answer))
 
     async def _apply(self, namespace: str, manifest: Mapping[str, Any]) -> None:
         """Apply to the version that is known, or create: an object of another owner stays."""
@@ -234,6 +233,8 @@ class Executor:
         try:
             answer = await self._client.create(PODS, namespace, body, self.deadline_s())
         except ClusterError as error:
+            if error.exceeds_quota:
+                raise PodOverQuota(error.status, error.reason, error.message) from None
             if error.status != 409:
                 raise
             current = await self._read(PODS, namespace, manifest)
@@ -265,6 +266,18 @@ class Executor:
         patch = {"metadata": {"uid": uid}, "spec": {"schedulingGates": [gate]}}
         body = msgspec.json.encode(patch)
         answer = await self._client.merge(PODS, namespace, pod, body, self.deadline_s())
+        self._state.pods_in(namespace).learn(objects.pod(answer))
+
+    async def _release(self, namespace: str, pod: str, uid: str) -> None:
+        finalizers = {"$deleteFromPrimitiveList/finalizers": [QUEUE_FINALIZER]}
+        body = msgspec.json.encode({"metadata": {"uid": uid, **finalizers}})
+        try:
+            answer = await self._client.merge(PODS, namespace, pod, body, self.deadline_s())
+        except ClusterError as error:
+            if error.status != 404:
+                raise
+            self._state.pods_in(namespace).forget_uid((namespace, pod), uid)
+            return
         self._state.pods_in(namespace).learn(objects.pod(answer))
 
     async def _delete_pod(self, key: Key, uid: str, grace_s: int | None) -> None:

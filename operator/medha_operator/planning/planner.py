@@ -41,6 +41,7 @@ from medha_operator.resources.actions import (
     Drain,
     EmitEvent,
     Manifest,
+    ReleasePod,
     RemoveSchedulingGate,
     RequeueAt,
 )
@@ -58,11 +59,13 @@ from medha_operator.resources.manifests import (
     objects,
     pod_manifest,
     policy_name,
+    queue_of,
     replica_name,
     spec_hash,
 )
 from medha_operator.resources.objects import unix_s
 from medha_operator.resources.views import (
+    OVER,
     GroupView,
     NodeView,
     Observed,
@@ -174,12 +177,14 @@ class PlanContext:
     def place_base(self, ordinal: int) -> tuple[dict[int, Places], tuple[Unschedulable, ...]]:
         """Place a whole base; if it has no room, leave it open and return why."""
         kvp, stages = self.resource.spec.parallelism.kvp, self.resource.spec.parallelism.spp
+        open_base = dict.fromkeys(range(kvp.min), (self.placer.open_place(),) * stages)
+        if queue_of(self.resource):
+            return open_base, ()  # a plan would be old by the time the queue admits the pods
         avoid = self.placer.node_sets_of_others(ordinal)
         reserve = _growth_reserve(self)
         waits = [wait for index in range(kvp.min) if (wait := self.persisted.wait(ordinal, index))]
         refused = {domain for wait in waits for domain in wait.domains}
         placed = self.placer.place_base(kvp.min, kvp.max, reserve, avoid, refused)
-        open_base = dict.fromkeys(range(kvp.min), (self.placer.open_place(),) * stages)
         if isinstance(placed, Unschedulable):
             if refused:
                 placed = self.placer.place_base(kvp.min, kvp.max, reserve, avoid)
@@ -197,6 +202,8 @@ class PlanContext:
     ) -> tuple[Places, tuple[Unschedulable, ...]]:
         """Place pods of a group near these nodes; if there is no room, leave them open and return
         why."""
+        if queue_of(self.resource):
+            return (self.placer.open_place(near),) * count, ()
         avoid = self.placer.node_sets_of_others(ordinal)
         nodes = self.placer.place_group(near, count, avoid)
         if isinstance(nodes, Unschedulable):
@@ -426,10 +433,16 @@ def _without_taken(
 
 
 def _free_names(ctx: PlanContext) -> Plan:
-    """Delete by force the pods that wait for a dead node to confirm their end: they hold a name."""
+    """Delete by force the pods that wait for a dead node to confirm their end, and release those
+    that have ended and that a queue keeps: they hold a name."""
     actions: list[Action] = []
     for pod in ctx.observed.pods:
-        if pod.deleting and restarts.is_lost(pod, ctx.nodes):
+        if not pod.deleting:
+            continue
+        lost = restarts.is_lost(pod, ctx.nodes)
+        if pod.kept and (lost or not pod.node or pod.phase in OVER):
+            actions.append(ReleasePod(pod.name, pod.uid))
+        if lost:
             actions += ctx.delete_pods([pod], f"node {pod.node} is gone")
     return Plan(actions=tuple(actions)) if actions else NOTHING
 
@@ -438,16 +451,15 @@ def _create_replicas(ctx: PlanContext, before: Plan) -> tuple[Rollout, Plan]:
     """Create new replicas, with or without room for them. If retiring an outdated one makes room,
     that comes first; also for new ones that the scheduler has refused."""
     rollout, plan, groups = ctx.rollout, NOTHING, range(ctx.resource.spec.parallelism.kvp.min)
-    if ctx.persisted.waits or any(
-        unplaced.reason != restarts.NO_NODE for unplaced in before.unplaced_replicas
-    ):
+    refused = [unplaced.reason != restarts.NO_NODE for unplaced in before.unplaced_replicas]
+    if ctx.persisted.waits or any(refused) or _is_queued(ctx):
         rollout = _retire_victim(ctx, rollout)
     created: list[int] = []
     for ordinal in rollout.create:
-        refused = _refused_by_quota(ctx, ordinal, groups)
+        over = _refused_by_quota(ctx, ordinal, groups)
         attempts, waits = ctx.next_attempts(ordinal, groups)
-        plan += refused + waits
-        if refused.failures or not all(attempts.values()):
+        plan += over + waits
+        if over.failures or not all(attempts.values()):
             plan += _waiting_replica(ctx.last_waits(ordinal, groups))
             continue
         places, unplaced = ctx.place_base(ordinal)
@@ -460,6 +472,20 @@ def _create_replicas(ctx: PlanContext, before: Plan) -> tuple[Rollout, Plan]:
         plan += ctx.start_groups(ordinal, places, attempts, unplaced)
     pending = tuple(ordinal for ordinal in rollout.create if ordinal not in created)
     return msgspec.structs.replace(rollout, create=tuple(created), pending=pending), plan
+
+
+def _is_queued(ctx: PlanContext) -> bool:
+    """Return whether a queue has kept a new replica waiting for longer than a gang may take."""
+    bases = (ctx.replicas[ordinal].base for ordinal in ctx.rollout.fresh)
+    return any(
+        all(
+            pod.held and ctx.now_s - pod.seen_since_s >= restarts.HOLDING_S
+            for group in base
+            for pod in group.present
+        )
+        for base in bases
+        if base
+    )
 
 
 def _refused_by_quota(ctx: PlanContext, ordinal: int, groups: Iterable[int]) -> Plan:
@@ -718,7 +744,7 @@ def _delete_released(ctx: PlanContext, replica: ReplicaView, group: GroupView) -
 def repair(ctx: PlanContext, replica: ReplicaView, group: GroupView) -> Plan:
     """Restart a group that has failed; complete a gang whose pods are being created."""
     failure = restarts.failure_of(replica, group, ctx.nodes, ctx.now_s)
-    if failure is not None:
+    if failure is not None and (group.present or not restarts.is_recorded(failure, ctx.persisted)):
         return restart(ctx, replica, group, failure)
     if group.unfinished:
         near = [pod.place for pod in replica.present if pod.place]

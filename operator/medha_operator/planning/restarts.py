@@ -64,14 +64,13 @@ def failure_of(
     replica: ReplicaView, group: GroupView, nodes: Mapping[str, NodeView], now_s: float
 ) -> GroupFailure | None:
     """Find the failure of a group that should run; None while it may recover by itself."""
-    present = group.present
-    if not present:
-        return None
-    lost = ""
+    present, lost = group.present, ""
     disrupted = next((pod for pod in group.pods if pod.deleting and pod.disrupted), None)
     if disrupted is not None and disrupted.attempt == group.attempt:
         why = f"pod {disrupted.name} was preempted: {disrupted.disrupted}"
         return given_back(replica, group, PREEMPTED, why)
+    if not present:
+        return None
     why = _pod_failure(group)
     if not why:
         lost = next((pod.node for pod in present if is_lost(pod, nodes)), "")

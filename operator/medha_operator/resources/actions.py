@@ -29,6 +29,13 @@ class RemoveSchedulingGate(msgspec.Struct, frozen=True):
     uid: str
 
 
+class ReleasePod(msgspec.Struct, frozen=True):
+    """Remove the queue's finalizer from a pod that has ended, so that its name becomes free."""
+
+    pod: str
+    uid: str
+
+
 class DeletePod(msgspec.Struct, frozen=True):
     """DELETE with the UID as precondition; `grace_s` None leaves the pod's own. `if_lost` names a
     node: the pod stays unless the API server confirms that this node is gone or silent."""
@@ -72,6 +79,7 @@ Action = (
     ApplyObject
     | CreatePod
     | RemoveSchedulingGate
+    | ReleasePod
     | DeletePod
     | DeleteObject
     | Drain

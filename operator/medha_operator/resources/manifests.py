@@ -24,7 +24,7 @@ from medha.config import CONTROLLER_OPS_PORT, POD_OPS_PORT, RANK_PORT, STORE_POR
 from medha.errors import SpecError
 from medha.rendering import Site, worker_config
 from medha.spec import API_VERSION, KIND, MedhaReplica
-from medha.spec.values import PlacementSpec
+from medha.spec.values import PlacementSpec, TemplateSpec
 from medha.topology import Coordinate
 from medha_operator.resources import labels as names
 from medha_operator.resources.objects import integer
@@ -378,6 +378,7 @@ def spec_hash(resource: MedhaReplica) -> str:
     for name in ("replicas", "autoscaling", "drainTimeout"):
         fields.pop(name, None)
     fields.get("placement", {}).pop("topologyLevels", None)
+    fields |= {label: value for label, value in resource.labels.items() if _is_kueue(label)}
     return names.HASH_RULE + digest({name: value for name, value in fields.items() if value != {}})
 
 
@@ -413,9 +414,12 @@ def pod_manifest(resource: MedhaReplica, start: PodAssignment, settings: Setting
         names.ATTEMPT: str(start.attempt),
         names.SPEC_HASH: start.spec_hash,
     }
+    queued_labels, queued_annotations = _queued(resource, start)
+    labels |= queued_labels
     annotations = {
         **(_scraped(leader) if settings.scrape else {}),
         **resource.spec.template.annotations,
+        **queued_annotations,
         **({names.TARGET: start.place.node} if start.place.node else {}),
     }
     name = pod_name(resource.name, start.ordinal, at)
@@ -426,6 +430,34 @@ def pod_manifest(resource: MedhaReplica, start: PodAssignment, settings: Setting
         "metadata": metadata(resource, name, labels, annotations),
         "spec": spec | _scheduling(resource, start),
     }
+
+
+def queue_of(resource: MedhaReplica) -> str:
+    """Return the name of the queue that admits the pods; "" if none does."""
+    return {**resource.spec.template.labels, **resource.labels}.get(names.QUEUE, "")
+
+
+def _queued(resource: MedhaReplica, start: PodAssignment) -> tuple[dict[str, str], dict[str, str]]:
+    """Build the labels and annotations by which Kueue admits a gang as one group of plain pods.
+
+    A pod that is created again takes the place of the former one in its group.
+    """
+    if not queue_of(resource):
+        return {}, {}
+    kvp, name = resource.spec.parallelism.kvp, replica_name(resource.name, start.ordinal)
+    groups = kvp.min
+    if start.at.group >= kvp.min:
+        groups, name = 1, f"{name}-g{start.at.group}"
+    labels = {label: value for label, value in resource.labels.items() if _is_kueue(label)}
+    count = groups * resource.spec.parallelism.spp
+    return (
+        {**labels, names.QUEUE_GROUP: f"{name}-{start.spec_hash}"},
+        {names.QUEUE_COUNT: str(count), names.QUEUE_SERVING: "true"},
+    )
+
+
+def _is_kueue(label: str) -> bool:
+    return label.startswith(names.KUEUE)
 
 
 def _scraped(leader: bool) -> dict[str, str]:
@@ -469,6 +501,8 @@ def _spec(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> M
     }
     if resource.spec.model.source.uri is not None:
         spec["initContainers"] = [_fetch(resource, start, settings)]
+    if template.resource_claims:
+        spec["resourceClaims"] = [dict(claim) for claim in template.resource_claims]
     if template.scheduler_name is not None:
         spec["schedulerName"] = template.scheduler_name
     if template.priority_class_name is not None:
@@ -554,15 +588,19 @@ def _environment(resource: MedhaReplica, start: PodAssignment) -> list[Manifest]
     ]
 
 
-def _resources(resource: MedhaReplica) -> dict[str, dict[str, Any]]:
-    """Request devices as in the spec; little cpu and memory unless the template has more."""
-    tp, device = resource.spec.parallelism.tp, resource.spec.device.resource_name
-    devices = {device: tp} if device else {}
+def _resources(resource: MedhaReplica) -> dict[str, Any]:
+    """Request devices as in the spec, or as claims instead; little cpu and memory unless the
+    template has more."""
+    tp, device = resource.spec.parallelism.tp, resource.spec.device
     given: Mapping[str, Any] = resource.spec.template.resources
+    claims = {"claims": given["claims"]} if given.get("claims") else {}
+    name = device.resource if claims else device.resource_name
+    devices = {name: tp} if name else {}
     least = {"cpu": f"{_CPU_PER_RANK * tp}m", "memory": f"{_MEMORY_PER_RANK * tp}Mi"}
     return {
         "requests": {**least, **devices, **given.get("requests", {})},
         "limits": {**devices, **given.get("limits", {})},
+        **claims,
     }
 
 
@@ -766,10 +804,14 @@ def _check_template(resource: MedhaReplica) -> None:
                 )
     _check_names("env", template.env, prefix="MEDHA_", free=SETTINGS)
     _check_names("volumes", template.volumes, taken=VOLUMES)
+    _check_names("resourceClaims", template.resource_claims)
     for field in template.resources:
+        if field == "claims":
+            _check_claims(template)
+            continue
         if field not in ("requests", "limits"):
             raise SpecError(
-                "spec.template.resources", field, "must be requests or limits", "remove it"
+                "spec.template.resources", field, "must be requests, limits or claims", "remove it"
             )
         amounts = template.resources[field]
         if not isinstance(amounts, Mapping):
@@ -789,6 +831,24 @@ def _check_template(resource: MedhaReplica) -> None:
                     "must be a quantity",
                     "use one such as 500m, 8 or 16Gi",
                 ) from None
+
+
+def _check_claims(template: TemplateSpec) -> None:
+    """Check that the container's claims are among the pod's."""
+    claims, path = template.resources["claims"], "spec.template.resources.claims"
+    if not isinstance(claims, list | tuple) or not all(
+        isinstance(claim, Mapping) for claim in claims
+    ):
+        raise SpecError(path, claims, "must be a list of mappings", "write it as `- name: gpu`")
+    known = [claim.get("name") for claim in template.resource_claims]
+    for index, claim in enumerate(claims):
+        if claim.get("name") not in known:
+            raise SpecError(
+                f"{path}[{index}].name",
+                claim.get("name", "missing"),
+                "must be a name in spec.template.resourceClaims",
+                "add it there, with resourceClaimTemplateName",
+            )
 
 
 def _check_names(

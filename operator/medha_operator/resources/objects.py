@@ -80,6 +80,7 @@ class Meta(msgspec.Struct, rename="camel"):
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
     owner_references: list[OwnerReference] | None = None
+    finalizers: list[str] | None = None
 
     @property
     def key(self) -> Key:
@@ -228,6 +229,7 @@ def pod(raw: bytes | msgspec.Raw) -> Versioned[OwnedPod]:
         gated=names.GANG_GATE in gates,
         held=next((gate for gate in gates if gate != names.GANG_GATE), ""),
         disrupted=_disruption(status),
+        kept=names.QUEUE_FINALIZER in (meta.finalizers or ()),
         deleting=meta.deletion_timestamp is not None,
         restarts=sum(container.restart_count for container in status.container_statuses or ()),
         created_s=unix_s(meta.creation_timestamp or ""),

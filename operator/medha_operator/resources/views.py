@@ -53,9 +53,10 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
     current spec); `why` and `message` are what keeps it from running (waiting reason,
     unschedulable, failed init step), as the API reports it; `gated` by the operator, `held` by
     the gate of this name, which another controller owns; `disrupted`: the message of a controller
-    that takes the pod's place away. `created_s` and `ready_since_s` are the API
-    server's timestamps; the other times, since when it is known, ungated and unbound, or bound and
-    unready, are of the operator's clock (`PodTimers`)."""
+    that takes the pod's place away; `kept`: a queue's finalizer keeps its name.
+    `created_s` and `ready_since_s` are the API server's timestamps; the other times, since when it
+    is known, ungated and unbound, or bound and unready, are of the operator's clock
+    (`PodTimers`)."""
 
     name: str
     uid: str
@@ -72,6 +73,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
     gated: bool = False
     held: str = ""
     disrupted: str = ""
+    kept: bool = False
     deleting: bool = False
     restarts: int = 0
     created_s: float = 0.0
