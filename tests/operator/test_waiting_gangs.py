@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from medha_operator.resources.actions import CreatePod, DeletePod
-from medha_operator.resources.objects import unix_s
+from medha_operator.resources.objects import rfc3339, unix_s
 from medha_operator.testing import REQUIRED, Cluster, node, rack, resource
 
 RACK = "topology.kubernetes.io/rack"
@@ -318,6 +318,21 @@ def test_a_new_replica_that_the_scheduler_refuses_makes_the_old_one_go_first() -
     cluster.settle(200)
     assert cluster.condition("Updated")["status"] == "True"
     assert [pod.node for pod in cluster.pods.values()] == [home]
+
+
+def test_a_group_that_waits_for_room_does_not_hurry_a_rolling_update() -> None:
+    parallelism = {"tp": 8, "spp": 2, "kvp": {"max": 2}}
+    cluster = Cluster(resource(parallelism=parallelism), rack("r1", 5))
+    cluster.settle()
+    cluster.update(replicas=1, parallelism=parallelism, template={"image": "worker:2"})
+    waits = [{"replica": 0, "group": 1, "attempt": 1, "at": rfc3339(cluster.now_s)}]
+    for _ in range(8):
+        cluster.status["waits"] = waits
+        cluster.reconcile()
+        cluster.turn()
+        assert cluster.status["readyReplicas"] >= 1
+    cluster.settle()
+    assert cluster.condition("Updated")["status"] == "True"
 
 
 def test_a_record_of_waiting_speaks_of_its_last_time() -> None:

@@ -452,7 +452,7 @@ def _create_replicas(ctx: PlanContext, before: Plan) -> tuple[Rollout, Plan]:
     that comes first; also for new ones that the scheduler has refused."""
     rollout, plan, groups = ctx.rollout, NOTHING, range(ctx.resource.spec.parallelism.kvp.min)
     refused = [unplaced.reason != restarts.NO_NODE for unplaced in before.unplaced_replicas]
-    if ctx.persisted.waits or any(refused) or _is_queued(ctx):
+    if any(refused) or _is_refused(ctx) or _is_queued(ctx):
         rollout = _retire_victim(ctx, rollout)
     created: list[int] = []
     for ordinal in rollout.create:
@@ -472,6 +472,16 @@ def _create_replicas(ctx: PlanContext, before: Plan) -> tuple[Rollout, Plan]:
         plan += ctx.start_groups(ordinal, places, attempts, unplaced)
     pending = tuple(ordinal for ordinal in rollout.create if ordinal not in created)
     return msgspec.structs.replace(rollout, create=tuple(created), pending=pending), plan
+
+
+def _is_refused(ctx: PlanContext) -> bool:
+    """Return whether the base of a new replica was given back and has no nodes yet."""
+    unbound = {ordinal for ordinal in ctx.rollout.fresh if not ctx.replicas[ordinal].bound}
+    least = ctx.resource.spec.parallelism.kvp.min
+    return any(
+        wait.group < least and wait.replica in (*unbound, *ctx.rollout.create)
+        for wait in ctx.persisted.waits
+    )
 
 
 def _is_queued(ctx: PlanContext) -> bool:
