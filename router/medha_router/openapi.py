@@ -237,7 +237,9 @@ def body_of(kind: type[msgspec.Struct], *, streams: bool = False) -> dict[str, A
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     if not streams:
         return {"requestBody": body}
-    events = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    events: dict[str, Any] = {
+        "content": {"text/event-stream": {}}
+    }  # a schema would be of each event
     return {"requestBody": body, "responses": {"200": events}}
 
 
