@@ -111,6 +111,12 @@ def test_no_route_is_open_to(guarded: Any, credential: str) -> None:
     assert len(guarded.controllers[0].seen) == seen
 
 
+def test_no_route_reads_a_key_of_endless_length(guarded: Any) -> None:
+    for method, path in routes(guarded):
+        answer = call(guarded, method, path, {"authorization": "Bearer " + "alice" * 20_000})
+        assert answer.status_code == 431, (method, path)
+
+
 @pytest.mark.parametrize(
     "headers", [{"authorization": "Bearer alice"}, {"x-api-key": "alice"}], ids=str
 )
