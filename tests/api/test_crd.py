@@ -217,7 +217,7 @@ def test_people_see_the_columns_and_read_the_fields(api: httpx.Client, run_kubec
 def test_a_status_sent_with_the_spec_is_dropped(api: httpx.Client) -> None:
     reply = post(api, put("status.replicas", 7))
     assert reply.status_code == 201
-    assert "status" not in json.loads(reply.text)
+    assert json.loads(reply.text)["status"] == {"observedGeneration": -1}
 
 
 def test_the_default_spec_of_medha_needs_only_a_model() -> None:

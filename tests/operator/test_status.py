@@ -279,7 +279,7 @@ def test_transition_times_change_only_with_the_status() -> None:
         for name, condition in conditions(cluster).items()
         if condition["lastTransitionTime"] != before[name]["lastTransitionTime"]
     }
-    assert moved == {"Ready", "GroupsReady", "KvpReady"}
+    assert moved == {"Ready", "GroupsReady", "KvpReady", "Reconciling"}
 
 
 def test_a_cold_start_takes_few_status_writes_however_many_pods_there_are() -> None:

@@ -7,6 +7,7 @@
 
     Updated, KvpGrowing, Draining, RestartBudgetExhausted, PlacementUnsatisfiable, NamesAccepted,
     ScalingActive (if the resource is autoscaled)   inform
+    Reconciling, Stalled   summarise the others for kstatus; at most one is True
 
 Pure. The same observed state gives an equal status, times included, so that nothing is written.
 Messages hold no counts that change pod by pod.
@@ -93,12 +94,13 @@ def refused_status(observed: Observed, sentence: str, *, generation: int) -> Sta
     """Build the status for a refused spec: replicas and the rest of the status stay."""
     persisted = load_status(observed.previous_status)
     refused = Condition(type="Ready", status="False", reason="SpecRefused", message=sentence)
-    ready = _with_times((refused,), persisted, observed.now_s, generation)
-    others = tuple(record for record in persisted.conditions if record.type != "Ready")
+    current = _with_times((refused, *_progress(refused)), persisted, observed.now_s, generation)
+    types = {record.type for record in current}
+    others = tuple(record for record in persisted.conditions if record.type not in types)
     return {
         **observed.previous_status,
         "observedGeneration": generation,
-        "conditions": _plain((*ready, *others)),
+        "conditions": _plain((*current, *others)),
     }
 
 
@@ -222,6 +224,17 @@ _FETCH = "fetch-model: "
 _SETUP = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _TRANSIENT = ("Placing", "Queued", "Loading", "Joining", "NotLoadedYet")
 """Reasons that go away by themselves."""
+_STALLING = (
+    "SpecRefused",
+    "NameTaken",
+    "ModelMissing",
+    "ImagePull",
+    "FailedMount",
+    "RouterRefuses",
+    "FailsAgainAndAgain",
+    *_SETUP,
+)
+"""Reasons that a person has to remove. Room is none of them: an autoscaler may add nodes."""
 
 
 class Condition(msgspec.Struct, frozen=True):
@@ -248,15 +261,19 @@ def conditions(
         _groups(resource, observed, decision),
         _kvp(resource, decision),
     )
+    ready, updated = _ready(resource, gating), _updated(resource, decision)
+    draining = _draining(resource, decision)
+    exhausted = _exhausted(resource, observed, decision)
     return (
-        _ready(resource, gating),
+        ready,
         *gating,
-        _updated(resource, decision),
+        updated,
         _growing(resource, decision),
-        _draining(resource, decision),
-        _exhausted(resource, observed, decision),
+        draining,
+        exhausted,
         _unsatisfiable(decision),
         _names(observed),
+        *_progress(ready, updated, draining, exhausted),
     )
 
 
@@ -510,6 +527,32 @@ def _names(observed: Observed) -> Condition:
     for _, taken in sorted(observed.taken.items()):
         return Condition("NamesAccepted", "False", "NameTaken", taken.message)
     return Condition("NamesAccepted", "True", "NoConflicts")
+
+
+_GOOD = {"Ready": "True", "Updated": "True", "Draining": "False", "RestartBudgetExhausted": "False"}
+
+
+def _progress(*judged: Condition) -> tuple[Condition, Condition]:
+    """Derive Reconciling and Stalled from the conditions that a spec has to reach.
+
+    https://github.com/kubernetes-sigs/cli-utils/blob/master/pkg/kstatus/README.md
+    """
+    unmet = [condition for condition in judged if condition.status != _GOOD[condition.type]]
+    stalling = [condition for condition in unmet if condition.reason in _STALLING]
+    for condition in stalling:
+        return (
+            Condition("Reconciling", "False", condition.reason),
+            Condition("Stalled", "True", condition.reason, condition.message),
+        )
+    for condition in unmet:
+        return (
+            Condition("Reconciling", "True", condition.reason, condition.message),
+            Condition("Stalled", "False", "Progressing"),
+        )
+    return (
+        Condition("Reconciling", "False", "UpToDate"),
+        Condition("Stalled", "False", "UpToDate"),
+    )
 
 
 def _is_ready(decision: PlanDecision, ordinal: int) -> bool:
