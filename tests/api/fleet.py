@@ -363,7 +363,9 @@ class Fleet:
 
     def _merge(self, path: str, change: Mapping[str, Any]) -> None:
         headers = {"Content-Type": "application/merge-patch+json"}
-        self.api.patch(path, json=change, headers=headers).raise_for_status()
+        answer = self.api.patch(path, json=change, headers=headers)
+        if answer.status_code != httpx.codes.NOT_FOUND:  # deleted since it was read
+            answer.raise_for_status()
 
 
 def _devices(pod: dict[str, Any]) -> int:

@@ -113,6 +113,21 @@ def test_a_group_that_waits_runs_an_independent_batch_that_fits_the_gap() -> Non
     assert shared is not None and shared.groups == (0, 1)
 
 
+def test_a_group_does_not_wait_for_a_prompt_that_gave_way_to_its_own() -> None:
+    # Each chunk of the narrow prompt takes longer than a batch of decodes in the other group. The
+    # wide one needs both groups, has more slack, and gives way to it whenever both are free.
+    settings = Scheduling(max_batch_s=0.05, min_batch_s=0.01)
+    plan = scheduler(topology(kvp=2, tokens_per_group=30_000), settings, key_s=1e-7, batch_s=0.015)
+    driven = Driven(plan)
+    driven.submit([request("wide", 50_000, within_s=1000.0)])
+    driven.submit([request("narrow", 20_000, 100.0, within_s=60.0, promised=False)])
+    driven.at(100.0, lambda: place(plan, "narrow", (1,)))
+    driven.submit([request("talk", 100, 100.0, within_s=9.0, output_tokens=2000, tpot_s=0.05)])
+    driven.at(100.0, lambda: place(plan, "talk", (0,)))
+    driven.run()
+    assert driven.in_time("narrow") and driven.in_time("wide")
+
+
 def place(plan: Scheduler, name: str, groups: tuple[int, ...]) -> None:
     """Assign those groups to a prompt instead of the scheduler's choice."""
     sequence = plan._state.by_id[name]

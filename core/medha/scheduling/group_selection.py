@@ -9,8 +9,9 @@ waits for the others may run an independent batch meanwhile, if that batch ends 
 The sequence that has waited longest comes first, and only it holds groups back. Busy groups always
 finish, so that no circle of waiting forms. After `max_starved_rounds` independent batches a group
 waits idle; before that, not for a relegated prompt that had the groups together and was declined. A
-group never idles where that costs a promise (for a promised prompt: one of that group alone), nor
-for a sequence declined just now: two that give way in turn would hold a group idle for ever.
+group never idles where that costs a promise (for a promised prompt: one of that group alone). For a
+sequence declined just now nothing waits, and no batch is cut: two that give way in turn would hold
+a group idle for ever.
 """
 
 from __future__ import annotations
@@ -57,17 +58,18 @@ class GroupSelector:
                 continue
             self._blocked.append((sequence, wants))
             sequence.block(now)
+            declined_s = self._declined_s.get(sequence.number, -inf)
+            if now - declined_s < 0.1 * self.min_batch_s:
+                continue
             away = [group for group in wants if group not in eligible]
             gap_s = max((self.in_flight.free_in_s(group, now) for group in away), default=0.0)
             for group in wants:
                 starved = sequence.rounds_skipped >= self.max_starved_rounds
-                declined_s = self._declined_s.get(sequence.number, -inf)
-                if gap_s >= self.min_batch_s and not starved:
-                    if self._may_hold(sequence, group, gap_s, starved, now):
-                        limits[group] = min(limits.get(group, inf), gap_s)
-                elif now - declined_s < 0.1 * self.min_batch_s:
+                if not self._may_hold(sequence, group, gap_s, starved, now):
                     continue
-                elif self._may_hold(sequence, group, gap_s, starved, now):
+                if gap_s >= self.min_batch_s and not starved:
+                    limits[group] = min(limits.get(group, inf), gap_s)
+                else:
                     held.add(group)
         while shared:
             group_set = set(shared.pop(0))
