@@ -21,7 +21,6 @@ from medha_router.replica_client import ReplicaClient
 TICK_S = 0.25
 MIN_PAUSE_S = 0.001
 BUSY_SHARE = 0.25
-BURST = 64
 
 
 class ReplicaLink(Protocol):
@@ -32,8 +31,8 @@ class ReplicaLink(Protocol):
     def send(self, peer: bytes, message: RouterMessage) -> bool:
         """Queue a message; return False if the peer is gone or its queue is full."""
 
-    async def next(self) -> tuple[bytes, ReplicaMessage]:
-        """Wait for the next message."""
+    def follow(self, receive: Callable[[bytes, ReplicaMessage], None]) -> None:
+        """Call `receive` with each message, on the running loop."""
 
     def closed(self) -> tuple[bytes, ...]:
         """Return peers whose connection has ended since the last call."""
@@ -62,21 +61,20 @@ class LinkLoop:
         self._link, self._client, self._clock, self._ticked = link, client, clock, ticked
         self._loop = asyncio.get_running_loop()
         self._log = logging.getLogger("medha.router")
-        self._tasks: list[asyncio.Task[None]] = []
+        self._ticking: asyncio.Task[None] | None = None
         self._due: asyncio.Handle | None = None
         self._not_before_s = 0.0
 
     def start(self) -> None:
-        self._tasks = [
-            self._loop.create_task(self._read(), name="link"),
-            self._loop.create_task(self._tick(), name="tick"),
-        ]
+        self._ticking = self._loop.create_task(self._tick(), name="tick")
+        self._link.follow(self._receive)
 
     async def stop(self) -> None:
         """End the loop; waiting messages are dropped."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        ticking, self._ticking = self._ticking, None
+        if ticking is not None:
+            ticking.cancel()
+            await asyncio.wait({ticking})
         if self._due is not None:
             self._due.cancel()
 
@@ -98,15 +96,13 @@ class LinkLoop:
         pause_s = max(MIN_PAUSE_S, (ended_s - began_s) / BUSY_SHARE)
         self._not_before_s = ended_s + pause_s
 
-    async def _read(self) -> None:
-        while True:
-            for _ in range(BURST):
-                peer, message = await self._link.next()
-                try:
-                    self._client.receive(peer, message)
-                except Exception:
-                    self._log.exception("a message of the link failed")
-            await asyncio.sleep(0)
+    def _receive(self, peer: bytes, message: ReplicaMessage) -> None:
+        if self._ticking is None:
+            return
+        try:
+            self._client.receive(peer, message)
+        except Exception:
+            self._log.exception("a message of the link failed")
 
     async def _tick(self) -> None:
         while True:

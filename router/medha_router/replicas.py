@@ -29,36 +29,13 @@ class ConnectedReplica:
 
     def __init__(self, peer: bytes, hello: Hello, predictor: Predictor, now: float) -> None:
         self.peer, self.hello, self.predictor = peer, hello, predictor
+        self.name, self.version = hello.replica, _version(hello)
         self.load: Load | None = None
         self.load_s = now
         self.draining = hello.draining
         self.last_message_s = now
         self.closed_s = float("inf")
         self.sent: set[str] = set()
-
-    @property
-    def name(self) -> str:
-        return self.hello.replica
-
-    @property
-    def version(self) -> str:
-        """Key of the model version.
-
-        Replicas with the same key can continue each other's requests: weights, tokens, pages and
-        layers are the same.
-        """
-        shape, files = self.hello.shape, self.hello.files
-        numbers = (
-            self.hello.page_tokens,
-            *self.hello.stop_tokens,
-            shape.vocab,
-            shape.layers,
-            shape.hidden,
-            shape.heads,
-            shape.kv_heads,
-        )
-        texts = (self.hello.checkpoint, *(files.get(name, "") for name in FILES))
-        return ":".join((*texts, *map(str, numbers)))
 
     @property
     def max_context_tokens(self) -> int:
@@ -81,6 +58,26 @@ class ConnectedReplica:
     def empty(self) -> bool:
         """True if none of its KVP groups runs: its KV cache is lost."""
         return self.load is not None and not self.load.total_pages
+
+
+def _version(hello: Hello) -> str:
+    """Return the key of a model version.
+
+    Replicas with the same key can continue each other's requests: weights, tokens, pages and layers
+    are the same.
+    """
+    shape, files = hello.shape, hello.files
+    numbers = (
+        hello.page_tokens,
+        *hello.stop_tokens,
+        shape.vocab,
+        shape.layers,
+        shape.hidden,
+        shape.heads,
+        shape.kv_heads,
+    )
+    texts = (hello.checkpoint, *(files.get(name, "") for name in FILES))
+    return ":".join((*texts, *map(str, numbers)))
 
 
 class ReplicaTable:

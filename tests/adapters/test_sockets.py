@@ -24,7 +24,6 @@ from medha.errors import SetupError
 from medha.messages import (
     Abort,
     RouterBeat,
-    RouterMessage,
     Tokens,
 )
 
@@ -136,15 +135,23 @@ def test_polling_for_nothing_drains_the_news_of_a_connection(front: Front) -> No
         assert wait([back], 0.01) is False
 
 
-def test_an_event_loop_awaits_messages_while_it_sends(front: Front) -> None:
+def followed(link: Front | Back) -> asyncio.Queue[tuple[bytes, object]]:
+    """Return a queue of the messages that arrive on the running loop."""
+    arrived: asyncio.Queue[tuple[bytes, object]] = asyncio.Queue()
+    link.follow(lambda peer, message: arrived.put_nowait((peer, message)))
+    return arrived
+
+
+def test_an_event_loop_receives_messages_while_it_sends(front: Front) -> None:
     async def answers(back: Back) -> list[int]:
+        requests, replies = followed(front), followed(back)
         got = []
         for index in range(200):
             assert back.send(Tokens(id="r", first=index, tokens=(index,)))
-            _, message = await asyncio.wait_for(front.next(), 5.0)
+            _, message = await asyncio.wait_for(requests.get(), 5.0)
             assert isinstance(message, Tokens)
             assert front.send(b"one", Abort(str(message.first)))
-            reply = await asyncio.wait_for(back.next(), 5.0)
+            _, reply = await asyncio.wait_for(replies.get(), 5.0)
             assert isinstance(reply, Abort)
             got.append(int(reply.id))
         return got
@@ -157,31 +164,50 @@ def test_a_reader_on_an_event_loop_misses_nothing_while_others_send(front: Front
     """Sending consumes the descriptor's signal; the reader must get its message anyway."""
 
     async def flood(back: Back) -> int:
-        async def read() -> int:
-            return len([await front.next() for _ in range(500)])
-
-        reader = asyncio.create_task(read())
+        arrived = followed(front)
         for index in range(500):
             back.send(REPORT)
             front.send(b"one", RouterBeat())
             if index % 7 == 0:
                 await asyncio.sleep(0)
-        return await asyncio.wait_for(reader, 10.0)
+        async with asyncio.timeout(10.0):
+            return len([await arrived.get() for _ in range(500)])
 
     with closing(dial(front.address)) as back:
         exchange(front, back)
         assert asyncio.run(flood(back)) == 500
 
 
-def test_posts_reach_the_peer_while_an_event_loop_awaits(front: Front) -> None:
-    async def read(back: Back) -> RouterMessage:
-        waiting = asyncio.create_task(front.next())
+def test_a_message_that_fails_its_receiver_delays_none_after_it(front: Front) -> None:
+    async def read(back: Back) -> bytes:
+        done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        failures: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, error: failures.append(error))
+
+        def receive(peer: bytes, message: object) -> None:
+            if not failures:
+                raise ValueError("the first message")
+            done.set_result(peer)
+
+        for _ in range(2):
+            back.send(REPORT)
+        await asyncio.sleep(0.1)
+        front.follow(receive)
+        return await asyncio.wait_for(done, 5.0)
+
+    with closing(dial(front.address)) as back:
+        exchange(front, back)
+        assert asyncio.run(read(back)) == b"one"
+
+
+def test_posts_reach_the_peer_of_a_link_that_an_event_loop_follows(front: Front) -> None:
+    async def read(back: Back) -> object:
+        followed(front)
+        replies = followed(back)
         await asyncio.sleep(0.01)
         await asyncio.to_thread(front.post, b"one", Abort("late"))
-        try:
-            return await asyncio.wait_for(back.next(), 5.0)
-        finally:
-            waiting.cancel()
+        _, reply = await asyncio.wait_for(replies.get(), 5.0)
+        return reply
 
     with closing(dial(front.address)) as back:
         exchange(front, back)

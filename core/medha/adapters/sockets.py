@@ -6,9 +6,9 @@
 A link has one `Codec` per direction; a message that does not decode is counted and dropped. Bounds:
 message size, high-water marks (`send` returns False if the queue is full), heartbeats, handshake
 time. A link belongs to one thread, which calls `receive` and `wait`, or to one event loop, which
-awaits `next`. Other threads may call only `post` and `wake`. CURVE alone authenticates no peer: a
-Listener with keys always checks an allow-list (ZAP), read at every handshake, so keys rotate
-without a restart. No message is ever pickled.
+calls what `follow` was given. Other threads may call only `post` and `wake`. CURVE alone
+authenticates no peer: a Listener with keys always checks an allow-list (ZAP), read at every
+handshake, so keys rotate without a restart. No message is ever pickled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import zmq
@@ -39,8 +39,9 @@ R = TypeVar("R")
 
 # Plain integers: the library's flags are enumerations, which cost more than a call.
 NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-MORE_PARTS, EVENTS, READABLE = int(zmq.RCVMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 QUEUE_MESSAGES = 4096
+BURST = 64
+"""Messages that a loop takes from a link in one turn."""
 SILENCE_MS = 3000
 IPC_PATH_BYTES = 107
 
@@ -85,9 +86,9 @@ class _Link(Generic[S, R]):
         self._wakes, self._waker = os.pipe()
         os.set_blocking(self._wakes, False)
         os.set_blocking(self._waker, False)
-        self._loop: asyncio.AbstractEventLoop | None = None  # of `next`
-        self._ready: asyncio.Future[None] | None = None
-        self._looks = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # of `follow`
+        self._receiver: Callable[[bytes, R], None] | None = None
+        self._reads = False  # now, or soon
         self._named = kind == zmq.ROUTER
         self.rejected = self.unsent = 0
         for option, value in {**BOUNDS, zmq.MAXMSGSIZE: max_bytes}.items():
@@ -105,7 +106,7 @@ class _Link(Generic[S, R]):
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_reader(self._wakes)
-        self._loop = None
+        self._loop = self._receiver = None
         self._socket.close(linger=0)
         self._context.term()
         os.close(self._wakes)
@@ -160,7 +161,7 @@ class _Link(Generic[S, R]):
             self.unsent += 1
             return False
         finally:
-            self._look_soon()
+            self._read_soon()
         return True
 
     def _take(self) -> tuple[bytes, R] | None:
@@ -184,14 +185,17 @@ class _Link(Generic[S, R]):
     def _receive_parts(self) -> list[bytes]:
         """Return the peer's name, empty without one, and the parts of the next message."""
         peer = self._socket.recv(NOW) if self._named else b""
-        parts = [peer, self._receive_data(peer)]
-        while self._socket.getsockopt(MORE_PARTS):
-            parts.append(self._socket.recv(NOW))
+        frame = self._socket.recv(NOW, copy=False)  # it holds whether another part follows
+        if self._named:
+            self._note(peer, frame)
+        parts = [peer, frame.bytes]
+        while frame.more:
+            frame = self._socket.recv(NOW, copy=False)
+            parts.append(frame.bytes)
         return parts
 
-    def _receive_data(self, peer: bytes) -> bytes:
-        """Receive the part of a message after its peer's name."""
-        return self._socket.recv(NOW)
+    def _note(self, peer: bytes, frame: zmq.Frame) -> None:
+        """Note by which connection a message came; a Dialer has one."""
 
     def _receive(self, timeout_s: float) -> tuple[bytes, R] | None:
         until = time.monotonic() + timeout_s
@@ -208,46 +212,39 @@ class _Link(Generic[S, R]):
             poller.poll(math.ceil(left * 1000))
             woken = self._flush()
 
-    async def _next(self) -> tuple[bytes, R]:
-        while True:
-            if taken := self._take():
-                return taken
-            await self._readable()
-
-    async def _readable(self) -> None:
-        """Wait until the socket may hold a message."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop = loop
-            loop.add_reader(self._socket.fileno(), self._look)
-            loop.add_reader(self._wakes, self._woken)
-        self._ready = loop.create_future()
-        self._look()  # the descriptor signals only new messages
-        try:
-            await self._ready
-        finally:
-            self._ready = None
+    def follow(self, receive: Callable[[bytes, R], None]) -> None:
+        """Call `receive` with each (peer, message) that arrives, on the running loop."""
+        self._loop, self._receiver = asyncio.get_running_loop(), receive
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._loop.add_reader(self._wakes, self._woken)
+        self._read_soon()  # the descriptor signals only new messages
 
     def _woken(self) -> None:
         self._flush()
-        self._look_soon()
+        self._read_soon()
 
-    def _look_soon(self) -> None:
-        """Look for messages once the loop's turn is over.
+    def _read_soon(self) -> None:
+        """Read once the loop's turn is over.
 
         Sending and polling consume the signals of the socket's descriptor.
         """
-        if self._ready is not None and not self._looks and self._loop is not None:
-            self._looks = True
-            self._loop.call_soon(self._look)
+        if self._loop is not None and not self._reads:
+            self._reads = True
+            self._loop.call_soon(self._read)
 
-    def _look(self) -> None:
-        """End `_readable` if a message has arrived; the descriptor alone is no proof."""
-        self._looks = False
-        if self._ready is None or self._ready.done():
-            return
-        if int(self._socket.getsockopt(EVENTS)) & READABLE:
-            self._ready.set_result(None)
+    def _read(self) -> None:
+        """Pass on messages until there are none, which arms the socket's descriptor again."""
+        self._reads, more = True, True
+        try:
+            for _ in range(BURST):
+                if self._receiver is None or (taken := self._take()) is None:
+                    more = False
+                    return
+                self._receiver(*taken)
+        finally:
+            self._reads = False
+            if more:
+                self._read_soon()
 
     def _register(self, poller: zmq.Poller) -> None:
         poller.register(self._socket, zmq.POLLIN)
@@ -326,7 +323,7 @@ class Listener(_Link[S, R]):
             except zmq.Again:
                 break
             ended.add(event["value"])
-        self._look_soon()
+        self._read_soon()
         closed = tuple(peer for peer, file in self._connections.items() if file in ended)
         for peer in closed:
             del self._connections[peer]
@@ -345,10 +342,6 @@ class Listener(_Link[S, R]):
         """Return the next (peer, message), or None after `timeout_s` or a wake."""
         return self._receive(timeout_s)
 
-    async def next(self) -> tuple[bytes, R]:
-        """Wait for the next (peer, message); for one task at a time."""
-        return await self._next()
-
     def close(self) -> None:
         if self._guard is not None:
             self._guard.stop()
@@ -359,14 +352,10 @@ class Listener(_Link[S, R]):
             self._events = None
         super().close()
 
-    def _receive_data(self, peer: bytes) -> bytes:
-        if peer in self._connections:  # until `closed` reports it
-            return self._socket.recv(NOW)
-        frame = self._socket.recv(NOW, copy=False)
-        with contextlib.suppress(zmq.ZMQError):  # a message from the same process has none
-            self._connections[peer] = int(frame.get(zmq.SRCFD))
-        data: bytes = frame.bytes
-        return data
+    def _note(self, peer: bytes, frame: zmq.Frame) -> None:
+        if peer not in self._connections:  # or until `closed` reports it
+            with contextlib.suppress(zmq.ZMQError):  # a message from the same process has none
+                self._connections[peer] = int(frame.get(zmq.SRCFD))
 
 
 class Dialer(_Link[S, R]):
@@ -415,10 +404,6 @@ class Dialer(_Link[S, R]):
         """Return the next message, or None after `timeout_s` or a wake."""
         taken = self._receive(timeout_s)
         return taken[1] if taken else None
-
-    async def next(self) -> R:
-        """Wait for the next message; for one task at a time."""
-        return (await self._next())[1]
 
     def close(self) -> None:
         if self._events is not None:
