@@ -25,7 +25,7 @@ QUICK := tests/api/test_crash_points.py tests/api/test_edit_fuzz.py
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-cluster images test test-api test-cluster check compile format bench lock clean
+.PHONY: help setup demo demo-cluster images test test-api test-cluster test-ecosystem check compile format bench lock clean
 .PHONY: dashboards prometheus test-dashboards conformance
 .PHONY: crash-points edit-fuzz outages
 
@@ -79,6 +79,9 @@ edit-fuzz: $(READY) ## change a MedhaReplica at random, validly and not, thousan
 
 test-cluster: $(READY) ## run the tests on a whole cluster, if one can be created (SHORT=1: the first file)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rsP tests/cluster$(if $(SHORT),/test_first_answers.py)
+
+test-ecosystem: $(READY) ## run the operator with real Karpenter and KEDA on a cluster, if Go can build them
+	OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/ecosystem
 
 test-dashboards: $(READY) ## scrape a real fleet with a real Prometheus and query every panel and alert
 	@command -v prometheus >/dev/null || test -x $(PROMETHEUS)/usr/bin/prometheus || \

@@ -60,7 +60,7 @@ class Testbed:
         model: pathlib.Path,
         harm: Callable[..., str] | None = None,
     ) -> None:
-        self.kind, self._environ, self.load, self.model = kind, environ, load, model
+        self.kind, self.environ, self.load, self.model = kind, environ, load, model
         self.harm = harm
 
     def run(self, *command: str, text: str | None = None, timeout_s: float = 2 * MINUTE_S) -> str:
@@ -68,7 +68,7 @@ class Testbed:
         try:
             done = subprocess.run(
                 killed_with_parent(*command),
-                env=self._environ,
+                env=self.environ,
                 input=text,
                 capture_output=True,
                 text=True,
@@ -107,7 +107,7 @@ class Testbed:
         """Run a kubectl that listens on a local port."""
         with subprocess.Popen(
             killed_with_parent("kubectl", *arguments),
-            env=self._environ,
+            env=self.environ,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as process:
@@ -164,7 +164,7 @@ def opened(name: str, nodes: int = 2) -> Iterator[Testbed]:
         with _kind(name, nodes) as testbed:
             yield testbed
     else:
-        with _tool(name, nodes) as testbed:
+        with from_tool(name, nodes) as testbed:
             yield testbed
 
 
@@ -209,7 +209,8 @@ def _kind(name: str, nodes: int) -> Iterator[Testbed]:
 
 
 @contextlib.contextmanager
-def _tool(name: str, nodes: int) -> Iterator[Testbed]:
+def from_tool(name: str, nodes: int) -> Iterator[Testbed]:
+    """Start a cluster of the local cluster tool; raises NoCluster."""
     tool = os.environ.get("MEDHA_CLUSTER_TOOL", str(TOOL))
     if not pathlib.Path(tool).is_file():
         sys.exit("no cluster: install kind, or set MEDHA_TEST_KUBECONFIG=1 and KUBECONFIG")

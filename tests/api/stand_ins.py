@@ -38,6 +38,8 @@ class Leaders:
         self._places: dict[str, int] = {}
         self.load: dict[str, int] = {}
         self.draining: set[str] = set()
+        self.busy: set[str] = set()
+        """Leaders whose requests go on while they drain."""
         self.wanted: dict[str, int] = {}
         self.least: Callable[[str], int] = lambda pod: 1
         """Number of groups that a leader wants on its own account."""
@@ -49,21 +51,27 @@ class Leaders:
         place = self._places.setdefault(pod, len(self._places) + 1)
         assert place < PLACES - 1, f"{pod}: no address is left for so many leaders"
         address = str(self._first + place)
-        if pod not in self._servers:
-            self._servers[pod] = OpsServer(
-                address,
-                CONTROLLER_OPS_PORT,
-                self._metrics,
-                alive=lambda: True,
-                ready=lambda: True,
-                routes={
-                    "GET /status": lambda: json_reply(self._status(pod)),
-                    "POST /drain": lambda: self._drain(pod),
-                },
-            )
+        if address not in self._servers:
+            self.listen(pod, address)
         self.draining.discard(pod)  # a new pod of that name starts afresh
         self.wanted.pop(pod, None)
         return address
+
+    def listen(self, pod: str, address: str) -> None:
+        """Start the controller of a leader pod at an address; one that was there ends."""
+        if former := self._servers.pop(address, None):
+            former.close()
+        self._servers[address] = OpsServer(
+            address,
+            CONTROLLER_OPS_PORT,
+            self._metrics,
+            alive=lambda: True,
+            ready=lambda: True,
+            routes={
+                "GET /status": lambda: json_reply(self._status(pod)),
+                "POST /drain": lambda: self._drain(pod),
+            },
+        )
 
     def close(self) -> None:
         for server in self._servers.values():
@@ -71,7 +79,7 @@ class Leaders:
 
     def _drain(self, pod: str) -> Reply:
         self.draining.add(pod)
-        self.load[pod] = 0
+        self.load[pod] = self.load.get(pod, 0) if pod in self.busy else 0
         return json_reply({"draining": True}, 202)
 
     def _status(self, pod: str) -> ReplicaStatus:
