@@ -37,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from demos.run_afterwards import run_afterwards
 
 from medha.cli.local_fleet.child_process import killed_with_parent
-from medha.spec import API_VERSION
 from medha_operator.kube.client import NODES, PODS, REPLICAS, Kind, KubeClient, login
 
 HOUSE = Path(__file__).resolve().parents[1]
@@ -159,7 +158,7 @@ def resource(number: int, pods: int) -> bytes:
         "parallelism": {"spp": STAGES, "kvp": {"min": pods // STAGES, "max": pods // STAGES}},
     }
     metadata = {"name": f"fleet-{number}", "namespace": SPACE}
-    document = {"apiVersion": API_VERSION, "kind": REPLICAS.kind}
+    document = {"apiVersion": REPLICAS.api_version, "kind": REPLICAS.kind}
     return msgspec.json.encode(document | {"metadata": metadata, "spec": spec})
 
 

@@ -170,7 +170,7 @@ class OperatorApp:
         """Compete for the Lease once every kind is listed."""
         await self._watches.listed()
         self._liveness.ready = True
-        self._kopf.start()
+        self._kopf.start(self._client.replicas)
         await self._lease.run()
 
     async def _resync(self) -> None:

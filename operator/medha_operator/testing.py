@@ -14,7 +14,7 @@ import msgspec
 
 from medha.config import CONTROLLER_OPS_PORT
 from medha.messages import GroupStatus, ReplicaStatus
-from medha.spec import MedhaReplica, parse
+from medha.spec import API_VERSION, MedhaReplica, parse
 from medha_operator.planning.node_placement import pod_requirements
 from medha_operator.planning.planner import PlanDecision, decide
 from medha_operator.planning.resource_status import status
@@ -61,7 +61,7 @@ def resource(name: str = "tiny", generation: int = 1, **spec: Any) -> MedhaRepli
     metadata = {"name": name, "namespace": "team", "uid": f"uid-{name}", "generation": generation}
     return parse(
         {
-            "apiVersion": "medha.dev/v1alpha1",
+            "apiVersion": API_VERSION,
             "kind": "MedhaReplica",
             "metadata": metadata,
             "spec": {**plain, **spec},

@@ -253,7 +253,7 @@ DEVICES = {"Cpu": {"kind": "Cpu"}, "Cuda": {"kind": "Cuda"}}
 def worker_pod(namespace: str, source: dict[str, Any], device: str) -> dict[str, Any]:
     resource = parse(
         {
-            "apiVersion": "medha.dev/v1alpha1",
+            "apiVersion": "medha.dev/v1beta1",
             "kind": "MedhaReplica",
             "metadata": {"name": "llama", "namespace": namespace, "uid": "1"},
             "spec": {

@@ -46,7 +46,7 @@ def write(folder: Path, changes: dict[str, object]) -> None:
         **changes,
     }
     document = {
-        "apiVersion": "medha.dev/v1alpha1",
+        "apiVersion": "medha.dev/v1beta1",
         "kind": "MedhaReplica",
         "metadata": {"name": "tiny"},
         "spec": spec,

@@ -41,7 +41,7 @@ def resource(**spec: Any) -> MedhaReplica:
     whole = {"model": {**model, **spec.pop("model", {})}, "device": {"kind": "Cpu"}, **spec}
     return parse(
         {
-            "apiVersion": "medha.dev/v1alpha1",
+            "apiVersion": "medha.dev/v1beta1",
             "kind": "MedhaReplica",
             "metadata": {"name": "tiny"},
             "spec": whole,
@@ -245,7 +245,7 @@ def test_a_relative_path_starts_at_the_folder_of_the_file(tmp_path: Path) -> Non
         ("a: [", r"must be YAML \(line 1: "),
         ("\x00", r"must be YAML"),
         ("", "the file is empty: must hold a MedhaReplica"),
-        ("kind: Pod", "apiVersion is missing: must be medha.dev/v1alpha1"),
+        ("kind: Pod", "apiVersion is missing: must be medha.dev/v1beta1 or"),
         ("!!python/object/apply:os.getcwd []", r"must be YAML \(line 1: could not determine"),
     ],
 )

@@ -21,7 +21,7 @@ from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 CONTEXT_TOKENS = 512
 RESOURCE = f"""
-apiVersion: medha.dev/v1alpha1
+apiVersion: medha.dev/v1beta1
 kind: MedhaReplica
 metadata: {{name: tiny}}
 spec:

@@ -21,7 +21,7 @@ from tests.support.medha_up import Answer, Up, complete, until
 from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 RESOURCE = """
-apiVersion: medha.dev/v1alpha1
+apiVersion: medha.dev/v1beta1
 kind: MedhaReplica
 metadata: {name: tiny}
 spec:

@@ -17,9 +17,9 @@ import pytest
 import yaml
 from msgspec import inspect
 
-from medha.adapters.crd import FILES, updated
+from medha.adapters.crd import FILES, STORED, updated
 from medha.errors import SpecError
-from medha.spec import API_VERSION, KIND, parse, rules
+from medha.spec import API_VERSION, API_VERSIONS, KIND, parse, rules
 from medha.spec.cel import CEL
 from medha.spec.values import NAME
 from medha_operator.resources.views import PersistedStatus
@@ -43,9 +43,9 @@ def crd() -> dict[str, Any]:
 
 
 def version() -> dict[str, Any]:
-    (only,) = crd()["spec"]["versions"]
-    assert isinstance(only, dict)
-    return only
+    newest = crd()["spec"]["versions"][0]
+    assert isinstance(newest, dict)
+    return newest
 
 
 SCHEMA: dict[str, Any] = version()["schema"]["openAPIV3Schema"]
@@ -77,6 +77,24 @@ def test_every_rule_in_cel_stands_at_a_field_that_exists() -> None:
 def test_a_file_without_the_marks_of_the_generated_part_is_refused() -> None:
     with pytest.raises(ValueError, match="lacks"):
         updated("spec: {}")
+
+
+def test_all_versions_have_one_schema_so_that_none_needs_a_conversion() -> None:
+    spec = crd()["spec"]
+    assert spec["conversion"] == {"strategy": "None"}
+    names = tuple(f"{spec['group']}/{version['name']}" for version in spec["versions"])
+    assert names == API_VERSIONS and len(names) == 2
+    bodies = [{**version, "name": "", "storage": None} for version in spec["versions"]]
+    assert all(body == bodies[0] for body in bodies)
+    assert [version["name"] for version in spec["versions"] if version["storage"]] == [STORED]
+    assert all(version["served"] for version in spec["versions"])
+
+
+def test_an_older_version_that_differs_is_written_again() -> None:
+    text = CRD.read_text()
+    head, mark, older = text.partition("  - name: v1alpha1\n")
+    changed = head + mark + older.replace("description: Who scales", "description: Whoever scales")
+    assert changed != text == updated(changed)
 
 
 def test_the_names_of_the_resource_are_the_same_in_both() -> None:

@@ -15,11 +15,19 @@ from msgspec import inspect
 
 from medha.errors import SpecError
 from medha.request import Slo, SloClass
-from medha.spec import MedhaReplicaSpec, parse, parse_all, seconds, to_bytes, to_number
+from medha.spec import (
+    API_VERSIONS,
+    MedhaReplicaSpec,
+    parse,
+    parse_all,
+    seconds,
+    to_bytes,
+    to_number,
+)
 from medha.topology import Topology
 
 FULL = """
-apiVersion: medha.dev/v1alpha1
+apiVersion: medha.dev/v1beta1
 kind: MedhaReplica
 metadata: {name: llama-70b, labels: {team: serving}}
 spec:
@@ -56,7 +64,7 @@ spec:
   drainTimeout: 1h
 """  # noqa: E501
 SMALL = {
-    "apiVersion": "medha.dev/v1alpha1",
+    "apiVersion": "medha.dev/v1beta1",
     "kind": "MedhaReplica",
     "metadata": {"name": "tiny"},
     "spec": {
@@ -155,6 +163,12 @@ def test_the_whole_schema_is_covered_by_the_wrong_values() -> None:
         "spec.drainTimeout",
     } < paths
     assert len(paths) > 55
+
+
+@pytest.mark.parametrize("version", API_VERSIONS)
+def test_a_document_means_the_same_in_every_version(version: str) -> None:
+    replica = parse(put(full(), "apiVersion", version))
+    assert replica == msgspec.structs.replace(parse(full()), api_version=version)
 
 
 def test_every_field_of_the_documented_example_is_understood() -> None:
@@ -288,7 +302,11 @@ SENTENCES = [
     ("spec.slo.classes", "gold", "spec.slo.classes is gold: must be a list; write its items with"),
     ("spec.model", None, "spec.model is missing: must be a mapping of dtype, "),
     ("metadata.name", "Tiny_1", "metadata.name is Tiny_1: must be lower-case letters"),
-    ("apiVersion", "v1", "apiVersion is v1: must be medha.dev/v1alpha1; use medha.dev/v1alpha1"),
+    (
+        "apiVersion",
+        "v1",
+        "apiVersion is v1: must be medha.dev/v1beta1 or medha.dev/v1alpha1; use medha.dev/v1beta1",
+    ),
     ("kind", "Medha", "kind is Medha: must be MedhaReplica; use MedhaReplica"),
     (
         "Spec",

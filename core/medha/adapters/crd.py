@@ -2,7 +2,8 @@
 
     python -m medha.adapters.crd        in the root of the repository
 
-Names, columns and the status stand in the file itself, outside of the generated part.
+Names, columns and the status stand in the file itself, outside of the generated parts: the spec of
+the newest version, and older versions, which repeat the newest word for word.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from medha.spec import API_VERSIONS
 from medha.spec.schema import spec_schema
 
 FILES = (
@@ -20,6 +22,9 @@ FILES = (
     "charts/medha-crds/templates/medha.dev_medhareplicas.yaml",
 )
 BEGINS, ENDS = "          # Generated: make crd\n", "          # End of the generated part\n"
+NEWEST, *OLDER = (version.partition("/")[2] for version in API_VERSIONS)
+STORED = "v1alpha1"
+"""The version of stored objects: the oldest served, so that the kind can be downgraded."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -38,12 +43,23 @@ def generated() -> str:
 
 
 def updated(text: str) -> str:
-    """Replace the generated part of a CRD file."""
-    before, begins, rest = text.partition(BEGINS)
+    """Replace the generated parts of a CRD file."""
+    first = _version(NEWEST)
+    head, start, newest = text.partition(first)
+    newest = newest.partition(_version(OLDER[0]))[0]
+    before, begins, rest = newest.partition(BEGINS)
     _, ends, after = rest.partition(ENDS)
-    if not (begins and ends):
-        raise ValueError(f"the file lacks {BEGINS.strip()!r} or {ENDS.strip()!r}: restore them")
-    return before + begins + generated() + ends + after
+    if not (start and begins and ends):
+        lines = ", ".join(repr(line.strip()) for line in (first, BEGINS, ENDS))
+        raise ValueError(f"the file lacks one of {lines}: restore them")
+    body = before + begins + generated() + ends + after
+    return head + first + body + "".join(_version(name) + body for name in OLDER)
+
+
+def _version(name: str) -> str:
+    """Return the first lines of a version."""
+    stored = str(name == STORED).lower()
+    return f"  - name: {name}\n    served: true\n    storage: {stored}\n"
 
 
 if __name__ == "__main__":

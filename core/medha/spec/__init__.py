@@ -8,6 +8,7 @@ from medha.spec.quantities import seconds, to_bytes, to_number
 from medha.spec.reading import parse, parse_all
 from medha.spec.values import (
     API_VERSION,
+    API_VERSIONS,
     KIND,
     AutoscalingSpec,
     BatchBudgetSpec,
@@ -27,6 +28,7 @@ from medha.spec.values import (
 
 __all__ = [
     "API_VERSION",
+    "API_VERSIONS",
     "KIND",
     "AutoscalingSpec",
     "BatchBudgetSpec",

@@ -19,16 +19,16 @@ from msgspec import inspect
 
 from medha.errors import SpecError
 from medha.spec.rules import check_rules
-from medha.spec.values import API_VERSION, KIND, NAME, MedhaReplica, MedhaReplicaSpec
+from medha.spec.values import API_VERSIONS, KIND, NAME, MedhaReplica, MedhaReplicaSpec
 
 
 def parse(document: object) -> MedhaReplica:
     """The resource that a document holds; raises SpecError for the first rule it breaks."""
     whole = _mapping(document, "the document", "a mapping with apiVersion, kind, metadata, spec")
-    for field, value in (("apiVersion", API_VERSION), ("kind", KIND)):
-        if whole.get(field) != value:
+    for field, values in (("apiVersion", API_VERSIONS), ("kind", (KIND,))):
+        if whole.get(field) not in values:
             given = whole.get(field, "missing")
-            raise SpecError(field, given, f"must be {value}", f"use {value}")
+            raise SpecError(field, given, f"must be {' or '.join(values)}", f"use {values[0]}")
     for field in whole:
         if field not in ("apiVersion", "kind", "metadata", "spec", "status"):
             raise _unknown("", str(field), ("apiVersion", "kind", "metadata", "spec"))
@@ -62,6 +62,7 @@ def parse(document: object) -> MedhaReplica:
             str(label): str(value)
             for label, value in (labels.items() if isinstance(labels, Mapping) else ())
         },
+        api_version=whole["apiVersion"],
         spec=typed,
     )
 

@@ -16,7 +16,10 @@ from medha.request import Slo, SloClass
 from medha.spec.quantities import Duration, Number, Size, seconds, to_bytes, to_number
 from medha.topology import Topology
 
-API_VERSION = "medha.dev/v1alpha1"
+API_VERSION = "medha.dev/v1beta1"
+API_VERSIONS = (API_VERSION, "medha.dev/v1alpha1")
+"""Versions of the kind, newest first. All have the same schema, so that a document of any of them
+means the same."""
 KIND = "MedhaReplica"
 
 NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
@@ -445,7 +448,8 @@ class MedhaReplicaSpec(SpecSection, frozen=True, kw_only=True):
 class MedhaReplica(msgspec.Struct, frozen=True, kw_only=True):
     """Resource: `spec.replicas` identical 3D-parallel copies of a model.
 
-    The API server assigns `uid` and `generation`; a resource from a file has none.
+    The API server assigns `uid` and `generation`; a resource from a file has none. `api_version`
+    is the version in which it was read; references to it name the same.
     """
 
     name: str
@@ -453,6 +457,7 @@ class MedhaReplica(msgspec.Struct, frozen=True, kw_only=True):
     uid: str = ""
     generation: int = 0
     labels: Mapping[str, str] = {}
+    api_version: str = API_VERSION
     spec: MedhaReplicaSpec
 
 

@@ -17,7 +17,6 @@ from medha_operator.kube.client import (
     NODES,
     PODS,
     POLICIES,
-    REPLICAS,
     SERVICES,
     ClusterError,
     KubeClient,
@@ -59,6 +58,7 @@ class Watches:
         pause_s = 0.2
         while True:
             try:
+                await self._client.choose_version()
                 await self._list_replicas()
                 await self._list_foreign()
                 self.listed_once.set()
@@ -86,7 +86,7 @@ class Watches:
     async def _list_replicas(self) -> None:
         version, replicas = 0, []
         for scope in self._scopes:
-            async for page in self._client.pages(REPLICAS, scope):
+            async for page in self._client.pages(self._client.replicas, scope):
                 version = max(version, int(page.metadata.resource_version))
                 replicas += [self._state.resource(raw) for raw in page.items or ()]
         self._state.replicas.replace(replicas, version)

@@ -26,7 +26,6 @@ from medha_operator.kube.client import (
     KINDS,
     NODES,
     PODS,
-    REPLICAS,
     REQUEST_S,
     ClusterError,
     Kind,
@@ -132,8 +131,8 @@ class Executor:
         self._must_serve(resource)
         meta = resource.meta
         body = {
-            "apiVersion": REPLICAS.api_version,
-            "kind": REPLICAS.kind,
+            "apiVersion": self._client.replicas.api_version,
+            "kind": self._client.replicas.kind,
             "metadata": {
                 "name": meta.name,
                 "namespace": meta.namespace,
@@ -143,7 +142,7 @@ class Executor:
             "status": status,
         }
         answer = await self._client.replace(
-            REPLICAS,
+            self._client.replicas,
             meta.namespace,
             meta.name,
             msgspec.json.encode(body),
@@ -168,7 +167,7 @@ class Executor:
             "spec": {"replicas": replicas},
         }
         await self._client.replace(
-            REPLICAS,
+            self._client.replicas,
             meta.namespace,
             meta.name,
             msgspec.json.encode(body),
@@ -368,8 +367,8 @@ class EventRecorder:
             "reason": event.reason,
             "note": event.message[:1000],
             "regarding": {
-                "apiVersion": REPLICAS.api_version,
-                "kind": REPLICAS.kind,
+                "apiVersion": self._client.replicas.api_version,
+                "kind": self._client.replicas.kind,
                 "name": about.name,
                 "namespace": about.namespace,
                 "uid": about.uid,

@@ -57,6 +57,7 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 REPLICAS = Kind("medha.dev", "v1alpha1", "medhareplicas", "MedhaReplica")
+REPLICAS_BETA = msgspec.structs.replace(REPLICAS, version="v1beta1")
 PODS = Kind("", "v1", "pods", "Pod")
 SERVICES = Kind("", "v1", "services", "Service")
 CONFIG_MAPS = Kind("", "v1", "configmaps", "ConfigMap")
@@ -160,7 +161,8 @@ def login() -> kopf.ConnectionInfo:
 class KubeClient:
     """Calls one API server. Construct and close it inside the event loop that uses it.
 
-    `on_write` receives the verb, the kind and the answer's status of every write.
+    `on_write` receives the verb, the kind and the answer's status of every write. `replicas` is the
+    MedhaReplica in the version that the operator uses throughout.
     """
 
     def __init__(
@@ -170,6 +172,7 @@ class KubeClient:
         connections: int = 16,
         on_write: Callable[[str, Kind, int], None] = lambda verb, kind, status: None,
     ) -> None:
+        self.replicas = REPLICAS
         self._login = login
         self._on_write = on_write
         connection = login()
@@ -196,6 +199,16 @@ class KubeClient:
                 raise
             return False
         return True
+
+    async def choose_version(self) -> None:
+        """Use the oldest version of MedhaReplica that the API server serves.
+
+        All versions have one schema, and references by the oldest outlive a downgrade of the kind.
+        """
+        if not await self.serves(REPLICAS) and await self.serves(REPLICAS_BETA):
+            self.replicas = REPLICAS_BETA
+        else:
+            self.replicas = REPLICAS
 
     async def pages(
         self,

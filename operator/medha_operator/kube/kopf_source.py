@@ -17,7 +17,7 @@ from typing import Any
 
 import kopf
 
-from medha_operator.kube.client import REPLICAS, login
+from medha_operator.kube.client import REPLICAS, Kind, login
 
 log = logging.getLogger("medha.operator.kopf")
 
@@ -41,11 +41,13 @@ class KopfSource:
         self, namespaces: Sequence[str], sink: Callable[[str | None, Mapping[str, Any]], None]
     ) -> None:
         self._namespaces, self._sink = namespaces, sink
+        self._replicas = REPLICAS
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kopf", daemon=True)
 
-    def start(self) -> None:
-        """Start once the CRD is known to exist: kopf looks for it only once."""
+    def start(self, replicas: Kind) -> None:
+        """Start once the CRD is known to exist, with its version: kopf looks for it only once."""
+        self._replicas = replicas
         logging.getLogger("kopf").setLevel(logging.WARNING)  # otherwise it logs every event
         self._thread.start()
 
@@ -77,13 +79,13 @@ class KopfSource:
         )
 
     def _registry(self) -> kopf.OperatorRegistry:
-        registry = kopf.OperatorRegistry()
+        registry, kind = kopf.OperatorRegistry(), self._replicas
 
         @kopf.on.login(registry=registry)
         def connect(**_: Any) -> kopf.ConnectionInfo:
             return login()
 
-        @kopf.on.event(REPLICAS.group, REPLICAS.version, REPLICAS.plural, registry=registry)
+        @kopf.on.event(kind.group, kind.version, kind.plural, registry=registry)
         def changed(type: str | None, body: kopf.Body, **_: Any) -> None:
             self._sink(type, dict(body))
 

@@ -24,6 +24,7 @@ from medha_operator.kube.client import (
     REPLICAS,
     SECRETS,
     ClusterError,
+    Kind,
     KubeClient,
     NameTaken,
     decoded,
@@ -118,7 +119,11 @@ class KeySecrets:
         self, namespace: str, data: dict[str, str], owners: dict[str, Meta], timeout_s: float
     ) -> None:
         current = await self._get(namespace, WORKER_KEYS)
-        references = {"ownerReferences": [_reference(owner) for owner in owners.values()]}
+        references = {
+            "ownerReferences": [
+                _reference(self._client.replicas, owner) for owner in owners.values()
+            ]
+        }
         if current is None:
             await self._create(namespace, WORKER_KEYS, data, references, timeout_s)
             return
@@ -165,10 +170,10 @@ class KeySecrets:
         await self._client.merge(SECRETS, namespace, name, body, timeout_s)
 
 
-def _reference(owner: Meta) -> dict[str, object]:
+def _reference(kind: Kind, owner: Meta) -> dict[str, object]:
     return {
-        "apiVersion": REPLICAS.api_version,
-        "kind": REPLICAS.kind,
+        "apiVersion": kind.api_version,
+        "kind": kind.kind,
         "name": owner.name,
         "uid": owner.uid,
     }

@@ -23,7 +23,7 @@ import msgspec
 from medha.config import CONTROLLER_OPS_PORT, POD_OPS_PORT, RANK_PORT, STORE_PORT, Curve, render
 from medha.errors import SpecError
 from medha.rendering import Site, worker_config
-from medha.spec import API_VERSION, KIND, MedhaReplica
+from medha.spec import KIND, MedhaReplica
 from medha.spec.values import PlacementSpec, TemplateSpec
 from medha.topology import Coordinate
 from medha_operator.resources import labels as names
@@ -87,7 +87,7 @@ def digest(content: object) -> str:
 def owner(resource: MedhaReplica) -> Manifest:
     """Build the owner reference by which the cluster deletes objects with their resource."""
     return {
-        "apiVersion": API_VERSION,
+        "apiVersion": resource.api_version,
         "kind": KIND,
         "name": resource.name,
         "uid": resource.uid,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from medha.spec import API_VERSION, KIND, MedhaReplica
+from medha.spec import KIND, MedhaReplica
 from medha.spec.values import AutoscalingSpec
 from medha_operator.resources.manifests import metadata
 from medha_operator.resources.objects import Meta
@@ -29,7 +29,11 @@ def scaled_object(
         "kind": "ScaledObject",
         "metadata": metadata(resource, resource.name),
         "spec": {
-            "scaleTargetRef": {"apiVersion": API_VERSION, "kind": KIND, "name": resource.name},
+            "scaleTargetRef": {
+                "apiVersion": resource.api_version,
+                "kind": KIND,
+                "name": resource.name,
+            },
             "minReplicaCount": autoscaling.min_replicas,
             "maxReplicaCount": autoscaling.max_replicas,
             "pollingInterval": POLLS_S,
