@@ -341,10 +341,8 @@ class Dispatcher(Generic[Item]):
         """Place the most urgent unplaced requests: all promised, some relegated per replica."""
         if not self._estimates or not (self._unplaced_promised or self._unplaced_relegated):
             return
-        room = sum(
-            max(0, MAX_RELEGATED_PLACED - len(self._relegated.get(name, ())))
-            for name in self._estimates
-        )
+        placed = sum(len(self._relegated.get(name, ())) for name in self._estimates)
+        room = MAX_RELEGATED_PLACED * len(self._estimates) - placed
         if room <= 0 and not self._unplaced_promised:
             return
         kinds = ((True, self._unplaced_promised), (False, self._unplaced_relegated))
