@@ -52,6 +52,11 @@ class QueueOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     short_s: float = 0.8
     work_floor_s: float = 0.001
 
+    @property
+    def keeps_promises(self) -> bool:
+        """False for policies that promise nothing and relegate nothing."""
+        return self.policy == "lars"
+
     def checked(self) -> QueueOrder:
         """Return the order itself; raises SpecError if a name in it is unknown."""
         _check_name("scheduling.policy", self.policy, POLICIES)

@@ -47,7 +47,7 @@ class RouterMetrics:
         self, generation: Generation, option: PlacementOption, age_s: float, now: float
     ) -> None:
         """Count a generation that was admitted `age_s` after its arrival."""
-        first_s = age_s + option.first_s(promised=generation.promise_given)
+        first_s = age_s + option.first_s(promised=bool(generation.request.promised))
         ratio = self._demand.taken(
             _model(generation), generation.request, first_s, option.work_s, now
         )
@@ -63,9 +63,9 @@ class RouterMetrics:
         for generation in client_request.generations:
             labels = _class_labels(generation)
             self._begin(generation)
-            if generation.request.promised:
+            if generation.promise_given:
                 self._sink.add("medha_promises_total", 1, *labels, "given")
-            else:
+            elif not generation.request.promised:
                 self._sink.add("medha_requests_relegated_total", 1, *labels)
 
     def relegated(self, generation: Generation) -> None:

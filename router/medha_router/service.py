@@ -390,7 +390,7 @@ class Service:
                 generation.request = msgspec.structs.replace(
                     generation.request, promised=decision.promised
                 )
-                generation.promise_given = decision.promised
+                generation.promise_given = decision.promised and dispatcher.keeps_promises
                 admitted.append(generation)
                 options.append(decision.option)
                 client_request.predicted_s = age_s + max(option.finish_s for option in options)
@@ -398,7 +398,7 @@ class Service:
             for generation in admitted:
                 dispatcher.drop(generation.id, None, now)
             raise
-        if all(generation.request.promised for generation in client_request.generations):
+        if all(generation.promise_given for generation in client_request.generations):
             client_request.promise_s = max(
                 generation.request.ttft_deadline_s for generation in client_request.generations
             )

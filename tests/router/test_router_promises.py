@@ -12,6 +12,7 @@ import msgspec
 import openai
 import pytest
 
+from medha.config import QueueOrder
 from medha.messages import KvEvents, Load
 
 BODY = {"model": "tiny", "prompt": "say abc", "max_tokens": 8}
@@ -110,6 +111,17 @@ def test_a_class_that_relegates_is_served_without_a_promise(served: Any) -> None
     assert "x-medha-promise-ttft-ms" not in response.headers
     assert response.headers["x-medha-class"] == "patient"
     assert served.controllers[0].seen[-1].promised is False
+
+
+def test_a_policy_that_keeps_no_promises_gives_none(alone: Any, eventually: Any) -> None:
+    alone.join(order=QueueOrder(policy="fcfs"))
+    eventually(lambda: alone.http.get("/health").status_code == 200)
+    response = alone.http.post("/v1/completions", json=BODY)
+    assert response.status_code == 200
+    assert "x-medha-promise-ttft-ms" not in response.headers
+    assert response.json()["x_medha"]["promise_ttft_ms"] is None
+    metrics = alone.ops.get("/metrics").text
+    assert not re.search(r"^medha_(promises|requests_relegated)_total\{.*\} [1-9]", metrics, re.M)
 
 
 def test_requests_are_held_until_a_replica_joins(alone: Any, eventually: Any) -> None:

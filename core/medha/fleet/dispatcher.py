@@ -236,6 +236,11 @@ class Dispatcher(Generic[Item]):
         """Order the waiting requests by other settings; raises SpecError."""
         self._queue.set_order(order)
 
+    @property
+    def keeps_promises(self) -> bool:
+        """False if a request that fits in time is placed at once, but not promised anything."""
+        return self._queue.keeps_promises
+
     def check_room(self, max_requests: int) -> None:
         """Raise Refusal if the queue is full."""
         if len(self._queue) >= max_requests:

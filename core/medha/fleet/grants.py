@@ -45,7 +45,7 @@ class GrantQueue:
         lease_s: float = 0.2,
     ) -> None:
         self._window_s, self._order, self.lease_s = window_s, order, lease_s
-        self._promises = order.policy == "lars"  # others keep and relegate nothing
+        self._promises = order.keeps_promises
         self._heads = RequestQueue(order)  # placed on the router that published them
         self._leases: dict[str, _Lease] = {}
 

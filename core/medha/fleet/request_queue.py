@@ -74,6 +74,10 @@ class RequestQueue:
     def get(self, id: str) -> QueuedRequest | None:
         return self._items.get(id)
 
+    @property
+    def keeps_promises(self) -> bool:
+        return self._order.keeps_promises
+
     def set_order(self, order: QueueOrder) -> None:
         """Order the waiting requests by other settings; raises SpecError."""
         self._order = order.checked()

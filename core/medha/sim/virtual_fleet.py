@@ -325,7 +325,7 @@ class SimulatedFleet:
         late = dispatcher.relegate_late(self.loop.now)
         for item in late:
             item.request = msgspec.structs.replace(item.request, promised=False)
-            if self.settings.policy == "lars":  # the only policy with promises
+            if self.settings.queue_order.keeps_promises:
                 self._late.add(item.request.id)
         return bool(late)
 
