@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from tests.charts.test_chart_values import RIGHT
 
 from medha.spec import parse
 from medha.topology import Coordinate
@@ -147,6 +148,13 @@ def test_the_api_server_accepts_the_chart_with_every_option_and_other_apis(
     kinds = {document["kind"] for document in yaml.safe_load_all(text)}
     assert set(OTHERS.values()) | MONITORS | {"Ingress", "NetworkPolicy"} <= kinds
     apply_dry(run_kubectl, namespace, text)
+
+
+@pytest.mark.parametrize("path", RIGHT)
+def test_the_api_server_accepts_each_value_that_the_schema_accepts(
+    rendered: Callable[..., str], run_kubectl: Run, namespace: str, path: str
+) -> None:
+    apply_dry(run_kubectl, namespace, rendered(namespace, {path: RIGHT[path]}))
 
 
 @pytest.mark.usefixtures("other_kinds")

@@ -18,6 +18,7 @@ from medha_operator.kube.secrets import FLEET_KEYS, PAIRS
 from medha_operator.settings import Settings, from_environment
 from medha_router.auth import ApiKeys
 
+DIGEST = "sha256:" + "a" * 64
 HOUSE = Path(__file__).resolve().parents[2]
 
 GATEWAY = ("gateway.networking.k8s.io/v1",)
@@ -166,12 +167,12 @@ def test_the_operators_values_reach_its_settings(render: Render) -> None:
     values = {
         "operator.namespaces": ["a", "b"],
         "operator.resyncSeconds": 12.5,
-        "worker.image": "r.example/w@sha256:aa",
+        "worker.image": f"r.example/w@{DIGEST}",
         "image.pullPolicy": "Never",
     }
     settings = from_environment(environment(render(values)))
     assert settings.namespaces == ("a", "b") and settings.resync_s == 12.5
-    assert (settings.worker_image, settings.pull_policy) == ("r.example/w@sha256:aa", "Never")
+    assert (settings.worker_image, settings.pull_policy) == (f"r.example/w@{DIGEST}", "Never")
 
 
 def test_the_release_owns_the_objects_that_the_operator_fills_in(objects: Objects) -> None:
@@ -183,7 +184,7 @@ def test_images_come_from_the_registry_unless_a_component_names_its_own(render: 
     rendered = render(
         {
             "image": {"registry": "r.example/medha", "tag": "1.2"},
-            "router.image": "other/router@sha256:bb",
+            "router.image": f"other/router@{DIGEST}",
             "image.pullSecrets": ["one", "two"],
         }
     )
@@ -191,8 +192,8 @@ def test_images_come_from_the_registry_unless_a_component_names_its_own(render: 
     images = {name: spec["containers"][0]["image"] for name, spec in specs.items()}
     assert images == {
         "medha-operator": "r.example/medha/medha-operator:1.2",
-        "medha-router": "other/router@sha256:bb",
-        "medha-test": "other/router@sha256:bb",
+        "medha-router": f"other/router@{DIGEST}",
+        "medha-test": f"other/router@{DIGEST}",
     }
     for spec in specs.values():
         assert spec["imagePullSecrets"] == [{"name": "one"}, {"name": "two"}]
