@@ -8,6 +8,7 @@ is within a tenth of 1.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -19,11 +20,17 @@ TOLERANCE = 0.1
 MAX_REPLICAS = 60
 
 
-def trigger() -> dict[str, str]:
-    """Return the trigger of the operator's own ScaledObject."""
+def spec() -> dict[str, Any]:
+    """Return the spec of the operator's own ScaledObject."""
     autoscaling = AutoscalingSpec(max_replicas=MAX_REPLICAS)
     manifest = scaled_object(resource(), autoscaling, "http://prometheus:9090")
-    (trigger,) = manifest["spec"]["triggers"]
+    spec: dict[str, Any] = manifest["spec"]
+    return spec
+
+
+def trigger() -> dict[str, str]:
+    """Return the ScaledObject's trigger."""
+    (trigger,) = spec()["triggers"]
     assert trigger["metricType"] == "AverageValue"
     metadata: dict[str, str] = trigger["metadata"]
     return metadata
@@ -54,3 +61,9 @@ def test_above_ten_replicas_steps_within_the_tolerance_wait_and_larger_ones_are_
 
 def test_small_steps_apply_once_they_add_up_to_more_than_the_tolerance() -> None:
     assert [desired(20, wanted) for wanted in (21, 23)] == [20, 23]
+
+
+def test_a_smaller_number_that_has_waited_already_waits_neither_for_the_hpa_nor_for_keda() -> None:
+    behavior = spec()["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 0
+    assert spec()["cooldownPeriod"] == 0

@@ -178,7 +178,7 @@ def test_server_defaults_of_a_scaled_object_are_no_difference() -> None:
     wanted = scaled_object(resource(), BUILTIN, "http://prometheus")
     existing = msgspec.json.decode(msgspec.json.encode(wanted))
     existing["metadata"]["uid"] = "x"
-    existing["spec"]["cooldownPeriod"] = 300
+    existing["spec"]["initialCooldownPeriod"] = 0
     assert same(wanted, existing) and is_ours(existing)
     existing["spec"]["maxReplicaCount"] = 9
     assert not same(wanted, existing)

@@ -91,9 +91,11 @@ class Prometheus:
                 stdout=log,
                 stderr=log,
             )
-        self._client = httpx.Client(
-            base_url=f"http://{HOST}:{self._port}", timeout=60.0, trust_env=False
-        )
+        self._client = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self._port}"
 
     def ready(self) -> bool:
         assert self._process.poll() is None, self._log.read_text()

@@ -1,7 +1,8 @@
 """The ScaledObject by which KEDA scales a MedhaReplica to the number that the operator exports.
 
 Pure. The exported number is absolute: with an average target of 1 per replica, an HPA wants exactly
-that many. If Prometheus has no number, KEDA fails instead of scaling to 0.
+that many. The number has waited for `scaleDownStabilization` already, so neither the HPA nor KEDA
+adds its own five minutes. If Prometheus has no number, KEDA fails instead of scaling to 0.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from medha_operator.resources.manifests import metadata
 from medha_operator.resources.objects import Meta
 
 POLLS_S = 15
+_AT_ONCE = {"scaleDown": {"stabilizationWindowSeconds": 0}}
 METRIC = "medha_desired_replicas"
 
 
@@ -37,6 +39,8 @@ def scaled_object(
             "minReplicaCount": autoscaling.min_replicas,
             "maxReplicaCount": autoscaling.max_replicas,
             "pollingInterval": POLLS_S,
+            "cooldownPeriod": 0,
+            "advanced": {"horizontalPodAutoscalerConfig": {"behavior": _AT_ONCE}},
             "triggers": [
                 {
                     "type": "prometheus",
