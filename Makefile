@@ -135,7 +135,8 @@ lock: | $(UV) ## lock requirements/*.txt from pyproject.toml
 	$(COMPILE) pyproject.toml --extra router -o requirements/router.txt
 	$(COMPILE) pyproject.toml --extra worker -o requirements/worker.txt
 	$(COMPILE) -c requirements/worker.txt pyproject.toml --extra worker --extra cuda -o requirements/cuda.txt
-	$(COMPILE) pyproject.toml --extra operator --extra router --extra worker --extra sim \
+	$(COMPILE) pyproject.toml --extra operator --extra kubernetes-login --extra router \
+	    --extra worker --extra sim \
 	    --group test --group lint --group build -o requirements/dev.txt
 	echo uv | $(COMPILE) - -o requirements/bootstrap.txt
 	$(COMPILE) -c requirements/dev.txt --group pyproject.toml:build -o requirements/build.txt

@@ -37,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from demos.run_afterwards import run_afterwards
 
 from medha.cli.local_fleet.child_process import killed_with_parent
-from medha_operator.kube.client import NODES, PODS, REPLICAS, Kind, KubeClient, login
+from medha_operator.kube.client import NODES, PODS, REPLICAS, Kind, KubeClient
+from medha_operator.kube.login import login
 
 HOUSE = Path(__file__).resolve().parents[1]
 TOOL = HOUSE.parent / "shared/kubernetes/cluster"

@@ -30,9 +30,10 @@ from medha_operator.controllers.keda import ScaledObjects
 from medha_operator.controllers.liveness import Liveness
 from medha_operator.controllers.model_publisher import ModelPublisher
 from medha_operator.controllers.reconciler import Reconciler, WorkQueue
-from medha_operator.kube.client import ClusterError, Kind, KubeClient, login
+from medha_operator.kube.client import ClusterError, Kind, KubeClient
 from medha_operator.kube.kopf_source import KopfSource
 from medha_operator.kube.lease import Lease
+from medha_operator.kube.login import login
 from medha_operator.kube.secrets import KeySecrets
 from medha_operator.resources.objects import Key
 from medha_operator.settings import Settings

@@ -9,19 +9,21 @@ since the last ones.
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
-import kopf
 import msgspec
 
-from medha.errors import MedhaError, SetupError
+from medha.errors import MedhaError
 from medha_operator.resources.labels import FIELD_MANAGER
 
 T = TypeVar("T")
+AnyPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 REQUEST_S = 10.0
 LIST_S = 60.0
@@ -138,31 +140,32 @@ class Connection(Protocol):
 
     @property
     def server(self) -> str: ...
+    @property
+    def proxy_url(self) -> str | None: ...
+    @property
+    def insecure(self) -> bool | None: ...
+    @property
+    def ca_path(self) -> AnyPath | None: ...
+    @property
+    def ca_data(self) -> str | bytes | None: ...
+    @property
+    def certificate_path(self) -> AnyPath | None: ...
+    @property
+    def certificate_data(self) -> str | bytes | None: ...
+    @property
+    def private_key_path(self) -> AnyPath | None: ...
+    @property
+    def private_key_data(self) -> str | bytes | None: ...
     def as_http_headers(self) -> dict[str, str]: ...
     def as_ssl_context(self) -> ssl.SSLContext: ...
-
-
-def login() -> kopf.ConnectionInfo:
-    """Read address and credentials: from a kubeconfig if there is one, else of the pod's account.
-
-    Read again at each call, since tokens rotate. Raises SetupError if there are none.
-    """
-    settings = kopf.OperatorSettings()
-    connection = kopf.login_with_kubeconfig(settings=settings)
-    connection = connection or kopf.login_with_service_account(settings=settings)
-    if connection is None:
-        raise SetupError(
-            "no Kubernetes API server is configured: set KUBECONFIG to a kubeconfig file, or run "
-            "in a pod with a service account"
-        )
-    return connection
 
 
 class KubeClient:
     """Calls one API server. Construct and close it inside the event loop that uses it.
 
-    `on_write` receives the verb, the kind and the answer's status of every write. `replicas` is the
-    MedhaReplica in the version that the operator uses throughout.
+    `on_write` receives the verb, the kind and the answer's status of every write. Credentials are
+    read again after `relogin_s`. `replicas` is the MedhaReplica in the version that the operator
+    uses throughout.
     """
 
     def __init__(
@@ -170,18 +173,20 @@ class KubeClient:
         login: Callable[[], Connection],
         *,
         connections: int = 16,
+        relogin_s: float = RELOGIN_S,
         on_write: Callable[[str, Kind, int], None] = lambda verb, kind, status: None,
     ) -> None:
         self.replicas = REPLICAS
-        self._login = login
+        self._login, self._relogin_s = login, relogin_s
         self._on_write = on_write
         connection = login()
         self._server = connection.server.rstrip("/")
+        self._proxy = connection.proxy_url
         self._headers = self._headers_of(connection)
+        self._tls = connection.as_ssl_context()
+        self._identity = _identity(connection)
         self._logged_in = time.monotonic()
-        connector = aiohttp.TCPConnector(
-            ssl=connection.as_ssl_context(), limit=connections, keepalive_timeout=60.0
-        )
+        connector = aiohttp.TCPConnector(limit=connections, keepalive_timeout=60.0)
         self._session = aiohttp.ClientSession(connector=connector)
 
     async def close(self) -> None:
@@ -252,7 +257,12 @@ class KubeClient:
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         try:
             async with self._session.get(
-                self._server + kind.path(namespace), params=query, headers=headers, timeout=limit
+                self._server + kind.path(namespace),
+                params=query,
+                headers=headers,
+                timeout=limit,
+                ssl=self._tls,
+                proxy=self._proxy,
             ) as answer:
                 if answer.status != 200:
                     raise _refusal(answer, await answer.read())
@@ -378,32 +388,50 @@ class KubeClient:
                 data=body,
                 headers=sent,
                 timeout=limit,
+                ssl=self._tls,
+                proxy=self._proxy,
             ) as answer:
                 content = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _unreachable(error) from None
         if answer.status >= 300:
             if answer.status == 401:
-                self._logged_in = 0.0
+                self._logged_in = float("-inf")
             raise _refusal(answer, content)
         return content
 
     async def _credentials(self) -> dict[str, str]:
-        """Read the credentials again every minute, and after a 401: tokens are files that change.
-        If that fails, the former ones are used for another minute."""
-        if time.monotonic() - self._logged_in > RELOGIN_S:
+        """Read the credentials again every minute, and after a 401: tokens and certificates are
+        files that change. If that fails, the former ones are used for another minute."""
+        if time.monotonic() - self._logged_in > self._relogin_s:
             self._logged_in = time.monotonic()
             try:
-                self._headers = self._headers_of(await asyncio.to_thread(self._login))
+                await asyncio.to_thread(self._log_in)
             except Exception as error:  # several libraries raise it, about files and formats
                 message = f"credentials cannot be read: {error!r}"
                 raise ClusterError(0, "NoCredentials", message) from error
         return self._headers
 
+    def _log_in(self) -> None:
+        """Log in again. A new TLS context is for new connections; running ones stay."""
+        connection = self._login()
+        identity = _identity(connection)
+        if identity != self._identity:
+            self._tls, self._identity = connection.as_ssl_context(), identity
+        self._headers = self._headers_of(connection)
+
     @staticmethod
     def _headers_of(connection: Connection) -> dict[str, str]:
         plain = {"Accept": "application/json", "Accept-Encoding": "identity"}
         return plain | connection.as_http_headers() | {"User-Agent": FIELD_MANAGER}
+
+
+def _identity(connection: Connection) -> tuple[object, ...]:
+    """Collect what the TLS context is made of; files count by their content."""
+    files = (connection.ca_path, connection.certificate_path, connection.private_key_path)
+    contents = tuple(Path(os.fsdecode(path)).read_bytes() if path else b"" for path in files)
+    data = (connection.ca_data, connection.certificate_data, connection.private_key_data)
+    return (connection.insecure, *contents, *data)
 
 
 _PAGE = msgspec.json.Decoder(Page)

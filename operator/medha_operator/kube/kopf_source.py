@@ -9,6 +9,8 @@ connection as dead.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import datetime
 import logging
 import random
 import threading
@@ -17,11 +19,14 @@ from typing import Any
 
 import kopf
 
-from medha_operator.kube.client import REPLICAS, Kind, login
+from medha_operator.kube.client import REPLICAS, Kind
+from medha_operator.kube.login import login
 
 log = logging.getLogger("medha.operator.kopf")
 
 MAX_PAUSE_S = 15.0
+LOGIN_AGAIN = datetime.timedelta(minutes=5)
+"""Age at which credentials are read again: a watch ends after five minutes, too."""
 
 
 class Pauses:
@@ -83,7 +88,8 @@ class KopfSource:
 
         @kopf.on.login(registry=registry)
         def connect(**_: Any) -> kopf.ConnectionInfo:
-            return login()
+            expiration = datetime.datetime.now(datetime.UTC) + LOGIN_AGAIN
+            return dataclasses.replace(login(), expiration=expiration)
 
         @kopf.on.event(kind.group, kind.version, kind.plural, registry=registry)
         def changed(type: str | None, body: kopf.Body, **_: Any) -> None:
