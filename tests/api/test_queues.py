@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import httpx
@@ -12,6 +13,9 @@ from tests.api.kueue import GATE, QUEUE, Queue, install
 Start = Callable[..., Operator]
 
 pytestmark = pytest.mark.timeout(600)
+
+SPEED, GANG_S = 10.0, 60.0
+"""Seconds of the operator's own time in one, and those that a gang may take to get its nodes."""
 
 
 def queue_up(fleet: Fleet, name: str, queue: str = "models") -> None:
@@ -62,3 +66,68 @@ def test_two_replicas_in_a_queue_for_one_run_in_turn_and_resume_after_a_preempti
         assert fleet.status(name).get("restarts", []) == []
     fleet.change(second, {"replicas": 0})
     fleet.played(lambda: fleet.list("pods") == [])
+
+
+def test_a_group_that_waits_for_its_queue_stays_as_it_is_and_is_no_fault(
+    fleet: Fleet, start_operator: Start, api: httpx.Client
+) -> None:
+    install(api, fleet.namespace)
+    queue = Queue(fleet, room=0)
+    start_operator(speed=SPEED)
+    fleet.create("llama", replicas=0)
+    queue_up(fleet, "llama")
+    fleet.change("llama", {"replicas": 2})
+    fleet.played(lambda: len(queue.groups()) == 2)
+    fleet.played(lambda: fleet.condition("llama").get("reason") == "Queued")
+    waiting = uids(queue)
+    began_s = time.monotonic()
+    # Longer than a gang may take to get its nodes, by the operator's clock.
+    fleet.played(lambda: time.monotonic() - began_s > 2 * GANG_S / SPEED)
+    assert uids(queue) == waiting
+    assert fleet.status("llama").get("restarts", []) == []
+    queue.room = 4
+    fleet.played(lambda: ready_once_admitted(fleet, queue))
+    assert uids(queue) == waiting
+
+
+def test_replicas_that_preempt_each_other_take_turns_until_there_is_room_for_both(
+    fleet: Fleet, start_operator: Start, api: httpx.Client
+) -> None:
+    install(api, fleet.namespace)
+    queue = Queue(fleet, room=2)
+    start_operator()
+    fleet.create("llama", replicas=0)
+    queue_up(fleet, "llama")
+    fleet.change("llama", {"replicas": 2})
+
+    def running() -> str:
+        """Return the group whose replica serves, once it is the only admitted one."""
+        queue.admit()
+        ready = fleet.status("llama").get("readyReplicas") == 1
+        return next(iter(queue.admitted)) if ready and len(queue.admitted) == 1 else ""
+
+    first = fleet.played(running)
+    queue.evict(first)
+    (second,) = {*queue.groups()} - {first}
+    fleet.played(lambda: running() == second, "the other runs in its place")
+    queue.evict(second)
+    fleet.played(lambda: running() == first, "the first one resumes")
+    queue.room = 4
+    fleet.played(lambda: ready_once_admitted(fleet, queue), "both resume")
+    attempts = {
+        name: {pod["metadata"]["labels"]["medha.dev/attempt"] for pod in pods}
+        for name, pods in queue.groups().items()
+    }
+    assert attempts == {first: {"2"}, second: {"2"}}
+    assert fleet.status("llama").get("restarts", []) == []
+
+
+def uids(queue: Queue) -> set[str]:
+    """The pods that exist, whatever their names."""
+    return {pod["metadata"]["uid"] for pods in queue.groups().values() for pod in pods}
+
+
+def ready_once_admitted(fleet: Fleet, queue: Queue) -> bool:
+    """Admit what fits; return true if the resource is Ready."""
+    queue.admit()
+    return fleet.is_ready("llama")
