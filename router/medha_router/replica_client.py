@@ -114,7 +114,9 @@ class ReplicaClient:
             self._send(peer, Rejected("unknown controller: send Hello first", stranger=True))
             return
         self._replicas.received(replica, now)
-        match message:
+        match message:  # the most frequent first
+            case Tokens():
+                self._on_tokens(replica, message, now)
             case LoadReport():
                 self._on_load(replica, message, now)
             case Grant():
@@ -123,8 +125,6 @@ class ReplicaClient:
                 self._on_accepted(replica, message)
             case PromptLogprobs():
                 self._on_prompt_logprobs(replica, message, now)
-            case Tokens():
-                self._on_tokens(replica, message, now)
             case Finished():
                 self._on_finished(replica, message, now)
             case Failed():

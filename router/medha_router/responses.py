@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -120,7 +120,17 @@ class GenerationResponse(Response, abc.ABC):
                 await _send_last(send)
 
     async def _stream(self, request: ClientRequest, send: Send) -> None:
-        async for events, last in self._events(request):
+        opening, ended = self._opening(request), False
+        while not ended:
+            deltas = await request.next(self._keepalive_s)
+            events, ended = self._events(request, deltas)
+            if not deltas:
+                events = KEEPALIVE
+            else:
+                events = opening + events
+                if not events:
+                    continue
+                opening = b""
             if not self._started:
                 await self._start(
                     send,
@@ -132,7 +142,7 @@ class GenerationResponse(Response, abc.ABC):
                         "x-accel-buffering": "no",
                     },
                 )
-            if last:
+            if ended:
                 self._ended = True
                 await _send_last(send, events)
             else:
@@ -143,8 +153,14 @@ class GenerationResponse(Response, abc.ABC):
         """Return the body of a whole answer."""
 
     @abc.abstractmethod
-    def _events(self, request: ClientRequest) -> AsyncIterator[tuple[bytes, bool]]:
-        """Yield blocks of server-sent events, and whether a block ends the stream."""
+    def _opening(self, request: ClientRequest) -> bytes:
+        """Return the events before the output."""
+
+    @abc.abstractmethod
+    def _events(
+        self, request: ClientRequest, deltas: Sequence[tuple[int, Delta]]
+    ) -> tuple[bytes, bool]:
+        """Return the events of further output, and whether they end the stream."""
 
     def _failure(self, error: api_errors.ApiError) -> bytes:
         """Return the last event of a stream that failed."""
@@ -171,6 +187,9 @@ class OpenAiResponse(GenerationResponse):
     ) -> None:
         super().__init__(served)
         self._make_builder = make_builder
+        self._builder: ResponseBuilder | None = None
+        self._open_generations = 0
+        self._echoed: set[int] = set()
 
     async def _whole(self, request: ClientRequest) -> bytes:
         count = len(request.generations)
@@ -201,43 +220,39 @@ class OpenAiResponse(GenerationResponse):
             prompts=prompts,
         )
 
-    async def _events(self, request: ClientRequest) -> AsyncIterator[tuple[bytes, bool]]:
-        params, builder = self._params, self._make_builder(request)
-        open_generations = len(request.generations)
-        logprobs = params.sampling.logprobs is not None
-        opening = [self._opening(request, builder)]
-        echoed: set[int] = set()
-        while open_generations:
-            block: list[bytes] = []
-            deltas = await request.next(self._keepalive_s)
-            for index, delta in deltas:
-                if params.echo and index not in echoed:
-                    echoed.add(index)
-                    block.append(self._echo(request.generations[index], builder))
-                open_generations -= delta.finish is not None
-                last = open_generations == 0 and not params.include_usage
-                extra: dict[str, Any] = {"x_medha": timing(request)} if last else {}
-                if params.continuous_usage:
-                    extra["usage"] = _usage(request).shape()
-                elif params.include_usage:
-                    extra["usage"] = None
-                block.append(builder.chunk(index, delta, logprobs=logprobs, extra=extra))
-            ended = not open_generations
-            if ended:
-                if params.include_usage:
-                    block.append(builder.usage(_usage(request), {"x_medha": timing(request)}))
-                block.append(DONE)
-            if not deltas:
-                yield KEEPALIVE, False
-            elif events := b"".join(opening + block):
-                yield events, ended
-                opening = []
-
-    def _opening(self, request: ClientRequest, builder: ResponseBuilder) -> bytes:
+    def _opening(self, request: ClientRequest) -> bytes:
         """Return the first events: the role of chat choices."""
+        builder = self._builder = self._make_builder(request)
+        self._open_generations = len(request.generations)
         if not self._params.chat:
             return b""
         return b"".join(builder.opening(generation.index) for generation in request.generations)
+
+    def _events(
+        self, request: ClientRequest, deltas: Sequence[tuple[int, Delta]]
+    ) -> tuple[bytes, bool]:
+        params, builder = self._params, self._builder
+        assert builder is not None
+        logprobs = params.sampling.logprobs is not None
+        block: list[bytes] = []
+        for index, delta in deltas:
+            if params.echo and index not in self._echoed:
+                self._echoed.add(index)
+                block.append(self._echo(request.generations[index], builder))
+            self._open_generations -= delta.finish is not None
+            last = self._open_generations == 0 and not params.include_usage
+            extra: dict[str, Any] = {"x_medha": timing(request)} if last else {}
+            if params.continuous_usage:
+                extra["usage"] = _usage(request).shape()
+            elif params.include_usage:
+                extra["usage"] = None
+            block.append(builder.chunk(index, delta, logprobs=logprobs, extra=extra))
+        ended = not self._open_generations
+        if ended:
+            if params.include_usage:
+                block.append(builder.usage(_usage(request), {"x_medha": timing(request)}))
+            block.append(DONE)
+        return b"".join(block), ended
 
     def _echo(self, generation: Generation, builder: ResponseBuilder) -> bytes:
         """Return the event with the prompt, and its log probabilities if requested."""

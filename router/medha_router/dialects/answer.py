@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from medha_router.api_errors import ApiError
 from medha_router.generation import ClientRequest
-from medha_router.responses import KEEPALIVE, GenerationResponse, ServedGeneration
+from medha_router.responses import GenerationResponse, ServedGeneration
 from medha_router.tokenization.detokenizer import Delta
 
 
@@ -55,20 +55,20 @@ class AnswerResponse(GenerationResponse):
                 finish = delta.finish
         return answer.whole()
 
-    async def _events(self, request: ClientRequest) -> AsyncIterator[tuple[bytes, bool]]:
-        answer = self._answer = self._make_answer(request)
-        opening, ended = [answer.opening()], False
-        while not ended:
-            deltas = await request.next(self._keepalive_s)
-            block = [answer.push(delta) for _, delta in deltas]
-            ended = any(delta.finish is not None for _, delta in deltas)
-            if ended:
-                block.append(answer.closing())
-            if not deltas:
-                yield KEEPALIVE, False
-            elif events := b"".join(opening + block):
-                yield events, ended
-                opening = []
+    def _opening(self, request: ClientRequest) -> bytes:
+        self._answer = self._make_answer(request)
+        return self._answer.opening()
+
+    def _events(
+        self, request: ClientRequest, deltas: Sequence[tuple[int, Delta]]
+    ) -> tuple[bytes, bool]:
+        answer = self._answer
+        assert answer is not None
+        block = [answer.push(delta) for _, delta in deltas]
+        ended = any(delta.finish is not None for _, delta in deltas)
+        if ended:
+            block.append(answer.closing())
+        return b"".join(block), ended
 
     def _failure(self, error: ApiError) -> bytes:
         return super()._failure(error) if self._answer is None else self._answer.failure(error)
