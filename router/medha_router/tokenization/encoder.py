@@ -216,6 +216,9 @@ class ChatTemplate:
                 f"{file} is not a Jinja template ({_parser_message(error)}); fix the template, or "
                 "fetch the file again"
             ) from None
+        if self._template is not None:
+            # Each rendering copies these names, slowly from the chain of maps that they are.
+            self._template.globals = dict(self._template.globals)
         self._special = {name: _token_text(settings.get(name)) for name in SPECIAL}
         self._special = {name: text for name, text in self._special.items() if text is not None}
 
