@@ -138,8 +138,11 @@ class ReplicaClient:
 
     # --- heads ------------------------------------------------------------------------------------
 
-    def publish(self) -> None:
-        """Place waiting requests and send each replica its heads if they changed."""
+    def publish(self) -> bool:
+        """Place waiting requests and send each replica its heads if they changed.
+
+        Returns True if requests wait.
+        """
         now = self._clock()
         for peer in self._reported:
             if (replica := self._replicas.get(peer)) is not None:
@@ -154,6 +157,7 @@ class ReplicaClient:
             heads = model.dispatcher.heads(now)
             for replica in self._replicas.of(model.name):
                 self._publish_to(replica, heads.get(replica.name, ()), now)
+        return any(len(model.dispatcher) for model in self._models.values())
 
     def _publish_to(self, replica: ConnectedReplica, heads: tuple[Head, ...], now: float) -> None:
         published = tuple((head.id, head.promised) for head in heads)
@@ -221,7 +225,8 @@ class ReplicaClient:
             else:
                 self._requests.requeue(generation, now)
         self._submitted(replica, submitted)
-        self._requests.changed()
+        if len(dispatcher):  # others move up
+            self._requests.changed()
 
     def _on_accepted(self, replica: ConnectedReplica, message: Accepted) -> None:
         generation = self._requests.find(replica, message.id)

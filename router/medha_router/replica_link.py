@@ -2,8 +2,8 @@
 
 Controllers dial the router. `ReplicaLink` is ZeroMQ in production (ROUTER, with CURVE and an
 allow-list if keys are configured) and a pair of queues in tests. The loop passes every message to
-the client, ticks it, and publishes heads after a change: at once when idle, and after a pause in
-proportion to the time that the last publication took.
+the client, ticks it, and publishes heads after a change: at once, or if the last publication left
+requests waiting, after a pause in proportion to the time that it took.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from medha.adapters.sockets import Listener
 from medha.config import RouterConfig
@@ -21,6 +21,8 @@ from medha_router.replica_client import ReplicaClient
 TICK_S = 0.25
 MIN_PAUSE_S = 0.001
 BUSY_SHARE = 0.25
+
+T = TypeVar("T")
 
 
 class ReplicaLink(Protocol):
@@ -91,10 +93,10 @@ class LinkLoop:
     def _publish(self) -> None:
         self._due = None
         began_s = self._clock()
-        self._guarded(self._client.publish)
+        waiting = self._guarded(self._client.publish)
         ended_s = self._clock()
         pause_s = max(MIN_PAUSE_S, (ended_s - began_s) / BUSY_SHARE)
-        self._not_before_s = ended_s + pause_s
+        self._not_before_s = ended_s + pause_s if waiting is not False else ended_s
 
     def _receive(self, peer: bytes, message: ReplicaMessage) -> None:
         if self._ticking is None:
@@ -113,9 +115,10 @@ class LinkLoop:
             self.changed()
             await asyncio.sleep(TICK_S)
 
-    def _guarded(self, step: Callable[[], None]) -> None:
+    def _guarded(self, step: Callable[[], T]) -> T | None:
         """Run a step; an exception is logged and ends only this step."""
         try:
-            step()
+            return step()
         except Exception:
             self._log.exception("a step of the link failed")
+            return None
