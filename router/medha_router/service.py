@@ -36,6 +36,9 @@ from medha_router.tokenization.wire import Prompt
 MAX_STOP_TOKENS = 64
 MAX_SCORED_TOKENS = 32_768
 LEARN_POLL_S = 0.05
+LONG_TOKENS = 65_536
+TURN_S = 0.001
+FORECAST_ROUNDS = 4
 
 T = TypeVar("T")
 
@@ -155,11 +158,11 @@ class Service:
             client_request.held = not model.ready
             version = await self._open(model)
             grammar = await self._hold(self._checked_grammar(params, version))
-            prompts = await self._hold(self.encode_for(client_request, model, version))
+            prompts = await self._hold(self._encoded(client_request, model, version))
             while not version.open:  # its replicas left during the encoding
                 client_request.held = client_request.held or not model.ready
                 version = await self._open(model)
-                prompts = await self._hold(self.encode_for(client_request, model, version))
+                prompts = await self._hold(self._encoded(client_request, model, version))
             self._prepare(client_request, model, version, prompts, slo, grammar)
             self._count(client_request)
             try:
@@ -228,6 +231,28 @@ class Service:
             tools=params.tools.raw if params.tools is not None else b"",
         )
         return await self.tokens.encode(job)
+
+    async def _encoded(
+        self, client_request: ClientRequest, model: ServedModel, version: ModelVersion
+    ) -> tuple[Prompt, ...]:
+        """Encode the prompts, and prepare the forecasts for long ones in turns of the loop.
+
+        A Load that arrives in between may undo them, but not in the last turn.
+        """
+        prompts = await self.encode_for(client_request, model, version)
+        tokens = max(prompt.length for prompt in prompts)
+        if tokens <= LONG_TOKENS:
+            return prompts
+        tpot_s = client_request.slo_class.slo.tpot_s
+        for _ in range(FORECAST_ROUNDS):
+            paused, began_s = False, self._clock()
+            for _ in model.dispatcher.extend_forecasts(tokens, version.key, tpot_s):
+                if self._clock() - began_s > TURN_S:
+                    await asyncio.sleep(0)
+                    paused, began_s = True, self._clock()
+            if not paused:
+                break
+        return prompts
 
     def _salt(self, model: str, owner: str) -> bytes:
         """Return the first name of cached pages, which only requests of the same owner share."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq
 from hypothesis import given
@@ -18,11 +19,12 @@ from hypothesis import strategies as st
 from tests.adapters.links import DOWN, REPORT, UP, Back, Front, dial, exchange, listen, until
 
 from medha.adapters.keys import read_keys
-from medha.adapters.sockets import wait, write_keys
+from medha.adapters.sockets import UNCOPIED_BYTES, wait, write_keys
 from medha.config import Curve
 from medha.errors import SetupError
 from medha.messages import (
     Abort,
+    FilePart,
     RouterBeat,
     Tokens,
 )
@@ -176,6 +178,19 @@ def test_a_reader_on_an_event_loop_misses_nothing_while_others_send(front: Front
     with closing(dial(front.address)) as back:
         exchange(front, back)
         assert asyncio.run(flood(back)) == 500
+
+
+def test_large_messages_arrive_as_they_were_sent() -> None:
+    tokens = [np.arange(at, at + UNCOPIED_BYTES // 4, dtype="<i4") for at in range(3)]
+    with closing(listen(limit=1 << 22)) as front, closing(dial(front.address)) as back:
+        exchange(front, back)
+        for index, ids in enumerate(tokens):
+            back.send(FilePart(str(index), 0, ids.nbytes, ids.tobytes()))
+        for index, ids in enumerate(tokens):
+            assert front.receive(5.0) == (
+                b"one",
+                FilePart(str(index), 0, ids.nbytes, ids.tobytes()),
+            )
 
 
 def test_a_message_that_fails_its_receiver_delays_none_after_it(front: Front) -> None:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.fleet.placement import PendingRequest, ReplicaEstimate, groups_needed, options, place
+from medha.fleet.placement import (
+    PendingRequest,
+    ReplicaEstimate,
+    forecast_steps,
+    groups_needed,
+    options,
+    place,
+)
 from medha.messages import Load
 from medha.predictor import Predictor
 from medha.profile import A100
@@ -50,6 +58,31 @@ def test_without_a_promise_the_first_token_waits_for_promises_and_not_for_a_guar
     waits_s = busy.first_s(promised=False) - idle.work_s
     assert abs(waits_s - (busy.earliest_s - idle.earliest_s)) < 1e-9 and waits_s > 1.0
     assert busy.first_s(promised=True) == min(busy.finish_s, busy.earliest_s)
+
+
+@given(
+    st.integers(70_000, 1_200_000),
+    st.sampled_from([{}, {"spp": 4}, {"kvp_max": 8}]),
+    st.floats(0.0, 1.0),
+)
+@settings(max_examples=10, deadline=None)
+def test_forecasts_that_were_extended_in_steps_are_those_of_one_step(
+    tokens: int, topology: dict[str, int], part: float
+) -> None:
+    load = msgspec.structs.replace(IDLE, budget_s=0.05, decode_capacity_s=0.02, decode_part=part)
+    stepped, fresh = (estimate("r0", load, 0.0, **topology) for _ in range(2))
+    for step in forecast_steps(tokens):
+        stepped.extend(step, 0.03)
+    of = request(prompt_tokens=tokens)
+    assert stepped.assess(of, 0.0) == fresh.assess(of, 0.0)
+    assert stepped.reference_work_s(tokens, 0, 0.03) == fresh.reference_work_s(tokens, 0, 0.03)
+
+
+def test_the_steps_of_forecasts_grow_by_half_up_to_the_prompt() -> None:
+    assert list(forecast_steps(1000)) == [1000]
+    steps = list(forecast_steps(1_000_000))
+    assert steps[0] <= 1 << 14 and steps[-1] == 1_000_000
+    assert all(before < after <= 1.5 * before for before, after in itertools.pairwise(steps))
 
 
 def test_a_sequence_alone_takes_every_stage_and_what_its_groups_share() -> None:

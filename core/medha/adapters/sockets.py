@@ -40,6 +40,8 @@ R = TypeVar("R")
 # Plain integers: the library's flags are enumerations, which cost more than a call.
 NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 QUEUE_MESSAGES = 4096
+UNCOPIED_BYTES = 1 << 20
+"""From this size on, the library sends a message from the memory where it was encoded."""
 BURST = 64
 """Messages that a loop takes from a link in one turn."""
 SILENCE_MS = 3000
@@ -154,7 +156,7 @@ class _Link(Generic[S, R]):
         try:
             if self._named:
                 self._socket.send(to, NOW_AND_MORE)
-            self._socket.send(data, NOW)
+            self._socket.send(data, NOW, copy=len(data) < UNCOPIED_BYTES)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -21,7 +21,7 @@ import msgspec
 from medha.config import QueueOrder
 from medha.errors import Refusal
 from medha.fleet.admission import AdmissionDecision, TenantUsage, admit, retry_after_s
-from medha.fleet.placement import PendingRequest, ReplicaEstimate, place
+from medha.fleet.placement import PendingRequest, ReplicaEstimate, forecast_steps, place
 from medha.fleet.prefix_index import HASH_BYTES, PrefixIndex
 from medha.fleet.request_queue import QueuedRequest, RequestQueue
 from medha.messages import Head, KvEvents, Load
@@ -119,7 +119,6 @@ class Dispatcher(Generic[Item]):
         self._versions: dict[str, str] = {}  # by replica
         self._items: dict[str, Item] = {}
         self._count_by_version: collections.Counter[str] = collections.Counter()
-        self._page_names: dict[str, list[bytes]] = {}
         self._reported_s: dict[str, float] = {}
         self._relegated: dict[str, set[str]] = {}  # placed without a promise, by replica
         self._unplaced_promised: set[str] = set()
@@ -203,7 +202,7 @@ class Dispatcher(Generic[Item]):
         """Apply prefix-cache changes of a replica; False if a snapshot is needed."""
         return self._index.apply(name, events)
 
-    def cached_tokens(self, page_names: Sequence[bytes], prompt_tokens: int) -> dict[str, int]:
+    def cached_tokens(self, page_names: Iterable[bytes], prompt_tokens: int) -> dict[str, int]:
         """Prompt tokens cached by each replica. The last token is always computed."""
         return {
             name: min(pages * estimate.load.page_tokens, prompt_tokens - 1)
@@ -216,7 +215,7 @@ class Dispatcher(Generic[Item]):
 
         `tpot_s`: that of the request's class, which limits the batches.
         """
-        cached = self.cached_tokens(split_names(hashes), prompt_tokens)
+        cached = self.cached_tokens(_names(hashes), prompt_tokens)
         return min(
             estimate.reference_work_s(prompt_tokens, cached.get(estimate.name, 0), tpot_s)
             for estimate in self._serving(version)
@@ -225,6 +224,16 @@ class Dispatcher(Generic[Item]):
     def idle_tpot_s(self, prompt_tokens: int, version: str) -> float:
         """TPOT of a request that is alone on the best replica."""
         return min(estimate.idle_tpot_s(prompt_tokens) for estimate in self._serving(version))
+
+    def extend_forecasts(self, prompt_tokens: int, version: str, tpot_s: float) -> Iterator[None]:
+        """Prepare the forecasts for a long prompt, in steps of about a millisecond.
+
+        Without this, the first forecast for a million tokens takes up to 20 ms a replica.
+        """
+        for estimate in self._serving(version):
+            for tokens in forecast_steps(prompt_tokens):
+                estimate.extend(tokens, tpot_s)
+                yield
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -253,13 +262,12 @@ class Dispatcher(Generic[Item]):
     def admit(self, item: Item, slo_class: SloClass, now: float) -> AdmissionDecision:
         """Enqueue a request with or without a promise; raises Refusal."""
         request, pending = item.request, _pending(item)
-        page_names = split_names(item.hashes)
-        cached = self.cached_tokens(page_names, request.prompt_tokens)
+        cached = self.cached_tokens(_names(item.hashes), request.prompt_tokens)
         age_s = now - request.arrival_s
         estimates = self._serving(item.version)
         crowded = bool(self._unplaced_relegated)
         decision = admit(pending, estimates, cached, slo_class, self._usage, now, age_s, crowded)
-        self._remember(item, page_names)
+        self._remember(item)
         option = decision.option
         if decision.promised:
             self._estimates[option.replica].hold(pending, option, now, True)
@@ -280,7 +288,7 @@ class Dispatcher(Generic[Item]):
     def resume(self, item: Item, now: float) -> None:
         """Enqueue a request that lost its replica: promised, unplaced and due at once."""
         request = item.request
-        self._remember(item, split_names(item.hashes))
+        self._remember(item)
         tokens = request.prompt_tokens + item.output_tokens
         work_s = min(
             (estimate.predictor.prefill_s(tokens) for estimate in self._serving(item.version)),
@@ -357,7 +365,7 @@ class Dispatcher(Generic[Item]):
                 break
             item = self._items[queued.id]
             pending = _pending(item)
-            cached = self.cached_tokens(self._page_names[queued.id], pending.prompt_tokens)
+            cached = self.cached_tokens(_names(item.hashes), pending.prompt_tokens)
             option = place(pending, self._serving(item.version), cached, now)
             if option is None:
                 continue
@@ -427,15 +435,14 @@ class Dispatcher(Generic[Item]):
         for relegated in self._relegated.values():
             relegated.discard(id)
 
-    def _remember(self, item: Item, page_names: list[bytes]) -> None:
+    def _remember(self, item: Item) -> None:
         item_id = item.request.id
         self._forget(item_id)
-        self._items[item_id], self._page_names[item_id] = item, page_names
+        self._items[item_id] = item
         self._count_by_version[item.version] += 1
 
     def _forget(self, id: str) -> Item | None:
         self._unmark(id)
-        self._page_names.pop(id, None)
         item = self._items.pop(id, None)
         if item is not None:
             self._count_by_version[item.version] -= 1
@@ -446,7 +453,12 @@ class Dispatcher(Generic[Item]):
 
 def split_names(hashes: bytes) -> list[bytes]:
     """The page names in a joined byte string."""
-    return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+    return list(_names(hashes))
+
+
+def _names(hashes: bytes) -> Iterator[bytes]:
+    """Yield the page names; a prompt of a million tokens has thousands, and mostly no match."""
+    return (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
 
 
 def _pending(item: Dispatchable) -> PendingRequest:

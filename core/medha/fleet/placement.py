@@ -11,7 +11,7 @@ only checks that enough groups can be had. `now` is an argument, and nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -21,6 +21,8 @@ from medha.messages import Load
 from medha.predictor import Predictor
 from medha.prefill_times import PrefillTimes
 from medha.tenants import TenantWork, is_short
+
+FIRST_STEP = 1 << 14
 
 
 class PendingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +145,14 @@ class ReplicaEstimate:
             budget_s = settings.reference_budget_s(tpot_s, self.predictor.topology.spp)
             self._reference_budgets_s[tpot_s] = budget_s
         return self.predictor.at_budget(budget_s).prefill_s(prompt_tokens, cached_tokens)
+
+    def extend(self, tokens: int, tpot_s: float) -> None:
+        """Extend the tables of prefill times to a length, which later forecasts look up.
+
+        Time grows with the tokens beyond the longest prompt so far.
+        """
+        self.reference_work_s(tokens, 0, tpot_s)
+        self._times().alongside_s(0, tokens, 0.0)
 
     def update(self, load: Load, now: float) -> None:
         """Take a Load over. It counts the requests that were accepted before, so release them."""
@@ -356,6 +366,15 @@ class ReplicaEstimate:
         most = max(running, default=0)
         spare = sum(running) - most
         return most - max(0, self._pages - spare)
+
+
+def forecast_steps(tokens: int) -> Iterator[int]:
+    """Yield the lengths to which `extend` takes about as long each, up to that of a prompt."""
+    step = min(FIRST_STEP, tokens)
+    yield step
+    while step < tokens:
+        step = min(step + step // 2, tokens)
+        yield step
 
 
 def groups_needed(tokens: int, predictor: Predictor) -> int:

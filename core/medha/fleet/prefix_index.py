@@ -11,7 +11,7 @@ A replica's cached prefix of a prompt is the number of leading names that it hol
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -108,11 +108,14 @@ class PrefixIndex:
                 else:
                     self._holders[name] = held & ~bit
 
-    def match(self, names: Sequence[bytes]) -> dict[str, int]:
-        """Number of leading pages of a prompt by replica, without replicas that hold none."""
+    def match(self, names: Iterable[bytes]) -> dict[str, int]:
+        """Number of leading pages of a prompt by replica, without replicas that hold none.
+
+        Takes no names after the first page that no replica holds.
+        """
         pages_by_replica: dict[str, int] = {}
-        holders, alive = self._holders, -1
-        for depth, name in enumerate(names):
+        holders, alive, depth = self._holders, -1, 0
+        for name in names:
             held = holders.get(name, 0) & alive
             if alive != -1 and held != alive:
                 self._note(pages_by_replica, alive & ~held, depth)
@@ -120,8 +123,9 @@ class PrefixIndex:
             if not alive:
                 return pages_by_replica
             holders[name] = holders.pop(name)  # most recently used: last in the order
+            depth += 1
         if alive != -1:
-            self._note(pages_by_replica, alive, len(names))
+            self._note(pages_by_replica, alive, depth)
         return pages_by_replica
 
     def _note(self, pages_by_replica: dict[str, int], bits: int, pages: int) -> None:
