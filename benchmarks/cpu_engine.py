@@ -1,5 +1,5 @@
-"""The CPU engine against transformers on one thread: the cost of paging and chunking, and the gain
-of batching.
+"""The CPU engine against transformers on one thread: the cost of paging, chunking and penalties,
+and the gain of batching.
 
     python -m benchmarks.cpu_engine
     python -m benchmarks.cpu_engine --model-size large --contexts 32 2048 --no-prefill
@@ -30,9 +30,17 @@ from rich.console import Console
 from rich.table import Table
 from tests.support.recalling_prompts import recalling
 from tests.support.solo_engine import SoloEngine, Tokens
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+)
 
+from medha.messages.fields import Sampling
 from medha_worker.model.checkpoint_writer import DEMO, TinyModel, write_checkpoint
+from medha_worker.penalties import PenaltyTable
+from medha_worker.sampler import SampledRow, sample
 
 # 4, 8 and 20 million parameters. The demo's model is the one to judge by: its weights do not drown
 # what paging, chunking and batching cost.
@@ -59,6 +67,7 @@ MODELS = {
     ),
 }
 PROMPT_TOKENS, CHUNK_TOKENS = 8192, 1024
+PENALISED_TOKENS, VOCAB = 1_000_000, 262_144
 DECODES, CONTEXTS_TOKENS, STEPS = 16, (128, 512, 1024), 24
 
 
@@ -141,6 +150,35 @@ def decode(engine: SoloEngine, model: Any, context_tokens: int, rounds: int) -> 
     return Row(what, DECODES, mine, other, 1.5)
 
 
+def penalty(rounds: int) -> Row:
+    """Repetition penalty of a token after a prompt that has every id of the vocabulary."""
+    prompt = np.resize(np.arange(VOCAB, dtype=np.int32), PENALISED_TOKENS)
+    sampling = Sampling(temperature=0.0, repetition_penalty=1.2)
+    counts = PenaltyTable(VOCAB).begin(sampling, prompt, PENALISED_TOKENS)
+    row = SampledRow(sampling, PENALISED_TOKENS, 0, counts=counts)
+    theirs_on = RepetitionPenaltyLogitsProcessor(1.2)
+    ids = torch.from_numpy(prompt.astype(np.int64)).view(1, -1)
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+
+    def ours() -> Clock:
+        begin = Clock.now()
+        for _ in range(STEPS):
+            sample(logits, [row])
+        return Clock.now().since(begin, STEPS)
+
+    def theirs() -> Clock:
+        begin = Clock.now()
+        for _ in range(STEPS):
+            theirs_on(ids, logits).argmax(-1).item()
+        return Clock.now().since(begin, STEPS)
+
+    mine, other = best(rounds, ours, theirs)
+    what = (
+        f"penalty after {PENALISED_TOKENS:,} tokens, {VOCAB:,} distinct: {1e3 * mine.cpu_s:.2f} ms"
+    )
+    return Row(what, 1, mine, other, 5.0)
+
+
 class _Stamp(LogitsProcessor):  # type: ignore[misc]
     """Notes when each step's logits are there."""
 
@@ -197,6 +235,7 @@ def main() -> int:
             checkpoint, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
         rows = [decode(engine, model, tokens, given.rounds) for tokens in given.contexts]
+        rows.append(penalty(given.rounds))
         if not given.no_prefill:
             rows.append(prefill(engine, model, min(given.rounds, 2)))
     show(rows)

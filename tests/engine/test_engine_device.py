@@ -99,6 +99,7 @@ SETTINGS = (
     Sampling(temperature=0.0, logprobs=2),
     Sampling(temperature=0.8, top_p=0.9, seed=3),
     Sampling(temperature=1.0, top_k=7, min_p=0.01, seed=4, logit_bias={5: 1.0}),
+    Sampling(temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.2),
 )
 
 
@@ -140,15 +141,6 @@ def test_a_step_is_begun_without_reading_anything_back(folder: pathlib.Path) -> 
     assert device.waits == 6, "one wait for each batch"
     plain = runner_of(folder, CpuDevice())
     assert tokens == [told(plain.run(step)) for step in steps(6)]
-
-
-def test_a_penalised_sequence_wants_its_tokens_told_first(folder: pathlib.Path) -> None:
-    penalised = (Sampling(temperature=0.0, frequency_penalty=1.0),)
-    runner = runner_of(folder, Late())
-    first, second, *_ = steps(2, penalised)
-    assert not runner.needs_host_tokens(first)
-    runner.run(first)
-    assert runner.needs_host_tokens(second)
 
 
 def test_results_that_are_ready_are_not_waited_for(folder: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from medha.messages.fields import Sampling
+from medha_worker.penalties import PenaltyTable, TokenCounts
 from medha_worker.sampler import History, SampledRow, sample, uniform
 
 VOCAB = 40
@@ -31,14 +33,17 @@ def logits(rows: int = 1, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
 def token(
     scores: torch.Tensor,
     position: int = 0,
-    history: History | None = None,
+    counts: TokenCounts | None = None,
     emitted: int = 0,
     **settings: Any,
 ) -> int:
-    drawn = sample(
-        scores.view(1, -1), [SampledRow(Sampling(**settings), position, emitted, history)]
-    )
-    return drawn[0][0]
+    row = SampledRow(Sampling(**settings), position, emitted, counts=counts)
+    return sample(scores.view(1, -1), [row])[0][0]
+
+
+def counted(tokens: list[int], prompt_tokens: int, **settings: Any) -> TokenCounts:
+    seen = np.array(tokens, dtype=np.int32)
+    return PenaltyTable(VOCAB).begin(Sampling(**settings), seen, prompt_tokens)
 
 
 def support(scores: torch.Tensor, tries: int = 3000, **settings: Any) -> dict[int, int]:
@@ -128,32 +133,66 @@ def test_a_token_does_not_depend_on_the_batch_it_is_drawn_in() -> None:
 def test_repetition_penalty_is_that_of_transformers() -> None:
     scores, seen = logits(), [3, 3, 8, 21]
     penalised = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([seen]), scores.clone())
-    history = History(np.array(seen, dtype=np.int32), prompt_tokens=2)
     expected = int(penalised[0].argmax())
-    assert token(scores, history=history, temperature=0.0, repetition_penalty=1.7) == expected
+    counts = counted(seen, prompt_tokens=2, repetition_penalty=1.7)
+    assert token(scores, counts=counts, temperature=0.0) == expected
 
 
 def test_presence_and_frequency_count_output_tokens_alone() -> None:
     scores = torch.zeros(VOCAB)
     scores[5], scores[6], scores[7] = 3.0, 2.5, 1.0
-    history = History(np.array([7, 7, 5, 5, 6], dtype=np.int32), prompt_tokens=2)
-    # 5: 3 − 2·0.5 − 0.2 = 1.8;  6: 2.5 − 0.5 − 0.2 = 1.8 (tie: 5);  7 in the prompt only: 1.0
-    penalties: dict[str, Any] = {
-        "temperature": 0.0,
-        "frequency_penalty": 0.5,
-        "presence_penalty": 0.2,
-    }
-    assert token(scores, history=history, **penalties) == 5
-    history.see(5, np.array([5], dtype=np.int32))
-    assert token(scores, history=history, **penalties) == 6
+    counts = counted([7, 7, 5, 5, 6], prompt_tokens=2, frequency_penalty=0.5, presence_penalty=0.25)
+    # 5: 3 − 2·0.5 − 0.25 = 1.75;  6: 2.5 − 0.5 − 0.25 = 1.75 (tie: 5);  7 in the prompt only: 1.0
+    assert token(scores, counts=counts, temperature=0.0) == 5
+    counts.see(5, np.array([5], dtype=np.int32))
+    assert token(scores, counts=counts, temperature=0.0) == 6
 
 
-def test_a_history_skips_what_it_knows_and_tells_prompt_from_output() -> None:
+def test_a_history_skips_what_it_knows_and_the_prompt() -> None:
     history = History(np.array([1, 2], dtype=np.int32), prompt_tokens=4)
     history.see(1, np.array([2, 3, 4, 9], dtype=np.int32))
     history.see(4, np.array([9], dtype=np.int32))
     history.see(5, np.array([9], dtype=np.int32))
-    assert (history.prompt, history.output, history.known) == ({1, 2, 3, 4}, {9: 2}, 6)
+    assert (history.emitted, history.known) == ([9, 9], 6)
+
+
+@given(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40),
+    st.integers(0, 40),
+    st.sampled_from([0.7, 1.0, 1.3]),
+    st.data(),
+)
+def test_counts_of_overlapping_pieces_penalise_like_those_of_the_whole(
+    tokens: list[int], prompt_tokens: int, repetition: float, data: st.DataObject
+) -> None:
+    settings = Sampling(
+        repetition_penalty=repetition, presence_penalty=0.5, frequency_penalty=-0.25
+    )
+    other = Sampling(repetition_penalty=1.6)
+    table = PenaltyTable(VOCAB)
+    ended = table.begin(settings, np.array(tokens[::2], dtype=np.int32), 1)
+    table.release(ended)  # leaves nothing to the next sequence in its slot
+    pieces = table.begin(settings, np.empty(0, np.int32), prompt_tokens)
+    assert pieces.slot == ended.slot
+    neighbour = table.begin(other, np.array(tokens, dtype=np.int32), 0)
+    known = 0
+    while known < len(tokens):
+        start = data.draw(st.integers(0, known))
+        end = data.draw(st.integers(known + 1, len(tokens)))
+        pieces.see(start, np.array(tokens[start:end], dtype=np.int32))
+        known = end
+    together, alone = logits(3), logits(3)
+    table.apply(together, [0, 2], [pieces, neighbour])
+    table.apply(alone, [0], [pieces])
+    assert torch.equal(together[:2], alone[:2]) and torch.equal(together[1], logits(3)[1])
+    for row, factor, penalised in ((0, repetition, settings), (2, 1.6, other)):
+        output = collections.Counter(tokens[prompt_tokens if row == 0 else 0 :])
+        for at, score in enumerate(logits(3)[row].tolist()):
+            if at in tokens:
+                score = score * factor if score < 0 else score / factor
+            score -= penalised.presence_penalty * (output[at] > 0)
+            score -= penalised.frequency_penalty * output[at]
+            assert float(together[row, at]) == pytest.approx(score, abs=1e-5)
 
 
 def test_bias_can_force_and_ban() -> None:

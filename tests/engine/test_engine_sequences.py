@@ -20,6 +20,7 @@ from medha_worker.kv.pages import KvPages
 from medha_worker.model.decoder_config import Rope
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.collectives import SharedRows
+from medha_worker.penalties import PenaltyTable
 from medha_worker.sequences import PageTable, Sequences
 
 T = 4
@@ -43,7 +44,9 @@ class Rank:
     """The first stage of one group."""
 
     def __init__(self, group: int = 0) -> None:
-        self.sequences, self.attention = Sequences(group), Recording()
+        self.penalties = PenaltyTable(100)
+        self.sequences = Sequences(group, penalties=self.penalties)
+        self.attention = Recording()
         kv = KvPages(range(1), 32, 1, T, 4)
         rotary = Rotary(Rope(), 4)
         self.builder = InputBuilder(self.sequences, self.attention, rotary, kv, 100, embeds=True)
@@ -185,21 +188,26 @@ def test_ended_sequences_are_forgotten_before_their_number_starts_again() -> Non
     assert len(rank.sequences) == 1
 
 
-def test_histories_see_the_tokens_pass_once() -> None:
+def test_penalties_count_each_token_that_passes_once() -> None:
     rank = Rank()
-    penalised = Sampling(frequency_penalty=1.0)
+    penalised = Sampling(frequency_penalty=1.0, repetition_penalty=2.0)
     history = np.array([3, 4], dtype=np.int32).tobytes()
     begin = start(7, sampling=penalised, prompt=2, history=history)
     chunk = Chunk(7, 0, 2, (0,), 0, (1,), yields=True)
     first = rank.step(chunk, tokens=[3, 4], starts=(begin,))
     rank.draws(first, 9)
     rank.step(Chunk(7, 2, 1, (0,), 0), tokens=[-1])
-    rank.step(Chunk(7, 3, 1, (0,), 0), tokens=[8])
-    seen = rank.sequences[7].history
-    assert seen is not None
-    assert (seen.prompt, seen.output) == ({3, 4}, {9: 1, 8: 1})
+    rank.step(Chunk(7, 2, 2, (0,), 0), tokens=[9, 8])  # preempted, and computed again
+    counts = rank.sequences[7].counts
+    assert counts is not None and counts.known == 4
+    scores = torch.full((1, 100), 4.0)
+    rank.penalties.apply(scores, [0], [counts])
+    changed = {at: score for at, score in enumerate(scores[0].tolist()) if score != 4.0}
+    assert changed == {3: 2.0, 4: 2.0, 8: 1.0, 9: 1.0}
     draw = rank.sequences[7].draw(4)
     assert (draw.position, draw.emitted) == (4, 2)
+    rank.step(Chunk(7, 0, 2, (0,), 0, (6,)), ends=(7,), starts=(start(7),))
+    assert rank.sequences[7].counts is None
 
 
 @given(st.lists(st.sampled_from(["append", "insert", "remove"]), max_size=12), st.data())

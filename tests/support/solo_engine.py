@@ -32,6 +32,7 @@ from medha_worker.model.decoder import Decoder
 from medha_worker.model.decoder_config import read_config
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.collectives import SoloColumn, SoloTensorParallel
+from medha_worker.penalties import PenaltyTable
 from medha_worker.piecewise_graphs import PiecewiseGraphs
 from medha_worker.sequences import DeviceSlots, Sequences
 
@@ -90,7 +91,7 @@ class SoloEngine:
             spare=int(isinstance(self.attention, PagedAttention)),
         )
         self.inputs = InputBuilder(
-            Sequences(0, DeviceSlots(device)),
+            Sequences(0, DeviceSlots(device), penalties=PenaltyTable(config.vocab, device)),
             self.attention,
             rotary,
             self.kv,

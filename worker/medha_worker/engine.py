@@ -37,6 +37,7 @@ from medha_worker.parallel.collectives import SoloTensorParallel, TensorParallel
 from medha_worker.parallel.communicator import GlooTensorParallel
 from medha_worker.parallel.mesh import Mesh, Wiring
 from medha_worker.parallel.pipeline_parallel import Pipeline
+from medha_worker.penalties import PenaltyTable
 from medha_worker.piecewise_graphs import PiecewiseGraphs
 from medha_worker.runner import Runner, Sample
 from medha_worker.sequences import DeviceSlots, Sequences
@@ -107,7 +108,7 @@ class RankEngine:
         arithmetic = arithmetic_for(attention, shape.norm_eps, self.device)
         model = Decoder(shape, self.layers, tp, self.weights, arithmetic)
         inputs = InputBuilder(
-            Sequences(at.group, DeviceSlots(self.device), self._grammars()),
+            Sequences(at.group, DeviceSlots(self.device), self._grammars(), self._penalties()),
             attention,
             Rotary(shape.rope, shape.head_dim, self.device.at, arithmetic.turns),
             self.kv,
@@ -142,9 +143,16 @@ class RankEngine:
             patience_s=None if alone else config.collective_timeout_s,
         )
 
+    @property
+    def _samples(self) -> bool:
+        """True in the last stage."""
+        return self.at.stage == self._config.topology.spp - 1
+
+    def _penalties(self) -> PenaltyTable | None:
+        return PenaltyTable(self.model_config.vocab, self.device) if self._samples else None
+
     def _grammars(self) -> Grammars | None:
-        """Return the grammars of a rank in the last stage, where tokens are sampled."""
-        if self.at.stage < self._config.topology.spp - 1:
+        if not self._samples:
             return None
         tokenizer = pathlib.Path(self._config.checkpoint) / "tokenizer.json"
         return Grammars(tokenizer, self.model_config.vocab)

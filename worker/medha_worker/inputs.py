@@ -175,12 +175,30 @@ class InputBuilder:
         `kept` are the indices in `yielding` of the rows that are not broken.
         """
         rows = inputs.yield_rows
+        self._count(inputs, tokens, kept)
         if len(kept) < len(inputs.yielding):
             (places,) = self.device.upload(np.array(kept, dtype=np.int64))
             rows, tokens = rows[places], tokens[places]
         self.device_slots.set_last(inputs.device_slots[rows], tokens)
         for place in kept:
             inputs.yielding[place][1].drawn = True
+
+    def _count(self, inputs: StepInputs, tokens: torch.Tensor, kept: Sequence[int]) -> None:
+        """Count drawn tokens for the sequences with penalties, on the device."""
+        yielding = [(place, *inputs.yielding[place][1:]) for place in kept]
+        counted = [
+            (place, state.counts, position)
+            for place, state, position in yielding
+            if state.counts is not None
+        ]
+        if not counted:
+            return
+        (places,) = self.device.upload(np.array([place for place, _, _ in counted], dtype=np.int64))
+        slots = [counts.slot for _, counts, _ in counted]
+        factors = [counts.factor for _, counts, _ in counted]
+        counted[0][1].table.count(slots, factors, tokens[places])
+        for _, counts, position in counted:
+            counts.known = position + 1
 
     def _rows(
         self,
@@ -215,8 +233,10 @@ class InputBuilder:
         states: list[SequenceState],
         starts: list[int],
     ) -> Ids:
-        """Return the rows' token ids, −1 where only the device has them. Feeds penalty
-        histories."""
+        """Return the rows' token ids, −1 where only the device has them.
+
+        Sequences with penalties or a grammar take them in.
+        """
         tokens = np.frombuffer(step.tokens, dtype=np.int32).astype(np.int64)
         if not chunks or len(tokens) != starts[-1]:
             raise ProtocolError(
@@ -227,9 +247,6 @@ class InputBuilder:
         for chunk, state, at in zip(chunks, states, starts, strict=False):
             if unknown[at] and chunk.length == 1 and state.drawn:
                 unknown[at] = False
-            elif state.history is not None and tokens[at] >= 0:
-                rows = tokens[at : at + chunk.length].astype(np.int32)
-                state.history.see(chunk.start, rows)
         wrong = unknown | (tokens >= self.vocab)
         if self.embeds and wrong.any():
             row = int(np.flatnonzero(wrong)[0])
@@ -238,6 +255,10 @@ class InputBuilder:
                 f"step {step.step}: row {row} (sequence {seq}) has token {tokens[row]}: must be in"
                 f" [0, {self.vocab}), or −1 for one that this rank sampled last"
             )
+        for chunk, state, at in zip(chunks, states, starts, strict=False):
+            rows = tokens[at : at + chunk.length]
+            if rows[0] >= 0 and rows.max() < self.vocab:
+                state.see(chunk.start, rows.astype(np.int32))
         return tokens
 
     def _lay(

@@ -122,8 +122,7 @@ class Runner:
     def begin(self, step: Step) -> LaunchedBatch:
         """Launch a step. Raises PeerLost when a peer of the own group is gone.
 
-        If a sequence has penalties or a grammar, finish earlier batches first: see
-        `needs_host_tokens`.
+        If a sequence has a grammar, finish earlier batches first: see `needs_host_tokens`.
         """
         batch, launched = step.batch, LaunchedBatch(step.batch, time.perf_counter())
         self._account(step)
@@ -169,7 +168,7 @@ class Runner:
         return reports
 
     def needs_host_tokens(self, step: Step) -> bool:
-        """True if a sampled sequence has penalties or a grammar, which need its earlier tokens.
+        """True if a sampled sequence has a grammar, which needs its earlier tokens on the host.
 
         Batches in flight must then be finished before the step begins.
         """

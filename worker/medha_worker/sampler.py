@@ -24,34 +24,26 @@ from medha.errors import EngineError
 from medha.messages.fields import Logprob, Sampling
 from medha_worker.device import CPU, ComputeDevice, PendingFetch
 from medha_worker.grammar_masks import Constraint
+from medha_worker.penalties import TokenCounts
 
 # A lower temperature means greedy: dividing by it overflows float32.
 GREEDY_BELOW = 1e-5
 
 
 class History:
-    """Tokens of a sequence as penalties and grammars need them: ids in the prompt, and the output.
+    """Output of a sequence in order, `emitted`, as its grammar needs it on the host.
 
-    `emitted` is the output in order, `output` counts its ids. Fed with overlapping pieces in order;
-    positions already seen are skipped.
+    Fed with overlapping pieces in order; positions already seen are skipped.
     """
 
     def __init__(self, tokens: npt.NDArray[np.int32], prompt_tokens: int) -> None:
-        self.prompt_tokens, self.known = prompt_tokens, 0
-        self.prompt: set[int] = set()
-        self.output: dict[int, int] = {}
+        self.known = prompt_tokens
         self.emitted: list[int] = []
         self.see(0, tokens)
 
     def see(self, position: int, tokens: npt.NDArray[np.int32]) -> None:
         """Add `tokens` from `position` on."""
-        new = tokens[max(self.known - position, 0) :]
-        cut = max(self.prompt_tokens - max(self.known, position), 0)
-        self.prompt.update(new[:cut].tolist())
-        emitted = new[cut:].tolist()
-        self.emitted += emitted
-        for token in emitted:
-            self.output[token] = self.output.get(token, 0) + 1
+        self.emitted += tokens[max(self.known - position, 0) :].tolist()
         self.known = max(self.known, position + len(tokens))
 
 
@@ -59,7 +51,7 @@ class History:
 class SampledRow:
     """A row to sample: the token at `position`, after `emitted` output tokens.
 
-    `history` is required if `sampling.needs_tokens`, `constraint` if it has a grammar.
+    `counts` is required if `sampling.penalised`, `history` with a `constraint`.
     """
 
     sampling: Sampling
@@ -67,6 +59,7 @@ class SampledRow:
     emitted: int
     history: History | None = None
     constraint: Constraint | None = None
+    counts: TokenCounts | None = None
 
 
 class SampledTokens:
@@ -176,7 +169,7 @@ def _held_back(draw: SampledRow) -> bool:
     return bool(draw.sampling.stop_tokens) and draw.emitted < draw.sampling.min_tokens
 
 
-# --- penalties, bias, blocked stop tokens: entries (row, token, value) ----------------------------
+# --- bias, blocked stop tokens: entries (row, token, value) ---------------------------------------
 
 Entry = tuple[int, int, float]
 
@@ -186,24 +179,25 @@ def _adjusted(
 ) -> torch.Tensor:
     """Return scores with penalties, bias and grammars applied; `raw` itself if no row has any."""
     vocab = raw.shape[1]
-    kinds = (_repeated, _counted, _biased, _held)
-    changes = [[e for i, row in enumerate(draws) for e in kind(i, row, vocab)] for kind in kinds]
+    changes = [[e for i, row in enumerate(draws) for e in kind(i, row, vocab)] for kind in KINDS]
     constrained = [i for i, row in enumerate(draws) if row.constraint is not None]
-    if not any(changes) and not constrained:
+    penalised = [(i, row.counts) for i, row in enumerate(draws) if row.counts is not None]
+    if not any(changes) and not constrained and not penalised:
         return raw
     scores = raw.clone()
-    for number, entries in enumerate(changes):
+    if penalised:
+        rows, counts = zip(*penalised, strict=True)
+        counts[0].table.apply(scores, rows, counts)
+    for entries in changes:
         if not entries:
             continue
-        rows, tokens, values = zip(*entries, strict=True)
+        at, tokens, values = zip(*entries, strict=True)
         row, token, value = device.upload(
-            np.array(rows, dtype=np.int64),
+            np.array(at, dtype=np.int64),
             np.array(tokens, dtype=np.int64),
             np.array(values, dtype=np.float32),
         )
-        old = scores[row, token]
-        new = torch.where(old < 0, old * value, old / value) if number == 0 else old + value
-        scores.index_put_((row, token), new)
+        scores.index_put_((row, token), value, accumulate=True)
     if constrained:
         _forbid(scores, constrained, draws, device)
     return scores
@@ -224,22 +218,6 @@ def _forbid(
     scores.index_copy_(0, places, scores[places].masked_fill_(~allowed, -math.inf))
 
 
-def _repeated(row: int, draw: SampledRow, vocab: int) -> Iterator[Entry]:
-    """Repetition penalty (prompt and output): divides positive logits, multiplies negative ones."""
-    penalty, history = draw.sampling.repetition_penalty, draw.history
-    if history is not None and penalty != 1.0:
-        for token in sorted(history.prompt | history.output.keys()):
-            yield row, token, penalty
-
-
-def _counted(row: int, draw: SampledRow, vocab: int) -> Iterator[Entry]:
-    """Presence and frequency penalties (output), subtracted as in OpenAI's API."""
-    s, history = draw.sampling, draw.history
-    if history is not None and (s.presence_penalty or s.frequency_penalty):
-        for token, count in history.output.items():
-            yield row, token, -(s.presence_penalty + s.frequency_penalty * count)
-
-
 def _biased(row: int, draw: SampledRow, vocab: int) -> Iterator[Entry]:
     for token, value in draw.sampling.logit_bias.items():
         if 0 <= token < vocab:
@@ -251,6 +229,9 @@ def _held(row: int, draw: SampledRow, vocab: int) -> Iterator[Entry]:
         for token in set(draw.sampling.stop_tokens):
             if 0 <= token < vocab:
                 yield row, token, -math.inf
+
+
+KINDS = (_biased, _held)
 
 
 # --- temperature and filters ----------------------------------------------------------------------

@@ -26,6 +26,7 @@ from medha.messages.fields import Sampling
 from medha.messages.ranks import SequenceStart, Step
 from medha_worker.device import CPU, ComputeDevice
 from medha_worker.grammar_masks import Constraint, Grammars
+from medha_worker.penalties import PenaltyTable, TokenCounts
 from medha_worker.sampler import History, SampledRow
 
 Ids = npt.NDArray[np.int64]
@@ -102,9 +103,9 @@ class PageTable:
 class SequenceState:
     """State of a sequence on this rank, with its device slot.
 
-    `history` exists only if sampling needs it, `constraint` only where a grammar is sampled,
-    `prompt` only if its tokens have log probabilities. `drawn` means that this rank drew its last
-    token, which the device holds before the host does.
+    `counts` exist only for penalties, `history` and `constraint` for a grammar, all three only
+    where tokens are sampled; `prompt` only if its tokens have log probabilities. `drawn` means that
+    this rank drew its last token, which the device holds before the host does.
     """
 
     seq: int
@@ -115,13 +116,23 @@ class SequenceState:
     pages: PageTable
     history: History | None = None
     constraint: Constraint | None = None
+    counts: TokenCounts | None = None
     prompt: Ids | None = None
     drawn: bool = False
 
     def draw(self, position: int) -> SampledRow:
         """Return the sampling inputs for the token at `position`."""
         emitted = position - self.prompt_tokens
-        return SampledRow(self.sampling, position, emitted, self.history, self.constraint)
+        return SampledRow(
+            self.sampling, position, emitted, self.history, self.constraint, self.counts
+        )
+
+    def see(self, position: int, tokens: npt.NDArray[np.int32]) -> None:
+        """Take in tokens that the host knows, from `position` on."""
+        if self.history is not None:
+            self.history.see(position, tokens)
+        if self.counts is not None:
+            self.counts.see(position, tokens)
 
     def sampled(self, position: int, token: int) -> None:
         """Record on the host that this rank drew `token` at `position`."""
@@ -209,15 +220,19 @@ class DeviceSlots:
 
 
 class Sequences:
-    """The sequences of `group`, each with a device slot; `grammars` where tokens are sampled."""
+    """The sequences of `group`, each with a device slot.
+
+    `grammars` and `penalties` exist where tokens are sampled.
+    """
 
     def __init__(
         self,
         group: int,
         device_slots: DeviceSlots | None = None,
         grammars: Grammars | None = None,
+        penalties: PenaltyTable | None = None,
     ) -> None:
-        self._grammars = grammars
+        self._grammars, self._penalties = grammars, penalties
         self.group, self.device_slots = group, device_slots or DeviceSlots()
         self._known: dict[int, SequenceState] = {}
 
@@ -256,14 +271,15 @@ class Sequences:
         self.device_slots.put(state.slot, logical, np.array(ids, dtype=np.int64))
 
     def _begin(self, start: SequenceStart) -> SequenceState:
-        history, constraint, prompt = None, None, None
-        if start.sampling.needs_tokens:
-            tokens = np.frombuffer(start.history, dtype=np.int32)
-            history = History(tokens, start.prompt_tokens)
-            if start.sampling.prompt_logprobs is not None:
-                prompt = tokens[: start.prompt_tokens].astype(np.int64)
+        history, constraint, counts, prompt = None, None, None, None
+        tokens = np.frombuffer(start.history, dtype=np.int32)
+        if start.sampling.prompt_logprobs is not None:
+            prompt = tokens[: start.prompt_tokens].astype(np.int64)
+        if start.sampling.penalised and self._penalties is not None:
+            counts = self._penalties.begin(start.sampling, tokens, start.prompt_tokens)
         if start.sampling.grammar and self._grammars is not None:
             constraint = self._grammars.begin(start.sampling)
+            history = History(tokens, start.prompt_tokens)
         state = SequenceState(
             seq=start.seq,
             slot=self.device_slots.take(),
@@ -273,6 +289,7 @@ class Sequences:
             pages=PageTable(start.cached),
             history=history,
             constraint=constraint,
+            counts=counts,
             prompt=prompt,
         )
         self.device_slots.put(state.slot, *state.pages.since(0))
@@ -282,6 +299,8 @@ class Sequences:
         state = self._known.pop(seq, None)
         if state is not None:
             self.device_slots.release(state.slot)
+            if state.counts is not None:
+                state.counts.table.release(state.counts)
 
     def _switch(self, move: Move) -> None:
         """Apply a completed move; a sequence that starts in this step has it already."""

@@ -57,7 +57,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def needs_tokens(self) -> bool:
-        """True if the host must have the earlier tokens before it samples the next one."""
+        """True if the ranks that sample need all tokens of the sequence when it starts."""
         return self.penalised or bool(self.grammar) or self.prompt_logprobs is not None
 
 
