@@ -71,7 +71,7 @@ def wrong(schema: dict[str, Any]) -> Iterator[Any]:
     if schema.get("minLength"):
         yield ""
     if "pattern" in schema:
-        yield "£ wrong"
+        yield "£ wrong\0"
     if "enum" in schema:
         yield "nonsense" if schema["type"] == "string" else 3
 

@@ -329,3 +329,21 @@ def test_claims_of_devices_reach_the_pod_in_place_of_counted_devices(
     (container,) = pod["spec"]["containers"]
     assert container["resources"]["claims"] == [{"name": "gpus"}]
     assert "nvidia.com/gpu" not in container["resources"]["requests"]
+
+
+@pytest.mark.parametrize(
+    ("template", "kind", "sentence"),
+    [
+        ({"resources": {"requests": {"memory": "900Ti"}}}, "PlacementUnsatisfiable", "memory"),
+        ({"schedulerName": "nobody"}, "Placed", "by spec.template.schedulerName, nobody"),
+    ],
+)
+def test_a_request_that_nothing_can_serve_is_told_within_forty_seconds(
+    cluster: Fleet, start_operator: Start, template: dict[str, Any], kind: str, sentence: str
+) -> None:
+    racks(cluster, 1)
+    start_operator()
+    replica(cluster, template=template, parallelism={"tp": 1})
+    until(lambda: sentence in cluster.condition("llama", kind).get("message", ""), within_s=40.0)
+    assert cluster.condition("llama")["status"] == "False"
+    assert bound(cluster) == {}

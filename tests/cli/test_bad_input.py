@@ -82,7 +82,7 @@ def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         ({"replicas": 0}, "spec.replicas is 0: must be at least 1 to start a fleet; use 1"),
         ({"engine": {"kvPage": 1}}, "spec.engine.kvPage is not a field"),
         (
-            {"model": {"name": "t", "maxContextTokens": 8, "source": {"uri": "s3://x"}}},
+            {"model": {"name": "t", "maxContextTokens": 8, "source": {"uri": "https://x"}}},
             "spec.model.source is pvc, image or uri: must be hostPath on this machine",
         ),
     ],

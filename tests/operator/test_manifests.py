@@ -449,7 +449,10 @@ def test_workers_get_dns_names_before_they_are_ready_and_leaders_after() -> None
             source(pvc={"claimName": "c", "path": "a/../../b"}),
             "spec.model.source.pvc.path is a/../../b: must stay inside the volume; remove the ..",
         ),
-        (source(uri="s3://bucket/m"), "spec.model.source.uri is s3://bucket/m: must be the http"),
+        (
+            resource(template={"env": [{"name": "A", "value": "a\0b"}]}),
+            "spec.template is text with a NUL: must hold none",
+        ),
         (
             resource(template={"labels": {"medha.dev/role": "leader"}}),
             "spec.template.labels is medha.dev/role: must not begin with medha.dev/",

@@ -266,7 +266,11 @@ SENTENCES = [
     ("spec.engine.kvMemory", "4Ki", "spec.engine.kvMemory is 4Ki: must be at least 1Mi"),
     ("spec.engine.pageTokens", 48, "pageTokens is 48: must be one of 16, 32, 64, 128, 256"),
     ("spec.model.source", {}, "spec.model.source is empty: must have exactly one of hostPath"),
-    ("spec.model.source.uri", "s3://m", "spec.model.source is hostPath and uri: must have exactly"),
+    (
+        "spec.model.source.uri",
+        "https://m",
+        "spec.model.source is hostPath and uri: must have exactly",
+    ),
     (
         "spec.device",
         {"kind": "Cpu", "resource": "a.io/x"},

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from medha.spec.values import MAX_PODS
+
 Rule = Mapping[str, str]
 
 CEL: Mapping[str, tuple[Rule, ...]] = {
@@ -61,6 +63,32 @@ CEL: Mapping[str, tuple[Rule, ...]] = {
             ),
             "fieldPath": ".engine.kvMemory",
             "message": "must be at least 1Mi; use 1Mi or more",
+        },
+        {
+            "rule": ("quantity(string(self.engine.kvMemory)).compareTo(quantity('1024Ti')) <= 0"),
+            "fieldPath": ".engine.kvMemory",
+            "message": "must be at most 1024Ti; use 40Gi",
+        },
+        {
+            "rule": (
+                f"self.replicas * self.parallelism.spp * self.parallelism.kvp.min <= {MAX_PODS}"
+            ),
+            "fieldPath": ".replicas",
+            "message": (
+                f"must ask for at most {MAX_PODS} pods; use less, and further resources of the "
+                "same model.name"
+            ),
+        },
+        {
+            "rule": (
+                "!has(self.autoscaling) || self.autoscaling.maxReplicas * self.parallelism.spp * "
+                f"self.parallelism.kvp.min <= {MAX_PODS}"
+            ),
+            "fieldPath": ".autoscaling.maxReplicas",
+            "message": (
+                f"must ask for at most {MAX_PODS} pods; use less, and further resources of the "
+                "same model.name"
+            ),
         },
         {
             "rule": (
@@ -166,6 +194,12 @@ CEL: Mapping[str, tuple[Rule, ...]] = {
         {
             "rule": "duration(self) > duration('0s')",
             "message": "must be longer than nothing; use 1ms or more",
+        },
+    ),
+    "placement.topologyLevels": (
+        {
+            "rule": "self.all(level, self.exists_one(other, other == level))",
+            "message": "must differ from each other; remove the second one",
         },
     ),
     "placement": (

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 from medha.errors import SpecError
 from medha.spec.quantities import seconds, to_bytes, to_number
-from medha.spec.values import MedhaReplicaSpec, SloTargets, TtftTarget
+from medha.spec.values import MAX_PODS, MedhaReplicaSpec, SloTargets, TtftTarget
 
 
 def check_rules(spec: MedhaReplicaSpec) -> None:
     """Raises SpecError for the first rule between fields that `spec` breaks."""
+    _check_pods(spec)
     _check_source(spec)
     _check_device(spec)
     _check_kvp(spec)
@@ -18,6 +19,22 @@ def check_rules(spec: MedhaReplicaSpec) -> None:
     _check_budget(spec)
     _check_placement(spec)
     _check_autoscaling(spec)
+
+
+def _check_pods(spec: MedhaReplicaSpec) -> None:
+    pods = spec.parallelism.spp * spec.parallelism.kvp.min
+    fields = [("spec.replicas", spec.replicas)]
+    if spec.autoscaling is not None:
+        fields.append(("spec.autoscaling.maxReplicas", spec.autoscaling.max_replicas))
+    for path, replicas in fields:
+        if replicas * pods > MAX_PODS:
+            raise SpecError(
+                path,
+                replicas,
+                f"must ask for at most {MAX_PODS} pods",
+                f"use {MAX_PODS // pods} or less at {pods} pods each, and further resources of the "
+                "same model.name",
+            )
 
 
 def _check_source(spec: MedhaReplicaSpec) -> None:
@@ -89,6 +106,10 @@ def _check_kvp(spec: MedhaReplicaSpec) -> None:
             "must be at least 1Mi",
             f"use 1Mi or more (it is {to_bytes(spec.engine.kv_memory)} bytes)",
         )
+    if spec.engine.kv_bytes > 1 << 50:
+        raise SpecError(
+            "spec.engine.kvMemory", spec.engine.kv_memory, "must be at most 1024Ti", "use 40Gi"
+        )
 
 
 def _check_slo(spec: MedhaReplicaSpec) -> None:
@@ -150,6 +171,14 @@ def _check_budget(spec: MedhaReplicaSpec) -> None:
 
 def _check_placement(spec: MedhaReplicaSpec) -> None:
     placement = spec.placement
+    for index, level in enumerate(placement.topology_levels):
+        if level in placement.topology_levels[:index]:
+            raise SpecError(
+                "spec.placement.topologyLevels",
+                level,
+                "must differ from each other",
+                "remove the second one",
+            )
     if placement.pack_level is not None and placement.pack_level not in placement.topology_levels:
         raise SpecError(
             "spec.placement.packLevel",

@@ -24,6 +24,11 @@ KIND = "MedhaReplica"
 
 NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 RESOURCE_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+LABEL_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+IMAGE = r"^[A-Za-z0-9]([-A-Za-z0-9._:/@+]*[A-Za-z0-9])?$"
+WEB_ADDRESS = r"^https?://[^/\s]+(/\S*)?$"
+PRINTABLE = r"^[^\x00-\x1f]+$"
 MODEL_NAME = r"^[A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?$"
 
 Name = Annotated[
@@ -53,19 +58,49 @@ ResourceName = Annotated[
         examples=["nvidia.com/gpu"],
     ),
 ]
+LabelKey = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=LABEL_KEY,
+        max_length=316,
+        description="the name of a node label",
+        examples=["topology.kubernetes.io/rack"],
+    ),
+]
+ObjectName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=OBJECT_NAME,
+        max_length=253,
+        description="a name of lower-case letters, digits, dashes and dots",
+        examples=["models"],
+    ),
+]
+ImageReference = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=IMAGE,
+        max_length=512,
+        description="an image's reference",
+        examples=["registry.example.com/medha-worker:1.0"],
+    ),
+]
+WebAddress = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=WEB_ADDRESS,
+        max_length=512,
+        description="the http or https address of a checkpoint's folder",
+        examples=["https://models.example.com/llama"],
+    ),
+]
 Path = Annotated[
     str,
     msgspec.Meta(
-        min_length=1,
+        pattern=PRINTABLE,
         max_length=1024,
         description="a path of 1 to 1024 characters",
         examples=["models/llama-3-70b"],
-    ),
-]
-Text = Annotated[
-    str,
-    msgspec.Meta(
-        min_length=1, max_length=512, description="text of 1 to 512 characters", examples=["a name"]
     ),
 ]
 SubPath = Annotated[
@@ -81,6 +116,8 @@ Note = Annotated[
     msgspec.Meta(max_length=4096, description="text of at most 4096 characters", examples=["yes"]),
 ]
 Labels = Annotated[dict[str, LabelValue], msgspec.Meta(max_length=32)]
+MAX_PODS = 10_000
+"""Pods of a resource, without those of further KVP groups."""
 Piece = dict[str, Any]  # of a pod, as Kubernetes defines it
 Pieces = Annotated[tuple[Piece, ...], msgspec.Meta(max_length=32)]
 Percent = Annotated[int, msgspec.Meta(ge=0, le=100)]
@@ -104,7 +141,7 @@ class HostPathSource(SpecSection, frozen=True):
 class ClaimSource(SpecSection, frozen=True):
     """A directory on a persistent volume."""
 
-    claim_name: Text
+    claim_name: ObjectName
     """The PersistentVolumeClaim, in the resource's namespace."""
     path: SubPath = ""
     """The checkpoint's directory below the volume's root."""
@@ -113,7 +150,7 @@ class ClaimSource(SpecSection, frozen=True):
 class ImageSource(SpecSection, frozen=True):
     """A model inside a container image, mounted as an image volume."""
 
-    reference: Text
+    reference: ImageReference
     """The image, by digest for preference."""
     path: SubPath = ""
     """The checkpoint's directory below the image's root."""
@@ -130,8 +167,9 @@ class CheckpointSource(SpecSection, frozen=True):
     image: ImageSource | None = None
     """A container image that holds the checkpoint, mounted as an image volume (Kubernetes 1.33
     or later)."""
-    uri: Text | None = None
-    """An address from which an init container fetches the checkpoint before the ranks start."""
+    uri: WebAddress | None = None
+    """An http or https address from which an init container fetches the checkpoint before the
+    ranks start."""
 
 
 class ModelSpec(SpecSection, frozen=True):
@@ -332,7 +370,7 @@ class EngineSpec(SpecSection, frozen=True):
 class PlacementSpec(SpecSection, frozen=True):
     """Nodes of the pods."""
 
-    topology_levels: Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)] = (
+    topology_levels: Annotated[tuple[LabelKey, ...], msgspec.Meta(max_length=8)] = (
         "topology.kubernetes.io/zone",
         "topology.kubernetes.io/rack",
         "nvidia.com/gpu.clique",
@@ -340,7 +378,7 @@ class PlacementSpec(SpecSection, frozen=True):
     )
     """Node labels from the widest domain to the narrowest. Stages of a group are kept close in
     these."""
-    pack_level: Text | None = None
+    pack_level: LabelKey | None = None
     """One of topologyLevels: all groups of a replica stay inside one such domain. Absent:
     anywhere."""
     node_selector: Labels = {}
@@ -369,7 +407,7 @@ class AutoscalingSpec(SpecSection, frozen=True):
 class TemplateSpec(SpecSection, frozen=True):
     """Overrides of the pods; ignored by `medha up`."""
 
-    image: Text | None = None
+    image: ImageReference | None = None
     """The worker's image; absent: the one that the operator was installed with."""
     resources: Piece = {}
     """Requests and limits of a pod's container, such as {limits: {memory: 64Gi}}. The device's
@@ -384,9 +422,9 @@ class TemplateSpec(SpecSection, frozen=True):
     resource_claims: Pieces = ()
     """Claims of devices (Dynamic Resource Allocation), as in a pod's own; name those of the
     container in resources.claims."""
-    scheduler_name: Text | None = None
+    scheduler_name: ObjectName | None = None
     """The scheduler that binds the pods, such as volcano; absent: the cluster's own."""
-    priority_class_name: Text | None = None
+    priority_class_name: ObjectName | None = None
     """The pods' PriorityClass."""
     labels: Labels = {}
     """Further labels of the pods; those with medha.dev/ are the operator's."""

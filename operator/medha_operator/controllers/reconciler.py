@@ -34,7 +34,7 @@ from medha_operator.planning.planner import decide
 from medha_operator.planning.resource_status import Status, events_between, refused_status, status
 from medha_operator.resources.actions import RequeueAt
 from medha_operator.resources.labels import WORKER_KEYS
-from medha_operator.resources.objects import Key
+from medha_operator.resources.objects import Key, Meta
 from medha_operator.resources.views import Observed, QuotaRefusal
 from medha_operator.settings import Settings
 
@@ -174,7 +174,10 @@ class Reconciler:
         if (SECRETS.kind, WORKER_KEYS) in observed.taken:
             return True
         place = resource.meta.namespace
-        others = (seen.value.meta for seen in self._state.replicas if seen.key[0] == place)
+
+        def others() -> list[Meta]:
+            return [seen.value.meta for seen in self._state.replicas if seen.key[0] == place]
+
         try:
             await self._keys.ensure(resource.meta, others, self._executor.deadline_s())
         except NameTaken as error:

@@ -277,9 +277,15 @@ class KubeClient:
     async def create(
         self, kind: Kind, namespace: str, body: bytes, timeout_s: float = REQUEST_S
     ) -> bytes:
-        """POST; fails with 409 if the name is taken."""
+        """POST; fails with 409 if the name is taken, and with 400 if the kind lacks a field."""
         return await self._write(
-            "POST", kind, kind.path(namespace), body, "application/json", timeout_s
+            "POST",
+            kind,
+            kind.path(namespace),
+            body,
+            "application/json",
+            timeout_s,
+            {"fieldValidation": "Strict"},
         )
 
     async def apply(

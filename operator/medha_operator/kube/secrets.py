@@ -66,13 +66,16 @@ class KeySecrets:
         self._known: dict[str, tuple[float, frozenset[str]]] = {}
         self._lock = asyncio.Lock()
 
-    async def ensure(self, owner: Meta, others: Iterable[Meta], timeout_s: float) -> None:
-        """Give the namespace of `owner` its keys; `others`: all of its MedhaReplicas."""
+    async def ensure(
+        self, owner: Meta, others: Callable[[], Iterable[Meta]], timeout_s: float
+    ) -> None:
+        """Give the namespace of `owner` its keys; `others` lists all of its MedhaReplicas, which
+        may come and go while this waits."""
         if self._fresh(owner):
             return
         async with self._lock:
             if not self._fresh(owner):
-                owners = {meta.uid: meta for meta in (owner, *others)}
+                owners = {meta.uid: meta for meta in (owner, *others())}
                 wanted = await self._fleet(timeout_s)
                 data = {name: wanted[name] for name in FOR_WORKERS}
                 await self._workers(owner.namespace, data, owners, timeout_s)

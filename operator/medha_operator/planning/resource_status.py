@@ -393,7 +393,10 @@ def _placed(resource: MedhaReplica, decision: PlanDecision) -> Condition:
                     f"pods wait behind the scheduling gate {pod.held}, which its owner removes"
                 )
                 return Condition("Placed", "False", "Queued", message)
-    return Condition("Placed", "False", "Placing", "pods are not yet bound to their nodes")
+    message = "pods are not yet bound to their nodes"
+    if resource.spec.template.scheduler_name is not None:
+        message += f" by spec.template.schedulerName, {resource.spec.template.scheduler_name}"
+    return Condition("Placed", "False", "Placing", message)
 
 
 def _groups(resource: MedhaReplica, observed: Observed, decision: PlanDecision) -> Condition:
