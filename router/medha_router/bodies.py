@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from medha.errors import Refusal, RequestError
 from medha_router.auth import Client
 from medha_router.dialects.readers import READERS, Params
+from medha_router.http_protocol import WHOLE_BODY
 from medha_router.tokenization.pool import TokenizerPool
 
 BODY_TIMEOUT_S = 60.0
@@ -69,6 +70,10 @@ class BodyReader:
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_bytes:
             raise self._too_long()
+        extension = request.scope.get("extensions", {}).get(WHOLE_BODY)
+        if extension is not None and (body := extension["take"]()) is not None:
+            self._check(len(body), self._held_bytes + len(body))
+            return [body]
         parts: list[bytes] = []
         size_bytes = 0
         try:
@@ -77,10 +82,7 @@ class BodyReader:
                     parts.append(chunk)
                     size_bytes += len(chunk)
                     self._held_bytes += len(chunk)
-                    if size_bytes > self._max_bytes:
-                        raise self._too_long()
-                    if self._held_bytes > MAX_BODIES_AT_ONCE * self._max_bytes:
-                        raise Refusal("overloaded", "too many long requests at once: retry later")
+                    self._check(size_bytes, self._held_bytes)
         except TimeoutError:
             raise RequestError(
                 f"the body was not received within {self._timeout_s:.0f} s: send it faster",
@@ -99,6 +101,12 @@ class BodyReader:
             yield
         finally:
             self._held_bytes -= size_bytes
+
+    def _check(self, size_bytes: int, held_bytes: int) -> None:
+        if size_bytes > self._max_bytes:
+            raise self._too_long()
+        if held_bytes > MAX_BODIES_AT_ONCE * self._max_bytes:
+            raise Refusal("overloaded", "too many long requests at once: retry later")
 
     def _too_long(self) -> RequestError:
         return RequestError(

@@ -4,8 +4,8 @@ A request that cannot be parsed, or that exceeds `HttpLimits`, never reaches the
 answered here: 431 if the headers are too long, else 400. The head of a response leaves with the
 first part of its body, in one write.
 
-The application finds `Disconnects` in the scope's extensions, and may set headers that every
-response has, by name, as `response_headers` of the scope's state.
+The application finds `Disconnects` and `Exchange.whole_body` in the scope's extensions, and may set
+headers that every response has, by name, as `response_headers` of the scope's state.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from medha_router import api_errors
 
 DISCONNECTS = "medha.disconnects"
+WHOLE_BODY = "medha.whole_body"
 RESPONSE_HEADERS = "response_headers"
 
 
@@ -81,6 +82,17 @@ class Exchange(RequestResponseCycle):
     """uvicorn's cycle of one request and its response, with fewer writes."""
 
     _head = b""
+
+    def whole_body(self) -> bytes | None:
+        """Return the body if it was received with the head, as short ones are; else None.
+
+        To receive it message by message, within a limit of time, takes ten times as long.
+        """
+        if self.more_body or self.disconnected or self.response_started:
+            return None
+        self.flow.resume_reading()
+        body, self.body = bytes(self.body), bytearray()
+        return body
 
     async def send(self, message: Message) -> None:  # type: ignore[override]
         """Send a part of the response, once the client has taken most of what was sent."""
@@ -290,7 +302,6 @@ class HttpProtocol(HttpToolsProtocol):
         scope["http_version"] = version
         scope["raw_path"], scope["query_string"] = raw_path, url.query or b""
         scope["path"] = _decoded(raw_path)
-        scope["extensions"] = {DISCONNECTS: {"disconnects": self._disconnects}}
         earlier = self._exchange
         self.cycle = Exchange(
             scope=scope,
@@ -305,6 +316,10 @@ class HttpProtocol(HttpToolsProtocol):
             keep_alive=version != "1.0" and self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
+        scope["extensions"] = {
+            DISCONNECTS: {"disconnects": self._disconnects},
+            WHOLE_BODY: {"take": self.cycle.whole_body},
+        }
         if earlier is None or earlier.response_complete:
             self._start_asgi_task(self.cycle, self.app)
         else:

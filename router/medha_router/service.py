@@ -28,6 +28,7 @@ from medha_router.models import ModelVersion, ServedModel
 from medha_router.protocol import MAX_INT64, GenerationParams, SloOverride, TokenizeParams
 from medha_router.request_table import RouterState
 from medha_router.structured.checker_process import GrammarChecker
+from medha_router.structured.sources import GrammarSource
 from medha_router.structured.tool_calls import MARKS, Format
 from medha_router.tokenization.detokenizer import OutputStream
 from medha_router.tokenization.pool import TokenizerPool
@@ -36,6 +37,7 @@ from medha_router.tokenization.wire import Prompt
 MAX_STOP_TOKENS = 64
 MAX_SCORED_TOKENS = 32_768
 LEARN_POLL_S = 0.05
+REMEMBERED_SALTS = 4096
 LONG_TOKENS = 65_536
 TURN_S = 0.001
 FORECAST_ROUNDS = 4
@@ -68,6 +70,7 @@ class Service:
         self._requests, self._metrics = state.requests, state.metrics
         self._clock, self._wall_s, self._draw_bits = state.clock, wall_s, draw_bits
         self._log = logging.getLogger("medha.router")
+        self._salts: dict[tuple[str, str], bytes] = {}  # by model and owner
         self._holding = 0
         self._learns_until_s = self._clock() + (config.learn_s if config.learn else 0.0)
         self.models: Mapping[str, ServedModel] = state.models
@@ -144,7 +147,8 @@ class Service:
         arrival_s = self._clock()
         model = await self._known(params.model)
         slo_class = model.slo_class(slo)
-        slo_class = msgspec.structs.replace(slo_class, weight=slo_class.weight * client.weight)
+        if client.weight != 1.0:
+            slo_class = msgspec.structs.replace(slo_class, weight=slo_class.weight * client.weight)
         client_request = ClientRequest(
             id=id,
             params=params,
@@ -157,7 +161,9 @@ class Service:
             self._meter.arrive(client.tenant, client.limits, arrival_s)
             client_request.held = not model.ready
             version = await self._open(model)
-            grammar = await self._hold(self._checked_grammar(params, version))
+            grammar = ""
+            if params.grammar is not None:
+                grammar = await self._hold(self._checked_grammar(params.grammar, version))
             prompts = await self._hold(self._encoded(client_request, model, version))
             while not version.open:  # its replicas left during the encoding
                 client_request.held = client_request.held or not model.ready
@@ -256,7 +262,12 @@ class Service:
 
     def _salt(self, model: str, owner: str) -> bytes:
         """Return the first name of cached pages, which only requests of the same owner share."""
-        return salt_of(model, owner, self._salt_secret)
+        salt = self._salts.get((model, owner))
+        if salt is None:
+            if len(self._salts) >= REMEMBERED_SALTS:
+                self._salts.clear()
+            salt = self._salts[model, owner] = salt_of(model, owner, self._salt_secret)
+        return salt
 
     async def _hold(self, waiting: Awaitable[T]) -> T:
         self._holding += 1
@@ -340,11 +351,9 @@ class Service:
         generation.prompt, generation.version = prompt, version.key
         generation.idle_tpot_s = idle_tpot_s
 
-    async def _checked_grammar(self, params: GenerationParams, version: ModelVersion) -> str:
-        """Return the grammar for the engine, or an empty string; raises RequestError."""
-        if params.grammar is None:
-            return ""
-        return await self._grammars.check(version.tokenizer_key, version.tokenizer, params.grammar)
+    async def _checked_grammar(self, grammar: GrammarSource, version: ModelVersion) -> str:
+        """Return the grammar for the engine; raises RequestError."""
+        return await self._grammars.check(version.tokenizer_key, version.tokenizer, grammar)
 
     def _with_defaults(self, params: GenerationParams, version: ModelVersion) -> Sampling:
         """Return the sampling with the checkpoint's defaults where the request is silent."""

@@ -31,11 +31,11 @@ class JsonLines(logging.Formatter):
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
+        self._second, self._prefix = -1, ""
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         line: dict[str, Any] = {
-            "time": time.isoformat(timespec="milliseconds"),
+            "time": self._time(record.created),
             "level": record.levelname.lower(),
             "process": self._process,
             "logger": record.name,
@@ -46,6 +46,14 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)[-MAX_TEXT:]
         return msgspec.json.encode(line, enc_hook=str).decode(errors="replace")
+
+    def _time(self, created: float) -> str:
+        """Return a time with milliseconds; lines of the same second share the rest of it."""
+        second, part = divmod(round(created * 1e6), 1_000_000)
+        if second != self._second:
+            time = datetime.datetime.fromtimestamp(second, datetime.UTC)
+            self._second, self._prefix = second, f"{time:%Y-%m-%dT%H:%M:%S}"
+        return f"{self._prefix}.{part // 1000:03d}+00:00"
 
 
 def start_logs(process: str, level: str, stream: TextIO | None = None) -> None:

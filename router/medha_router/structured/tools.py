@@ -65,6 +65,8 @@ class Tools(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_tools(tools: RawJson, choice: RawJson, parallel: bool | None) -> Tools | None:
     """Read `tools` and `tool_choice`; None if no tool may be called. Raises RequestError."""
+    if isinstance(tools, msgspec.UnsetType) and isinstance(choice, msgspec.UnsetType):
+        return None
     offered = _read(
         tools, Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None, "tools"
     )
