@@ -32,6 +32,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import psutil
 import uvloop
+from benchmarks.router_bodies import chat, text
 from rich.console import Console
 from rich.table import Table
 from tests.support.http_load import Reply, arrive, connect, saturate
@@ -45,6 +46,7 @@ CONNECTIONS = 64
 OUTPUT_TOKENS = 8
 STREAM_TOKENS = 256
 IDLE_S = 3.0
+SCENARIOS = ["chat", "ttft", "stream", "long", "tokenize"]
 CHAT = "/v1/chat/completions"
 ROOT = pathlib.Path(__file__).parent.parent
 USABLE = sorted(os.sched_getaffinity(0))
@@ -75,6 +77,10 @@ class Texts:
         self.documents = [path.read_text() for path in sorted(ROOT.glob("**/*.md"))[:60]]
         self._words = " ".join(self.documents).split()
         self._random = random.Random(7)
+
+    def seeds(self, count: int) -> list[int]:
+        """Return seeds of texts that were not used before."""
+        return [self._random.getrandbits(32) for _ in range(count)]
 
     def text(self, size: int) -> str:
         words: list[str] = []
@@ -356,6 +362,20 @@ async def long_body(target: Target, texts: Texts, size: int = 4 << 20) -> dict[s
     }
 
 
+async def tokenizing(target: Target, texts: Texts, size: int = 4 << 20) -> dict[str, float]:
+    """CPU time of tokenizing long prompts: lines of the repository, each prompt another order."""
+    bodies = [chat(text(size, seed), stream=True) for seed in texts.seeds(2)]
+    connections = await connect("127.0.0.1", target.port, len(bodies))
+    before = target.cpu_s()["tokenizer"]
+    replies = await saturate(connections, CHAT, bodies.__getitem__, len(bodies))
+    cpu_s = target.cpu_s()["tokenizer"] - before
+    for connection in connections:
+        connection.close()
+    _checked(replies, b"quick")
+    megabytes = sum(map(len, bodies)) / 1e6
+    return {"MB tokenized a second by two lanes, each on a core": 2.0 * megabytes / cpu_s}
+
+
 async def measure(target: Target, texts: Texts, scenarios: list[str], requests: int) -> Round:
     values: dict[str, float] = {}
     if "chat" in scenarios:
@@ -368,6 +388,8 @@ async def measure(target: Target, texts: Texts, scenarios: list[str], requests: 
         values |= await streams(target, texts, 2)
     if "long" in scenarios:
         values |= await long_body(target, texts)
+    if "tokenize" in scenarios:
+        values |= await tokenizing(target, texts)
     return Round(values=values)
 
 
@@ -401,7 +423,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="*", default=[1], help="numbers of them")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--scenarios", nargs="*", default=["chat", "ttft", "stream", "long"])
+    parser.add_argument("--scenarios", nargs="*", default=SCENARIOS)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker is not None:

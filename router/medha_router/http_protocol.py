@@ -113,15 +113,19 @@ class Exchange(RequestResponseCycle):
         lines = [STATUS_LINE[status]]
         sized = closing = False
         common: dict[bytes, bytes] = self.scope["state"].get(RESPONSE_HEADERS, {})
-        for name, value in (*common.items(), *(pair for pair in headers if pair[0] not in common)):
-            if b"\n" in value or b"\r" in value or b"\n" in name:
-                raise RuntimeError(f"the header {name!r} holds a line break")
+        pairs = [*common.items(), *headers] if common else headers
+        for place, (name, value) in enumerate(pairs):
+            if place >= len(common) and name in common:
+                continue
             lower = name.lower()
             if lower == b"content-length":
                 sized, self.expected_content_length = True, int(value)
             elif lower == b"connection" and value.lower() == b"close":
                 closing, self.keep_alive = True, False
-            lines += [lower, b": ", value, b"\r\n"]
+            line = b"%b: %b\r\n" % (lower, value)
+            if line.count(b"\n") != 1 or line.count(b"\r") != 1:
+                raise RuntimeError(f"the header {name!r} holds a line break")
+            lines.append(line)
         if not (self.keep_alive or closing):
             lines.append(b"connection: close\r\n")
         bodiless = self.scope["method"] == "HEAD" or status in (204, 304)

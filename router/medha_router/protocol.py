@@ -427,7 +427,7 @@ def generation_params(
         ignore_eos=bool(body.ignore_eos),
         grammar=_grammar(body, tools),
         tools=tools,
-        silent=frozenset(name for name in DEFAULTED if getattr(body, name) is None),
+        silent=frozenset([name for name in DEFAULTED if getattr(body, name) is None]),
     )
 
 

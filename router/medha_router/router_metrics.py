@@ -224,4 +224,5 @@ def _class_labels(generation: Generation) -> tuple[str, str]:
 
 
 def _labels(generation: Generation) -> tuple[str, str, str]:
-    return *_class_labels(generation), metrics.length_label(generation.request.prompt_tokens)
+    length = metrics.length_label(generation.request.prompt_tokens)
+    return _model(generation), generation.request.slo_class, length

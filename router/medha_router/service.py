@@ -298,10 +298,9 @@ class Service:
             max_output_tokens = self._max_output_tokens(params, model, prompt)
             request = self._request(client_request, model, version, prompt, max_output_tokens, slo)
             idle_tpot_s = model.dispatcher.idle_tpot_s(prompt.length, version.key)
-            if slo.tpot_s is None:
-                request = msgspec.structs.replace(
-                    request, tpot_s=attainable_tpot_s(request.tpot_s, idle_tpot_s)
-                )
+            attainable_s = attainable_tpot_s(request.tpot_s, idle_tpot_s)
+            if slo.tpot_s is None and request.tpot_s < attainable_s:
+                request = msgspec.structs.replace(request, tpot_s=attainable_s)
             for index in range(position * params.n, (position + 1) * params.n):
                 sampling = msgspec.structs.replace(
                     settings,

@@ -124,6 +124,8 @@ class TenantUsage:
 
     def inflation(self, slo_class: str, now: float) -> float:
         """Factor by which the work of a class counts for more: 1 (within its weight) to 1.4."""
+        if len(self._classes) < 2:
+            return 1.0
         used = {name: self._of_class(name, now) for name in self._classes}
         active = [name for name, seconds in used.items() if seconds > 1e-3]
         if slo_class not in active or len(active) < 2:
@@ -135,6 +137,8 @@ class TenantUsage:
 
     def kept_back(self, slo_class: str, now: float) -> float:
         """Share of capacity that is reserved for other classes and not used by them now."""
+        if self._classes.keys() <= {slo_class}:
+            return 0.0
         total = sum(self._of_class(name, now) for name in self._classes)
         kept = 0.0
         for name, other in self._classes.items():

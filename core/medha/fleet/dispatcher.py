@@ -204,6 +204,8 @@ class Dispatcher(Generic[Item]):
 
     def cached_tokens(self, page_names: Iterable[bytes], prompt_tokens: int) -> dict[str, int]:
         """Prompt tokens cached by each replica. The last token is always computed."""
+        if not len(self._index):
+            return {}
         return {
             name: min(pages * estimate.load.page_tokens, prompt_tokens - 1)
             for name, pages in self._index.match(page_names).items()
