@@ -5,6 +5,7 @@ from __future__ import annotations
 from dashboards.panels import Board, Panel, Row
 from dashboards.queries import Query, count_rate, level, quantiles, rate
 
+TOKENS = " + ".join(rate(f"medha_{kind}_tokens_total", "model") for kind in ("prompt", "output"))
 HITS, ASKED = "medha_prefix_cache_hits_total", "medha_prefix_cache_queries_total"
 KEPT = "exported_namespace"
 USED = level("medha_kv_pages", "model", state="used")
@@ -83,6 +84,26 @@ BOARD = Board(
                     "decode: another version, or an unknown peer.",
                     queries=(
                         Query(rate("medha_messages_rejected_total", "peer"), "from a {{peer}}"),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Devices",
+            (
+                Panel(
+                    title="Devices in use",
+                    kind="areas",
+                    description="Devices that replicas hold, one per rank, busy or not.",
+                    queries=(Query(level("medha_ranks", "model"), "{{model}}"),),
+                ),
+                Panel(
+                    title="Device-seconds per token",
+                    unit="s",
+                    description="GPU-seconds that a prompt or output token costs, idle ones "
+                    "included: what a token is charged with.",
+                    queries=(
+                        Query(f"{level('medha_ranks', 'model')} / ({TOKENS} > 0)", "{{model}}"),
                     ),
                 ),
             ),

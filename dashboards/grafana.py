@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 from dashboards.panels import Board, Panel
-from dashboards.queries import Query
+from dashboards.queries import Query, level
 from grafana_foundation_sdk.builders import (
     common,
     dashboard,
@@ -26,6 +26,7 @@ from grafana_foundation_sdk.models.common import (
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DataSourceRef,
+    DynamicConfigValue,
     FieldColorModeId,
     ValueMap,
     ValueMappingResult,
@@ -42,6 +43,22 @@ VARIABLES = (
     ("class", "Class", 'label_values(medha_slo_attained_total{model=~"$model"}, class)'),
 )
 OBJECTIVES = "0.99,0.95,0.999"
+
+
+_CONDITION, _RESOURCE = "medha_replica_condition", ("namespace", "name")
+ANNOTATIONS = (
+    (
+        "Rollouts",
+        "blue",
+        f"1 - {level(_CONDITION, *_RESOURCE, how='min', condition='Updated')} > 0",
+    ),
+    (
+        "Growth of KVP groups",
+        "purple",
+        f"{level(_CONDITION, *_RESOURCE, how='max', condition='KvpGrowing')} > 0",
+    ),
+)
+"""Marks on every panel: name, colour, and an expression that is 1 while it lasts."""
 
 Made = timeseries.Panel | heatmap.Panel | stat.Panel | statetimeline.Panel
 
@@ -61,6 +78,9 @@ def as_json(board: Board) -> str:
         .link(dashboard.DashboardLink("Medha").as_dropdown(True).tags(["medha"]).keep_time(True))
     )
     _add_variables(builder)
+    for name, colour, expr in ANNOTATIONS:
+        annotation = dashboard.AnnotationQuery().name(name).datasource(SOURCE).expr(expr)
+        builder.annotation(annotation.enable(True).icon_color(colour))
     for row in board.rows:
         builder.with_row(dashboard.Row(row.title))
         for panel in row.panels:
@@ -151,15 +171,24 @@ def _number(panel: Panel) -> stat.Panel:
 
 
 def _states(panel: Panel) -> statetimeline.Panel:
-    mapped = {
-        "0": ValueMappingResult(text="no", color="red", index=0),
-        "1": ValueMappingResult(text="yes", color="green", index=1),
-    }
+    builder = statetimeline.Panel().mappings([_colours("red", "green")])
+    for words, colour in ((panel.faults, "red"), (panel.work, "yellow")):
+        if words:
+            mappings = DynamicConfigValue(id_val="mappings", value=[_colours("green", colour)])
+            builder.override_by_regexp(f"/(^| )({'|'.join(words)})$/", [mappings])
     return (
-        statetimeline.Panel()
-        .mappings([ValueMap(options=mapped)])
-        .color_scheme(dashboard.FieldColor().mode(FieldColorModeId.FIXED))
+        builder.color_scheme(dashboard.FieldColor().mode(FieldColorModeId.FIXED))
         .merge_values(True)
         .row_height(0.8)
         .show_value(VisibilityMode.NEVER)
+    )
+
+
+def _colours(no: str, yes: str) -> ValueMap:
+    values = (("0", "no", no), ("1", "yes", yes))
+    return ValueMap(
+        options={
+            value: ValueMappingResult(text=text, color=colour, index=index)
+            for index, (value, text, colour) in enumerate(values)
+        }
     )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dashboards.panels import Board, Panel, Row
-from dashboards.queries import Query, count_rate, level, quantiles, rate
+from dashboards.queries import Query, count_rate, increase, level, quantiles, rate
 
 CONDITION = "medha_replica_condition"
+FAULTS = ("PlacementUnsatisfiable", "RestartBudgetExhausted", "Stalled")
+"""Conditions that are good when false."""
+WORK = ("Draining", "KvpGrowing", "Reconciling")
+"""Conditions that are true while the operator works on the resource, and end by themselves."""
 
 BOARD = Board(
     "operator",
@@ -50,12 +54,37 @@ BOARD = Board(
                     ),
                 ),
                 Panel(
+                    title="Autoscaling at its maximum",
+                    kind="states",
+                    faults=(".+",),
+                    description="MedhaReplicas that would get more replicas if maxReplicas were "
+                    "higher.",
+                    queries=(
+                        Query(
+                            level("medha_autoscaling_at_maximum", "namespace", "name", how="max"),
+                            "{{namespace}}/{{name}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    title="Restarts of groups",
+                    description="KVP groups that failed and were restarted, in the time shown.",
+                    queries=(
+                        Query(
+                            increase("medha_group_restarts_total", "namespace", "name"),
+                            "{{namespace}}/{{name}}",
+                        ),
+                    ),
+                ),
+                Panel(
                     title="Conditions",
                     kind="states",
                     width=24,
                     height=12,
-                    description="Every condition of every MedhaReplica. Some "
-                    "are good when true (Ready), some when false.",
+                    faults=FAULTS,
+                    work=WORK,
+                    description="Every condition of every MedhaReplica: green is good, "
+                    "yellow is work that ends by itself, red needs a person.",
                     queries=(
                         Query(
                             level(CONDITION, "namespace", "name", "condition", how="min"),

@@ -12,7 +12,11 @@ Kind = Literal["lines", "areas", "heat", "number", "states"]
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
-    """Panel. `unit` is Grafana's; `width` in 24ths of the screen, `height` in Grafana's rows."""
+    """Panel. `unit` is Grafana's; `width` in 24ths of the screen, `height` in Grafana's rows.
+
+    States are green if true and red if false. Series whose names end in a word of `faults` are red
+    if true and green if false; those of `work` are yellow and green.
+    """
 
     title: str
     description: str
@@ -21,6 +25,8 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = "short"
     width: int = 12
     height: int = 8
+    faults: tuple[str, ...] = ()
+    work: tuple[str, ...] = ()
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ from dashboards.panels import Board, Panel, Row
 from dashboards.queries import STEP, WHOLE, Query, heat, increase, quantile, quantiles, rate, share
 
 MET, MISSED = "medha_slo_attained_total", "medha_slo_missed_total"
+BY_TENANT = "medha_tenant_requests_total"
 
 
 def _latency(what: str, name: str, description: str) -> tuple[Panel, ...]:
@@ -145,6 +146,35 @@ BOARD = Board(
         Row(
             "The whole answer",
             _latency("End to end", "medha_request_e2e_seconds", "Arrival to last token."),
+        ),
+        Row(
+            "Tenants",
+            (
+                Panel(
+                    title="Attainment by tenant",
+                    unit="percentunit",
+                    description="Share of a tenant's requests that met their SLO; refused ones "
+                    "count as missed.",
+                    queries=(
+                        Query(
+                            f"{rate(BY_TENANT, 'tenant', outcome='attained')}"
+                            f" / ({rate(BY_TENANT, 'tenant')} > 0)",
+                            "tenant {{tenant}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    title="Requests by tenant",
+                    kind="areas",
+                    unit="reqps",
+                    description="Requests per second that ended, by tenant and outcome.",
+                    queries=(
+                        Query(
+                            rate(BY_TENANT, "tenant", "outcome"), "tenant {{tenant}} {{outcome}}"
+                        ),
+                    ),
+                ),
+            ),
         ),
         Row(
             "Tokens",

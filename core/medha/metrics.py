@@ -216,6 +216,14 @@ MEDHA: tuple[Metric, ...] = (
         "medha_prompt_tokens_total", "Prompt tokens of accepted requests.", "r", "model", "tenant"
     ),
     _counter("medha_output_tokens_total", "Tokens sent to clients.", "r", "model", "tenant"),
+    _counter(
+        "medha_tenant_requests_total",
+        "Requests of a tenant that attained or missed their SLO, or were refused.",
+        "r",
+        "model",
+        "tenant",
+        "outcome",
+    ),
     _counter("medha_slo_attained_total", "Requests that met their SLO.", "r", *REQUEST),
     _counter("medha_slo_missed_total", "Requests that missed their SLO.", "r", *REQUEST),
     _counter(
@@ -321,6 +329,7 @@ MEDHA: tuple[Metric, ...] = (
         "model",
         "reason",
     ),
+    _gauge("medha_ranks", "Ranks of the KVP groups that exist; each has a device.", "c", "model"),
     _counter("medha_rank_restarts_total", "Lost ranks, to be restarted.", "c", "model"),
     _counter("medha_pod_restarts_total", "Restarts of a pod's programs.", "p", "program"),
     _counter(
@@ -349,6 +358,20 @@ MEDHA: tuple[Metric, ...] = (
     ),
     _gauge(
         "medha_desired_replicas", "Replicas that the autoscaler wants.", "o", "namespace", "name"
+    ),
+    _gauge(
+        "medha_autoscaling_at_maximum",
+        "Demand beyond maxReplicas: 1 if the autoscaler would add a replica, else 0.",
+        "o",
+        "namespace",
+        "name",
+    ),
+    _counter(
+        "medha_group_restarts_total",
+        "KVP groups that failed and are restarted.",
+        "o",
+        "namespace",
+        "name",
     ),
 )
 

@@ -25,6 +25,7 @@ class RouterMetrics:
         self._sink, self._demand = sink, demand
         self._tenants = metrics.CappedLabel()
         self._begun: set[tuple[str, str, str]] = set()  # labels of exported outcomes
+        self._tenants_begun: set[tuple[str, str]] = set()  # by model
 
     def refused(self, model: str, slo_class: str, reason: str, now: float) -> None:
         self._sink.add("medha_requests_refused_total", 1, model, slo_class, reason)
@@ -36,6 +37,7 @@ class RouterMetrics:
         self._sink.add("medha_slo_missed_total", 1, *_labels(generation))
         self._sink.add("medha_slo_attained_total", 0, *_labels(generation))
         self._sink.add("medha_requests_total", 1, *_labels(generation), "refused")
+        self._of_tenant(generation, "refused")
         self._arrived(
             generation,
             self._demand.refused(
@@ -60,6 +62,7 @@ class RouterMetrics:
     def admitted(self, client_request: ClientRequest) -> None:
         model, tenant = client_request.params.model, self._tenant(client_request)
         self._sink.add("medha_prompt_tokens_total", client_request.prompt_tokens, model, tenant)
+        self._begin_tenant(model, tenant)
         for generation in client_request.generations:
             labels = _class_labels(generation)
             self._begin(generation)
@@ -122,6 +125,7 @@ class RouterMetrics:
             self._missed(generation, now)
             return
         self._sink.add("medha_slo_attained_total", 1, *labels)
+        self._of_tenant(generation, "attained")
         self._demand.over(_model(generation), request, True, now)
 
     def failed(self, client_request: ClientRequest, error: MedhaError, now: float) -> None:
@@ -180,6 +184,7 @@ class RouterMetrics:
 
     def _missed(self, generation: Generation, now: float, preventable: bool = True) -> None:
         self._sink.add("medha_slo_missed_total", 1, *_labels(generation))
+        self._of_tenant(generation, "missed")
         # A request that waited for the first replica was late in any case.
         if preventable and not generation.client_request.held:
             self._demand.over(
@@ -205,6 +210,17 @@ class RouterMetrics:
         for generation in client_request.generations:
             if not generation.done:
                 self._sink.add("medha_requests_total", 1, *_labels(generation), outcome)
+
+    def _begin_tenant(self, model: str, tenant: str) -> None:
+        """Export a tenant's outcomes at zero, as `_begin` does those of a class."""
+        if (model, tenant) not in self._tenants_begun:
+            self._tenants_begun.add((model, tenant))
+            for outcome in ("attained", "missed", "refused"):
+                self._sink.add("medha_tenant_requests_total", 0, model, tenant, outcome)
+
+    def _of_tenant(self, generation: Generation, outcome: str) -> None:
+        model, tenant = _model(generation), self._tenant(generation.client_request)
+        self._sink.add("medha_tenant_requests_total", 1, model, tenant, outcome)
 
     def _tenant(self, client_request: ClientRequest) -> str:
         return self._tenants.label(client_request.tenant)

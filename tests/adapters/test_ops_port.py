@@ -218,6 +218,18 @@ def test_a_dropped_gauge_is_no_longer_exported() -> None:
     assert not any(sample.startswith("medha_replica_condition") for sample in samples(metrics))
 
 
+def test_a_dropped_counter_starts_again_from_zero() -> None:
+    metrics = Metrics("operator")
+    for name in ("a", "b"):
+        metrics.add("medha_group_restarts_total", 3, "default", name)
+    metrics.drop("medha_group_restarts_total", "default", "a")
+    shown = [sample for sample in samples(metrics) if "restarts_total" in sample]
+    assert shown == ['medha_group_restarts_total{name="b",namespace="default"}']
+    metrics.add("medha_group_restarts_total", 1, "default", "a")
+    page = metrics.text().decode()
+    assert 'medha_group_restarts_total{name="a",namespace="default"} 1.0' in page
+
+
 def test_a_metric_that_is_not_exported_here_is_a_mistake() -> None:
     with pytest.raises(KeyError):
         Metrics("router").add("medha_kv_transfer_bytes_total", 1, "m")

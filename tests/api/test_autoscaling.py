@@ -196,9 +196,13 @@ def test_external_exports_a_number_and_writes_nothing(
     served.played(lambda: served.is_ready("llama") and active(served) == "Exported")
     with under_load(lambda: router.offer("llama", -1.0, 0.9)):
         served.played(lambda: operator.metric("medha_desired_replicas") == 2.0)
+        assert operator.metric("medha_autoscaling_at_maximum") == 0.0
+        served.change("llama", {"autoscaling": {"maxReplicas": 1}})
+        served.played(lambda: operator.metric("medha_autoscaling_at_maximum") == 1.0)
     assert replicas(served) == 1
     served.change("llama", {"autoscaling": None})
     served.played(lambda: operator.metric("medha_desired_replicas") is None)
+    assert operator.metric("medha_autoscaling_at_maximum") is None
     served.played(lambda: not served.condition("llama", "ScalingActive"))
 
 

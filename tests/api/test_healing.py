@@ -135,6 +135,8 @@ def test_nothing_is_written_for_ninety_seconds_once_all_is_well(
     pods = set(uids(served).items())
     served.set_not_ready("llama-0-g0-s1", FAILED)
     served.played(lambda: len(pods - uids(served).items()) == 2, "its group is made anew")
+    counted = operator.shown("medha_group_restarts_total")
+    assert counted[f'name="llama",namespace="{served.namespace}"'] == sum(counted.values()) == 1.0
     served.played(lambda: all(served.is_ready(name) for name in named) and well(served))
     until(lambda: time.monotonic() - proxy.last_write_s() > SETTLED_S / SPEED, "it settles")
     began, began_s = len(proxy.done), operator_time_s(operator)

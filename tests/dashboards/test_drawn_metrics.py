@@ -27,12 +27,18 @@ def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def expressions(boards: Boards) -> list[str]:
-    return [
+    drawn = [
         target["expr"]
         for board in boards.values()
         for panel in panels(board)
         for target in panel["targets"]
     ]
+    return drawn + [mark["expr"] for board in boards.values() for mark in marks_of(board)]
+
+
+def marks_of(board: dict[str, Any]) -> list[dict[str, Any]]:
+    marks: list[dict[str, Any]] = board["annotations"]["list"]
+    return marks
 
 
 def metric_of(series: str) -> Metric | None:
@@ -111,6 +117,13 @@ def test_every_dashboard_is_one_that_grafana_takes(drawn: Boards) -> None:
             place = panel["gridPos"]
             assert place["x"] + place["w"] <= 24, (name, panel["title"])
         assert len((HOUSE / "dashboards" / f"{name}.json").read_bytes()) < SIZE_LIMIT
+
+
+def test_every_dashboard_marks_rollouts_and_growth(drawn: Boards) -> None:
+    for board in drawn.values():
+        marks = {mark["name"]: mark["expr"] for mark in marks_of(board)}
+        assert set(marks) == {"Rollouts", "Growth of KVP groups"}
+        assert all(expression.endswith(" > 0") for expression in marks.values())
 
 
 def test_panels_of_a_dashboard_do_not_overlap(drawn: Boards) -> None:

@@ -269,6 +269,11 @@ def test_metrics_show_promises_refusals_and_latencies(served: Any) -> None:
     assert 'medha_promises_total{class="default",model="tiny",outcome="kept"}' in text
     assert 'reason="deadline_infeasible"' in text
     assert 'medha_slo_missed_total{class="eager",length="1k",model="tiny"}' in text
+    counted = dict(
+        re.findall(r'^medha_tenant_requests_total\{.*outcome="(\w+)".*\} (\S+)$', text, re.M)
+    )
+    assert set(counted) == {"attained", "missed", "refused"}
+    assert float(counted["attained"]) >= 1.0 and float(counted["refused"]) >= 1.0
 
 
 def test_outcome_counters_are_exported_at_zero(alone: Any, eventually: Any) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(1500)
 
 HOUSE = Path(__file__).resolve().parents[2]
 BOARDS = {path.stem: json.loads(path.read_text()) for path in (HOUSE / "dashboards").glob("*.json")}
+OF_OPERATOR = [metric.name for metric in CATALOGUE if metric.exporters == ("operator",)]
 COMPARISON = re.compile(r"(>=|<=|==|!=|>|<)(?!=)")
 
 
@@ -41,6 +42,15 @@ def test_every_expression_of_a_dashboard_brings_numbers(name: str, scraped: Scra
         if not any(series.points for series in results):
             empty.append(f"{title}: {expr}")
     assert empty == []
+
+
+def test_annotations_of_dashboards_mark_what_the_operator_did(scraped: Scraped) -> None:
+    if scraped.missing:
+        pytest.skip(scraped.missing)
+    for mark in BOARDS["slo"]["annotations"]["list"]:
+        expr = COMPARISON.sub(r"\1 bool", mark["expr"])
+        results = scraped.prometheus.range(expr, scraped.start, scraped.end)
+        assert any(series.points for series in results), mark["name"]
 
 
 @pytest.mark.parametrize("name", BOARDS)
@@ -105,7 +115,7 @@ def test_every_expression_of_the_alerts_brings_numbers(scraped: Scraped) -> None
         # `a > b` brings nothing while it is well; `a > bool b` brings 0 or 1 where there is data.
         expr = COMPARISON.sub(r"\1 bool", rule["query"])
         results = scraped.prometheus.range(expr, scraped.start, scraped.end)
-        of_operator = "medha_operator" in expr or "medha_replica_condition" in expr
+        of_operator = any(name in expr for name in OF_OPERATOR)
         if not any(series.points for series in results) and not (scraped.missing and of_operator):
             empty.append(f"{rule['name']}: {expr}")
     assert len(rules) > 15 and empty == []

@@ -131,7 +131,7 @@ class Metrics:
             self._numbers[name][self._checked(name, labels)] = value
 
     def drop(self, name: str, *labels: str) -> None:
-        """Remove the values of a gauge whose first labels are these.
+        """Remove the values of a gauge or counter whose first labels are these.
 
         For things that no longer exist, or that another process reports now.
         """

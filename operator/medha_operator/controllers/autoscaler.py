@@ -188,6 +188,8 @@ class Autoscaler:
         journal = self._journals.get(key, Journal())
         self._journals[key] = journal.noted(record, max_records(len(self._journals)))
         self._metrics.set("medha_desired_replicas", decision.replicas, *key)
+        at_maximum = float(decision.why == "AtMaximum")
+        self._metrics.set("medha_autoscaling_at_maximum", at_maximum, *key)
         self._exported.add(key)
         return decision
 
@@ -284,7 +286,7 @@ class Autoscaler:
         """Stop reporting: another operator leads."""
         self._state.scaling.clear()
         while self._exported:
-            self._metrics.drop("medha_desired_replicas", *self._exported.pop())
+            self._withdraw(self._exported.pop())
 
     def _forget(self, living: Mapping[Key, str]) -> None:
         """Drop the state of every resource but these, given by key and UID."""
@@ -301,7 +303,12 @@ class Autoscaler:
             and seen.value.replica.spec.autoscaling is not None
         }:
             self._exported.discard(key)
-            self._metrics.drop("medha_desired_replicas", *key)
+            self._withdraw(key)
+
+    def _withdraw(self, key: Key) -> None:
+        """Stop exporting a resource's numbers."""
+        for name in ("medha_desired_replicas", "medha_autoscaling_at_maximum"):
+            self._metrics.drop(name, *key)
 
 
 def max_records(journals: int) -> int:

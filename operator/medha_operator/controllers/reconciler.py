@@ -109,6 +109,7 @@ class Reconciler:
         if seen is None or seen.value.deleting:
             self._status_written_s.pop(key, None)
             self._metrics.drop("medha_replica_condition", *key)
+            self._metrics.drop("medha_group_restarts_total", *key)
             self._state.set_waiting(key, replicas=False, groups=False)
             self._keys.forget(key[0])
             return False
@@ -162,6 +163,8 @@ class Reconciler:
         with self._executor.assume(steps):
             if any(after[field] != resource.status.get(field, []) for field in PERSISTED):
                 await self._write_status(resource, after)
+                restarts = sum(not failure.reason for failure in decision.failures)
+                self._metrics.add("medha_group_restarts_total", restarts, *key)
             await self._executor.execute(resource, steps, lambda: self._queue.succeeded(key))
         self._queue.add(key, REQUEUE_AFTER_S)
         return True
@@ -192,6 +195,7 @@ class Reconciler:
     async def _update_status(self, resource: Resource, after: Status) -> None:
         """Write a changed status: at once if the change is essential, else after a pause."""
         key = resource.meta.key
+        self._metrics.add("medha_group_restarts_total", 0, *key)
         for condition in after["conditions"]:
             value = float(condition["status"] == "True")
             self._metrics.set("medha_replica_condition", value, *key, condition["type"])

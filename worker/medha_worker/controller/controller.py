@@ -446,6 +446,9 @@ class Controller:
         metrics, groups, engine = self._metrics, self.groups, self.engine
         for state in (ABSENT, STARTING, JOINING, RUNNING, LOST):
             metrics.set("medha_kvp_groups", len(groups.in_state(state)), state)
+        topology = self.config.topology
+        present = topology.kvp_max - len(groups.in_state(ABSENT))
+        metrics.set("medha_ranks", present * topology.ranks_per_group)
         metrics.set("medha_kvp_wanted_groups", self._wanted_groups(now))
         metrics.set("medha_kvp_generation", self.generations.current)
         if engine is None:
