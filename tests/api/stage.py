@@ -71,7 +71,7 @@ class Stage:
         proxy.account = proxy.account or self._account
         number = len(self._started)
         kubeconfig = self._folder / f"{self._namespace}-{number}.kubeconfig"
-        kubeconfig.write_text(_kubeconfig(proxy.url))
+        kubeconfig.write_text(kubeconfig_of(proxy.url))
         log = self._folder / f"{self._namespace}-{name}-{number}.log"
         self._started.append(
             Operator(kubeconfig, self._namespace, log, name, fork_server, speed, **settings)
@@ -118,7 +118,8 @@ class Stage:
         until(lambda: all(self._api.get(path, headers=headers).is_success for path in paths))
 
 
-def _kubeconfig(url: str) -> str:
+def kubeconfig_of(url: str) -> str:
+    """Write a kubeconfig for a proxy, which needs no credentials."""
     named = {"name": "test"}
     return json.dumps(
         {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import concurrent.futures
 import json
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,10 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from tests.charts.test_chart_values import RIGHT
+from tests.api.fleet import NOW, Fleet, Operator, until
+from tests.api.server import ApiServer
+from tests.api.stage import kubeconfig_of, new_proxy
+from tests.charts.test_chart_values import DESCRIBED, RIGHT
 
 from medha.spec import parse
 from medha.topology import Coordinate
@@ -238,7 +243,7 @@ def test_every_pod_of_the_chart_is_restricted(
 ) -> None:
     seen = []
     for document in yaml.safe_load_all(rendered(restricted)):
-        if document["kind"] not in ("Deployment", "Pod"):
+        if document["kind"] not in ("Deployment", "Job", "Pod"):
             continue
         template = document if document["kind"] == "Pod" else document["spec"]["template"]
         name = document["metadata"]["name"]
@@ -247,7 +252,7 @@ def test_every_pod_of_the_chart_is_restricted(
         assert reply.status_code == 201, reply.text
         assert "warning" not in reply.headers
         seen.append(name)
-    assert seen == ["medha-operator", "medha-router", "medha-test"]
+    assert sorted(seen) == ["medha-operator", "medha-router", "medha-test", "medha-uninstall"]
 
 
 SOURCES: dict[str, Any] = {
@@ -309,9 +314,205 @@ def everything(run_kubectl: Run, namespace: str) -> set[str]:
     return {*listed.stdout.split(), *(name for name in wide if f"/{namespace}-" in name)}
 
 
+def uninstall(
+    run_helm: Run, api: httpx.Client, api_server: ApiServer, namespace: str, folder: Path
+) -> None:
+    """Uninstall the release, and play the kubelet and the Job controller meanwhile: the program of
+    the Job runs with its environment, as its account."""
+    job = f"/apis/batch/v1/namespaces/{namespace}/jobs/medha-uninstall"
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        gone = pool.submit(run_helm, "uninstall", "medha", f"--namespace={namespace}")
+        pod = until(lambda: api.get(job).json().get("spec", {})).get("template")["spec"]
+        account = f"system:serviceaccount:{namespace}:{pod['serviceAccountName']}"
+        (container,) = pod["containers"]
+        with new_proxy(api_server, account).running() as proxy:
+            kubeconfig = folder / "kubeconfig"
+            kubeconfig.write_text(kubeconfig_of(proxy.url))
+            environment = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+            done = subprocess.run(
+                [sys.executable, *container["command"][1:]],
+                env={"KUBECONFIG": str(kubeconfig), **environment},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        assert done.returncode == 0, done.stderr
+        conditions = [
+            {"type": kind, "status": "True", "lastTransitionTime": NOW}
+            for kind in ("SuccessCriteriaMet", "Complete")
+        ]
+        status = {"startTime": NOW, "completionTime": NOW, "succeeded": 1}
+        answer = api.patch(
+            f"{job}/status",
+            json={"status": {**status, "conditions": conditions}},
+            headers={"Content-Type": "application/merge-patch+json"},
+        )
+        assert answer.status_code == 200, answer.text
+        ended = gone.result(100)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.usefixtures("crd")
+@pytest.mark.parametrize("served", ["all", "own"])
+def test_budgets_of_replicas_that_run_on_go_with_the_release_and_others_stay(
+    run_helm: Run,
+    api: httpx.Client,
+    api_server: ApiServer,
+    fleet: Fleet,
+    start_operator: Callable[..., Operator],
+    tmp_path: Path,
+    served: str,
+) -> None:
+    namespace = fleet.namespace
+    values = {"operator.namespaces": [namespace]} if served == "own" else {}
+    words = ("medha", "medha", f"--namespace={namespace}", *settings(values))
+    assert run_helm("install", *words).returncode == 0
+    operator = start_operator()
+    fleet.create("llama", replicas=2)
+    fleet.played(lambda: fleet.is_ready("llama"))
+    budgets = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
+    until(lambda: api.get(f"{budgets}/llama-1").is_success)
+    foreign = {"maxUnavailable": 0, "selector": {"matchLabels": {"app": "web"}}}
+    labels = {"app.kubernetes.io/managed-by": "medha-operator"}
+    body = {"metadata": {"name": "web", "labels": labels}, "spec": foreign}
+    assert api.post(budgets, json=body).status_code == 201
+    operator.kill()  # as its Deployment goes
+    pods = set(fleet.pods())
+    uninstall(run_helm, api, api_server, namespace, tmp_path)
+    assert [item["metadata"]["name"] for item in api.get(budgets).json()["items"]] == ["web"]
+    assert set(fleet.pods()) == pods
+
+
+CHANGED: dict[str, dict[str, Any]] = {
+    "image": {"registry": "r.example", "tag": "2", "pullPolicy": "Always", "pullSecrets": ["a"]},
+    "operator": {
+        "image": "r.example/o:2",
+        "replicas": 2,
+        "namespaces": ["default"],
+        "logLevel": "debug",
+        "workers": 8,
+        "resyncSeconds": 20,
+        "reportSeconds": 1,
+        "prometheus": "http://prometheus:9090",
+        "leaseSeconds": 20,
+        "resources": {"requests": {"cpu": "60m"}},
+        "nodeSelector": {"pool": "system"},
+        "tolerations": [{"operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+        "priorityClassName": "system-cluster-critical",
+        "podAnnotations": {"a": "b"},
+        "podLabels": {"a": "b"},
+        "serviceAccountAnnotations": {"a": "b"},
+    },
+    "router": {
+        "image": "r.example/r:2",
+        "replicas": 3,
+        "processes": 2,
+        "logLevel": "debug",
+        "terminationGraceSeconds": 60,
+        "resources": {"requests": {"cpu": "60m"}},
+        "nodeSelector": {"pool": "system"},
+        "tolerations": [{"operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+        "priorityClassName": "system-cluster-critical",
+        "podAnnotations": {"a": "b"},
+        "podLabels": {"a": "b"},
+    },
+    "router.config": {
+        "maxBodyBytes": 1 << 20,
+        "maxQueue": 10,
+        "queueTimeoutSeconds": 10,
+        "noReplicaTimeoutSeconds": 10,
+        "keepaliveSeconds": 10,
+        "defaultOutputTokens": 10,
+        "generationDefaults": False,
+        "tokenizerWorkers": 2,
+        "classHeaders": {"x-tier": {"gold": "interactive"}},
+        "shareCache": True,
+    },
+    "router.apiKeys": {"enabled": True, "existingSecret": "keys"},
+    "router.service": {
+        "type": "NodePort",
+        "port": 80,
+        "nodePort": 30081,
+        "annotations": {"a": "b"},
+    },
+    "router.podDisruptionBudget": {"maxUnavailable": 2},
+    "router.ingress": {
+        "className": "nginx",
+        "annotations": {"a": "b"},
+        "host": "llm.example.com",
+        "tlsSecret": "cert",
+        "enabled": False,
+    },
+    "router.httpRoute": {
+        "parentRefs": [{"name": "public"}],
+        "hostnames": ["llm.example.com"],
+        "enabled": False,
+    },
+    "worker": {"image": "r.example/w:2"},
+    "networkPolicy": {
+        "clients": [{"podSelector": {}}],
+        "monitoring": [{"podSelector": {}}],
+        "apiServer": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
+        "apiServerPorts": [6443],
+        "modelEgress": [{"ports": [{"port": 443}]}],
+        "enabled": False,
+    },
+    "monitoring.rules": {"objective": 0.95, "runbook": "https://r.example", "enabled": False},
+    "monitoring.dashboards": {"labels": {"a": "b"}, "annotations": {"a": "b"}, "enabled": False},
+    "monitoring": {"labels": {"a": "b"}, "interval": "30s", "enabled": False},
+}
+"""Another value for each value of the chart, by section; what switches a section off comes last."""
+FIRST = {
+    "router.ingress.enabled": True,
+    "router.httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]},
+}
+
+
+def test_every_value_changes_an_object(rendered: Callable[..., str]) -> None:
+    assert {f"{part}.{name}" for part in CHANGED for name in CHANGED[part]} == {*DESCRIBED}
+    values, former = FIRST, rendered("own", FIRST, apis=APIS)
+    for part, changes in CHANGED.items():
+        for name, value in changes.items():
+            values = {**values, f"{part}.{name}": value}
+            text = rendered("own", values, apis=APIS)
+            assert text != former, f"{part}.{name} changes nothing"
+            former = text
+
+
+@pytest.mark.usefixtures("crd", "other_kinds")
+def test_every_value_can_be_upgraded_and_nothing_but_the_kind_is_left_afterwards(
+    run_helm: Run,
+    run_kubectl: Run,
+    api: httpx.Client,
+    api_server: ApiServer,
+    restricted: str,
+    tmp_path: Path,
+) -> None:
+    """The namespace admits restricted pods only. Each upgrade changes one section."""
+    before, values = everything(run_kubectl, restricted), FIRST
+    for part in ("", *CHANGED):
+        values = {
+            **values,
+            **{f"{part}.{name}": CHANGED[part][name] for name in CHANGED.get(part, ())},
+        }
+        words = ("--install", f"--namespace={restricted}", *settings(values))
+        done = run_helm("upgrade", "medha", "medha", *words)
+        assert done.returncode == 0, (part, done.stderr)
+        assert "PodSecurity" not in done.stderr
+    uninstall(run_helm, api, api_server, restricted, tmp_path)
+    assert everything(run_kubectl, restricted) == before
+
+
 @pytest.mark.usefixtures("crd")
 def test_a_release_is_installed_upgraded_and_uninstalled(
-    run_helm: Run, run_kubectl: Run, api: httpx.Client, namespace: str
+    run_helm: Run,
+    run_kubectl: Run,
+    api: httpx.Client,
+    api_server: ApiServer,
+    namespace: str,
+    tmp_path: Path,
 ) -> None:
     before = everything(run_kubectl, namespace)
     place = f"--namespace={namespace}"
@@ -355,6 +556,5 @@ def test_a_release_is_installed_upgraded_and_uninstalled(
     assert run_helm("upgrade", "medha", "medha", place, *wanted).returncode == 0
     assert api.get(secret).json()["data"] == more
 
-    gone = run_helm("uninstall", "medha", place)
-    assert gone.returncode == 0, gone.stderr
+    uninstall(run_helm, api, api_server, namespace, tmp_path)
     assert everything(run_kubectl, namespace) == before

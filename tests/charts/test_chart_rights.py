@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,10 @@ def documented() -> dict[str, set[Right]]:
     return rights
 
 
+def is_hook(document: dict[str, Any]) -> bool:
+    return "helm.sh/hook" in document["metadata"].get("annotations", {})
+
+
 def granted(objects: Objects) -> dict[str, set[Right]]:
     """Rights by the namespace in which they are bound to the operator; "*": in all."""
     roles = {
@@ -42,7 +47,7 @@ def granted(objects: Objects) -> dict[str, set[Right]]:
     }
     bound: dict[str, set[Right]] = {}
     for binding in objects:
-        if not binding["kind"].endswith("RoleBinding"):
+        if not binding["kind"].endswith("RoleBinding") or is_hook(binding):
             continue
         (subject,) = binding["subjects"]
         assert (subject["name"], subject["namespace"]) == ("medha-operator", OWN)
@@ -102,3 +107,23 @@ def test_no_right_is_a_wildcard(objects: Objects) -> None:
     for role in objects:
         for rule in role.get("rules", ()):
             assert "*" not in (*rule["apiGroups"], *rule["resources"], *rule["verbs"])
+
+
+@pytest.mark.parametrize("served", [[], ["a", "b"]])
+def test_what_runs_after_an_uninstall_may_delete_budgets_where_the_operator_served(
+    render: Callable[..., Objects], served: list[str]
+) -> None:
+    hooks = [document for document in render({"operator.namespaces": served}) if is_hook(document)]
+    roles = [document for document in hooks if document["kind"] in ("Role", "ClusterRole")]
+    assert [role["metadata"].get("namespace", "") for role in roles] == (served or [""])
+    rules = {json.dumps(rule) for role in roles for rule in role["rules"]}
+    assert [json.loads(rule) for rule in rules] == [
+        {
+            "apiGroups": ["policy"],
+            "resources": ["poddisruptionbudgets"],
+            "verbs": ["list", "delete"],
+        }
+    ]
+    after = [hook for hook in hooks if hook["metadata"]["annotations"]["helm.sh/hook"] != "test"]
+    policies = {hook["metadata"]["annotations"]["helm.sh/hook-delete-policy"] for hook in after}
+    assert policies == {"before-hook-creation,hook-succeeded"}
