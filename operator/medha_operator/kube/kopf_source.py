@@ -26,7 +26,7 @@ log = logging.getLogger("medha.operator.kopf")
 
 MAX_PAUSE_S = 15.0
 LOGIN_AGAIN = datetime.timedelta(minutes=5)
-"""Age at which credentials are read again: a watch ends after five minutes, too."""
+"""A watch ends after five minutes, too."""
 
 
 class Pauses:
@@ -40,12 +40,18 @@ class Pauses:
 
 
 class KopfSource:
-    """Calls `sink(type, body)` in kopf's thread for every event of a MedhaReplica."""
+    """Calls `sink(type, body)` in kopf's thread for every event of a MedhaReplica.
+
+    Credentials older than `login_again` are read again for the next request.
+    """
 
     def __init__(
-        self, namespaces: Sequence[str], sink: Callable[[str | None, Mapping[str, Any]], None]
+        self,
+        namespaces: Sequence[str],
+        sink: Callable[[str | None, Mapping[str, Any]], None],
+        login_again: datetime.timedelta = LOGIN_AGAIN,
     ) -> None:
-        self._namespaces, self._sink = namespaces, sink
+        self._namespaces, self._sink, self._login_again = namespaces, sink, login_again
         self._replicas = REPLICAS
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kopf", daemon=True)
@@ -88,7 +94,7 @@ class KopfSource:
 
         @kopf.on.login(registry=registry)
         def connect(**_: Any) -> kopf.ConnectionInfo:
-            expiration = datetime.datetime.now(datetime.UTC) + LOGIN_AGAIN
+            expiration = datetime.datetime.now(datetime.UTC) + self._login_again
             return dataclasses.replace(login(), expiration=expiration)
 
         @kopf.on.event(kind.group, kind.version, kind.plural, registry=registry)
