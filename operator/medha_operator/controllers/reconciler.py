@@ -35,7 +35,7 @@ from medha_operator.planning.resource_status import Status, events_between, refu
 from medha_operator.resources.actions import RequeueAt
 from medha_operator.resources.labels import WORKER_KEYS
 from medha_operator.resources.objects import Key, Meta
-from medha_operator.resources.views import Observed, QuotaRefusal
+from medha_operator.resources.views import Observed, QuotaRefusal, load_status
 from medha_operator.settings import Settings
 
 log = logging.getLogger("medha.operator.reconcile")
@@ -163,8 +163,6 @@ class Reconciler:
         with self._executor.assume(steps):
             if any(after[field] != resource.status.get(field, []) for field in PERSISTED):
                 await self._write_status(resource, after)
-                restarts = sum(not failure.reason for failure in decision.failures)
-                self._metrics.add("medha_group_restarts_total", restarts, *key)
             await self._executor.execute(resource, steps, lambda: self._queue.succeeded(key))
         self._queue.add(key, REQUEUE_AFTER_S)
         return True
@@ -213,8 +211,16 @@ class Reconciler:
         key = resource.meta.key
         self._status_written_s[key] = time.monotonic()
         await self._executor.write_status(resource, after)
+        failed = _recorded_failures(after) - _recorded_failures(resource.status)
+        self._metrics.add("medha_group_restarts_total", len(failed), *key)
         events = events_between(key[1], resource.status, after)
         await self._executor.execute(resource, events, lambda: None)
+
+
+def _recorded_failures(status: Mapping[str, Any]) -> set[tuple[int, int, int]]:
+    """Return replica, group and attempt of each failure that a status records as the last."""
+    records = load_status(status).restarts
+    return {(record.replica, record.group, record.attempt) for record in records}
 
 
 def _essence(status: Mapping[str, Any]) -> tuple[object, ...]:
