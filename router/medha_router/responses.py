@@ -34,6 +34,7 @@ from medha_router.tokenization.detokenizer import Delta, TokenLogprob, scored
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"
 LAST_EVENT_S = 1.0
+TEXT_CHUNK_END = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 class ServedGeneration(msgspec.Struct, frozen=True):
@@ -146,7 +147,7 @@ class GenerationResponse(Response, abc.ABC):
                 self._ended = True
                 await _send_last(send, events)
             else:
-                await _send_part(send, events)
+                await send({"type": "http.response.body", "body": events, "more_body": True})
 
     @abc.abstractmethod
     async def _whole(self, request: ClientRequest) -> bytes:
@@ -343,6 +344,7 @@ class ResponseBuilder:
         self._chat, self._request_id, self._parsers = chat, id, parsers
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{id}"
         self._model, self._created = model, created
+        self._writes_text = chat and not parsers
         # Each chunk begins with the same fields.
         head = self._head("chat.completion.chunk" if chat else "text_completion")
         self._chunk_head = b"data: " + msgspec.json.encode(head)[:-1] + b","
@@ -354,8 +356,10 @@ class ResponseBuilder:
 
     def chunk(self, index: int, delta: Delta, *, logprobs: bool, extra: dict[str, Any]) -> bytes:
         """Return a chunk of text, or nothing if none is decided. `extra`: more top-level fields."""
-        choice: dict[str, Any] = {"index": index}
         finish = delta.finish
+        if finish is None and delta.text and not (logprobs or extra) and self._writes_text:
+            return self._text_chunk(index, delta.text)
+        choice: dict[str, Any] = {"index": index}
         if self._parsers:
             choice["delta"] = self._delta_with_calls(index, delta)
             finish = self._finish_with_calls(index, finish)
@@ -368,6 +372,15 @@ class ResponseBuilder:
         choice["logprobs"] = self._logprobs(delta.logprobs) if logprobs else None
         choice["finish_reason"] = finish
         return self._chunk([choice], extra)
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """Return the chunk of a chat that has text alone, as nearly all have."""
+        return b'%b"choices":[{"index":%d,"delta":{"content":%b}%b' % (
+            self._chunk_head,
+            index,
+            msgspec.json.encode(text),
+            TEXT_CHUNK_END,
+        )
 
     def _delta_with_calls(self, index: int, delta: Delta) -> dict[str, Any]:
         """Return the content and the parts of calls that a text completes."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from medha.messages import Logprob
 from medha_router.responses import ResponseBuilder
@@ -234,6 +236,18 @@ def test_alternatives_of_equal_text_stay_apart(byte_level_json: bytes) -> None:
     assert choice["logprobs"]["tokens"] == [" "]
     expected = {f"token_id:{added}": -0.5, "a": -0.75, " ": -1.0}
     assert choice["logprobs"]["top_logprobs"] == [expected]
+
+
+@given(st.text(min_size=1), st.integers(0, 127))
+def test_a_chunk_of_text_alone_has_the_fields_of_every_chunk(text: str, index: int) -> None:
+    shape = ResponseBuilder(chat=True, id="x", model="tiny", created=0)
+    plain, other = (
+        json.loads(shape.chunk(index, Delta(text), logprobs=False, extra=extra)[6:])
+        for extra in ({}, {"usage": None})
+    )
+    assert other.pop("usage") is None
+    assert plain == other and [*plain["choices"][0]] == [*other["choices"][0]]
+    assert plain["choices"][0]["delta"] == {"content": text}
 
 
 def test_sampling_fields_reach_the_replica(served: Any) -> None:
