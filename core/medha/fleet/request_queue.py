@@ -126,6 +126,9 @@ class RequestQueue:
 
         At most `limit` with a promise and as many without: a replica has room for either kind.
         """
+        if len(self._ids) == 1 and limit:
+            only = self._item(0)
+            return {only.replica: (only,)} if only.replica else {}
         urgency, count = self._urgency(now), len(self._ids)
         kind = 2 * self._placed[:count] + (self._table[:count, PROMISED] > 0)
         near = kind > 1  # placed
