@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
@@ -17,6 +18,7 @@ import msgspec
 
 COLUMN, ROW, GAP = 50.0, 26.0, 8.0
 INK, PALE, GRID, PAPER = "#24292f", "#6e7781", "#e6e8eb", "#ffffff"
+STATES = {"green": "#3f9c5a", "yellow": "#c9a227", "red": "#b5483f"}
 COLOURS = (
     "#3b6fb6",
     "#d9822b",
@@ -110,7 +112,8 @@ def _panel(
             unit = panel["options"]["yAxis"].get("unit", "short")
             return _heat(lines, _Frame(x + MARGIN, y, w - MARGIN, h - 18, times), unit)
         case "state-timeline":
-            return _states(lines, _Frame(x + NAMES, y, w - NAMES, h - 18, times))
+            frame = _Frame(x + NAMES, y, w - NAMES, h - 18, times)
+            return _states(lines, frame, panel["fieldConfig"])
     custom = panel["fieldConfig"]["defaults"].get("custom", {})
     stacked = custom.get("stacking", {}).get("mode") == "normal"
     shown = lines[:MOST_LEGENDS]
@@ -198,17 +201,17 @@ def _heat(lines: Sequence[Line], frame: _Frame, unit: str) -> str:
     return "".join(parts) + _clock(frame)
 
 
-def _states(lines: Sequence[Line], frame: _Frame) -> str:
-    """Draw a bar per line, in two colours."""
+def _states(lines: Sequence[Line], frame: _Frame, config: Mapping[str, Any]) -> str:
+    """Draw a bar per line, in the colours of the panel's mappings."""
     tall = min(22.0, frame.height / len(lines))
     parts = []
     for number, line in enumerate(lines):
-        y = frame.y + number * tall
+        y, colours = frame.y + number * tall, _colours(config, line.legend)
         parts.append(_text(frame.x - 6, y + tall / 2 + 3, line.legend[:36], size=9, anchor="end"))
         for time, value in line.points:
             x = frame.at(time, 0.0)[0]
             step = frame.width / max(1, len(line.points) - 1)
-            colour = "#3f9c5a" if value else "#b5483f"
+            colour = STATES[colours["1" if value else "0"]["color"]]
             wide = min(step, frame.x + frame.width - x)
             if wide > 0:
                 parts.append(
@@ -216,6 +219,16 @@ def _states(lines: Sequence[Line], frame: _Frame) -> str:
                     f'height="{tall - 4:.1f}" fill="{colour}"/>'
                 )
     return "".join(parts) + _clock(frame)
+
+
+def _colours(config: Mapping[str, Any], legend: str) -> Mapping[str, Any]:
+    """Return the mapping of values that holds for a line: an override's, or the panel's."""
+    mappings = config["defaults"]["mappings"]
+    for override in config["overrides"]:
+        if re.search(override["matcher"]["options"].strip("/"), legend):
+            mappings = override["properties"][0]["value"]
+    colours: Mapping[str, Any] = mappings[0]["options"]
+    return colours
 
 
 def _scale(frame: _Frame, unit: str) -> str:
