@@ -44,6 +44,9 @@ COPY core core
 FROM ${BASE} AS base
 ENV PATH=/opt/medha/bin:/usr/local/bin:/usr/bin:/bin PYTHONPATH=/opt/code HOME=/tmp USER=medha \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+# Nothing in these images changes its user.
+USER 0
+RUN find / -xdev -type f -perm /6000 -delete
 WORKDIR /tmp
 
 FROM tools AS operator-packages

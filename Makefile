@@ -25,7 +25,7 @@ QUICK := tests/api/test_crash_points.py tests/api/test_edit_fuzz.py
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-cluster images test test-api test-cluster test-ecosystem check compile format bench lock clean
+.PHONY: help setup demo demo-cluster images release test test-api test-cluster test-ecosystem check compile format bench lock clean
 .PHONY: dashboards prometheus test-dashboards conformance
 .PHONY: crash-points edit-fuzz outages
 
@@ -57,6 +57,9 @@ demo-cluster: $(READY) ## install, serve, scale, update and remove a model on a 
 
 images: $(READY) ## build the operator's, the router's and the worker's image (DEVICE=cpu: smaller)
 	$(PY) -m demos.images $(if $(DEVICE),--device $(DEVICE))
+
+release: $(READY) ## write charts, images, bills of materials and checksums into dist/ (DEVICE=cpu)
+	$(PY) -m demos.artefacts $(if $(DEVICE),--device $(DEVICE))
 
 test: $(READY) ## run every test that needs neither a GPU nor a cluster
 	$(PYTEST)
@@ -137,7 +140,7 @@ lock: | $(UV) ## lock requirements/*.txt from pyproject.toml
 	$(COMPILE) -c requirements/worker.txt pyproject.toml --extra worker --extra cuda -o requirements/cuda.txt
 	$(COMPILE) pyproject.toml --extra operator --extra kubernetes-login --extra router \
 	    --extra worker --extra sim \
-	    --group test --group lint --group build -o requirements/dev.txt
+	    --group test --group lint --group build --group release -o requirements/dev.txt
 	echo uv | $(COMPILE) - -o requirements/bootstrap.txt
 	$(COMPILE) -c requirements/dev.txt --group pyproject.toml:build -o requirements/build.txt
 	$(COMPILE) --group pyproject.toml:conformance -o requirements/conformance.txt
