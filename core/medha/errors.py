@@ -5,6 +5,7 @@
     │   ├── SpecError        a field of a MedhaReplica or a setting
     │   ├── CheckpointError  a model file: missing, corrupt, or of another shape
     │   ├── SetupError       this machine: a port in use, no GPU, a missing package
+    │   ├── UserErrors       several of these
     │   └── RequestError     a request's body or header
     ├── Refusal              admission refuses and names the earliest feasible time: 400, 429 or 503
     ├── ProtocolError        a peer sent an invalid message
@@ -14,6 +15,8 @@ Every message names the field, its value, the expectation and the remedy.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class MedhaError(Exception):
@@ -41,6 +44,14 @@ class CheckpointError(UserError):
 
 class SetupError(UserError):
     """A missing resource of the machine: a free port, a GPU, a package."""
+
+
+class UserErrors(UserError):
+    """Several errors that the user can fix, a line each."""
+
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("\n".join(str(error) for error in errors))
 
 
 class RequestError(UserError):

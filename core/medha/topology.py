@@ -82,17 +82,20 @@ def kv_heads_of(shard: int, tp: int, kv_heads: int) -> range:
     return range(head, head + 1)
 
 
-def check_tp(tp: int, heads: int, kv_heads: int) -> None:
-    """Raises SpecError unless `tp` divides heads, and divides or is a multiple of KV heads."""
-    if heads % tp or (kv_heads % tp and tp % kv_heads):
-        choices = [
-            n
-            for n in range(1, heads + 1)
-            if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-        ]
+def check_tp(tp: int, heads: int, kv_heads: int, intermediate: int) -> None:
+    """Raises SpecError unless `tp` divides heads and the MLP's size, and divides or is a multiple
+    of KV heads."""
+
+    def fits(n: int) -> bool:
+        divides = heads % n == 0 and intermediate % n == 0
+        return divides and (kv_heads % n == 0 or n % kv_heads == 0)
+
+    if not fits(tp):
+        choices = [str(n) for n in range(1, heads + 1) if fits(n)]
         raise SpecError(
             "spec.parallelism.tp",
             tp,
-            f"must divide the model's {heads} attention heads and fit its {kv_heads} KV heads",
-            f"use one of {', '.join(map(str, choices))}",
+            f"must divide the model's {heads} attention heads and intermediate size of"
+            f" {intermediate}, and fit its {kv_heads} KV heads",
+            f"use one of {', '.join(choices)}",
         )

@@ -108,7 +108,10 @@ def test_text_that_is_no_resource(folder: Path, refusal: Refusal) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        (CONFIG, "config.json cannot be read (No such file or directory): point spec.model.source"),
+        (
+            CONFIG,
+            "config.json cannot be read (No such file or directory); name the folder",
+        ),
         ("tokenizer.json", "has no tokenizer.json: copy the whole checkpoint there"),
         (WEIGHTS, "has no *.safetensors: only that format is loaded"),
     ],
@@ -175,9 +178,13 @@ def test_weights_that_are_not_whole(
 
 def test_a_config_that_is_no_models(folder: Path, refusal: Refusal) -> None:
     file = folder / "model" / CONFIG
-    for text in ("{", "[]", json.dumps({"hidden_size": 0})):
+    for text, sentence in (
+        ("{", f"{file} is not JSON"),
+        ("[]", f"{file} holds a list, not an object"),
+        (json.dumps({"model_type": "llama", "num_hidden_layers": 0}), "num_hidden_layers is 0: "),
+    ):
         file.write_text(text)
-        assert f"{file} is not a model config" in refusal(folder)
+        assert sentence in refusal(folder)
 
 
 @pytest.mark.parametrize(

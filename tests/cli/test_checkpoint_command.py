@@ -6,7 +6,7 @@ import pathlib
 import subprocess
 import sys
 
-from medha_worker.model.decoder_config import read_config
+from medha.checkpoints.decoder_config import read_config
 
 
 def new_checkpoint(*arguments: object) -> subprocess.CompletedProcess[str]:

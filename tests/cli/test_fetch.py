@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.server
 import json
+import shutil
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +27,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.broken: dict[str, int] = {}
         self.requested: list[tuple[str, str]] = []
+        self.queries: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -34,7 +38,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        name = self.path.rpartition("/")[2]
+        path, _, query = self.path.partition("?")
+        self.server.queries.add(query)
+        name = path.rpartition("/")[2]
         wanted = self.headers.get("Range", "")
         self.server.requested.append((name, wanted))
         body = self.server.files.get(name)
@@ -133,3 +139,53 @@ def test_an_index_cannot_name_files_elsewhere(server: Server, tmp_path: Path) ->
     server.files["model.safetensors.index.json"] = index
     with pytest.raises(CheckpointError, match=r"must be a \*\.safetensors in the same"):
         fetch_files(server, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "uri", ["model", "/models/x", "file:///models/x", "hf://a/b", "http://", ""]
+)
+def test_another_kind_of_address_is_refused_before_any_attempt(tmp_path: Path, uri: str) -> None:
+    pauses: list[float] = []
+    with pytest.raises(CheckpointError, match=f"URI is {uri}: must be an http or https address"):
+        fetch(uri, tmp_path / "new", lambda _: None, pauses.append)
+    assert pauses == [] and not (tmp_path / "new").exists()
+
+
+def test_a_query_goes_with_each_file_and_into_no_message(server: Server, tmp_path: Path) -> None:
+    uri = f"{server.url}/?token=secret"
+    fetch(uri, tmp_path, lambda _: None)
+    assert {path.name for path in tmp_path.iterdir()} == set(server.files)
+    assert server.queries == {"token=secret"}
+    server.files = {}
+    with pytest.raises(CheckpointError, match=r"/models/tiny/config\.json cannot") as caught:
+        fetch(uri.replace("//", "//me:secret@", 1), tmp_path / "other", lambda _: None)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_target_that_is_no_folder_is_named(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(CheckpointError, match=f"FOLDER is {file}: must be a folder"):
+        fetch(server.url, file, lambda _: None)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl writes the certificate")
+def test_a_checkpoint_is_fetched_over_https(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+    request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=local"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key)]
+    command = [*request, *names, "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    fetch(server.url.replace("http:", "https:"), tmp_path / "model", lambda _: None, fail)
+    names_there = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names_there == set(server.files)
+
+
+def fail(pause_s: float) -> None:
+    raise AssertionError(f"an attempt failed; the next comes after {pause_s} s")

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from medha.cli.local_fleet import preflight
-from medha.cli.local_fleet.checkpoint_check import check_checkpoint
+from medha.cli.local_fleet.checkpoint_check import check_resource
 from medha.cli.local_fleet.fleet_plan import HostSettings, plan_fleet
 from medha.cli.local_fleet.launches import controller_launch, rank_launch, router_launch
 from medha.cli.local_fleet.run_dir import PREFIX, RunDir, remove_stale
@@ -27,6 +27,8 @@ from medha.spec import MedhaReplica, parse
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CONFIG = {
+    "model_type": "llama",
+    "intermediate_size": 96,
     "num_hidden_layers": 4,
     "hidden_size": 64,
     "num_attention_heads": 8,
@@ -272,13 +274,13 @@ def test_the_example_is_a_valid_resource() -> None:
 
 def test_a_whole_checkpoint_passes(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m")
-    assert check_checkpoint(at(folder, parallelism={"tp": 2, "spp": 4})) == folder
+    assert check_resource(at(folder, parallelism={"tp": 2, "spp": 4}), gpus=0) == folder
 
 
 def test_random_weights_need_no_weight_files(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m")
     (folder / "model.safetensors").unlink()
-    assert check_checkpoint(at(folder), weights=False) == folder
+    assert check_resource(at(folder), gpus=0, weights=False) == folder
     drawing = msgspec.structs.replace(place(), dummy_weights=True)
     assert plan_fleet([resource()], drawing).replicas[0].config.dummy_weights
     assert not plan_fleet([resource()], place()).replicas[0].config.dummy_weights
@@ -299,14 +301,14 @@ def test_a_layout_that_the_model_does_not_allow_is_refused(
     tmp_path: Path, spec: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(SpecError, match=sentence):
-        check_checkpoint(at(checkpoint(tmp_path / "m"), **spec))
+        check_resource(at(checkpoint(tmp_path / "m"), **spec), gpus=0)
 
 
 def test_a_missing_folder_is_named_by_its_field(tmp_path: Path) -> None:
     with pytest.raises(
         SpecError, match=r"spec\.model\.source\.hostPath\.path is .*must be a folder"
     ):
-        check_checkpoint(at(tmp_path / "none"))
+        check_resource(at(tmp_path / "none"), gpus=0)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
@@ -314,22 +316,22 @@ def test_an_incomplete_checkpoint_names_what_is_missing(tmp_path: Path, name: st
     folder = checkpoint(tmp_path / "m")
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=name.replace("model", r"\*")):
-        check_checkpoint(at(folder))
+        check_resource(at(folder), gpus=0)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": 0}', "\xff"])
 def test_a_broken_config_is_reported_in_one_line(tmp_path: Path, text: str) -> None:
     folder = checkpoint(tmp_path / "m")
     (folder / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"is not a model config") as caught:
-        check_checkpoint(at(folder))
+    with pytest.raises(CheckpointError, match=r"config\.json(: | is not JSON| holds)") as caught:
+        check_resource(at(folder), gpus=0)
     assert "\n" not in str(caught.value)
 
 
 def test_a_source_that_this_machine_cannot_mount_is_refused() -> None:
     replica = resource(model={"source": {"pvc": {"claimName": "models"}}})
     with pytest.raises(SpecError, match="must be hostPath on this machine"):
-        check_checkpoint(replica)
+        check_resource(replica, gpus=0)
 
 
 def test_a_taken_port_is_refused_with_the_flag_that_changes_it() -> None:
@@ -348,8 +350,8 @@ def test_free_ports_are_different_and_free() -> None:
 
 def test_cuda_without_a_gpu_is_refused_with_what_to_use() -> None:
     with pytest.raises(SpecError, match=r"spec\.device\.kind is Cuda: must be Cpu on a machine"):
-        preflight.check_gpus([resource(device={"kind": "Cuda"})], gpus=0)
-    preflight.check_gpus([resource(device={"kind": "Cuda"})], gpus=1)
+        preflight.check_gpus(resource(device={"kind": "Cuda"}), gpus=0)
+    preflight.check_gpus(resource(device={"kind": "Cuda"}), gpus=1)
 
 
 def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:

@@ -37,13 +37,21 @@ def test_more_stages_than_layers_is_refused_with_the_range() -> None:
         stage_layers(6, 7)
 
 
-@given(heads=st.sampled_from([4, 8, 32]), kv=st.sampled_from([1, 2, 4]), tp=st.integers(1, 40))
-def test_every_accepted_tp_shares_out_all_kv_heads(heads: int, kv: int, tp: int) -> None:
+@given(
+    heads=st.sampled_from([4, 8, 32]),
+    kv=st.sampled_from([1, 2, 4]),
+    intermediate=st.sampled_from([12, 96, 352]),
+    tp=st.integers(1, 40),
+)
+def test_every_accepted_tp_shares_out_all_kv_heads(
+    heads: int, kv: int, intermediate: int, tp: int
+) -> None:
     try:
-        check_tp(tp, heads, kv)
+        check_tp(tp, heads, kv, intermediate)
     except SpecError:
-        assert heads % tp or (kv % tp and tp % kv)
+        assert heads % tp or intermediate % tp or (kv % tp and tp % kv)
         return
+    assert intermediate % tp == 0
     held = [head for shard in range(tp) for head in kv_heads_of(shard, tp, kv)]
     assert sorted(set(held)) == list(range(kv))
     assert len(held) == max(tp, kv)
@@ -53,4 +61,11 @@ def test_a_wrong_tp_is_answered_with_the_ones_that_fit() -> None:
     with pytest.raises(
         SpecError, match=r"tp is 3: .* 4 attention heads .* 2 KV heads; use one of 1, 2, 4"
     ):
-        check_tp(3, 4, 2)
+        check_tp(3, 4, 2, 96)
+
+
+def test_a_tp_must_divide_the_size_of_the_mlp_too() -> None:
+    with pytest.raises(
+        SpecError, match=r"tp is 4: .* intermediate size of 98, .*; use one of 1, 2$"
+    ):
+        check_tp(4, 4, 4, 98)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from medha.checkpoints.checkpoint_files import SINGLE, digest_of
 from medha.errors import CheckpointError
-from medha_worker.model.checkpoint_files import SINGLE, digest_of
 from medha_worker.model.checkpoint_writer import TinyModel
 
 Folder = Callable[[TinyModel], pathlib.Path]

@@ -16,11 +16,11 @@ from tests.support.recalling_prompts import recalling
 from tests.support.solo_engine import SoloEngine
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from medha.checkpoints.decoder_config import read_config
+from medha.checkpoints.families import FAMILIES as KNOWN
 from medha.errors import CheckpointError
 from medha_worker.attention.reference import ReferenceAttention
 from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
-from medha_worker.model.decoder_config import read_config
-from medha_worker.model.families import FAMILIES as KNOWN
 
 Tokens = npt.NDArray[np.int32]
 Folder = Callable[[TinyModel], pathlib.Path]

@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from medha.checkpoints.decoder_config import read_config
 from medha.errors import CheckpointError
-from medha_worker.model.decoder_config import read_config
 from medha_worker.model.rope import Rotary, interleaved, rotate
 
 SETTINGS: dict[str, dict[str, Any]] = {

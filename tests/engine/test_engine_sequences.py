@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.batch import Batch, Chunk, Move
+from medha.checkpoints.decoder_config import Rope
 from medha.errors import EngineError, ProtocolError
 from medha.messages.fields import Sampling
 from medha.messages.ranks import SequenceStart, Step
 from medha_worker.attention.kernel_interface import Partial, Span
 from medha_worker.inputs import InputBuilder, StepInputs
 from medha_worker.kv.pages import KvPages
-from medha_worker.model.decoder_config import Rope
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.collectives import SharedRows
 from medha_worker.penalties import PenaltyTable

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.recalling_prompts import recalling
 
 from medha.batch import Batch, Chunk
+from medha.checkpoints.decoder_config import read_config
 from medha.errors import CheckpointError, SpecError
 from medha.messages.fields import Sampling
 from medha.messages.ranks import SequenceStart, Step
@@ -25,7 +26,6 @@ from medha_worker.inputs import InputBuilder
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
 from medha_worker.model.decoder import Decoder
-from medha_worker.model.decoder_config import read_config
 from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.collectives import SoloColumn
@@ -177,7 +177,7 @@ def _damage(path: pathlib.Path, kind: str) -> None:
         ("huge header", "not a sound safetensors file"),
         ("header beyond the file", "not a sound safetensors file"),
         ("no JSON", "not a sound safetensors file"),
-        ("gone", "missing"),
+        ("gone", "has no \\*\\.safetensors"),
         ("lacks model.norm.weight", "model.norm.weight"),
         ("shape", "model.layers.3.mlp.up_proj.weight is \\[351, 128\\].*\\[352, 128\\]"),
         ("I64", "model.norm.weight is I64"),

@@ -13,6 +13,7 @@ from tests.engine.test_engine_families import prefill
 from tests.support.recalling_prompts import recalling
 from tests.support.solo_engine import SoloEngine
 
+from medha.checkpoints.decoder_config import read_config
 from medha.config import WorkerConfig
 from medha.topology import Coordinate, Topology
 from medha_worker import weights
@@ -21,7 +22,6 @@ from medha_worker.device import CPU
 from medha_worker.engine import RankEngine
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
-from medha_worker.model.decoder_config import read_config
 from medha_worker.model.rope import Rotary
 
 Tokens = npt.NDArray[np.int32]

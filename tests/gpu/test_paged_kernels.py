@@ -26,6 +26,7 @@ from tests.support.paged_case import (
 )
 
 from medha.batch import Chunk
+from medha.checkpoints.decoder_config import read_config
 from medha_worker import flashinfer, weights
 from medha_worker.attention.backend import attention_for
 from medha_worker.attention.fp8_scales import FP8
@@ -35,7 +36,6 @@ from medha_worker.attention.paged import PagedAttention
 from medha_worker.inputs import seen
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
-from medha_worker.model.decoder_config import read_config
 from medha_worker.sequences import PageTable
 
 pytestmark = [

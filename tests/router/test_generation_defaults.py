@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from medha.checkpoints.decoder_config import read_generation_defaults
 from medha.errors import CheckpointError
 from medha.messages import GenerationDefaults
-from medha_worker.model.decoder_config import read_generation_defaults
 
 DEFAULTS = GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20)
 

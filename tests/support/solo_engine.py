@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from medha.batch import Batch, Chunk
+from medha.checkpoints.decoder_config import read_config
 from medha.messages.fields import Logprob, Sampling
 from medha.messages.ranks import SequenceStart, Step
 from medha_worker import sampler, weights
@@ -29,7 +30,6 @@ from medha_worker.graphs import FixedPlan, GraphRecorder, recorded
 from medha_worker.inputs import InputBuilder, StepInputs
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.decoder import Decoder
-from medha_worker.model.decoder_config import read_config
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.collectives import SoloColumn, SoloTensorParallel
 from medha_worker.penalties import PenaltyTable

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from medha.checkpoints.decoder_config import DecoderConfig, read_config
+from medha.checkpoints.fit import pool_pages
 from medha.config import WorkerConfig
 from medha.errors import SpecError
 from medha.profile import decode
@@ -27,9 +29,8 @@ from medha_worker.grammar_masks import Grammars
 from medha_worker.graphs import MOST_BYTES, SIZES, CudaGraphRecorder, FixedPlan, Graphs, recorded
 from medha_worker.inputs import InputBuilder
 from medha_worker.kv.fetches import MoveTargets
-from medha_worker.kv.pages import KvPages, PageEpochs, page_bytes
+from medha_worker.kv.pages import KvPages, PageEpochs
 from medha_worker.model.decoder import Decoder
-from medha_worker.model.decoder_config import DecoderConfig, read_config
 from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.layers import Arithmetic, FusedArithmetic, TorchArithmetic
 from medha_worker.model.rope import Rotary
@@ -230,15 +231,7 @@ def _pool(
     heads = len(kv_heads_of(shard, config.topology.tp, shape.kv_heads))
     auto = config.kv_dtype == "auto"
     dtype = dtype_of("dtype", config.dtype) if auto else dtype_of("kv_dtype", config.kv_dtype)
-    layer_page_bytes = page_bytes(heads, config.page_tokens, shape.head_dim, dtype)
-    pages = config.kv_pages or config.kv_bytes // (layer_page_bytes * len(layers))
-    if pages < 1:
-        raise SpecError(
-            "kv_bytes",
-            config.kv_bytes,
-            f"must hold a page of {layer_page_bytes * len(layers)} bytes",
-            "give more memory or make page_tokens smaller",
-        )
+    pages = pool_pages(shape, config, len(layers))
     scales: tuple[Scales, ...] = ()
     if dtype == FP8:
         stretch = Rotary(shape.rope, shape.head_dim).scale

@@ -26,6 +26,7 @@ import torch
 
 from medha.batch import Batch, Chunk
 from medha.calibration import Entries, Operator
+from medha.checkpoints.decoder_config import read_config
 from medha.config import WorkerConfig
 from medha.errors import SpecError, UserError
 from medha.measurement_plan import (
@@ -50,7 +51,6 @@ from medha_worker.device import ComputeDevice, device_of
 from medha_worker.engine import RankEngine, arithmetic_for, dtype_of
 from medha_worker.graphs import CudaGraphRecorder, GraphRecorder
 from medha_worker.inputs import seen
-from medha_worker.model.decoder_config import read_config
 from medha_worker.model.layers import Linear
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.mesh import Mesh, Wiring

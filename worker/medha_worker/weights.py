@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from medha.checkpoints.checkpoint_files import SINGLE, check_weights, file_of_each
+from medha.checkpoints.decoder_config import DecoderConfig
 from medha.errors import CheckpointError
 from medha.topology import check_tp, kv_heads_of
 from medha_worker.attention.fp8_scales import Scales, of_layer
-from medha_worker.model.checkpoint_files import SINGLE, file_of_each
-from medha_worker.model.decoder_config import DecoderConfig
 from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.layers import LayerWeights, Linear, blank, paneled
 from medha_worker.model.rope import interleaved
@@ -96,6 +96,7 @@ class Checkpoint:
     """The safetensors files of a folder, opened on first use."""
 
     def __init__(self, folder: pathlib.Path) -> None:
+        check_weights(folder)
         self.folder = folder
         self._open: dict[str, Any] = {}
         self._file_of = self._read_index()
@@ -109,13 +110,9 @@ class Checkpoint:
             path = self.folder / file
             try:
                 self._open[file] = safe_open(path, framework="pt")
-            except FileNotFoundError:
-                raise CheckpointError(
-                    f"{path} is missing; fetch it, or name the folder of a complete checkpoint"
-                ) from None
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(
-                    f"{path} is not a sound safetensors file ({error}); fetch the file again"
+                    f"{path} is not a sound safetensors file ({error}): fetch it again"
                 ) from None
         return self._open[file]
 
@@ -162,14 +159,9 @@ def load(
     """Load the weights of `layers` for shard `shard` of `tp`, in `dtype` on `device`.
 
     `progress(done_bytes, total_bytes)` is called as tensors arrive. Raises CheckpointError, or
-    SpecError if the model's heads cannot be divided by `tp`.
+    SpecError if `tp` does not divide the model.
     """
-    check_tp(tp, config.heads, config.kv_heads)
-    if config.intermediate % tp:
-        raise CheckpointError(
-            f"{checkpoint.folder}/config.json: intermediate_size {config.intermediate} is not"
-            f" divisible by tp {tp}; set spec.parallelism.tp to a divisor"
-        )
+    check_tp(tp, config.heads, config.kv_heads, config.intermediate)
     return _Loader(checkpoint, config, layers, shard, tp, dtype, progress, device).load()
 
 

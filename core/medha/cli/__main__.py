@@ -1,11 +1,12 @@
 """`medha`: parse the command line, run the command, turn an error into one line and a status.
 
-Exit status 0: done; 1: a failure that the user cannot fix; 2: an error that the user can fix, in
-one line. Each command is in the module of its name.
+Exit status 0: done; 1: a failure that the user cannot fix; 2: errors that the user can fix, one
+line each. Each command is in the module of its name.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import pathlib
 import sys
@@ -31,8 +32,19 @@ Factor = Annotated[float, typer.Option(min=1e-6)]
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # of every wrong command line
 
 
+def _show_version(shown: bool) -> None:
+    if shown:
+        sys.stdout.write(f"medha {importlib.metadata.version('medha')}\n")
+        raise typer.Exit
+
+
 @app.callback()
-def medha() -> None:
+def medha(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="print the version"),
+    ] = False,
+) -> None:
     """Serve large language models within promised latencies."""
 
 
@@ -278,14 +290,15 @@ def _usage(error: Exception) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point; prints one line instead of a traceback for errors that a user can fix."""
+    """Entry point; prints a line instead of a traceback for each error that a user can fix."""
     try:
         sys.exit(app(args=arguments, standalone_mode=False))
     except USAGE_ERROR as error:
         sys.stderr.write(_usage(error))
         sys.exit(2)
     except UserError as error:
-        sys.stderr.write(f"medha: {error}\n")
+        for line in str(error).splitlines():
+            sys.stderr.write(f"medha: {line}\n")
         sys.exit(2)
     except MedhaError as error:
         sys.stderr.write(f"medha: {error}\n")

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from medha.adapters.sockets import Dialer, Listener
 from medha.cli.local_fleet import preflight
-from medha.cli.local_fleet.checkpoint_check import check_checkpoint
+from medha.cli.local_fleet.checkpoint_check import check_resources
 from medha.cli.local_fleet.run_dir import RunDir
 from medha.cli.resource_file import read_resources
 from medha.cli.up import HOST
@@ -25,7 +25,8 @@ DELIVERY_S = 5.0
 
 
 def diagnose(file: pathlib.Path | None, port: int, ops_port: int, console: Console) -> bool:
-    """Run every check, print one line each, and say whether all passed."""
+    """Run every check, print one line for each and for each fault, and return whether all
+    passed."""
     checks: list[tuple[str, Callable[[], str]]] = [
         ("services installed", _programs),
         ("shared memory", _shared_memory),
@@ -43,11 +44,12 @@ def diagnose(file: pathlib.Path | None, port: int, ops_port: int, console: Conso
 
 def _told(name: str, check: Callable[[], str], console: Console) -> bool:
     try:
-        line, style = check(), "green"
+        lines, style = check(), "green"
     except MedhaError as error:
-        line, style = str(error), "bold red"
+        lines, style = str(error), "bold red"
     mark = "ok " if style == "green" else "no "
-    console.print(Text(mark, style) + Text(f"{name}: {line}"), soft_wrap=True)
+    for line in lines.splitlines():
+        console.print(Text(mark, style) + Text(f"{name}: {line}"), soft_wrap=True)
     return style == "green"
 
 
@@ -89,7 +91,5 @@ def _link(*, encrypted: bool) -> str:
 
 def _resource(file: pathlib.Path) -> str:
     resources = read_resources(file)
-    preflight.check_gpus(resources, preflight.gpu_count())
-    for resource in resources:
-        check_checkpoint(resource)
+    check_resources(resources, preflight.gpu_count())
     return f"{len(resources)} resources, checkpoints fit"

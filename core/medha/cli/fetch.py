@@ -38,16 +38,39 @@ def fetch(
     say: Callable[[str], None],
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Download the checkpoint at `uri` into `folder`; raises CheckpointError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Download the checkpoint at `uri` into `folder`; raises CheckpointError.
+
+    A query of `uri`, such as a token, is sent with the address of each file.
+    """
+    address = _address(uri)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"FOLDER is {folder}: must be a folder that can be written ({error.strerror}); name "
+            "another"
+        ) from None
     with httpx.Client(timeout=TIMEOUT, follow_redirects=True) as client:
-        source = _Source(client, uri.rstrip("/"), folder, say, pause)
+        source = _Source(client, address, folder, say, pause)
         for name in NEEDED:
             source.bring(name)
         for name in WELCOME:
             source.bring(name, optional=True)
         for name in _shards(folder / INDEX) if source.bring(INDEX, optional=True) else (WHOLE,):
             source.bring(name)
+
+
+def _address(uri: str) -> httpx.URL:
+    try:
+        address = httpx.URL(uri)
+    except httpx.InvalidURL:
+        address = httpx.URL()
+    if address.scheme not in ("http", "https") or not address.host:
+        raise CheckpointError(
+            f"URI is {uri}: must be an http or https address, such as https://example.com/llama; "
+            "for a folder of this machine set spec.model.source.hostPath"
+        )
+    return address
 
 
 def _shards(index: pathlib.Path) -> tuple[str, ...]:
@@ -69,12 +92,12 @@ class _Source:
     def __init__(
         self,
         client: httpx.Client,
-        uri: str,
+        address: httpx.URL,
         folder: pathlib.Path,
         say: Callable[[str], None],
         pause: Callable[[float], None],
     ) -> None:
-        self._client, self._uri, self._folder = client, uri, folder
+        self._client, self._address, self._folder = client, address, folder
         self._say, self._pause = say, pause
 
     def bring(self, name: str, optional: bool = False) -> bool:
@@ -101,15 +124,22 @@ class _Source:
             if attempt + 1 < TRIES:
                 self._pause(FIRST_PAUSE_S * 2.0**attempt)
         raise CheckpointError(
-            f"{self._uri}/{name} cannot be fetched ({why}): correct spec.model.source.uri, or make "
-            "the checkpoint available there"
+            f"{self._shown(name)} cannot be fetched ({why}): correct spec.model.source.uri, or "
+            "make the checkpoint available there"
         )
+
+    def _of(self, name: str) -> httpx.URL:
+        return self._address.copy_with(path=f"{self._address.path.rstrip('/')}/{name}")
+
+    def _shown(self, name: str) -> str:
+        """Return the address of a file without the secrets that it may hold."""
+        return str(self._of(name).copy_with(query=None, userinfo=b""))
 
     def _transfer(self, name: str, part: pathlib.Path) -> int:
         """Transfer the rest of a file once; returns the HTTP status."""
         done = part.stat().st_size if part.exists() else 0
         headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={done}-"} if done else {})
-        with self._client.stream("GET", f"{self._uri}/{name}", headers=headers) as answer:
+        with self._client.stream("GET", self._of(name), headers=headers) as answer:
             if answer.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
                 part.unlink()
                 raise httpx.ReadError("the part fetched before does not match")

@@ -17,12 +17,13 @@ from rich.console import Console
 
 from medha.adapters.prometheus import read_token
 from medha.cli.local_fleet import preflight
-from medha.cli.local_fleet.checkpoint_check import check_checkpoint
+from medha.cli.local_fleet.checkpoint_check import check_resources
 from medha.cli.local_fleet.child_process import ChildProcess
 from medha.cli.local_fleet.console_output import LoadingBars, LogStream, placement_table
+from medha.cli.local_fleet.faults import Faults
 from medha.cli.local_fleet.fleet_plan import FleetPlan, HostSettings, plan_fleet, replica_count
 from medha.cli.local_fleet.launches import fleet_supervisor
-from medha.cli.local_fleet.run_dir import RunDir
+from medha.cli.local_fleet.run_dir import RunDir, check_unused
 from medha.cli.local_fleet.status_poll import FleetPoll
 from medha.cli.local_fleet.stopping import StopSignals, stop_all
 from medha.cli.local_fleet.supervisor import Supervisor
@@ -70,17 +71,28 @@ def up(options: UpOptions, console: Console) -> None:
 
 
 def check(resources: Sequence[MedhaReplica], options: UpOptions) -> dict[str, str]:
-    """Run all checks that need no process; returns each resource's checkpoint folder."""
-    preflight.check_programs()
-    preflight.check_gpus(resources, preflight.gpu_count())
-    weights = not options.dummy_weights
-    folders = {
-        resource.name: str(check_checkpoint(resource, weights=weights)) for resource in resources
-    }
-    preflight.check_shared_memory()
-    preflight.check_apart(options.port, options.ops_port)
-    preflight.check_port(HOST, options.port, "--port")
-    preflight.check_port(HOST, options.ops_port, "--ops-port")
+    """Run all checks that need no process; returns each resource's checkpoint folder.
+
+    Raises UserErrors if several checks fail.
+    """
+    folders, faults = dict[str, str](), Faults()
+    with faults.collect():
+        preflight.check_programs()
+    with faults.collect():
+        weights = not options.dummy_weights
+        folders = check_resources(resources, preflight.gpu_count(), weights=weights)
+    with faults.collect():
+        preflight.check_shared_memory()
+    with faults.collect():
+        preflight.check_apart(options.port, options.ops_port)
+    with faults.collect():
+        preflight.check_port(HOST, options.port, "--port")
+    with faults.collect():
+        preflight.check_port(HOST, options.ops_port, "--ops-port")
+    with faults.collect():
+        if options.run_dir is not None:
+            check_unused(options.run_dir)
+    faults.raise_all()
     return folders
 
 

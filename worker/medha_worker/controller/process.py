@@ -20,8 +20,11 @@ from collections.abc import Callable
 
 from medha.adapters.prometheus import Metrics, OpsServer, Reply, Tick, json_reply, read_token
 from medha.adapters.sockets import Dialer, Listener, wait
+from medha.checkpoints.checkpoint_files import check_tokenizer, digest_of
+from medha.checkpoints.decoder_config import read_config, read_generation_defaults
+from medha.checkpoints.fit import kv_bytes, param_bytes
 from medha.config import WorkerConfig
-from medha.errors import CheckpointError, SpecError
+from medha.errors import SpecError
 from medha.messages import (
     Codec,
     RankCommand,
@@ -42,12 +45,8 @@ from medha_worker.controller.controller import Controller
 from medha_worker.controller.outbox import Outgoing, Redial, ToRanks, ToRouter
 from medha_worker.controller.resolver import RouterResolver, is_literal
 from medha_worker.controller.startup import Identity, MakeScheduler
-from medha_worker.model.checkpoint_files import digest_of
-from medha_worker.model.decoder_config import read_config, read_generation_defaults
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
-KV_BYTES = {**BYTES, "fp8_e4m3": 1.0}
 BURST = 256
 BUSY_TICK_S, IDLE_TICK_S = 0.005, 0.05
 STATUS_S = 0.1
@@ -63,16 +62,9 @@ def identity_of(config: WorkerConfig) -> Identity:
     """Read checkpoint and profile for Hello; raises CheckpointError or SpecError."""
     folder = pathlib.Path(config.checkpoint)
     model = read_config(folder)
+    check_tokenizer(folder)
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
-    if "tokenizer.json" not in files:
-        raise CheckpointError(
-            f"{folder / 'tokenizer.json'} is missing: routers need it; save the tokenizer with the "
-            "checkpoint"
-        )
-    param_bytes = _bytes("dtype", config.dtype, BYTES)
-    auto = config.kv_dtype == "auto"
-    kv_bytes = param_bytes if auto else _bytes("kv_dtype", config.kv_dtype, KV_BYTES)
-    shape = model.shape(param_bytes, kv_bytes, config.max_context_tokens)
+    shape = model.shape(param_bytes(config), kv_bytes(config), config.max_context_tokens)
     return Identity(
         incarnation=uuid.uuid4().hex,
         shape=shape,
@@ -85,12 +77,6 @@ def identity_of(config: WorkerConfig) -> Identity:
         defaults=read_generation_defaults(folder),
         profile=read_profile(config.profile),
     )
-
-
-def _bytes(field: str, dtype: str, known: dict[str, float]) -> float:
-    if dtype not in known:
-        raise SpecError(field, dtype, "must be known", f"use one of {', '.join(known)}")
-    return known[dtype]
 
 
 def read_profile(path: str) -> Profile | None:

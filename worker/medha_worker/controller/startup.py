@@ -45,7 +45,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about this replica that Hello reports besides the config.
 
     `files`: name -> bytes of tokenizer and generation files; `hashes`: name -> blake2b-128 hex.
-    `checkpoint`: digest of the weights, see `medha_worker.model.checkpoint_files`.
+    `checkpoint`: digest of the weights, see `medha.checkpoints.checkpoint_files`.
     `profile`: None to measure.
     """
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from medha.checkpoints.fit import page_bytes
 from medha.errors import EngineError, SetupError
 from medha_worker.attention.fp8_scales import FP8, Scales
 
@@ -76,7 +77,7 @@ class KvPages:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page in one layer."""
-        return page_bytes(self.kv_heads, self.page_tokens, self.head_dim, self.memory.dtype)
+        return page_bytes(self.kv_heads, self.page_tokens, self.head_dim, self.memory.itemsize)
 
     @property
     def bases(self) -> tuple[int, ...]:
@@ -148,11 +149,6 @@ class PageEpochs:
         if len(np.unique(index)) != len(index):
             raise EngineError(f"pages {tuple(pages)} repeat a page: all must be distinct")
         return index
-
-
-def page_bytes(kv_heads: int, page_tokens: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a page in one layer."""
-    return 2 * kv_heads * page_tokens * head_dim * dtype.itemsize
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from medha.checkpoints.checkpoint_files import INDEX, SINGLE
+from medha.checkpoints.decoder_config import read_config
 from medha_worker.model import bpe_tokenizer, induction_heads
-from medha_worker.model.checkpoint_files import INDEX, SINGLE
-from medha_worker.model.decoder_config import read_config
 from medha_worker.model.rope import frequencies
 
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from medha.checkpoints.decoder_config import DecoderConfig
 from medha.topology import kv_heads_of
 from medha_worker.inputs import StepInputs
 from medha_worker.kv.pages import KvPages
-from medha_worker.model.decoder_config import DecoderConfig
 from medha_worker.model.layers import Arithmetic, LayerWeights, Linear, TorchArithmetic
 from medha_worker.parallel.collectives import KvpColumn, TensorParallel
 from medha_worker.weights import Weights

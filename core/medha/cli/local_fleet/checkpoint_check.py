@@ -1,56 +1,69 @@
-"""Check of a checkpoint folder before a fleet starts: config.json, tokenizer, file sizes, layout.
+"""Checks of resources and their checkpoints before a fleet starts, all faults at once.
 
-Reads no weights. Reports a wrong path, an incomplete download, or a parallel layout that does not
-fit the model; the engine checks the rest when it loads.
+Reads headers and samples of the weights only. Controllers and ranks check with the same functions.
 """
 
 from __future__ import annotations
 
 import pathlib
-from typing import Annotated
+from collections.abc import Iterator, Mapping, Sequence
 
-import msgspec
-
-from medha.errors import CheckpointError, SpecError
+from medha.checkpoints.checkpoint_files import check_tokenizer, check_weights, digest_of
+from medha.checkpoints.decoder_config import DecoderConfig, read_config, read_generation_defaults
+from medha.checkpoints.fit import misfits
+from medha.cli.local_fleet.faults import Faults
+from medha.cli.local_fleet.fleet_plan import router_models
+from medha.cli.local_fleet.preflight import check_gpus
+from medha.errors import SpecError
+from medha.rendering import Site, worker_config
 from medha.spec import MedhaReplica
-from medha.topology import check_tp, stage_layers
-
-Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class ConfigJson(msgspec.Struct, frozen=True):
-    """Fields of a Hugging Face config.json that limit a plan."""
+def check_resources(
+    resources: Sequence[MedhaReplica], gpus: int, *, weights: bool = True
+) -> dict[str, str]:
+    """Check the resources on a machine with `gpus` GPUs; return each one's checkpoint folder.
 
-    num_hidden_layers: Positive
-    hidden_size: Positive
-    num_attention_heads: Positive
-    vocab_size: Positive
-    num_key_value_heads: Positive | None = None
-    max_position_embeddings: Positive | None = None
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_key_value_heads or self.num_attention_heads
-
-
-class TokenizerJson(msgspec.Struct, frozen=True):
-    """Minimal shape of tokenizer.json: enough to detect another or a truncated file."""
-
-    model: dict[str, msgspec.Raw]
-
-
-class TensorHeader(msgspec.Struct, frozen=True):
-    """Byte range of a tensor in its safetensors file, after the header; absent for metadata."""
-
-    data_offsets: tuple[int, int] = (0, 0)
-
-
-def check_checkpoint(replica: MedhaReplica, *, weights: bool = True) -> pathlib.Path:
-    """Check the folder of a replica's model against its layout, and return it.
-
-    `weights` False: skip the weight files. Raises SpecError or CheckpointError.
+    `weights` False: skip the weight files. Raises UserErrors if there are several faults; they name
+    their resource if there are several resources.
     """
-    source = replica.spec.model.source.host_path
+    faults = Faults()
+    folders: dict[str, pathlib.Path] = {}
+    for resource in resources:
+        with faults.collect(resource.name if len(resources) > 1 else ""):
+            folders[resource.name] = check_resource(resource, gpus, weights=weights)
+    with faults.collect():
+        router_models(resources)
+    faults.add(*_other_models(resources, folders, weights=weights))
+    faults.raise_all()
+    return {name: str(folder) for name, folder in folders.items()}
+
+
+def check_resource(resource: MedhaReplica, gpus: int, *, weights: bool = True) -> pathlib.Path:
+    """Check a resource's device, checkpoint and layout; return the checkpoint's folder.
+
+    Raises UserErrors if there are several faults.
+    """
+    faults = Faults()
+    with faults.collect():
+        check_gpus(resource, gpus)
+    with faults.collect():
+        folder = _folder(resource)
+        with faults.collect():
+            faults.add(*_misfits(read_config(folder), resource, gpus))
+        with faults.collect():
+            read_generation_defaults(folder)
+        with faults.collect():
+            check_tokenizer(folder)
+        with faults.collect():
+            if weights:
+                check_weights(folder)
+    faults.raise_all()
+    return folder
+
+
+def _folder(resource: MedhaReplica) -> pathlib.Path:
+    source = resource.spec.model.source.host_path
     if source is None:
         raise SpecError(
             "spec.model.source",
@@ -66,81 +79,39 @@ def check_checkpoint(replica: MedhaReplica, *, weights: bool = True) -> pathlib.
             "must be a folder",
             "put the checkpoint there or correct the path",
         )
-    config = _read_config(folder)
-    _check_tokenizer(folder)
-    if weights:
-        _check_weights(folder)
-    parallelism = replica.spec.parallelism
-    check_tp(parallelism.tp, config.num_attention_heads, config.kv_heads)
-    stage_layers(config.num_hidden_layers, parallelism.spp)
-    longest = config.max_position_embeddings
-    if longest is not None and replica.spec.model.max_context_tokens > longest:
-        raise SpecError(
-            "spec.model.maxContextTokens",
-            replica.spec.model.max_context_tokens,
-            f"must be at most the model's max_position_embeddings, which is {longest}",
-            f"use {longest} or less",
-        )
     return folder
 
 
-def _check_tokenizer(folder: pathlib.Path) -> None:
-    """Check the tokenizer files: a router never registers a replica whose tokenizer is broken."""
-    if not (folder / "tokenizer.json").is_file():
-        raise CheckpointError(f"{folder} has no tokenizer.json: copy the whole checkpoint there")
-    shapes = {"tokenizer.json": TokenizerJson, "tokenizer_config.json": dict[str, msgspec.Raw]}
-    for name, shape in shapes.items():
-        file = folder / name
-        if not file.exists():
+def _misfits(model: DecoderConfig, resource: MedhaReplica, gpus: int) -> Iterator[SpecError]:
+    """Yield the faults of the layout, on as many KVP groups as the machine can run."""
+    nowhere = Site(checkpoint="", routers=(), curve=None, rank_bind="", ops_port=0, run_dir="")
+    config = worker_config(resource, resource.name, nowhere)
+    topology = config.topology
+    groups = topology.kvp_max
+    if config.device == "cuda":
+        groups = min(groups, gpus // topology.ranks_per_group)
+    return misfits(model, config, max(groups, topology.kvp_min))
+
+
+def _other_models(
+    resources: Sequence[MedhaReplica], folders: Mapping[str, pathlib.Path], *, weights: bool
+) -> Iterator[SpecError]:
+    """Yield each resource whose checkpoint differs from that of an earlier one of the same name."""
+    first: dict[str, pathlib.Path] = {}
+    for resource in resources:
+        folder, name = folders.get(resource.name), resource.spec.model.name
+        if folder is None:
             continue
-        try:
-            msgspec.json.decode(file.read_bytes(), type=shape)
-        except OSError as error:
-            raise CheckpointError(
-                f"{file} cannot be read ({error.strerror}): fetch it again"
-            ) from None
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file} is incomplete ({error}): fetch it again") from None
+        known = first.setdefault(name, folder)
+        if not known.samefile(folder) and _identity(known, weights) != _identity(folder, weights):
+            yield SpecError(
+                f"spec.model.name of {resource.name}",
+                name,
+                f"must name one model, and the checkpoints in {known} and {folder} differ",
+                "serve one of them under another name",
+            )
 
 
-def _check_weights(folder: pathlib.Path) -> None:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} has no *.safetensors: only that format is loaded")
-    for file in files:
-        _check_whole(file)
-
-
-def _check_whole(file: pathlib.Path) -> None:
-    """Compare a weight file's size with the size that its header implies."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = opened.read(length) if length <= size else b""
-        tensors = msgspec.json.decode(header, type=dict[str, TensorHeader])
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror}): fetch it again") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise CheckpointError(
-            f"{file} is not a sound safetensors file (its header does not parse): fetch it again"
-        ) from None
-    expected = 8 + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
-    if expected != size:
-        raise CheckpointError(
-            f"{file} is not a sound safetensors file (it has {size} bytes and must have "
-            f"{expected}): fetch it again"
-        )
-
-
-def _read_config(folder: pathlib.Path) -> ConfigJson:
-    path = folder / "config.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=ConfigJson)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}): point spec.model.source at a Hugging Face "
-            "checkpoint"
-        ) from None
-    except msgspec.MsgspecError as error:
-        raise CheckpointError(f"{path} is not a model config ({error}): copy it again") from None
+def _identity(folder: pathlib.Path, weights: bool) -> str | DecoderConfig:
+    """Return a value that differs between checkpoints."""
+    return digest_of(folder) if weights else read_config(folder)

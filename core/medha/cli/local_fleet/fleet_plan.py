@@ -88,7 +88,8 @@ def replica_count(resources: Sequence[MedhaReplica]) -> int:
     return sum(resource.spec.replicas for resource in resources)
 
 
-def _router(resources: Sequence[MedhaReplica], host: HostSettings) -> RouterConfig:
+def router_models(resources: Sequence[MedhaReplica]) -> tuple[RouterModel, ...]:
+    """Return the router's models. Raises SpecError when resources of one contradict each other."""
     models: dict[str, RouterModel] = {}
     for resource in resources:
         model = resource.spec.model
@@ -105,6 +106,10 @@ def _router(resources: Sequence[MedhaReplica], host: HostSettings) -> RouterConf
                 "must have the same maxContextTokens and slo as other resources of that model",
                 "make them equal or serve it under another name",
             )
+    return tuple(models.values())
+
+
+def _router(resources: Sequence[MedhaReplica], host: HostSettings) -> RouterConfig:
     return RouterConfig(
         host=host.address,
         port=host.port,
@@ -112,7 +117,7 @@ def _router(resources: Sequence[MedhaReplica], host: HostSettings) -> RouterConf
         ops_token=host.ops_token,
         fleet_bind=host.fleet_address,
         processes=host.router_processes,
-        models=tuple(models.values()),
+        models=router_models(resources),
         curve=host.router_curve,
         run_dir=host.run_dir,
         log_level=host.log_level,

@@ -12,7 +12,6 @@ import importlib.util
 import pathlib
 import shutil
 import socket
-from collections.abc import Sequence
 
 from medha.adapters.sockets import IPC_PATH_BYTES
 from medha.errors import SetupError, SpecError
@@ -29,15 +28,14 @@ def gpu_count(devices: pathlib.Path = pathlib.Path("/dev")) -> int:
     return len([path for path in devices.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
 
 
-def check_gpus(resources: Sequence[MedhaReplica], gpus: int) -> None:
-    for resource in resources:
-        if resource.spec.device.kind == "Cuda" and not gpus:
-            raise SpecError(
-                "spec.device.kind",
-                "Cuda",
-                "must be Cpu on a machine without a GPU",
-                "use Cpu, or a machine with an NVIDIA driver",
-            )
+def check_gpus(resource: MedhaReplica, gpus: int) -> None:
+    if resource.spec.device.kind == "Cuda" and not gpus:
+        raise SpecError(
+            "spec.device.kind",
+            "Cuda",
+            "must be Cpu on a machine without a GPU",
+            "use Cpu, or a machine with an NVIDIA driver",
+        )
 
 
 def check_port(host: str, port: int, flag: str) -> None:

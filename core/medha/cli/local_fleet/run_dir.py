@@ -7,6 +7,7 @@ removed at the end. The next `medha up` removes directories that a killed one le
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pathlib
 import re
@@ -26,12 +27,13 @@ PREFIX = "medha-up-"
 class RunDir:
     """`path` has mode 0700. `named`: chosen by the user, so `clean` keeps the folder."""
 
-    def __init__(self, path: pathlib.Path, named: bool) -> None:
-        self.path, self._named = path, named
+    def __init__(self, path: pathlib.Path, named: bool, lock: int | None = None) -> None:
+        self.path, self._named, self._lock = path, named, lock
 
     @classmethod
     def make(cls, chosen: pathlib.Path | None, under: pathlib.Path | None = None) -> RunDir:
-        """Create the folder; raises SetupError if that fails or another user owns it."""
+        """Create and lock the folder; raises SetupError if that fails, another user owns it or
+        another `medha up` uses it."""
         if chosen is None:
             parent = under or pathlib.Path(tempfile.gettempdir())
             remove_stale(parent)
@@ -43,11 +45,8 @@ class RunDir:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.chmod(0o700)
         except OSError as error:
-            raise SetupError(
-                f"run directory {path} cannot be used ({error.strerror}): name one with --run-dir "
-                "that this user owns"
-            ) from None
-        return cls(path, True)
+            raise _unusable(path, error) from None
+        return cls(path, True, _locked(path))
 
     @property
     def router_config(self) -> pathlib.Path:
@@ -91,6 +90,41 @@ class RunDir:
         for pattern in ("*.sock", "*.secret"):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def check_unused(path: pathlib.Path) -> None:
+    """Raises SetupError if another `medha up` uses the folder."""
+    if path.is_dir():
+        os.close(_locked(path.absolute()))
+
+
+def _locked(path: pathlib.Path) -> int:
+    """Lock the folder until the returned descriptor is closed or this process ends."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise _unusable(path, error) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if not isinstance(error, BlockingIOError):
+            raise _unusable(path, error) from None
+        raise SetupError(
+            f"run directory {path} is in use by another `medha up`: end that one or name another "
+            "folder with --run-dir"
+        ) from None
+    return descriptor
+
+
+def _unusable(path: pathlib.Path, error: OSError) -> SetupError:
+    return SetupError(
+        f"run directory {path} cannot be used ({error.strerror}): name one with --run-dir that "
+        "this user owns"
+    )
 
 
 def remove_stale(parent: pathlib.Path) -> list[pathlib.Path]:

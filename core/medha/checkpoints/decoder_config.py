@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
+from medha.checkpoints.families import family_of, windows_of
 from medha.errors import CheckpointError
 from medha.messages import GenerationDefaults
 from medha.model import ModelShape
-from medha_worker.model.families import family_of, windows_of
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 ROPE_NEEDS = {

@@ -7,6 +7,7 @@ an attention window.
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Any, Literal
 
@@ -55,10 +56,18 @@ KINDS = ("full_attention", "sliding_attention")
 def family_of(path: pathlib.Path, raw: dict[str, Any]) -> Family:
     """Return the family that config.json `raw` names. Raises CheckpointError if it is not
     served."""
-    name = raw.get("model_type", "llama")
-    if name not in FAMILIES:
+    code = raw.get("auto_map")
+    if code:
         raise CheckpointError(
-            f"{path}: model_type is {name!r}: must be one of {', '.join(FAMILIES)};"
+            f"{path}: auto_map is {json.dumps(code)[:160]}: must be absent, as a checkpoint's own"
+            " code is never run; use a checkpoint of the families"
+            f" {', '.join(FAMILIES)}, or remove auto_map if the model is plainly one of these"
+        )
+    name = raw.get("model_type")
+    if name not in FAMILIES:
+        given = "missing" if name is None else repr(name)
+        raise CheckpointError(
+            f"{path}: model_type is {given}: must be one of {', '.join(FAMILIES)};"
             " use a checkpoint of one of these families"
         )
     family = FAMILIES[name]
@@ -73,19 +82,19 @@ def family_of(path: pathlib.Path, raw: dict[str, Any]) -> Family:
                 f"{path}: {key} is {raw[key]!r}: must be false or absent for {name}, whose layers"
                 " have no such choice; fetch the file again"
             )
-    for key, what in (
-        (
-            "quantization_config",
-            "quantised weights are not served; use the bfloat16 or float32 checkpoint",
-        ),
-        (
-            "dual_chunk_attention_config",
-            "attention in dual chunks is not served; remove it from"
-            " the file to serve the contexts that the model was trained at",
-        ),
-    ):
-        if raw.get(key):
-            raise CheckpointError(f"{path}: {key} is set: must be absent, as {what}")
+    quantised = raw.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise CheckpointError(
+            f"{path}: quantization_config is {method!r}: must be absent, as quantised weights are"
+            " not served; use the bfloat16 or float32 checkpoint"
+        )
+    if raw.get("dual_chunk_attention_config"):
+        raise CheckpointError(
+            f"{path}: dual_chunk_attention_config is set: must be absent, as attention in dual"
+            " chunks is not served; remove it from the file to serve the contexts that the model"
+            " was trained at"
+        )
     return family
 
 

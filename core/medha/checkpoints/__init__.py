@@ -1,0 +1,1 @@
+"""Checkpoint folders, read without torch: configuration, families, files, fit into a layout."""

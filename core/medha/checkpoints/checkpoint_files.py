@@ -1,0 +1,178 @@
+"""Files of a checkpoint: whether they are whole, and a digest that distinguishes checkpoints.
+
+Reads headers and samples only, within seconds.
+
+The digest covers config.json, the index (if any) and, of each safetensors file, its name, size,
+header (names, types, shapes and offsets of tensors, metadata) and three pages of every tensor: the
+first, middle and last 4 KiB. For 140 GB of weights that is about 10 MB. So it distinguishes weights
+whose files agree in names and sizes, such as two fine-tunings. It misses differences elsewhere in a
+tensor, and the same weights split into other files count as different.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from medha.checkpoints.decoder_config import read_json
+from medha.errors import CheckpointError
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SAMPLE_BYTES = 4096
+HEADER_BYTES = 100_000_000
+"""Limit of the safetensors format."""
+READERS = 8
+"""Files read at once: network storage is slow per request, but serves many in parallel."""
+
+
+class TensorOffsets(msgspec.Struct, frozen=True):
+    """Place of a tensor in its file, after the header; metadata has none."""
+
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+class TokenizerJson(msgspec.Struct, frozen=True):
+    """Minimal shape of tokenizer.json: enough to detect another or a truncated file."""
+
+    model: dict[str, msgspec.Raw]
+
+
+TOKENIZER_FILES = {
+    "tokenizer.json": TokenizerJson,
+    "tokenizer_config.json": dict[str, msgspec.Raw],
+}
+
+
+def check_tokenizer(folder: pathlib.Path) -> None:
+    """Raise CheckpointError unless the tokenizer's files are there and whole."""
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{folder} has no tokenizer.json: copy the whole checkpoint there")
+    for name, shape in TOKENIZER_FILES.items():
+        file = folder / name
+        if not file.exists():
+            continue
+        try:
+            msgspec.json.decode(file.read_bytes(), type=shape)
+        except OSError as error:
+            raise CheckpointError(
+                f"{file} cannot be read ({error.strerror}): fetch it again"
+            ) from None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} is incomplete ({error}): fetch it again") from None
+
+
+def check_weights(folder: pathlib.Path) -> None:
+    """Compare each weight file's size with the size that its header implies; CheckpointError."""
+    indexed = file_of_each(folder)
+    if indexed is None and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{folder} has no *.safetensors: only that format is loaded; fetch the weights in it"
+        )
+    files = sorted({SINGLE} if indexed is None else set(indexed.values()))
+    with ThreadPoolExecutor(READERS) as readers:
+        list(readers.map(_check_whole, [folder / name for name in files]))
+
+
+def _check_whole(path: pathlib.Path) -> None:
+    with _readable(path), path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        length, header = _header(file.fileno(), size)
+        tensors = msgspec.json.decode(header, type=dict[str, TensorOffsets])
+    ends = (tensor.data_offsets[1] for tensor in tensors.values())
+    expected = 8 + length + max(ends, default=0)
+    if expected != size:
+        raise CheckpointError(
+            f"{path} is not a sound safetensors file (it has {size} bytes and must have "
+            f"{expected}): fetch it again"
+        )
+
+
+@contextlib.contextmanager
+def _readable(path: pathlib.Path) -> Iterator[None]:
+    """Convert errors of reading a weight file to CheckpointError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing; fetch it, or name the folder of a complete checkpoint"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): fetch it again") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise CheckpointError(
+            f"{path} is not a sound safetensors file (its header does not parse): fetch it again"
+        ) from None
+
+
+def _header(file: int, size: int) -> tuple[int, bytes]:
+    """Return the length and the bytes of a header; no bytes if it would exceed the file."""
+    length = int.from_bytes(os.pread(file, 8, 0), "little")
+    return length, os.pread(file, length, 8) if length <= min(size, HEADER_BYTES) else b""
+
+
+def file_of_each(folder: pathlib.Path) -> dict[str, str] | None:
+    """Return the file of each tensor by the index; None without an index, when all are in
+    SINGLE."""
+    index = folder / INDEX
+    if not index.exists():
+        return None
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{index} has no weight_map; fetch the file again")
+    for file in files.values():
+        if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+            raise CheckpointError(f"{index}: {file!r} is not a file name; fetch it again")
+    return files
+
+
+def digest_of(folder: pathlib.Path) -> str:
+    """Return the digest of the checkpoint in `folder`, blake2b-128 in hex. Raises
+    CheckpointError."""
+    indexed = file_of_each(folder)
+    whole = [CONFIG] if indexed is None else [CONFIG, INDEX]
+    sampled = sorted({SINGLE} if indexed is None else set(indexed.values()))
+    digest = hashlib.blake2b(digest_size=16)
+    with ThreadPoolExecutor(READERS) as readers:
+        parts = readers.map(_sampled, [folder / name for name in sampled])
+        for name, part in zip(whole, map(_whole, (folder / name for name in whole)), strict=True):
+            digest.update(name.encode() + b"\0" + part)
+        for name, part in zip(sampled, parts, strict=True):
+            digest.update(name.encode() + b"\0" + part)
+    return digest.hexdigest()
+
+
+def _whole(path: pathlib.Path) -> bytes:
+    try:
+        return hashlib.blake2b(path.read_bytes()).digest()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): fetch it again") from None
+
+
+def _sampled(path: pathlib.Path) -> bytes:
+    digest = hashlib.blake2b()
+    with _readable(path), path.open("rb", buffering=0) as file:
+        for part in _samples(file.fileno()):
+            digest.update(part)
+    return digest.digest()
+
+
+def _samples(file: int) -> Iterator[bytes]:
+    """Yield the size, the header, and pages of every tensor in file order."""
+    size = os.fstat(file).st_size
+    yield size.to_bytes(8, "little")
+    length, header = _header(file, size)
+    yield header
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+    tensors = msgspec.json.decode(header, type=dict[str, TensorOffsets])
+    for begin, end in sorted(tensor.data_offsets for tensor in tensors.values()):
+        middle = (begin + end - SAMPLE_BYTES) // 2
+        for place in sorted({max(begin, p) for p in (begin, middle, end - SAMPLE_BYTES)}):
+            yield os.pread(file, max(0, min(SAMPLE_BYTES, end - place)), 8 + length + place)

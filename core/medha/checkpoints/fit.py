@@ -1,0 +1,117 @@
+"""Fit of a model into a replica's layout: TP, stages, and the pages of its KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from medha.checkpoints.decoder_config import DecoderConfig
+from medha.config import WorkerConfig
+from medha.errors import SpecError
+from medha.topology import check_tp, kv_heads_of, stage_layers
+
+PARAM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_BYTES = {**PARAM_BYTES, "fp8_e4m3": 1}
+
+
+def param_bytes(config: WorkerConfig) -> int:
+    """Return the bytes of a parameter. Raises SpecError for an unknown type."""
+    return _bytes("dtype", config.dtype, PARAM_BYTES)
+
+
+def kv_bytes(config: WorkerConfig) -> int:
+    """Return the bytes of a cached scalar. Raises SpecError for an unknown type."""
+    if config.kv_dtype == "auto":
+        return param_bytes(config)
+    return _bytes("kv_dtype", config.kv_dtype, KV_BYTES)
+
+
+def _bytes(field: str, dtype: str, known: dict[str, int]) -> int:
+    if dtype not in known:
+        raise SpecError(field, dtype, "must be known", f"use one of {', '.join(known)}")
+    return known[dtype]
+
+
+def page_bytes(kv_heads: int, page_tokens: int, head_dim: int, scalar_bytes: int) -> int:
+    """Return the bytes of a page of keys and values in one layer."""
+    return 2 * kv_heads * page_tokens * head_dim * scalar_bytes
+
+
+def _rank_page_bytes(model: DecoderConfig, config: WorkerConfig, layers: int) -> int:
+    """Return the bytes of a page of a rank that holds `layers` layers."""
+    heads = len(kv_heads_of(0, config.topology.tp, model.kv_heads))  # as many in each shard
+    return layers * page_bytes(heads, config.page_tokens, model.head_dim, kv_bytes(config))
+
+
+def pool_pages(model: DecoderConfig, config: WorkerConfig, layers: int) -> int:
+    """Return the pages in the pool of a rank that holds `layers` layers: `kv_pages`, or as many as
+    fit into `kv_bytes`.
+
+    Raises SpecError if not even one fits.
+    """
+    if config.kv_pages:
+        return config.kv_pages
+    size = _rank_page_bytes(model, config, layers)
+    if config.kv_bytes < size:
+        raise SpecError(
+            "spec.engine.kvMemory",
+            f"{config.kv_bytes} bytes",
+            f"must hold a page of {size} bytes",
+            f"use {_mebibytes(size)} or more, or make pageTokens smaller",
+        )
+    return config.kv_bytes // size
+
+
+def misfits(model: DecoderConfig, config: WorkerConfig, groups: int) -> Iterator[SpecError]:
+    """Yield every reason why the replica cannot serve `model` on at most `groups` KVP groups."""
+    topology = config.topology
+    divisible = True
+    try:
+        check_tp(topology.tp, model.heads, model.kv_heads, model.intermediate)
+    except SpecError as error:
+        divisible = False
+        yield error
+    try:
+        layers = len(stage_layers(model.layers, topology.spp)[0])
+    except SpecError as error:
+        divisible = False
+        yield error
+    longest = model.max_context_tokens
+    if config.max_context_tokens > longest:
+        yield SpecError(
+            "spec.model.maxContextTokens",
+            config.max_context_tokens,
+            f"must be at most the model's max_position_embeddings, which is {longest}",
+            f"use {longest} or less",
+        )
+    if divisible:
+        try:
+            _check_pool(model, config, layers, groups)
+        except SpecError as error:
+            yield error
+
+
+def _check_pool(model: DecoderConfig, config: WorkerConfig, layers: int, groups: int) -> None:
+    """Raises SpecError unless the pools of `groups` KVP groups hold the longest context.
+
+    `layers`: of the largest stage, whose ranks have the fewest pages for their memory.
+    """
+    pages, page = pool_pages(model, config, layers), config.page_tokens
+    holds = groups * pages * page
+    if config.max_context_tokens <= holds:
+        return
+    needed = -(-config.max_context_tokens // (groups * page))
+    field = "kvPages"
+    more = str(needed)
+    if not config.kv_pages:
+        field, more = "kvMemory", _mebibytes(needed * _rank_page_bytes(model, config, layers))
+    raise SpecError(
+        "spec.model.maxContextTokens",
+        config.max_context_tokens,
+        f"must be at most the {holds} tokens of the KV pool ({groups} KVP groups × {pages} pages"
+        f" × {page} tokens)",
+        f"use {holds} or less, or raise spec.engine.{field} to {more}",
+    )
+
+
+def _mebibytes(size: int) -> str:
+    return f"{-(-size // (1 << 20))}Mi"

@@ -1,0 +1,341 @@
+"""`medha up` and `medha doctor` report every fault before a process starts, without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource as process_limits
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from rich.console import Console
+
+from medha.cli.__main__ import main
+from medha.cli.doctor import diagnose
+from medha.cli.local_fleet.checkpoint_check import check_resource, check_resources
+from medha.cli.local_fleet.run_dir import RunDir, check_unused
+from medha.cli.resource_file import read_resources
+from medha.config import WorkerConfig
+from medha.errors import SetupError, UserError
+from medha.rendering import Site, worker_config
+from medha.topology import Coordinate
+from medha_worker.controller.process import identity_of
+from medha_worker.device import CPU
+from medha_worker.engine import RankEngine
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
+
+SMALL = TinyModel(
+    layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=96, max_tokens=1024
+)
+MOST_CPU_S = 3.0
+WITHOUT_TORCH = """
+import sys
+from medha.cli.__main__ import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(sorted({"torch", "medha_worker", "safetensors"} & sys.modules.keys()))
+"""
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("sound") / "model", SMALL)
+
+
+@pytest.fixture
+def model(tmp_path: Path, sound: Path) -> Path:
+    """A checkpoint for a test to damage, next to the resource that names it."""
+    write(tmp_path, document())
+    return Path(shutil.copytree(sound, tmp_path / "model"))
+
+
+def document(name: str = "tiny", path: str = "model", **spec: object) -> dict[str, Any]:
+    source = {"hostPath": {"path": path}}
+    served = {"name": "tiny", "source": source, "maxContextTokens": 1024}
+    return {
+        "apiVersion": "medha.dev/v1beta1",
+        "kind": "MedhaReplica",
+        "metadata": {"name": name},
+        "spec": {
+            "model": served,
+            "device": {"kind": "Cpu"},
+            "engine": {"kvPages": 64},
+            **spec,
+        },
+    }
+
+
+def write(folder: Path, *documents: dict[str, Any]) -> Path:
+    file = folder / "tiny.yaml"
+    file.write_text(yaml.safe_dump_all(documents))
+    return file
+
+
+def edit_config(model: Path, **changes: object) -> None:
+    """Replace fields of config.json; remove those that are None."""
+    path = model / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def faults(file: Path) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        check_resources(read_resources(file), gpus=0)
+    return str(caught.value).splitlines()
+
+
+def config_of(file: Path, model: Path) -> WorkerConfig:
+    site = Site(
+        checkpoint=str(model),
+        routers=(),
+        curve=None,
+        rank_bind="ipc:///nowhere",
+        ops_port=0,
+        run_dir="",
+    )
+    (resource,) = read_resources(file)
+    return worker_config(resource, "tiny-0", site)
+
+
+CONFIGS: list[tuple[dict[str, object], str]] = [
+    ({"auto_map": {"AutoModel": "code.Model"}}, 'auto_map is {"AutoModel": "code.Model"}: must be'),
+    ({"model_type": "gpt_neox"}, "model_type is 'gpt_neox': must be one of llama, "),
+    ({"model_type": None}, "model_type is missing: must be one of llama, "),
+    (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "quantization_config is 'gptq': must be absent, as quantised weights are not served; use",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "longrope"}, "rope_parameters": None},
+        "rope type is 'longrope': must be one of default, ",
+    ),
+]
+
+
+def cut(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-99])
+
+
+def lose_a_shard(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model-1-of-2.safetensors")
+    names = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def lose_the_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(("changes", "sentence"), CONFIGS)
+def test_a_config_that_is_not_served_is_refused_in_the_words_of_the_rank(
+    model: Path, changes: dict[str, object], sentence: str
+) -> None:
+    edit_config(model, **changes)
+    file = model.parent / "tiny.yaml"
+    assert [line.partition("config.json: ")[2].startswith(sentence) for line in faults(file)] == [
+        True
+    ]
+    with pytest.raises(UserError) as caught:
+        RankEngine(config_of(file, model), Coordinate(0, 0, 0), CPU, lambda *_: None)
+    assert [str(caught.value)] == faults(file)
+
+
+@pytest.mark.parametrize("spoil", [cut, lose_a_shard])
+def test_weights_that_are_not_whole_are_refused_in_the_words_of_the_rank(
+    model: Path, spoil: Callable[[Path], None]
+) -> None:
+    spoil(model)
+    file = model.parent / "tiny.yaml"
+    with pytest.raises(UserError) as caught:
+        RankEngine(config_of(file, model), Coordinate(0, 0, 0), CPU, lambda *_: None)
+    assert [str(caught.value)] == faults(file)
+
+
+def test_a_missing_tokenizer_is_refused_in_the_words_of_the_controller(model: Path) -> None:
+    lose_the_tokenizer(model)
+    file = model.parent / "tiny.yaml"
+    with pytest.raises(UserError) as caught:
+        identity_of(config_of(file, model))
+    assert [str(caught.value)] == faults(file)
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes", "sentence"),
+    [
+        ({"parallelism": {"tp": 2}}, {"intermediate_size": 97}, "spec.parallelism.tp is 2: must"),
+        ({"parallelism": {"spp": 3}}, {}, "spec.parallelism.spp is 3: must be at most the"),
+        (
+            {"engine": {"kvMemory": "1Mi", "pageTokens": 256}},
+            {"head_dim": 1024},
+            "spec.engine.kvMemory is 1048576 bytes: must hold a page of 4194304 bytes; use 4Mi or",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_in_the_words_of_the_rank(
+    model: Path, spec: dict[str, Any], changes: dict[str, object], sentence: str
+) -> None:
+    edit_config(model, **changes)
+    file = write(model.parent, document(**spec))
+    with pytest.raises(UserError) as refused:
+        check_resources(read_resources(file), gpus=0, weights=False)
+    line = str(refused.value)
+    assert line.startswith(sentence)
+    config = msgspec.structs.replace(config_of(file, model), dummy_weights=True)
+    with pytest.raises(UserError) as caught:
+        RankEngine(config, Coordinate(0, 0, 0), CPU, lambda *_: None)
+    assert str(caught.value) == line
+
+
+def test_the_pool_must_hold_the_longest_context(model: Path) -> None:
+    file = write(model.parent, document(engine={"kvPages": 7}, parallelism={"kvp": {"max": 2}}))
+    assert faults(file) == [
+        "spec.model.maxContextTokens is 1024: must be at most the 896 tokens of the KV pool "
+        "(2 KVP groups × 7 pages × 64 tokens); use 896 or less, or raise spec.engine.kvPages to 8"
+    ]
+    enough = write(model.parent, document(engine={"kvPages": 8}, parallelism={"kvp": {"max": 2}}))
+    assert check_resources(read_resources(enough), gpus=0)
+
+
+@pytest.mark.parametrize("pages", [1, 3])
+def test_the_memory_that_a_refusal_names_is_the_least_that_suffices(
+    model: Path, pages: int
+) -> None:
+    edit_config(model, max_position_embeddings=1 << 20)
+    engine = {"kvMemory": f"{pages}Mi"}
+    spec = document(engine=engine)
+    spec["spec"]["model"]["maxContextTokens"] = 1 << 17
+    (line,) = faults(write(model.parent, spec))
+    needed = int(line.rpartition("spec.engine.kvMemory to ")[2].removesuffix("Mi"))
+    assert needed == (1 << 17) * 2 * 2 * 32 * 4 >> 20  # tokens · layers · (K, V) · scalars · bytes
+    engine["kvMemory"] = f"{needed - 1}Mi"
+    assert len(faults(write(model.parent, spec))) == 1
+    engine["kvMemory"] = f"{needed}Mi"
+    assert check_resources(read_resources(write(model.parent, spec)), gpus=0)
+
+
+def test_one_name_serves_one_model(model: Path, tmp_path: Path) -> None:
+    two = (document("a"), document("b", path="other"))
+    shutil.copytree(model, tmp_path / "other")
+    assert len(check_resources(read_resources(write(tmp_path, *two)), gpus=0)) == 2
+    shutil.rmtree(tmp_path / "other")
+    write_checkpoint(tmp_path / "other", msgspec.structs.replace(SMALL, seed=7))
+    assert faults(write(tmp_path, *two)) == [
+        "spec.model.name of b is tiny: must name one model, and the checkpoints in "
+        f"{model} and {tmp_path / 'other'} differ; serve one of them under another name"
+    ]
+
+
+def test_all_faults_are_reported_at_once_each_with_its_resource(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut(model)
+    lose_the_tokenizer(model)
+    file = write(tmp_path, document("a", parallelism={"tp": 3}), document("b", path="gone"))
+    run_dir = RunDir.make(tmp_path / "run")
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = str(server.getsockname()[1])
+        options = ("--port", port, "--ops-port", "0", "--run-dir", str(run_dir.path))
+        with pytest.raises(SystemExit) as ended:
+            main(["up", "-f", str(file), *options])
+    run_dir.clean()
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    starts = [
+        "medha: a: spec.parallelism.tp is 3: ",
+        f"medha: a: {model} has no tokenizer.json: ",
+        f"medha: a: {model}/model.safetensors is not a sound safetensors file ",
+        "medha: b: spec.model.source.hostPath.path is ",
+        f"medha: port {port} of 127.0.0.1 is in use: ",
+        f"medha: run directory {run_dir.path} is in use by another `medha up`: end that one or ",
+    ]
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
+
+
+def test_a_run_directory_is_free_again_after_its_process(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys; from medha.cli.local_fleet.run_dir import RunDir;"
+        "held = RunDir.make(pathlib.Path(sys.argv[1])); print('held', flush=True); input()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        for check in (check_unused, RunDir.make):
+            with pytest.raises(SetupError, match="is in use by another `medha up`"):
+                check(tmp_path)
+    finally:
+        other.kill()
+        other.communicate()
+    check_unused(tmp_path)
+    first = RunDir.make(tmp_path)
+    first.clean()
+    RunDir.make(tmp_path).clean()
+
+
+@pytest.mark.parametrize("command", ["up", "doctor"])
+def test_faults_come_within_three_seconds_of_work_and_without_torch(
+    model: Path, tmp_path: Path, command: str
+) -> None:
+    shutil.copytree(model, tmp_path / "other")
+    cut(model)
+    edit_config(tmp_path / "other", auto_map={"AutoModel": "code.Model"})
+    file = write(tmp_path, document("a"), document("b", path="other"))
+    before = process_limits.getrusage(process_limits.RUSAGE_CHILDREN)
+    result = subprocess.run(
+        [
+            *(sys.executable, "-c", WITHOUT_TORCH, command, "-f", str(file)),
+            *("--port", "0", "--ops-port", "0"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    after = process_limits.getrusage(process_limits.RUSAGE_CHILDREN)
+    assert result.returncode == 2
+    assert "a sound safetensors file" in result.stderr + result.stdout
+    assert "auto_map is" in result.stderr + result.stdout
+    assert result.stdout.endswith("[]\n")
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MOST_CPU_S
+
+
+def test_the_doctor_prints_a_line_for_each_fault(model: Path) -> None:
+    lose_the_tokenizer(model)
+    edit_config(model, model_type="gpt_neox")
+    console = Console(record=True, width=400, file=open(os.devnull, "w"))  # noqa: SIM115
+    try:
+        assert not diagnose(model.parent / "tiny.yaml", 0, 0, console)
+    finally:
+        console.file.close()
+    wrong = [line for line in console.export_text().splitlines() if line.startswith("no ")]
+    assert [line.split(":")[0] for line in wrong] == ["no resource tiny.yaml"] * 2
+    assert "model_type is 'gpt_neox'" in wrong[0] and "has no tokenizer.json" in wrong[1]
+
+
+def test_random_weights_need_no_weight_files(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (resource,) = read_resources(model.parent / "tiny.yaml")
+    assert check_resource(resource, gpus=0, weights=False) == model
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"medha {version('medha')}\n"
