@@ -318,14 +318,18 @@ def test_faults_come_within_three_seconds_of_work_and_without_torch(
 def test_the_doctor_prints_a_line_for_each_fault(model: Path) -> None:
     lose_the_tokenizer(model)
     edit_config(model, model_type="gpt_neox")
+    run_dir = RunDir.make(model.parent / "run")
     console = Console(record=True, width=400, file=open(os.devnull, "w"))  # noqa: SIM115
     try:
-        assert not diagnose(model.parent / "tiny.yaml", 0, 0, console)
+        assert not diagnose(model.parent / "tiny.yaml", 0, 0, console, run_dir.path)
     finally:
         console.file.close()
+        run_dir.clean()
     wrong = [line for line in console.export_text().splitlines() if line.startswith("no ")]
-    assert [line.split(":")[0] for line in wrong] == ["no resource tiny.yaml"] * 2
-    assert "model_type is 'gpt_neox'" in wrong[0] and "has no tokenizer.json" in wrong[1]
+    names = [f"no run directory {run_dir.path}", *["no resource tiny.yaml"] * 2]
+    assert [line.split(":")[0] for line in wrong] == names
+    assert "is in use by another `medha up`" in wrong[0]
+    assert "model_type is 'gpt_neox'" in wrong[1] and "has no tokenizer.json" in wrong[2]
 
 
 def test_random_weights_need_no_weight_files(model: Path) -> None:

@@ -259,11 +259,14 @@ def run_doctor(
     ] = None,
     port: Port = 8000,
     ops_port: OpsPort = 8001,
+    run_dir: Annotated[
+        pathlib.Path | None, typer.Option(help="also check that no `medha up` uses this folder")
+    ] = None,
 ) -> None:
     """Check whether this machine can run a fleet, and report what to fix."""
     from medha.cli.doctor import diagnose
 
-    if not diagnose(file, port, ops_port, Console()):
+    if not diagnose(file, port, ops_port, Console(), run_dir):
         raise typer.Exit(2)
 
 

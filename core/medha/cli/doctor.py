@@ -13,7 +13,7 @@ from rich.text import Text
 from medha.adapters.sockets import Dialer, Listener
 from medha.cli.local_fleet import preflight
 from medha.cli.local_fleet.checkpoint_check import check_resources
-from medha.cli.local_fleet.run_dir import RunDir
+from medha.cli.local_fleet.run_dir import RunDir, check_unused
 from medha.cli.resource_file import read_resources
 from medha.cli.up import HOST
 from medha.errors import MedhaError, SetupError
@@ -24,7 +24,13 @@ from medha.messages.routing import ReplicaMessage, RouterMessage
 DELIVERY_S = 5.0
 
 
-def diagnose(file: pathlib.Path | None, port: int, ops_port: int, console: Console) -> bool:
+def diagnose(
+    file: pathlib.Path | None,
+    port: int,
+    ops_port: int,
+    console: Console,
+    run_dir: pathlib.Path | None = None,
+) -> bool:
     """Run every check, print one line for each and for each fault, and return whether all
     passed."""
     checks: list[tuple[str, Callable[[], str]]] = [
@@ -36,6 +42,8 @@ def diagnose(file: pathlib.Path | None, port: int, ops_port: int, console: Conso
         ("run directory and keys", lambda: _link(encrypted=False)),
         ("encrypted link", lambda: _link(encrypted=True)),
     ]
+    if run_dir is not None:
+        checks.append((f"run directory {run_dir}", lambda: _unused(run_dir)))
     if file is not None:
         checks.append((f"resource {file.name}", lambda: _resource(file)))
     passed = [_told(name, check, console) for name, check in checks]
@@ -65,6 +73,11 @@ def _shared_memory() -> str:
 
 def _port(port: int, flag: str) -> str:
     preflight.check_port(HOST, port, flag)
+    return "free"
+
+
+def _unused(run_dir: pathlib.Path) -> str:
+    check_unused(run_dir)
     return "free"
 
 
