@@ -217,7 +217,7 @@ def test_a_scaled_object_exists_with_keda_and_goes_before_the_operator_writes(
     scaled_object = api.get(path).json()
     spec = scaled_object["spec"]
     assert spec["scaleTargetRef"] == {
-        "apiVersion": "medha.dev/v1beta1",
+        "apiVersion": "medha.dev/v1alpha1",
         "kind": "MedhaReplica",
         "name": "llama",
     }

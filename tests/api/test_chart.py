@@ -372,6 +372,11 @@ def test_budgets_of_replicas_that_run_on_go_with_the_release_and_others_stay(
     fleet.played(lambda: fleet.is_ready("llama"))
     budgets = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
     until(lambda: api.get(f"{budgets}/llama-1").is_success)
+    models = f"/api/v1/namespaces/{namespace}/configmaps/medha-models"
+    owners = until(lambda: api.get(models).json().get("metadata"))["ownerReferences"]
+    lease = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/medha-operator"
+    uid = api.get(lease).json()["metadata"]["uid"]
+    assert [(owner["kind"], owner["uid"]) for owner in owners] == [("Lease", uid)]
     foreign = {"maxUnavailable": 0, "selector": {"matchLabels": {"app": "web"}}}
     labels = {"app.kubernetes.io/managed-by": "medha-operator"}
     body = {"metadata": {"name": "web", "labels": labels}, "spec": foreign}

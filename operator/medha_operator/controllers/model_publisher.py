@@ -14,8 +14,10 @@ import msgspec
 
 from medha.config import RouterModel
 from medha.spec import MedhaReplica
-from medha_operator.kube.client import CONFIG_MAPS, ClusterError, KubeClient
+from medha_operator.kube.client import CONFIG_MAPS, LEASES, ClusterError, KubeClient
+from medha_operator.kube.lease import NAME as LEASE
 from medha_operator.resources.labels import OWNED_BY
+from medha_operator.resources.objects import Meta
 
 log = logging.getLogger("medha.operator.models")
 
@@ -41,11 +43,19 @@ def router_models(resources: Iterable[MedhaReplica]) -> tuple[RouterModel, ...]:
 
 
 class _ConfigMap(msgspec.Struct):
+    metadata: Meta
     data: dict[str, str] | None = None
 
 
+class _Lease(msgspec.Struct):
+    metadata: Meta
+
+
 class ModelPublisher:
-    """Keeps the ConfigMap; `deadline_s` as Executor has it."""
+    """Keeps the ConfigMap; `deadline_s` as Executor has it.
+
+    The release's Lease owns it, so that it goes when the release is uninstalled.
+    """
 
     def __init__(self, client: KubeClient, namespace: str, deadline_s: Callable[[], float]) -> None:
         self._client, self._namespace, self._deadline_s = client, namespace, deadline_s
@@ -64,17 +74,37 @@ class ModelPublisher:
             log.error("models are not published: %d bytes exceed %d", len(text), MAX_BYTES)
             return
         current = await self._get()
+        if current is not None or text != "[]":
+            await self._write(current, text)
+        self._published = text
+
+    async def _write(self, current: _ConfigMap | None, text: str) -> None:
+        lease = msgspec.json.decode(
+            await self._client.get(LEASES, self._namespace, LEASE), type=_Lease
+        ).metadata
         entry = (current.data or {}).get(ENTRY) if current is not None else None
-        if entry != text and (current is not None or text != "[]"):
+        owners = current.metadata.owner_references or () if current is not None else ()
+        if entry != text or lease.uid not in {owner.uid for owner in owners}:
             manifest = {
                 "apiVersion": "v1",
                 "kind": "ConfigMap",
-                "metadata": {"name": NAME, "namespace": self._namespace, "labels": OWNED_BY},
+                "metadata": {
+                    "name": NAME,
+                    "namespace": self._namespace,
+                    "labels": OWNED_BY,
+                    "ownerReferences": [
+                        {
+                            "apiVersion": LEASES.api_version,
+                            "kind": LEASES.kind,
+                            "name": lease.name,
+                            "uid": lease.uid,
+                        }
+                    ],
+                },
                 "data": {ENTRY: text},
             }
             body, timeout_s = msgspec.json.encode(manifest), self._deadline_s()
             await self._client.apply(CONFIG_MAPS, self._namespace, NAME, body, timeout_s)
-        self._published = text
 
     async def _get(self) -> _ConfigMap | None:
         try:
