@@ -334,9 +334,9 @@ class Running:
         controller.start()
         return controller
 
-    def open(self, name: str = "r0") -> Controller:
+    def open(self, name: str = "r0", **changes: Any) -> Controller:
         """Start a controller that dials, and wait until it serves."""
-        controller = self.join(name)
+        controller = self.join(name, **changes)
         wait_until(
             lambda: (
                 name in self.ops.get("/debug/queue").text
@@ -406,7 +406,7 @@ def served(tokens: TokenizerPool) -> Iterator[Running]:
 def hermes(tokens: TokenizerPool) -> Iterator[Running]:
     """A router with a model whose chat template takes tools."""
     with contextlib.closing(Running(tokens)) as running:
-        running.join(template=HERMES)
+        running.open(template=HERMES)
         yield running
 
 

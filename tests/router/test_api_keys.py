@@ -90,7 +90,7 @@ def test_a_key_is_a_tenant_and_an_unknown_key_is_refused(
     running_with: Routers, file: pathlib.Path
 ) -> None:
     running = running_with(api_keys=str(file))
-    controller = running.join("r0")
+    controller = running.open("r0")
     assert ask(running, "a-key").choices[0].text == "hello"
     with pytest.raises(openai.AuthenticationError, match="unknown or was removed"):
         ask(running, "c-key")
@@ -99,7 +99,7 @@ def test_a_key_is_a_tenant_and_an_unknown_key_is_refused(
 
 def test_tenants_do_not_share_cached_pages(running_with: Routers, file: pathlib.Path) -> None:
     running = running_with(api_keys=str(file))
-    controller = running.join("r0")
+    controller = running.open("r0")
     for key in ("a-key", "b-key"):
         assert ask(running, key).choices[0].text == "hello"
     assert [submit.tenant for submit in controller.seen] == ["alice", "bob"]

@@ -23,8 +23,8 @@ def settings_of(running: Any, **fields: object) -> tuple[float, float, int]:
     return sampling.temperature, sampling.top_p, sampling.top_k
 
 
-def test_a_silent_request_samples_as_the_checkpoint_says(alone: Any, eventually: Any) -> None:
-    alone.join(defaults=DEFAULTS)
+def test_a_silent_request_samples_as_the_checkpoint_says(alone: Any) -> None:
+    alone.open(defaults=DEFAULTS)
     assert settings_of(alone) == (0.6, 0.95, 20)
     assert settings_of(alone, temperature=1, top_k=0) == (1.0, 0.95, 0)
     assert settings_of(alone, temperature=None, top_p=0.5) == (0.6, 0.5, 20)
@@ -32,7 +32,7 @@ def test_a_silent_request_samples_as_the_checkpoint_says(alone: Any, eventually:
 
 def test_the_defaults_of_checkpoints_can_be_switched_off(running_with: Any) -> None:
     running = running_with(generation_defaults=False)
-    running.join(defaults=DEFAULTS)
+    running.open(defaults=DEFAULTS)
     assert settings_of(running) == (1.0, 1.0, 0)
 
 

@@ -114,7 +114,7 @@ def test_prompt_logprobs_are_refused_in_a_stream(served: Any) -> None:
 
 def test_a_prompt_too_long_to_be_scored_is_refused(running_with: Any) -> None:
     running = running_with(models=(), learn=True)
-    running.join(max_context_tokens=1 << 20)
+    running.open(max_context_tokens=1 << 20)
     response = running.http.post(
         "/v1/completions",
         json={"model": "tiny", "prompt": [1] * (MAX_SCORED_TOKENS + 1), "prompt_logprobs": 0},

@@ -113,9 +113,8 @@ def test_a_class_that_relegates_is_served_without_a_promise(served: Any) -> None
     assert served.controllers[0].seen[-1].promised is False
 
 
-def test_a_policy_that_keeps_no_promises_gives_none(alone: Any, eventually: Any) -> None:
-    alone.join(order=QueueOrder(policy="fcfs"))
-    eventually(lambda: alone.http.get("/health").status_code == 200)
+def test_a_policy_that_keeps_no_promises_gives_none(alone: Any) -> None:
+    alone.open(order=QueueOrder(policy="fcfs"))
     response = alone.http.post("/v1/completions", json=BODY)
     assert response.status_code == 200
     assert "x-medha-promise-ttft-ms" not in response.headers
