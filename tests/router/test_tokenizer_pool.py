@@ -21,7 +21,7 @@ from medha_router.tokenization.detokenizer import Vocabulary, text_of
 from medha_router.tokenization.encoder import ChatTemplate
 from medha_router.tokenization.lane import JOB_S
 from medha_router.tokenization.pool import TokenizerPool
-from medha_router.tokenization.wire import Encode, FrameReader, Prompt, TokenizerFiles, send_frame
+from medha_router.tokenization.wire import Encode, FrameReader, TokenizerFiles, send_frame
 
 SALT = b"salt"
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -126,30 +126,6 @@ def test_an_endless_template_is_killed_and_the_next_job_is_served(
     assert caught.value.code == "tokenizer_timeout"
     (prompt,) = asyncio.run(pool.encode(job("abc")))
     assert prompt.length == 3
-
-
-def test_short_jobs_that_are_sent_together_fail_and_are_killed_one_by_one(
-    pool: TokenizerPool, byte_level_json: bytes
-) -> None:
-    template = b"{% if messages[0].content == 'spin' %}" + SPIN + b"{% endif %}"
-    template += b"{{ messages[0].content }}"
-    pool.add(TokenizerFiles(key="some", tokenizer=byte_level_json, template=template))
-
-    async def scene() -> list[object]:
-        texts: list[object] = [f"text {number}" for number in range(60)]
-        texts[5], texts[20] = 5, "spin"
-        contents = [[{"role": "user", "content": text}] for text in texts]
-        jobs = [pool.encode(job(content, chat=True, key="some")) for content in contents]
-        return await asyncio.gather(*jobs, return_exceptions=True)
-
-    for number, outcome in enumerate(asyncio.run(scene())):
-        match outcome:
-            case (Prompt() as prompt,):
-                assert prompt.length == len(f"text {number}")
-            case RequestError():
-                assert outcome.code == {5: "invalid_value", 20: "tokenizer_timeout"}[number]
-            case _:
-                raise AssertionError(f"{number}: {outcome!r}")
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(pool: TokenizerPool) -> None:

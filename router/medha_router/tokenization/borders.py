@@ -371,9 +371,8 @@ def _plain_patterns(unsafe: Matrix) -> Borders | None:
     wide = _after(unsafe, SCRIPTS, " " + WIDE)
     if wide:
         cut += f"|(?<=[{WIDE_LETTERS}])(?={_class(wide)})"
-    # Possessive, because nothing that follows can fail: no position is kept to go back to.
-    run = f"[^A-Za-z ]*+(?:(?<!{before}) [^A-Za-z ]*+)*+[A-Za-z]*+"
-    return Borders(re.compile(cut), re.compile(f"[\\s\\S]{run}(?:[^{ends[1:]}{run})*+"))
+    run = f"[^A-Za-z ]*(?:(?<!{before}) [^A-Za-z ]*)*[A-Za-z]*"
+    return Borders(re.compile(cut), re.compile(f"[\\s\\S]{run}(?:[^{ends[1:]}{run})*"))
 
 
 def _patterns(unsafe: Matrix, added: list[dict[str, Any]]) -> Borders | None:
@@ -386,7 +385,7 @@ def _patterns(unsafe: Matrix, added: list[dict[str, Any]]) -> Borders | None:
     if not before or not after:
         return None
     border = f"(?<={_class(before)}) (?={_class(after)})"
-    word = f"[\\s\\S][^ ]*+(?:(?!{border}) [^ ]*+)*+"
+    word = f"[\\s\\S][^ ]*(?:(?!{border}) [^ ]*)*"
     return Borders(re.compile(border), re.compile(word), drops_space=True)
 
 

@@ -25,9 +25,6 @@ from medha_router.tokenization.prefix_tokens import PrefixTokens
 
 SHORT_BYTES = 64 << 10
 CACHE_BYTES = 64 << 20
-BATCH_BYTES = 12 << 10
-BATCH_JOBS = 12
-"""Most jobs of a batch besides the first, and their bytes: a batch fits a small frame."""
 MAX_OPEN = 4
 """Most jobs that a process has planned; it holds the texts of all of them."""
 
@@ -147,32 +144,17 @@ class _Dispatch:
             self._own.setdefault(lane, []).append(ticket)
             self._changed.notify_all()
 
-    def take(self, lane: Lane) -> list[Ticket]:
+    def take(self, lane: Lane) -> Ticket | None:
         with self._changed:
             while not self._closed:
                 if own := self._own.get(lane):
-                    return [own.pop()]
+                    return own.pop()
                 ticket = self._choose(lane)
                 if ticket is not None:
                     self._shares.start(ticket.tenant)
-                    return [ticket, *self._more(ticket)]
+                    return ticket
                 self._changed.wait()
-            return []
-
-    def _more(self, first: Ticket) -> list[Ticket]:
-        """Take the short tickets that go with a short one, in their order."""
-        more: list[Ticket] = []
-        size_bytes = first.size_bytes
-        if first.planned is not None or not first.key or first.alone:
-            return more
-        while len(more) < BATCH_JOBS and (ticket := self._short.peek()) is not None:
-            size_bytes += ticket.size_bytes
-            if size_bytes > BATCH_BYTES or ticket.key != first.key or ticket.alone:
-                break
-            self._shares.start(ticket.tenant)
-            more.append(ticket)
-            self._short.take()
-        return more
+            return None
 
     def charge(self, tenant: bytes, served_bytes: int) -> None:
         with self._changed:
