@@ -239,9 +239,11 @@ class Course:
             self._router.offer(self._name, -1.0, 0.9)
             self._offered_s = time.monotonic()
         if self._collects:
-            path = self._fleet.path()
+            leases = f"/apis/coordination.k8s.io/v1/namespaces/{self._fleet.namespace}/leases"
             living = {
-                resource["metadata"]["uid"] for resource in self._api.get(path).json()["items"]
+                owner["metadata"]["uid"]
+                for path in (self._fleet.path(), leases)
+                for owner in self._api.get(path).json()["items"]
             }
             for kind, group in self._kinds:
                 for document in self._fleet.list(kind, group):
