@@ -21,8 +21,10 @@ PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/medha-prometheus
 # Short forms of the campaigns of `make test-api`, if an API server's programs are installed.
 QUICK := tests/api/test_crash_points.py tests/api/test_edit_fuzz.py
 
-# Tests run one worker per core of a small machine; torch gets one thread in each.
+# Tests run one worker per core of a small machine; torch gets one thread in each. Those of the
+# operator mostly wait for a server and its clocks.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
+WAITING := -n 4
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-cluster images release test test-api test-cluster test-ecosystem check compile format bench lock clean
@@ -69,7 +71,7 @@ test: $(READY) ## run every test that needs neither a GPU nor a cluster
 WHOLE := MEDHA_CRASH_POINTS=whole MEDHA_EDIT_FUZZ=whole MEDHA_OUTAGES=whole
 
 test-api: $(READY) ## run all tests that need a Kubernetes API server (SHORT=1: short campaigns)
-	$(if $(SHORT),,$(WHOLE)) $(PYTEST) tests/api
+	$(if $(SHORT),,$(WHOLE)) $(PYTEST) $(WAITING) tests/api
 
 outages: $(READY) ## leave the operator ten minutes without an API server, on a clock ten times as fast
 	MEDHA_OUTAGES=whole $(PY) -m pytest -s tests/api/test_long_outages.py

@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -84,7 +85,11 @@ def write_layout(chart: pathlib.Path, about: dict[str, Any]) -> pathlib.Path:
     index = json.dumps({"schemaVersion": 2, "mediaType": INDEX, "manifests": [entry]}).encode()
     files = {"oci-layout": json.dumps(LAYOUT).encode(), "index.json": index}
     files |= {blob(digest(data)): data for data in (layer, config, manifest)}
-    path = chart.with_suffix(".oci.tar")
+    return write_archive(chart.with_suffix(".oci.tar"), files)
+
+
+def write_archive(path: pathlib.Path, files: Mapping[str, bytes]) -> pathlib.Path:
+    """Write a tar archive of files, given by name."""
     with tarfile.open(path, "w") as archive:
         for name, data in files.items():
             member = tarfile.TarInfo(name)

@@ -19,7 +19,7 @@ import pytest
 from tests.api.fleet import Fleet, Operator, until
 from tests.api.proxy import Proxy
 from tests.api.rights import missing_rights
-from tests.api.server import ApiServer, Server
+from tests.api.server import ApiServer, running_server
 from tests.api.stage import Scene, Stage, new_namespace, new_proxy, scene
 from tests.api.stand_ins import Leaders, Router
 
@@ -31,13 +31,9 @@ KEDA = Path(__file__).with_name("keda.sh_scaledobjects.yaml")
 def api_server(
     server_programs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ApiServer]:
-    server = Server(tmp_path_factory.mktemp("api-server"), server_programs)
-    try:
-        server.start()
+    with running_server(tmp_path_factory.mktemp("api-server"), server_programs) as server:
         yield server.where
         assert missing_rights(server.where.audit) == set(), "an operator exceeded its rights"
-    finally:
-        server.end()
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ NOW = "2026-01-01T00:00:00Z"
 ROOM = {"cpu": "8", "memory": "64Gi", "pods": "110", "nvidia.com/gpu": "8"}
 DURING = "DuringSchedulingIgnoredDuringExecution"
 LEASE_S = 4.0
+RESYNC_S = 2
 HOUSE = Path(__file__).resolve().parents[2]
 
 
@@ -64,7 +65,7 @@ class Operator:
             "MEDHA_IDENTITY": name,
             "MEDHA_OPS_HOST": "127.0.0.1",
             "MEDHA_OPS_PORT": "0",
-            "MEDHA_RESYNC_S": "2",
+            "MEDHA_RESYNC_S": str(RESYNC_S),
             "MEDHA_REPORT_S": "0.2",
             "MEDHA_LEASE_S": str(LEASE_S),
             **settings,
@@ -312,6 +313,12 @@ class Fleet:
             return until(look, why, within_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.shown()}") from None
+
+    def rest(self, operator: Operator) -> None:
+        """Play on for four resyncs of an operator, once it leads."""
+        until(operator.leads)
+        end_s = time.monotonic() + 4 * RESYNC_S
+        self.played(lambda: time.monotonic() > end_s)
 
     def shown(self) -> str:
         """The state of pods and resources, for the message of a failed test."""

@@ -5,12 +5,14 @@ Port, credentials and stored objects last as long as the folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import socket
 import ssl
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -192,3 +194,14 @@ class Server:
 
     def _log(self, place: int) -> Path:
         return self._folder / f"{('etcd', 'kube-apiserver')[place]}.log"
+
+
+@contextlib.contextmanager
+def running_server(folder: Path, programs: tuple[Path, Path]) -> Iterator[Server]:
+    """Start a server whose data is in `folder`, and end it at the end."""
+    server = Server(folder, programs)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.end()

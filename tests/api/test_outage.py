@@ -17,7 +17,7 @@ import httpx
 import pytest
 from tests.api.fleet import Fleet, Operator, until
 from tests.api.rights import documented, missing_rights
-from tests.api.server import Server
+from tests.api.server import Server, running_server
 from tests.api.stage import Stage, new_proxy
 
 HOUSE = Path(__file__).resolve().parents[2]
@@ -67,10 +67,8 @@ class Outage:
 def outage(
     server_programs: tuple[Path, Path], tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Outage]:
-    server = Server(tmp_path, server_programs)
     with contextlib.ExitStack() as stack:
-        stack.callback(server.end)
-        server.start()
+        server = stack.enter_context(running_server(tmp_path, server_programs))
         api = stack.enter_context(server.where.client())
         install_crd(api)
         api.post("/api/v1/namespaces", json={"metadata": {"name": "test"}}).raise_for_status()

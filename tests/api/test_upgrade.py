@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import httpx
 import pytest
-from tests.api.fleet import Fleet, Operator, until
+from tests.api.fleet import Fleet, Operator
 
 Start = Callable[..., Operator]
 
@@ -45,15 +44,6 @@ def label_as_predecessor(fleet: Fleet, api: httpx.Client) -> None:
         api.patch(path, json=body, headers=headers).raise_for_status()
 
 
-def rest(fleet: Fleet, operator: Operator) -> None:
-    """Play scheduler and kubelets for four resyncs of an operator that leads."""
-    until(operator.leads)
-    end_s = time.monotonic() + 8.0
-    while time.monotonic() < end_s:
-        fleet.play()
-        time.sleep(0.2)
-
-
 def test_other_settings_restart_no_model_and_reach_pods_when_it_is_rolled(
     fleet: Fleet, start_operator: Start
 ) -> None:
@@ -62,7 +52,7 @@ def test_other_settings_restart_no_model_and_reach_pods_when_it_is_rolled(
     fleet.played(lambda: fleet.is_ready("llama"))
     before = uids(fleet)
     first.end()
-    rest(fleet, start_operator("next", **SETTINGS))
+    fleet.rest(start_operator("next", **SETTINGS))
     assert uids(fleet) == before
     fleet.change("llama", {"template": {"annotations": {"rolled": "today"}}})
     fleet.played(lambda: gone(fleet, before) and fleet.is_ready("llama"))
@@ -84,7 +74,7 @@ def test_an_upgrade_adopts_pods_of_an_earlier_version_unless_their_spec_changed_
         fleet.change("llama", {"replicas": 2})
     if during == "changed":
         fleet.change("llama", {"template": {"env": [{"name": "A", "value": "2"}]}})
-    rest(fleet, start_operator("next", **SETTINGS))
+    fleet.rest(start_operator("next", **SETTINGS))
     fleet.played(lambda: fleet.is_ready("llama") and "0123456789" not in hashes(fleet))
     assert len(hashes(fleet)) == 1
     kept = before.items() & uids(fleet).items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from tests.api.fleet import Fleet, Operator, until
-from tests.api.server import ApiServer, Server
+from tests.api.fleet import Operator, until
+from tests.api.server import ApiServer, running_server
 from tests.api.stage import Scene, scene
 
 HOUSE = Path(__file__).resolve().parents[2]
@@ -30,12 +29,8 @@ def server(
     server_programs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ApiServer]:
     """An API server of its own, as its kind changes."""
-    server = Server(tmp_path_factory.mktemp("api-server"), server_programs)
-    try:
-        server.start()
+    with running_server(tmp_path_factory.mktemp("api-server"), server_programs) as server:
         yield server.where
-    finally:
-        server.end()
 
 
 def kind(*served: str, stored: str) -> dict[str, Any]:
@@ -89,15 +84,6 @@ def rewritten(api: httpx.Client, url: str) -> bool:
     return api.put(url, json=api.get(url).json()).is_success
 
 
-def rest(fleet: Fleet, operator: Operator) -> None:
-    """Play scheduler and kubelets for four resyncs of an operator that leads."""
-    until(operator.leads)
-    end_s = time.monotonic() + 8.0
-    while time.monotonic() < end_s:
-        fleet.play()
-        time.sleep(0.2)
-
-
 class Life:
     """A fleet whose kind changes; every step starts the operator again and compares the pods."""
 
@@ -110,7 +96,7 @@ class Life:
         if self._operator is not None:
             self._operator.end()
         self._operator = self.on.start()
-        rest(self.fleet, self._operator)
+        self.fleet.rest(self._operator)
 
     def create(self, name: str, version: str) -> None:
         spec = {

@@ -34,13 +34,7 @@ def archive(folder: Path, *layers: Layer) -> Path:
     index = {"manifests": [artefacts.descriptor(artefacts.MANIFEST, manifest)]}
     files_by_name = {"index.json": json.dumps(index).encode()}
     files_by_name |= {artefacts.blob(artefacts.digest(c)): c for c in (*contents, manifest)}
-    path = folder / "image.oci.tar"
-    with tarfile.open(path, "w") as whole:
-        for name, data in files_by_name.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            whole.addfile(member, io.BytesIO(data))
-    return path
+    return artefacts.write_archive(folder / "image.oci.tar", files_by_name)
 
 
 SU, OTHER = ("usr/bin/su", 0o4755), ("usr/bin/wall", 0o2755)

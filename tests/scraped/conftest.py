@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from tests.api.fleet import Fleet, Operator, until
 from tests.api.rights import missing_rights
-from tests.api.server import ApiServer, Server
+from tests.api.server import ApiServer, running_server
 from tests.api.stage import Stage, new_proxy
 from tests.conftest import program
 from tests.scraped.gpus import Exporter
@@ -43,13 +43,9 @@ def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer |
     except pytest.skip.Exception as skipped:
         yield str(skipped)
         return
-    server = Server(tmp_path_factory.mktemp("api-server"), programs)
-    try:
-        server.start()
+    with running_server(tmp_path_factory.mktemp("api-server"), programs) as server:
         yield server.where
         assert missing_rights(server.where.audit) == set(), "the operator exceeded its rights"
-    finally:
-        server.end()
 
 
 @pytest.fixture(scope="session")

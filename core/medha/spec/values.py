@@ -31,90 +31,49 @@ WEB_ADDRESS = r"^https?://[^/\s]+(/\S*)?$"
 PRINTABLE = r"^[^\x00-\x1f]+$"
 MODEL_NAME = r"^[A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?$"
 
+
+def _text(
+    description: str, example: str, max_length: int, pattern: str | None = None
+) -> msgspec.Meta:
+    """Bound a text; the description completes "it must be ..." in errors."""
+    return msgspec.Meta(
+        pattern=pattern, max_length=max_length, description=description, examples=[example]
+    )
+
+
 Name = Annotated[
-    str,
-    msgspec.Meta(
-        pattern=NAME,
-        max_length=40,
-        description="lower-case letters, digits and dashes, at most 40",
-        examples=["llama-70b"],
-    ),
+    str, _text("lower-case letters, digits and dashes, at most 40", "llama-70b", 40, NAME)
 ]
 ModelName = Annotated[
-    str,
-    msgspec.Meta(
-        pattern=MODEL_NAME,
-        max_length=200,
-        description="letters, digits and . _ : / -, at most 200",
-        examples=["llama-3-70b"],
-    ),
+    str, _text("letters, digits and . _ : / -, at most 200", "llama-3-70b", 200, MODEL_NAME)
 ]
 ResourceName = Annotated[
-    str,
-    msgspec.Meta(
-        pattern=RESOURCE_NAME,
-        max_length=316,
-        description="an extended resource with its domain",
-        examples=["nvidia.com/gpu"],
-    ),
+    str, _text("an extended resource with its domain", "nvidia.com/gpu", 316, RESOURCE_NAME)
 ]
 LabelKey = Annotated[
-    str,
-    msgspec.Meta(
-        pattern=LABEL_KEY,
-        max_length=316,
-        description="the name of a node label",
-        examples=["topology.kubernetes.io/rack"],
-    ),
+    str, _text("the name of a node label", "topology.kubernetes.io/rack", 316, LABEL_KEY)
 ]
 ObjectName = Annotated[
-    str,
-    msgspec.Meta(
-        pattern=OBJECT_NAME,
-        max_length=253,
-        description="a name of lower-case letters, digits, dashes and dots",
-        examples=["models"],
-    ),
+    str, _text("a name of lower-case letters, digits, dashes and dots", "models", 253, OBJECT_NAME)
 ]
 ImageReference = Annotated[
-    str,
-    msgspec.Meta(
-        pattern=IMAGE,
-        max_length=512,
-        description="an image's reference",
-        examples=["registry.example.com/medha-worker:1.0"],
-    ),
+    str, _text("an image's reference", "registry.example.com/medha-worker:1.0", 512, IMAGE)
 ]
 WebAddress = Annotated[
     str,
-    msgspec.Meta(
-        pattern=WEB_ADDRESS,
-        max_length=512,
-        description="the http or https address of a checkpoint's folder",
-        examples=["https://models.example.com/llama"],
+    _text(
+        "the http or https address of a checkpoint's folder",
+        "https://models.example.com/llama",
+        512,
+        WEB_ADDRESS,
     ),
 ]
 Path = Annotated[
-    str,
-    msgspec.Meta(
-        pattern=PRINTABLE,
-        max_length=1024,
-        description="a path of 1 to 1024 characters",
-        examples=["models/llama-3-70b"],
-    ),
+    str, _text("a path of 1 to 1024 characters", "models/llama-3-70b", 1024, PRINTABLE)
 ]
-SubPath = Annotated[
-    str,
-    msgspec.Meta(max_length=1024, description="a path of at most 1024 characters", examples=["v1"]),
-]
-LabelValue = Annotated[
-    str,
-    msgspec.Meta(max_length=63, description="text of at most 63 characters", examples=["gpu"]),
-]
-Note = Annotated[
-    str,
-    msgspec.Meta(max_length=4096, description="text of at most 4096 characters", examples=["yes"]),
-]
+SubPath = Annotated[str, _text("a path of at most 1024 characters", "v1", 1024)]
+LabelValue = Annotated[str, _text("text of at most 63 characters", "gpu", 63)]
+Note = Annotated[str, _text("text of at most 4096 characters", "yes", 4096)]
 Labels = Annotated[dict[str, LabelValue], msgspec.Meta(max_length=32)]
 MAX_PODS = 10_000
 """Pods of a resource, without those of further KVP groups."""

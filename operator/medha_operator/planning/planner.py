@@ -645,7 +645,7 @@ def _give_back(
     plan = NOTHING
     for group in gang:
         if group.present:
-            failure = restarts.given_back(replica, group, reason, why, domain)
+            failure = restarts.ended(replica, group, why, reason=reason, domain=domain)
             plan += restart(ctx, replica, group, failure)
     return plan
 

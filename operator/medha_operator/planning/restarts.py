@@ -60,6 +60,27 @@ class GroupFailure(msgspec.Struct, frozen=True, kw_only=True):
     """The `packLevel` domain in which a gang was given back because it found no nodes."""
 
 
+def ended(
+    replica: ReplicaView,
+    group: GroupView,
+    why: str,
+    *,
+    lost: str = "",
+    reason: str = "",
+    domain: str | None = None,
+) -> GroupFailure:
+    """State that the group's attempt ended; `why` is cut to 300 characters."""
+    return GroupFailure(
+        ordinal=replica.ordinal,
+        group=group.index,
+        attempt=group.attempt,
+        why=why[:300],
+        lost=lost,
+        reason=reason,
+        domain=domain,
+    )
+
+
 def failure_of(
     replica: ReplicaView, group: GroupView, nodes: Mapping[str, NodeView], now_s: float
 ) -> GroupFailure | None:
@@ -68,7 +89,7 @@ def failure_of(
     disrupted = next((pod for pod in group.pods if pod.deleting and pod.disrupted), None)
     if disrupted is not None and disrupted.attempt == group.attempt:
         why = f"pod {disrupted.name} was preempted: {disrupted.disrupted}"
-        return given_back(replica, group, PREEMPTED, why)
+        return ended(replica, group, why, reason=PREEMPTED)
     if not present:
         return None
     why = _pod_failure(group)
@@ -80,13 +101,7 @@ def failure_of(
         why = "its controller gave up on it and it did not recover"
     if not why:
         return None
-    return GroupFailure(
-        ordinal=replica.ordinal,
-        group=group.index,
-        attempt=group.attempt,
-        why=why[:300],
-        lost=lost,
-    )
+    return ended(replica, group, why, lost=lost)
 
 
 def hung_at_s(replica: ReplicaView, group: GroupView) -> float | None:
@@ -181,19 +196,6 @@ def _failed_s(record: RestartRecord) -> tuple[float, ...]:
 #
 # Gangs that hold what each other needs must not act at the same time: a hash stretches the times by
 # up to a half.
-
-
-def given_back(
-    replica: ReplicaView, group: GroupView, reason: str, why: str, domain: str | None = None
-) -> GroupFailure:
-    return GroupFailure(
-        ordinal=replica.ordinal,
-        group=group.index,
-        attempt=group.attempt,
-        why=why[:300],
-        reason=reason,
-        domain=domain,
-    )
 
 
 def give_back_s(gang: Sequence[GroupView], times: int, salt: str) -> float | None:
