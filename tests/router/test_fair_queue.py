@@ -47,6 +47,15 @@ def test_a_tenant_with_many_jobs_does_not_delay_another() -> None:
     assert modest in serve(queue, shares, 2)
 
 
+def test_a_job_that_does_not_fit_is_next_still() -> None:
+    queue: FairQueue[Job] = FairQueue(Shares())
+    small, large = Job("a", 10), Job("a", 1000)
+    for job in (large, small):
+        queue.put(job)
+    assert [queue.take(lambda job: job.size_bytes < 100) for _ in range(3)] == [small, None, None]
+    assert queue.take() is large
+
+
 def test_a_tenant_gets_no_credit_for_idle_time() -> None:
     shares = Shares()
     queue: FairQueue[Job] = FairQueue(shares)

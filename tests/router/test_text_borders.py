@@ -6,7 +6,9 @@ import inspect
 import itertools
 import json.decoder
 import random
-from collections.abc import Callable, Sequence
+import re._constants  # type: ignore[import-not-found]
+import re._parser  # type: ignore[import-not-found]
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -222,6 +224,33 @@ def test_pieces_and_words_encode_to_the_tokens_of_one_pass(
 
     equal()
     assert cut > 10  # the texts were cut, so the test says something
+
+
+def possessive_groups(parsed: object) -> Iterator[object]:
+    """Find possessive repetitions of more than one character in a pattern."""
+    if isinstance(parsed, re._parser.SubPattern):
+        parsed = parsed.data
+    if not isinstance(parsed, list | tuple):
+        return
+    match parsed:
+        case [re._constants.POSSESSIVE_REPEAT, [_, _, repeated]]:
+            single = re._constants.LITERAL, re._constants.NOT_LITERAL, re._constants.IN
+            if len(repeated) != 1 or repeated[0][0] not in single:
+                yield repeated
+    for part in parsed:
+        yield from possessive_groups(part)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_words_are_found_by_every_python_that_is_supported(
+    kind: str, tokenizers: dict[str, Tokenizer]
+) -> None:
+    """In Python before 3.11.5, a possessive group may match without end (CPython issue 100061)."""
+    assert [*possessive_groups(re._parser.parse("(?:ab*+)*+"))]
+    borders = borders_of(tokenizers[kind].to_str())
+    if borders is not None:
+        for pattern in (borders.cut, borders.word):
+            assert not [*possessive_groups(re._parser.parse(pattern.pattern))]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import signal
 import time
 from collections.abc import Iterator
 
@@ -19,9 +20,9 @@ from medha.fleet.prefix_index import chain
 from medha.messages import from_bytes
 from medha_router.tokenization.detokenizer import Vocabulary, text_of
 from medha_router.tokenization.encoder import ChatTemplate
-from medha_router.tokenization.lane import JOB_S
+from medha_router.tokenization.lane import BATCH_S, JOB_S
 from medha_router.tokenization.pool import TokenizerPool
-from medha_router.tokenization.wire import Encode, FrameReader, TokenizerFiles, send_frame
+from medha_router.tokenization.wire import Encode, FrameReader, Prompt, TokenizerFiles, send_frame
 
 SALT = b"salt"
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -126,6 +127,67 @@ def test_an_endless_template_is_killed_and_the_next_job_is_served(
     assert caught.value.code == "tokenizer_timeout"
     (prompt,) = asyncio.run(pool.encode(job("abc")))
     assert prompt.length == 3
+
+
+def test_short_jobs_that_are_sent_together_fail_and_are_killed_one_by_one(
+    pool: TokenizerPool, byte_level_json: bytes
+) -> None:
+    template = b"{% if messages[0].content == 'spin' %}" + SPIN + b"{% endif %}"
+    template += b"{{ messages[0].content }}"
+    pool.add(TokenizerFiles(key="some", tokenizer=byte_level_json, template=template))
+
+    async def scene() -> list[object]:
+        texts: list[object] = [f"text {number}" for number in range(60)]
+        texts[5], texts[20] = 5, "spin"
+        contents = [[{"role": "user", "content": text}] for text in texts]
+        jobs = [pool.encode(job(content, chat=True, key="some")) for content in contents]
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    for number, outcome in enumerate(asyncio.run(scene())):
+        match outcome:
+            case (Prompt() as prompt,):
+                assert prompt.length == len(f"text {number}")
+            case RequestError():
+                assert outcome.code == {5: "invalid_value", 20: "tokenizer_timeout"}[number]
+            case _:
+                raise AssertionError(f"{number}: {outcome!r}")
+
+
+def test_a_process_that_waits_for_a_cpu_is_not_killed_with_its_batch(
+    byte_level_json: bytes,
+) -> None:
+    async def scene() -> None:
+        pool = TokenizerPool()
+        pool.add(TokenizerFiles(key="good", tokenizer=byte_level_json))
+        await pool.warm("good")
+        while not all(lane._loaded for lane in pool._lanes):
+            await asyncio.sleep(0.01)
+        processes = [lane._process for lane in pool._lanes if lane._process is not None]
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        jobs = [asyncio.create_task(pool.encode(job(f"{number}"))) for number in range(99)]
+        await asyncio.sleep(3 * BATCH_S)
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+        assert len(await asyncio.gather(*jobs)) == 99
+        assert [lane._process for lane in pool._lanes] == processes
+        await asyncio.to_thread(pool.close)
+
+    asyncio.run(scene())
+
+
+def test_short_chats_with_many_tools_do_not_fill_the_link(
+    pool: TokenizerPool, byte_level_json: bytes
+) -> None:
+    pool.add(TokenizerFiles(key="tools", tokenizer=byte_level_json, template=b"{{ tools }}"))
+    tools = json.dumps([{"type": "function", "function": {"name": "x" * 30_000}}]).encode()
+
+    async def scene() -> list[tuple[Prompt, ...]]:
+        jobs = [job(MESSAGES, chat=True, key="tools", tools=tools) for _ in range(40)]
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*map(pool.encode, jobs))
+
+    assert all(prompt.length > 30_000 for (prompt,) in asyncio.run(scene()))
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(pool: TokenizerPool) -> None:

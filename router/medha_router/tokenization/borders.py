@@ -371,7 +371,9 @@ def _plain_patterns(unsafe: Matrix) -> Borders | None:
     wide = _after(unsafe, SCRIPTS, " " + WIDE)
     if wide:
         cut += f"|(?<=[{WIDE_LETTERS}])(?={_class(wide)})"
-    run = f"[^A-Za-z ]*(?:(?<!{before}) [^A-Za-z ]*)*[A-Za-z]*"
+    # Characters are repeated possessively, because nothing that follows can fail. Groups are not:
+    # Python before 3.11.5 matches a possessive group wrongly, or without end.
+    run = f"[^A-Za-z ]*+(?:(?<!{before}) [^A-Za-z ]*+)*[A-Za-z]*+"
     return Borders(re.compile(cut), re.compile(f"[\\s\\S]{run}(?:[^{ends[1:]}{run})*"))
 
 
@@ -385,7 +387,7 @@ def _patterns(unsafe: Matrix, added: list[dict[str, Any]]) -> Borders | None:
     if not before or not after:
         return None
     border = f"(?<={_class(before)}) (?={_class(after)})"
-    word = f"[\\s\\S][^ ]*(?:(?!{border}) [^ ]*)*"
+    word = f"[\\s\\S][^ ]*+(?:(?!{border}) [^ ]*+)*"
     return Borders(re.compile(border), re.compile(word), drops_space=True)
 
 

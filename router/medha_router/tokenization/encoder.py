@@ -216,6 +216,9 @@ class ChatTemplate:
                 f"{file} is not a Jinja template ({_parser_message(error)}); fix the template, or "
                 "fetch the file again"
             ) from None
+        if self._template is not None:
+            # Each rendering copies these names, slowly from the chain of maps that they are.
+            self._template.globals = dict(self._template.globals)
         self._special = {name: _token_text(settings.get(name)) for name in SPECIAL}
         self._special = {name: text for name, text in self._special.items() if text is not None}
 
@@ -444,10 +447,11 @@ def read_large(kind: str, body: bytearray) -> tuple[wire.BodyRead, bytes]:
 
 
 def serve(link: socket.socket) -> None:
-    """Answer jobs until the link closes."""
+    """Answer jobs until the link closes; short answers to jobs that came together leave so too."""
     decoder = msgspec.msgpack.Decoder(wire.Job)
     process = TokenizerProcess()
     frames = wire.FrameReader(link, bytearray)
+    answers: list[bytes] = []
     while True:
         try:
             message, payload = frames.receive()
@@ -455,8 +459,15 @@ def serve(link: socket.socket) -> None:
             return
         outcome, answer = process.answer(decoder.decode(message), payload)
         del payload
-        if outcome is not None:
+        if outcome is not None and len(answer) <= wire.READ_BYTES:
+            answers.append(wire.frame_of(msgspec.msgpack.encode(outcome), [answer]))
+        elif outcome is not None:
+            link.sendall(b"".join(answers))
+            answers.clear()
             wire.send_frame(link, msgspec.msgpack.encode(outcome), [answer])
+        if answers and not frames.ready:
+            link.sendall(b"".join(answers))
+            answers.clear()
 
 
 def main() -> None:

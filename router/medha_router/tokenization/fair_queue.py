@@ -10,6 +10,7 @@ credit for that time. Decides without a clock and without threads.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 BYTES_PER_S = 1_000_000.0
@@ -101,11 +102,12 @@ class FairQueue(Generic[S]):
                 del self._jobs[tenant], self._entries[tenant]
         return None
 
-    def take(self) -> S | None:
-        """Remove and return the next job; None if there is none."""
+    def take(self, fits: Callable[[S], bool] | None = None) -> S | None:
+        """Remove and return the next job; None if there is none, or if it does not fit."""
         job = self.peek()
-        if job is not None:
-            heapq.heappop(self._jobs[job.tenant])
+        if job is None or (fits is not None and not fits(job)):
+            return None
+        heapq.heappop(self._jobs[job.tenant])
         return job
 
     def drain(self) -> list[S]:

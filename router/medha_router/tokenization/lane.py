@@ -1,17 +1,22 @@
-"""A lane: a thread and the tokenizer process that it drives, one step at a time.
+"""A lane: a thread and the tokenizer process that it drives, one step or batch at a time.
 
     ticket   waiting ── sent, done at once ──────────────────> settled
                 └────── planned ──> open on the lane ── steps ──┘
 
-If a step exceeds its time (an endless loop in a template, a pathological text), or its client has
-left and it does not end, the process is killed. The other jobs that were open there start again.
+Short jobs for the same tokenizer are sent as one batch: each change between threads and processes
+costs as much as a short text. If a step exceeds its time (an endless loop in a template, a
+pathological text), or its client has left and it does not end, the process is killed. The other
+jobs that were open or sent there start again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
+import itertools
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -30,9 +35,15 @@ from medha_router.tokenization.prefix_tokens import PrefixTokens
 
 JOB_S = 15.0
 SLOWEST_BYTES_PER_S = 100_000
+BATCH_S = 0.5
+"""CPU time of the process for a job of a batch; after it, all that are left start again alone.
+
+Time of a clock would end a process that only waits for a CPU.
+"""
 ABANDONED_S = 1.0
 """A step whose client has left may take so long before its process is killed."""
-POLL_S = 0.2
+POLL_TIME = struct.pack("@ll", 0, 200_000)
+"""Time between two looks at the client and the limit, as the kernel's `timeval`."""
 
 Result = tuple[wire.Prompt, ...] | tuple[wire.BodyRead, memoryview] | memoryview | None
 TicketJob = wire.Encode | wire.Detokenize | wire.ReadBody | wire.FormatTokens | None
@@ -56,9 +67,16 @@ class Ticket:
         self.job, self.payload, self.tenant, self.key = job, payload, tenant, key
         self.size_bytes = sum(map(len, payload))
         self.due_s = due_s(arrival_s, self.size_bytes)
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Result] = self._loop.create_future()
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Result] = self.loop.create_future()
+        self.alone = False  # it was in a batch that failed
         self.restart()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the process is sent, apart from a few for their framing."""
+        tools = self.job.tools if isinstance(self.job, wire.Encode) else b""
+        return self.size_bytes + len(tools)
 
     def restart(self) -> None:
         """Forget what was planned and encoded."""
@@ -74,12 +92,10 @@ class Ticket:
 
     def settle(self, result: Result | Exception) -> None:
         """Set the result, from a lane's thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._settle, result)
-        except RuntimeError:  # the loop has closed
-            return
+        settle_all([(self, result)])
 
-    def _settle(self, result: Result | Exception) -> None:
+    def set(self, result: Result | Exception) -> None:
+        """Set the result, on the loop."""
         if self.future.done():
             return
         if isinstance(result, Exception):
@@ -88,14 +104,34 @@ class Ticket:
             self.future.set_result(result)
 
 
+Results = list[tuple[Ticket, Result | Exception]]
+
+
+def settle_all(results: Results) -> None:
+    """Set results from a lane's thread; each loop is woken once."""
+    for loop, group in itertools.groupby(results, key=lambda entry: entry[0].loop):
+        try:
+            loop.call_soon_threadsafe(_set_all, list(group))
+        except RuntimeError:  # the loop has closed
+            continue
+
+
+def _set_all(results: Results) -> None:
+    for ticket, result in results:
+        ticket.set(result)
+
+
 class Dispatch(Protocol):
-    """Gives a lane its next ticket."""
+    """Gives a lane its next tickets."""
 
     files: dict[str, wire.TokenizerFiles]
     prefixes: PrefixTokens
 
-    def take(self, lane: Lane) -> Ticket | None:
-        """Wait for the next ticket, open ones of the lane included; None at the end."""
+    def take(self, lane: Lane) -> list[Ticket]:
+        """Wait for the next ticket, open ones of the lane included; empty at the end.
+
+        Several tickets are short jobs with the same key.
+        """
         ...
 
     def put_back(self, tickets: list[Ticket]) -> None:
@@ -122,19 +158,26 @@ class Lane(threading.Thread):
         self._link: socket.socket | None = None
         self._frames: wire.FrameReader[memoryview] | None = None
         self._loaded: set[str] = set()
+        self._sent: collections.deque[Ticket] = collections.deque()  # without an outcome yet
         self._decoder = msgspec.msgpack.Decoder(wire.Outcome)
         self._numbers = 0
         self._stopping = False
 
     def run(self) -> None:
-        while (ticket := self._dispatch.take(self)) is not None:
+        while tickets := self._dispatch.take(self):
+            self._sent.extend(tickets)
             try:
-                settled = self._advance(ticket)
-            except Exception as error:
-                ticket.settle(error)
+                settled = self._advance(tickets)
+            except CheckpointError as error:
+                settle_all([(ticket, error) for ticket in self._sent])
                 settled = True
-            if settled and ticket in self.open:
-                self._close(ticket)
+            except Exception as error:
+                self._sent[0].settle(error)
+                self._dispatch.put_back(list(self._sent)[1:])
+                settled = True
+            self._sent.clear()
+            if settled and tickets[0] in self.open:
+                self._close(tickets[0])
         self._end_process()
 
     def stop(self) -> None:
@@ -143,69 +186,101 @@ class Lane(threading.Thread):
         if self._process is not None:
             self._process.kill()
 
-    def _advance(self, ticket: Ticket) -> bool:
-        """Run a ticket or its next step; return True if it is settled."""
-        if ticket.abandoned:
+    def _advance(self, tickets: list[Ticket]) -> bool:
+        """Run a ticket or its next step, or several short ones; return True if they are settled.
+
+        An error is that of the first ticket without an outcome.
+        """
+        ticket = tickets[0]
+        if ticket.abandoned and len(tickets) == 1:
             return True
-        limit_s = self._job_s + ticket.size_bytes / SLOWEST_BYTES_PER_S
         try:
             if ticket.key and ticket.key not in self._loaded:
-                self._load(ticket, limit_s)
+                self._load(ticket)
             if ticket.job is None:
                 ticket.settle(None)
                 return True
             if ticket.planned is not None:
-                return self._step(ticket, ticket.planned, limit_s)
-            return self._start(ticket, ticket.job, limit_s)
-        except TimeoutError:
-            self._restart_others(ticket)
-            raise RequestError(
-                f"the prompt could not be tokenized within {limit_s:.0f} s; shorten it",
-                code="tokenizer_timeout",
-            ) from None
-        except OSError:
-            self._restart_others(ticket)
+                return self._step(ticket, ticket.planned)
+            return self._start(tickets)
+        except (TimeoutError, OSError) as error:
+            late = self._sent[0]
+            self._restart_others(late)
+            if len(self._sent) > 1:  # any of them may be the cause
+                for ticket in self._sent:
+                    ticket.alone = True
+                self._dispatch.put_back(list(self._sent))
+                return True
+            if isinstance(error, TimeoutError):
+                raise RequestError(
+                    f"the prompt could not be tokenized within {self._limit_s(late):.0f} s; "
+                    "shorten it",
+                    code="tokenizer_timeout",
+                ) from None
             raise EngineError(
                 "the tokenizer process ended; the request may be tried again"
             ) from None
 
-    def _load(self, ticket: Ticket, limit_s: float) -> None:
+    def _limit_s(self, ticket: Ticket) -> float:
+        return self._job_s + ticket.size_bytes / SLOWEST_BYTES_PER_S
+
+    def _load(self, ticket: Ticket) -> None:
         files = wire.LoadFiles(self._dispatch.files[ticket.key])
-        loaded, _ = self._request(files, (), ticket, limit_s + JOB_S)
+        self._send(msgspec.msgpack.encode(files), (), JOB_S)
+        loaded, _ = self._receive(ticket, self._limit_s(ticket) + JOB_S)
         if isinstance(loaded, wire.Loaded) and loaded.error:
             raise CheckpointError(loaded.error)
         self._loaded.add(ticket.key)
 
-    def _start(self, ticket: Ticket, job: wire.Job, limit_s: float) -> bool:
+    def _start(self, tickets: list[Ticket]) -> bool:
+        """Send jobs and take their outcomes; return False if the first one was planned."""
+        messages = [self._message(ticket) for ticket in tickets]
+        if len(tickets) == 1:
+            self._send(messages[0], tickets[0].payload, self._limit_s(tickets[0]))
+        else:
+            pairs = zip(messages, tickets, strict=True)
+            self._link_of()[0].sendall(
+                b"".join(wire.frame_of(message, ticket.payload) for message, ticket in pairs)
+            )
+        results: Results = []
+        try:
+            for ticket in tickets:
+                if results and not self._link_of()[1].ready:
+                    settle_all(results)
+                    results = []
+                outcome, payload = self._receive(ticket, self._limit_s(ticket))
+                self._sent.popleft()
+                if isinstance(outcome, wire.Planned):
+                    ticket.planned = outcome
+                    ticket.tokens = [[] for _ in outcome.keys]
+                    ticket.hashes = [[] for _ in outcome.keys]
+                    self.open.append(ticket)
+                else:
+                    results.append((ticket, _result(outcome, payload)))
+                    self._dispatch.charge(ticket.tenant, ticket.size_bytes)
+        finally:
+            settle_all(results)
+        return tickets[0].planned is None
+
+    def _message(self, ticket: Ticket) -> bytes:
+        """Return the message of a job, with the number by which its process knows it."""
         self._numbers += 1
         ticket.number = self._numbers
+        job = ticket.job
         if isinstance(job, wire.Encode):
             job = msgspec.structs.replace(job, raw=b"", number=ticket.number)
         elif isinstance(job, wire.Detokenize):
             job = msgspec.structs.replace(job, number=ticket.number)
-        outcome, payload = self._request(job, ticket.payload, ticket, limit_s)
-        match outcome:
-            case wire.Planned():
-                ticket.planned = outcome
-                ticket.tokens = [[] for _ in outcome.keys]
-                ticket.hashes = [[] for _ in outcome.keys]
-                self.open.append(ticket)
-                return False
-            case wire.Encoded():
-                ticket.settle(outcome.prompts)
-            case wire.BodyRead():
-                ticket.settle((outcome, payload))
-            case _:
-                self._settle(ticket, outcome, payload)
-        self._dispatch.charge(ticket.tenant, ticket.size_bytes)
-        return True
+        return msgspec.msgpack.encode(job)
 
-    def _step(self, ticket: Ticket, planned: wire.Planned, limit_s: float) -> bool:
+    def _step(self, ticket: Ticket, planned: wire.Planned) -> bool:
         known = () if ticket.stepped else self._known(ticket, planned)
         ticket.stepped = True
-        outcome, payload = self._request(wire.Advance(ticket.number, known), (), ticket, limit_s)
+        limit_s = self._limit_s(ticket)
+        self._send(msgspec.msgpack.encode(wire.Advance(ticket.number, known)), (), limit_s)
+        outcome, payload = self._receive(ticket, limit_s)
         if not isinstance(outcome, wire.Part):
-            self._settle(ticket, outcome, payload)
+            ticket.settle(_result(outcome, payload))
             return True
         self._dispatch.charge(ticket.tenant, outcome.served_bytes)
         prefixes = self._dispatch.prefixes
@@ -237,18 +312,6 @@ class Lane(threading.Thread):
             known.append(_beginning(pieces, 4 * page_tokens))
         return tuple(known)
 
-    def _settle(self, ticket: Ticket, outcome: wire.Outcome, payload: memoryview) -> None:
-        if isinstance(outcome, wire.Answer):
-            ticket.settle(payload)
-        elif isinstance(outcome, wire.Declined):
-            ticket.settle(
-                RequestError(
-                    outcome.message, status=outcome.status, code=outcome.code, param=outcome.param
-                )
-            )
-        else:
-            ticket.settle(EngineError(f"the tokenizer process sent {type(outcome).__name__}"))
-
     def _close(self, ticket: Ticket) -> None:
         """Drop a ticket that was planned."""
         self.open.remove(ticket)
@@ -258,48 +321,65 @@ class Lane(threading.Thread):
             except OSError:
                 self._restart_others(ticket)
 
-    def _request(
-        self, job: wire.Job, payload: Sequence[wire.Bytes], ticket: Ticket, limit_s: float
-    ) -> tuple[wire.Outcome, memoryview]:
+    def _link_of(self) -> tuple[socket.socket, wire.FrameReader[memoryview]]:
+        """Return the link to the process and its frames; start the process if there is none."""
         if self._link is None or self._frames is None:
             self._link = self._start_process()
             self._frames = wire.FrameReader(self._link, _buffer)
-        link, frames = self._link, self._frames
-        message = msgspec.msgpack.encode(job)
-        # A link has room for a small frame. Without a limit, it is sent in one call of the kernel.
-        small = len(message) + sum(map(len, payload)) <= wire.READ_BYTES
-        link.settimeout(None if small else limit_s)
-        wire.send_frame(link, message, payload)
-        self._wait(link, frames, ticket, limit_s)
-        received, answer = frames.receive()
-        outcome: wire.Outcome = self._decoder.decode(received)
-        return outcome, answer
+        return self._link, self._frames
 
-    def _wait(
-        self,
-        link: socket.socket,
-        frames: wire.FrameReader[memoryview],
-        ticket: Ticket,
-        limit_s: float,
-    ) -> None:
-        """Wait for the outcome; raises TimeoutError if it does not come or the client has left."""
+    def _send(self, message: bytes, payload: Sequence[wire.Bytes], limit_s: float) -> None:
+        """Send a frame; a link has room for a small one, which needs no limit."""
+        link, _ = self._link_of()
+        large = len(message) + sum(map(len, payload)) > wire.READ_BYTES
+        if large:
+            link.settimeout(limit_s)
+        wire.send_frame(link, message, payload)
+        if large:
+            link.settimeout(None)
+
+    def _receive(self, ticket: Ticket, limit_s: float) -> tuple[wire.Outcome, memoryview]:
+        """Wait for an outcome; raises TimeoutError if it is late or if the client has left.
+
+        An outcome of a batch is late too if the process computes for BATCH_S meanwhile.
+        """
+        link, frames = self._link_of()
         started_s = time.monotonic()
-        while True:
-            link.settimeout(POLL_S)
+        first_cpu_s: float | None = None
+        while not frames.ready:
             try:
                 frames.wait()
-            except TimeoutError:
+                break
+            except BlockingIOError:  # nothing came within POLL_S
                 spent_s = time.monotonic() - started_s
                 if spent_s > limit_s or (ticket.abandoned and spent_s > ABANDONED_S):
-                    raise
-            else:
-                link.settimeout(limit_s)
-                return
+                    raise TimeoutError from None
+                if len(self._sent) > 1:
+                    cpu_s = self._cpu_s()
+                    first_cpu_s = cpu_s if first_cpu_s is None else first_cpu_s
+                    if cpu_s - first_cpu_s > BATCH_S:
+                        raise TimeoutError from None
+        if frames.ready:
+            received, payload = frames.receive()
+        else:
+            link.settimeout(limit_s)
+            received, payload = frames.receive()
+            link.settimeout(None)
+        outcome: wire.Outcome = self._decoder.decode(received)
+        return outcome, payload
+
+    def _cpu_s(self) -> float:
+        """Return the CPU time of the process; raises OSError if it has ended."""
+        assert self._process is not None
+        # The kernel's number of another process's clock, as clock_getcpuclockid makes it.
+        return time.clock_gettime(~self._process.pid << 3 | 2)
 
     def _start_process(self) -> socket.socket:
         if self._stopping:
             raise ConnectionResetError("the router is shutting down")
         ours, theirs = socket.socketpair()
+        # The kernel's own limit costs no further calls of it.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, POLL_TIME)
         with theirs:
             self._process = subprocess.Popen(
                 killed_with_parent(
@@ -333,6 +413,22 @@ class Lane(threading.Thread):
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+def _result(outcome: wire.Outcome, payload: memoryview) -> Result | Exception:
+    """Return what the caller of a job gets for its outcome."""
+    match outcome:
+        case wire.Encoded():
+            return outcome.prompts
+        case wire.BodyRead():
+            return outcome, payload
+        case wire.Answer():
+            return payload
+        case wire.Declined():
+            return RequestError(
+                outcome.message, status=outcome.status, code=outcome.code, param=outcome.param
+            )
+    return EngineError(f"the tokenizer process sent {type(outcome).__name__}")
 
 
 def _buffer(size: int) -> memoryview:

@@ -25,6 +25,9 @@ from medha_router.tokenization.prefix_tokens import PrefixTokens
 
 SHORT_BYTES = 64 << 10
 CACHE_BYTES = 64 << 20
+BATCH_BYTES = 12 << 10
+BATCH_JOBS = 12
+"""Most jobs of a batch besides the first, and bytes of all: the link has room for a batch."""
 MAX_OPEN = 4
 """Most jobs that a process has planned; it holds the texts of all of them."""
 
@@ -144,17 +147,33 @@ class _Dispatch:
             self._own.setdefault(lane, []).append(ticket)
             self._changed.notify_all()
 
-    def take(self, lane: Lane) -> Ticket | None:
+    def take(self, lane: Lane) -> list[Ticket]:
         with self._changed:
             while not self._closed:
                 if own := self._own.get(lane):
-                    return own.pop()
+                    return [own.pop()]
                 ticket = self._choose(lane)
                 if ticket is not None:
                     self._shares.start(ticket.tenant)
-                    return ticket
+                    return [ticket, *self._more(ticket)]
                 self._changed.wait()
-            return None
+            return []
+
+    def _more(self, first: Ticket) -> list[Ticket]:
+        """Take the short tickets that go with a short one, in their order."""
+        more: list[Ticket] = []
+        room_bytes = BATCH_BYTES - first.sent_bytes
+        if first.planned is not None or not first.key or first.alone:
+            return more
+
+        def fits(ticket: Ticket) -> bool:
+            return ticket.key == first.key and not ticket.alone and ticket.sent_bytes <= room_bytes
+
+        while len(more) < BATCH_JOBS and (ticket := self._short.take(fits)) is not None:
+            self._shares.start(ticket.tenant)
+            more.append(ticket)
+            room_bytes -= ticket.sent_bytes
+        return more
 
     def charge(self, tenant: bytes, served_bytes: int) -> None:
         with self._changed:

@@ -182,14 +182,18 @@ Job = LoadFiles | Encode | Detokenize | ReadBody | FormatTokens | Advance | Clos
 Outcome = Loaded | Encoded | Planned | Part | BodyRead | Answer | Declined
 
 
+def frame_of(message: bytes, payload: Sequence[Bytes] = ()) -> bytes:
+    """Return one frame."""
+    return b"".join((LENGTHS.pack(len(message), sum(map(len, payload))), message, *payload))
+
+
 def send_frame(link: socket.socket, message: bytes, payload: Sequence[Bytes] = ()) -> None:
     """Send one frame; raises OSError if the other end has closed."""
     size = sum(map(len, payload))
-    head = LENGTHS.pack(len(message), size) + message
     if size <= READ_BYTES:
-        link.sendall(b"".join((head, *payload)))
+        link.sendall(frame_of(message, payload))
         return
-    link.sendall(head)
+    link.sendall(LENGTHS.pack(len(message), size) + message)
     for part in payload:
         link.sendall(part)
 
@@ -203,6 +207,14 @@ class FrameReader(Generic[B]):
     def __init__(self, link: socket.socket, make: Callable[[int], B]) -> None:
         self._link, self._make = link, make
         self._held = b""
+
+    @property
+    def ready(self) -> bool:
+        """True if the whole of the next frame was received."""
+        if len(self._held) < LENGTHS.size:
+            return False
+        message, payload = LENGTHS.unpack_from(self._held)
+        return len(self._held) - LENGTHS.size >= int(message) + int(payload)
 
     def wait(self) -> None:
         """Wait for the beginning of a frame."""
