@@ -5,12 +5,11 @@
 
     medha-*.tgz                     charts, and medha-*.oci.tar the same as OCI layouts
     medha-<image>.oci.tar           images as OCI archives
-    values-digests.yaml             values of the chart that name the images by digest
-    medha-<image>.cdx.json          CycloneDX: the Python packages that an image locks
+    medha-<image>.cdx.json          CycloneDX: the packages of Python and Debian in an image
     SHA256SUMS                      of all of it
 
-An archive keeps its digest when it is pushed unchanged (`skopeo copy --preserve-digests`,
-`oras cp --from-oci-layout`).
+The chart names the images in --registry by digest. An archive keeps its digest when it is pushed
+unchanged (`skopeo copy --preserve-digests`, `oras cp --from-oci-layout`).
 """
 
 from __future__ import annotations
@@ -21,23 +20,25 @@ import io
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping
+import tempfile
+import urllib.parse
+import venv
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 from demos import images
+from demos.image_contents import DEBIAN, PYTHON, RELEASE, Image, blob, read_image
 
 from medha.cli.local_fleet.child_process import killed_with_parent
 
 ROOT = images.ROOT
 CHARTS = ("medha-crds", "medha")
-SET_ID = 0o6000
-WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
-"""Names in a layer that hide a file, or all of a folder, of lower layers."""
 LAYOUT = {"imageLayoutVersion": "1.0.0"}
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 INDEX = "application/vnd.oci.image.index.v1+json"
@@ -57,16 +58,39 @@ def helm() -> str:
     return program
 
 
-def package_charts(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Package the charts as Helm does, and again as OCI layouts."""
+def package_charts(
+    folder: pathlib.Path, registry: str = "", digests: Mapping[str, str] | None = None
+) -> list[pathlib.Path]:
+    """Package the charts as Helm does, and again as OCI layouts; digests of all images become
+    values of the chart."""
     paths = []
     for chart in CHARTS:
         source = ROOT / "charts" / chart
         about = yaml.safe_load((source / "Chart.yaml").read_text())
-        run(helm(), "package", str(source), "--destination", str(folder))
+        with tempfile.TemporaryDirectory() as name:
+            copy = shutil.copytree(source, pathlib.Path(name) / chart)
+            if chart == "medha" and digests:
+                values = copy / "values.yaml"
+                values.write_text(named_by_digest(values.read_text(), registry, digests))
+            run(helm(), "package", str(copy), "--destination", str(folder))
         path = folder / f"{chart}-{about['version']}.tgz"
         paths += [path, write_layout(path, about)]
     return paths
+
+
+def named_by_digest(values: str, registry: str, digests: Mapping[str, str]) -> str:
+    """Replace the registry and the tag in the text of the chart's values; comments stay."""
+    replacements = {
+        "registry: localhost": f"registry: {registry}",
+        "tag: dev": 'tag: ""',
+        "digests: {}": f"digests: {json.dumps(dict(sorted(digests.items())))}",
+    }
+    for line, other in replacements.items():
+        before, default, after = values.partition(f"\n  {line}\n")
+        if not default:
+            raise Refused(f"values.yaml has no line {line!r}: must be the default of image")
+        values = f"{before}\n  {other}\n{after}"
+    return values
 
 
 def write_layout(chart: pathlib.Path, about: dict[str, Any]) -> pathlib.Path:
@@ -106,11 +130,6 @@ def digest(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-def blob(of: str) -> str:
-    """Path of a digest's content in a layout."""
-    return f"blobs/{of.replace(':', '/')}"
-
-
 def check_bases() -> None:
     """Refuse a base image that a later build may find changed."""
     if images.able_builder() not in ("buildah", "podman"):
@@ -130,78 +149,76 @@ def check_bases() -> None:
             )
 
 
-def write_image(target: str, device: str, folder: pathlib.Path) -> tuple[pathlib.Path, str]:
-    """Build an image and write it as an OCI archive; returns its path and digest."""
+def write_image(target: str, device: str, folder: pathlib.Path) -> tuple[pathlib.Path, Image]:
+    """Build an image, write it as an OCI archive and check it; returns its path and contents."""
     name, path = images.build(target, device), folder / f"medha-{target}.oci.tar"
     path.unlink(missing_ok=True)
     run(images.builder(), "push", "--quiet", name, f"oci-archive:{path}")
-    if programs := set_id_files(path):
-        raise Refused(f"{path.name} has programs that change their user: {', '.join(programs)}")
-    return path, read_manifest(path)[0]
+    image = read_image(path)
+    check_image(path.name, image)
+    return path, image
 
 
-def read_manifest(path: pathlib.Path) -> tuple[str, dict[str, Any]]:
-    """Read the digest and the manifest of an OCI archive's only image."""
-    with tarfile.open(path) as archive:
-        (entry,) = json.loads(_content(archive, "index.json"))["manifests"]
-        return entry["digest"], json.loads(_content(archive, blob(entry["digest"])))
+def check_image(name: str, image: Image) -> None:
+    """Refuse an image that may become root, or that does not name its base by digest."""
+    if image.set_id:
+        raise Refused(f"{name} has programs that change their user: {', '.join(image.set_id)}")
+    user = image.config.get("User", "").partition(":")[0]
+    if not user.isdecimal() or int(user) == 0:
+        raise Refused(f"{name} runs as user {user!r}: must be a number above 0; see USER")
+    if not image.base.startswith("sha256:"):
+        raise Refused(f"{name} has no {images.BASE_DIGEST}: build it with buildah or podman")
 
 
-def set_id_files(path: pathlib.Path) -> list[str]:
-    """List the files of an OCI archive's file system that have a set-user or set-group bit."""
-    marked: set[str] = set()
-    _, manifest = read_manifest(path)
-    with tarfile.open(path) as archive:
-        for layer in manifest["layers"]:
-            hidden, present, marked_here = set(), set(), set()
-            content = archive.extractfile(blob(layer["digest"]))
-            with tarfile.open(fileobj=content, mode="r|*") as members:
-                for member in members:
-                    name = member.name.removeprefix("./")
-                    parent, _, last = name.rpartition("/")
-                    if last == OPAQUE:
-                        hidden.add(parent)
-                    elif last.startswith(WHITEOUT):
-                        hidden.add(f"{parent}/{last.removeprefix(WHITEOUT)}".lstrip("/"))
-                    else:
-                        present.add(name)
-                        if member.mode & SET_ID and (member.isfile() or member.islnk()):
-                            marked_here.add(name)
-            lower = {name for name in marked - present if not hidden & {name, *parents(name)}}
-            marked = lower | marked_here
-    return sorted(marked)
-
-
-def parents(name: str) -> list[str]:
-    """List the folders that a path lies in."""
-    return [str(folder) for folder in pathlib.PurePosixPath(name).parents][:-1]
-
-
-def _content(archive: tarfile.TarFile, name: str) -> bytes:
-    file = archive.extractfile(name)
-    assert file is not None, name
-    return file.read()
-
-
-def write_bill(target: str, folder: pathlib.Path) -> pathlib.Path:
-    """Describe the Python packages that an image locks, with their hashes."""
+def write_bill(target: str, image: Image, folder: pathlib.Path) -> pathlib.Path:
+    """Describe the packages in an image. Python's are read as if they were installed here."""
     path = folder / f"medha-{target}.cdx.json"
-    tool = (sys.executable, "-m", "cyclonedx_py", "requirements")
-    form = ("--output-reproducible", "--output-format", "JSON", "--output-file", str(path))
-    locked = ROOT / "requirements" / f"{target}.txt"
-    run(*tool, "--pyproject", str(ROOT / "pyproject.toml"), *form, str(locked))
-    return path
-
-
-def write_digests(digests: dict[str, str], registry: str, folder: pathlib.Path) -> pathlib.Path:
-    """Write values of the chart that name each image by its digest."""
-    path = folder / "values-digests.yaml"
-    values = {
-        target: {"image": f"{registry}/medha-{target}@{digest}"}
-        for target, digest in digests.items()
+    with tempfile.TemporaryDirectory() as name:
+        venv.create(name, with_pip=False)
+        (site,) = pathlib.Path(name).glob("lib/python*/site-packages")
+        for file, text in image.texts.items():
+            if PYTHON.search(file):
+                copy = site / pathlib.Path(file).parent.name / "METADATA"
+                copy.parent.mkdir(exist_ok=True)
+                copy.write_text(text)
+        form = ("--output-reproducible", "--output-format", "JSON", "--output-file", str(path))
+        run(sys.executable, "-m", "cyclonedx_py", "environment", *form, f"{name}/bin/python")
+    bill = json.loads(path.read_text())
+    bill["metadata"]["component"] = {
+        "type": "container",
+        "bom-ref": target,
+        "name": f"medha-{target}",
+        "version": image.digest,
+        "hashes": [{"alg": "SHA-256", "content": image.digest.removeprefix("sha256:")}],
     }
-    path.write_text(yaml.safe_dump(values))
+    bill["components"] += debian_packages(image)
+    path.write_text(json.dumps(bill, indent=2, sort_keys=True) + "\n")
     return path
+
+
+def debian_packages(image: Image) -> Iterator[dict[str, str]]:
+    """Yield the installed packages of the image's distribution as components."""
+    release = dict(
+        line.split("=", 1) for line in image.texts.get(RELEASE, "").splitlines() if "=" in line
+    )
+    system, version = (release.get(key, "").strip('"') for key in ("ID", "VERSION_ID"))
+    for path, text in image.texts.items():
+        if not DEBIAN.fullmatch(path):
+            continue
+        for paragraph in text.split("\n\n"):
+            fields = dict(re.findall(r"^([A-Za-z-]+): (.*)$", paragraph, flags=re.M))
+            # Distroless images list no status: what is there is installed.
+            if "Package" in fields and fields.get("Status", "is installed").endswith(" installed"):
+                about = {"arch": fields["Architecture"], "distro": f"{system}-{version}"}
+                at = urllib.parse.quote(fields["Version"], safe=":~")
+                purl = f"pkg:deb/{system}/{fields['Package']}@{at}?{urllib.parse.urlencode(about)}"
+                yield {
+                    "type": "library",
+                    "bom-ref": purl,
+                    "name": fields["Package"],
+                    "version": fields["Version"],
+                    "purl": purl,
+                }
 
 
 def write_checksums(paths: list[pathlib.Path], folder: pathlib.Path) -> pathlib.Path:
@@ -227,21 +244,20 @@ def main() -> None:
     parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "dist")
     parser.add_argument("--registry", default="localhost", help="where the images will be pushed")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--images", nargs="*", default=list(images.TARGETS))
     parser.add_argument("--charts-only", action="store_true")
     arguments = parser.parse_args()
     folder: pathlib.Path = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        paths = package_charts(folder)
+        helm()
+        paths, digests = [], {}
         if not arguments.charts_only:
             check_bases()
-            digests = {}
-            for target in arguments.images:
-                path, digests[target] = write_image(target, arguments.device, folder)
-                paths.append(path)
-            paths.append(write_digests(digests, arguments.registry, folder))
-        paths += [write_bill(target, folder) for target in images.TARGETS]
+            for target in images.TARGETS:
+                path, image = write_image(target, arguments.device, folder)
+                paths += [path, write_bill(target, image, folder)]
+                digests[target] = image.digest
+        paths += package_charts(folder, arguments.registry, digests)
         paths.append(write_checksums(paths, folder))
     except (Refused, images.Unreachable) as error:
         sys.exit(str(error))

@@ -27,6 +27,8 @@ BUILDERS = {"docker": ("buildx", "ls"), "buildah": ("info",), "podman": ("info",
 """Builders in order of preference, each with a command that succeeds if it can build."""
 BASES = {"BASE": (), "BUILDER": ("gcc", "g++", "libc6-dev")}
 """Base images by their name in the Dockerfile, with packages to add to Debian's Python."""
+BASE_DIGEST = "org.opencontainers.image.base.digest"
+"""Annotation with which an image names its base; buildah's own value is that of a cached layer."""
 PIP_SETTINGS = pathlib.Path("/etc/pip.conf")
 BASE_SCRIPT = ROOT / "tests" / "cluster" / "base_image.sh"
 OUT_OF_REACH = (
@@ -102,6 +104,8 @@ def build(target: str, device: str) -> str:
         bases = {name: given or own_base(name) for name, given in bases.items()}
     arguments = {"DEVICE": device} | {name: given for name, given in bases.items() if given}
     given = [f"--build-arg={name}={value}" for name, value in arguments.items()]
+    if program != "docker" and "@" in (base := arguments.get("BASE", "")):
+        given.append(f"--annotation={BASE_DIGEST}={base.partition('@')[2]}")
     command = [program, *verb, *given, *secrets(), "--target", target, "-t", image(target), "."]
     environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
     done = subprocess.run(
@@ -116,7 +120,7 @@ def build(target: str, device: str) -> str:
 
 
 def own_base(name: str) -> str:
-    """Build one of BASES on this machine unless it exists."""
+    """Build one of BASES on this machine unless it exists; returns its name by digest."""
     base = image(name.lower())
     if not _built(base):
         done = subprocess.run(
@@ -125,7 +129,9 @@ def own_base(name: str) -> str:
         if done.returncode:
             output = (done.stderr or done.stdout).strip()
             raise Unreachable(f"{base}, the base of the images, is not built: {output[-2000:]}")
-    return base
+    command = ["buildah", "inspect", "--type", "image", "--format", "{{.FromImageDigest}}", base]
+    digest = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return f"{base.rpartition(':')[0]}@{digest}"
 
 
 def alone(*command: str) -> list[str]:

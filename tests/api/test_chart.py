@@ -17,6 +17,7 @@ import yaml
 from tests.api.fleet import NOW, Fleet, Operator, until
 from tests.api.server import ApiServer
 from tests.api.stage import kubeconfig_of, new_proxy
+from tests.charts.changed_values import CHANGED, FIRST
 from tests.charts.test_chart_values import DESCRIBED, RIGHT
 
 from medha.spec import parse
@@ -386,93 +387,6 @@ def test_budgets_of_replicas_that_run_on_go_with_the_release_and_others_stay(
     uninstall(run_helm, api, api_server, namespace, tmp_path)
     assert [item["metadata"]["name"] for item in api.get(budgets).json()["items"]] == ["web"]
     assert set(fleet.pods()) == pods
-
-
-CHANGED: dict[str, dict[str, Any]] = {
-    "image": {"registry": "r.example", "tag": "2", "pullPolicy": "Always", "pullSecrets": ["a"]},
-    "operator": {
-        "image": "r.example/o:2",
-        "replicas": 2,
-        "namespaces": ["default"],
-        "logLevel": "debug",
-        "workers": 8,
-        "resyncSeconds": 20,
-        "reportSeconds": 1,
-        "prometheus": "http://prometheus:9090",
-        "leaseSeconds": 20,
-        "resources": {"requests": {"cpu": "60m"}},
-        "nodeSelector": {"pool": "system"},
-        "tolerations": [{"operator": "Exists"}],
-        "affinity": {"nodeAffinity": {}},
-        "priorityClassName": "system-cluster-critical",
-        "podAnnotations": {"a": "b"},
-        "podLabels": {"a": "b"},
-        "serviceAccountAnnotations": {"a": "b"},
-    },
-    "router": {
-        "image": "r.example/r:2",
-        "replicas": 3,
-        "processes": 2,
-        "logLevel": "debug",
-        "terminationGraceSeconds": 60,
-        "resources": {"requests": {"cpu": "60m"}},
-        "nodeSelector": {"pool": "system"},
-        "tolerations": [{"operator": "Exists"}],
-        "affinity": {"nodeAffinity": {}},
-        "priorityClassName": "system-cluster-critical",
-        "podAnnotations": {"a": "b"},
-        "podLabels": {"a": "b"},
-    },
-    "router.config": {
-        "maxBodyBytes": 1 << 20,
-        "maxQueue": 10,
-        "queueTimeoutSeconds": 10,
-        "noReplicaTimeoutSeconds": 10,
-        "keepaliveSeconds": 10,
-        "defaultOutputTokens": 10,
-        "generationDefaults": False,
-        "tokenizerWorkers": 2,
-        "classHeaders": {"x-tier": {"gold": "interactive"}},
-        "shareCache": True,
-    },
-    "router.apiKeys": {"enabled": True, "existingSecret": "keys"},
-    "router.service": {
-        "type": "NodePort",
-        "port": 80,
-        "nodePort": 30081,
-        "annotations": {"a": "b"},
-    },
-    "router.podDisruptionBudget": {"maxUnavailable": 2},
-    "router.ingress": {
-        "className": "nginx",
-        "annotations": {"a": "b"},
-        "host": "llm.example.com",
-        "tlsSecret": "cert",
-        "enabled": False,
-    },
-    "router.httpRoute": {
-        "parentRefs": [{"name": "public"}],
-        "hostnames": ["llm.example.com"],
-        "enabled": False,
-    },
-    "worker": {"image": "r.example/w:2"},
-    "networkPolicy": {
-        "clients": [{"podSelector": {}}],
-        "monitoring": [{"podSelector": {}}],
-        "apiServer": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
-        "apiServerPorts": [6443],
-        "modelEgress": [{"ports": [{"port": 443}]}],
-        "enabled": False,
-    },
-    "monitoring.rules": {"objective": 0.95, "runbook": "https://r.example", "enabled": False},
-    "monitoring.dashboards": {"labels": {"a": "b"}, "annotations": {"a": "b"}, "enabled": False},
-    "monitoring": {"labels": {"a": "b"}, "interval": "30s", "enabled": False},
-}
-"""Another value for each value of the chart, by section; what switches a section off comes last."""
-FIRST = {
-    "router.ingress.enabled": True,
-    "router.httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]},
-}
 
 
 def test_every_value_changes_an_object(rendered: Callable[..., str]) -> None:

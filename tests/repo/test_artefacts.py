@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 from demos import artefacts, images
+from demos.image_contents import Image, blob, read_image, read_manifest
 
 Layer = list[tuple[str, int]]
 """Names and modes; a name that begins with .wh. hides one of a lower layer."""
@@ -30,10 +36,12 @@ def archive(folder: Path, *layers: Layer) -> Path:
                 files.addfile(member)
         contents.append(buffer.getvalue())
     entries = [artefacts.descriptor("application/vnd.oci.image.layer.v1.tar", c) for c in contents]
-    manifest = json.dumps({"layers": entries}).encode()
+    config = json.dumps({"config": {"User": "65532:65532"}}).encode()
+    described = artefacts.descriptor("application/vnd.oci.image.config.v1+json", config)
+    manifest = json.dumps({"config": described, "layers": entries}).encode()
     index = {"manifests": [artefacts.descriptor(artefacts.MANIFEST, manifest)]}
     files_by_name = {"index.json": json.dumps(index).encode()}
-    files_by_name |= {artefacts.blob(artefacts.digest(c)): c for c in (*contents, manifest)}
+    files_by_name |= {blob(artefacts.digest(c)): c for c in (*contents, config, manifest)}
     return artefacts.write_archive(folder / "image.oci.tar", files_by_name)
 
 
@@ -56,7 +64,7 @@ SU, OTHER = ("usr/bin/su", 0o4755), ("usr/bin/wall", 0o2755)
 def test_files_that_change_the_user_are_those_of_the_joined_layers(
     tmp_path: Path, layers: list[Layer], left: list[str]
 ) -> None:
-    assert artefacts.set_id_files(archive(tmp_path, *layers)) == left
+    assert read_image(archive(tmp_path, *layers)).set_id == left
 
 
 def test_the_images_remove_such_files_in_the_stage_that_all_of_them_share(house: Path) -> None:
@@ -83,7 +91,7 @@ def test_a_base_without_a_digest_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         artefacts.check_bases()
 
 
-def test_a_release_without_images_holds_charts_bills_and_checksums(
+def test_a_release_without_images_holds_charts_and_checksums(
     house: Path, helm: Path, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "demos.artefacts", "--charts-only", f"--folder={tmp_path}"]
@@ -95,7 +103,6 @@ def test_a_release_without_images_holds_charts_bills_and_checksums(
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {
         *(f"{chart}-0.1.0.{end}" for chart in artefacts.CHARTS for end in ("tgz", "oci.tar")),
-        *(f"medha-{target}.cdx.json" for target in images.TARGETS),
         "SHA256SUMS",
     }
     sums = dict(
@@ -106,24 +113,112 @@ def test_a_release_without_images_holds_charts_bills_and_checksums(
         for name in names - {"SHA256SUMS"}
     }
     for chart in artefacts.CHARTS:
-        of, manifest = artefacts.read_manifest(tmp_path / f"{chart}-0.1.0.oci.tar")
+        of, manifest = read_manifest(tmp_path / f"{chart}-0.1.0.oci.tar")
         with tarfile.open(tmp_path / f"{chart}-0.1.0.oci.tar") as layout:
             for part in (manifest["config"], *manifest["layers"], {"digest": of}):
-                file = layout.extractfile(artefacts.blob(part["digest"]))
+                file = layout.extractfile(blob(part["digest"]))
                 assert file is not None and artefacts.digest(file.read()) == part["digest"]
         (layer,) = manifest["layers"]
         assert layer["digest"] == f"sha256:{sums[f'{chart}-0.1.0.tgz']}"
         assert manifest["config"]["mediaType"] == "application/vnd.cncf.helm.config.v1+json"
-    for target in images.TARGETS:
-        bill = json.loads((tmp_path / f"medha-{target}.cdx.json").read_text())
-        assert bill["bomFormat"] == "CycloneDX"
-        described = {part["name"].lower(): part for part in bill["components"]}
-        locked = (house / f"requirements/{target}.txt").read_text().splitlines()
-        wanted = {line.partition("==")[0] for line in locked if line[:1].isalnum()}
-        assert {name.replace("_", "-") for name in described} == wanted
 
 
-def test_images_are_named_by_digest(tmp_path: Path) -> None:
-    of = f"sha256:{'a' * 64}"
-    path = artefacts.write_digests({"router": of}, "r.example/medha", tmp_path)
-    assert path.read_text() == f"router:\n  image: r.example/medha/medha-router@{of}\n"
+DIGEST = f"sha256:{'a' * 64}"
+STATUS = """Package: libc6
+Status: install ok installed
+Architecture: amd64
+Version: 2.36-9+deb12u13
+Description: GNU C Library
+ Version: 7 of the description
+
+Package: removed
+Status: deinstall ok config-files
+Architecture: amd64
+Version: 1
+
+Package: tzdata
+Status: install ok installed
+Architecture: all
+Version: 1:2025b-0
+"""
+
+
+def image(**changes: Any) -> Image:
+    site = "opt/medha/lib/python3.11/site-packages"
+    texts = {
+        f"{site}/msgspec-0.22.0.dist-info/METADATA": "Name: msgspec\nVersion: 0.22.0\n",
+        f"{site}/kit/_vendor/tomli-2.dist-info/METADATA": "Name: tomli\nVersion: 2\n",
+        "usr/lib/os-release": 'ID=debian\nVERSION_ID="12"\n',
+        "var/lib/dpkg/status": STATUS,
+        "var/lib/dpkg/status.d/base": "Package: base\nArchitecture: all\nVersion: 12\n",
+    }
+    right = Image(
+        digest=DIGEST, base=DIGEST, config={"User": "65532:65532"}, set_id=[], texts=texts
+    )
+    return dataclasses.replace(right, **changes)
+
+
+def test_a_bill_names_the_packages_in_the_image(tmp_path: Path) -> None:
+    text = artefacts.write_bill("router", image(), tmp_path).read_text()
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    bill = json.loads(text)
+    assert bill["metadata"]["component"]["version"] == DIGEST
+    assert sorted(part["purl"] for part in bill["components"]) == [
+        "pkg:deb/debian/base@12?arch=all&distro=debian-12",
+        "pkg:deb/debian/libc6@2.36-9%2Bdeb12u13?arch=amd64&distro=debian-12",
+        "pkg:deb/debian/tzdata@1:2025b-0?arch=all&distro=debian-12",
+        "pkg:pypi/msgspec@0.22.0",
+        "pkg:pypi/tomli@2",
+    ]
+    assert artefacts.write_bill("router", image(), tmp_path).read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"set_id": ["usr/bin/su"]}, "change their user: usr/bin/su"),
+        ({"config": {}}, "user '': must be a number above 0"),
+        ({"config": {"User": "0:0"}}, "user '0': must be a number above 0"),
+        ({"config": {"User": "medha"}}, "user 'medha': must be a number above 0"),
+        ({"base": ""}, "has no org.opencontainers.image.base.digest"),
+    ],
+)
+def test_an_image_that_may_become_root_or_hides_its_base_is_refused(
+    changes: dict[str, Any], refusal: str
+) -> None:
+    artefacts.check_image("router.oci.tar", image())
+    with pytest.raises(artefacts.Refused, match=refusal):
+        artefacts.check_image("router.oci.tar", image(**changes))
+
+
+def test_an_image_reports_its_last_files_that_describe_packages(tmp_path: Path) -> None:
+    path = "var/lib/dpkg/status"
+    layers: list[Layer] = [[(path, 0o644)], [("var/lib/dpkg/.wh.status", 0)]]
+    assert [*read_image(archive(tmp_path, *layers[:1])).texts] == [path]
+    assert [*read_image(archive(tmp_path, *layers)).texts] == []
+
+
+def test_a_published_chart_names_the_images_by_digest(helm: Path, tmp_path: Path) -> None:
+    digests = {
+        target: f"sha256:{name * 64}" for target, name in zip(images.TARGETS, "abc", strict=True)
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(helm.parent), prepend=os.pathsep)
+        _, _, path, _ = artefacts.package_charts(tmp_path, "r.example/medha", digests)
+    command = [str(helm), "template", "medha", str(path), "--kube-version=1.36.0"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    named = set(re.findall(r'"(\S*/medha-\w+[:@][^"]*)"', text))
+    assert named == {f"r.example/medha/medha-{name}@{digest}" for name, digest in digests.items()}
+    mirrored = subprocess.run(
+        [*command, "--set-string=image.tag=2,image.registry=mirror.example"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    named = set(re.findall(r'"(\S*/medha-\w+[:@][^"]*)"', mirrored))
+    assert named == {f"mirror.example/medha-{name}:2" for name in digests}
+
+
+def test_values_whose_image_is_not_the_default_are_refused() -> None:
+    with pytest.raises(artefacts.Refused, match="tag: dev"):
+        artefacts.named_by_digest("image:\n  registry: localhost\n  tag: x\n", "r", {})

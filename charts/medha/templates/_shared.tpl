@@ -26,12 +26,13 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- end -}}
 
-{{/* A component's image: its own reference, else the registry's. */}}
+{{/* A component's image: its own reference, else the registry's by tag or digest. */}}
 {{- define "medha.image" -}}
 {{- $root := index . 0 -}}
 {{- $component := index . 1 -}}
 {{- with $root.Values.image -}}
-{{- $made := printf "%s/medha-%s:%s" .registry $component .tag -}}
+{{- $version := .tag | empty | ternary (print "@" (get (.digests | default dict) $component)) (print ":" .tag) -}}
+{{- $made := printf "%s/medha-%s%s" .registry $component $version -}}
 {{- (index $root.Values $component).image | default $made -}}
 {{- end -}}
 {{- end -}}
