@@ -87,7 +87,10 @@ PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
 def _matches(node: NodeView, term: Mapping[str, Any]) -> bool:
-    return all(node.labels.get(rule["key"]) in rule["values"] for rule in term["matchExpressions"])
+    return all(
+        (node.labels.get(rule["key"]) in rule["values"]) == (rule["operator"] == "In")
+        for rule in term["matchExpressions"]
+    )
 
 
 class Cluster:

@@ -186,6 +186,23 @@ def test_a_replica_larger_than_any_node_gets_the_node_that_is_made_for_it(
     assert bound(cluster) == {"llama-0-g0-s0": large}
 
 
+@pytest.mark.parametrize(("new", "nodes"), [("r9", 3), ("r1", 1)])
+def test_a_gang_that_held_a_part_of_a_rack_takes_a_new_rack_or_what_the_old_one_grows_by(
+    cluster: Fleet, start_operator: Start, new: str, nodes: int
+) -> None:
+    racks(cluster, 2, 1)
+    start_operator(speed=SPEED)
+    packed = {"nodeSelector": cluster.selector, "packLevel": RACK}
+    replica(cluster, placement=packed, parallelism={"tp": 8, "spp": 3})
+    until(lambda: bound(cluster) and refused(cluster), "it holds a part of a rack")
+    cluster.played(lambda: len(refused(cluster)) == 3, "all of it would fit a new rack")
+    for _ in range(nodes):
+        cluster.add_node(new)
+    cluster.played(lambda: cluster.is_ready("llama"))
+    assert where(cluster) == {new}
+    assert cluster.status("llama").get("restarts", []) == []
+
+
 # --- what the operator does not see ---------------------------------------------------------------
 
 

@@ -95,6 +95,54 @@ def test_a_gang_begins_in_a_new_rack_and_stays_there() -> None:
     assert {pod.node for pod in cluster.pods.values()} == {"r2-0", "r2-1"}
 
 
+def in_parts(cluster: Cluster) -> None:
+    """Let the gang hold a part of a rack for the first time, and wait for its next attempt."""
+    step(cluster, 30)
+    assert 0 < len(waiting(cluster)) < len(cluster.pods)
+    step(cluster, 100)
+    assert {pod.attempt for pod in cluster.pods.values()} == {2}
+
+
+def test_a_gang_that_holds_a_part_of_a_rack_makes_room_for_a_whole_new_one() -> None:
+    """An autoscaler makes a rack only for pods that would fit there, and for all of them."""
+    cluster = Cluster(
+        resource(parallelism={"tp": 8, "spp": 3}, placement={"packLevel": RACK}),
+        [*rack("r1", 2), *rack("r2", 1), *rack("r3", 4, used=FULL)],
+    )
+    in_parts(cluster)
+    assert waiting(cluster) == sorted(cluster.pods)
+    assert cluster.condition("PlacementUnsatisfiable")["status"] == "True"
+    for new in rack("r4", 3):
+        cluster.nodes[new.name] = new
+    cluster.settle()
+    assert {pod.node for pod in cluster.pods.values()} == {"r4-0", "r4-1", "r4-2"}
+    assert cluster.status["restarts"] == cluster.status["waits"] == []
+
+
+def test_a_gang_that_waits_for_a_new_rack_takes_room_that_appears_in_an_old_one() -> None:
+    cluster = Cluster(
+        resource(parallelism={"tp": 8, "spp": 3}, placement={"packLevel": RACK}), rack("r1", 2)
+    )
+    in_parts(cluster)
+    cluster.nodes["r1-2"] = rack("r1", 3)[2]
+    step(cluster, 30)
+    assert {pod.node for pod in cluster.pods.values()} == {"r1-0", "r1-1", "r1-2"}
+
+
+def test_a_gang_alternates_between_the_growth_of_old_racks_and_a_new_one() -> None:
+    cluster = Cluster(
+        resource(parallelism={"tp": 8, "spp": 3}, placement={"packLevel": RACK}), rack("r1", 2)
+    )
+    held: dict[int, set[bool]] = {}
+    for _ in range(3000):
+        cluster.reconcile()
+        cluster.turn()
+        for pod in cluster.pods.values():
+            held.setdefault(pod.attempt, set()).add(bool(pod.node))
+    assert [True in held[attempt] for attempt in range(1, 7)] == [True, False] * 3
+    assert cluster.status["restarts"] == []
+
+
 def test_a_group_that_a_replica_grows_by_waits_in_the_rack_of_its_replica() -> None:
     cluster = Cluster(
         resource(parallelism={"tp": 8, "kvp": {"max": 2}}, placement={"packLevel": RACK}),

@@ -251,6 +251,14 @@ class Placer:
         used = [name for name in self._upper if any(name in labelled for labelled in labels)]
         return Place(shared=tuple(dict.fromkeys((*used, level))))
 
+    def outside_place(self) -> Place:
+        """Prefer no node, and keep out of every domain that has room for a part of a replica, so
+        that a new domain can take all of it."""
+        level = self.required.pack_level
+        partial = {domain.name for domain in self._domains() if domain.slots > 0}
+        avoided = {level: tuple(sorted(partial))} if level is not None and partial else {}
+        return msgspec.structs.replace(self.open_place(), avoided=avoided)
+
     def domain(self, nodes: Iterable[str]) -> dict[str, str]:
         """Return the labels of the `packLevel` domain in which these nodes lie; none if no node is
         known, or if the resource has no `packLevel`."""

@@ -188,7 +188,11 @@ class PlanContext:
         if isinstance(placed, Unschedulable):
             if refused:
                 placed = self.placer.place_base(kvp.min, kvp.max, reserve, avoid)
-            return open_base, (placed,) if isinstance(placed, Unschedulable) else ()
+            if not isinstance(placed, Unschedulable):
+                return open_base, ()
+            if any(restarts.is_outside(wait) for wait in waits):
+                open_base = dict.fromkeys(open_base, (self.placer.outside_place(),) * stages)
+            return open_base, (placed,)
         if any(restarts.is_open(wait) for wait in waits):
             return open_base, ()
         by_group = {
@@ -616,18 +620,24 @@ def recreate(ctx: PlanContext, replica: ReplicaView, attempts: Mapping[int, int]
 
 def _reconcile_gang(ctx: PlanContext, replica: ReplicaView, gang: Sequence[GroupView]) -> Plan:
     """Repair the groups of a gang, or give it back whole if it does not get its nodes."""
-    times, plan = 0, NOTHING
+    times, outside, plan = 0, False, NOTHING
     for group in gang:
         wait = ctx.persisted.wait(replica.ordinal, group.index)
-        times = max(times, wait.times if wait is not None else 0)
-        if wait is not None and group.present and wait.attempt >= group.attempt:
+        if wait is None:
+            continue
+        times, outside = max(times, wait.times), outside or restarts.is_outside(wait)
+        if group.present and wait.attempt >= group.attempt:
             return _give_back(ctx, replica, gang, wait.reason, wait.message)
-    back_s = restarts.give_back_s(gang, times, f"{ctx.resource.uid} {replica.ordinal}")
+    unbound = not any(pod.node for group in gang for pod in group.present)
+    outdated = outside and unbound and ctx.fits_without(replica.ordinal)
+    salt = f"{ctx.resource.uid} {replica.ordinal}"
+    back_s = restarts.give_back_s(gang, times, salt, outside, outdated)
     if back_s is not None and back_s <= ctx.now_s:
         pod = next(pod for group in gang for pod in group.present if pod.refused)
         why = f"pod {pod.name} finds no node: {pod.message or pod.why}"
-        nodes = [pod.node or pod.target for group in gang for pod in group.present]
-        domain = ctx.placer.domain_name(next(filter(None, sorted(nodes))))
+        nodes = sorted(pod.node or pod.target for group in gang for pod in group.present)
+        domains = [ctx.placer.domain_name(node) for node in nodes if node]
+        domain = domains[0] if domains else None
         return _give_back(ctx, replica, gang, restarts.NO_NODE, why, domain)
     for group in gang:
         plan += repair(ctx, replica, group)

@@ -191,26 +191,35 @@ def _failed_s(record: RestartRecord) -> tuple[float, ...]:
 #     holds nothing, left open           wait: an autoscaler sees it
 #     holds nothing, was planned         give it back soon
 #     holds some nodes                   give it back whole: another gang may need them
+#     kept outside, holds nothing        give it back as if it held some; soon if a domain has room
 #
-# The next attempt goes to another domain, or is left open.
+# The next attempt goes to another domain, or is left open. If no domain has room for all of it, the
+# gang would always get a part of one, and no autoscaler would make another domain: every second
+# attempt is kept outside of the domains that have room for a part.
 #
 # Gangs that hold what each other needs must not act at the same time: a hash stretches the times by
 # up to a half.
 
 
-def give_back_s(gang: Sequence[GroupView], times: int, salt: str) -> float | None:
+def give_back_s(
+    gang: Sequence[GroupView], times: int, salt: str, outside: bool, outdated: bool
+) -> float | None:
     """Return when a gang without all of its nodes is given back; None if it may wait. `times`: how
-    often in a row that was done."""
+    often in a row that was done; `outside`: the gang may be kept outside of domains; `outdated`:
+    of these, one has room by now."""
     pods = [pod for group in gang for pod in group.present]
     unbound = [pod for pod in pods if not pod.node]
     if not unbound or not all(pod.refused and pod.open_since_s is not None for pod in unbound):
         return None
     since_s = max(pod.open_since_s or 0.0 for pod in unbound)
-    if len(unbound) < len(pods):
+    holds = len(unbound) < len(pods)
+    if not holds and (outdated or any(pod.target for pod in unbound)):
+        return since_s + REFUSED_S
+    if holds or outside:
         bound_s = max(pod.unready_since_s or 0.0 for pod in pods)
         hold_s = min(LONGEST_HOLDING_S, HOLDING_S * 2.0 ** min(times, 10))
         return max(since_s, bound_s) + hold_s * (1.0 + 0.5 * _fraction(f"{salt} {times}"))
-    return since_s + REFUSED_S if any(pod.target for pod in unbound) else None
+    return None
 
 
 def add_wait(record: WaitRecord | None, failure: GroupFailure, now_s: float) -> WaitRecord:
@@ -240,6 +249,12 @@ def is_waiting(record: WaitRecord, now_s: float) -> bool:
 def is_open(record: WaitRecord) -> bool:
     """Return whether the next attempt is left open: after every second plan that was refused."""
     return record.times % 3 == 2
+
+
+def is_outside(record: WaitRecord) -> bool:
+    """Return whether the next attempt, if no domain has room, is kept outside of those that have
+    room for a part."""
+    return any(record.domains) and record.times % 2 == 1
 
 
 def _pause_s(record: WaitRecord) -> float:

@@ -344,13 +344,15 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     `domain`: labels that the node must have. `node` is the node that the plan prefers, and
     `preferred` its labels, from the widest level to the host name. Without a node the place is
-    open: the pod stands near the others of its replica, in one domain of each of `shared`.
+    open: the pod stands near the others of its replica, in one domain of each of `shared`, and
+    not on nodes that have one of the values of a label in `avoided`.
     """
 
     node: str = ""
     domain: Mapping[str, str] = {}
     preferred: Mapping[str, str] = {}
     shared: tuple[str, ...] = ()
+    avoided: Mapping[str, tuple[str, ...]] = {}
 
 
 class PodAssignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -690,6 +692,8 @@ def _affinity(resource: MedhaReplica, start: PodAssignment) -> Manifest:
     node: Manifest = {}
     if place.domain:
         node[_REQUIRED] = {"nodeSelectorTerms": [_with_labels(place.domain)]}
+    elif place.avoided:
+        node[_REQUIRED] = {"nodeSelectorTerms": [_without_labels(place.avoided)]}
     if place.preferred:
         node[_PREFERRED] = [
             {"weight": weight, "preference": _with_labels({label: value})}
@@ -732,6 +736,15 @@ def _with_labels(labels: Mapping[str, str]) -> Manifest:
     return {
         "matchExpressions": [
             {"key": label, "operator": "In", "values": [value]} for label, value in labels.items()
+        ]
+    }
+
+
+def _without_labels(labels: Mapping[str, tuple[str, ...]]) -> Manifest:
+    return {
+        "matchExpressions": [
+            {"key": label, "operator": "NotIn", "values": [*values]}
+            for label, values in labels.items()
         ]
     }
 
