@@ -48,7 +48,8 @@ class NoCluster(Failed):
 class Testbed:
     """A cluster and the commands that speak to it. `load` brings an image to its nodes; `harm`
     calls the local cluster tool, where that made the cluster: `kill-node N`, `partition N` …,
-    and `kill-api-server`, which the tool starts again."""
+    and `kill-api-server`, which the tool starts again. On that cluster, Services are reachable
+    from here, and `load` takes another name for the image."""
 
     __test__ = False  # no test of pytest's, whatever the name looks like
 
@@ -56,7 +57,7 @@ class Testbed:
         self,
         kind: str,
         environ: dict[str, str],
-        load: Callable[[str], None],
+        load: Callable[..., None],
         model: pathlib.Path,
         harm: Callable[..., str] | None = None,
     ) -> None:
@@ -222,8 +223,8 @@ def from_tool(name: str, nodes: int) -> Iterator[Testbed]:
             raise Failed(f"{tool} {' '.join(arguments)}: {(done.stdout + done.stderr)[-2000:]}")
         return done.stdout
 
-    def load(target: str) -> None:
-        call("load", *named, "--image", image(target), str(archive(target, ARCHIVES)))
+    def load(target: str, name: str = "") -> None:
+        call("load", *named, "--image", name or image(target), str(archive(target, ARCHIVES)))
 
     with run_afterwards(tool, "down", *named):
         try:
