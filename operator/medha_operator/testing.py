@@ -128,6 +128,7 @@ class Cluster:
         self.unseen: set[str] = set()
         """Nodes that exist and that the operator does not know yet."""
         self.done: list[Action] = []
+        self._formed: set[str] = set()
         self._timers = PodTimers()
         self._uids = itertools.count(1)
 
@@ -352,12 +353,15 @@ class Cluster:
             GroupStatus(group=index, state=self._state(groups.get(index, [])))
             for index in range(self.resource.spec.parallelism.kvp.max)
         )
+        running = sum(line.state == "running" for line in lines)
+        if running >= self.resource.spec.parallelism.kvp.min:
+            self._formed.add(leader.uid)  # the first generation has the whole base
         draining = leader.uid in self.draining
         return ReplicaStatus(
             replica=replica_name(self.resource.name, leader.ordinal),
             ready=leader.ready and not draining,
             draining=draining,
-            generation=sum(line.state == "running" for line in lines),
+            generation=running if leader.uid in self._formed else 0,
             wanted_groups=self.wanted.get(leader.ordinal, 1),
             groups=lines,
             routers=0 if self.refused else 1,

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from medha_operator.resources.actions import CreatePod, DeletePod
 from medha_operator.resources.objects import rfc3339, unix_s
@@ -117,6 +119,29 @@ def test_a_gang_that_holds_a_part_of_a_rack_makes_room_for_a_whole_new_one() -> 
     cluster.settle()
     assert {pod.node for pod in cluster.pods.values()} == {"r4-0", "r4-1", "r4-2"}
     assert cluster.status["restarts"] == cluster.status["waits"] == []
+
+
+@given(st.lists(st.integers(0, 2), max_size=5), st.sampled_from([(3, 1), (4, 1), (2, 2)]))
+@settings(max_examples=25, deadline=None)
+def test_a_gang_that_fits_in_no_rack_gets_the_one_that_an_autoscaler_makes_for_all_of_it(
+    sizes: list[int], shape: tuple[int, int]
+) -> None:
+    stages, groups = shape
+    parallelism = {"tp": 8, "spp": stages, "kvp": {"min": groups, "max": groups}}
+    racks = [rack(f"r{index}", size) for index, size in enumerate(sizes)]
+    cluster = Cluster(
+        resource(parallelism=parallelism, placement={"packLevel": RACK}),
+        [node for nodes in racks for node in nodes],
+    )
+    began_s = cluster.now_s
+    while len(waiting(cluster)) < stages * groups:
+        assert cluster.now_s - began_s < 120
+        step(cluster, 1)
+    for new in rack("new", stages * groups):
+        cluster.nodes[new.name] = new
+    step(cluster, 30)
+    assert {pod.node.partition("-")[0] for pod in cluster.pods.values()} == {"new"}
+    assert cluster.condition("Ready")["status"] == "True"
 
 
 def test_a_gang_that_waits_for_a_new_rack_takes_room_that_appears_in_an_old_one() -> None:
