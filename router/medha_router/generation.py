@@ -221,7 +221,12 @@ class ClientRequest:
         return []
 
     def close(self) -> None:
-        """End the timer of `next`; nothing waits for deltas any more."""
+        """End the timer of `next`: nothing waits for deltas any more.
+
+        Drops the generations too, which refer to the client request: without that circle all of it
+        is freed at once, and not by the garbage collector, which stops the loop.
+        """
+        self.generations = []
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -83,6 +83,13 @@ class Exchange(RequestResponseCycle):
 
     _head = b""
 
+    async def run_asgi(self, app: Any) -> None:
+        """Serve the request, then drop the scope's extensions, which refer to the exchange."""
+        try:
+            await super().run_asgi(app)
+        finally:
+            self.scope["extensions"] = {}
+
     def whole_body(self) -> bytes | None:
         """Return the body if it was received with the head, as short ones are; else None.
 

@@ -183,6 +183,7 @@ class Service:
                 self._metrics.refused_generation(generation, refusal, now)
             fields = client_request.log_fields
             self._log.info("refused: %s", refusal.code, extra={"fields": fields})
+            client_request.close()
             raise
         return client_request
 
