@@ -59,6 +59,21 @@ def test_a_silent_router_is_dialled_again_and_its_requests_stop(
     idle(replica)
 
 
+def test_a_router_that_answers_no_hello_is_dialled_again_with_the_present_keys(
+    make_replica: Make,
+) -> None:
+    """A router with another key receives no Hello; one that refuses is left alone."""
+    replica = make_replica(routers=("a", "b", "c"))
+    replica.silent_routers |= {"b", "c"}
+    for second in range(5, 100, 20):
+        replica.send_at(second, m.Rejected("no such model"), "c")
+    replica.run(95.0)
+    assert replica.redials == ["b"] * 3
+    replica.silent_routers.remove("b")
+    replica.run(98.0)
+    assert set(replica.controller.routers.welcome) == {"a", "b"}
+
+
 def test_a_restarted_router_gets_no_tokens_of_old_requests(
     make_replica: Make, make_submit: Submit, idle: Idle
 ) -> None:

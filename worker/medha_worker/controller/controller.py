@@ -120,6 +120,7 @@ class Controller:
 
     def on_router(self, router: str, message: m.RouterMessage, now: float) -> None:
         """Process a router's message; before its Welcome it may only fetch files."""
+        accepted = self.routers.accept(router, now)
         match message:
             case m.Welcome():
                 self._welcome(router, message, now)
@@ -135,7 +136,7 @@ class Controller:
                 self.routers.pass_on(router, message)
                 return
         engine = self.engine
-        if engine is None or not self.routers.accept(router, now):
+        if engine is None or not accepted:
             return
         match message:
             case m.Heads():
@@ -237,6 +238,7 @@ class Controller:
                 log.warning("group %d acknowledges nothing: its steps are sent again", group)
         for router in self.routers.drop_silent(now):
             self._router_lost(router, "is silent", now)
+        self.routers.redial_unanswered(now)
         self.routers.send_hellos(now)
         self._conclude(self.generations.overdue(now), now)
         if self.engine is not None:

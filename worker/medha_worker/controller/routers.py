@@ -32,6 +32,8 @@ HELLO_S = 0.5
 MAX_HELLO_S = 1.0
 REPORT_S = 0.02
 BEAT_S = 0.5
+REDIAL_S = 30.0
+"""Patience with a router that answers no Hello."""
 FILE_PART_BYTES = 1 << 20
 NAMES_PER_EVENT = 1 << 19
 
@@ -45,6 +47,7 @@ class _RouterLink:
         self.router = router
         self.incarnation = ""
         self.last_seen_s = 0.0
+        self.dialed_s: float | None = None
         self.hello_s: float | None = None
         self.wait_s = 0.0
         self.report_s = 0.0
@@ -167,6 +170,15 @@ class RouterLinks:
                 self._outbox.redial(router)
                 silent.append(router)
         return silent
+
+    def redial_unanswered(self, now: float) -> None:
+        """Redial routers that answer no Hello: a key that changed meanwhile is read again."""
+        for router, link in self._links.items():
+            if link.dialed_s is None:
+                link.dialed_s = now
+            if not link.welcome and now - max(link.dialed_s, link.last_seen_s) > REDIAL_S:
+                link.dialed_s = now
+                self._outbox.redial(router)
 
     # --- load and prefix cache ----------------------------------------------------------------
 
