@@ -86,7 +86,13 @@ class OperatorApp:
             EventRecorder(self._client, settings.identity),
             self._controllers,
         )
-        self._keys = KeySecrets(self._client, settings.namespace, settings.resync_s / 2, _make_keys)
+        self._keys = KeySecrets(
+            self._client,
+            settings.namespace,
+            settings.resync_s / 2,
+            _make_keys,
+            lambda: (seen.key[0] for seen in self.state.served()),
+        )
         deadline_s = self._executor.deadline_s
         adopter = Adopter(
             self._client,

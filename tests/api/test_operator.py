@@ -77,6 +77,24 @@ def test_pods_get_matching_keys(api: httpx.Client, fleet: Fleet, start_operator:
     assert "ownerReferences" not in whole["metadata"]
 
 
+def test_a_later_release_keeps_the_keys_of_pods_that_run(
+    api: httpx.Client, fleet: Fleet, start_operator: Start
+) -> None:
+    """Groups that join a running controller need its keys; routers are new with their release."""
+    operator = start_operator()
+    fleet.create("llama")
+    until(lambda: len(fleet.pods()) == 2)
+    before = secret(api, fleet, "medha-keys")["data"]
+    operator.kill()
+    path = f"/api/v1/namespaces/{fleet.namespace}/secrets/medha-keys"
+    assert api.delete(path).status_code == 200  # as the former release is uninstalled
+    start_operator()
+    after = until(lambda: api.get(path).json().get("data"))
+    kept = {name for name in before if before[name] == after[name]}
+    assert kept == {"controller.public", "controller.secret", "rank.public", "rank.secret"}
+    until(lambda: secret(api, fleet, "medha-worker-keys")["data"].items() <= after.items())
+
+
 def test_replicas_follow_the_scale_subresource_up_and_down(
     api: httpx.Client, fleet: Fleet, start_operator: Start
 ) -> None:

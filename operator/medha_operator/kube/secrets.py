@@ -5,7 +5,8 @@
 
 All MedhaReplicas of a namespace own its medha-worker-keys together, so it goes with the last one.
 Keys in `medha-keys` are used as they are, several lines included (that is how keys are rotated); a
-pair that is missing altogether is added.
+pair that is missing altogether is added. Pods that outlived a former release keep the keys with
+which they started, so its controllers' and ranks' pairs are taken over.
 """
 
 from __future__ import annotations
@@ -56,13 +57,19 @@ _SECRET = msgspec.json.Decoder(_Secret)
 
 
 class KeySecrets:
-    """Creates and updates the Secrets that pods mount. `make_pair`: (public, secret) in Z85."""
+    """Creates and updates the Secrets that pods mount. `make_pair`: (public, secret) in Z85;
+    `served`: the namespaces with MedhaReplicas."""
 
     def __init__(
-        self, client: KubeClient, namespace: str, fresh_s: float, make_pair: Callable[[], Pair]
+        self,
+        client: KubeClient,
+        namespace: str,
+        fresh_s: float,
+        make_pair: Callable[[], Pair],
+        served: Callable[[], Iterable[str]],
     ) -> None:
         self._client, self._namespace = client, namespace
-        self._fresh_s, self._make_pair = fresh_s, make_pair
+        self._fresh_s, self._make_pair, self._served = fresh_s, make_pair, served
         self._known: dict[str, tuple[float, frozenset[str]]] = {}
         self._lock = asyncio.Lock()
 
@@ -101,22 +108,39 @@ class KeySecrets:
         """Return every key of the fleet, in base64 as the API has it."""
         current = await self._get(self._namespace, FLEET_KEYS)
         data = dict((current.data or {}) if current else {})
-        missing = {}
+        absent = []
         for pair in PAIRS:
             public, secret = f"{pair}.public", f"{pair}.secret"
             if public not in data and secret not in data:
-                keys = self._make_pair()
-                missing[public], missing[secret] = (_base64(key + b"\n") for key in keys)
+                absent.append((public, secret))
             elif public not in data or secret not in data:
                 raise SetupError(
                     f"Secret {FLEET_KEYS} of namespace {self._namespace} has only one of {public} "
                     f"and {secret}: add the other, or remove it to have both made"
                 )
+        former = await self._former() if absent else {}
+        missing: dict[str, str] = {}
+        for public, secret in absent:
+            if public in former and secret in former:
+                missing |= {public: former[public], secret: former[secret]}
+            else:
+                keys = self._make_pair()
+                missing[public], missing[secret] = (_base64(key + b"\n") for key in keys)
         if current is None:
             await self._create(self._namespace, FLEET_KEYS, missing, {}, timeout_s)
         elif missing:
             await self._merge(self._namespace, FLEET_KEYS, {"data": missing}, timeout_s)
         return data | missing
+
+    async def _former(self) -> dict[str, str]:
+        """Return the keys that a former release gave to pods; empty if namespaces differ in them,
+        as tenants may change those of their own."""
+        keys: list[dict[str, str]] = []
+        for namespace in sorted(set(self._served())):
+            current = await self._get(namespace, WORKER_KEYS)
+            if current is not None and _is_ours(current):
+                keys.append(current.data or {})
+        return keys[0] if keys and all(other == keys[0] for other in keys) else {}
 
     async def _workers(
         self, namespace: str, data: dict[str, str], owners: dict[str, Meta], timeout_s: float
@@ -130,10 +154,9 @@ class KeySecrets:
         if current is None:
             await self._create(namespace, WORKER_KEYS, data, references, timeout_s)
             return
-        references_of = current.metadata.owner_references or ()
-        if not any(owner.kind == REPLICAS.kind for owner in references_of):
+        if not _is_ours(current):
             raise NameTaken(SECRETS.kind, WORKER_KEYS, current.metadata.owner_text)
-        named = {owner.uid for owner in references_of}
+        named = {owner.uid for owner in current.metadata.owner_references or ()}
         change: dict[str, Any] = {} if owners.keys() <= named else {"metadata": references}
         if any((current.data or {}).get(name) != value for name, value in data.items()):
             change["data"] = data
@@ -171,6 +194,11 @@ class KeySecrets:
     ) -> None:
         body = msgspec.json.encode(change)
         await self._client.merge(SECRETS, namespace, name, body, timeout_s)
+
+
+def _is_ours(secret: _Secret) -> bool:
+    owners = secret.metadata.owner_references or ()
+    return any(owner.kind == REPLICAS.kind for owner in owners)
 
 
 def _reference(kind: Kind, owner: Meta) -> dict[str, object]:
