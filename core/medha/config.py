@@ -199,13 +199,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     With `learn` the router also serves models that replicas introduce, and removes a model
     `forget_model_s` after its last replica left. In its first `learn_s` it holds requests for
     unknown models. `models_file` holds more models in the form of `models`; it may change, and may
-    be missing. A client that takes nothing for `stall_timeout_s` is given up; requests that run
-    `drain_timeout_s` after a drain began are ended. `api_keys`: file of API keys, one per line (see
-    `medha_router.auth`); without it the public port is open, and only requests from
-    the same address share cached pages, unless `share_cache`. `class_headers`: by header, the class
-    of each value, for requests without `x-medha-class`. `ops_token`: file of the token that
-    `POST /drain` needs; without it that route is absent.
-    `generation_defaults`: sample by the checkpoint where a request is silent.
+    be missing. Requests wait `no_replica_timeout_s` for a replica; accepted ones, while no replica
+    of their model is left, `recovery_timeout_s`. A client that takes nothing for `stall_timeout_s`
+    is given up; requests that run `drain_timeout_s` after a drain began are ended. `api_keys`: file
+    of API keys, one per line (see `medha_router.auth`); without it the public port is open, and
+    only requests from the same address share cached pages, unless `share_cache`. `class_headers`:
+    by header, the class of each value, for requests without `x-medha-class`. `ops_token`: file of
+    the token that `POST /drain` needs; without it that route is absent. `generation_defaults`:
+    sample by the checkpoint where a request is silent.
     """
 
     host: str = "127.0.0.1"
@@ -228,6 +229,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_queue: Positive = 10_000
     queue_timeout_s: float = 120.0
     no_replica_timeout_s: float = 30.0
+    recovery_timeout_s: float = 600.0
     keepalive_s: float = 15.0
     stall_timeout_s: float = 30.0
     drain_timeout_s: float = 600.0

@@ -146,7 +146,7 @@ class Router:
         self.tick()
         self._retokenizer.tick()
         now = self._clock()
-        self._requests.expire(now, self._config.queue_timeout_s, self._config.no_replica_timeout_s)
+        self._requests.expire(now, self._config)
         if now - self._measured_s >= MEASURE_S:
             self._measured_s = now
             self._measure(now)

@@ -7,6 +7,7 @@ arrival, or the error that ended it. The service and the request table decide.
     waiting ── placed, granted ──> sent ── tokens ──> done
        ^                             │
        └── replica lost or failed ───┘   at most MAX_MOVES times and POISON_DEATHS - 1 deaths
+                                         without PROGRESS_TOKENS in between
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from medha_router.tokenization.wire import Prompt
 
 MAX_MOVES = 2
 POISON_DEATHS = 2
+PROGRESS_TOKENS = 16
 
 
 class Generation:
@@ -59,6 +61,7 @@ class Generation:
         self.prompt_logprobs: list[Logprob] = []
         self.moves = 0
         self.deaths = 0
+        self.tokens_at_move = 0
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.labels = ("", "", "")  # of its tokens' metrics, as of the first of them

@@ -184,9 +184,9 @@ class ServedModel:
     def ready(self) -> bool:
         return self._open.is_set()
 
-    def patience_s(self, no_replica_timeout_s: float) -> float:
+    def patience_s(self, timeout_s: float) -> float:
         """Return how long requests wait for a replica: longer if the operator starts one."""
-        return no_replica_timeout_s if self.ready else max(no_replica_timeout_s, self.config.hold_s)
+        return timeout_s if self.ready else max(timeout_s, self.config.hold_s)
 
     async def wait_open(self, timeout_s: float) -> None:
         """Wait until a replica serves; raises Refusal after `timeout_s`."""

@@ -11,11 +11,18 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 
+from medha.config import RouterConfig
 from medha.errors import MedhaError, Refusal, RequestError
 from medha.fleet.use_meter import UseMeter
 from medha.messages import Abort, RouterMessage, RouterPorts, Welcome
 from medha_router.api_errors import StreamBroken
-from medha_router.generation import MAX_MOVES, POISON_DEATHS, ClientRequest, Generation
+from medha_router.generation import (
+    MAX_MOVES,
+    POISON_DEATHS,
+    PROGRESS_TOKENS,
+    ClientRequest,
+    Generation,
+)
 from medha_router.models import ModelRegistry, ServedModel
 from medha_router.replicas import ConnectedReplica, ReplicaTable
 from medha_router.router_metrics import RouterMetrics
@@ -92,6 +99,9 @@ class RequestTable:
     def requeue(self, generation: Generation, now: float, *, died: bool = False) -> None:
         """Queue a generation again, or fail it after too many moves or deaths of replicas."""
         self.release(generation, now)
+        if generation.output_tokens - generation.tokens_at_move >= PROGRESS_TOKENS:
+            generation.moves = generation.deaths = 0
+        generation.tokens_at_move = generation.output_tokens
         generation.moves += 1
         generation.deaths += died
         if generation.deaths >= POISON_DEATHS or generation.moves > MAX_MOVES:
@@ -133,11 +143,12 @@ class RequestTable:
                 extra={"fields": client_request.log_fields},
             )
 
-    def expire(self, now: float, queue_timeout_s: float, no_replica_timeout_s: float) -> None:
+    def expire(self, now: float, config: RouterConfig) -> None:
         """Fail requests that waited too long for a replica, or for room on a replica.
 
         The two waits count separately: each begins when the model became ready or stopped being so.
-        Without a replica, requests wait as long as newly arriving ones (`patience_s`).
+        Without any replica of the model, one is coming back; without one of the request's version,
+        that version is gone.
         """
         for client_request in list(self._client_requests.values()):
             waiting = [
@@ -152,14 +163,16 @@ class RequestTable:
             since_s = min(generation.waiting_since_s for generation in waiting)
             waited_s = now - max(since_s, model.ready_changed_s)
             if not all(model.serves(generation.version) for generation in waiting):
-                if waited_s <= model.patience_s(no_replica_timeout_s):
+                gone = model.ready
+                patience_s = config.no_replica_timeout_s if gone else config.recovery_timeout_s
+                if waited_s <= model.patience_s(patience_s):
                     continue
                 error = Refusal(
                     "no_replica",
                     "the replicas of this model are gone: retry later",
                     retry_after_s=5.0,
                 )
-            elif waited_s > max(queue_timeout_s, client_request.promise_s or 0.0):
+            elif waited_s > max(config.queue_timeout_s, client_request.promise_s or 0.0):
                 error = Refusal(
                     "overloaded",
                     f"waited {waited_s:.0f} s for room: retry later",

@@ -50,6 +50,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "maxQueue": 10,
         "queueTimeoutSeconds": 10,
         "noReplicaTimeoutSeconds": 10,
+        "recoveryTimeoutSeconds": 10,
         "keepaliveSeconds": 10,
         "defaultOutputTokens": 10,
         "generationDefaults": False,

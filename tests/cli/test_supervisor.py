@@ -39,6 +39,7 @@ QUICK = SupervisorSettings(
     restarts=RestartPolicy(first_backoff_s=0.5, longest_backoff_s=4.0, budget=3, window_s=100.0),
     grace_s=0.5,
     hung_s=10.0,
+    steady_s=20.0,
 )
 
 
@@ -108,14 +109,14 @@ class Fleet:
         self.step(seconds)
         return self.supervisor.stopped
 
-    def status(self, wanted: int, restart: tuple[int, ...] = ()) -> None:
+    def status(self, wanted: int, restart: tuple[int, ...] = (), state: str = "running") -> None:
         status = ReplicaStatus(
             replica="r-0",
             ready=True,
             draining=False,
             generation=1,
             wanted_groups=wanted,
-            groups=(GroupStatus(group=0, state="running"),),
+            groups=(GroupStatus(group=0, state=state),),
             restart_groups=restart,
         )
         self.supervisor.follow(self.replica, status, self.now)
@@ -263,6 +264,76 @@ def test_a_program_with_a_user_error_ends_the_fleet_at_once_with_its_line() -> N
     with pytest.raises(SetupError, match=r"g0-s\d: spec\.model: no such folder"):
         fleet.step()
     fleet.close()
+
+
+def test_once_the_fleet_serves_a_user_error_of_a_unit_is_a_failure_like_others(
+    fleet: Fleet,
+) -> None:
+    fleet.step()
+    fleet.supervisor.served = True
+    fleet.codes["rank"] = "raise SystemExit(2)"
+    fleet.child("g0-s0").kill()
+    fleet.gone("g0-s0")
+    fleet.settle()
+    fleet.step(1.0)
+    fleet.gone("g0-s0")
+    fleet.settle()
+    fleet.codes["rank"] = SLEEPER
+    fleet.step(5.0)
+    assert fleet.running == BASE
+
+
+def test_once_the_fleet_serves_a_unit_that_keeps_failing_waits_and_ends_nothing(
+    fleet: Fleet,
+) -> None:
+    fleet.step()
+    fleet.supervisor.served = True
+    for _ in range(4):
+        fleet.child("router").kill()
+        fleet.gone("router")
+        fleet.settle()
+        fleet.step(5.0)
+    assert fleet.running == BASE - {"router"}
+    fleet.step(100.0)
+    assert fleet.running == BASE
+
+
+def test_a_unit_that_ran_steadily_restarts_at_once_however_often(fleet: Fleet) -> None:
+    fleet.step()
+    fleet.supervisor.served = True
+    for _ in range(6):
+        fleet.now += 20.0
+        fleet.child("router").kill()
+        fleet.gone("router")
+        fleet.settle()
+        fleet.step()
+        assert fleet.running == BASE
+
+
+def test_a_suspended_group_that_its_controller_lost_is_killed_without_grace(fleet: Fleet) -> None:
+    fleet.step()
+    psutil.Process(fleet.child("g0-s0").pid).suspend()
+    fleet.now += 6.0
+    fleet.status(wanted=1)
+    fleet.status(wanted=1, restart=(0,), state="lost")
+    fleet.step()  # virtual time stands still: no grace period passes
+    fleet.gone("g0-s0")
+
+
+def test_a_controller_that_stops_answering_restarts_with_its_ranks(fleet: Fleet) -> None:
+    fleet.step()
+    controller = fleet.replica.controller
+    psutil.Process(fleet.child("c").pid).suspend()
+    former = controller.started_s
+    fleet.supervisor.hangs(controller, fleet.now + 0.5, fleet.now + 30.0)
+    assert controller.state is UnitState.RUNNING, "the answer is from the process before"
+    fleet.now += 40.0
+    fleet.supervisor.hangs(controller, former + 30.0, fleet.now)
+    fleet.settle()
+    fleet.settle()
+    fleet.step(1.0)
+    assert fleet.running == BASE
+    assert controller.started_s > former
 
 
 def test_a_wanted_group_joins_and_one_that_leaves_by_itself_is_not_restarted(

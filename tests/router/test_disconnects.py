@@ -174,6 +174,21 @@ def test_a_request_whose_two_replicas_died_is_not_retried(alone: Any, eventually
     eventually(lambda: idle(alone))
 
 
+def test_a_stream_that_makes_progress_outlives_any_number_of_its_replicas(
+    alone: Any, eventually: Any
+) -> None:
+    reader = Reader(alone, prompt="say " + "a" * 900, max_tokens=1000)
+    for number in range(4):
+        controller = alone.open(f"r{number}")
+        controller.burst = 20
+        eventually(lambda wanted=20 * (number + 1): len(reader.text) >= wanted)
+        controller.emitting.clear()
+        controller.die()
+    alone.open("last")
+    reader.join(20)
+    assert reader.error is None and reader.text == "a" * 900
+
+
 def test_a_failure_before_the_first_byte_has_its_own_status(alone: Any) -> None:
     controller = alone.open()
     controller.fails = Failed("x", "memory", "rank g0-s0-t0 at 10.0.0.1 is out of memory")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from medha.adapters.prometheus import Metrics
-from medha.config import RouterModel
+from medha.config import RouterConfig, RouterModel
 from medha.errors import MedhaError, Refusal, RequestError
 from medha.fleet.demand import DemandWindow
 from medha.messages import Load, LoadReport, ModelDemand, RouterDemand
@@ -137,7 +137,8 @@ class Waiting:
 
     def refused(self, now: float) -> str:
         """Return the code of the refusal; empty while the request waits."""
-        self._requests.expire(now, 120.0, 30.0)
+        config = RouterConfig(fleet_bind="", queue_timeout_s=120.0, recovery_timeout_s=30.0)
+        self._requests.expire(now, config)
         if len(self._requests):
             return ""
         with pytest.raises(Refusal) as refusal:

@@ -136,6 +136,7 @@ prometheus.io/port: {{ index . 1 | quote }}
   "max_queue" (int64 $c.maxQueue)
   "queue_timeout_s" (float64 $c.queueTimeoutSeconds)
   "no_replica_timeout_s" (float64 $c.noReplicaTimeoutSeconds)
+  "recovery_timeout_s" (float64 $c.recoveryTimeoutSeconds)
   "keepalive_s" (float64 $c.keepaliveSeconds)
   "drain_timeout_s" (max 0 (sub (int64 .Values.router.terminationGraceSeconds) 10) | float64)
   "default_output_tokens" (int64 $c.defaultOutputTokens)

@@ -24,7 +24,7 @@ from medha.cli.local_fleet.faults import Faults
 from medha.cli.local_fleet.fleet_plan import FleetPlan, HostSettings, plan_fleet, replica_count
 from medha.cli.local_fleet.launches import fleet_supervisor
 from medha.cli.local_fleet.run_dir import RunDir, check_unused
-from medha.cli.local_fleet.status_poll import FleetPoll
+from medha.cli.local_fleet.status_poll import ROUTER, FleetPoll
 from medha.cli.local_fleet.stopping import StopSignals, stop_all
 from medha.cli.local_fleet.supervisor import Supervisor
 from medha.cli.resource_file import read_resources
@@ -159,6 +159,7 @@ def _run(
         poll.start()
         try:
             if _load(plan, supervisor, poll, signals, console):
+                supervisor.served = True
                 console.print(placement_table(plan, supervisor))
                 console.print(f"Serving on http://{HOST}:{plan.router.port}/v1")
                 _serve(supervisor, poll, signals)
@@ -205,6 +206,11 @@ def _step(supervisor: Supervisor, poll: FleetPoll) -> None:
     for replica in supervisor.replicas:
         if replica.name in statuses:
             supervisor.follow(replica, statuses[replica.name], now)
+    watched = [(ROUTER, unit) for unit in supervisor.singles]
+    watched += [(replica.name, replica.controller) for replica in supervisor.replicas]
+    for name, unit in watched:
+        if (answered_s := poll.hangs_since_s(name)) is not None:
+            supervisor.hangs(unit, answered_s, now)
     supervisor.step(now)
     time.sleep(STEP_S)
 

@@ -75,7 +75,6 @@ class RouterParent:
                     first_backoff_s=0.5, longest_backoff_s=30.0, budget=NEVER_GIVEN_UP
                 ),
                 grace_s=config.drain_timeout_s + GRACE_S,
-                first_usage=True,
             ),
         )
         self._pages = ProcessPages(ops_sockets(configs))
@@ -108,6 +107,7 @@ class RouterParent:
                     self._excused_s = now
                 stepped_s = now
                 self._kill_hung(now)
+                self._supervisor.served |= self._answers.complete
                 self._step(now)
         finally:
             self._stop(signals)
@@ -156,6 +156,11 @@ class _Answers(threading.Thread):
 
     def of(self, index: int) -> float:
         return self._answered_s[index]
+
+    @property
+    def complete(self) -> bool:
+        """True once every process has answered."""
+        return min(self._answered_s) > float("-inf")
 
     def run(self) -> None:
         while not self._closing.wait(POLL_S):

@@ -1,13 +1,14 @@
 """Polls of routers' and controllers' ops ports, twice a second, each on a thread of its own.
 
 A supervisor never waits for a network: it reads the latest status at any time. A process that does
-not answer has no status.
+not answer has no status; one that answered before and misses several polls hangs.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping
 
 import httpx
@@ -18,6 +19,9 @@ from medha.messages import ReplicaStatus
 
 POLL_INTERVAL_S = 0.5
 TIMEOUT_S = 2.0
+MAX_MISSES = 4
+"""Polls in a row without an answer, some ten seconds, after which a process hangs."""
+ROUTER = "router"
 
 
 class FleetPoll:
@@ -32,6 +36,8 @@ class FleetPoll:
         self._may_drain = {"authorization": f"Bearer {token.decode()}"}
         self._statuses: dict[str, ReplicaStatus] = {}
         self._router_ready = False
+        self._misses = dict.fromkeys((*controllers, ROUTER), 0)
+        self._answered_s: dict[str, float] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fleet poll", daemon=True)
 
@@ -56,6 +62,13 @@ class FleetPoll:
             for name in self._controllers
         )
 
+    def hangs_since_s(self, name: str) -> float | None:
+        """Return when a controller (by replica), or `ROUTER`, last answered; None unless it hangs.
+
+        Polls are counted, not time, so that a pause of this process does not count as silence.
+        """
+        return self._answered_s.get(name) if self._misses[name] >= MAX_MISSES else None
+
     def drain(self) -> None:
         """Request that the router and all controllers drain; ignores processes that are gone."""
         with _client() as client:
@@ -73,14 +86,22 @@ class FleetPoll:
     def _poll(self, client: httpx.Client) -> None:
         for name, url in self._controllers.items():
             status = read_status(client, url)
+            self._note(name, status is not None)
             if status is None:
                 self._statuses.pop(name, None)
             else:
                 self._statuses[name] = status
         try:
             self._router_ready = client.get(f"{self._router}/readyz").status_code == 200
+            self._note(ROUTER, True)
         except httpx.HTTPError:
             self._router_ready = False
+            self._note(ROUTER, False)
+
+    def _note(self, name: str, answered: bool) -> None:
+        if answered:
+            self._answered_s[name] = time.monotonic()
+        self._misses[name] = 0 if answered else self._misses[name] + 1
 
 
 class ControllerPoll:

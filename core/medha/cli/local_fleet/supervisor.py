@@ -2,9 +2,12 @@
 
 A unit is a set of processes that start and stop together: the router, a replica's controller, the
 ranks of one KVP group. If one process of a unit exits, the whole unit stops and restarts with the
-next generation, under a restart policy. The controller's status sets the number of KVP groups; a
-group whose ranks all exit with status 0 was released. Ranks stop with their controller; after its
-restart only the base groups start, because fewer ranks start faster.
+next generation, under a restart policy. Until the fleet has served once, a usage error or a unit
+that keeps failing ends it; after that no failure of a unit ends the others.
+
+The controller's status sets the number of KVP groups; a group whose ranks all exit with status 0
+was released. Ranks stop with their controller; after its restart only the base groups start,
+because fewer ranks start faster.
 
 Call `step` and `stop` with the current time, from one thread; neither blocks.
 """
@@ -23,20 +26,21 @@ from medha.messages import ReplicaStatus
 from medha.restart_policy import RestartPolicy
 
 FIRST_STATUS_S = 1.0  # a controller takes longer to import its libraries and report
+SETTLED_STATUS_S = 5.0  # by then a controller has noticed that a group was restarted
 USAGE_STATUS = 2  # exit status: the user must fix something; the last line names it
 
 
 class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Restart policy, grace period of a stop, and time limit of a start.
 
-    `first_usage`: a usage error stops the fleet only at the first start of a unit. A later one, of
-    a file that has changed meanwhile, is a failure like others.
+    A unit that fails after running for `steady_s` restarts at once, and its earlier failures are
+    forgotten.
     """
 
     restarts: RestartPolicy = RestartPolicy(first_backoff_s=0.5, longest_backoff_s=30.0)
     grace_s: float = 5.0
     hung_s: float = 60.0
-    first_usage: bool = False
+    steady_s: float = 20.0
 
 
 class UnitState(enum.Enum):
@@ -70,6 +74,7 @@ class Unit:
         self.started_s = self.not_before_s = float("-inf")
         self.stop_by_s = float("inf")
         self.failures: list[float] = []
+        self.ran = False  # a group: its controller had it running since its last start
 
 
 class ReplicaUnits(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +86,10 @@ class ReplicaUnits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Supervisor:
-    """Owner of all units. `singles` belong to no replica; `start` starts a process."""
+    """Owner of all units. `singles` belong to no replica; `start` starts a process.
+
+    `served`: to be set once the fleet serves.
+    """
 
     def __init__(
         self,
@@ -94,6 +102,7 @@ class Supervisor:
         self._start, self._settings = start, settings
         self._log = logging.getLogger("medha.up")
         self._stopping = False
+        self.served = False
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -130,12 +139,21 @@ class Supervisor:
         for unit in spare[: max(0, status.wanted_groups - wanted)]:
             self._log.info("%s starts: %d groups wanted", unit.name, status.wanted_groups)
             unit.wanted = True
+        for group in status.groups:
+            unit = replica.groups[group.group]
+            if group.state == "running" and now - unit.started_s > SETTLED_STATUS_S:
+                unit.ran = True
         for index in status.restart_groups:
             unit = replica.groups[index]
             # A busy machine may start slowly: the limit doubles with each failure.
-            hung = now - unit.started_s > self._settings.hung_s * 2 ** len(unit.failures)
-            if unit.state is UnitState.RUNNING and hung:
-                self._fail(unit, f"{unit.name} was lost by its controller", now)
+            late = now - unit.started_s > self._settings.hung_s * 2 ** len(unit.failures)
+            if unit.state is UnitState.RUNNING and (unit.ran or late):
+                self._kill(unit, f"{unit.name} was lost by its controller", now)
+
+    def hangs(self, unit: Unit, answered_s: float, now: float) -> None:
+        """Restart a unit that has not answered since `answered_s`, if it did since its start."""
+        if unit.state is UnitState.RUNNING and answered_s - unit.started_s > FIRST_STATUS_S:
+            self._kill(unit, f"{unit.name} hangs", now)
 
     def stop(self, now: float, *, at_once: bool = False) -> None:
         """Send SIGTERM to all processes; kill those left after the grace period."""
@@ -153,7 +171,7 @@ class Supervisor:
     def _begin(self, unit: Unit, now: float) -> None:
         unit.generation += 1
         unit.started_s = now
-        unit.state = UnitState.RUNNING
+        unit.state, unit.ran = UnitState.RUNNING, False
         for launch in unit.launches(unit.generation):
             unit.children.append(self._start(launch))
 
@@ -167,7 +185,7 @@ class Supervisor:
             self._halt(unit, now)
         elif not ended:
             return
-        elif self._is_misuse(unit, [status for _, status in ended]):
+        elif not self.served and USAGE_STATUS in [status for _, status in ended]:
             child = next(child for child, status in ended if status == USAGE_STATUS)
             raise SetupError(
                 f"{child.name}: {' '.join(child.last_messages[-1:]) or 'see its output'}"
@@ -180,16 +198,12 @@ class Supervisor:
             child, status = ended[0]
             self._fail(unit, f"{child.name} exited with {_exit_cause(status)}", now)
 
-    def _is_misuse(self, unit: Unit, statuses: Iterable[int | None]) -> bool:
-        """Return True for a usage error that stops the fleet."""
-        counts = unit.generation == 1 or not self._settings.first_usage
-        return counts and USAGE_STATUS in statuses
-
     def _fail(self, unit: Unit, why: str, now: float) -> None:
         policy = self._settings.restarts
-        unit.failures = [*policy.recent(unit.failures, now), now]
+        steady = self.served and now - unit.started_s >= self._settings.steady_s
+        unit.failures = [now] if steady else [*policy.recent(unit.failures, now), now]
         self._halt(unit, now)
-        if policy.exhausted(unit.failures, now):
+        if policy.exhausted(unit.failures, now) and not (unit.vital and self.served):
             unit.wanted = False
             if unit.vital:
                 lines = [line for child in unit.children for line in child.last_messages[-2:]]
@@ -199,8 +213,13 @@ class Supervisor:
                 )
             self._log.error("%s is given up (%s): the fleet continues without it", unit.name, why)
             return
-        unit.not_before_s = policy.next_start_s(unit.failures, now)
+        unit.not_before_s = now if steady else policy.next_start_s(unit.failures, now)
         self._log.warning("%s: restarting in %.1f s", why, unit.not_before_s - now)
+
+    def _kill(self, unit: Unit, why: str, now: float) -> None:
+        """Fail a unit without grace: it may be suspended."""
+        self._fail(unit, why, now)
+        unit.stop_by_s = now
 
     def _halt(self, unit: Unit, now: float) -> None:
         unit.state = UnitState.STOPPING
