@@ -11,6 +11,7 @@ alone.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -23,6 +24,7 @@ import pytest
 import yaml
 from demos import images
 from demos.image_contents import read_manifest
+from demos.load import one
 from demos.local import MODEL
 from demos.release import RESOURCE
 from demos.testbed import ARCHIVES, Failed, NoCluster, Testbed, built, given, missing, opened, until
@@ -36,6 +38,8 @@ pytestmark = pytest.mark.timeout(2400)  # the images may have to be built
 HOUSE = Path(__file__).resolve().parents[2]
 NAMESPACE = "models"
 LIMIT_S, HELM_S, KEYS_S = 120.0, 330.0, 240.0
+LONG_TOKENS = 20_000
+"""More than a group of the example holds."""
 KEY = "sk-of-the-users-own-secret"
 KIND = {
     "apiextensions.k8s.io/v1/CustomResourceDefinition medhareplicas.medha.dev",
@@ -114,6 +118,17 @@ class Life:
         routers = self.bed.get("-n", NAMESPACE, "pods", "-l", label)["items"]
         return all("deletionTimestamp" not in pod["metadata"] for pod in routers)
 
+    @contextlib.contextmanager
+    def url(self) -> Iterator[str]:
+        """URL of the Service of the routers."""
+        service = self.bed.get("-n", NAMESPACE, "service", "medha-router")["spec"]
+        port = service["ports"][0]["port"]
+        if self.bed.harm:
+            yield f"http://{service['clusterIP']}:{port}"
+        else:
+            with self.bed.forwarded(NAMESPACE, "service/medha-router", port) as url:
+                yield url
+
     def chat(self, key: str = "none") -> httpx.Response:
         """Send a chat once, as soon as a connection to the Service of the routers is possible:
         kube-proxy needs a moment for another port."""
@@ -122,15 +137,8 @@ class Life:
             "messages": [{"role": "user", "content": "Who is first in the queue?"}],
             "max_tokens": 8,
         }
-        service = self.bed.get("-n", NAMESPACE, "service", "medha-router")["spec"]
-        port = service["ports"][0]["port"]
-        reached = (
-            contextlib.nullcontext(f"http://{service['clusterIP']}:{port}")
-            if self.bed.harm
-            else self.bed.forwarded(NAMESPACE, "service/medha-router", port)
-        )
         transport = httpx.HTTPTransport(retries=5)
-        with reached as url, httpx.Client(timeout=60.0, transport=transport) as client:
+        with self.url() as url, httpx.Client(timeout=60.0, transport=transport) as client:
             headers = {"Authorization": f"Bearer {key}"}
             return client.post(f"{url}/v1/chat/completions", json=body, headers=headers)
 
@@ -346,10 +354,16 @@ def test_models_that_outlive_their_release_leave_nothing_either(
         assert life.pods() == pods
         assert not life.bed.get("-n", NAMESPACE, "poddisruptionbudgets")["items"]
 
-        # The next release has other CURVE keys, which reach running pods with kubelet's next sync.
+        # The next release's routers have another key, which kubelet's next sync brings to pods.
         life.upgrade({})
         until(lambda: life.chat().status_code == 200, "an answer of the same pods", KEYS_S)
         assert life.pods() == pods
+        with life.url() as url:
+            record = asyncio.run(one(url, "tiny", LONG_TOKENS, 16, "a second group"))
+        assert not record.refused
+        events = life.bed.get("-n", NAMESPACE, "events", "--field-selector=reason=GroupJoined")
+        assert events["items"], "no second group joined the running controller"
+        assert life.pods().items() >= pods.items()
         life.helm("uninstall", "medha", "--wait", "--timeout=5m")
 
         life.bed.kubectl("-n", NAMESPACE, "delete", "mr", "tiny")
