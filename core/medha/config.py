@@ -24,6 +24,9 @@ CLOSED_S = 1.0
 """A peer that has not reconnected so long after its connection closed is dead: a live one dials
 again after 0.05 s to 0.5 s."""
 
+QUIET_S = 1.25
+"""A peer that gave no sign of life for so long, two beats and a half, may hang."""
+
 AHEAD_S = 0.01
 """Time for a decision, a message, the inputs of a batch, and two ticks of a controller."""
 

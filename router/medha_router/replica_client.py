@@ -37,6 +37,8 @@ from medha.messages import (
     Welcome,
 )
 from medha_router.api_errors import StreamBroken
+from medha_router.generation import Generation
+from medha_router.models import ServedModel
 from medha_router.registration import Registration
 from medha_router.replicas import ConnectedReplica
 from medha_router.request_table import RouterState
@@ -45,6 +47,9 @@ from medha_router.tokenization.tokenizer_files import FileStore
 
 REPUBLISH_HEADS_S = 0.25
 SNAPSHOT_RETRY_S = 1.0
+MOVED_WORK_S = 2.0
+"""Predicted seconds to compute a request's tokens again, up to which it leaves a replica that may
+hang: about as long as it takes until that is certain."""
 COUNTS_THROUGH = 2  # controllers, so that the loss of one loses no report
 
 
@@ -85,6 +90,8 @@ class ReplicaClient:
             self._registration.remove(replica, reason)
         for replica in self._replicas:
             self._send(replica.peer, RouterBeat())
+            if not paused:
+                self._avoid(replica, now)
         self._report_counts(now)
         self._registration.retry_fetches(now)
 
@@ -191,6 +198,7 @@ class ReplicaClient:
         else:
             self._reported.add(replica.peer)
         self._registration.reopen(model)
+        self._avoid(replica, now)
         if replica.empty and replica.sent and model.serves(replica.version):
             self._requeue_all(replica, now)
         self._requests.changed()
@@ -206,6 +214,43 @@ class ReplicaClient:
         for generation in generations:
             self._send(replica.peer, Abort(generation.id))
             self._requests.requeue(generation, now, died=True)
+
+    def _avoid(self, replica: ConnectedReplica, now: float) -> None:
+        """Avoid a replica while it may hang, if another one serves its version.
+
+        Requests that another replica can soon compute again move there; the others wait until the
+        replica goes on, or is lost.
+        """
+        hangs = replica.may_hang(now)
+        if not hangs and not replica.avoided:
+            return
+        model = self._models[replica.hello.model]
+        others = (other for other in self._replicas.of(model.name) if other is not replica)
+        avoided = hangs and any(other.open and other.version == replica.version for other in others)
+        if avoided == replica.avoided:
+            return
+        replica.avoided = avoided
+        model.dispatcher.update_replica(replica, now)
+        self._registration.reopen(model)
+        if not avoided or not model.serves(replica.version):
+            return
+        moved = [
+            generation
+            for generation in self._requests.sent_to(replica)
+            if self._work_again_s(model, generation) <= MOVED_WORK_S
+        ]
+        self._log.warning("replica %s may hang: moving %d", replica.name, len(moved))
+        for generation in moved:
+            self._send(replica.peer, Abort(generation.id))
+            self._requests.requeue(generation, now, failed=False)
+
+    def _work_again_s(self, model: ServedModel, generation: Generation) -> float:
+        return model.dispatcher.idle_work_s(
+            generation.prompt.length + generation.output_tokens,
+            generation.hashes,
+            generation.version,
+            generation.request.tpot_s,
+        )
 
     # --- requests ---------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from medha import PROTOCOL
-from medha.config import CLOSED_S
+from medha.config import CLOSED_S, QUIET_S
 from medha.errors import SpecError
 from medha.messages import Hello, Load, LoadReport, Rejected
 from medha.predictor import Predictor
@@ -24,7 +24,7 @@ class ConnectedReplica:
     """A replica whose controller has sent Hello; `peer` is its socket identity.
 
     `load` is None before the first report: no request is placed on it. `sent` holds the ids of this
-    router's requests that it serves.
+    router's requests that it serves. `avoided`: it may hang, and another replica serves.
     """
 
     def __init__(self, peer: bytes, hello: Hello, predictor: Predictor, now: float) -> None:
@@ -33,6 +33,8 @@ class ConnectedReplica:
         self.load: Load | None = None
         self.load_s = now
         self.draining = hello.draining
+        self.reports_quiet = False
+        self.avoided = False
         self.last_message_s = now
         self.closed_s = float("inf")
         self.sent: set[str] = set()
@@ -52,7 +54,12 @@ class ConnectedReplica:
     @property
     def open(self) -> bool:
         """True if it takes new requests: it reported a load, has a KVP group, does not drain."""
-        return self.load is not None and bool(self.load.total_pages) and not self.draining
+        has_group = self.load is not None and bool(self.load.total_pages)
+        return has_group and not self.draining and not self.avoided
+
+    def may_hang(self, now: float) -> bool:
+        """Return True if the replica, or one of its ranks, gave no sign of life for QUIET_S."""
+        return self.reports_quiet or now - self.last_message_s > QUIET_S
 
     @property
     def empty(self) -> bool:
@@ -130,7 +137,7 @@ class ReplicaTable:
 
     def report(self, replica: ConnectedReplica, report: LoadReport, now: float) -> None:
         replica.load, replica.load_s = report.load, now
-        replica.draining = report.draining
+        replica.draining, replica.reports_quiet = report.draining, report.quiet
         if report.learned is not None:
             replica.predictor.restore(report.learned)
 

@@ -96,13 +96,18 @@ class RequestTable:
         self.release(generation, now)
         self._generations.pop(generation.id, None)
 
-    def requeue(self, generation: Generation, now: float, *, died: bool = False) -> None:
-        """Queue a generation again, or fail it after too many moves or deaths of replicas."""
+    def requeue(
+        self, generation: Generation, now: float, *, failed: bool = True, died: bool = False
+    ) -> None:
+        """Queue a generation again, or fail it after too many moves or deaths of replicas.
+
+        `failed` False: its replica may still live, which does not count against the generation.
+        """
         self.release(generation, now)
         if generation.output_tokens - generation.tokens_at_move >= PROGRESS_TOKENS:
             generation.moves = generation.deaths = 0
         generation.tokens_at_move = generation.output_tokens
-        generation.moves += 1
+        generation.moves += failed
         generation.deaths += died
         if generation.deaths >= POISON_DEATHS or generation.moves > MAX_MOVES:
             self.fail(generation.client_request, _last_error(generation), now)

@@ -9,6 +9,7 @@ import pytest
 from tests.support.virtual_replica import VirtualReplica
 
 from medha import messages as m
+from medha.config import QUIET_S
 from medha.topology import Coordinate, Topology
 
 Make = Callable[..., VirtualReplica]
@@ -125,6 +126,20 @@ def test_the_last_group_lost_holds_requests_until_it_is_back(
     judge(replica, first)
     judge(replica, second)
     idle(replica)
+
+
+def test_a_rank_without_a_sign_of_life_is_reported_before_its_group_is_lost(
+    make_replica: Make, make_submit: Submit
+) -> None:
+    replica = make_replica()
+    replica.submit_at(1.0, make_submit("one", 200, outputs=40))
+    replica.loop.at(1.05, 0, lambda: replica.kill_group(0))
+    replica.run(10.0)
+    quiet = [at_s for at_s, report in replica.reports if report.quiet]
+    lost = [at_s for at_s, report in replica.reports if at_s > 1.05 and not report.load.total_pages]
+    assert 1.05 + QUIET_S - 0.5 <= quiet[0] <= 1.05 + QUIET_S + 0.1
+    assert quiet[-1] < lost[0] and lost[0] - quiet[0] > 3.0
+    assert not any(report.quiet for at_s, report in replica.reports if at_s >= lost[0])
 
 
 def test_requests_without_a_group_fail_in_time_and_may_run_elsewhere(

@@ -167,7 +167,7 @@ class Controller(threading.Thread):
         self.welcomes = 0
         self.rejected: list[str] = []
         self.fails: Failed | None = None
-        self.silent = self.draining = False
+        self.silent = self.draining = self.quiet = False
         self._running: dict[str, tuple[Submit, list[int], int]] = {}
         self._granted: dict[str, float] = {}  # id -> when its lease ends
         self._extra: queue.SimpleQueue[ReplicaMessage] = queue.SimpleQueue()
@@ -210,7 +210,7 @@ class Controller(threading.Thread):
                 self._link.send(self._extra.get())
             if not self.silent and time.monotonic() - beat > 0.1:
                 beat = time.monotonic()
-                self._link.send(LoadReport(self.load, self.draining))
+                self._link.send(LoadReport(self.load, self.draining, self.quiet))
             self._turn()
 
     def _take(self, message: RouterMessage) -> None:

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from medha.messages import Failed, Load, Tokens
+from medha_router import replica_client
 
 BODY = {"model": "tiny", "prompt": "say " + "a" * 60, "max_tokens": 80}
 
@@ -187,6 +188,51 @@ def test_a_stream_that_makes_progress_outlives_any_number_of_its_replicas(
     alone.open("last")
     reader.join(20)
     assert reader.error is None and reader.text == "a" * 900
+
+
+@pytest.mark.parametrize("sign", ["silent", "quiet"])
+def test_a_stream_leaves_a_replica_that_may_hang_before_it_is_given_up(
+    running_with: Any, eventually: Any, sign: str
+) -> None:
+    running = running_with(replica_timeout_s=30.0)
+    first = running.open("r0")
+    first.burst = 7
+    reader = Reader(running, prompt="say " + "a" * 900, max_tokens=1000)
+    eventually(lambda: len(reader.text) > 10)
+    first.emitting.clear()
+    second = running.open("r1")
+    setattr(first, sign, True)
+    reader.join(8)
+    assert reader.error is None and reader.text == "a" * 900
+    eventually(lambda: first.aborted == [first.seen[0].id])
+    assert second.seen[0].emitted > 10
+    setattr(first, sign, False)
+    eventually(lambda: is_open(running, "r0"))
+
+
+def is_open(running: Any, name: str) -> bool:
+    replicas = running.ops.get("/debug/queue").json()["tiny"]["replicas"]
+    return any(replica["open"] for replica in replicas if replica["name"] == name)
+
+
+def test_a_request_that_takes_long_to_compute_again_waits_for_its_replica(
+    running_with: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_client, "MOVED_WORK_S", 0.0)
+    running = running_with(replica_timeout_s=30.0)
+    first = running.open("r0")
+    first.burst = 7
+    reader = Reader(running, prompt="say " + "a" * 900, max_tokens=1000)
+    eventually(lambda: len(reader.text) > 10)
+    first.emitting.clear()
+    second = running.open("r1")
+    first.silent = True
+    eventually(lambda: not is_open(running, "r0"))
+    first.silent = False
+    first.emitting.set()
+    reader.join(8)
+    assert reader.error is None and reader.text == "a" * 900
+    assert second.seen == [] and first.aborted == []
 
 
 def test_a_failure_before_the_first_byte_has_its_own_status(alone: Any) -> None:

@@ -169,7 +169,7 @@ def admit(
     a promise wait for a place on any replica.
     """
     usage.ask(request.tenant, slo_class.weight, now)
-    estimates = [estimate for estimate in estimates if estimate.known and not estimate.draining]
+    estimates = [estimate for estimate in estimates if estimate.known and not estimate.closed]
     if not estimates:
         raise Refusal(
             "no_replica",
@@ -266,7 +266,7 @@ def retry_after_s(estimates: Sequence[ReplicaEstimate]) -> float:
     waits = [
         estimate.pending_s / max(estimate.load.drain_s_per_s, 1e-3)
         for estimate in estimates
-        if estimate.known and not estimate.draining
+        if estimate.known and not estimate.closed
     ]
     return float(min(30, max(1, math.ceil(min(waits, default=30.0)))))
 

@@ -93,9 +93,6 @@ class DispatchReplica(Protocol):
         ...
 
     @property
-    def draining(self) -> bool: ...
-
-    @property
     def open(self) -> bool:
         """True if the replica takes new requests."""
         ...
@@ -170,8 +167,8 @@ class Dispatcher(Generic[Item]):
         if replica.name not in self._estimates:
             self.add_replica(replica)
         estimate = self._estimates[replica.name]
-        opens = replica.open and (estimate.draining or not estimate.known)
-        estimate.draining = replica.draining
+        opens = replica.open and (estimate.closed or not estimate.known)
+        estimate.closed = not replica.open
         estimate.update(replica.load, now)
         self._usage.report(replica.load, now)
         self._reported_s[replica.name] = now

@@ -108,7 +108,7 @@ class ReplicaEstimate:
         self.min_batch_s, self.max_batch_s = min_batch_s, max_batch_s
         self._overhead_s = predictor.batch_s([(1, 0, False)])  # of one more batch
         self.load = Load()
-        self.draining = False
+        self.closed = False
         self._updated_s = 0.0
         self._held: dict[str, Held] = {}
         self._accepted: set[str] = set()
@@ -275,7 +275,7 @@ class ReplicaEstimate:
             needed_s=needed_s,
             finish_s=ahead_s + work_s,
             earliest_s=self._margins.earliest_s(needed_s, now) + lead_s,
-            fits=room >= needed_s and pages <= free and decode_fits and not self.draining,
+            fits=room >= needed_s and pages <= free and decode_fits and not self.closed,
             roomy=pages <= free,
             pages=pages,
             free_pages=free,
@@ -411,7 +411,7 @@ def options(
     offers = [
         estimate.assess(request, now, cached.get(estimate.name, 0), inflation)
         for estimate in estimates
-        if estimate.known and not estimate.draining and estimate.can_ever(request)
+        if estimate.known and not estimate.closed and estimate.can_ever(request)
     ]
     offers.sort(
         key=lambda offer: (

@@ -239,11 +239,13 @@ Counts = Annotated[
 class LoadReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Load of a replica, sent after changes and at least every 0.5 s as heartbeat.
 
-    `learned`: how measured batches differ from the profile, see `Corrections.learned`.
+    `learned`: how measured batches differ from the profile, see `Corrections.learned`. `quiet`: a
+    rank gives no sign of life; it may hang.
     """
 
     load: Load
     draining: bool = False
+    quiet: bool = False
     learned: tuple[Factors, Factors, Counts, Counts] | None = None
 
 

@@ -222,7 +222,8 @@ class Controller:
                 self._outbox.to_router(router, grant)
         if self.routers.report_due(now):
             learned = engine.predictor.learned()
-            self.routers.send_report(engine.load(now), self.draining, learned, now)
+            quiet = self.groups.quiet(now)
+            self.routers.send_report(engine.load(now), self.draining, quiet, learned, now)
 
     def _check(self, now: float) -> None:
         """Check for silence, stalls and timeouts, every CHECK_S."""

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import msgspec
 
 from medha import PROTOCOL
-from medha.config import CLOSED_S, STALL_S
+from medha.config import CLOSED_S, QUIET_S, STALL_S
 from medha.messages import (
     Dissolve,
     Forget,
@@ -273,6 +273,15 @@ class RankGroups:
                 for rank in group.ranks.values():
                     rank.last_seen_s += pause_s
                     rank.closed_s += pause_s
+
+    def quiet(self, now: float) -> bool:
+        """Return true if a rank of a running group may hang."""
+        return any(
+            now - rank.last_seen_s > QUIET_S
+            for group in self._groups
+            if group.state == RUNNING
+            for rank in group.ranks.values()
+        )
 
     def silent(self, now: float) -> list[tuple[int, str]]:
         """List groups with a rank that is silent for too long, each with the reason."""

@@ -188,9 +188,11 @@ class RouterLinks:
             link.welcome and now - link.report_s >= REPORT_S for link in self._links.values()
         )
 
-    def send_report(self, load: Load, draining: bool, learned: Learned, now: float) -> None:
+    def send_report(
+        self, load: Load, draining: bool, quiet: bool, learned: Learned, now: float
+    ) -> None:
         """Send the load to routers for which it changed, or whose last report is too old."""
-        report = LoadReport(load, draining, learned)
+        report = LoadReport(load, draining, quiet, learned)
         for router, link in self._links.items():
             waited_s = now - link.report_s
             if not link.welcome or waited_s < REPORT_S:
