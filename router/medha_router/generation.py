@@ -27,7 +27,6 @@ from medha_router.tokenization.wire import Prompt
 
 MAX_MOVES = 2
 POISON_DEATHS = 2
-PROGRESS_TOKENS = 16
 
 
 class Generation:

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 
-from medha.config import RouterConfig
+from medha.config import PROGRESS_TOKENS, RouterConfig
 from medha.errors import MedhaError, Refusal, RequestError
 from medha.fleet.use_meter import UseMeter
 from medha.messages import Abort, RouterMessage, RouterPorts, Welcome
@@ -19,7 +19,6 @@ from medha_router.api_errors import StreamBroken
 from medha_router.generation import (
     MAX_MOVES,
     POISON_DEATHS,
-    PROGRESS_TOKENS,
     ClientRequest,
     Generation,
 )

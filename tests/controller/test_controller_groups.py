@@ -160,9 +160,9 @@ def test_a_request_that_loses_its_group_three_times_is_poison(
     make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
 ) -> None:
     replica = make_replica()
-    poison, later = make_submit("poison", 500, outputs=5000), make_submit("later", 100)
+    poison, later = make_submit("poison", 12_000, outputs=50), make_submit("later", 100)
     replica.submit_at(1.0, poison)
-    for time_s in (2.0, 12.0, 22.0):
+    for time_s in (1.5, 10.1, 18.7):  # during its prefill of 1.2 s
         replica.loop.at(time_s, 0, lambda: replica.kill_group(0))
         replica.loop.at(time_s + 8.0, 0, lambda: replica.start_group(0))
     replica.submit_at(40.0, later)
@@ -170,6 +170,20 @@ def test_a_request_that_loses_its_group_three_times_is_poison(
     failed = replica.clients["poison"].failed
     assert failed is not None and failed.code == "poison_request" and not failed.retriable
     judge(replica, later)
+    idle(replica)
+
+
+def test_a_request_that_makes_progress_outlives_any_number_of_its_groups(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica()
+    request = make_submit("one", 500, outputs=5000)
+    replica.submit_at(1.0, request)
+    for time_s in (2.0, 11.0, 20.0, 29.0):
+        replica.loop.at(time_s, 0, lambda: replica.kill_group(0))
+        replica.loop.at(time_s + 8.0, 0, lambda: replica.start_group(0))
+    replica.run(80.0)
+    judge(replica, request)
     idle(replica)
 
 

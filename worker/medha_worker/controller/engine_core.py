@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from medha.batch import BatchResult, Sampled
-from medha.config import WorkerConfig
+from medha.config import PROGRESS_TOKENS, WorkerConfig
 from medha.errors import ProtocolError, Refusal
 from medha.fleet.prefix_index import HASH_BYTES, next_hash
 from medha.messages import (
@@ -99,6 +99,7 @@ class RequestState:
         self.prompt_tokens = self.submitted_tokens - self.emitted_before
         self.cached_tokens = 0
         self.losses = 0
+        self._length_at_loss = self.submitted_tokens
         self.finish_reason = ""
         self._page_tokens, self._max_context_tokens = page_tokens, max_context_tokens
         hashes = [
@@ -129,7 +130,13 @@ class RequestState:
         self.seq, self.cached_tokens = seq, cached_tokens
 
     def group_lost(self) -> bool:
-        """Count the loss of a group; True if the request lost too many to be tried again."""
+        """Count the loss of a group; True if the request lost too many to be tried again.
+
+        Losses before it emitted PROGRESS_TOKENS more are forgotten.
+        """
+        if self.length - self._length_at_loss >= PROGRESS_TOKENS:
+            self.losses = 0
+        self._length_at_loss = self.length
         self.losses += 1
         return self.losses > MAX_LOSSES
 
