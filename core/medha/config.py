@@ -28,8 +28,8 @@ QUIET_S = 1.25
 """A peer that gave no sign of life for so long, two beats and a half, may hang."""
 
 PROGRESS_TOKENS = 16
-"""A request that emits so many tokens between two losses of its replica, or of its group, is not
-what kills them."""
+"""A request that emits this number of tokens between two losses of its replica, or of its group, is
+not what kills them."""
 
 AHEAD_S = 0.01
 """Time for a decision, a message, the inputs of a batch, and two ticks of a controller."""
