@@ -63,7 +63,6 @@ class Stream(msgspec.Struct, kw_only=True):
     end: str = "broken"
     why: str = ""
     gap_s: float = 0.0
-    gap_until_s: float = 0.0
 
 
 class Fault(msgspec.Struct, kw_only=True):
@@ -142,9 +141,7 @@ class Clients:
                     if not line.startswith("data: "):
                         continue  # a comment that keeps the connection is no progress
                     now = time.monotonic()
-                    if now - last_s > stream.gap_s:
-                        stream.gap_s, stream.gap_until_s = now - last_s, now
-                    last_s = now
+                    stream.gap_s, last_s = max(stream.gap_s, now - last_s), now
                     self._take(stream, line.removeprefix("data: "))
         except httpx.HTTPError as error:
             stream.why = repr(error)

@@ -60,7 +60,7 @@ class Generation:
         self.prompt_logprobs: list[Logprob] = []
         self.moves = 0
         self.deaths = 0
-        self.tokens_at_move = 0
+        self.tokens_at_failure = 0
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.labels = ("", "", "")  # of its tokens' metrics, as of the first of them

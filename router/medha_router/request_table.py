@@ -103,11 +103,12 @@ class RequestTable:
         `failed` False: its replica may still live, which does not count against the generation.
         """
         self.release(generation, now)
-        if generation.output_tokens - generation.tokens_at_move >= PROGRESS_TOKENS:
-            generation.moves = generation.deaths = 0
-        generation.tokens_at_move = generation.output_tokens
-        generation.moves += failed
-        generation.deaths += died
+        if failed:
+            if generation.output_tokens - generation.tokens_at_failure >= PROGRESS_TOKENS:
+                generation.moves = generation.deaths = 0
+            generation.tokens_at_failure = generation.output_tokens
+            generation.moves += 1
+            generation.deaths += died
         if generation.deaths >= POISON_DEATHS or generation.moves > MAX_MOVES:
             self.fail(generation.client_request, _last_error(generation), now)
             return

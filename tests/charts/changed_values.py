@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+PODS: dict[str, Any] = {
+    "resources": {"requests": {"cpu": "60m"}},
+    "nodeSelector": {"pool": "system"},
+    "tolerations": [{"operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "priorityClassName": "system-cluster-critical",
+    "podAnnotations": {"a": "b"},
+    "podLabels": {"a": "b"},
+}
+"""Values that the pods of operator and routers share."""
+
 CHANGED: dict[str, dict[str, Any]] = {
     "image": {
         "registry": "r.example",
@@ -22,13 +33,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "reportSeconds": 1,
         "prometheus": "http://prometheus:9090",
         "leaseSeconds": 20,
-        "resources": {"requests": {"cpu": "60m"}},
-        "nodeSelector": {"pool": "system"},
-        "tolerations": [{"operator": "Exists"}],
-        "affinity": {"nodeAffinity": {}},
-        "priorityClassName": "system-cluster-critical",
-        "podAnnotations": {"a": "b"},
-        "podLabels": {"a": "b"},
+        **PODS,
         "serviceAccountAnnotations": {"a": "b"},
     },
     "router": {
@@ -37,13 +42,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "processes": 2,
         "logLevel": "debug",
         "terminationGraceSeconds": 60,
-        "resources": {"requests": {"cpu": "60m"}},
-        "nodeSelector": {"pool": "system"},
-        "tolerations": [{"operator": "Exists"}],
-        "affinity": {"nodeAffinity": {}},
-        "priorityClassName": "system-cluster-critical",
-        "podAnnotations": {"a": "b"},
-        "podLabels": {"a": "b"},
+        **PODS,
     },
     "router.config": {
         "maxBodyBytes": 1 << 20,

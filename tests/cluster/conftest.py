@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from demos import images
 from demos.release import Installed
-from demos.testbed import NoCluster, built, missing, opened
+from demos.testbed import NoCluster, Testbed, built, missing, opened
 
 
 def pytest_configure() -> None:
@@ -27,17 +27,25 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-@pytest.fixture(scope="session")
-def medha() -> Iterator[Installed]:
-    """Two ready replicas of the small model on two nodes."""
+@contextlib.contextmanager
+def cluster(name: str) -> Iterator[Testbed]:
+    """Build the images and open a cluster of two nodes; skips, with the reason, where that cannot
+    be done."""
     if lacking := missing():
         pytest.skip(lacking)
     with contextlib.ExitStack() as stack:
         try:
             list(built())
-            bed = stack.enter_context(opened("tests", nodes=2))
+            bed = stack.enter_context(opened(name, nodes=2))
         except (images.Unreachable, NoCluster) as lacking_after_all:
             pytest.skip(str(lacking_after_all))
+        yield bed
+
+
+@pytest.fixture(scope="session")
+def medha() -> Iterator[Installed]:
+    """Two ready replicas of the small model on two nodes."""
+    with cluster("tests") as bed, contextlib.ExitStack() as stack:
         installed = Installed(bed)
         stack.callback(installed.remove)
         loading = installed.load()

@@ -27,9 +27,10 @@ from demos.image_contents import read_manifest
 from demos.load import one
 from demos.local import MODEL
 from demos.release import RESOURCE
-from demos.testbed import ARCHIVES, Failed, NoCluster, Testbed, built, given, missing, opened, until
+from demos.testbed import ARCHIVES, Failed, Testbed, given, until
 from tests.charts.changed_values import CHANGED, FIRST
 from tests.charts.test_chart_values import DESCRIBED
+from tests.cluster.conftest import cluster
 
 from medha_worker.model.checkpoint_writer import write_checkpoint
 
@@ -251,14 +252,7 @@ def life() -> Iterator[Life]:
     """A fresh cluster with the images, and with objects of the user's own."""
     if given():
         pytest.skip("a release's life is lived on a cluster of its own, not on a given one")
-    if lacking := missing():
-        pytest.skip(lacking)
-    with contextlib.ExitStack() as stack:
-        try:
-            list(built())
-            bed = stack.enter_context(opened("life", nodes=2))
-        except (images.Unreachable, NoCluster) as lacking_after_all:
-            pytest.skip(str(lacking_after_all))
+    with cluster("life") as bed:
         life = Life(bed)
         life.load()
         for path in MONITORS:

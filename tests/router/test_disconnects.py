@@ -125,14 +125,20 @@ class Reader(threading.Thread):
             self.error = error
 
 
+def interrupted(running: Any, eventually: Any, **changes: Any) -> tuple[Any, Reader]:
+    """Return a replica that emits no more, and the reader of a stream that runs there."""
+    first = running.open("r0")
+    first.burst = 7
+    reader = Reader(running, **changes)
+    eventually(lambda: len(reader.text) > 10)
+    first.emitting.clear()
+    return first, reader
+
+
 def test_a_stream_continues_on_another_replica_when_its_replica_dies(
     alone: Any, eventually: Any
 ) -> None:
-    first = alone.open("r0")
-    first.burst = 7
-    reader = Reader(alone, seed=5, prompt="say " + "héllo" * 10)
-    eventually(lambda: len(reader.text) > 10)
-    first.emitting.clear()
+    first, reader = interrupted(alone, eventually, seed=5, prompt="say " + "héllo" * 10)
     first.die()
     second = alone.open("r1")
     reader.join(8)
@@ -147,11 +153,7 @@ def test_a_stream_continues_on_another_replica_when_its_replica_dies(
 
 
 def test_requests_of_a_replica_without_groups_move_to_another(alone: Any, eventually: Any) -> None:
-    first = alone.open("r0")
-    first.burst = 7
-    reader = Reader(alone, prompt="say " + "a" * 60)
-    eventually(lambda: len(reader.text) > 10)
-    first.emitting.clear()
+    first, reader = interrupted(alone, eventually, prompt="say " + "a" * 60)
     first.load = Load(free_pages=(), total_pages=(), page_tokens=16)
     eventually(lambda: not alone.ops.get("/debug/queue").json()["tiny"]["open"])
     assert first.aborted == []  # no other replica yet: this one may have a group again
@@ -195,11 +197,7 @@ def test_a_stream_leaves_a_replica_that_may_hang_before_it_is_given_up(
     running_with: Any, eventually: Any, sign: str
 ) -> None:
     running = running_with(replica_timeout_s=30.0)
-    first = running.open("r0")
-    first.burst = 7
-    reader = Reader(running, prompt="say " + "a" * 900, max_tokens=1000)
-    eventually(lambda: len(reader.text) > 10)
-    first.emitting.clear()
+    first, reader = interrupted(running, eventually, prompt="say " + "a" * 900, max_tokens=1000)
     second = running.open("r1")
     setattr(first, sign, True)
     reader.join(8)
@@ -220,11 +218,7 @@ def test_a_request_that_takes_long_to_compute_again_waits_for_its_replica(
 ) -> None:
     monkeypatch.setattr(replica_client, "MOVED_WORK_S", 0.0)
     running = running_with(replica_timeout_s=30.0)
-    first = running.open("r0")
-    first.burst = 7
-    reader = Reader(running, prompt="say " + "a" * 900, max_tokens=1000)
-    eventually(lambda: len(reader.text) > 10)
-    first.emitting.clear()
+    first, reader = interrupted(running, eventually, prompt="say " + "a" * 900, max_tokens=1000)
     second = running.open("r1")
     first.silent = True
     eventually(lambda: not is_open(running, "r0"))

@@ -16,6 +16,7 @@ from medha.errors import MedhaError, Refusal, RequestError
 from medha.fleet.demand import DemandWindow
 from medha.messages import Load, LoadReport, ModelDemand, RouterDemand
 from medha.request import Request, Slo, SloClass
+from medha_router.api_errors import StreamBroken
 from medha_router.auth import Client
 from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ServedModel
@@ -121,6 +122,7 @@ class Waiting:
             version=replica.version,
             idle_tpot_s=0.0,
         )
+        self.generation = generation
         self.client_request.generations.append(generation)
         self.model.dispatcher.resume(generation, 0.0)
         self._requests.add(self.client_request)
@@ -134,6 +136,11 @@ class Waiting:
 
     def fails(self, error: MedhaError) -> None:
         self._requests.fail(self.client_request, error, 0.0)
+
+    def moves(self, emitted: int, *, died: bool) -> None:
+        """Move after some tokens: the replica died, or may hang."""
+        self.generation.output.push((97,) * emitted, ())
+        self._requests.requeue(self.generation, 0.0, failed=died, died=died)
 
     def refused(self, now: float) -> str:
         """Return the code of the refusal; empty while the request waits."""
@@ -159,6 +166,20 @@ def test_a_request_waits_for_the_hold_time_of_its_model(
     request.closes(100.0)
     assert request.refused(131.0) == request.refused(699.0) == ""
     assert request.refused(701.0) == "no_replica"
+
+
+def test_a_move_away_from_a_replica_that_may_hang_does_not_count(
+    waiting: Callable[[float], Waiting],
+) -> None:
+    request = waiting(0.0)
+    request.moves(20, died=True)
+    for _ in range(4):
+        request.moves(10, died=False)
+    request.moves(0, died=True)
+    assert request.refused(0.0) == ""
+    request.moves(10, died=True)
+    with pytest.raises(StreamBroken, match="2 replicas died"):
+        asyncio.run(request.client_request.next(0.0))
 
 
 def test_the_wait_for_a_replica_and_the_wait_for_room_count_separately(

@@ -20,7 +20,7 @@ from medha.messages import ReplicaStatus
 POLL_INTERVAL_S = 0.5
 TIMEOUT_S = 2.0
 MAX_MISSES = 4
-"""Polls in a row without an answer, some ten seconds, after which a process hangs."""
+"""Polls in a row without an answer after which a process hangs: ten seconds if it is suspended."""
 ROUTER = "router"
 
 
