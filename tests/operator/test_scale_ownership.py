@@ -29,7 +29,7 @@ def counts(ratio: float, many: int) -> tuple[int, ...]:
     return tuple(many if index == place else 0 for index in range(len(RATIO) + 1))
 
 
-def leader(ordinal: int, ready: bool = True) -> PodView:
+def leader(ordinal: int, ready: bool = True, ready_s: float = 60.0) -> PodView:
     return PodView(
         name=f"m-{ordinal}-g0-s0",
         uid=f"{ordinal}",
@@ -40,7 +40,7 @@ def leader(ordinal: int, ready: bool = True) -> PodView:
         spec_hash="a",
         ready=ready,
         created_s=NOW_S - 100.0,
-        ready_since_s=NOW_S - 60.0 if ready else None,
+        ready_since_s=NOW_S - ready_s if ready else None,
     )
 
 
@@ -100,6 +100,18 @@ def test_a_silent_serving_replica_makes_the_signals_stale(
     assert seen_of(demand, [leader(0)], reports).fresh is fresh
     assert not seen_of(TotalDemand(), [leader(0)], {0: report()}).fresh
     assert seen_of(demand, [leader(0, ready=False)], {}).fresh
+
+
+def test_a_replica_counts_as_ready_from_its_first_report_and_is_awaited_for_a_while() -> None:
+    demand, pods = TotalDemand(fresh=True), [leader(0), leader(1, ready_s=1.0)]
+    awaited = seen_of(demand, pods, {0: report()})
+    assert (awaited.fresh, awaited.ready) == (True, 1)
+    heard = seen_of(demand, pods, {0: report(), 1: report()})
+    assert (heard.fresh, heard.ready) == (True, 2)
+    former = seen_of(demand, pods, {0: report(), 1: report(NOW_S - STALE_S - 1)})
+    assert (former.fresh, former.ready) == (True, 1)
+    silent = seen_of(demand, [leader(0), leader(1, ready_s=STALE_S + 1)], {0: report()})
+    assert (silent.fresh, silent.ready) == (False, 2)
 
 
 def test_the_number_of_another_writer_stands_for_a_while() -> None:

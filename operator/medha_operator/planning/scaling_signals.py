@@ -1,7 +1,8 @@
 """Signals for scaling decisions: demand from routers, controller reports, start-up times.
 
 Pure. A model's demand is the sum over all routers. It is fresh if every router, and the controller
-of every ready replica, reported within STALE_S: half of the reports could look like idleness.
+of every ready replica, reported within STALE_S: half of the reports could look like idleness. A
+replica that has just become ready counts as starting until its controller's first report.
 """
 
 from __future__ import annotations
@@ -74,9 +75,13 @@ def signals_of(
     cold_start_s: float,
 ) -> ScalingSignals:
     """Join demand and controller reports of a resource whose replicas start in `cold_start_s`."""
-    leaders = [pod for pod in pods if pod.group == pod.stage == 0 and not pod.deleting]
-    ready = {pod.ordinal for pod in leaders if pod.ready}
     fresh = {ordinal: view for ordinal, view in reports.items() if now_s - view.at_s <= STALE_S}
+    leaders = [pod for pod in pods if pod.group == pod.stage == 0 and not pod.deleting]
+    ready = {
+        pod.ordinal
+        for pod in leaders
+        if pod.ready and (pod.ordinal in fresh or now_s - (pod.ready_since_s or 0.0) > STALE_S)
+    }
     held = sum(model.held for model in demand.models)
     in_routers = sum(model.waiting + model.running for model in demand.models)
     in_controllers = sum(view.status.waiting + view.status.running for view in fresh.values())
