@@ -20,12 +20,6 @@ NORMALISERS = ("work", "deadline")
 
 STALL_S = 1.0
 """A process that did not run for longer than this extends its peers' timeouts by the pause."""
-CLOSED_S = 1.0
-"""A peer that has not reconnected so long after its connection closed is dead: a live one dials
-again after 0.05 s to 0.5 s."""
-
-QUIET_S = 1.25
-"""A peer that gave no sign of life for so long, two beats and a half, may hang."""
 
 PROGRESS_TOKENS = 16
 """A request that emits this number of tokens between two losses of its replica, or of its group, is

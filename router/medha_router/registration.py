@@ -57,7 +57,7 @@ class Registration:
         if known is not None and known.sent:  # it lost the link and dropped this router's requests
             self.remove(known, "it sent Hello again")
         elif known is not None and known.hello == hello:
-            replicas.received(known, now)
+            known.life.seen(now)
             self._advance(known, now)
             return
         namesakes = [

@@ -86,10 +86,11 @@ class ReplicaClient:
         """
         now = self._clock()
         paused, self._ticked_s = now - self._ticked_s > STALL_S, now
-        for replica, reason in [] if paused else self._replicas.silent(now):
+        for replica, reason in [] if paused else self._replicas.dead(now):
             self._registration.remove(replica, reason)
         for replica in self._replicas:
-            self._send(replica.peer, RouterBeat())
+            if self._send(replica.peer, RouterBeat()):
+                replica.life.connected()
             if not paused:
                 self._avoid(replica, now)
         self._report_counts(now)
@@ -103,9 +104,9 @@ class ReplicaClient:
                 self._send(peer, TenantCounts(self._router, counts))
 
     def closed(self, peer: bytes) -> None:
-        """Note the end of a connection: its replica either sends soon on another, or is dead."""
+        """Note the end of a connection; a beat that can be sent shows that there is another."""
         if (replica := self._replicas.get(peer)) is not None:
-            replica.closed_s = self._clock()
+            replica.life.disconnected(self._clock())
 
     async def settled(self) -> None:
         """Wait until no tokenizer is being loaded."""
@@ -120,7 +121,7 @@ class ReplicaClient:
         if replica is None:
             self._send(peer, Rejected("unknown controller: send Hello first", stranger=True))
             return
-        self._replicas.received(replica, now)
+        replica.life.seen(now)
         match message:  # the most frequent first
             case Tokens():
                 self._on_tokens(replica, message, now)
@@ -192,7 +193,7 @@ class ReplicaClient:
         """
         model = self._models[replica.hello.model]
         was_open = replica.open
-        self._replicas.report(replica, report, now)
+        replica.take(report, now)
         if replica.open != was_open or replica.draining:
             model.dispatcher.update_replica(replica, now)
         else:
@@ -239,10 +240,12 @@ class ReplicaClient:
             for generation in self._requests.sent_to(replica)
             if self._work_again_s(model, generation) <= MOVED_WORK_S
         ]
-        self._log.warning("replica %s may hang: moving %d", replica.name, len(moved))
+        gone = replica.gone(now)
+        state = "is probably dead" if gone else "may hang"
+        self._log.warning("replica %s %s: moving %d", replica.name, state, len(moved))
         for generation in moved:
             self._send(replica.peer, Abort(generation.id))
-            self._requests.requeue(generation, now, failed=False)
+            self._requests.requeue(generation, now, failed=gone, died=gone)
 
     def _work_again_s(self, model: ServedModel, generation: Generation) -> float:
         return model.dispatcher.idle_work_s(

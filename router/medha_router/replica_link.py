@@ -16,9 +16,11 @@ from typing import Protocol, TypeVar
 from medha.adapters.sockets import Listener
 from medha.config import RouterConfig
 from medha.messages import Codec, ReplicaMessage, RouterMessage
+from medha.peer_liveness import GONE_S
 from medha_router.replica_client import ReplicaClient
 
-TICK_S = 0.25
+TICK_S = GONE_S + 0.01
+"""The tick after the one that noticed an ended connection decides about its replica."""
 MIN_PAUSE_S = 0.001
 BUSY_SHARE = 0.25
 
@@ -108,9 +110,9 @@ class LinkLoop:
 
     async def _tick(self) -> None:
         while True:
+            self._guarded(self._client.tick)
             for peer in self._link.closed():
                 self._client.closed(peer)
-            self._guarded(self._client.tick)
             self._guarded(self._ticked)
             self.changed()
             await asyncio.sleep(TICK_S)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import msgspec
 
 from medha import PROTOCOL
-from medha.config import CLOSED_S, QUIET_S
 from medha.errors import SpecError
 from medha.messages import Hello, Load, LoadReport, Rejected
+from medha.peer_liveness import PeerLiveness
 from medha.predictor import Predictor
 from medha.profile import Profile
 
@@ -33,10 +33,9 @@ class ConnectedReplica:
         self.load: Load | None = None
         self.load_s = now
         self.draining = hello.draining
-        self.reports_quiet = False
+        self.life = PeerLiveness(now)
+        self._reports_quiet = self._reports_gone = False
         self.avoided = False
-        self.last_message_s = now
-        self.closed_s = float("inf")
         self.sent: set[str] = set()
 
     @property
@@ -58,8 +57,20 @@ class ConnectedReplica:
         return has_group and not self.draining and not self.avoided
 
     def may_hang(self, now: float) -> bool:
-        """Return True if the replica, or one of its ranks, gave no sign of life for QUIET_S."""
-        return self.reports_quiet or now - self.last_message_s > QUIET_S
+        """Return True if the replica, or one of its ranks, is silent or gone."""
+        return self._reports_quiet or self.life.quiet(now) or self.gone(now)
+
+    def gone(self, now: float) -> bool:
+        """Return True if its controller, or a rank of each of its groups, is probably dead."""
+        return self._reports_gone or self.life.gone(now)
+
+    def take(self, report: LoadReport, now: float) -> None:
+        """Take over a report of its load and its ranks."""
+        self.load, self.load_s = report.load, now
+        self.draining = report.draining
+        self._reports_quiet, self._reports_gone = report.quiet, report.gone
+        if report.learned is not None:
+            self.predictor.restore(report.learned)
 
     @property
     def empty(self) -> bool:
@@ -135,24 +146,10 @@ class ReplicaTable:
     def __iter__(self) -> Iterator[ConnectedReplica]:
         return iter(self._replicas.values())
 
-    def report(self, replica: ConnectedReplica, report: LoadReport, now: float) -> None:
-        replica.load, replica.load_s = report.load, now
-        replica.draining, replica.reports_quiet = report.draining, report.quiet
-        if report.learned is not None:
-            replica.predictor.restore(report.learned)
-
-    def received(self, replica: ConnectedReplica, now: float) -> None:
-        replica.last_message_s, replica.closed_s = now, float("inf")
-
-    def silent(self, now: float) -> list[tuple[ConnectedReplica, str]]:
-        """Return the replicas that sent nothing for too long, with the reason."""
-        silent = []
-        for replica in self:
-            if now - replica.closed_s > CLOSED_S:
-                silent.append((replica, "its connection has ended"))
-            elif now - replica.last_message_s > self._timeout_s:
-                silent.append((replica, f"silent for {now - replica.last_message_s:.1f} s"))
-        return silent
+    def dead(self, now: float) -> list[tuple[ConnectedReplica, str]]:
+        """Return the replicas whose controllers are dead, with the reason."""
+        reasons = ((replica, replica.life.death(now, self._timeout_s)) for replica in self)
+        return [(replica, reason) for replica, reason in reasons if reason]
 
     def forget(self, replica: ConnectedReplica) -> None:
         if self._replicas.get(replica.peer) is replica:

@@ -9,7 +9,7 @@ import pytest
 from tests.support.virtual_replica import VirtualReplica
 
 from medha import messages as m
-from medha.config import QUIET_S
+from medha.peer_liveness import CLOSED_S, GONE_S, QUIET_S
 from medha.topology import Coordinate, Topology
 
 Make = Callable[..., VirtualReplica]
@@ -140,6 +140,58 @@ def test_a_rank_without_a_sign_of_life_is_reported_before_its_group_is_lost(
     assert 1.05 + QUIET_S - 0.5 <= quiet[0] <= 1.05 + QUIET_S + 0.1
     assert quiet[-1] < lost[0] and lost[0] - quiet[0] > 3.0
     assert not any(report.quiet for at_s, report in replica.reports if at_s >= lost[0])
+
+
+def cut(replica: VirtualReplica, group: int, at_s: float, *, dead: bool = False) -> None:
+    """End the connection of a group's first rank at that time; `dead`: because it was killed."""
+
+    def end() -> None:
+        if dead:
+            replica.kill_group(group)
+        replica.controller.on_disconnect(Coordinate(group, 0, 0), replica.loop.now)
+
+    replica.loop.at(at_s, 0, end)
+
+
+def test_a_rank_whose_connection_ended_is_reported_before_its_group_is_lost(
+    make_replica: Make, make_submit: Submit
+) -> None:
+    replica = make_replica()
+    replica.submit_at(1.0, make_submit("one", 200, outputs=40))
+    cut(replica, 0, 1.05, dead=True)
+    replica.run(5.0)
+    gone = [at_s for at_s, report in replica.reports if report.gone]
+    lost = [at_s for at_s, report in replica.reports if at_s > 1.05 and not report.load.total_pages]
+    assert 1.05 + GONE_S <= gone[0] <= 1.05 + GONE_S + 0.05
+    assert gone[-1] < lost[0] <= 1.05 + CLOSED_S + 0.3
+
+
+def test_a_rank_that_dials_again_soon_is_not_reported(
+    make_replica: Make, make_submit: Submit, judge: Judge
+) -> None:
+    replica = make_replica()
+    request = make_submit("one", 200, outputs=40)
+    replica.submit_at(1.0, request)
+    cut(replica, 0, 1.05)
+    again = m.RankBeat()
+    replica.loop.at(
+        1.05 + GONE_S, 0, lambda: replica.controller.on_rank(Coordinate(0, 0, 0), again, 1.3)
+    )
+    replica.run(5.0)
+    assert not any(report.gone for _, report in replica.reports)
+    judge(replica, request)
+
+
+def test_a_replica_is_gone_only_if_each_of_its_groups_has_lost_a_rank(
+    make_replica: Make, make_submit: Submit
+) -> None:
+    replica = make_replica(**grown(kvp_min=2, kvp_max=2), settings={"release_cooldown_s": 1e9})
+    replica.submit_at(1.0, make_submit("one", 200, outputs=40))
+    cut(replica, 0, 2.05, dead=True)
+    cut(replica, 1, 2.5, dead=True)
+    replica.run(5.0)
+    gone = [at_s for at_s, report in replica.reports if report.gone]
+    assert gone[0] >= 2.5 + GONE_S
 
 
 def test_requests_without_a_group_fail_in_time_and_may_run_elsewhere(

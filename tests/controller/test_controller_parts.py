@@ -90,7 +90,7 @@ def test_a_silent_rank_loses_its_group(groups: RankGroups) -> None:
     groups.hello(B, hello(B, "b1"), 0.0)
     groups.accept(A, 4.0)
     assert groups.silent(5.0) == []
-    assert groups.silent(5.1) == [(0, "rank g0-s0-t1 is silent for 5.1 s")]
+    assert groups.silent(5.1) == [(0, "rank g0-s0-t1: silent for 5.1 s")]
     groups.lose(0, "silent")
     assert groups.state(0) == LOST and groups.lost == (0,)
 
@@ -101,7 +101,7 @@ def test_a_rank_whose_connection_has_ended_has_a_second_to_return(groups: RankGr
     groups.disconnected(Coordinate(7, 0, 0), 1.0)  # no such rank
     groups.disconnected(B, 1.0)
     assert groups.silent(2.0) == []
-    assert groups.silent(2.1) == [(0, f"rank {B} is gone: its connection has ended")]
+    assert groups.silent(2.1) == [(0, f"rank {B}: its connection has ended")]
     groups.hello(B, hello(B, "b1"), 1.5)  # as every new connection begins
     assert groups.silent(2.1) == []
     groups.disconnected(B, 3.0)
@@ -228,4 +228,4 @@ def test_a_pause_of_the_controller_does_not_count_as_silence(groups: RankGroups)
     groups.excuse_pause(4.0)
     assert groups.silent(9.0) == []
     groups.excuse_pause(0.9)  # an ordinary pause excuses nothing
-    assert groups.silent(9.1) == [(0, f"rank {A} is silent for 5.1 s")]
+    assert groups.silent(9.1) == [(0, f"rank {A}: silent for 5.1 s")]

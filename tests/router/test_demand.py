@@ -266,7 +266,7 @@ def serving(models: ModelRegistry, hello: Any, tokenizer: bytes) -> None:
     replica = fleet.greet(b"r0", hello, 0.0)
     assert isinstance(replica, ConnectedReplica)
     load = Load(free_pages=(64,), total_pages=(64,), page_tokens=16)
-    fleet.report(replica, LoadReport(load), 0.0)
+    replica.take(LoadReport(load), 0.0)
     model = models[hello.model]
     model.version_for(replica).vocabulary = Vocabulary(tokenizer)
     model.update_replicas([replica], 0.0)

@@ -99,7 +99,7 @@ class Waiting:
         replica = replicas.greet(b"r0", hello, 0.0)
         assert isinstance(replica, ConnectedReplica)
         load = Load(free_pages=(64,), total_pages=(64,), page_tokens=16)
-        replicas.report(replica, LoadReport(load), 0.0)
+        replica.take(LoadReport(load), 0.0)
         self._replica, vocabulary = replica, Vocabulary(tokenizer)
         self.model.version_for(replica).vocabulary = vocabulary
         self.demand = DemandWindow()

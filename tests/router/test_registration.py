@@ -85,8 +85,8 @@ def test_a_replica_counts_as_silent_only_after_the_timeout(
     replicas: ReplicaTable, hello: Hello
 ) -> None:
     replicas.greet(b"a", hello, 10.0)
-    assert replicas.silent(12.9) == []
-    assert [(replica.name, reason) for replica, reason in replicas.silent(13.1)] == [
+    assert replicas.dead(12.9) == []
+    assert [(replica.name, reason) for replica, reason in replicas.dead(13.1)] == [
         ("r0", "silent for 3.1 s")
     ]
 
@@ -97,11 +97,11 @@ def test_a_replica_whose_connection_ended_has_a_second_to_reconnect(
     replicas.greet(b"a", hello, 10.0)
     replica = replicas.get(b"a")
     assert replica is not None
-    replica.closed_s = 11.0
-    assert replicas.silent(11.9) == []
-    assert [lost.name for lost, _ in replicas.silent(12.1)] == ["r0"]
-    replicas.received(replica, 11.5)  # on another connection
-    assert replicas.silent(12.1) == []
+    replica.life.disconnected(11.0)
+    assert replicas.dead(11.9) == []
+    assert [lost.name for lost, _ in replicas.dead(12.1)] == ["r0"]
+    replica.life.seen(11.5)  # on another connection
+    assert replicas.dead(12.1) == []
 
 
 def test_a_file_is_fetched_in_parts_and_requested_again() -> None:

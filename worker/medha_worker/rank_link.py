@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from medha.adapters.sockets import Dialer
+from medha.adapters.sockets import Dialer, wait
 from medha.config import STALL_S, Curve
 from medha.messages import (
     Codec,
@@ -142,7 +142,8 @@ class RankLink:
             if now - beat >= BEAT_S:
                 beat = now
                 self._dialer.send(RankBeat())
-            message = self._dialer.receive(BEAT_S / 2)
+            wait([self._dialer], BEAT_S / 2)  # a new connection ends it too: Hello goes first
+            message = self._dialer.receive()
             slept_s = time.monotonic() - now
             if slept_s > STALL_S:
                 silent_at += slept_s  # a stall of this machine is not the controller's silence

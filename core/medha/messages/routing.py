@@ -240,12 +240,13 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     """Load of a replica, sent after changes and at least every 0.5 s as heartbeat.
 
     `learned`: how measured batches differ from the profile, see `Corrections.learned`. `quiet`: a
-    rank gives no sign of life; it may hang.
+    rank gives no sign of life; it may hang. `gone`: no running group has all its ranks connected.
     """
 
     load: Load
     draining: bool = False
     quiet: bool = False
+    gone: bool = False
     learned: tuple[Factors, Factors, Counts, Counts] | None = None
 
 

@@ -222,8 +222,14 @@ class Controller:
                 self._outbox.to_router(router, grant)
         if self.routers.report_due(now):
             learned = engine.predictor.learned()
-            quiet = self.groups.quiet(now)
-            self.routers.send_report(engine.load(now), self.draining, quiet, learned, now)
+            report = m.LoadReport(
+                engine.load(now),
+                self.draining,
+                quiet=self.groups.quiet(now),
+                gone=self.groups.gone(now),
+                learned=learned,
+            )
+            self.routers.send_report(report, now)
 
     def _check(self, now: float) -> None:
         """Check for silence, stalls and timeouts, every CHECK_S."""

@@ -15,12 +15,12 @@ long is dropped and its number is not used again. Generation 0 is a group's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from medha import PROTOCOL
-from medha.config import CLOSED_S, QUIET_S, STALL_S
+from medha.config import STALL_S
 from medha.messages import (
     Dissolve,
     Forget,
@@ -32,6 +32,7 @@ from medha.messages import (
     RankHello,
     RankReady,
 )
+from medha.peer_liveness import PeerLiveness
 from medha.topology import Coordinate, Topology
 from medha_worker.controller.outbox import Outbox
 
@@ -48,13 +49,9 @@ class LostGroup(msgspec.Struct, frozen=True):
 
 class _Rank:
     def __init__(self, hello: RankHello, now: float) -> None:
-        self.incarnation, self.last_seen_s = hello.incarnation, now
-        self.closed_s = float("inf")
+        self.incarnation, self.life = hello.incarnation, PeerLiveness(now)
         self.loaded = 0.0
         self.ready: RankReady | None = None
-
-    def seen(self, now: float) -> None:
-        self.last_seen_s, self.closed_s = now, float("inf")
 
 
 class _Group:
@@ -159,7 +156,7 @@ class RankGroups:
             return None
         known = group.ranks.get(at)
         if known is not None and known.incarnation == hello.incarnation:
-            known.seen(now)
+            known.life.seen(now)
             return None
         lost = None
         if known is not None:
@@ -258,42 +255,42 @@ class RankGroups:
         if rank is None:
             self._outbox.to_ranks((at,), Leave(f"group {at.group} was given up; restart it"))
             return False
-        rank.seen(now)
+        rank.life.seen(now)
         return True
 
     def disconnected(self, at: Coordinate, now: float) -> None:
         """Note that a rank's connection ended: it reconnects soon, or it is dead."""
         if at.group < len(self._groups) and at in self._groups[at.group].ranks:
-            self._groups[at.group].ranks[at].closed_s = now
+            self._groups[at.group].ranks[at].life.disconnected(now)
 
     def excuse_pause(self, pause_s: float) -> None:
         """Do not count a time in which this process did not run as the ranks' silence."""
         if STALL_S < pause_s < float("inf"):
             for group in self._groups:
                 for rank in group.ranks.values():
-                    rank.last_seen_s += pause_s
-                    rank.closed_s += pause_s
+                    rank.life.excuse(pause_s)
 
     def quiet(self, now: float) -> bool:
-        """Return true if a rank of a running group may hang."""
-        return any(
-            now - rank.last_seen_s > QUIET_S
-            for group in self._groups
-            if group.state == RUNNING
-            for rank in group.ranks.values()
+        """Return True if a rank of a running group may hang."""
+        return any(rank.life.quiet(now) for group in self.running for rank in self._ranks_of(group))
+
+    def gone(self, now: float) -> bool:
+        """Return True if every running group, one at least, has a rank that is probably dead."""
+        running = self.running
+        return bool(running) and all(
+            any(rank.life.gone(now) for rank in self._ranks_of(group)) for group in running
         )
 
+    def _ranks_of(self, group: int) -> Iterable[_Rank]:
+        return self._groups[group].ranks.values()
+
     def silent(self, now: float) -> list[tuple[int, str]]:
-        """List groups with a rank that is silent for too long, each with the reason."""
+        """List groups with a dead rank, each with the reason."""
         silent = []
         for index, group in enumerate(self._groups):
             for at, rank in group.ranks.items():
-                if now - rank.closed_s > CLOSED_S:
-                    silent.append((index, f"rank {at} is gone: its connection has ended"))
-                    break
-                if now - rank.last_seen_s > self._timeout_s:
-                    silent_s = now - rank.last_seen_s
-                    silent.append((index, f"rank {at} is silent for {silent_s:.1f} s"))
+                if reason := rank.life.death(now, self._timeout_s):
+                    silent.append((index, f"rank {at}: {reason}"))
                     break
         return silent
 

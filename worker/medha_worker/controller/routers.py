@@ -14,13 +14,11 @@ from collections.abc import Sequence
 
 from medha import PROTOCOL
 from medha.config import STALL_S
-from medha.corrections import Learned
 from medha.messages import (
     FetchFile,
     FilePart,
     Hello,
     KvEvents,
-    Load,
     LoadReport,
     Rejected,
     TenantCounts,
@@ -188,11 +186,8 @@ class RouterLinks:
             link.welcome and now - link.report_s >= REPORT_S for link in self._links.values()
         )
 
-    def send_report(
-        self, load: Load, draining: bool, quiet: bool, learned: Learned, now: float
-    ) -> None:
+    def send_report(self, report: LoadReport, now: float) -> None:
         """Send the load to routers for which it changed, or whose last report is too old."""
-        report = LoadReport(load, draining, quiet, learned)
         for router, link in self._links.items():
             waited_s = now - link.report_s
             if not link.welcome or waited_s < REPORT_S:
