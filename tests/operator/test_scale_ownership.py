@@ -106,8 +106,8 @@ def test_a_replica_counts_as_ready_from_its_first_report_and_is_awaited_for_a_wh
     demand, pods = TotalDemand(fresh=True), [leader(0), leader(1, ready_s=1.0)]
     awaited = seen_of(demand, pods, {0: report()})
     assert (awaited.fresh, awaited.ready) == (True, 1)
-    heard = seen_of(demand, pods, {0: report(), 1: report()})
-    assert (heard.fresh, heard.ready) == (True, 2)
+    reported = seen_of(demand, pods, {0: report(), 1: report()})
+    assert (reported.fresh, reported.ready) == (True, 2)
     former = seen_of(demand, pods, {0: report(), 1: report(NOW_S - STALE_S - 1)})
     assert (former.fresh, former.ready) == (True, 1)
     silent = seen_of(demand, [leader(0), leader(1, ready_s=STALE_S + 1)], {0: report()})
