@@ -29,6 +29,7 @@ from demos.images import missing as missing_for_images
 from demos.run_afterwards import run_afterwards
 
 from medha.cli.local_fleet.child_process import killed_with_parent
+from medha.cli.local_fleet.preflight import free_ports
 
 TOOL = ROOT.parent / "shared" / "kubernetes" / "cluster"
 ARCHIVES = ROOT / "build" / "images"
@@ -92,14 +93,14 @@ class Testbed:
     @contextlib.contextmanager
     def forwarded(self, namespace: str, to: str, port: int) -> Iterator[str]:
         """Local URL of a port of a pod or service."""
-        here = _free_port()
+        (here,) = free_ports("127.0.0.1", 1)
         with self._door(here, "-n", namespace, "port-forward", to, f"{here}:{port}"):
             yield f"http://127.0.0.1:{here}"
 
     @contextlib.contextmanager
     def proxied(self) -> Iterator[str]:
         """Local URL of the API server, without credentials."""
-        here = _free_port()
+        (here,) = free_ports("127.0.0.1", 1)
         with self._door(here, "proxy", f"--port={here}"):
             yield f"http://127.0.0.1:{here}"
 
@@ -113,7 +114,7 @@ class Testbed:
             stderr=subprocess.DEVNULL,
         ) as process:
             try:
-                until(lambda: _listens(here), f"kubectl {' '.join(arguments)}", 30.0)
+                until(lambda: _listens(here), f"kubectl {' '.join(arguments)}", MINUTE_S)
                 yield
             finally:
                 process.terminate()
@@ -255,11 +256,6 @@ def _kill_api_server(kubeconfig: pathlib.Path) -> str:
                 os.kill(int(entry.name), signal.SIGKILL)
                 return entry.name
     raise Failed(f"no API server of {kubeconfig} runs here")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _listens(port: int) -> bool:

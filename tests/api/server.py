@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import socket
 import ssl
 import subprocess
 import time
@@ -19,6 +18,7 @@ import httpx
 import msgspec
 
 from medha.cli.local_fleet.child_process import killed_with_parent
+from medha.cli.local_fleet.preflight import free_ports
 
 START_S = 120.0
 
@@ -54,12 +54,6 @@ class ApiServer(msgspec.Struct, frozen=True):
         return httpx.Client(
             base_url=self.url, verify=context, headers=headers, timeout=30, trust_env=False
         )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def write_credentials(folder: Path, url: str) -> ApiServer:
@@ -101,7 +95,7 @@ def write_credentials(folder: Path, url: str) -> ApiServer:
 def commands(folder: Path, programs: tuple[Path, Path], port: int) -> list[list[str]]:
     """Command lines of etcd and kube-apiserver."""
     etcd, apiserver = map(str, programs)
-    store = f"http://127.0.0.1:{free_port()}"
+    store = f"http://127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
     key = folder / "accounts.key"
     return [
         [
@@ -150,7 +144,7 @@ class Server:
     """etcd and kube-apiserver as child processes; `where` is the latter's address."""
 
     def __init__(self, folder: Path, programs: tuple[Path, Path]) -> None:
-        port = free_port()
+        (port,) = free_ports("127.0.0.1", 1)
         self.where = write_credentials(folder, f"https://127.0.0.1:{port}")
         self._folder, self._commands = folder, commands(folder, programs, port)
         self._running: list[subprocess.Popen[bytes]] = []

@@ -348,6 +348,10 @@ def test_free_ports_are_different_and_free() -> None:
         preflight.check_port("127.0.0.1", port, "--port")
 
 
+def test_no_free_port_is_among_those_that_linux_gives_to_outgoing_connections() -> None:
+    assert max(preflight.free_ports("127.0.0.1", 20)) < 32_768
+
+
 def test_cuda_without_a_gpu_is_refused_with_what_to_use() -> None:
     with pytest.raises(SpecError, match=r"spec\.device\.kind is Cuda: must be Cpu on a machine"):
         preflight.check_gpus(resource(device={"kind": "Cuda"}), gpus=0)

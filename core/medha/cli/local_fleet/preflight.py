@@ -10,6 +10,7 @@ import contextlib
 import errno
 import importlib.util
 import pathlib
+import random
 import shutil
 import socket
 
@@ -21,6 +22,8 @@ PROGRAMS = {"medha_router": "medha[router]", "medha_worker": "medha[worker]"}
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 SHARED_MEMORY_BYTES = 64 << 20
 RUN_ATTEMPTS = 20
+FREE_PORTS = range(15_000, 30_000)
+"""No system gives these to outgoing connections, which could take a port before it is used."""
 
 
 def gpu_count(devices: pathlib.Path = pathlib.Path("/dev")) -> int:
@@ -72,15 +75,23 @@ def check_socket_path(address: str) -> None:
 
 
 def free_ports(host: str, count: int) -> tuple[int, ...]:
-    """Distinct ports that are free now."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind((host, 0))
-        return tuple(int(probe.getsockname()[1]) for probe in probes)
-    finally:
-        for probe in probes:
-            probe.close()
+    """Distinct ports of FREE_PORTS that are free now. Raises SetupError."""
+    ports: list[int] = []
+    with contextlib.ExitStack() as probes:
+        for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
+            if len(ports) == count:
+                break
+            probe = probes.enter_context(socket.socket())
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                ports.append(port)
+    if len(ports) < count:
+        raise SetupError(f"{len(ports)} of {count} ports of {host} are free: free some")
+    return tuple(ports)
 
 
 def free_port_run(host: str, count: int) -> int:
