@@ -1,7 +1,7 @@
 """`python -m tests.api.fast_clock 10`: the operator with clocks that run ten times as fast.
 
 Waits in an event loop end as much sooner, so that minutes are tested in seconds; all else is
-unchanged. The time by which the machine wakes the event loop too late is left out, since the
+unchanged. The time in which the process should run but has no processor is left out, since the
 factor would multiply it. SIGUSR1 logs `MOMENT`, stamped with the operator's own time.
 """
 
@@ -22,8 +22,9 @@ class FastClock:
     """Speeds up the whole process; construct it before anything reads a clock."""
 
     def __init__(self, times: float) -> None:
-        self._times, self._real = times, time.monotonic
+        self._times, self._real, self._cpu = times, time.monotonic, time.process_time
         self._late_s = 0.0
+        self._woke_s: tuple[float, float] | None = (self._real(), self._cpu())
         for name in ("monotonic", "time"):
             setattr(time, name, self._faster(getattr(time, name)))
         fast_clock = self
@@ -39,13 +40,23 @@ class FastClock:
     def wait(self, select: Any, timeout: float | None) -> Any:
         """Wait as `select` does, but shorter. Only the main thread's loop counts delays, as those
         of others have the same cause."""
-        if not timeout or timeout < 0:
-            return select(timeout)
-        began_s = self._real()
-        ready = select(timeout / self._times)
-        if threading.current_thread() is threading.main_thread():
-            self._late_s += max(0.0, self._real() - began_s - timeout / self._times)
+        shorter = timeout / self._times if timeout else timeout
+        if shorter == 0 or threading.current_thread() is not threading.main_thread():
+            return select(shorter)
+        self._late_s += self._starved_s()
+        self._woke_s, began_s = None, self._real()
+        ready = select(shorter)
+        if shorter is not None and shorter > 0:
+            self._late_s += max(0.0, self._real() - began_s - shorter)
+        self._woke_s = self._real(), self._cpu()
         return ready
+
+    def _starved_s(self) -> float:
+        """Time without a processor since the main thread's loop woke; none while it waits."""
+        woke_s = self._woke_s
+        if woke_s is None:
+            return 0.0
+        return max(0.0, self._real() - woke_s[0] - (self._cpu() - woke_s[1]))
 
     def _faster(self, clock: Any) -> Any:
         began_s: float = clock()
@@ -53,7 +64,7 @@ class FastClock:
 
         def read() -> float:
             nonlocal last_s
-            passed_s: float = clock() - began_s - self._late_s
+            passed_s: float = clock() - began_s - self._late_s - self._starved_s()
             last_s = max(last_s, began_s + self._times * passed_s)
             return last_s
 

@@ -6,6 +6,8 @@ or to others with room, and marks them as running; the API server is real.
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
 import re
 import signal
@@ -17,17 +19,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+from tests.api.fast_clock import MOMENT
 from tests.api.operator_forks import ForkedOperator, ForkServer
 
 from medha.cli.local_fleet.child_process import killed_with_parent
 from medha.spec import API_VERSION
 
 T = TypeVar("T")
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 NOW = "2026-01-01T00:00:00Z"
 ROOM = {"cpu": "8", "memory": "64Gi", "pods": "110", "nvidia.com/gpu": "8"}
 DURING = "DuringSchedulingIgnoredDuringExecution"
-LEASE_S = 4.0
+LEASE_S = 15.0
+"""The default of the operator's setting: a starved machine does not end a leader's term."""
+SHORT_LEASE = {"MEDHA_LEASE_S": "4"}
+"""Settings of operators of which one is killed and one of another name takes over."""
 RESYNC_S = 2
 HOUSE = Path(__file__).resolve().parents[2]
 
@@ -119,6 +125,21 @@ class Operator:
         """Values of a metric by their labels, as text."""
         rows = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", self._ask("/metrics").text, flags=re.M)
         return {labels: float(value) for labels, value in rows}
+
+    def logged(self, message: str) -> list[tuple[float, str]]:
+        """Log lines that contain this pattern, and the operator's time of each."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line[:1] == "{"]
+        return [
+            (datetime.datetime.fromisoformat(line["time"]).timestamp(), line["message"])
+            for line in lines
+            if re.search(message, line["message"])
+        ]
+
+    def time_s(self) -> float:
+        """Read the operator's own clock; it must run on `tests.api.fast_clock`."""
+        moments = len(self.logged(MOMENT))
+        self.process.send_signal(signal.SIGUSR1)
+        return until(lambda: self.logged(MOMENT)[moments:])[-1][0]
 
     def kill(self) -> None:
         self.process.kill()
@@ -217,11 +238,7 @@ class Fleet:
 
     def condition(self, name: str, kind: str = "Ready") -> dict[str, Any]:
         """The condition of this type; empty if there is none."""
-        status = self.status(name)
-        conditions = [
-            condition for condition in status.get("conditions", []) if condition["type"] == kind
-        ]
-        return conditions[0] if conditions else {}
+        return condition_of(self.status(name), kind)
 
     def is_ready(self, name: str) -> bool:
         resource = self.api.get(self.path(name)).json()
@@ -229,7 +246,7 @@ class Fleet:
         return (
             status.get("observedGeneration") == resource["metadata"]["generation"]
             and status.get("readyReplicas") == resource["spec"].get("replicas", 1)
-            and self.condition(name).get("status") == "True"
+            and condition_of(status).get("status") == "True"
         )
 
     # --- pods -----------------------------------------------------------------------------------
@@ -373,6 +390,12 @@ class Fleet:
         answer = self.api.patch(path, json=change, headers=headers)
         if answer.status_code != httpx.codes.NOT_FOUND:  # deleted since it was read
             answer.raise_for_status()
+
+
+def condition_of(status: Mapping[str, Any], kind: str = "Ready") -> dict[str, Any]:
+    """Return the condition of this type; empty if there is none."""
+    conditions = status.get("conditions", ())
+    return next((condition for condition in conditions if condition["type"] == kind), {})
 
 
 def _devices(pod: dict[str, Any]) -> int:

@@ -28,8 +28,9 @@ from tests.api.proxy import Answer, Call, Done, Proxy
 from tests.api.stand_ins import Leaders, Router
 
 QUIET_S = 2.5
-"""Longer than a resync: by then the operator has seen what a watch has lost."""
-PATIENCE_S = 240.0
+SETTLED_S = 1.0
+"""Time after a resync by which the operator has acted on what a watch has lost."""
+PATIENCE_S = 600.0
 OFFERED_S = 1.0
 """Interval at which a continuous load is offered again."""
 OURS = "app.kubernetes.io/managed-by=medha-operator"
@@ -112,7 +113,7 @@ class Dying:
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """The result of one phase.
+    """The result of one phase, which took `took_s`.
 
     `late_s`: the longest time from an operator's start to lead after a death to its next death, or
     to its last write; `late`: what it wrote, and when.
@@ -124,6 +125,7 @@ class Phase(msgspec.Struct, frozen=True):
     created: dict[str, int]
     deleted: dict[str, int]
     end: dict[str, Any]
+    took_s: float
     late_s: float
     late: tuple[str, ...]
 
@@ -336,6 +338,7 @@ class Course:
             created=created(own),
             deleted=deleted(own),
             end=self._state(),
+            took_s=time.monotonic() - began_s,
             late_s=late_s,
             late=late,
         )
@@ -363,15 +366,28 @@ class Course:
         return longest
 
     def _quiet(self) -> bool:
-        """Return true if nothing is written for QUIET_S although an operator works."""
-        before = self._writes(), self._dying.deaths
+        """Return true if nothing is written for QUIET_S, with a resync in that time, although an
+        operator works."""
+        before, seen = (self._writes(), self._dying.deaths), len(self._proxy.done)
         end = time.monotonic() + QUIET_S
-        while time.monotonic() < end:
+        while (early := time.monotonic() < end) or not self._resynced(seen):
             self._play()
             time.sleep(0.05)
             if (self._writes(), self._dying.deaths) != before:
                 return False
+            if not early and not self._dying.is_working():
+                return False  # it is starting, so the next resync is far
         return self._dying.is_working()
+
+    def _resynced(self, seen: int) -> bool:
+        """Return true if the operator has listed the nodes since the answer `seen`, and has had the
+        time to act."""
+        return any(
+            reply.call.path.endswith("/nodes")
+            and not reply.call.watches
+            and reply.at_s < time.monotonic() - SETTLED_S
+            for reply in self._proxy.done[seen:]
+        )
 
     def _writes(self) -> int:
         return sum(reply.own for reply in self._proxy.done[self._begin :])

@@ -28,7 +28,7 @@ from medha_operator.kube.client import REPLICAS
 
 SILENT_S = 6.5
 """Three resyncs of these operators, and longer than the pause between two messages of a status."""
-WITHIN_S = 150.0
+WITHIN_S = 300.0
 FLOWS = '{"ingress": [{"ports": [{"port": 8091}]}], "egress": [{"ports": [{"port": 53}]}]}'
 _NUMBERS = itertools.count(1)
 

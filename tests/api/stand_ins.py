@@ -128,8 +128,7 @@ class Router:
     def offer(self, model: str, slack: float, load: float) -> None:
         """Offer a hundred requests with this slack, where an idle replica would have left them more
         (four times their work), that fill `load` replicas."""
-        self.calm()
-        self.models = (model,)
+        demand = DemandWindow()
         now, work_s = time.monotonic(), max(WORK_FLOOR_S, load * WINDOW_S / 100)
         request = Request(
             id="",
@@ -140,8 +139,9 @@ class Router:
         )
         for _ in range(100):
             first_s = request.ttft_deadline_s - slack * work_s
-            self.demand.taken(model, request, first_s, work_s, now)
-            self.demand.ended(model, "default", slack > 0.0, now)
+            demand.taken(model, request, first_s, work_s, now)
+            demand.ended(model, "default", slack > 0.0, now)
+        self.models, self.demand = (model,), demand  # a poll never counts a part of them
 
     def calm(self) -> None:
         """Drop all demand."""

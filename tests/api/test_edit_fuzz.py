@@ -21,7 +21,7 @@ from typing import Any, Literal
 import pytest
 from tests.api.courses import Scenes
 from tests.api.edits import Edits
-from tests.api.fleet import Fleet
+from tests.api.fleet import Fleet, until
 from tests.api.stage import Scene
 
 pytestmark = pytest.mark.timeout(7200)
@@ -199,5 +199,6 @@ def fuzzed(scene: Scene, seed: int, capsys: pytest.CaptureFixture[str]) -> colle
             print(f"\nedits: {dict(fuzz.counts)}; {dict(fuzz.reasons.most_common())}")  # noqa: T201
     log = operator.log.read_text()
     assert "Traceback" not in log and "unexpected" not in log
-    assert operator.process.poll() is None and operator.alive()
+    assert operator.process.poll() is None
+    until(operator.alive)
     return fuzz.counts

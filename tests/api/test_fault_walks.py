@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(3000)
 WHOLE = os.environ.get("MEDHA_CRASH_POINTS") == "whole"
 COURSE = "staged" if WHOLE else "short"
 GONE = "kopf/ medhareplicas DELETED llama 1"
-SURPLUS = 20
+SURPLUS = 10
 """Share of events, as one in N, that may occur only in the walk without trouble."""
 HASH = re.compile(r"(?<=-)[0-9a-f]{10}$")
 REFUSALS = (400, 403, 409, 422, 500)

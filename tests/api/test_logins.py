@@ -22,7 +22,7 @@ from medha.cli.local_fleet.child_process import killed_with_parent
 from medha_operator.kube.client import REPLICAS
 from medha_operator.kube.kopf_source import KopfSource
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_an_operator_whose_kubeconfig_names_another_user_ends_and_names_the_field(

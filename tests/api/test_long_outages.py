@@ -7,8 +7,6 @@ fail within 90 s by its own clock and one check more, and it must work again aft
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import re
 import signal
@@ -24,13 +22,13 @@ from medha_operator.controllers.liveness import CHECK_EVERY_S
 
 Start = Callable[..., Operator]
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 WHOLE = os.environ.get("MEDHA_OUTAGES") == "whole"
 SPEED = 10.0
 AWAY_S = 600.0 if WHOLE else 180.0
 TOLD_S, SPARE_S = 90.0, 5.0
-"""Time within which a stuck operator must fail its probe, with half a second of a busy machine in
+"""Time within which a stuck operator must fail its probe, with half a second of computing in
 operator time."""
 USUAL = {"MEDHA_RESYNC_S": "30", "MEDHA_LEASE_S": "15", "MEDHA_REPORT_S": "2"}
 
@@ -53,16 +51,6 @@ TAMPERS = {"503": refuse(503), "429": refuse(429), "silence": fall_silent}
 CHOSEN = TAMPERS if WHOLE else ("503",)
 
 
-def logged(operator: Operator, message: str) -> list[tuple[float, str]]:
-    """Log lines with this message, and the operator's time of each."""
-    lines = [json.loads(line) for line in operator.log.read_text().splitlines() if line[:1] == "{"]
-    return [
-        (datetime.datetime.fromisoformat(line["time"]).timestamp(), line["message"])
-        for line in lines
-        if re.search(message, line["message"])
-    ]
-
-
 def fails_probe_in_time(operator: Operator, tamper: Callable[[], None]) -> None:
     """Check that from now on the probe fails when 90 s have passed by the operator's clock, and
     that the log names the fault; a check runs each second."""
@@ -70,8 +58,8 @@ def fails_probe_in_time(operator: Operator, tamper: Callable[[], None]) -> None:
     tamper()
     operator.process.send_signal(signal.SIGUSR1)
     until(lambda: not operator.alive(), "its liveness probe is told")
-    ((began_s, _),) = logged(operator, MOMENT)
-    ((red_s, line),) = logged(operator, red)
+    ((began_s, _),) = operator.logged(MOMENT)
+    ((red_s, line),) = operator.logged(red)
     assert red_s - began_s <= TOLD_S + CHECK_EVERY_S + SPARE_S
     assert int(re.findall(r"\d+", line)[0]) <= TOLD_S + CHECK_EVERY_S + SPARE_S
 
@@ -85,7 +73,7 @@ def test_after_ten_minutes_without_an_api_server_the_operator_works_again(
     fleet.played(lambda: fleet.is_ready("llama"))
     before = {name: pod["metadata"]["uid"] for name, pod in fleet.pods().items()}
     until(lambda: time.monotonic() - proxy.last_write_s() > 2.0)
-    assert operator.alive()
+    until(operator.alive)
     began_s, written = time.monotonic(), own_writes(proxy)
 
     def works_again() -> None:

@@ -11,7 +11,7 @@ from tests.api.fleet import Fleet, Operator, until
 
 Start = Callable[..., Operator]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 SERVICE = {"selector": {"app": "web"}, "ports": [{"port": 80}]}
 BUDGET = {"maxUnavailable": 1, "selector": {"matchLabels": {"app": "web"}}}
@@ -60,7 +60,7 @@ def test_a_name_that_pods_need_is_reported_and_used_once_it_is_free(
     before = kept(api, theirs)
     start_operator()
     fleet.create("llama")
-    until(lambda: told(fleet, place[2]), within_s=40.0)
+    until(lambda: told(fleet, place[2]))
     ready = fleet.condition("llama")
     assert (ready["status"], ready["reason"]) == ("False", "NameTaken")
     assert "delete or rename it" in ready["message"]
@@ -106,7 +106,7 @@ def test_keys_that_are_deleted_at_rest_are_made_again(
     before = api.get(url).json()
     for _ in range(2):
         api.delete(url).raise_for_status()
-        until(lambda: api.get(url).is_success, within_s=30.0)
+        until(lambda: api.get(url).is_success)
     assert api.get(url).json()["data"] == before["data"]
 
 

@@ -183,7 +183,7 @@ def test_a_call_waits_and_others_do_not(
 
     def ask() -> None:
         with pytest.raises(httpx.ReadTimeout):
-            client.post("/slow", timeout=1.0)
+            client.post("/slow", timeout=httpx.Timeout(30.0, read=1.0))
         held.set()
 
     thread = threading.Thread(target=ask)

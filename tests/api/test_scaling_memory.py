@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from tests.api.fleet import Fleet, Operator, until
+from tests.api.fleet import SHORT_LEASE, Fleet, Operator, until
 from tests.api.proxy import Answer, Call, Proxy
 from tests.api.stand_ins import Router
 
@@ -15,7 +15,7 @@ from medha.fleet.autoscaling import Journal, replay
 
 Start = Callable[..., Operator]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def journal(operator: Operator) -> Journal:
@@ -50,7 +50,7 @@ def test_a_zero_written_by_the_former_operator_before_it_died_is_its_own(
     served: Fleet, start_operator: Start, router: Router, proxy: Proxy, conflicts: int
 ) -> None:
     """The API server forgets who wrote a zero to /scale, and no status records it."""
-    first = start_operator(**router.settings)
+    first = start_operator(**router.settings, **SHORT_LEASE)
     autoscaling = {"minReplicas": 0, "maxReplicas": 3, "scaleDownStabilization": "3s"}
     served.create("llama", autoscaling=autoscaling)
 
@@ -75,7 +75,7 @@ def test_a_zero_written_by_the_former_operator_before_it_died_is_its_own(
     proxy.before = conflict
     served.change("llama", {"autoscaling": {"scaleDownStabilization": "10m"}})
     with router.held("llama"):  # for another writer's number the wait would be this long
-        second = start_operator("two", **router.settings)
+        second = start_operator("two", **router.settings, **SHORT_LEASE)
         until(second.leads)
         served.played(lambda: replicas(served) == 1 and served.is_ready("llama"))
         # A replica that has just become ready has not reported yet.

@@ -10,7 +10,7 @@ from tests.api.fleet import Fleet, Operator
 
 Start = Callable[..., Operator]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 SETTINGS = {
     "MEDHA_LOG_LEVEL": "debug",

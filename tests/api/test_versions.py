@@ -21,7 +21,7 @@ NAME = "medhareplicas.medha.dev"
 SHIPPED = yaml.safe_load((HOUSE / "crds/medha.dev_medhareplicas.yaml").read_text())
 ALPHA, BETA = "v1alpha1", "v1beta1"
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tests.support.resource_health import argo_health, kstatus
 Start = Callable[..., Operator]
 Kubectl = Callable[..., "subprocess.CompletedProcess[str]"]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def verdict(fleet: Fleet) -> tuple[str, str]:
