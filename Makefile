@@ -22,9 +22,9 @@ PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/medha-prometheus
 QUICK := tests/api/test_crash_points.py tests/api/test_edit_fuzz.py
 
 # Tests run one worker per core of a small machine; torch gets one thread in each. Those of the
-# operator mostly wait for a server and its clocks.
+# operator mostly wait for a server and its clocks; their long campaigns start first.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
-WAITING := -n 4
+WAITING := -n 4 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-cluster images release test test-api test-cluster test-ecosystem check compile format bench lock clean

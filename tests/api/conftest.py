@@ -25,6 +25,12 @@ from tests.api.stand_ins import Leaders, Router
 
 HOUSE = Path(__file__).resolve().parents[2]
 KEDA = Path(__file__).with_name("keda.sh_scaledobjects.yaml")
+CAMPAIGNS = ("test_crash_points", "test_fault_walks", "test_edit_fuzz", "test_long_outages")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the campaigns, which take longest, before all others."""
+    items.sort(key=lambda item: item.path.stem not in CAMPAIGNS)
 
 
 @pytest.fixture(scope="session")
