@@ -29,7 +29,7 @@ def dial(address: str, name: bytes = b"one", curve: Curve | None = None) -> Back
     return Dialer(address, name, sends=UP, receives=DOWN, curve=curve)
 
 
-def until(happens: Callable[[], object], timeout_s: float = 10.0) -> None:
+def until(happens: Callable[[], object], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not happens():
         assert time.monotonic() < end, "did not happen in time"
@@ -38,6 +38,6 @@ def until(happens: Callable[[], object], timeout_s: float = 10.0) -> None:
 
 def exchange(front: Front, back: Back) -> None:
     assert back.send(REPORT)
-    assert front.receive(5.0) == (b"one", REPORT)
+    assert front.receive(30.0) == (b"one", REPORT)
     assert front.send(b"one", Welcome("r"))
-    assert back.receive(5.0) == Welcome("r")
+    assert back.receive(30.0) == Welcome("r")

@@ -125,7 +125,7 @@ def test_a_pod_that_cannot_start_prints_the_reason_and_ends_with_two(tmp_path: P
         env={**os.environ, **ENVIRONMENT, "MEDHA_SPP_STAGE": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 2
@@ -203,7 +203,7 @@ class Pods:
 
     def page(self, stage: int, path: str) -> httpx.Response | None:
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"http://{NET}.{stage + 1}:8090{path}", timeout=5.0, trust_env=False)
+            return httpx.get(f"http://{NET}.{stage + 1}:8090{path}", timeout=30.0, trust_env=False)
         return None
 
     def ready(self, stage: int) -> bool:
@@ -243,7 +243,7 @@ class Pods:
     def close(self) -> None:
         for process in (*self.pods, self.router):
             process.kill()
-            process.wait(20)
+            process.wait(60)
         self._log.close()
 
 

@@ -107,7 +107,7 @@ def levels(url: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_after_clients_disconnect_at_any_moment_pages_are_free_and_no_work_is_pending(
     up: Up,
 ) -> None:
@@ -115,6 +115,6 @@ def test_after_clients_disconnect_at_any_moment_pages_are_free_and_no_work_is_pe
     with ThreadPoolExecutor(AT_ONCE) as pool:
         assert all(pool.map(lambda number: play(up, number), range(REQUESTS)))
     controller, router = up.controller_url(), f"http://127.0.0.1:{up.ops_port}"
-    until(lambda: levels(controller) == AT_REST, 30.0)
-    until(lambda: not any(levels(router).values()), 30.0)
+    until(lambda: levels(controller) == AT_REST)
+    until(lambda: not any(levels(router).values()))
     assert up.ask() == up.ask()

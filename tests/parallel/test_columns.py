@@ -39,14 +39,14 @@ class Net:
                 size,
                 incarnation=str(rank),
                 interface="lo",
-                timeout_s=20.0,
+                timeout_s=60.0,
             )
 
         run_all([lambda rank=rank: member(rank) for rank in range(size)])  # type: ignore[misc]
         return [members[rank] for rank in range(size)]
 
 
-def run_all(calls: list[Callable[[], None]], timeout_s: float = 40.0) -> None:
+def run_all(calls: list[Callable[[], None]], timeout_s: float = 120.0) -> None:
     errors: list[Exception] = []
 
     def run(call: Callable[[], None]) -> None:

@@ -38,13 +38,13 @@ def together(*calls: Callable[[], T]) -> list[T]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=120)
     if errors:
         raise errors[0]
     return [results[i] for i in range(len(calls))]
 
 
-def joined(address: str, name: str, size: int, timeout_s: float = 10.0) -> list[Communicator]:
+def joined(address: str, name: str, size: int, timeout_s: float = 60.0) -> list[Communicator]:
     def member(rank: int) -> Callable[[], Communicator]:
         return lambda: join(
             dial_store(address, 5.0),
@@ -69,7 +69,7 @@ def address() -> str:
 SERVED: list[object] = []  # a store serves as long as a reference exists
 
 
-def mesh(group: int, incarnation: str = "a", timeout_s: float = 10.0) -> Mesh:
+def mesh(group: int, incarnation: str = "a", timeout_s: float = 60.0) -> Mesh:
     return Mesh(
         Coordinate(group, 0, 0),
         Topology(kvp_max=3),
@@ -79,7 +79,7 @@ def mesh(group: int, incarnation: str = "a", timeout_s: float = 10.0) -> Mesh:
     )
 
 
-def form(address: str, generation: int, members: tuple[int, ...], timeout_s: float = 5.0) -> Form:
+def form(address: str, generation: int, members: tuple[int, ...], timeout_s: float = 60.0) -> Form:
     return Form(generation=generation, members=members, store=address, timeout_s=timeout_s)
 
 
@@ -99,7 +99,7 @@ def formed(meshes: dict[int, Mesh], order: Form) -> dict[int, str]:
 
     for group, member in meshes.items():
         member.form(order, answer(group))
-    assert all_in.wait(20)
+    assert all_in.wait(120)
     return answers
 
 
@@ -239,8 +239,8 @@ def test_a_generation_dissolved_while_it_forms_is_not_kept(address: str) -> None
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
     first.form(form(address, 51, (0, 1)), lambda _, error: answers.put(error))
     first.dissolve(51)
-    formed({1: second}, form(address, 51, (0, 1)))
-    error = answers.get(timeout=10)
+    formed({1: second}, form(address, 51, (0, 1), timeout_s=5.0))
+    error = answers.get(timeout=60)
     assert "dissolved" in error or "stale" in error
     with pytest.raises(PeerLost):
         first.column(51)

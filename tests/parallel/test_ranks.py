@@ -24,12 +24,13 @@ from medha.adapters.sockets import Listener
 from medha.config import WorkerConfig, render
 from medha.messages import Codec, Gap, RankCommand, RankFailed, RankReport, Resend, Step
 from medha.topology import Coordinate, Topology
+from medha_worker.controller.kv_moves import LEASE_S
 from medha_worker.parallel.collectives import PeerLost
 from medha_worker.rank_link import StepOrder
 from medha_worker.runner import kind_of
 
 VOCAB, PAGE_TOKENS, PAGES = 512, 16, 700
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 Oracle = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
 MakeRig = Callable[..., Rig]
@@ -72,7 +73,7 @@ def test_sigterm_ends_a_rank(make_rig: MakeRig) -> None:
 
 
 def test_a_rank_whose_controller_falls_silent_ends(make_rig: MakeRig) -> None:
-    rig = make_rig(rank_timeout_s=1.0)
+    rig = make_rig(rank_timeout_s=5.0)
     rig.start([0])
     pid = rig.pids[Coordinate(0, 0, 0)]
     until(lambda: gone(pid), PATIENCE_S)
@@ -256,7 +257,7 @@ def test_killing_either_end_of_moves_leaves_no_move_open(
     rig.forget(victim.group)
     if end == "source":
         rig.until(lambda: rig.ordered <= rig.copied.keys(), "answers")
-        assert time.monotonic() - started_s < 20.0, "no hang, below the lease"
+        assert time.monotonic() - started_s < LEASE_S, "no hang"
         free_again(driver, rig, Coordinate(1, 0, 0))
     else:
         for move in moves:

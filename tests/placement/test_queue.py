@@ -199,10 +199,10 @@ def test_ten_thousand_are_ordered_in_a_few_milliseconds() -> None:
             )
         )
     best = min(_timed(queue) for _ in range(5))
-    assert best < 0.05  # the goal is 2 ms on an idle core; this only catches a change of kind
+    assert best < 0.05  # the goal is 2 ms of a core; this only catches a change of kind
 
 
 def _timed(queue: RequestQueue) -> float:
-    start = time.perf_counter()
+    start = time.thread_time()
     queue.order(1.0)
-    return time.perf_counter() - start
+    return time.thread_time() - start

@@ -57,6 +57,8 @@ from medha.topology import Topology
 from medha_router.app import RunningRouter, opened
 from medha_router.tokenization.pool import TokenizerPool
 
+PATIENT_S = 60.0
+"""For what must happen soon: a busy machine may not run a thread for seconds."""
 MODEL = "tiny"
 END = 258  # <|end|>
 SHAPE = ModelShape(
@@ -190,7 +192,7 @@ class Controller(threading.Thread):
     def die(self) -> None:
         """Stop at once, as if killed, without a further message."""
         self._ended.set()
-        self.join(5)
+        self.join(PATIENT_S)
         self._link.close()
 
     @property
@@ -306,7 +308,6 @@ class Running:
             fleet_bind="tcp://127.0.0.1:0",
             **{
                 "port": 0,
-                "replica_timeout_s": 1.0,
                 "models": (RouterModel(name=MODEL, max_context_tokens=2048, classes=CLASSES),),
                 **settings,
             },
@@ -317,12 +318,14 @@ class Running:
         self.controllers: list[Controller] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(PATIENT_S)
         self.client = openai.OpenAI(
-            base_url=f"{self.router.url}/v1", api_key="none", max_retries=0, timeout=10
+            base_url=f"{self.router.url}/v1", api_key="none", max_retries=0, timeout=PATIENT_S
         )
-        self.http = httpx.Client(base_url=self.router.url, timeout=10)
-        self.ops = httpx.Client(base_url=f"http://127.0.0.1:{self.router.ops_port}", timeout=10)
+        self.http = httpx.Client(base_url=self.router.url, timeout=PATIENT_S)
+        self.ops = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.router.ops_port}", timeout=PATIENT_S
+        )
 
     def join(
         self, name: str = "r0", before: Callable[[Controller], object] = repr, **changes: Any
@@ -363,7 +366,7 @@ class Running:
         self.http.close()
         self.ops.close()
         self.router.server.should_exit = self.router.server.force_exit = True
-        self._thread.join(10)
+        self._thread.join(PATIENT_S)
         assert not self._thread.is_alive()
         for controller in self.controllers:
             if controller.is_alive():
@@ -379,7 +382,7 @@ class Running:
             await router.serve()
 
 
-def wait_until(condition: Callable[[], object], within_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], object], within_s: float = PATIENT_S) -> None:
     """Wait until a condition holds; fails after a timeout."""
     until = time.monotonic() + within_s
     while not condition():
@@ -413,9 +416,7 @@ def hermes(tokens: TokenizerPool) -> Iterator[Running]:
 @pytest.fixture
 def alone(tokens: TokenizerPool) -> Iterator[Running]:
     """A router for a single test, without controllers."""
-    with contextlib.closing(
-        Running(tokens, keepalive_s=0.3, no_replica_timeout_s=1.5, queue_timeout_s=2.0, max_queue=4)
-    ) as running:
+    with contextlib.closing(Running(tokens, keepalive_s=0.3, max_queue=4)) as running:
         yield running
 
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.router.conftest import PATIENT_S
 
 from medha.errors import EngineError, Refusal, RequestError
 from medha_router import protocol as api
@@ -237,7 +238,7 @@ def test_a_body_too_long_is_a_413_with_or_without_a_declared_length(
 def raw_exchange(served: Any, data: bytes) -> tuple[int, dict[str, Any]]:
     """Send raw bytes and return status and JSON body of the response."""
     host, port = served.router.public.getsockname()
-    with socket.create_connection((host, port), timeout=5) as link:
+    with socket.create_connection((host, port), timeout=PATIENT_S) as link:
         link.sendall(data)
         got = b""
         while piece := link.recv(65536):

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from tests.router.conftest import PATIENT_S
 
 from medha.messages import Failed, Load, Tokens
 from medha_router import replica_client
@@ -21,7 +22,7 @@ def streaming(running: Any, body: dict[str, Any] | None = None) -> socket.socket
     """Open a connection and request a stream by hand, so that it can be cut at any point."""
     host, port = running.router.public.getsockname()
     data = json.dumps({**(body or BODY), "stream": True}).encode()
-    link = socket.create_connection((host, port), timeout=5)
+    link = socket.create_connection((host, port), timeout=PATIENT_S)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
     link.sendall(head.encode() + data)
     return link
@@ -86,7 +87,7 @@ def test_a_client_that_disconnects_without_any_replica_is_forgotten(
     link = streaming(alone)
     eventually(lambda: not idle(alone))
     link.close()
-    eventually(lambda: idle(alone), 1.0)
+    eventually(lambda: idle(alone), 20.0)  # sooner than the wait for a replica ends
 
 
 def test_a_client_that_disconnects_in_its_body_is_forgotten(alone: Any, eventually: Any) -> None:
@@ -141,7 +142,7 @@ def test_a_stream_continues_on_another_replica_when_its_replica_dies(
     first, reader = interrupted(alone, eventually, seed=5, prompt="say " + "héllo" * 10)
     first.die()
     second = alone.open("r1")
-    reader.join(8)
+    reader.join(PATIENT_S)
     assert reader.error is None and reader.text == "héllo" * 10
     before, after = first.seen[0], second.seen[0]
     assert after.emitted > 10
@@ -158,7 +159,7 @@ def test_requests_of_a_replica_without_groups_move_to_another(alone: Any, eventu
     eventually(lambda: not alone.ops.get("/debug/queue").json()["tiny"]["open"])
     assert first.aborted == []  # no other replica yet: this one may have a group again
     second = alone.open("r1")
-    reader.join(20)
+    reader.join(PATIENT_S)
     assert reader.error is None and reader.text == "a" * 60
     assert first.aborted == [first.seen[0].id]
     assert second.seen[0].emitted > 10
@@ -172,7 +173,7 @@ def test_a_request_whose_two_replicas_died_is_not_retried(alone: Any, eventually
         eventually(lambda controller=controller: controller.seen)
         controller.emitting.clear()
         controller.die()
-    reader.join(8)
+    reader.join(PATIENT_S)
     assert reader.error is not None and reader.error.code == "poison_request"
     eventually(lambda: idle(alone))
 
@@ -188,7 +189,7 @@ def test_a_stream_that_makes_progress_outlives_any_number_of_its_replicas(
         controller.emitting.clear()
         controller.die()
     alone.open("last")
-    reader.join(20)
+    reader.join(PATIENT_S)
     assert reader.error is None and reader.text == "a" * 900
 
 
@@ -200,7 +201,7 @@ def test_a_stream_leaves_a_replica_that_may_hang_before_it_is_given_up(
     first, reader = interrupted(running, eventually, prompt="say " + "a" * 900, max_tokens=1000)
     second = running.open("r1")
     setattr(first, sign, True)
-    reader.join(8)
+    reader.join(PATIENT_S)
     assert reader.error is None and reader.text == "a" * 900
     eventually(lambda: first.aborted == [first.seen[0].id])
     assert second.seen[0].emitted > 10
@@ -224,7 +225,7 @@ def test_a_request_that_takes_long_to_compute_again_waits_for_its_replica(
     eventually(lambda: not is_open(running, "r0"))
     first.silent = False
     first.emitting.set()
-    reader.join(8)
+    reader.join(PATIENT_S)
     assert reader.error is None and reader.text == "a" * 900
     assert second.seen == [] and first.aborted == []
 
@@ -263,7 +264,7 @@ def test_a_retriable_failure_is_retried(alone: Any, eventually: Any) -> None:
     controller.forget(controller.seen[0].id)
     controller.tell(Failed(controller.seen[0].id, "lost", "a rank was lost", True))
     controller.emitting.set()
-    reader.join(5)
+    reader.join(PATIENT_S)
     assert reader.text == "a" * 60 and len(controller.seen) == 2
 
 
@@ -277,7 +278,7 @@ def test_missing_tokens_are_never_skipped(alone: Any, eventually: Any) -> None:
     controller.tell(Tokens(name, 5, (65,)))
     eventually(lambda: name in controller.aborted)
     controller.emitting.set()
-    reader.join(5)
+    reader.join(PATIENT_S)
     assert reader.text == "a" * 60 and reader.error is None
 
 
@@ -297,7 +298,7 @@ def test_a_replica_that_dropped_the_router_gets_its_requests_again(
     controller.forget(controller.seen[0].id)
     controller.tell(controller.hello)
     controller.emitting.set()
-    reader.join(5)
+    reader.join(PATIENT_S)
     assert reader.text == "a" * 60 and len(controller.seen) == 2
 
 
@@ -308,7 +309,7 @@ def test_another_incarnation_replaces_the_first(alone: Any, eventually: Any) -> 
     eventually(lambda: first.running)
     first.die()
     again = alone.join("r0", incarnation="2")
-    reader.join(8)
+    reader.join(PATIENT_S)
     assert reader.text == "a" * 60 and len(again.seen) == 1
 
 

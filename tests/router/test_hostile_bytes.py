@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import zmq
+from tests.router.conftest import PATIENT_S
 
 from medha import messages as m
 
@@ -71,7 +72,7 @@ class Stream(threading.Thread):
 
     def check(self, eventually: Callable[..., None]) -> None:
         """Fail unless the stream ends as if nothing had happened."""
-        eventually(lambda: not self.is_alive(), 20.0)
+        eventually(lambda: not self.is_alive())
         assert self.text.count('"text":"') >= 1 and self.text.endswith("data: [DONE]\n\n")
         assert "event: error" not in self.text and "evil" not in self.text
 
@@ -93,7 +94,7 @@ def test_bytes_of_no_protocol_harm_no_stream(
 ) -> None:
     proof = tmp_path / "executed"
     for blob in blobs(proof):
-        link = socket.create_connection(ports(streaming)[port], timeout=5)
+        link = socket.create_connection(ports(streaming)[port], timeout=PATIENT_S)
         with link, contextlib.suppress(OSError):  # closed by the router, or without an answer
             link.sendall(blob)
             link.shutdown(socket.SHUT_WR)
@@ -133,7 +134,7 @@ def test_messages_of_a_peer_without_hello_are_not_delivered(
     context = zmq.Context()
     peer = context.socket(zmq.DEALER)
     peer.setsockopt(zmq.LINGER, 0)
-    peer.setsockopt(zmq.RCVTIMEO, 5000)
+    peer.setsockopt(zmq.RCVTIMEO, 60_000)
     peer.connect(streaming.router.fleet_address)
     proof = tmp_path / "executed"
     for data in [*blobs(proof), *(UP.encode(message) for message in forged(controller.seen[0].id))]:

@@ -32,7 +32,7 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</to
 def connected(running: Any, key: str = "none") -> Iterator[anthropic.Anthropic]:
     """Give Anthropic's client of a router."""
     with anthropic.Anthropic(
-        base_url=running.router.url, api_key=key, max_retries=0, timeout=10
+        base_url=running.router.url, api_key=key, max_retries=0, timeout=60
     ) as client:
         yield client
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from tests.router.conftest import PATIENT_S
 
 from medha.config import QueueOrder, RouterConfig, RouterModel
 from medha.errors import SpecError
@@ -52,7 +53,7 @@ def test_a_router_that_just_started_holds_requests_for_models_to_come(
     client = threading.Thread(target=ask)
     client.start()
     running.open()
-    client.join(20)
+    client.join(PATIENT_S)
     assert texts == ["hi"]
 
 

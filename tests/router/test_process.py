@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.router.conftest import PATIENT_S
 
 from medha.config import RouterConfig, RouterModel, render
 
@@ -40,7 +41,7 @@ def test_a_terminated_router_drains_and_exits_with_zero(tmp_path: pathlib.Path) 
         url = line["url"]
         assert httpx.get(f"{url}/v1/models").status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(PATIENT_S) == 0
     finally:
         process.kill()
         process.communicate()
@@ -57,7 +58,7 @@ def test_an_unreadable_config_is_reported_in_one_line(
         [sys.executable, "-m", "medha_router", "--config", str(path)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENT_S,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("medha_router: --config is ") and done.stderr.count("\n") == 1
@@ -77,7 +78,7 @@ def test_a_port_in_use_is_named(tmp_path: pathlib.Path, served: object) -> None:
         [sys.executable, "-m", "medha_router", "--config", str(path)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENT_S,
     )
     assert done.returncode == 2 and str(port) in done.stderr
 
@@ -90,6 +91,6 @@ def test_a_router_loads_neither_torch_nor_transformers() -> None:
         " if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENT_S, check=True
     )
     assert done.stdout.strip() == "[]"

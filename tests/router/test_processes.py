@@ -79,7 +79,9 @@ class Processes:
                 stderr=log,
             )
         self.tree = psutil.Process(self.parent.pid)
-        self.ops = httpx.Client(base_url=f"http://{HOST}:{ops_port}", timeout=10, trust_env=False)
+        self.ops = httpx.Client(
+            base_url=f"http://{HOST}:{ops_port}", timeout=PATIENT_S, trust_env=False
+        )
         wait_until(self.open, PATIENT_S)
 
     def open(self) -> bool:
@@ -94,8 +96,13 @@ class Processes:
         return False
 
     def children(self) -> list[psutil.Process]:
-        """The processes, by index."""
-        return sorted(self.tree.children(), key=lambda process: process.cmdline()[-1])
+        """The living processes, by index."""
+        lines: dict[psutil.Process, str] = {}
+        for process in self.tree.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if line := process.cmdline():
+                    lines[process] = line[-1]
+        return sorted(lines, key=lines.__getitem__)
 
     def connect(self, index: int, key: str = KEY) -> Client:
         """Connect to one process: until the kernel chooses it."""
@@ -235,7 +242,8 @@ def test_a_limit_of_a_tenant_counts_the_requests_of_all_processes(router: Proces
                 assert list(client.events())[-1] == b"[DONE]"
         time.sleep(0.6)  # counts are reported four times a second
     assert set(statuses) == {200, 429}
-    assert LIMIT <= statuses.count(200) <= LIMIT + 4  # some of the first are forgotten meanwhile
+    # Some of the first are forgotten meanwhile; each process alone would let all of its own pass.
+    assert LIMIT <= statuses.count(200) < 2 * LIMIT
 
 
 def test_a_port_that_another_router_shares_is_refused(
@@ -248,7 +256,7 @@ def test_a_port_that_another_router_shares_is_refused(
         [sys.executable, "-m", "medha_router", "--config", str(path)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENT_S,
         check=False,
     )
     assert done.returncode == 2
@@ -257,8 +265,8 @@ def test_a_port_that_another_router_shares_is_refused(
 
 def test_a_killed_process_breaks_its_own_streams_visibly_and_comes_back(router: Processes) -> None:
     lost, kept = router.connect(0), router.connect(1)
-    for client in (lost, kept):
-        client.send("hello", 150)
+    lost.send("hello", 3000)  # at a hundred tokens a second it does not end before the kill
+    kept.send("hello", 300)
     streams = lost.events(), kept.events()
     for stream in streams:
         next(stream)
@@ -291,7 +299,7 @@ def test_requests_of_all_processes_begin_in_one_order(start: Start) -> None:
     deadlines_s = (50, 40, 60, 30, 45, 35)
     busy = router.connect(0)
     clients = [router.connect(number % 2) for number in range(len(deadlines_s))]
-    busy.send("b" * 20_000, 1)
+    busy.send("b" * 60_000, 1)  # six seconds, in which all the others arrive
     time.sleep(0.3)
     for client, deadline_s in zip(clients, deadlines_s, strict=True):
         client.send("a" * 3000, 1, **{"x-medha-slo-ttft-ms": 1000 * deadline_s})
@@ -314,21 +322,21 @@ def test_no_process_survives_a_killed_parent(start: Start) -> None:
     assert len(descendants) >= 4  # routers and their tokenizers
     router.parent.kill()
     router.parent.wait()
-    wait_until(lambda: not any(process.is_running() for process in descendants), 10.0)
+    wait_until(lambda: not any(process.is_running() for process in descendants))
 
 
 def test_a_terminated_parent_drains_every_process(start: Start) -> None:
     router = start()
     clients = router.connect(0), router.connect(1)
     for client in clients:
-        client.send("hello", 400)
+        client.send("hello", 1000)  # ten seconds, in which the drain is seen
     streams = [client.events() for client in clients]
     for stream in streams:
         next(stream)
     router.parent.send_signal(signal.SIGTERM)
     wait_until(lambda: router.ops.get("/readyz").status_code == 503)
     assert [list(stream)[-1] for stream in streams] == [b"[DONE]", b"[DONE]"]
-    assert router.parent.wait(10) == 0
+    assert router.parent.wait(PATIENT_S) == 0
 
 
 # --- rules ----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.router.conftest import PATIENT_S
 
 from medha import PROTOCOL
 from medha.adapters.sockets import Dialer, write_keys
@@ -173,7 +174,7 @@ def test_a_restarted_router_requests_hello(served: Any, eventually: Any) -> None
     )
     with contextlib.closing(dialer):
         dialer.send(FilePart("x", 0, 0, b""))
-        answer = dialer.receive(3.0)
+        answer = dialer.receive(PATIENT_S)
     assert isinstance(answer, Rejected) and "Hello" in answer.reason
 
 
@@ -225,7 +226,7 @@ def test_curve_admits_only_listed_keys(
     )
     with contextlib.closing(dialer):
         dialer.send(running.hello())
-        answer = dialer.receive(3.0 if listed else 0.5)
+        answer = dialer.receive(PATIENT_S if listed else 0.5)
     assert isinstance(answer, FetchFile) if listed else answer is None
 
 

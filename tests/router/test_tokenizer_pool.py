@@ -82,7 +82,7 @@ def job(raw: object, *, chat: bool = False, key: str = "good", **changes: object
 
 @pytest.fixture(scope="module")
 def pool(byte_level_json: bytes) -> Iterator[TokenizerPool]:
-    tokenizer_pool = TokenizerPool(job_s=1.0)
+    tokenizer_pool = TokenizerPool(job_s=5.0)
     tokenizer_pool.add(
         TokenizerFiles(key="good", tokenizer=byte_level_json, template=b"{{ messages[0].content }}")
     )
@@ -122,7 +122,7 @@ def test_files_that_do_not_load_are_a_checkpoint_error(pool: TokenizerPool) -> N
 def test_an_endless_template_is_killed_and_the_next_job_is_served(
     pool: TokenizerPool,
 ) -> None:
-    with pytest.raises(RequestError, match="within 1 s") as caught:
+    with pytest.raises(RequestError, match="within 5 s") as caught:
         asyncio.run(pool.encode(job(MESSAGES, chat=True, key="spin")))
     assert caught.value.code == "tokenizer_timeout"
     (prompt,) = asyncio.run(pool.encode(job("abc")))
@@ -199,10 +199,17 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(pool: TokenizerPool) -> Non
             assert prompt.length == len(text)
             done.append(name)
 
-        await pool.encode(job("warm"))
+        await pool.warm("good")
+        lane = pool._lanes[-1]
+        while "good" not in lane._loaded:
+            await asyncio.sleep(0.001)
+        assert lane._process is not None
+        lane._process.send_signal(signal.SIGSTOP)  # the book takes as long as the test wants
         book = asyncio.create_task(encode("book", " ".join(map(str, range(200_000)))))
-        await asyncio.sleep(0.01)
+        while not lane._sent:
+            await asyncio.sleep(0.001)
         await encode("greeting", "hi")
+        lane._process.send_signal(signal.SIGCONT)
         await book
         return done
 
@@ -235,7 +242,8 @@ def test_another_tenants_prompt_does_not_wait_for_the_books_of_one(pool: Tokeniz
             done.append(name)
 
         books = [asyncio.create_task(encode("a", 200_000)) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        while not pool._lanes[-1].open:
+            await asyncio.sleep(0.001)
         await encode("b", 20_000)
         assert len(done) == 1
         await asyncio.gather(*books)

@@ -27,7 +27,7 @@ HOST = "127.0.0.1"
 MEDHA = [sys.executable, "-m", "medha.cli"]
 
 
-def until(happens: Callable[[], object], timeout_s: float = 60.0) -> None:
+def until(happens: Callable[[], object], timeout_s: float = 120.0) -> None:
     """Wait for a condition; raises AssertionError if it does not come true in time."""
     end = time.monotonic() + timeout_s
     while not happens():
@@ -94,7 +94,7 @@ class Up:
     def ask(self) -> str:
         """Return a few greedy tokens of the model `tiny`, through the official client."""
         with openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120
         ) as client:
             answer = client.completions.create(
                 model="tiny", prompt="the same words", max_tokens=4, temperature=0
@@ -103,7 +103,7 @@ class Up:
 
     def status(self, replica: str = "tiny-0") -> ReplicaStatus | None:
         """Return the status of a replica's controller, if it answers."""
-        with httpx.Client(timeout=5.0, trust_env=False) as client:
+        with httpx.Client(timeout=30.0, trust_env=False) as client:
             return read_status(client, self.controller_url(replica))
 
     def controller_url(self, replica: str = "tiny-0") -> str:
@@ -113,7 +113,7 @@ class Up:
     def end(self, number: signal.Signals) -> int:
         """Send a signal and return the exit status."""
         self.process.send_signal(number)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=120)
 
     def kill(self) -> None:
         """Kill the process and wait for it."""

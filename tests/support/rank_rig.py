@@ -92,7 +92,7 @@ class ForkServer:
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=60)
 
 
 class Rig:
@@ -111,7 +111,7 @@ class Rig:
         vocab: int,
         record: bool = True,
         change: str = "",
-        patience_s: float = 60.0,
+        patience_s: float = 180.0,
     ) -> None:
         self.topology, self.folder, self.vocab = config.topology, folder, vocab
         self._fork_server, self._record, self._change = fork_server, record, change

@@ -48,6 +48,7 @@ class ReplicaProcesses:
         self.config = msgspec.structs.replace(
             config,
             routers=(self.link.address,),
+            router_timeout_s=LIMIT_S,  # the test that plays the router may be slow
             rank_bind=config.rank_bind or f"ipc://{folder}/ranks",
         )
         self._file = folder / "worker.json"
@@ -80,7 +81,7 @@ class ReplicaProcesses:
     def close(self) -> None:
         for process in (self.controller, *self.ranks.values()):
             process.kill()
-            process.wait(10)
+            process.wait(60)
         self.link.close()
         self._log.close()
 
@@ -98,7 +99,7 @@ class ReplicaProcesses:
             if "ops_port" in line
         )
         request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
-        with urllib.request.urlopen(request, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             return bytes(reply.read())
 
     def status(self) -> m.ReplicaStatus:
