@@ -27,6 +27,9 @@ from medha.restart_policy import RestartPolicy
 
 FIRST_STATUS_S = 1.0  # a controller takes longer to import its libraries and report
 SETTLED_STATUS_S = 5.0  # by then a controller has noticed that a group was restarted
+URGE_S = 2.0
+"""Before it is killed, a program gets a second SIGTERM this early, or after half of the grace
+period: the router ends its streams with an error at the second one, and waits at the first."""
 USAGE_STATUS = 2  # exit status: the user must fix something; the last line names it
 
 
@@ -72,7 +75,7 @@ class Unit:
         self.children: list[ChildProcess] = []
         self.generation = 0
         self.started_s = self.not_before_s = float("-inf")
-        self.stop_by_s = float("inf")
+        self.urge_s = self.stop_by_s = float("inf")
         self.failures: list[float] = []
         self.ran = False  # a group: its controller had it running since its last start
 
@@ -156,7 +159,8 @@ class Supervisor:
             self._kill(unit, f"{unit.name} hangs", now)
 
     def stop(self, now: float, *, at_once: bool = False) -> None:
-        """Send SIGTERM to all processes; kill those left after the grace period."""
+        """Send SIGTERM to all processes, and again shortly before the end of the grace period;
+        kill those left after it."""
         self._stopping = True
         for unit in self.units:
             unit.wanted = False
@@ -224,6 +228,7 @@ class Supervisor:
     def _halt(self, unit: Unit, now: float) -> None:
         unit.state = UnitState.STOPPING
         unit.stop_by_s = now + self._settings.grace_s
+        unit.urge_s = unit.stop_by_s - min(URGE_S, self._settings.grace_s / 2)
         for child in unit.children:
             child.terminate()
 
@@ -232,6 +237,10 @@ class Supervisor:
         if now >= unit.stop_by_s:
             for child in alive:
                 child.kill()
+        elif now >= unit.urge_s:
+            unit.urge_s = float("inf")
+            for child in alive:
+                child.terminate()
         if not alive:
             given_up = not unit.wanted and len(unit.failures) > self._settings.restarts.budget
             unit.state = UnitState.GIVEN_UP if given_up else UnitState.IDLE
