@@ -25,13 +25,14 @@ from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 RESOURCE = """
 apiVersion: medha.dev/v1beta1
 kind: MedhaReplica
-metadata: {name: tiny}
+metadata: {{name: tiny}}
 spec:
-  model: {name: tiny, source: {hostPath: {path: model}}, maxContextTokens: 8192}
-  device: {kind: Cpu}
-  parallelism: {tp: 1, spp: 2, kvp: {min: 1, max: 1, tokensPerGroup: 8192}}
-  slo: {default: {ttft: {floor: 60s, multiplier: "10"}, tpot: 10s, whenInfeasible: Relegate}}
-  engine: {kvPages: 1024}
+  replicas: {replicas}
+  model: {{name: tiny, source: {{hostPath: {{path: model}}}}, maxContextTokens: 8192}}
+  device: {{kind: Cpu}}
+  parallelism: {{tp: 1, spp: {stages}, kvp: {{min: 1, max: 1, tokensPerGroup: 8192}}}}
+  slo: {{default: {{ttft: {{floor: 60s, multiplier: "10"}}, tpot: 10s, whenInfeasible: Relegate}}}}
+  engine: {{kvPages: 1024}}
 """
 PERSON = {
     "type": "object",
@@ -110,10 +111,10 @@ def count_valid(url: str, count: int, at_once: int = 16) -> int:
         return sum(pool.map(lambda seed: valid(client, seed), range(count)))
 
 
-def start(folder: pathlib.Path) -> Up:
+def start(folder: pathlib.Path, replicas: int = 1, stages: int = 2) -> Up:
     """Start a fleet with a small random checkpoint in `folder`."""
     write_checkpoint(folder / "model", TinyModel(max_tokens=8192))
-    (folder / "tiny.yaml").write_text(RESOURCE)
+    (folder / "tiny.yaml").write_text(RESOURCE.format(replicas=replicas, stages=stages))
     return Up(folder / "tiny.yaml")
 
 

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import pathlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import tokenizers
 import torch
 from tests.support.replica_processes import LIMIT_S, ReplicaProcesses
+from tests.support.solo_engine import SoloEngine
 from transformers import AutoModelForCausalLM
 
 from medha.config import Scheduling, WorkerConfig
+from medha.messages import Sampling
 from medha.scheduling.decision_log import replay
 from medha.topology import Coordinate, Topology
+from medha_router.structured.checker import grammar_of
 from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 Greedy = Callable[[list[int], int], list[int]]
+NAMES = {
+    "type": "array",
+    "items": {"type": "string", "minLength": 30, "maxLength": 45},
+    "minItems": 3,
+    "maxItems": 3,
+}
+BOUND = Sampling(
+    temperature=1.0,
+    seed=11,
+    stop_tokens=(1, 3),
+    grammar=grammar_of("json_schema", json.dumps(NAMES)),
+)
+
+
+def decoded(checkpoint: pathlib.Path, tokens: list[int]) -> str:
+    tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    return str(tokenizer.decode(tokens))
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +52,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def greedy(checkpoint: pathlib.Path) -> Greedy:
     """Generate with transformers."""
+    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
     def generate(prompt: list[int], count: int) -> list[int]:
@@ -97,11 +121,14 @@ def test_two_stages_stream_what_transformers_generates(
 
 
 def test_a_group_joins_a_long_prompt_and_a_killed_one_costs_no_token(
-    start: Callable[..., ReplicaProcesses], greedy: Greedy
+    start: Callable[..., ReplicaProcesses], greedy: Greedy, checkpoint: pathlib.Path
 ) -> None:
     short, long = [7, 8, 9], [1 + i % 400 for i in range(380)]
     # Before the fleet starts: a router that computes sends no heartbeats and would be lost.
     expected = {"short": greedy(short, 100), "long": greedy(long, 100)}
+    alone = SoloEngine(checkpoint, page_tokens=16, grammars=True)
+    names = alone.answer(np.array(long, np.int32), BOUND, 200)
+    assert len(json.loads(decoded(checkpoint, names))) == 3
     topology = Topology(kvp_min=1, kvp_max=2, tokens_per_group=192)
     fleet = start(topology, kv_pages=20, release_cooldown_s=300.0)
     fleet.until_ready()
@@ -111,12 +138,15 @@ def test_a_group_joins_a_long_prompt_and_a_killed_one_costs_no_token(
     assert {name: client.tokens for name, client in fleet.replies.items()} == expected
     assert [group.state for group in fleet.status().groups] == ["running", "running"]
 
-    again = fleet.submit("again", long, 100)
+    bound = fleet.submit("bound", long, 200, BOUND)
+    fleet.until_over()
+    assert bound.tokens == names, bound.failed
+    again = fleet.submit("again", long, 200, BOUND)
     ends_s = time.monotonic() + LIMIT_S
     while len(again.tokens) < 20:
         fleet.turn(0.02)
         assert time.monotonic() < ends_s, f"no token comes:\n{fleet.text}"
     fleet.ranks[Coordinate(1, 0, 0)].kill()
     fleet.until_over()
-    assert again.tokens == expected["long"], again.failed
+    assert again.tokens == names, again.failed
     assert fleet.status().generation > 2, "the group was not lost: the test shows nothing"

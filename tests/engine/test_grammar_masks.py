@@ -18,7 +18,6 @@ from medha_router.structured.checker import grammar_of
 from medha_worker.grammar_masks import Grammars
 from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 from medha_worker.sampler import History, SampledRow, sample
-from medha_worker.sequences import Sequences
 
 STOPS = (1, 3)
 SCHEMA = {
@@ -152,14 +151,8 @@ def test_tokens_beyond_the_tokenizer_are_never_allowed(
 def test_a_model_with_a_grammar_writes_json(
     folder: pathlib.Path, tokenizer: tokenizers.Tokenizer
 ) -> None:
-    engine = SoloEngine(folder)
-    grammars = Grammars(folder / "tokenizer.json", VOCAB)
-    engine.inputs.sequences = Sequences(0, engine.inputs.device_slots, grammars)
+    engine = SoloEngine(folder, grammars=True)
     prompt = np.arange(20, 60, dtype=np.int32)
-    for seq in range(3):
-        engine.start(seq, prompt, sampling=sampling(seed=seq), rope_tokens=2000)
-        output = [engine.sample((seq, len(prompt)))[0][0]]
-        while output[-1] not in STOPS:
-            output.append(engine.sample((seq, 1))[0][0])
-        engine.end(seq)
-        assert follows(tokenizer.decode(output[:-1]))
+    for seed in range(3):
+        output = engine.answer(prompt, sampling(seed=seed), 2000)
+        assert output[-1] in STOPS and follows(tokenizer.decode(output[:-1]))

@@ -1,10 +1,10 @@
-"""Grammars and scored prompts in a fleet of two pipeline stages, also across a rank's death."""
+"""Grammars and scored prompts in fleets whose ranks and replicas die."""
 
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
+import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -39,9 +39,8 @@ def test_outputs_at_temperature_one_fit_their_schema(up: Up) -> None:
     assert count_valid(up.url, 12) == 12
 
 
-def stream(up: Up, kill_after: int | None) -> str:
-    """Return an output of many tokens; kill the rank that samples after some chunks."""
-    victim = up.children()["tiny-0-g0-s1-t0"]
+def stream(up: Up, kill: Callable[[], object] = lambda: None) -> str:
+    """Return an output of many tokens; call `kill` in the middle."""
     with openai.OpenAI(
         base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=300
     ) as client:
@@ -57,15 +56,44 @@ def stream(up: Up, kill_after: int | None) -> str:
         texts = []
         for number, chunk in enumerate(chunks):
             texts.append(chunk.choices[0].text)
-            if number == kill_after:
-                victim.send_signal(signal.SIGKILL)
+            if number == 20:
+                kill()
     return "".join(texts)
 
 
 def test_a_grammar_survives_the_rank_that_applied_it(up: Up) -> None:
-    whole = stream(up, None)
+    whole = stream(up)
     assert all(map(is_team, json.loads(whole))) and len(json.loads(whole)) == 4
-    assert stream(up, 20) == whole
+    victim = up.children()["tiny-0-g0-s1-t0"]
+    assert stream(up, victim.kill) == whole
+
+
+@pytest.fixture
+def pair(tmp_path: pathlib.Path) -> Iterator[Up]:
+    """Two replicas of one rank each."""
+    started = start(tmp_path, replicas=2, stages=1)
+    try:
+        until(started.serves, 120.0)
+        yield started
+    finally:
+        started.kill()
+
+
+def test_a_grammar_survives_the_death_of_its_replica(pair: Up) -> None:
+    killed: list[str] = []
+
+    def kill() -> None:
+        statuses = {name: pair.status(name) for name in ("tiny-0", "tiny-1")}
+        busy = [name for name, status in statuses.items() if status and status.running]
+        for name, process in pair.children().items():
+            if name.startswith(busy[0]):
+                process.kill()
+                killed.append(name)
+
+    whole = stream(pair)
+    assert all(map(is_team, json.loads(whole))) and len(json.loads(whole)) == 4
+    assert stream(pair, kill) == whole
+    assert len(killed) == 2 and "probably dead: moving 1" in pair.said
 
 
 def test_a_grammar_that_fails_while_it_runs_is_an_error_of_its_own(up: Up) -> None:

@@ -26,6 +26,7 @@ from medha_worker.attention.kernel_interface import Attention
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.device import CPU, ComputeDevice
 from medha_worker.engine import arithmetic_for
+from medha_worker.grammar_masks import Grammars
 from medha_worker.graphs import FixedPlan, GraphRecorder, recorded
 from medha_worker.inputs import InputBuilder, StepInputs
 from medha_worker.kv.pages import KvPages
@@ -63,6 +64,7 @@ class SoloEngine:
         kv_dtype: torch.dtype | None = None,
         attention: Attention | None = None,
         device: ComputeDevice = CPU,
+        grammars: bool = False,
     ) -> None:
         config, at, kv_dtype = read_config(folder), device.at, kv_dtype or dtype
         layers, tp = range(config.layers), SoloTensorParallel()
@@ -91,7 +93,12 @@ class SoloEngine:
             spare=int(isinstance(self.attention, PagedAttention)),
         )
         self.inputs = InputBuilder(
-            Sequences(0, DeviceSlots(device), penalties=PenaltyTable(config.vocab, device)),
+            Sequences(
+                0,
+                DeviceSlots(device),
+                Grammars(folder / "tokenizer.json", config.vocab) if grammars else None,
+                penalties=PenaltyTable(config.vocab, device),
+            ),
             self.attention,
             rotary,
             self.kv,
@@ -195,6 +202,16 @@ class SoloEngine:
         for seq in seqs:
             self.end(seq)
         return out
+
+    def answer(self, prompt: Tokens, sampling: Sampling, count: int) -> list[int]:
+        """Return at most `count` tokens drawn after the prompt, up to the first stop token."""
+        seq = self._steps + 2_000_000
+        self.start(seq, prompt, sampling, rope_tokens=len(prompt) + count)
+        output = [self.sample((seq, len(prompt)))[0][0]]
+        while output[-1] not in sampling.stop_tokens and len(output) < count:
+            output.append(self.sample((seq, 1))[0][0])
+        self.end(seq)
+        return output
 
     def _forward(self, work: Sequence[tuple[int, int]]) -> tuple[StepInputs, torch.Tensor]:
         self._steps += 1

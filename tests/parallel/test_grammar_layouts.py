@@ -1,0 +1,103 @@
+"""Outputs that follow a grammar are the same in every layout as on one rank, token by token."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tests.support.driver import Driver
+from tests.support.rank_rig import Rig
+from tests.support.solo_engine import SoloEngine
+
+from medha.messages import Sampling
+from medha_router.structured.checker import grammar_of
+
+PAGE_TOKENS, PAGES, VOCAB = 16, 700, 512
+STOPS = (1, 3)
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "role": {"enum": ["admin", "user", None]},
+        },
+        "required": ["name", "age", "role"],
+        "additionalProperties": False,
+    },
+    "minItems": 2,
+    "maxItems": 2,
+}
+PROMPTS = {
+    seq: np.random.default_rng(seq).integers(8, VOCAB, 30 + 7 * seq, np.int32) for seq in (1, 2, 3)
+}
+
+
+def sampling(seq: int) -> Sampling:
+    grammar = grammar_of("json_schema", json.dumps(SCHEMA)) if seq < 3 else ""
+    return Sampling(temperature=1.0, seed=100 + seq, stop_tokens=STOPS, grammar=grammar)
+
+
+def fits(text: str) -> bool:
+    """Check a text by the schema's rules, independently of the grammar library."""
+    people: list[dict[str, Any]] = json.loads(text)
+    return len(people) == 2 and all(
+        list(person) == ["name", "age", "role"]
+        and isinstance(person["name"], str)
+        and len(person["name"]) <= 12
+        and type(person["age"]) is int
+        and 0 <= person["age"] <= 150
+        and person["role"] in ("admin", "user", None)
+        for person in people
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: pathlib.Path) -> dict[int, list[int]]:
+    """Outputs of one rank: two by the schema, and a free one in the same batches."""
+    engine = SoloEngine(checkpoint, page_tokens=PAGE_TOKENS, grammars=True)
+    outputs = {
+        seq: engine.answer(prompt, sampling(seq), 400 if seq < 3 else 60)
+        for seq, prompt in PROMPTS.items()
+    }
+    tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    assert all(fits(tokenizer.decode(outputs[seq])) for seq in (1, 2))
+    assert not all(token in STOPS for token in outputs[3])
+    return outputs
+
+
+@pytest.mark.parametrize(("tp", "spp", "kvp"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_a_grammar_gives_the_same_output_in_every_layout(
+    make_rig: Callable[..., Rig], expected: dict[int, list[int]], tp: int, spp: int, kvp: int
+) -> None:
+    """With two KVP groups, the sequences take the second one in the middle of their outputs."""
+    rig = make_rig(tp, spp, kvp)
+    rig.start(range(kvp))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=int(kvp > 1))
+    if kvp > 1:
+        rig.form(1, (0, 1))
+    for seq, prompt in PROMPTS.items():
+        driver.start(seq, prompt, groups=(0,), sampling=sampling(seq))
+        driver.prefill(seq, (11, 9))
+    live, outputs = set(PROMPTS), dict[int, list[int]]()
+    while live:
+        for seq in sorted(live):
+            run = driver.running[seq]
+            if len(run.output) == len(expected[seq]) or run.output[-1] in STOPS:
+                outputs[seq] = run.output
+                assert run.tail == kvp - 1, "the output was too short to grow"
+                driver.end(seq)
+                live.discard(seq)
+            elif kvp > 1 and run.tail == 0 and run.done % PAGE_TOKENS == 0:
+                driver.grow(seq, 1)
+                driver.move(seq, sorted(run.pages[0])[:1], 0, 1)
+        if live:
+            driver.batch(*((seq, 1) for seq in sorted(live)))
+    assert outputs == expected
+    assert driver.moved == (len(PROMPTS) if kvp > 1 else 0)
