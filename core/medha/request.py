@@ -41,7 +41,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     `work_s` is W: predicted prefill seconds of the uncached tokens on an idle replica.
     `ttft_deadline_s` is D, seconds after `arrival_s`. `promised`: admission gave a promise for
-    D; `None`: the scheduler decides on arrival.
+    D; `None`: the scheduler decides on arrival. `beyond_share`: without a promise because its
+    tenant has its share, so that the request runs after those of others.
     """
 
     id: str
@@ -55,6 +56,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tenant: str = ""
     weight: float = 1.0
     promised: bool | None = None
+    beyond_share: bool = False
 
     @property
     def due_s(self) -> float:

@@ -1,7 +1,9 @@
-"""Promised work by tenant, as a replica reports it to all routers.
+"""Work of tenants in predicted prefill seconds. Half is forgotten each minute, or of short prompts
+in SHORT_HALF_LIFE_S.
 
-A tenant is charged the predicted prefill seconds W of a request when the replica accepts its
-promise, and half of the charge is forgotten each minute. Aborts pay nothing back.
+`PromisedWork` is what a replica reports to all routers: a tenant is charged W when the replica
+accepts its promise. `ServedWork` orders tenants that wait: it is charged with whatever is sent to a
+replica, divided by the weight. Aborts pay nothing back.
 """
 
 from __future__ import annotations
@@ -14,6 +16,10 @@ import msgspec
 HALF_LIFE_S = 60.0
 MEMORY_S = HALF_LIFE_S / math.log(2.0)
 """Mean age of a charge when it is forgotten: a steady rate r is remembered as r × MEMORY_S."""
+SHORT_HALF_LIFE_S = 5.0
+"""Of short prompts: a tenant that asks again may have no more of them promised at once than others
+can wait for."""
+SHORT_MEMORY_S = SHORT_HALF_LIFE_S / math.log(2.0)
 ACTIVE_S = 5.0 * HALF_LIFE_S
 """A tenant counts as active for so long after its last request."""
 LISTED = 64
@@ -37,6 +43,25 @@ class TenantWork(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return self.short_s if short else self.seconds
 
 
+class ServedWork:
+    """Seconds per unit of weight that each tenant was served in the last minutes."""
+
+    def __init__(self) -> None:
+        self._charges: dict[str, tuple[float, float]] = {}  # (seconds, as of), latest last
+
+    def charge(self, tenant: str, seconds: float, now: float) -> None:
+        seconds += self.of(tenant, now)
+        self._charges.pop(tenant, None)
+        self._charges[tenant] = seconds, now
+        while now - next(iter(self._charges.values()))[1] >= ACTIVE_S:
+            del self._charges[next(iter(self._charges))]
+
+    def of(self, tenant: str, now: float) -> float:
+        """Return what is not forgotten yet."""
+        seconds, since = self._charges.get(tenant, (0.0, now))
+        return seconds * math.exp2((since - now) / HALF_LIFE_S)
+
+
 def is_short(work_s: float) -> bool:
     return work_s <= SHORT_S
 
@@ -52,9 +77,9 @@ class PromisedWork:
     def charge(self, tenant: str, work_s: float, now: float) -> None:
         """Count the work of a promise."""
         work, since = self._charges.pop(tenant, (TenantWork(tenant, 0.0, 0.0), now))
-        left = math.exp2((since - now) / HALF_LIFE_S)
-        short_s = work.short_s * left + (work_s if is_short(work_s) else 0.0)
-        self._charges[tenant] = TenantWork(tenant, work.seconds * left + work_s, short_s), now
+        work = _faded(work, now - since)
+        short_s = work.short_s + (work_s if is_short(work_s) else 0.0)
+        self._charges[tenant] = TenantWork(tenant, work.seconds + work_s, short_s), now
         self._reported_s = math.inf
 
     def report(self, now: float) -> tuple[TenantWork, ...]:
@@ -75,5 +100,8 @@ class PromisedWork:
 
 
 def _faded(work: TenantWork, age_s: float) -> TenantWork:
-    left = math.exp2(-age_s / HALF_LIFE_S)
-    return TenantWork(work.tenant, work.seconds * left, work.short_s * left)
+    return TenantWork(
+        work.tenant,
+        work.seconds * math.exp2(-age_s / HALF_LIFE_S),
+        work.short_s * math.exp2(-age_s / SHORT_HALF_LIFE_S),
+    )

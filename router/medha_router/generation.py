@@ -107,6 +107,7 @@ class Generation:
             salt=self.salt,
             weight=request.weight,
             promised=request.promised,
+            beyond_share=request.beyond_share,
         )
 
 

@@ -262,7 +262,7 @@ class ReplicaClient:
         dispatcher = self._models[replica.hello.model].dispatcher
         submitted: set[str] = set()
         for granted in grant.ids:
-            generation = dispatcher.take(granted, replica.name)
+            generation = dispatcher.take(granted, replica.name, now)
             if generation is None:
                 continue
             generation.peer = replica.peer

@@ -422,7 +422,9 @@ class Service:
                 generation.waiting_since_s = now
                 decision = dispatcher.admit(generation, slo_class, now)
                 generation.request = msgspec.structs.replace(
-                    generation.request, promised=decision.promised
+                    generation.request,
+                    promised=decision.promised,
+                    beyond_share=decision.beyond_share,
                 )
                 generation.promise_given = decision.promised and dispatcher.keeps_promises
                 admitted.append(generation)

@@ -175,7 +175,7 @@ def test_a_lease_that_lapses_lets_the_head_be_granted_again() -> None:
     assert grants.grant(idle, 0.0)["a"].ids == ("one",)
     assert grants.grant(idle, 0.1) == {}
     assert grants.grant(idle, 0.2)["a"].ids == ("one",)
-    grants.submitted("one")
+    grants.submitted("one", 0.2)
     assert grants.grant(busy, 0.21) == {}, "the window is full of work that runs here"
     assert grants.grant(idle, 0.22)["a"].ids == ("two",)
 

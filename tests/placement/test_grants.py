@@ -106,3 +106,35 @@ def test_a_router_that_is_gone_leaves_no_heads_and_no_leases() -> None:
     assert grants.grant(Load(), 0.0) and grants.outstanding == 1
     grants.forget("a")
     assert not grants.outstanding and not grants.waiting
+
+
+def test_requests_beyond_a_share_wait_for_late_work_and_not_for_kept_work() -> None:
+    grants = GrantQueue(window_s=0.1)
+    beyond = Head("b", 0.0, 9.0, 1.0, False, tenant="hog", charge_s=1.0, beyond_share=True)
+    grants.heads("a", (beyond,), 0.0)
+    assert not grants.grantable(Load(relegated_ahead_s=0.1), 0.0)
+    assert grants.grantable(Load(ahead_s=0.1), 0.0)
+
+
+def test_a_controller_shares_what_it_grants_among_tenants_of_all_routers() -> None:
+    """The hog has many heads in both routers; the other has some in the second only."""
+    grants = GrantQueue(window_s=0.5)
+    heads = {
+        "a": [f"hog-{index}" for index in range(40)],
+        "b": [f"hog-{index}" for index in range(40, 60)] + [f"small-{n}" for n in range(30)],
+    }
+    served: list[str] = []
+    for step in range(40):
+        now = 0.1 * step
+        for router, names in heads.items():
+            published = tuple(
+                Head(name, 0.0, 0.5, 1.0, False, tenant=name.split("-")[0], charge_s=1.0)
+                for name in names
+                if name not in served
+            )
+            grants.heads(router, published, now)
+        first = grants.grantable(Load(), now)[0]
+        grants.submitted(first.id, now)
+        served.append(first.id)
+    small = sum(name.startswith("small") for name in served)
+    assert small == 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 import time
 
@@ -70,6 +71,81 @@ def test_relegated_ones_follow_shortest_first_and_weight_helps() -> None:
         item("kept", 99.0),
     )
     assert queue.order(0.0) == ["kept", "heavy", "small", "big"]
+
+
+def served_until(queue: RequestQueue, seconds: float) -> dict[str, float]:
+    """Serve the first in order, one after the other; returns seconds by tenant."""
+    served: dict[str, float] = collections.defaultdict(float)
+    now = 0.0
+    while now < seconds:
+        queued = queue.get(queue.order(now)[0])
+        assert queued is not None
+        queue.serve(queued.id, now)
+        served[queued.tenant] += queued.work_s
+        now += queued.work_s
+    return dict(served)
+
+
+@pytest.mark.parametrize("sizes", [(0.1, 0.1), (0.3, 0.1), (0.05, 0.8)])
+def test_relegated_work_of_tenants_is_served_by_weight_whatever_their_sizes_and_numbers(
+    sizes: tuple[float, float],
+) -> None:
+    queue = RequestQueue()
+    for tenant, weight, count, work_s in (("a", 1.0, 2000, sizes[0]), ("b", 3.0, 600, sizes[1])):
+        for index in range(count):
+            queue.add(
+                QueuedRequest(
+                    id=f"{tenant}{index}",
+                    arrival_s=0.001 * index,
+                    due_s=10.0,
+                    work_s=work_s,
+                    promised=False,
+                    weight=weight,
+                    tenant=tenant,
+                    charge_s=work_s,
+                )
+            )
+    served = served_until(queue, 60.0)
+    assert abs(served["b"] / 3.0 - served["a"]) <= sum(sizes)
+
+
+def test_a_tenant_that_was_promised_much_waits_for_others_without_a_promise() -> None:
+    queue = RequestQueue()
+    for index, tenant in enumerate(("a", "b")):
+        for promised in (True, False):
+            queue.add(
+                QueuedRequest(
+                    id=f"{tenant}-{promised}",
+                    arrival_s=float(index),
+                    due_s=9.0,
+                    work_s=1.0,
+                    promised=promised,
+                    tenant=tenant,
+                    charge_s=1.0,
+                )
+            )
+    assert queue.order(1.0)[2:] == ["a-False", "b-False"]
+    queue.serve("a-True", 1.0)
+    assert queue.order(1.0)[1:] == ["b-False", "a-False"]
+
+
+def test_the_queue_forgets_the_names_of_tenants_that_left() -> None:
+    queue = RequestQueue()
+    for index in range(1000):
+        queue.add(
+            QueuedRequest(
+                id=str(index),
+                arrival_s=0.0,
+                due_s=9.0,
+                work_s=1.0,
+                promised=False,
+                tenant=f"t{index}",
+            )
+        )
+        if index >= 2:
+            queue.remove(str(index - 2))
+    assert len(queue._tenants) < 80
+    assert queue.order(0.0) == ["998", "999"]
 
 
 @pytest.mark.parametrize(

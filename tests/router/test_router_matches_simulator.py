@@ -183,7 +183,7 @@ class VirtualController:
                     self._published = heads
                     self.grant()
             case Submit():
-                self._grants.submitted(message.id)
+                self._grants.submitted(message.id, now)
                 self._published = tuple(head for head in self._published if head[0] != message.id)
                 self._submit(message, now)
                 self._send(self.peer, Accepted(message.id, 0))

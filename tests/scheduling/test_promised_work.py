@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from medha.messages import Load
-from medha.tenants import ACTIVE_S, LISTED, PromisedWork, TenantWork
+from medha.tenants import ACTIVE_S, LISTED, SHORT_HALF_LIFE_S, PromisedWork, TenantWork
 from medha.testing import request, scheduler
 
 
@@ -19,8 +19,8 @@ def test_short_prompts_are_counted_apart_too() -> None:
     for work_s in (0.5, 20.0, 0.25):
         work.charge("a", work_s, 0.0)
     assert work.report(0.0) == (TenantWork("a", 20.75, 0.75),)
-    assert work.report(60.0)[0].of(short=True) == 0.375
-    assert work.report(60.0)[0].of(short=False) == 10.375
+    assert work.report(SHORT_HALF_LIFE_S)[0].of(short=True) == 0.375
+    assert work.report(SHORT_HALF_LIFE_S + 60.0)[0].of(short=False) < 10.375
 
 
 def test_a_charge_is_half_forgotten_after_a_minute_and_left_out_after_five() -> None:
@@ -52,3 +52,32 @@ def test_a_load_reports_promises_by_tenant_until_long_after_their_prompts() -> N
     load = replica.load(0.1)
     assert load.promised_work[0].seconds == pytest.approx(0.2, rel=0.01)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(load), type=Load) == load
+
+
+def test_what_is_beyond_a_share_runs_after_all_that_is_promised_and_is_never_kept() -> None:
+    """Short work without a promise is done out of order where promises leave time: not this."""
+    for beyond in (False, True):
+        replica = scheduler()
+        hog = msgspec.structs.replace(
+            request("hog", 100, within_s=9.0, promised=False), tenant="hog", beyond_share=beyond
+        )
+        number = replica.submit(hog, 0.0).seq
+        assert replica.submit(request("other", 4000, within_s=8.0, promised=True), 0.0).promised
+        batch = replica.next_batch(0.0, frozenset({0}))
+        assert batch is not None
+        assert (batch.chunks[0].seq == number) == (not beyond)
+
+
+def test_a_batch_of_what_is_beyond_a_share_is_short() -> None:
+    """A promised arrival waits for it."""
+    seconds = {}
+    for beyond in (False, True):
+        replica = scheduler()
+        hog = msgspec.structs.replace(
+            request("hog", 100_000, within_s=1.0, promised=False), beyond_share=beyond
+        )
+        replica.submit(hog, 0.0)
+        batch = replica.next_batch(0.0, frozenset({0}))
+        assert batch is not None
+        seconds[beyond] = sum(chunk.length for chunk in batch.chunks)
+    assert seconds[True] <= 0.25 * seconds[False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -38,6 +39,8 @@ def play(
     deadlines_s: Mapping[str, float] | None = None,
     tpots_s: Mapping[str, float] | None = None,
     routers: int = 1,
+    weights: Mapping[str, float] | None = None,
+    until_s: float = math.inf,
 ) -> dict[str, RequestRecord]:
     """Play arrivals on replicas of eight A100 each until all are served."""
     layout, loop, settings, replicas = layout or Topology(tp=8), Loop(), Scheduling(), []
@@ -49,10 +52,10 @@ def play(
         clock = PipelineClock(predictor, 64, scheduler.layout)
         replicas.append(SimReplica(f"r{index}", scheduler, clock, loop))
     fleet = SimulatedFleet(
-        replicas, loop, (slo_class,), settings, 64, CONTEXT, deadlines_s, tpots_s, routers
+        replicas, loop, (slo_class,), settings, 64, CONTEXT, deadlines_s, tpots_s, routers, weights
     )
     fleet.play(arrivals)
-    loop.run(most_events=1_000_000)
+    loop.run(until_s, most_events=1_000_000)
     return {record.id: record for record in fleet.records()}
 
 
@@ -154,6 +157,55 @@ def test_five_times_its_share_takes_no_more_from_others_than_once() -> None:
     once = sum(attainment_next_to_hog(1.0, seed) for seed in seeds) / len(seeds)
     greedy = sum(attainment_next_to_hog(5.0, seed) for seed in seeds) / len(seeds)
     assert once > 0.9 and greedy >= once - 0.05
+
+
+CHATS = [(1000, 10), (2000, 20), (4000, 30)]
+
+
+def chats(tenant: str, load: float, until_s: float) -> list[Arrival]:
+    """Poisson arrivals of chats; `load`: prefill seconds per second."""
+    predictor = Predictor(A100, LLAMA_3_8B, Topology(tp=8))
+    per_s = load * len(CHATS) / sum(predictor.prefill_s(prompt) for prompt, _ in CHATS)
+    drawn = poisson(CHATS, per_s, int(per_s * until_s), sum(tenant.encode()))
+    return [
+        msgspec.structs.replace(arrival, id=f"{tenant}-{index}", tenant=tenant)
+        for index, arrival in enumerate(drawn)
+    ]
+
+
+def test_a_hundred_times_its_share_makes_others_wait_no_longer() -> None:
+    others = [arrival for index in range(10) for arrival in chats(f"t{index}", 0.05, 20.0)]
+    p99_s = []
+    for times in (1.0, 100.0):
+        hog = chats("hog", times / 11, 20.0)
+        arrivals = sorted(others + hog, key=lambda arrival: arrival.arrival_s)
+        records = play(arrivals, slo_class=REFUSING, routers=3, until_s=25.0)
+        waits = sorted(
+            record.ttft_s or math.inf
+            for name, record in records.items()
+            if name.startswith("t") and record.arrival_s > 5.0
+        )
+        p99_s.append(waits[int(0.99 * len(waits))])
+    assert p99_s[1] <= 1.1 * p99_s[0]
+
+
+@pytest.mark.parametrize(
+    ("slo_class", "routers"), [(REFUSING, 3), (RELEGATING, 1)], ids=["refuse", "relegate"]
+)
+def test_tenants_that_ask_for_too_much_are_served_by_weight(
+    slo_class: SloClass, routers: int
+) -> None:
+    weights = {"a": 1.0, "b": 2.0, "c": 5.0}
+    arrivals = [arrival for tenant in weights for arrival in chats(tenant, 1.0, 40.0)]
+    arrivals.sort(key=lambda arrival: arrival.arrival_s)
+    records = play(arrivals, slo_class=slo_class, routers=routers, weights=weights, until_s=40.0)
+    served = dict.fromkeys(weights, 0.0)
+    for record in records.values():
+        if record.ttft_s is not None and record.arrival_s + record.ttft_s > 15.0:
+            served[record.tenant] += record.work_s
+    for tenant, weight in weights.items():
+        share = served[tenant] / sum(served.values())
+        assert share == pytest.approx(weight / 8.0, rel=0.05), tenant
 
 
 # --- lies -----------------------------------------------------------------------------------------

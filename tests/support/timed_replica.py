@@ -101,7 +101,7 @@ class TimedReplica(InstantReplica):
             case Heads(heads=heads):
                 self._grants.heads(router, heads, now)
             case Submit():
-                self._grants.submitted(message.id)
+                self._grants.submitted(message.id, now)
                 self._admit(router, message, now)
             case Abort(id=name):
                 self._scheduler.abort(name, now)

@@ -24,13 +24,18 @@ from medha.errors import Refusal
 from medha.fleet.placement import PendingRequest, PlacementOption, ReplicaEstimate, options
 from medha.messages import Load
 from medha.request import SloClass
-from medha.tenants import ACTIVE_S, HALF_LIFE_S, MEMORY_S, is_short
+from medha.tenants import (
+    ACTIVE_S,
+    HALF_LIFE_S,
+    MEMORY_S,
+    SHORT_HALF_LIFE_S,
+    SHORT_MEMORY_S,
+    is_short,
+)
 
-LEAST_ROOM_S = 1.0
-"""Promised seconds that every tenant may have: with thousands of tenants, a share of less would be
-exceeded by chance."""
-BEYOND_SHARE = 0.1
-"""Factor on the weight of requests beyond the share of their tenant."""
+LEAST_ROOM_S, LEAST_SHORT_ROOM_S = 1.0, 0.25
+"""Promised seconds that every tenant may have, of all and of short prompts: with thousands of
+tenants, a share of less would be exceeded by chance."""
 TPOT_HEADER = "x-medha-slo-tpot-ms"
 TPOT_ROOM = 1.1
 """Least ratio of a class's TPOT target to that of an idle replica at the same depth."""
@@ -39,12 +44,12 @@ TPOT_ROOM = 1.1
 class AdmissionDecision(msgspec.Struct, frozen=True):
     """An admitted request: its placement, and whether its deadline is promised.
 
-    `weight`: factor on its weight among requests without a promise.
+    `beyond_share`: not promised, because its tenant has its share and others are active.
     """
 
     option: PlacementOption
     promised: bool
-    weight: float = 1.0
+    beyond_share: bool = False
 
 
 class TenantUsage:
@@ -53,14 +58,15 @@ class TenantUsage:
     A tenant may be promised its share of what all replicas compute, over all routers, with
     promises half forgotten each minute (`medha.tenants`). A prompt of W seconds is in the share if
 
-        promised + W ≤ room    room = share × replicas × MEMORY_S,   or  promised ≤ room / 2
-        share = own weight / (weights of all active tenants + own weight)
+        promised + W ≤ room    room = share × replicas × memory,   or  promised ≤ room / 2
+        share = own weight / weights of all n active tenants × n / (n + 1)
 
     One more share than tenants: the next one finds room at once. A prompt of any length has its
     turn, and a short one counts short ones only. A request beyond the share gets no promise: it
-    runs behind all promises, where it takes nothing from others, and is refused only if such
-    requests wait already. Deadlines, targets and the number of requests are not in the rule: to lie
-    about them, or to split a prompt, gains nothing.
+    runs behind all promises, where it takes nothing from others, and is refused only if others
+    of its tenant wait for longer than its deadline, even on an idle fleet. Deadlines, targets
+    and the number of requests are not in the rule: to lie about them, or to split a prompt, gains
+    nothing.
 
     A class that was given more than its weight must fit with more room than its work, and the
     unused part of what is reserved for other classes stays free.
@@ -106,14 +112,22 @@ class TenantUsage:
         """
         if not tenant and len(self._active) == 1:
             return 0.0
-        weight = self._active[tenant][1]
-        share = weight / max(self._weights + weight, 1e-9)
+        count = len(self._active)
+        share = self._active[tenant][1] / max(self._weights, 1e-9) * count / (count + 1)
         replicas = sum(estimate.load.share for estimate in estimates)
-        room_s = max(LEAST_ROOM_S, share * replicas * MEMORY_S)
         short = is_short(work_s)
+        memory_s = SHORT_MEMORY_S if short else MEMORY_S
+        least_s = LEAST_SHORT_ROOM_S if short else LEAST_ROOM_S
+        room_s = max(least_s, share * replicas * memory_s)
         promised_s = sum(estimate.promised_work_s(tenant, short) for estimate in estimates)
         allowed_s = max(room_s - work_s, 0.5 * room_s)
-        return HALF_LIFE_S * math.log2(max(1.0, promised_s / allowed_s))
+        half_life_s = SHORT_HALF_LIFE_S if short else HALF_LIFE_S
+        return half_life_s * math.log2(max(1.0, promised_s / allowed_s))
+
+    @property
+    def several(self) -> bool:
+        """True if more than one tenant is active."""
+        return len(self._active) > 1
 
     def _remove(self, tenant: str) -> None:
         entry = self._active.pop(tenant, None)
@@ -160,13 +174,13 @@ def admit(
     usage: TenantUsage,
     now: float,
     age_s: float = 0.0,
-    crowded: bool = False,
+    waiting_s: float = 0.0,
 ) -> AdmissionDecision:
     """Promise, relegate, or raise Refusal.
 
     `cached`: prompt tokens in the prefix cache of each replica, by name. `age_s`: seconds since the
-    request arrived; the earliest TTFT in a refusal counts from arrival. `crowded`: requests without
-    a promise wait for a place on any replica.
+    request arrived; the earliest TTFT in a refusal counts from arrival. `waiting_s`: work of the
+    tenant that waits without a promise.
     """
     usage.ask(request.tenant, slo_class.weight, now)
     estimates = [estimate for estimate in estimates if estimate.known and not estimate.closed]
@@ -196,10 +210,10 @@ def admit(
     if fits and not wait_s:
         return AdmissionDecision(best, True)
     if slo_class.when_infeasible == "relegate":
-        return AdmissionDecision(best, False, BEYOND_SHARE if wait_s else 1.0)
+        return AdmissionDecision(best, False, beyond_share=bool(wait_s) and usage.several)
     if fits:
-        if not crowded and not load.relegated_s:
-            return AdmissionDecision(best, False, BEYOND_SHARE)
+        if waiting_s / len(estimates) + best.work_s <= request.due_s - now:
+            return AdmissionDecision(best, False, beyond_share=usage.several)
         raise Refusal(
             "rate_limit_exceeded",
             f"tenant {request.tenant} was promised its share of the replicas already, and the "

@@ -120,6 +120,8 @@ class Dispatcher(Generic[Item]):
         self._relegated: dict[str, set[str]] = {}  # placed without a promise, by replica
         self._unplaced_promised: set[str] = set()
         self._unplaced_relegated: set[str] = set()
+        self._unpromised: dict[str, QueuedRequest] = {}
+        self._unpromised_s: dict[str, float] = {}  # work by tenant
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -264,8 +266,8 @@ class Dispatcher(Generic[Item]):
         cached = self.cached_tokens(_names(item.hashes), request.prompt_tokens)
         age_s = now - request.arrival_s
         estimates = self._serving(item.version)
-        crowded = bool(self._unplaced_relegated)
-        decision = admit(pending, estimates, cached, slo_class, self._usage, now, age_s, crowded)
+        waiting_s = self._unpromised_s.get(request.tenant, 0.0)
+        decision = admit(pending, estimates, cached, slo_class, self._usage, now, age_s, waiting_s)
         self._remember(item)
         option = decision.option
         if decision.promised:
@@ -279,7 +281,10 @@ class Dispatcher(Generic[Item]):
                 work_s=option.work_s,
                 promised=decision.promised,
                 replica=option.replica if decision.promised else "",
-                weight=request.weight * decision.weight,
+                weight=request.weight,
+                tenant=request.tenant,
+                charge_s=request.work_s,
+                beyond_share=decision.beyond_share,
             )
         )
         return decision
@@ -301,15 +306,17 @@ class Dispatcher(Generic[Item]):
                 work_s=work_s,
                 promised=True,
                 weight=request.weight,
+                tenant=request.tenant,
+                charge_s=request.work_s,
             )
         )
 
-    def take(self, id: str, name: str) -> Item | None:
+    def take(self, id: str, name: str, now: float) -> Item | None:
         """Dequeue a request that its replica was granted; None if it is not placed there."""
         queued = self._queue.get(id)
         if queued is None or queued.replica != name:
             return None
-        self._queue.remove(id)
+        self._queue.serve(id, now)
         return self._forget(id)
 
     def accepted(self, id: str, name: str) -> None:
@@ -426,6 +433,10 @@ class Dispatcher(Generic[Item]):
             self._unplaced_promised.add(queued.id)
         elif not queued.promised:
             self._unplaced_relegated.add(queued.id)
+        if not queued.promised:
+            self._unpromised[queued.id] = queued
+            waiting_s = self._unpromised_s.get(queued.tenant, 0.0)
+            self._unpromised_s[queued.tenant] = waiting_s + queued.work_s
         self._queue.add(queued)
 
     def _unmark(self, id: str) -> None:
@@ -433,6 +444,11 @@ class Dispatcher(Generic[Item]):
         self._unplaced_relegated.discard(id)
         for relegated in self._relegated.values():
             relegated.discard(id)
+        queued = self._unpromised.pop(id, None)
+        if queued is not None:
+            waiting_s = self._unpromised_s.pop(queued.tenant) - queued.work_s
+            if waiting_s > 1e-9:
+                self._unpromised_s[queued.tenant] = waiting_s
 
     def _remember(self, item: Item) -> None:
         item_id = item.request.id
@@ -470,6 +486,7 @@ def _pending(item: Dispatchable) -> PendingRequest:
         tpot_s=request.tpot_s,
         slo_class=request.slo_class,
         tenant=request.tenant,
+        beyond_share=request.beyond_share,
     )
 
 
@@ -485,4 +502,7 @@ def _head(queued: QueuedRequest, now: float) -> Head:
         work_s=queued.work_s,
         promised=queued.promised,
         weight=queued.weight,
+        tenant=queued.tenant,
+        charge_s=queued.charge_s,
+        beyond_share=queued.beyond_share,
     )

@@ -8,8 +8,8 @@ place them elsewhere:
     may be in time    ahead_s           + such work that is granted  <  dispatch_budgets × max_batch
     late              relegated_ahead_s + such work that is granted  <  dispatch_budgets × max_batch
 
-A late request, without a promise and without time enough, so waits for late work alone. The replica
-gives that work its guaranteed share of time.
+A late request, without a promise and without time enough or beyond the share of its tenant, so
+waits for late work alone. The replica gives that work its guaranteed share of time.
 
 A grant is a lease. If no Submit arrives in time it expires, and the head may be granted again.
 """
@@ -74,13 +74,16 @@ class GrantQueue:
                     promised=head.promised,
                     replica=router,
                     weight=head.weight,
+                    tenant=head.tenant,
+                    charge_s=head.charge_s,
+                    beyond_share=head.beyond_share,
                 )
             )
 
-    def submitted(self, id: str) -> None:
+    def submitted(self, id: str, now: float) -> None:
         """Remove the lease and the head of a submitted request."""
         self._leases.pop(id, None)
-        self._heads.remove(id)
+        self._heads.serve(id, now)
 
     def forget(self, router: str) -> None:
         for queued in self._heads.placed_on(router):
@@ -119,5 +122,5 @@ class GrantQueue:
 
     def _late(self, queued: QueuedRequest, now: float) -> bool:
         """Return True if no replica would keep the request."""
-        in_time = queued.promised or queued.due_s - now >= queued.work_s
-        return self._promises and not in_time
+        late = queued.beyond_share or queued.due_s - now < queued.work_s
+        return self._promises and late and not queued.promised

@@ -35,6 +35,7 @@ class PendingRequest(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float = 0.03
     slo_class: str = "default"
     tenant: str = ""
+    beyond_share: bool = False
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -51,6 +52,7 @@ class Held(msgspec.Struct, frozen=True):
     tenant: str = ""
     charge_s: float = 0.0
     decode_s: float = 0.0
+    beyond_share: bool = False
 
 
 class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +120,7 @@ class ReplicaEstimate:
         self._reference_budgets_s: dict[float, float] = {}  # by TPOT of a class
         self._pages = 0
         self._pending_s = 0.0
+        self._beyond_s = 0.0  # of these, beyond the share of their tenants
         self._decode_s = 0.0
         self._stale = False
         self._prefill_times: PrefillTimes | None = None
@@ -178,6 +181,7 @@ class ReplicaEstimate:
             request.tenant,
             charge_s,
             option.decode_s,
+            request.beyond_share and not promised,
         )
         self._charge(held, charge_s)
         self._recounted()
@@ -266,7 +270,7 @@ class ReplicaEstimate:
         # The promise is decided above; finish_s only predicts what the replica runs first.
         slack = (request.due_s - now - work_s) / max(work_s, 1e-3)
         decode_s, decode_fits = self._decode(request, busy_s)
-        ahead_s = max(self.load.ahead_s, self._before_s(slack))
+        ahead_s = max(self.load.ahead_s, self._before_s(slack, request.beyond_share))
         return PlacementOption(
             replica=self.name,
             cached_tokens=cached,
@@ -330,6 +334,7 @@ class ReplicaEstimate:
         self._margins.recount(self.load.margins, self._updated_s, promised)
         self._pages = sum(held.pages for held in self._held.values())
         self._pending_s = sum(held.work_s for held in self._held.values())
+        self._beyond_s = sum(held.work_s for held in self._held.values() if held.beyond_share)
         self._decode_s = sum(held.decode_s for held in self._held.values() if held.promised)
 
     def _charge(self, held: Held, seconds: float) -> None:
@@ -344,14 +349,20 @@ class ReplicaEstimate:
     def _count(self, held: Held, now: float) -> None:
         self._pages += held.pages
         self._pending_s += held.work_s
+        self._beyond_s += held.work_s if held.beyond_share else 0.0
         if not held.promised:
             return
         self._decode_s += held.decode_s
         self._margins.add(held.due_s, held.work_s, now)
 
-    def _before_s(self, slack: float) -> float:
-        """Pending seconds with less relative slack than `slack`, by the bands of the Load."""
-        before = self._pending_s
+    def _before_s(self, slack: float, beyond_share: bool) -> float:
+        """Pending seconds with less relative slack than `slack`, by the bands of the Load.
+
+        What is beyond the share of its tenant runs after all else.
+        """
+        if beyond_share:
+            return self.pending_s
+        before = self._pending_s - self._beyond_s
         for upto, seconds in self.load.pending_bands:
             if upto > slack:
                 break

@@ -7,6 +7,11 @@ placed, and `now` is an argument.
             promised and short                by deadline      } remaining work first
             promised and long                 by relative slack}
 
+The relegated ones of several tenants are merged so that served work is shared by weight. A tenant's
+own are in the order above, and the k-th of them counts as
+
+    seconds served to the tenant in the last minutes / weight + Σ work / weight of its first k − 1
+
 Other policies order all alike: `edf`, `lrs` (absolute slack), `srpf`, `fcfs`, `lars-paper`. Ties go
 by (arrival, id), so that queues merge to the order that one queue of all their requests has.
 """
@@ -21,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.config import QueueOrder
+from medha.tenants import ServedWork
 
 FIELDS = 6  # arrival, due, work, normaliser, promised, weight: columns of the table
 ARRIVAL, DUE, WORK, NORM, PROMISED, WEIGHT = range(FIELDS)
@@ -32,7 +38,8 @@ class QueuedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A waiting request. `replica`: the name of the replica it is placed on, or "".
 
     `due_s` and `arrival_s` are on the caller's clock. `work_s` is after prefix hits. Relegated work
-    counts divided by `weight`, the weight of the class.
+    counts divided by `weight`, of the class and the tenant. `charge_s`: what the tenant is charged
+    with when it is served, W. `beyond_share`: see `Request`.
     """
 
     id: str
@@ -42,6 +49,9 @@ class QueuedRequest(msgspec.Struct, frozen=True, kw_only=True):
     promised: bool
     replica: str = ""
     weight: float = 1.0
+    tenant: str = ""
+    charge_s: float = 0.0
+    beyond_share: bool = False
 
 
 class _Urgency(msgspec.Struct, frozen=True):
@@ -64,6 +74,9 @@ class RequestQueue:
         self._table: npt.NDArray[np.float64] = np.empty((64, FIELDS))
         self._placed: npt.NDArray[np.int32] = np.empty(64, np.int32)
         self._replicas = {"": 0}  # number of each name in `_placed`
+        self._sender: npt.NDArray[np.int32] = np.empty(64, np.int32)
+        self._tenants: dict[str, int] = {}  # number of each name in `_sender`
+        self._served = ServedWork()
 
     def __len__(self) -> int:
         return len(self._items)
@@ -93,8 +106,12 @@ class RequestQueue:
             if row == len(self._table):
                 self._table = np.concatenate([self._table, np.empty_like(self._table)])
                 self._placed = np.concatenate([self._placed, np.empty_like(self._placed)])
+                self._sender = np.concatenate([self._sender, np.empty_like(self._sender)])
         self._items[item.id] = item
         self._placed[row] = self._replicas.setdefault(item.replica, len(self._replicas))
+        if len(self._tenants) > 2 * len(self._items) + 64:
+            self._number_tenants()
+        self._sender[row] = self._tenants.setdefault(item.tenant, len(self._tenants))
         self._table[row] = (
             item.arrival_s,
             item.due_s,
@@ -114,7 +131,14 @@ class RequestQueue:
             self._ids[row], self._rows[last] = last, row
             self._table[row] = self._table[len(self._ids)]
             self._placed[row] = self._placed[len(self._ids)]
+            self._sender[row] = self._sender[len(self._ids)]
         return item
+
+    def serve(self, id: str, now: float) -> None:
+        """Remove a request that goes to its replica, and charge its tenant."""
+        item = self.remove(id)
+        if item is not None:
+            self._served.charge(item.tenant, item.charge_s / item.weight, now)
 
     def order(self, now: float) -> list[str]:
         """Ids, most urgent first; ties by arrival, then by id."""
@@ -195,7 +219,40 @@ class RequestQueue:
         tier[slack < self._order.guard_s] = 0
         tier[~promised] = 3
         key = np.where(promised, np.where(tier == 2, rho, due), work / table[:, WEIGHT])
+        relegated = np.flatnonzero(~promised)
+        senders = self._sender[relegated]
+        if len(relegated) > 1 and senders.min() != senders.max():
+            key[relegated] = self._shared(key[relegated], senders, arrival[relegated], now)
         return _Urgency(tier, key, arrival)
+
+    def _shared(
+        self,
+        cost_s: npt.NDArray[np.float64],
+        senders: npt.NDArray[np.int32],
+        arrival: npt.NDArray[np.float64],
+        now: float,
+    ) -> npt.NDArray[np.float64]:
+        """Keys that share served work among tenants; `cost_s`: work / weight of each row."""
+        served_s = np.zeros(len(self._tenants))
+        present = np.zeros(len(self._tenants), np.bool_)
+        present[senders] = True
+        for name, number in self._tenants.items():
+            if present[number]:
+                served_s[number] = self._served.of(name, now)
+        by = np.lexsort((arrival, cost_s, senders))
+        before_s = np.cumsum(cost_s[by]) - cost_s[by]
+        senders = senders[by]
+        first = np.searchsorted(senders, senders)
+        shared = np.empty_like(cost_s)
+        shared[by] = served_s[senders] + before_s - before_s[first]
+        return shared
+
+    def _number_tenants(self) -> None:
+        """Forget the names of tenants that do not wait."""
+        self._tenants = {}
+        for row, name in enumerate(self._ids):
+            tenant = self._items[name].tenant if name in self._items else ""
+            self._sender[row] = self._tenants.setdefault(tenant, len(self._tenants))
 
     def _ranked(self, rows: Rows, urgency: _Urgency) -> list[int]:
         """The rows, most urgent first."""

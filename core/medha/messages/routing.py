@@ -83,6 +83,9 @@ class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     work_s: float
     promised: bool
     weight: float = 1.0
+    tenant: Name = ""
+    charge_s: float = 0.0
+    beyond_share: bool = False
 
 
 class Heads(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -115,6 +118,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown
     salt: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     weight: float = 1.0
     promised: bool | None = None
+    beyond_share: bool = False
 
     @property
     def emitted_before(self) -> int:
@@ -138,6 +142,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown
             tenant=self.tenant,
             weight=self.weight,
             promised=self.promised,
+            beyond_share=self.beyond_share,
         )
 
 

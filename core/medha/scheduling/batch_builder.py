@@ -265,6 +265,9 @@ class BatchBuilder:
             if not sequence.started and not self.admission.try_start(sequence, now):
                 continue
             limit_s = full_s if not yields else min(full_s, draft.target_s * (1.0 - yields))
+            if sequence.request.beyond_share and not sequence.kept:
+                # A promised arrival of another tenant waits for this batch to end.
+                limit_s = min(limit_s, self.settings.finish_fill * draft.target_s)
             chunk = self._place(draft, sequence)
             if chunk is None:
                 continue

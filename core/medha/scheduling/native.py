@@ -27,7 +27,7 @@ Mask = npt.NDArray[np.bool_]
 LIBRARY = pathlib.Path(__file__).with_name("rows.kernel.so")
 # Columns and flags of a row, and where a slot holds the rest; see rows.c.
 DUE, WORK, ALONGSIDE, NEED, NORM, COLUMNS = range(6)
-KEPT, PROMISED, READY, FLAGS = range(4)
+KEPT, PROMISED, READY, BEYOND, FLAGS = range(5)
 ARRIVAL, TOKENS, PASSED, TURN, NUMBER, LEVEL = range(6)
 # Numbers of scratch and mark columns, and the one with margins.
 SCRATCH, MARKS, LEFT, TRIAL = 7, 3, 1, 6

@@ -488,7 +488,7 @@ class PromiseSet:
     def _may_keep(self, group: int, place: int, now: float) -> bool:
         """Return whether a row that fits in `group` leaves room, and fits in its other groups."""
         waiting = self.waiting[group]
-        if self._crowds(group, now, place):
+        if waiting.sequences[place].request.beyond_share or self._crowds(group, now, place):
             return False
         due_in_s = float(waiting.due_s[place]) - now - self.drain_s
         return self._fits_elsewhere(waiting.sequences[place], group, due_in_s)

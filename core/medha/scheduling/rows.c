@@ -22,7 +22,7 @@
 
 enum { LEVELS = 6, BANDS = 8 };                          /* prefill_times.py, load_report.py */
 enum { DUE, WORK, ALONGSIDE, NEED, NORM, COLUMNS };      /* columns, by row */
-enum { KEPT, PROMISED, READY, FLAGS };                   /* flags, by row */
+enum { KEPT, PROMISED, READY, BEYOND, FLAGS };           /* flags, by row */
 enum { ARRIVAL, TOKENS, PASSED, TURN, NUMBER, LEVEL, SLOT = LEVEL + LEVELS }; /* by slot */
 enum { BARE, LEFT, KEY, OWN, OTHERS, MEAN, TRIAL };      /* scratch, in seconds; MEAN: see below */
 enum { RANK, TIER, LONG };                               /* marks */
@@ -427,7 +427,8 @@ double medha_work_before(const struct rows *rows, int64_t row)
 /* --- reports ---------------------------------------------------------------------------------- */
 
 /* Sums of work: by relative slack, up to each of the `edges`; of what is not kept; of short prompts that are kept, and
- * of those that are not; and the number of rows in need of pages. */
+ * of those that are not; and the number of rows in need of pages. What is beyond the share of its tenant
+ * runs last, as if it had infinite slack. */
 enum { LOST = BANDS, KEPT_SHORT, LOST_SHORT, NEEDY, SUMS };
 void medha_report(const struct rows *rows, double now, double short_below, const double *edges,
                   int all_kept, double *sums)
@@ -435,16 +436,18 @@ void medha_report(const struct rows *rows, double now, double short_below, const
     const int64_t size = rows->capacity;
     const double *due = rows->columns + DUE * size, *work = rows->columns + WORK * size;
     const double *need = rows->columns + NEED * size, *norm = rows->columns + NORM * size;
-    const uint8_t *kept = rows->flags + KEPT * size;
+    const uint8_t *kept = rows->flags + KEPT * size, *beyond = rows->flags + BEYOND * size;
     memset(sums, 0, SUMS * sizeof *sums);
     for (int64_t i = 0; i < rows->count; i++) {
         const double slack = (due[i] - now - work[i]) / norm[i];
         int band = 0;
         for (int upto = 0; upto < BANDS - 1; upto++)
             band += edges[upto] < slack;
+        const int is_kept = kept[i] | all_kept;
+        if (beyond[i] && !is_kept)
+            band = BANDS - 1;
         const double brief = norm[i] <= short_below ? work[i] : 0.0;
         sums[band] += work[i];
-        const int is_kept = kept[i] | all_kept;
         sums[LOST] += is_kept ? 0.0 : work[i];
         sums[KEPT_SHORT] += is_kept ? brief : 0.0;
         sums[LOST_SHORT] += is_kept ? 0.0 : brief;
@@ -790,7 +793,8 @@ void medha_keep(struct rows *rows, int64_t row)
  * are described in policies.py. A kept one may do, out of order, what the margins of those due
  * before it bear (anyone else: those of all), and of that `guard` does not count.
  * `long_above`: work, or with `by_tokens` tokens, beyond which a prompt is long. `owed`: 0, or the
- * relegated have their share coming and it is the turn of 1: the one due first, 2: short ones. */
+ * relegated have their share coming and it is the turn of 1: the one due first, 2: short ones.
+ * What is beyond the share of its tenant has only what is left over. */
 void medha_order(struct rows *rows, double pages, double start, double long_above, int by_tokens,
                  double guard, int owed)
 {
@@ -799,6 +803,7 @@ void medha_order(struct rows *rows, double pages, double start, double long_abov
     const double *need = rows->columns + NEED * size, *norm = rows->columns + NORM * size;
     const double *left = rows->scratch + LEFT * size;
     const uint8_t *kept = rows->flags + KEPT * size, *ready = rows->flags + READY * size;
+    const uint8_t *beyond = rows->flags + BEYOND * size;
     double *key = rows->scratch + KEY * size, before = INFINITY;
     const int8_t *rank = rows->marks + RANK * size;
     int8_t *tier = rows->marks + TIER * size;
@@ -819,10 +824,11 @@ void medha_order(struct rows *rows, double pages, double start, double long_abov
         const double work = all_work[i], due_in = due[i] - start;
         const double room = (rank[i] ? key[i] : rows->least) - guard;
         is_long[i] = (by_tokens ? slot_of(rows, i)[TOKENS] : work) > long_above;
-        if (!kept[i] && first < 0)
+        const int left_over = beyond[i] && !kept[i];
+        if (!kept[i] && !beyond[i] && first < 0)
             first = i;
-        shorts += !kept[i] && !is_long[i];
-        if (room >= work && !is_long[i])
+        shorts += !kept[i] && !beyond[i] && !is_long[i];
+        if (room >= work && !is_long[i] && !left_over)
             tier[i] = ABSORBED, key[i] = work;
         else if (kept[i] && is_long[i] && room >= 0.0)
             tier[i] = SLACK, key[i] = (due_in - work) / norm[i];
@@ -833,7 +839,7 @@ void medha_order(struct rows *rows, double pages, double start, double long_abov
     }
     for (int64_t at = 0; owed && at < found; at++) {
         const int64_t i = able[at];
-        if (!kept[i] && (owed == 2 && shorts ? !is_long[i] : i == first))
+        if (!kept[i] && !beyond[i] && (owed == 2 && shorts ? !is_long[i] : i == first))
             tier[i] = OWED, key[i] = all_work[i];
     }
     rows->left = found;

@@ -140,7 +140,9 @@ class Scheduler:
                 promises.relegate_for_promise(group, starts[group], self.predictor.error)
         else:
             sequence.set_rank(sequence.kept, False)
-            if promises.fits_with_kept(sequence, work_s, max(starts.values())):
+            if not sequence.request.beyond_share and promises.fits_with_kept(
+                sequence, work_s, max(starts.values())
+            ):
                 promises.set_rank(sequence, kept=True, promised=False)
         return sequence.promised
 

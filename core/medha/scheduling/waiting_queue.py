@@ -17,6 +17,7 @@ from medha.prefill_times import PrefillTimes, between
 from medha.scheduling.block_pool import BlockPool
 from medha.scheduling.native import (
     ALONGSIDE,
+    BEYOND,
     DUE,
     KEPT,
     LEVEL,
@@ -172,6 +173,7 @@ class WaitingQueue:
         self.sequences.insert(at, sequence)
         sequence.set_row(at)
         self._set_flags(at, sequence.kept, sequence.promised, sequence.ready)
+        self.rows.flags[BEYOND, at] = sequence.request.beyond_share
 
     def remove(self, sequence: Sequence) -> None:
         at = self.row_of(sequence)

@@ -89,7 +89,8 @@ class SimulatedFleet:
     """Replicas, routers with a queue for all of them, and a record of each request.
 
     `settings`: those of the replicas. `deadlines_s` and `tpots_s` override the TTFT deadline and
-    the TPOT target of single requests, as the request headers do.
+    the TPOT target of single requests, as the request headers do. `weights`: by tenant, as API
+    keys have them.
     """
 
     def __init__(
@@ -103,11 +104,13 @@ class SimulatedFleet:
         deadlines_s: Mapping[str, float] | None = None,
         tpots_s: Mapping[str, float] | None = None,
         routers: int = 1,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         self.loop, self.settings, self.page_tokens = loop, settings, page_tokens
         self.max_context_tokens = max_context_tokens
         self.classes = {slo_class.name: slo_class for slo_class in classes}
         self.deadlines_s, self.tpots_s = deadlines_s or {}, tpots_s or {}
+        self.weights = weights or {}
         self.predictor = replicas[0].scheduler.predictor  # all are alike
         self.dispatchers: dict[str, Dispatcher[SimulatedRequest]] = {
             f"router-{index}": Dispatcher(classes, settings.queue_order) for index in range(routers)
@@ -203,7 +206,7 @@ class SimulatedFleet:
 
     def _request(self, arrival: Arrival, dispatcher: Dispatcher[SimulatedRequest]) -> Request:
         """The request with its work after prefix hits, and its deadline."""
-        slo_class = self.classes[arrival.slo_class]
+        slo_class = self._class_of(arrival.slo_class, arrival.tenant)
         hashes = b"".join(arrival.page_names(self.page_tokens))
         tpot_s = slo_class.slo.tpot_s
         budget_s = self.settings.reference_budget_s(tpot_s, self.predictor.topology.spp)
@@ -224,6 +227,13 @@ class SimulatedFleet:
             weight=slo_class.weight,
         )
 
+    def _class_of(self, name: str, tenant: str) -> SloClass:
+        """The class of a request, with the weight of its tenant."""
+        slo_class, weight = self.classes[name], self.weights.get(tenant, 1.0)
+        if weight == 1.0:
+            return slo_class
+        return msgspec.structs.replace(slo_class, weight=slo_class.weight * weight)
+
     def _tpot_s(self, arrival: Arrival, slo_class: SloClass) -> float:
         """The TPOT target: its own, else that of its class as far as it can be met."""
         idle_s = idle_tpot_s(arrival.prompt_tokens, self.predictor)
@@ -234,7 +244,7 @@ class SimulatedFleet:
         """Enqueue a request or record its refusal. A held request is never refused for being late:
         it goes on without a promise."""
         now, request = self.loop.now, item.request
-        slo_class = self.classes[request.slo_class]
+        slo_class = self._class_of(request.slo_class, request.tenant)
         if held:
             slo_class = msgspec.structs.replace(slo_class, when_infeasible="relegate")
         try:
@@ -244,7 +254,9 @@ class SimulatedFleet:
             self.refused.append(self._unserved(item, refusal.code))
             return
         option = decision.option
-        item.request = msgspec.structs.replace(request, promised=decision.promised)
+        item.request = msgspec.structs.replace(
+            request, promised=decision.promised, beyond_share=decision.beyond_share
+        )
         if held:
             self._demand.arrived(MODEL, request, now)
         else:
@@ -345,11 +357,11 @@ class SimulatedFleet:
     def _submit(
         self, link: SimulatedLink, dispatcher: Dispatcher[SimulatedRequest], id: str
     ) -> None:
-        item = dispatcher.take(id, link.name)
+        item = dispatcher.take(id, link.name, self.loop.now)
         if item is None:
             return
         link.replica.submit(item.request, item.page_names, item.arrival.output_tokens)
-        link.grants.submitted(id)
+        link.grants.submitted(id, self.loop.now)
         link.published = [head for head in link.published if head[0] != id]
         dispatcher.accepted(id, link.name)
         self.hand_overs.append((self.loop.now, id, link.name))

@@ -145,7 +145,7 @@ class Controller:
                 text = f"replica {self.config.replica} is draining: send it elsewhere"
                 self._outbox.to_router(router, m.Failed(message.id, "draining", text, True))
             case m.Submit():
-                self.grants.submitted(message.id)
+                self.grants.submitted(message.id, now)
                 engine.submit(router, message, now)
             case m.Abort():
                 engine.abort(router, message.id, now)
