@@ -206,8 +206,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     of API keys, one per line (see `medha_router.auth`); without it the public port is open, and
     only requests from the same address share cached pages, unless `share_cache`. `class_headers`:
     by header, the class of each value, for requests without `x-medha-class`. `ops_token`: file of
-    the token that `POST /drain` needs; without it that route is absent. `generation_defaults`:
-    sample by the checkpoint where a request is silent.
+    the token that `POST /drain` needs; without it that route is absent.
+    `memory_limit_bytes`: of the router's processes together; near it new requests are refused. 0:
+    the container's limit, if any. `generation_defaults`: sample by the checkpoint where a request
+    is silent.
     """
 
     host: str = "127.0.0.1"
@@ -227,6 +229,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     share_cache: bool = False
     ops_token: str = ""
     max_body_bytes: Positive = 64 << 20
+    memory_limit_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_queue: Positive = 10_000
     queue_timeout_s: float = 120.0
     no_replica_timeout_s: float = 30.0

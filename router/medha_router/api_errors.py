@@ -25,6 +25,8 @@ REFUSAL_STATUS = {
 }
 RETRY_AFTER_S = (1, 30)
 REQUEST_ID = "x-medha-request-id"
+MEMORY = "memory"
+"""Reason of a refusal for lack of memory."""
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
@@ -75,6 +77,16 @@ def of_exception(error: BaseException) -> ApiError:
 def of_shutdown() -> ApiError:
     """Make the error that a client gets because the router ends."""
     return _refused(Refusal("draining", "this router is shutting down: retry", retry_after_s=1.0))
+
+
+def of_memory() -> ApiError:
+    """Make the error of a request that is refused because the router's memory is nearly used up."""
+    error = _refused(
+        Refusal("overloaded", "this router's memory is nearly used up: retry", retry_after_s=1.0)
+    )
+    return msgspec.structs.replace(
+        error, headers={**error.headers, "x-medha-dropped-reason": MEMORY}
+    )
 
 
 def of_status(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import hashlib
 import logging
@@ -17,12 +18,13 @@ import msgspec
 from starlette.types import ASGIApp
 
 from medha.adapters.keys import read_key
+from medha.adapters.memory import MemoryGate, container_limit_bytes, resident_bytes
 from medha.adapters.prometheus import Metrics, OpsServer, Route, Tick, read_token
 from medha.config import RouterConfig
 from medha.errors import SetupError, SpecError
 from medha.fleet.demand import DemandWindow
 from medha.messages import RouterDemand
-from medha_router import ops
+from medha_router import api_errors, ops
 from medha_router.auth import ApiKeys
 from medha_router.http_protocol import HttpLimits
 from medha_router.models import ModelRegistry
@@ -32,7 +34,7 @@ from medha_router.replicas import ReplicaTable
 from medha_router.request_table import RequestTable, RouterState
 from medha_router.router_metrics import RouterMetrics
 from medha_router.routes import make_app
-from medha_router.server import DrainingServer, server_of
+from medha_router.server import DrainingServer, MemoryLimited, server_of
 from medha_router.service import Service
 from medha_router.structured.checker_process import GrammarChecker
 from medha_router.tokenization.pool import TokenizerPool
@@ -40,6 +42,7 @@ from medha_router.tokenization.retokenize import Retokenizer
 from medha_router.tokenization.tokenizer_files import FileStore
 
 MEASURE_S = 1.0
+MEMORY_S = 0.1
 DRAWN_BYTES = 4096
 COLLECT_AFTER = 50_000  # objects
 
@@ -105,6 +108,9 @@ class Router:
         )
         self._keys = ApiKeys(pathlib.Path(config.api_keys)) if config.api_keys else None
         self._following: asyncio.Future[None] | None = None
+        self._watching: asyncio.Future[None] | None = None
+        limit_bytes = memory_limit_bytes(config)
+        self._gate = MemoryGate(limit_bytes) if limit_bytes else None
         self._retokenizer = Retokenizer(state, self.service)
         self._clock, self._measured_s = clock, float("-inf")
         self._link = link
@@ -112,7 +118,11 @@ class Router:
 
     def app(self) -> ASGIApp:
         """Make the application of the public port."""
-        return make_app(self.service, self._config, self._keys)
+        app = make_app(self.service, self._config, self._keys)
+        if self._gate is None:
+            return app
+        refused = functools.partial(self._metrics.refused_unread, api_errors.MEMORY)
+        return MemoryLimited(app, self._gate, refused)
 
     def routes(self, drain: Callable[[], None] | None) -> dict[str, Route]:
         """Make the routes of the ops port; without `drain`, none that changes the router."""
@@ -124,16 +134,20 @@ class Router:
     def demand(self) -> RouterDemand:
         return ops.demand_page(self._models, self._replicas, self._demand, self._clock())
 
-    def start(self) -> None:
+    def start(self, busy: Callable[[], bool]) -> None:
+        """Start to serve replicas. `busy`: whether requests of clients are under way."""
         self._link_loop.start()
+        if self._gate is not None:
+            self._watching = asyncio.ensure_future(_watch(self._gate, busy))
         if self._keys is not None:
             self._following = asyncio.ensure_future(self._keys.follow())
 
     async def stop(self) -> None:
         await self._link_loop.stop()
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.wait({self._following})
+        for following in (self._following, self._watching):
+            if following is not None:
+                following.cancel()
+                await asyncio.wait({following})
         await self._retokenizer.stop()
         await self._client.settled()
         await self._grammars.close()
@@ -224,7 +238,7 @@ async def opened(config: RouterConfig, tokens: TokenizerPool) -> AsyncIterator[R
             token=token,
         )
         stack.callback(ops_server.close)
-        router.start()
+        router.start(lambda: server.busy)
         try:
             yield RunningRouter(router, server, public, ops_server.port, link.address)
         finally:
@@ -242,6 +256,26 @@ async def serve(config: RouterConfig) -> None:
             )
             _collect_seldom()
             await router.serve()
+
+
+def memory_limit_bytes(config: RouterConfig) -> int:
+    """Return the limit for this process and its tokenizers: the setting, else the container's.
+
+    Processes behind one port have equal parts. 0 without a limit.
+    """
+    limit_bytes = config.memory_limit_bytes or container_limit_bytes() or 0
+    return limit_bytes // (len(config.process.fleet_ports) if config.process is not None else 1)
+
+
+async def _watch(gate: MemoryGate, busy: Callable[[], bool]) -> None:
+    log = logging.getLogger("medha.router")
+    while True:
+        used_bytes = resident_bytes()
+        if gate.observe(used_bytes, busy=busy()):
+            fields = {"used_bytes": used_bytes, "limit_bytes": gate.limit_bytes}
+            text = "memory is short: refusing new requests" if gate.refuses else "memory suffices"
+            log.warning(text, extra={"fields": fields})
+        await asyncio.sleep(MEMORY_S)
 
 
 def _collect_seldom() -> None:

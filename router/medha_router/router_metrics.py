@@ -32,6 +32,10 @@ class RouterMetrics:
         if reason == "no_replica":
             self._demand.unserved(model, now)
 
+    def refused_unread(self, reason: str) -> None:
+        """Count a request that was refused before its model was known."""
+        self._sink.add("medha_requests_refused_total", 1, "", "", reason)
+
     def refused_generation(self, generation: Generation, refusal: Refusal, now: float) -> None:
         """Count a refused generation as a missed SLO."""
         self._sink.add("medha_slo_missed_total", 1, *_labels(generation))

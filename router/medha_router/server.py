@@ -17,6 +17,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from medha.adapters.memory import MemoryGate
 from medha_router import api_errors
 from medha_router.http_protocol import HttpLimits, HttpProtocol
 
@@ -34,6 +35,23 @@ class CancelledRequests:
             await self._app(scope, receive, send)
         except asyncio.CancelledError:
             await api_errors.response(api_errors.of_shutdown())(scope, receive, send)
+
+
+class MemoryLimited:
+    """ASGI middleware that refuses requests with a body, unread, while memory is short.
+
+    `refused`: called for each.
+    """
+
+    def __init__(self, app: ASGIApp, gate: MemoryGate, refused: Callable[[], None]) -> None:
+        self._app, self._gate, self._refused = app, gate, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._gate.refuses and scope["method"] == "POST":
+            self._refused()
+            await api_errors.response(api_errors.of_memory())(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class DrainingServer(uvicorn.Server):
@@ -77,6 +95,11 @@ class DrainingServer(uvicorn.Server):
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self._stall_s * 1000)
             )
         await super().startup(sockets)
+
+    @property
+    def busy(self) -> bool:
+        """True if a request is under way."""
+        return bool(self.server_state.tasks)
 
     async def on_tick(self, counter: int) -> bool:
         if self._drains_until_s is not None:

@@ -46,6 +46,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     },
     "router.config": {
         "maxBodyBytes": 1 << 20,
+        "memoryLimitBytes": 1 << 30,
         "maxQueue": 10,
         "queueTimeoutSeconds": 10,
         "noReplicaTimeoutSeconds": 10,

@@ -69,6 +69,7 @@ def test_the_routers_settings_reach_its_file(render: Render) -> None:
                 "router.config.maxQueue": 7,
                 "router.config.keepaliveSeconds": 2.5,
                 "router.config.maxBodyBytes": 1 << 33,
+                "router.config.memoryLimitBytes": 3 << 30,
                 "router.logLevel": "debug",
                 "router.processes": 4,
                 "router.config.shareCache": True,
@@ -78,7 +79,7 @@ def test_the_routers_settings_reach_its_file(render: Render) -> None:
     )
     assert config.share_cache and config.class_headers == {"x-tier": {"gold": "interactive"}}
     assert (config.max_queue, config.keepalive_s, config.log_level) == (7, 2.5, "debug")
-    assert config.max_body_bytes == 1 << 33
+    assert (config.max_body_bytes, config.memory_limit_bytes) == (1 << 33, 3 << 30)
     assert config.processes == 4
 
 

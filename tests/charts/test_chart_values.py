@@ -92,6 +92,7 @@ WRONG = [
     ("router.service.type", "clusterip", "/router/service/type"),
     ("router.service.port", 0, "/router/service/port"),
     ("router.config.maxQueue", 0, "/router/config/maxQueue"),
+    ("router.config.memoryLimitBytes", -1, "/router/config/memoryLimitBytes"),
     ("router.config.maxQueues", 7, "/router/config"),
     ("router.terminationGraceSeconds", -1, "/router/terminationGraceSeconds"),
     ("image.pullPolicy", "Sometimes", "/image/pullPolicy"),

@@ -133,6 +133,7 @@ prometheus.io/port: {{ index . 1 | quote }}
     "allowed" (print $keys "/controller.public"))
   "api_keys" (ternary "/etc/medha/api-keys/keys" "" .Values.router.apiKeys.enabled)
   "max_body_bytes" (int64 $c.maxBodyBytes)
+  "memory_limit_bytes" (int64 $c.memoryLimitBytes)
   "max_queue" (int64 $c.maxQueue)
   "queue_timeout_s" (float64 $c.queueTimeoutSeconds)
   "no_replica_timeout_s" (float64 $c.noReplicaTimeoutSeconds)
