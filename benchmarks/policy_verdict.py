@@ -75,10 +75,21 @@ def verdict(results: Results) -> str:
             offences["every run ends"].append(f"{cell.number} {name}")
         for criterion, offence in _offences(cell, ended):
             offences[criterion].append(f"{cell.number} {offence}")
+    needed = {
+        "promises broken with ±20 % errors: 2 %": {ERRING},
+        "refused but would have made it: 5 % of requests": {REFUSING},
+        "refused but would have made it: 5 % of the refused": {REFUSING},
+        "within 0.03 (SPP 2: 0.05) of the fluid reference to load 1.0": {DEFAULT, FLUID},
+    }
     lines = []
     for criterion, failed in offences.items():
+        judged = sum(
+            needed.get(criterion, {DEFAULT}) <= outcomes.keys() for outcomes in results.values()
+        )
         cells = {offence.split()[0] for offence in failed}
-        passed = f"fails in {len(cells)} of {len(results)} cells" if failed else "holds"
+        passed = f"fails in {len(cells)} of {judged} cells" if failed else "holds"
+        if not judged and criterion != "every run ends":
+            passed = "not judged: its runs are missing"
         lines.append(f"{criterion}: {passed}")
         lines += [f"    {offence}" for offence in failed]
     return "\n".join(lines)
@@ -86,6 +97,13 @@ def verdict(results: Results) -> str:
 
 def _offences(cell: Cell, outcomes: Mapping[str, Outcome]) -> Iterator[tuple[str, str]]:
     """Yield (criterion, figures) of a cell."""
+    erring = outcomes.get(ERRING)
+    if erring is not None and erring.broken > 0.02 * erring.promised:
+        yield (
+            "promises broken with ±20 % errors: 2 %",
+            f"{erring.broken} of {erring.promised}",
+        )
+    yield from _refusals(outcomes.get(REFUSING))
     own = outcomes.get(DEFAULT)
     if own is None:
         return
@@ -98,12 +116,6 @@ def _offences(cell: Cell, outcomes: Mapping[str, Outcome]) -> Iterator[tuple[str
             "promises broken: 0.5 % to load 1.0, 1 % above",
             f"{own.broken} of {own.promised}",
         )
-    erring = outcomes.get(ERRING)
-    if erring is not None and erring.broken > 0.02 * erring.promised:
-        yield (
-            "promises broken with ±20 % errors: 2 %",
-            f"{erring.broken} of {erring.promised}",
-        )
     longest_s = 2 * cell.topology.spp * Scheduling().max_batch_s
     if cell.load <= 0.9 and own.late_s > longest_s:
         yield (
@@ -112,7 +124,6 @@ def _offences(cell: Cell, outcomes: Mapping[str, Outcome]) -> Iterator[tuple[str
         )
     if own.fill < 0.95:
         yield "batches fill 0.95 of their budget while prompts wait", f"{own.fill:.3f}"
-    yield from _refusals(outcomes.get(REFUSING))
     fluid = outcomes.get(FLUID)
     if fluid is not None and cell.load <= 1.0:
         behind = max(fluid.short_share - own.short_share, fluid.long_share - own.long_share)
