@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 from tests.api.life import SCALED_OBJECTS, Course, Dying, Phase
-from tests.api.outcome import KINDS, POLICIES
+from tests.api.outcome import KINDS, OF_A_REPLICA
 from tests.api.proxy import Proxy
 from tests.api.stage import Scene
 from tests.api.stand_ins import Router
@@ -43,8 +43,8 @@ COURSES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 REPLACING = ("update", "roll_back")
 """Phases in which replicas replace others.
 
-A new one may get the number of an old one, and with it the old one's NetworkPolicy, if it is
-free by then.
+A new one may get the number of an old one, and with it the old one's objects, if it is free by
+then.
 """
 
 PROMETHEUS = "http://prometheus.monitoring:9090"
@@ -103,21 +103,19 @@ def divergences(calm: list[Phase], troubled: list[Phase]) -> list[str]:
 def _miscounted(plain: Phase, troubled: Phase) -> list[str]:
     """List what was created or deleted more often or less.
 
-    The number of NetworkPolicies depends on which numbers of replicas were free: no more may be
-    created than replicas were, and the same surplus must be deleted as created.
+    How many objects of a replica are new depends on which numbers of replicas were free: no more
+    of a kind may be created than replicas were, and the same surplus must be deleted as created.
     """
     created, deleted = (
         (dict(troubled.created), dict(plain.created)),
         (dict(troubled.deleted), dict(plain.deleted)),
     )
     faults = []
-    if troubled.name in REPLACING:
-        extra = [
-            counts[0].pop(POLICIES, 0) - counts[1].pop(POLICIES, 0) for counts in (created, deleted)
-        ]
+    for kind in OF_A_REPLICA if troubled.name in REPLACING else ():
+        extra = [counts[0].pop(kind, 0) - counts[1].pop(kind, 0) for counts in (created, deleted)]
         most = troubled.created.get("pods 0-s0", 0)
-        if extra[0] != extra[1] or troubled.created.get(POLICIES, 0) > most:
-            faults.append(f": {POLICIES}: {troubled.created} created, {troubled.deleted} deleted")
+        if extra[0] != extra[1] or troubled.created.get(kind, 0) > most:
+            faults.append(f": {kind}: {troubled.created} created, {troubled.deleted} deleted")
     return [
         *faults,
         *differences(created[1], created[0], ": created"),

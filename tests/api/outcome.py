@@ -26,7 +26,9 @@ KINDS = (
     ("poddisruptionbudgets", "apis/policy/v1"),
     ("networkpolicies", "apis/networking.k8s.io/v1"),
 )
-POLICIES = "networkpolicies"
+OF_A_REPLICA = ("networkpolicies", "configmaps", "poddisruptionbudgets")
+"""Kinds of which each replica has an object, named by its number."""
+ORDINAL = "medha.dev/ordinal"
 OBJECT = re.compile(r"/(?:api/v1|apis/[^/]+/[^/]+)/namespaces/[^/]+/([a-z]+)(?:/([^/]+))?")
 DIFFER = {
     "uid",
@@ -46,7 +48,7 @@ DIFFER = {
     "medha.dev/node",
     "medha.dev/content-hash",
 }
-NUMBERED = ("medha.dev/ordinal", "replica")
+NUMBERED = (ORDINAL, "replica")
 
 Objects = dict[str, list[dict[str, Any]]]
 
@@ -82,6 +84,10 @@ def plain(objects_by_kind: Objects, namespace: str) -> dict[str, Any]:
     objects: Objects = msgspec.json.decode(text)
     for secret in objects["secrets"]:
         secret["data"] = sorted(secret.get("data", ()))
+    for budget in objects["poddisruptionbudgets"]:
+        budget["metadata"].pop(
+            "generation", None
+        )  # counts the changes of a former replica's budget
     for resource in objects["medhareplicas"]:
         _quieten(resource.get("status", {}))
     pods = sorted(objects["pods"], key=lambda pod: str(pod["metadata"]["name"]))
@@ -130,6 +136,8 @@ class _Names:
     def same(self, value: Any) -> Any:
         """Drop from a document what may differ."""
         match value:
+            case {"key": key, "values": [number]} if key == ORDINAL:  # of a label selector
+                return {**value, "values": [self.ordinal(number)]}
             case dict():
                 return {
                     self.word(key): self.ordinal(part) if key in NUMBERED else self.same(part)

@@ -33,7 +33,7 @@ more. The whole form has at least 2,000 and 500."""
 NODES = 60 if WHOLE else 20
 TAKEN_BACK = 0.75
 INVALID_EVERY = 3
-PATIENCE_S = 240.0
+PATIENCE_S = 600.0
 MERGE = {"Content-Type": "application/merge-patch+json"}
 ON_ITS_WAY = {"Placing", "Loading", "Joining", "NotLoadedYet", "RollingUpdate", "Creating", ""}
 

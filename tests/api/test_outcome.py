@@ -20,12 +20,14 @@ def pod(ordinal: int, spec_hash: str, uid: str) -> dict[str, Any]:
     labels["medha.dev/attempt"] = "1"
     environment = [{"name": "MEDHA_REPLICA", "value": f"llama-{ordinal}"}]
     config = {"name": "config", "configMap": {"name": f"llama-{ordinal}-{uid}"}}
+    others = {"key": "medha.dev/ordinal", "operator": "NotIn", "values": [str(ordinal)]}
     return {
         "metadata": {"name": f"llama-{ordinal}-g0-s0", "uid": uid, "labels": labels},
         "spec": {
             "nodeName": f"node-{uid}",
             "containers": [{"env": environment}],
             "volumes": [config],
+            "topologySpreadConstraints": [{"labelSelector": {"matchExpressions": [others]}}],
         },
     }
 
@@ -33,11 +35,13 @@ def pod(ordinal: int, spec_hash: str, uid: str) -> dict[str, Any]:
 def fleet(ordinal: int, spec_hash: str, uid: str) -> Objects:
     """A fleet of one replica; its number, hash and identity do not matter."""
     configs = [{"metadata": {"name": f"llama-{ordinal}-{uid}"}, "data": {"worker.json": "{}"}}]
+    budget = {"metadata": {"name": f"llama-{ordinal}", "generation": ordinal + 1}}
     groups = [{"replica": ordinal, "kvpGroups": 1, "wanted": ordinal, "generation": 1}]
     resource = {"metadata": {"name": "llama", "generation": 2}, "status": {"groups": groups}}
     return {
         "pods": [pod(ordinal, spec_hash, uid)],
         "configmaps": configs,
+        "poddisruptionbudgets": [budget],
         "secrets": [{"metadata": {"name": "medha-keys"}, "data": {"rank.secret": uid}}],
         "medhareplicas": [resource],
     }
