@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import stat
 import threading
@@ -63,6 +64,10 @@ def test_a_message_sent_before_the_listener_exists_waits_for_it(tmp_path: Path) 
             assert front.receive(30.0) == (b"one", REPORT)
 
 
+def redialled(back: Back, handshakes: int) -> bool:
+    return back.receive(0.05) is None and back.handshakes == handshakes
+
+
 def test_a_restarted_listener_is_dialled_again_within_a_second(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/again.sock"
     front, took_s = listen(address), []
@@ -71,7 +76,7 @@ def test_a_restarted_listener_is_dialled_again_within_a_second(tmp_path: Path) -
         for handshakes in (2, 3, 4):
             front.close()
             front, begun = listen(address), time.monotonic()
-            until(lambda count=handshakes: back.receive(0.05) is None and back.handshakes == count)  # type: ignore[misc]
+            until(functools.partial(redialled, back, handshakes))
             took_s.append(time.monotonic() - begun)
             exchange(front, back)
         front.close()

@@ -21,9 +21,11 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import socket
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import aiohttp
@@ -116,6 +118,7 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._old: dict[str, collections.deque[bytes]] = {}
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self.calls: list[Call] = []
         self.done: list[Done] = []
         self.watch_lines: list[WatchLine] = []
@@ -148,11 +151,11 @@ class Proxy:
             self._loop.close()
 
     def _do(self, work: object) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(30)  # type: ignore[arg-type]
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(60)  # type: ignore[arg-type]
 
     async def _start(self) -> None:
         # Watches of killed operators stay open until the next event, so there is no limit.
-        connector = aiohttp.TCPConnector(ssl=self._ssl, limit=0)
+        connector = aiohttp.TCPConnector(ssl=self._ssl, limit=0, socket_factory=self._new_socket)
         self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         app = web.Application(client_max_size=16 << 20)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
@@ -169,7 +172,13 @@ class Proxy:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await self._session.close()
-        await asyncio.sleep(0.25)  # connections close later
+        while any(connection.fileno() >= 0 for connection in self._sockets):
+            await asyncio.sleep(0.01)  # TLS closes only after the server's answer
+
+    def _new_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
+        family, kind, protocol, *_ = address
+        self._sockets.add(connection := socket.socket(family, kind, protocol))
+        return connection
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         """Answer a request; if the server is gone, cut the connection."""

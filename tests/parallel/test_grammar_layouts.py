@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from benchmarks.structured_outputs import PERSON, is_person
 from tests.support.driver import Driver
 from tests.support.rank_rig import Rig
 from tests.support.solo_engine import SoloEngine
@@ -19,21 +20,7 @@ from medha_router.structured.checker import grammar_of
 
 PAGE_TOKENS, PAGES, VOCAB = 16, 700, 512
 STOPS = (1, 3)
-SCHEMA = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 12},
-            "age": {"type": "integer", "minimum": 0, "maximum": 150},
-            "role": {"enum": ["admin", "user", None]},
-        },
-        "required": ["name", "age", "role"],
-        "additionalProperties": False,
-    },
-    "minItems": 2,
-    "maxItems": 2,
-}
+SCHEMA = {"type": "array", "items": PERSON, "minItems": 2, "maxItems": 2}
 PROMPTS = {
     seq: np.random.default_rng(seq).integers(8, VOCAB, 30 + 7 * seq, np.int32) for seq in (1, 2, 3)
 }
@@ -48,13 +35,7 @@ def fits(text: str) -> bool:
     """Check a text by the schema's rules, independently of the grammar library."""
     people: list[dict[str, Any]] = json.loads(text)
     return len(people) == 2 and all(
-        list(person) == ["name", "age", "role"]
-        and isinstance(person["name"], str)
-        and len(person["name"]) <= 12
-        and type(person["age"]) is int
-        and 0 <= person["age"] <= 150
-        and person["role"] in ("admin", "user", None)
-        for person in people
+        is_person(person) and list(person) == ["name", "age", "role"] for person in people
     )
 
 

@@ -12,27 +12,24 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from tests.support.generations import new_generation
 
 from medha.adapters.prometheus import Metrics
 from medha.config import RouterModel
 from medha.fleet.demand import DemandWindow
 from medha.messages import Grant, Heads, Hello, Load, LoadReport, RouterMessage, Submit
 from medha.peer_liveness import CLOSED_S, GONE_S
-from medha.request import Request, Slo, SloClass
+from medha.request import Slo, SloClass
 from medha_router.api_errors import StreamBroken
-from medha_router.auth import Client
-from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ModelRegistry
-from medha_router.protocol import read_completion
 from medha_router.replica_client import ReplicaClient
 from medha_router.replica_link import TICK_S
 from medha_router.replicas import ConnectedReplica, ReplicaTable
 from medha_router.request_table import RequestTable, RouterState
 from medha_router.router_metrics import RouterMetrics
-from medha_router.tokenization.detokenizer import OutputStream, Vocabulary
+from medha_router.tokenization.detokenizer import Vocabulary
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.tokenizer_files import FileStore
-from medha_router.tokenization.wire import Prompt
 
 CLASSES = (SloClass(name="default", slo=Slo(ttft_floor_s=20.0, tpot_s=5.0)),)
 LOAD = Load(free_pages=(64,), total_pages=(64,), page_tokens=16)
@@ -66,22 +63,8 @@ class Fleet:
             assert isinstance(replica, ConnectedReplica)
             models["tiny"].version_for(replica).vocabulary = vocabulary
             version = replica.version
-        params = read_completion(b'{"model": "tiny", "prompt": "say ok"}')
-        self.request = ClientRequest(
-            id="a", params=params, slo_class=CLASSES[0], client=Client(), arrival_s=0.0, created=0
-        )
-        generation = Generation(
-            client_request=self.request,
-            index=0,
-            prompt=Prompt(bytes(16), b""),
-            salt=b"",
-            request=Request(id="a.0", arrival_s=0.0, prompt_tokens=4),
-            sampling=params.sampling,
-            output=OutputStream(vocabulary),
-            version=version,
-            idle_tpot_s=0.0,
-        )
-        self.request.generations.append(generation)
+        generation = new_generation(CLASSES, vocabulary, version)
+        self.request = generation.client_request
         models["tiny"].dispatcher.resume(generation, 0.0)
         requests.add(self.request)
         self._table, self._ticks_s, self._beats_s = table, 0.0, 0.0

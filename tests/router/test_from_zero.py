@@ -9,23 +9,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support.generations import new_generation
 
 from medha.adapters.prometheus import Metrics
 from medha.config import RouterConfig, RouterModel
 from medha.errors import MedhaError, Refusal, RequestError
 from medha.fleet.demand import DemandWindow
 from medha.messages import Load, LoadReport, ModelDemand, RouterDemand
-from medha.request import Request, Slo, SloClass
+from medha.request import Slo, SloClass
 from medha_router.api_errors import StreamBroken
-from medha_router.auth import Client
-from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ServedModel
-from medha_router.protocol import read_completion
 from medha_router.replicas import ConnectedReplica, ReplicaTable
 from medha_router.request_table import RequestTable
 from medha_router.router_metrics import RouterMetrics
-from medha_router.tokenization.detokenizer import OutputStream, Vocabulary
-from medha_router.tokenization.wire import Prompt
+from medha_router.tokenization.detokenizer import Vocabulary
 
 EVENTUALLY_S = 30.0
 CLASSES = (SloClass(name="default", slo=Slo(ttft_floor_s=20.0, tpot_s=5.0)),)
@@ -107,23 +104,9 @@ class Waiting:
         self._requests = RequestTable(
             {"tiny": self.model}, replicas, metrics, lambda peer, message: True, lambda: None
         )
-        params = read_completion(b'{"model": "tiny", "prompt": "say ok"}')
-        self.client_request = ClientRequest(
-            id="a", params=params, slo_class=CLASSES[0], client=Client(), arrival_s=0.0, created=0
-        )
-        generation = Generation(
-            client_request=self.client_request,
-            index=0,
-            prompt=Prompt(bytes(16), b""),
-            salt=b"",
-            request=Request(id="a.0", arrival_s=0.0, prompt_tokens=4),
-            sampling=params.sampling,
-            output=OutputStream(vocabulary),
-            version=replica.version,
-            idle_tpot_s=0.0,
-        )
+        generation = new_generation(CLASSES, vocabulary, replica.version)
+        self.client_request = generation.client_request
         self.generation = generation
-        self.client_request.generations.append(generation)
         self.model.dispatcher.resume(generation, 0.0)
         self._requests.add(self.client_request)
         self.opens(0.0)

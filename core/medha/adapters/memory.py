@@ -15,7 +15,7 @@ import msgspec
 FULL, ENOUGH = 0.85, 0.80
 """Parts of the limit: above the first new work is refused, below the second it is accepted."""
 UNLIMITED_BYTES = 1 << 60
-"""What cgroup v1 reports without a limit is larger."""
+"""Lower bound of what cgroup v1 reports without a limit."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PROC, CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 

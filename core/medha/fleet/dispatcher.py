@@ -446,7 +446,7 @@ class Dispatcher(Generic[Item]):
             relegated.discard(id)
         queued = self._unpromised.pop(id, None)
         if queued is not None:
-            waiting_s = self._unpromised_s.pop(queued.tenant) - queued.work_s
+            waiting_s = self._unpromised_s.pop(queued.tenant, 0.0) - queued.work_s
             if waiting_s > 1e-9:
                 self._unpromised_s[queued.tenant] = waiting_s
 

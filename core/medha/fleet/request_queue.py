@@ -251,8 +251,8 @@ class RequestQueue:
         """Forget the names of tenants that do not wait."""
         self._tenants = {}
         for row, name in enumerate(self._ids):
-            tenant = self._items[name].tenant if name in self._items else ""
-            self._sender[row] = self._tenants.setdefault(tenant, len(self._tenants))
+            number = self._tenants.setdefault(self._items[name].tenant, len(self._tenants))
+            self._sender[row] = number
 
     def _ranked(self, rows: Rows, urgency: _Urgency) -> list[int]:
         """The rows, most urgent first."""
