@@ -165,6 +165,19 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     allowed: str = ""
 
 
+class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Network between ranks. `transport`: auto (RDMA where a port is usable), rdma or tcp.
+
+    `devices`: RDMA devices or ports; none: all. `shared_memory`: whether ranks that exchange pages
+    share a machine and its /dev/shm.
+    """
+
+    transport: str = "auto"
+    devices: tuple[str, ...] = ()
+    gpu_direct: bool = True
+    shared_memory: bool = True
+
+
 class RouterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Model that a router serves before any replica has sent Hello.
 
@@ -250,13 +263,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Config of a replica's controller and ranks, which all decode the same file.
 
     `rank_bind`: address for ranks (an `ipc://` path, or `tcp://` between pods); `store_bind` is
-    `host:port` of the rendezvous store that the controller serves (port 0: any); data between ranks
-    goes through `interface` alone. `rank_curve` guards a TCP `rank_bind`: its `secret` is a rank's,
-    `server_public` the controller's, `allowed` those of the ranks; the controller listens with
-    `curve.secret`. `kv_pages` is the number of pages per group, 0 derives it from `kv_bytes`
-    per rank. `ops_token`: file of the token that `POST /drain` needs; without it, none is needed.
-    `device` is `cpu` or `cuda`. `dtype` and `kv_dtype` are torch names (`kv_dtype` auto:
-    as dtype; or `fp8_e4m3`). `dummy_weights`: random weights, to measure speed.
+    `host:port` of the rendezvous store that the controller serves (port 0: any); sockets between
+    ranks go through `interface` alone, and `network` adds RDMA. `rank_curve` guards a TCP
+    `rank_bind`: its `secret` is a rank's, `server_public` the controller's, `allowed` those of the
+    ranks; the controller listens with `curve.secret`. `kv_pages` is the number of pages per group,
+    0 derives it from `kv_bytes` per rank. `ops_token`: file of the token that `POST /drain` needs;
+    without it, none is needed. `device` is `cpu` or `cuda`. `dtype` and `kv_dtype` are torch names
+    (`kv_dtype` auto: as dtype; or `fp8_e4m3`). `dummy_weights`: random weights, to measure speed.
     """
 
     replica: str
@@ -280,6 +293,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rank_curve: Curve | None = None
     store_bind: str = "127.0.0.1:0"
     interface: str = "lo"
+    network: Network = Network()
     ops_host: str = "127.0.0.1"
     ops_port: Port = 0
     ops_token: str = ""

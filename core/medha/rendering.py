@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from medha import spec as resource
-from medha.config import AHEAD_S, Curve, Scheduling, WorkerConfig
+from medha.config import AHEAD_S, Curve, Network, Scheduling, WorkerConfig
 from medha.spec import MedhaReplica, seconds
 
 POLICIES = {
@@ -67,6 +67,7 @@ def worker_config(resource: MedhaReplica, name: str, site: Site) -> WorkerConfig
         rank_curve=site.rank_curve,
         store_bind=site.store_bind,
         interface=site.interface,
+        network=network_of(spec.network),
         ops_host=site.ops_host,
         ops_port=site.ops_port,
         ops_token=site.ops_token,
@@ -77,6 +78,15 @@ def worker_config(resource: MedhaReplica, name: str, site: Site) -> WorkerConfig
         deterministic=spec.engine.arithmetic == "Deterministic",
         dummy_weights=site.dummy_weights,
         log_level=site.log_level,
+    )
+
+
+def network_of(spec: resource.NetworkSpec) -> Network:
+    """Network settings from the resource, for ranks that share a machine."""
+    return Network(
+        transport=spec.transport.lower(),
+        devices=spec.devices,
+        gpu_direct=spec.gpu_direct == "Enabled",
     )
 
 

@@ -221,6 +221,8 @@ def test_the_doctor_passes_a_good_machine_and_names_a_bad_resource(file: Path) -
         console.file.close()
     text = console.export_text()
     assert "ok encrypted link: delivers" in text
+    assert "KVP groups: NIXL over the fastest of shared memory; TCP on lo" in text
+    assert "no RDMA: all ranks are on this machine" in text
     assert "no resource none.yaml: -f is " in text
 
 

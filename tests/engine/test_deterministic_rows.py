@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -35,8 +36,10 @@ from tests.support.solo_engine import SoloEngine
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medha.batch import Chunk
+from medha.config import WorkerConfig
 from medha.errors import SetupError
 from medha.messages import Sampling
+from medha.topology import Topology
 from medha_worker import sampler, weights
 from medha_worker.attention import fixed_blocks
 from medha_worker.attention.backend import attention_for
@@ -290,8 +293,17 @@ def test_rows_drawn_one_by_one_draw_what_they_do_together() -> None:
 
 def test_products_of_a_deterministic_rank_get_no_memory_to_be_cut_in() -> None:
     plain, fixed_ones = dict[str, str](), {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    set_environment(plain, "lo", "cuda")
-    set_environment(fixed_ones, "lo", "cuda", deterministic=True)
+    config = WorkerConfig(
+        replica="m-0",
+        model="m",
+        checkpoint="",
+        max_context_tokens=64,
+        topology=Topology(),
+        device="cuda",
+        rank_bind="ipc:///m-0",
+    )
+    set_environment(plain, config)
+    set_environment(fixed_ones, msgspec.structs.replace(config, deterministic=True))
     assert not any(name.startswith("CUBLAS") for name in plain)
     assert fixed_ones["CUBLASLT_WORKSPACE_SIZE"] == "1"
     assert fixed_ones["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "what a person set stays"

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from medha.config import CONTROLLER_OPS_PORT, WorkerConfig
+from medha.config import CONTROLLER_OPS_PORT, Network, WorkerConfig
 from medha.errors import SpecError
 from medha.spec import MedhaReplica
 from medha.topology import Coordinate
@@ -21,6 +21,7 @@ from medha_operator.resources.manifests import (
     pod_manifest,
     pod_requests,
     spec_hash,
+    worker_json,
 )
 from medha_operator.settings import Flows, Settings, from_environment
 from medha_operator.testing import SETTINGS, Cluster, node, resource
@@ -234,6 +235,63 @@ def test_resources_of_the_template_override_and_count_in_placement() -> None:
         "nvidia.com/gpu": 2,
         "rdma/hca": 1,
     }
+
+
+def test_a_pod_gets_rdma_devices_networks_and_locked_memory_that_the_spec_names() -> None:
+    network = {
+        "transport": "Rdma",
+        "devices": ["mlx5_0"],
+        "resources": {"rdma/hca_shared_devices_a": 2},
+        "attachments": ["fabric/rail-0", "fabric/rail-1"],
+        "ipcLock": "Enabled",
+    }
+    of = resource(network=network)
+    check(of)
+    manifest = rendered(of)
+    (worker,) = manifest["spec"]["containers"]
+    for amounts in (worker["resources"]["requests"], worker["resources"]["limits"]):
+        assert amounts["rdma/hca_shared_devices_a"] == 2
+    assert pod_requests(of)["rdma/hca_shared_devices_a"] == 2
+    annotations = manifest["metadata"]["annotations"]
+    assert annotations["k8s.v1.cni.cncf.io/networks"] == "fabric/rail-0,fabric/rail-1"
+    # For any user but root, Kubernetes makes no capability effective.
+    assert worker["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
+        "runAsNonRoot": False,
+        "runAsUser": 0,
+    }
+    config = msgspec.json.decode(worker_json(of, 0, SETTINGS), type=WorkerConfig)
+    assert config.network == Network(transport="rdma", devices=("mlx5_0",))
+    fetched = {"name": "m", "source": {"uri": "https://models/m"}, "maxContextTokens": 64}
+    init = rendered(resource(model=fetched, network=network))["spec"]["initContainers"]
+    assert init[0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_a_spec_without_a_network_makes_the_pods_that_it_made_before() -> None:
+    assert spec_hash(resource()) == spec_hash(resource(network={"transport": "Auto"}))
+    assert spec_hash(resource()) != spec_hash(resource(network={"transport": "Tcp"}))
+
+
+@pytest.mark.parametrize(
+    ("spec", "path"),
+    [
+        (
+            {
+                "network": {"attachments": ["a"]},
+                "template": {"annotations": {"k8s.v1.cni.cncf.io/networks": "b"}},
+            },
+            "spec.network.attachments",
+        ),
+        ({"network": {"resources": {"nvidia.com/gpu": 1}}}, "spec.network.resources"),
+    ],
+)
+def test_a_network_that_contradicts_another_field_is_refused(
+    spec: dict[str, Any], path: str
+) -> None:
+    with pytest.raises(SpecError, match=path.replace(".", r"\.")):
+        check(resource(**spec))
 
 
 def test_the_template_adds_and_overrides() -> None:

@@ -21,11 +21,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 
 import torch
 
 from medha.adapters.logs import start_logs
+from medha.adapters.transports import STAGING_BYTES, raise_lock_limit, rdma_ports, transports
 from medha.config import WorkerConfig, read
 from medha.errors import MedhaError, UserError
 from medha.messages import (
@@ -309,29 +310,22 @@ def _transfer(
     return NixlTransfer(name, engine.kv, device.at.index)
 
 
-def set_environment(
-    environment: dict[str, str] | os._Environ[str],
-    interface: str,
-    device: str = "cpu",
-    deterministic: bool = False,
-) -> None:
-    """Set defaults for UCX, NIXL and NCCL, unless the environment has them.
+def set_environment(environment: MutableMapping[str, str], config: WorkerConfig) -> None:
+    """Set defaults for UCX, NIXL, NCCL and cuBLAS, unless the environment has them.
 
-    Transfers use shared memory and TCP on one interface, and CUDA IPC between GPUs of a machine.
-    `deterministic` also gives cuBLAS no workspace for split sums.
+    A deterministic GPU gives cuBLAS no workspace for split sums. Raises SpecError or SetupError for
+    a network that this machine lacks.
     """
-    if deterministic:
+    if config.deterministic and config.device == "cuda":
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
         environment.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
-    cuda = ",cuda_copy,cuda_ipc" if device == "cuda" else ""
-    environment.setdefault("UCX_TLS", f"tcp,sm,self{cuda}")
-    # The thread that waits for the device reports a silent peer; NCCL must not end the process.
-    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    environment.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    environment.setdefault("NCCL_SOCKET_IFNAME", interface)
-    environment.setdefault("UCX_NET_DEVICES", interface)
-    environment.setdefault("UCX_LOG_LEVEL", "error")
-    environment.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    locked = config.kv_bytes if config.device == "cpu" else STAGING_BYTES
+    chosen = transports(config.network, config.interface, config.device, rdma_ports(locked))
+    for name, value in chosen.environment().items():
+        environment.setdefault(name, value)
+    if chosen.rdma:
+        raise_lock_limit()
+    _LOG.info("%s", "; ".join(chosen.sentences()))
 
 
 def run(
@@ -343,7 +337,7 @@ def run(
     """Run rank `at` of `config`'s replica; return the exit status."""
     torch.set_num_threads(config.threads_per_rank)
     blocked = config.deterministic and config.device == "cuda"
-    set_environment(os.environ, config.interface, config.device, blocked)
+    set_environment(os.environ, config)
     device = device_of(config.device, blocked)
     if sample is None:
         sample = functools.partial(sampler.draw, alone=blocked)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from medha.adapters.sockets import Dialer, Listener
+from medha.adapters.transports import LOOPBACK, rdma_ports, transports
 from medha.cli.local_fleet import preflight
 from medha.cli.local_fleet.checkpoint_check import check_resources
 from medha.cli.local_fleet.run_dir import RunDir, check_unused
@@ -20,6 +21,7 @@ from medha.errors import MedhaError, SetupError
 from medha.messages import Codec, LoadReport, RouterBeat
 from medha.messages.fields import Load
 from medha.messages.routing import ReplicaMessage, RouterMessage
+from medha.rendering import network_of
 
 DELIVERY_S = 5.0
 
@@ -37,6 +39,7 @@ def diagnose(
         ("services installed", _programs),
         ("shared memory", _shared_memory),
         ("GPUs", lambda: f"{preflight.gpu_count()} found"),
+        ("RDMA", _rdma),
         (f"port {port}", lambda: _port(port, "--port")),
         (f"port {ops_port}", lambda: _port(ops_port, "--ops-port")),
         ("run directory and keys", lambda: _link(encrypted=False)),
@@ -71,6 +74,12 @@ def _shared_memory() -> str:
     return "enough"
 
 
+def _rdma() -> str:
+    ports = rdma_ports()
+    lines = (f"{port.name} ({port.link}) {port.fault or 'can be used'}" for port in ports)
+    return "\n".join(lines) or "no device: ranks of different machines use TCP"
+
+
 def _port(port: int, flag: str) -> str:
     preflight.check_port(HOST, port, flag)
     return "free"
@@ -103,6 +112,12 @@ def _link(*, encrypted: bool) -> str:
 
 
 def _resource(file: pathlib.Path) -> str:
+    """Check the resources, and describe what each pair of ranks on this machine uses."""
     resources = read_resources(file)
     check_resources(resources, preflight.gpu_count())
-    return f"{len(resources)} resources, checkpoints fit"
+    ports, lines = rdma_ports(), [f"{len(resources)} resources, checkpoints fit"]
+    for resource in resources:
+        device = resource.spec.device.kind.lower()
+        chosen = transports(network_of(resource.spec.network), LOOPBACK, device, ports)
+        lines += [f"{resource.name}: {line}" for line in chosen.sentences()]
+    return "\n".join(lines)

@@ -72,7 +72,7 @@ def _pod(options: PodOptions) -> None:
         folder = pathlib.Path(tempfile.mkdtemp(prefix="medha-pod-", dir=shared.run_dir or None))
         try:
             config = identity.worker_config(shared, str(folder))
-            processes = PodProcesses(identity, config, options.environ)
+            processes = PodProcesses(identity, config)
             PodSupervisor(processes, options).run(signals)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -81,16 +81,11 @@ def _pod(options: PodOptions) -> None:
 class PodProcesses:
     """Launches of this pod's processes; writes the config that they decode."""
 
-    def __init__(
-        self, identity: PodIdentity, config: WorkerConfig, environ: Mapping[str, str]
-    ) -> None:
+    def __init__(self, identity: PodIdentity, config: WorkerConfig) -> None:
         self.identity, self.config = identity, config
         self._folder = pathlib.Path(config.run_dir)
         self._file = self._folder / "worker.json"
         self._file.write_bytes(render(config))
-        self._transports = (
-            {} if "UCX_TLS" in environ or config.device != "cpu" else WITHOUT_SHARED_MEMORY
-        )
 
     def controller(self) -> Launch:
         return controller_launch(self.config.replica, self._file)
@@ -101,23 +96,18 @@ class PodProcesses:
             stale.unlink()
         for at in self.identity.ranks(self.config):
             gpu = at.shard if self.config.device == "cuda" else None
-            launch = rank_launch(
+            yield rank_launch(
                 self.config,
                 RankPlan(at=at, gpu=gpu),
                 self._file,
                 generation,
                 ready_file=self._folder / f"ready-{at.shard}",
             )
-            yield msgspec.structs.replace(launch, env={**self._transports, **launch.env})
 
     @property
     def loaded(self) -> bool:
         """Every rank has created its ready file."""
         return len(list(self._folder.glob("ready-*"))) == self.config.topology.tp
-
-
-WITHOUT_SHARED_MEMORY = {"UCX_TLS": "tcp,self"}
-"""UCX transports for ranks that exchange pages across pods."""
 
 
 class PodSupervisor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from medha.spec.values import MAX_PODS
+from medha.spec.values import MAX_PODS, RESOURCE_NAME
 
 Rule = Mapping[str, str]
 
@@ -194,6 +194,19 @@ CEL: Mapping[str, tuple[Rule, ...]] = {
         {
             "rule": "duration(self) > duration('0s')",
             "message": "must be longer than nothing; use 1ms or more",
+        },
+    ),
+    "network": (
+        {
+            "rule": "self.transport != 'Tcp' || !has(self.devices) || size(self.devices) == 0",
+            "fieldPath": ".devices",
+            "message": "must be absent when spec.network.transport is Tcp; remove them",
+        },
+    ),
+    "network.resources": (
+        {
+            "rule": f"self.all(name, name.matches('{RESOURCE_NAME}'))",
+            "message": "must be extended resources with their domain; write rdma/hca",
         },
     ),
     "placement.topologyLevels": (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from medha.errors import SpecError
 from medha.spec.quantities import seconds, to_bytes, to_number
-from medha.spec.values import MAX_PODS, MedhaReplicaSpec, SloTargets, TtftTarget
+from medha.spec.values import MAX_PODS, RESOURCE_NAME, MedhaReplicaSpec, SloTargets, TtftTarget
 
 
 def check_rules(spec: MedhaReplicaSpec) -> None:
@@ -17,6 +18,7 @@ def check_rules(spec: MedhaReplicaSpec) -> None:
     _check_kvp(spec)
     _check_slo(spec)
     _check_budget(spec)
+    _check_network(spec)
     _check_placement(spec)
     _check_autoscaling(spec)
 
@@ -167,6 +169,24 @@ def _check_budget(spec: MedhaReplicaSpec) -> None:
         )
     _check_positive("spec.scheduling.growthTimeout", spec.scheduling.growth_timeout)
     _check_positive("spec.drainTimeout", spec.drain_timeout)
+
+
+def _check_network(spec: MedhaReplicaSpec) -> None:
+    if spec.network.transport == "Tcp" and spec.network.devices:
+        raise SpecError(
+            "spec.network.devices",
+            ", ".join(spec.network.devices),
+            "must be absent when spec.network.transport is Tcp",
+            "remove them",
+        )
+    for name in spec.network.resources:
+        if not re.search(RESOURCE_NAME, name):
+            raise SpecError(
+                "spec.network.resources",
+                name,
+                "must be extended resources with their domain",
+                "write rdma/hca",
+            )
 
 
 def _check_placement(spec: MedhaReplicaSpec) -> None:

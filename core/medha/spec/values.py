@@ -26,6 +26,8 @@ NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 RESOURCE_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 LABEL_KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+RDMA_DEVICE = r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?(:[1-9][0-9]?)?$"
+ATTACHMENT = r"^[a-z0-9]([-a-z0-9./]*[a-z0-9])?$"
 IMAGE = r"^[A-Za-z0-9]([-A-Za-z0-9._:/@+]*[A-Za-z0-9])?$"
 WEB_ADDRESS = r"^https?://[^/\s]+(/\S*)?$"
 PRINTABLE = r"^[^\x00-\x1f]+$"
@@ -79,6 +81,13 @@ MAX_PODS = 10_000
 """Pods of a resource, without those of further KVP groups."""
 Piece = dict[str, Any]  # of a pod, as Kubernetes defines it
 Pieces = Annotated[tuple[Piece, ...], msgspec.Meta(max_length=32)]
+RdmaDevice = Annotated[
+    str, _text("an RDMA device, with or without a port", "mlx5_0:1", 64, RDMA_DEVICE)
+]
+AttachmentName = Annotated[
+    str, _text("the name of a NetworkAttachmentDefinition", "fabric/rail-0", 317, ATTACHMENT)
+]
+Devices = Annotated[int, msgspec.Meta(ge=1, le=64)]
 Percent = Annotated[int, msgspec.Meta(ge=0, le=100)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=12_000_000)]
 Switch = Literal["Enabled", "Disabled"]
@@ -326,6 +335,28 @@ class EngineSpec(SpecSection, frozen=True):
         return to_bytes(self.kv_memory)
 
 
+class NetworkSpec(SpecSection, frozen=True):
+    """Network between the pods of a replica: hidden states between stages, pages between groups."""
+
+    transport: Literal["Auto", "Rdma", "Tcp"] = "Auto"
+    """Auto: RDMA (InfiniBand, RoCE) between ranks that both have a usable device, else TCP. Rdma:
+    nothing else; a pod without a usable device ends with the reason. Tcp: never RDMA."""
+    devices: Annotated[tuple[RdmaDevice, ...], msgspec.Meta(max_length=32)] = ()
+    """RDMA devices or ports, such as mlx5_0 or mlx5_0:1. Absent: all that are usable."""
+    gpu_direct: Switch = "Enabled"
+    """Whether RDMA devices read and write the memory of GPUs directly, where drivers allow it."""
+    resources: Annotated[dict[str, Devices], msgspec.Meta(max_length=8)] = {}
+    """Extended resources that give a pod its RDMA devices, such as {rdma/hca_shared_devices_a: 1}.
+    Each pod requests them."""
+    attachments: Annotated[tuple[AttachmentName, ...], msgspec.Meta(max_length=32)] = ()
+    """Secondary networks of the pods for Multus: names of NetworkAttachmentDefinitions, of this
+    namespace or as namespace/name."""
+    ipc_lock: Switch = "Disabled"
+    """Whether ranks may lock any amount of memory, which RDMA needs where the container runtime
+    limits it. Kubernetes gives IPC_LOCK to root only: the container then runs as root without
+    any other capability, which the Pod Security standard restricted forbids."""
+
+
 class PlacementSpec(SpecSection, frozen=True):
     """Nodes of the pods."""
 
@@ -413,6 +444,8 @@ class MedhaReplicaSpec(SpecSection, frozen=True, kw_only=True):
     """How a replica decides what to compute next."""
     engine: EngineSpec = EngineSpec()
     """What each rank has to work with."""
+    network: NetworkSpec = NetworkSpec()
+    """How ranks of different pods exchange data."""
     placement: PlacementSpec = PlacementSpec()
     """Which nodes, and how close together."""
     autoscaling: AutoscalingSpec | None = None

@@ -333,6 +333,7 @@ GRACE_S = 60
 """Time for a leader to finish running requests after SIGTERM."""
 _SHARED_MEMORY_GIB_PER_RANK = 2
 _CPU_PER_RANK, _MEMORY_PER_RANK = 100, 256  # millicores, MiB: the least that a rank needs
+_UNPRIVILEGED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}
 _PROGRAM = ["python", "-m", "medha.cli"]
 
 
@@ -420,6 +421,7 @@ def pod_manifest(resource: MedhaReplica, start: PodAssignment, settings: Setting
     labels |= queued_labels
     annotations = {
         **(_scraped(leader) if settings.scrape else {}),
+        **_attached(resource),
         **resource.spec.template.annotations,
         **queued_annotations,
         **({names.TARGET: start.place.node} if start.place.node else {}),
@@ -460,6 +462,12 @@ def _queued(resource: MedhaReplica, start: PodAssignment) -> tuple[dict[str, str
 
 def _is_kueue(label: str) -> bool:
     return label.startswith(names.KUEUE)
+
+
+def _attached(resource: MedhaReplica) -> dict[str, str]:
+    """Annotate for Multus, which attaches the pod to further networks."""
+    attachments = resource.spec.network.attachments
+    return {names.NETWORKS: ",".join(attachments)} if attachments else {}
 
 
 def _scraped(leader: bool) -> dict[str, str]:
@@ -520,6 +528,7 @@ def _worker(resource: MedhaReplica, start: PodAssignment, settings: Settings) ->
         ports |= {"store": STORE_PORT}
     return {
         **_confined(resource, start, settings),
+        **_locking(resource),
         "name": names.WORKER_CONTAINER,
         "command": [*_PROGRAM, "pod"],
         "env": _environment(resource, start),
@@ -550,11 +559,24 @@ def _confined(resource: MedhaReplica, start: PodAssignment, settings: Settings) 
         "image": start.image or worker_image(resource, settings),
         "imagePullPolicy": settings.pull_policy,
         "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {**_UNPRIVILEGED, "capabilities": {"drop": ["ALL"]}},
+    }
+
+
+def _locking(resource: MedhaReplica) -> Manifest:
+    """Build the security context of ranks that may lock any amount of memory.
+
+    Kubernetes gives a capability to root only; for another user it has no effect.
+    """
+    if resource.spec.network.ipc_lock == "Disabled":
+        return {}
+    return {
         "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+            **_UNPRIVILEGED,
+            "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
+            "runAsNonRoot": False,
+            "runAsUser": 0,
+        }
     }
 
 
@@ -597,7 +619,7 @@ def _resources(resource: MedhaReplica) -> dict[str, Any]:
     given: Mapping[str, Any] = resource.spec.template.resources
     claims = {"claims": given["claims"]} if given.get("claims") else {}
     name = device.resource if claims else device.resource_name
-    devices = {name: tp} if name else {}
+    devices = {**({name: tp} if name else {}), **resource.spec.network.resources}
     least = {"cpu": f"{_CPU_PER_RANK * tp}m", "memory": f"{_MEMORY_PER_RANK * tp}Mi"}
     return {
         "requests": {**least, **devices, **given.get("requests", {})},
@@ -771,6 +793,7 @@ SETTINGS = ("MEDHA_DECISION_LOG", "MEDHA_INTERFACE")
 def check(resource: MedhaReplica) -> None:
     """Raise SpecError for the first field that cannot work in a cluster."""
     _check_source(resource)
+    _check_network(resource)
     _check_template(resource)
 
 
@@ -791,6 +814,25 @@ def _check_source(resource: MedhaReplica) -> None:
                 "must stay inside the volume",
                 "remove the ..",
             )
+
+
+def _check_network(resource: MedhaReplica) -> None:
+    network, template = resource.spec.network, resource.spec.template
+    if network.attachments and names.NETWORKS in template.annotations:
+        raise SpecError(
+            "spec.network.attachments",
+            ", ".join(network.attachments),
+            f"must be absent with the annotation {names.NETWORKS} in spec.template",
+            "remove one of the two",
+        )
+    device = resource.spec.device.resource_name
+    if device in network.resources:
+        raise SpecError(
+            "spec.network.resources",
+            device,
+            "must not be the resource of spec.device",
+            "remove it",
+        )
 
 
 def _check_template(resource: MedhaReplica) -> None:

@@ -66,6 +66,7 @@ class PodIdentity(msgspec.Struct, frozen=True, kw_only=True):
             rank_bind=f"tcp://{host}:{RANK_PORT}",
             store_bind=f"{self.address}:{STORE_PORT}",
             interface=self.interface,
+            network=msgspec.structs.replace(shared.network, shared_memory=False),
             ops_host=self.address,
             ops_port=CONTROLLER_OPS_PORT,
             run_dir=run_dir,
