@@ -5,12 +5,16 @@ from __future__ import annotations
 import msgspec
 
 
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelShape(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A decoder-only transformer with gated MLP and grouped-query attention.
 
     Counts are whole-model; `param_bytes` and `kv_bytes` are bytes per parameter and per cached
     scalar (2 for bfloat16, 4 for float32, 1 for FP8). In `window_layers` of the layers a token
     attends to `window_tokens`, its own included; older tokens stay cached for the other layers.
+    `expert_layers` of the layers have `experts` MLPs of width `expert_intermediate` instead of one,
+    and a router that selects `experts_per_token` of them for each token.
     """
 
     layers: int
@@ -26,6 +30,26 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_context_tokens: int = 4096
     window_tokens: int = 0
     window_layers: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    expert_layers: int = 0
+
+    def __post_init__(self) -> None:
+        counts = (self.experts, self.experts_per_token, self.expert_intermediate)
+        if not any((*counts, self.expert_layers)):
+            return
+        if min(counts) < 1 or not 1 <= self.expert_layers <= self.layers:
+            raise ValueError(
+                f"experts, experts_per_token, expert_intermediate are {counts}, expert_layers is"
+                f" {self.expert_layers}: all must be at least 1, and expert_layers at most"
+                f" {self.layers}; set all four or none"
+            )
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token is {self.experts_per_token}: must be at most experts, which is"
+                f" {self.experts}"
+            )
 
     @property
     def attention_params(self) -> int:
@@ -34,17 +58,38 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def mlp_params(self) -> int:
-        """Parameters of one layer's gate, up and down projections."""
+        """Parameters of gate, up and down projections in a layer without experts."""
         return 3 * self.hidden * self.intermediate
 
     @property
-    def layer_params(self) -> int:
-        return self.attention_params + self.mlp_params + 2 * self.hidden
+    def expert_params(self) -> int:
+        """Parameters of one expert's gate, up and down projections."""
+        return 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def router_params(self) -> int:
+        """Parameters of the router in a layer with experts."""
+        return self.hidden * self.experts
 
     @property
     def params(self) -> int:
+        """Parameters of the whole model, all experts included."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.layers * self.layer_params + embeddings + self.hidden
+        layers = self.layers * (self.attention_params + 2 * self.hidden)
+        layers += (self.layers - self.expert_layers) * self.mlp_params
+        layers += self.expert_layers * (self.router_params + self.experts * self.expert_params)
+        return layers + embeddings + self.hidden
+
+    @property
+    def expert_share(self) -> float:
+        """Share of layers that have experts."""
+        return self.expert_layers / self.layers if self.experts else 0.0
+
+    def experts_read(self, tokens: float) -> float:
+        """Expected number of distinct experts of a layer that `tokens` rows select: E·(1 − (1 −
+        k/E)ⁿ), if all experts are equally likely."""
+        missed = 1.0 - self.experts_per_token / self.experts
+        return float(self.experts * (1.0 - missed**tokens))
 
     @property
     def kv_bytes_per_token_layer(self) -> float:
@@ -55,9 +100,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def kv_bytes_per_token(self) -> float:
         return self.layers * self.kv_bytes_per_token_layer
 
-    def linear_flops(self, tokens: int) -> int:
-        """FLOPs of one layer's linear operators over `tokens` rows (2 per multiply-add)."""
-        return 2 * tokens * (self.attention_params + self.mlp_params)
+    def linear_flops(self, tokens: int) -> float:
+        """FLOPs of a layer's linear operators over `tokens` rows, the mean of the layers (2 per
+        multiply-add); of the experts, only those that a token selects."""
+        share = self.expert_share
+        active = (1.0 - share) * self.mlp_params
+        active += share * (self.router_params + self.experts_per_token * self.expert_params)
+        return 2.0 * tokens * (self.attention_params + active)
 
     @property
     def windowed_share(self) -> float:

@@ -48,17 +48,32 @@ class Products:
     So 136 rows cost as much as 192 or 256, and time grows in steps of the smallest tile; each step
     is computed once. Without tiles (a CPU, or a machine with unknown tiles) all products of a layer
     are one: `(t_mem^p + (rows·t_flop)^p)^(1/p)`. The result is never less than rows · `flop`.
+
+    A layer with E experts, k per token, reads those that any row selects: by expectation
+    G = E·(1 − (1 − k/E)^rows). Each multiplies rows·k/G rows. Gathering, gating and adding these
+    rows·k results counts here too. `layer` is the mean of all layers.
     """
 
     __slots__ = (
         "_bytes_s",
+        "_dense_flop",
+        "_expert_flop",
+        "_expert_mem",
+        "_expert_share",
         "_heads",
         "_inverse",
         "_layer",
+        "_mixture",
+        "_moved",
+        "_of_expert",
         "_of_head",
         "_of_layer",
+        "_of_routed",
         "_p",
         "_product_s",
+        "_routed",
+        "_routed_mem",
+        "_shape",
         "_share",
         "_spots",
         "_steps",
@@ -75,7 +90,7 @@ class Products:
         weights, head = (shape.attention_params + shape.mlp_params) / tp, shape.vocab / tp
         head_weights = head * shape.hidden
         self.mem = power(weights * self._bytes_s, self._p)
-        self.flop = 2.0 * weights / profile.linear_flops_per_s
+        self.flop = self._dense_flop = 2.0 * weights / profile.linear_flops_per_s
         self.head_mem = power(head_weights * self._bytes_s, self._p)
         self.head_flop = 2.0 * head_weights / profile.linear_flops_per_s
         self._product_s, self._share = profile.product_s, profile.wave_share
@@ -107,12 +122,59 @@ class Products:
         self._of_head = ((hidden, head),)
         self._layer: dict[int, float] = {}
         self._heads: dict[int, float] = {}
+        self._shape, self._expert_share = shape, shape.expert_share
+        if self._expert_share:
+            self._set_experts(profile, shape, tp)
+
+    def _set_experts(self, profile: Profile, shape: ModelShape, tp: int) -> None:
+        """Set the costs of layers with experts, and the mean `flop`."""
+        selected, inner = shape.experts_per_token, shape.expert_intermediate / tp
+        hidden = float(shape.hidden)
+        rest = shape.attention_params / tp + shape.router_params
+        expert = shape.expert_params / tp
+        self._routed_mem, self._expert_mem = rest * self._bytes_s, expert * self._bytes_s
+        self._expert_flop = 2.0 * (rest + selected * expert) / profile.linear_flops_per_s
+        moved = selected * (4.0 * hidden + 3.0 * inner) * max(shape.param_bytes, 2.0)
+        self._moved = moved / profile.elementwise_bytes_per_s
+        self._of_routed = (*self._of_layer[:2], (hidden, float(shape.experts)))
+        self._of_expert = ((hidden, 2.0 * inner), (inner, hidden))
+        self._routed: dict[int, float] = {}
+        self._mixture: dict[int, float] = {}
+        self.flop += self._expert_share * (self._expert_flop + self._moved - self.flop)
 
     def layer(self, rows: int) -> float:
         """Seconds of a layer's products over `rows`; non-decreasing in `rows`."""
+        share = self._expert_share
+        if not share:
+            return self._dense(rows)
+        seconds = self._mixture.get(rows)
+        if seconds is None:
+            if len(self._mixture) >= REMEMBERED:
+                self._mixture.clear()
+            seconds = share * self._experts(rows)
+            if share < 1.0:
+                seconds += (1.0 - share) * self._dense(rows)
+            self._mixture[rows] = seconds
+        return seconds
+
+    def _dense(self, rows: int) -> float:
+        """Seconds of a layer without experts."""
         if not self._tiles:
-            return power(self.mem + power(rows * self.flop, self._p), self._inverse)
+            return power(self.mem + power(rows * self._dense_flop, self._p), self._inverse)
         return self._looked_up(self._layer, self._of_layer, -(-rows // self._steps))
+
+    def _experts(self, rows: int) -> float:
+        """Seconds of a layer with experts."""
+        read = self._shape.experts_read(rows)
+        moved_s = rows * self._moved
+        if not self._tiles:
+            mem = power(self._routed_mem + read * self._expert_mem, self._p)
+            return power(mem + power(rows * self._expert_flop, self._p), self._inverse) + moved_s
+        seconds = self._looked_up(self._routed, self._of_routed, -(-rows // self._steps))
+        rows_each = rows * self._shape.experts_per_token / read
+        for depth, columns in self._of_expert:
+            seconds += self._product(depth, columns, rows_each, read)
+        return seconds + moved_s
 
     def head(self, rows: int) -> float:
         """Seconds of the vocabulary projection of `rows`."""
@@ -133,14 +195,15 @@ class Products:
             known[step] = seconds
         return seconds
 
-    def _product(self, depth: float, columns: float, rows: int) -> float:
+    def _product(self, depth: float, columns: float, rows: float, groups: float = 1.0) -> float:
+        """Seconds of a product of `rows`, or of as many rows in each of `groups` in one launch."""
         best_s = math.inf
         for tile_rows, tile_columns, wave_s in self._tiles:
-            tiles = -(-rows // tile_rows) * math.ceil(columns / tile_columns)
+            tiles = groups * math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
             waves = tiles / self._spots
             waves += self._share * (math.ceil(waves) - waves)
             best_s = min(best_s, depth * wave_s * waves)
-        mem = power(depth * columns * self._bytes_s, self._p)
+        mem = power(groups * depth * columns * self._bytes_s, self._p)
         return power(mem + power(best_s, self._p), self._inverse) + self._product_s
 
 
@@ -178,7 +241,8 @@ class Costs:
     def __init__(self, profile: Profile, shape: ModelShape, topology: Topology) -> None:
         tp, activation = topology.tp, max(shape.param_bytes, 2.0)
         self.products = Products(profile, shape, tp)
-        moved = (8.0 * shape.hidden + 3.0 * shape.intermediate / tp) * activation
+        gated = (1.0 - shape.expert_share) * 3.0 * shape.intermediate / tp  # see `Products`
+        moved = (8.0 * shape.hidden + gated) * activation
         self.elementwise = moved / profile.elementwise_bytes_per_s
         self._least = profile.elementwise_s * profile.elementwise_s
 

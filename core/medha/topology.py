@@ -83,8 +83,8 @@ def kv_heads_of(shard: int, tp: int, kv_heads: int) -> range:
 
 
 def check_tp(tp: int, heads: int, kv_heads: int, intermediate: int) -> None:
-    """Raises SpecError unless `tp` divides heads and the MLP's size, and divides or is a multiple
-    of KV heads."""
+    """Raises SpecError unless `tp` divides heads and the MLP's size (an expert's, too), and divides
+    or is a multiple of KV heads."""
 
     def fits(n: int) -> bool:
         divides = heads % n == 0 and intermediate % n == 0

@@ -22,9 +22,10 @@ def new_checkpoint(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_a_checkpoint_of_the_named_sizes_is_written(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "tiny"
     sizes = ("--layers", 2, "--hidden", 64, "--heads", 2, "--head-dim", 16, "--vocab", 300)
-    done = new_checkpoint(folder, "--family", "qwen3", *sizes)
+    done = new_checkpoint(folder, "--family", "qwen3_moe", "--experts", 3, *sizes)
     assert done.returncode == 0, done.stderr
     config = read_config(folder)
+    assert config.experts is not None and config.experts.count == 3
     assert (config.layers, config.hidden, config.vocab) == (2, 64, 300) and config.head_norms
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names

@@ -113,6 +113,10 @@ CONFIGS: list[tuple[dict[str, object], str]] = [
     ({"model_type": "gpt_neox"}, "model_type is 'gpt_neox': must be one of llama, "),
     ({"model_type": None}, "model_type is missing: must be one of llama, "),
     (
+        {"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": 1},
+        "num_experts_per_tok is 8: must be at most num_experts, which is 4; fetch",
+    ),
+    (
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         "quantization_config is 'gptq': must be absent, as quantised weights are not served; use",
     ),
@@ -175,6 +179,12 @@ def test_a_missing_tokenizer_is_refused_in_the_words_of_the_controller(model: Pa
     ("spec", "changes", "sentence"),
     [
         ({"parallelism": {"tp": 2}}, {"intermediate_size": 97}, "spec.parallelism.tp is 2: must"),
+        (
+            {"parallelism": {"tp": 2}},
+            {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 97},
+            "spec.parallelism.tp is 2: must divide the model's 2 attention heads and intermediate"
+            " size of 97, and",
+        ),
         ({"parallelism": {"spp": 3}}, {}, "spec.parallelism.spp is 3: must be at most the"),
         (
             {"engine": {"kvMemory": "1Mi", "pageTokens": 256}},

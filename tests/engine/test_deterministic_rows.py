@@ -49,7 +49,8 @@ from medha_worker.attention.kernel_interface import AttentionPlan, Partial, Span
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.inputs import seen
 from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
-from medha_worker.model.layers import Linear
+from medha_worker.model.experts import Experts
+from medha_worker.model.layers import GatedMlp, Linear, Mlp
 from medha_worker.rank import set_environment
 from medha_worker.sampler import SampledRow
 from medha_worker.sequences import PageTable
@@ -257,25 +258,41 @@ def test_products_in_blocks_have_one_shape_and_mean_the_same(count: int) -> None
     torch.testing.assert_close(actual, expected)
 
 
+def unpaneled(linear: Linear) -> Linear:
+    return dataclasses.replace(linear, weight=linear.by_output().t())
+
+
+def flattened(mlp: Mlp) -> Mlp:
+    if isinstance(mlp, GatedMlp):
+        return GatedMlp(unpaneled(mlp.gate_up), unpaneled(mlp.down))
+    assert isinstance(mlp, Experts)
+    gate_up, down = tuple(map(unpaneled, mlp.gate_up)), tuple(map(unpaneled, mlp.down))
+    return dataclasses.replace(mlp, router=unpaneled(mlp.router), gate_up=gate_up, down=down)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe, some layers dense"])
 def test_a_model_in_blocks_makes_no_product_of_another_shape(
-    checkpoint: Callable[[TinyModel], pathlib.Path],
+    name: str, checkpoint: Callable[[TinyModel], pathlib.Path]
 ) -> None:
     """Whatever a batch holds; and it draws what the model does that is not."""
-    model = FAMILIES["qwen3"]
+    model = FAMILIES[name]
     folder = checkpoint(model)
     prompts = [recalling(length, model.vocab, length) for length in (40, 9, 70)]
     expected = SoloEngine(folder, pages=64, page_tokens=16).generate(prompts, 8, chunk=24)
     engine = SoloEngine(folder, pages=64, page_tokens=16)
     held = engine.model.weights
     flat = weights.in_blocks(held, 32)
-    for layer in flat.layers:
-        for name in ("qkv", "out", "gate_up", "down"):
-            linear = getattr(layer, name)
-            unpaneled = dataclasses.replace(linear, weight=linear.by_output().t())
-            object.__setattr__(layer, name, unpaneled)
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            qkv=unpaneled(layer.qkv),
+            out=unpaneled(layer.out),
+            mlp=flattened(layer.mlp),
+        )
+        for layer in flat.layers
+    )
     assert flat.head is not None
-    head = dataclasses.replace(flat.head, weight=flat.head.by_output().t())
-    engine.model.weights = dataclasses.replace(flat, head=head)
+    engine.model.weights = dataclasses.replace(flat, layers=layers, head=unpaneled(flat.head))
     with Shapes() as shapes:
         assert engine.generate(prompts, 8, chunk=24) == expected
     assert shapes.rows == {32}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.support.recalling_prompts import recalling
 from tests.support.solo_engine import SoloEngine
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -21,6 +23,8 @@ from medha.checkpoints.families import FAMILIES as KNOWN
 from medha.errors import CheckpointError
 from medha_worker.attention.reference import ReferenceAttention
 from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
+from medha_worker.model.experts import Experts
+from medha_worker.model.layers import Linear
 
 Tokens = npt.NDArray[np.int32]
 Folder = Callable[[TinyModel], pathlib.Path]
@@ -28,6 +32,7 @@ Oracle = Callable[[pathlib.Path, Tokens], torch.Tensor]
 
 TOLERANCE = 1e-4
 WINDOWED = [name for name, model in FAMILIES.items() if model.window]
+MIXTURES = [name for name, model in FAMILIES.items() if model.family == "qwen3_moe"]
 
 family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -175,6 +180,96 @@ def test_a_norm_of_heads_that_is_left_out_is_seen(part: str, checkpoint: Folder)
     assert faulty(folder, fault, recalling(500, 512, seed=9)) > 1000 * TOLERANCE
 
 
+def _weights_as_routed(mlp: Experts) -> Experts:
+    return dataclasses.replace(mlp, normalized=not mlp.normalized)
+
+
+def _neighbour_expert(mlp: Experts) -> Experts:
+    return dataclasses.replace(
+        mlp, gate_up=mlp.gate_up[1:] + mlp.gate_up[:1], down=mlp.down[1:] + mlp.down[:1]
+    )
+
+
+def _gate_for_up(mlp: Experts) -> Experts:
+    def turned(linear: Linear) -> Linear:
+        return Linear(linear.by_output().roll(len(linear.by_output()) // 2, 0).t())
+
+    return dataclasses.replace(mlp, gate_up=tuple(map(turned, mlp.gate_up)))
+
+
+def _expert_too_few(mlp: Experts) -> Experts:
+    return dataclasses.replace(mlp, per_token=mlp.per_token - 1)
+
+
+def _equal_weights(mlp: Experts) -> Experts:
+    class Equal(Experts):
+        def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            weights, selected = super().route(x)
+            return weights.mean(1, keepdim=True).expand_as(weights), selected
+
+    return Equal(*(getattr(mlp, field.name) for field in dataclasses.fields(mlp)))
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [_weights_as_routed, _neighbour_expert, _gate_for_up, _expert_too_few, _equal_weights],
+)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_wrong_experts_are_seen(
+    name: str, mutant: Callable[[Experts], Experts], checkpoint: Folder
+) -> None:
+    folder = checkpoint(FAMILIES[name])
+
+    def fault(engine: SoloEngine) -> None:
+        weights = engine.model.weights
+        layers = tuple(
+            dataclasses.replace(layer, mlp=mutant(layer.mlp))
+            if isinstance(layer.mlp, Experts)
+            else layer
+            for layer in weights.layers
+        )
+        engine.model.weights = dataclasses.replace(weights, layers=layers)
+
+    assert faulty(folder, fault, recalling(500, 512, seed=9)) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("tokens", [1, 2, 65, 8000])
+def test_experts_compute_prompts_of_any_length(
+    name: str, tokens: int, checkpoint: Folder, oracle: Oracle
+) -> None:
+    """A prompt of one token selects `per_token` experts, a long one all of them."""
+    folder = checkpoint(FAMILIES[name])
+    prompt = recalling(tokens, 512, seed=tokens)
+    actual = prefill(SoloEngine(folder, pages=126), 1, prompt, 2048, 1, 777)
+    expected = oracle(folder, prompt)
+    assert difference(actual, expected) < TOLERANCE
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixed_batch_and_a_prefix_hit_agree_with_transformers(
+    name: str, checkpoint: Folder, oracle: Oracle
+) -> None:
+    folder = checkpoint(FAMILIES[name])
+    shared, own, other = (recalling(n, 512, seed=n) for n in (384, 150, 310))
+    engine = SoloEngine(folder, pages=40)
+    prefill(engine, 1, shared, 384)
+    hit = np.concatenate([shared, own])
+    engine.start(2, hit)
+    engine.share(2, 1, pages=6)
+    engine.start(3, other)
+    mixed = [engine.step((2, 1), (3, 200)), engine.step((3, 1), (2, 149)), engine.step((3, 109))]
+    expected_hit, expected_other = oracle(folder, hit)[384:], oracle(folder, other)
+    expected = [
+        torch.cat([expected_hit[:1], expected_other[:200]]),
+        torch.cat([expected_other[200:201], expected_hit[1:]]),
+        expected_other[201:],
+    ]
+    for actual, right in zip(mixed, expected, strict=True):
+        assert difference(actual, right) < TOLERANCE
+
+
 @pytest.mark.parametrize("by", [-1, 1])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_window_that_is_off_by_one_is_seen(
@@ -204,6 +299,15 @@ GIVEN: dict[str, dict[str, Any]] = {
     "a window that is off": {"sliding_window": 1000, "use_sliding_window": False},
     "no window": {"sliding_window": None},
     "biases": {"attention_bias": True},
+    "experts": {
+        "num_experts": 16,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 3,
+        "mlp_only_layers": [0, 5, 40],
+    },
+    "experts as transformers 5 writes them": {"num_local_experts": 16},
 }
 
 
@@ -223,6 +327,17 @@ def test_config_json_means_what_transformers_reads_in_it(
     (tmp_path / "config.json").write_text(json.dumps(raw))
     mine, theirs = read_config(tmp_path), AutoConfig.for_model(**raw)
     window = 0 if kind == "llama" else theirs.sliding_window or 0
+    assert [mine.experts_in(layer) is not None for layer in range(30)] == [
+        kind == "qwen3_moe"
+        and layer not in theirs.mlp_only_layers
+        and (layer + 1) % theirs.decoder_sparse_step == 0
+        for layer in range(30)
+    ]
+    if mine.experts is not None:
+        assert mine.experts.count == theirs.num_experts
+        assert mine.experts.per_token == theirs.num_experts_per_tok
+        assert mine.experts.intermediate == theirs.moe_intermediate_size
+        assert mine.experts.normalized == theirs.norm_topk_prob
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     assert tuple(mine.window(layer) for layer in range(30)) == windows
@@ -239,6 +354,18 @@ def test_a_shape_tells_of_the_window(checkpoint: Folder) -> None:
     shape = read_config(checkpoint(FAMILIES["qwen2, late layers windowed"])).shape(4.0, 4.0)
     assert (shape.window_tokens, shape.window_layers, shape.windowed_share) == (150, 3, 0.5)
     assert read_config(checkpoint(FAMILIES["llama"])).shape(4.0, 4.0).windowed_share == 0.0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", *MIXTURES])
+def test_a_shape_counts_the_parameters_of_the_file(name: str, checkpoint: Folder) -> None:
+    """All of them but biases and norms of heads."""
+    folder = checkpoint(FAMILIES[name])
+    stored = 0
+    for file in folder.glob("*.safetensors"):
+        for tensor, array in load_file(file).items():
+            if not tensor.endswith((".bias", "q_norm.weight", "k_norm.weight")):
+                stored += array.numel()
+    assert read_config(folder).shape(4.0, 4.0).params == stored
 
 
 @pytest.mark.parametrize(
@@ -263,6 +390,19 @@ def test_a_shape_tells_of_the_window(checkpoint: Folder) -> None:
             {"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 1}},
             "dual_chunk_attention_config is set: must be absent",
         ),
+        ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts is 0: must be a positive"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok is 5: must be at most num_experts, which is 4",
+        ),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8},
+            "num_experts is 4 and num_local_experts is 8: must be equal",
+        ),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": "yes"}, "norm_topk_prob is 'yes': must be"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers is 3: must be a list"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step is 0: must"),
+        ({"model_type": "qwen3_moe", "moe_intermediate_size": 1.5}, "moe_intermediate_size is 1.5"),
         ({"model_type": "llama", "rope_theta": "large"}, "rope_theta is 'large': must be"),
         ({"model_type": "llama", "rope_scaling": 3}, "rope_parameters is 3: must be an object"),
     ],

@@ -116,7 +116,7 @@ def with_graphs(engine: SoloEngine, record: Again, pages: int, **more: Any) -> G
     return graphs
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral, a narrow window"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mistral, a narrow window"])
 def test_replayed_decodes_draw_what_launched_ones_do(checkpoint: Any, family: str) -> None:
     model: TinyModel = FAMILIES[family]
     folder: pathlib.Path = checkpoint(model)

@@ -71,6 +71,8 @@ def prompt_step(tokens: npt.NDArray[np.int32], pages: int) -> Step:
         (2, (2, 4), FAMILIES["qwen2, late layers windowed"]),
         (4, (5, 1), FAMILIES["qwen3"]),
         (2, (3, 3), FAMILIES["mistral, a narrow window"]),
+        (2, (3, 3), FAMILIES["qwen3_moe"]),
+        (4, (2, 4), FAMILIES["qwen3_moe, some layers dense"]),
         (3, (3,), TinyModel(heads=3, kv_heads=3, hidden=96, intermediate=351, layers=3)),
     ],
 )
@@ -120,12 +122,13 @@ def test_shards_and_stages_together_are_the_model(
     assert float((results[0] - expected).abs().max() / expected.std()) < 1e-4
 
 
-def test_progress_grows_to_the_whole(tiny: pathlib.Path) -> None:
+@pytest.mark.parametrize("model", [TinyModel(), TinyModel(family="qwen3_moe", sparse_step=2)])
+def test_progress_grows_to_the_whole(model: TinyModel, checkpoint: Folder) -> None:
     seen: list[tuple[int, int]] = []
-    config = read_config(tiny)
+    folder = checkpoint(model)
     load(
-        Checkpoint(tiny),
-        config,
+        Checkpoint(folder),
+        read_config(folder),
         range(2, 4),
         0,
         2,
@@ -134,7 +137,9 @@ def test_progress_grows_to_the_whole(tiny: pathlib.Path) -> None:
     )
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1]
-    whole = (tiny / "model.safetensors").stat().st_size
+    # Norms are small and not in the total: with them the end is reached a few vectors early.
+    assert sum(done == total for done, total in seen) < 10
+    whole = (folder / "model.safetensors").stat().st_size
     assert seen[-1][1] < whole / 4
 
 
@@ -272,8 +277,8 @@ def test_dummy_weights_take_the_place_of_files_and_keep_numbers_in_range(
     assert drawn.layers[3].qkv.weight.shape == real.layers[3].qkv.weight.shape
     assert drawn.head is not None and real.head is not None
     assert drawn.head.weight.shape == real.head.weight.shape
-    assert torch.equal(drawn.layers[3].down.weight, again.layers[3].down.weight)
-    assert not torch.equal(drawn.layers[3].down.weight, drawn.layers[2].down.weight)
+    assert torch.equal(drawn.layers[3].out.weight, again.layers[3].out.weight)
+    assert not torch.equal(drawn.layers[3].out.weight, drawn.layers[2].out.weight)
     assert seen[-1][0] == seen[-1][1]
     x = torch.randn(64, config.hidden)
     out = drawn.layers[0].qkv(x)

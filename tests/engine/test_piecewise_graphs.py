@@ -61,7 +61,9 @@ def cut(engine: SoloEngine, sizes: Sequence[int], **more: Any) -> Again:
     return record
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral, a narrow window"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral, a narrow window"]
+)
 def test_pieces_give_the_bytes_of_the_whole(
     checkpoint: Callable[[TinyModel], pathlib.Path], family: str
 ) -> None:

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, Literal
 
+import msgspec
 import pytest
 import torch
 from tests.engine import plain_library
@@ -23,6 +24,7 @@ from medha_worker.model.layers import FusedArithmetic
 from medha_worker.piecewise_graphs import PiecewiseGraphs
 from medha_worker.profiler import ModelBench, measure
 
+SMALL = TinyModel(layers=2, hidden=64, heads=4, head_dim=16, max_tokens=2048)
 Kind = Literal["linear", "elementwise", "attention", "decode"]
 KINDS: tuple[Kind, ...] = ("linear", "elementwise", "attention", "decode")
 DECODES: Entries = ((1, 208, True), (1, 64, True), (1, 0, True))
@@ -124,7 +126,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path) -> pathlib.Path:
-    write_config(tmp_path, TinyModel(layers=2, hidden=64, heads=4, head_dim=16, max_tokens=2048))
+    write_config(tmp_path, SMALL)
     return tmp_path
 
 
@@ -172,7 +174,12 @@ def test_an_operator_is_timed_as_it_was_recorded(
     assert bool(fused) == (kind == "elementwise"), "the activation that is served"
 
 
-def test_batches_of_a_cpu_are_timed_whole_and_end_their_sequences(folder: pathlib.Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_batches_of_a_cpu_are_timed_whole_and_end_their_sequences(
+    family: str, tmp_path: pathlib.Path
+) -> None:
+    folder = tmp_path
+    write_config(folder, msgspec.structs.replace(SMALL, family=family))
     bench = ModelBench(folder, "float32", 40, 16, CPU)
     for entries in (DECODES, MIXED):
         assert bench.batch_s(entries) > 0

@@ -43,6 +43,16 @@ MODELS = {
     "qwen3": TinyModel(
         family="qwen3", hidden=320, heads=4, head_dim=128, layers=4, dtype="bfloat16"
     ),
+    "qwen3_moe": TinyModel(
+        # Rounding may select another last expert; of four it has little weight.
+        family="qwen3_moe",
+        per_token=4,
+        hidden=320,
+        heads=4,
+        head_dim=128,
+        layers=4,
+        dtype="bfloat16",
+    ),
     "mistral": TinyModel(
         family="mistral", hidden=320, heads=16, head_dim=64, layers=4, window=200, dtype="bfloat16"
     ),

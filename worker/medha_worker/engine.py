@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 
 from medha.checkpoints.decoder_config import DecoderConfig, read_config
-from medha.checkpoints.fit import pool_pages
+from medha.checkpoints.fit import check_experts, pool_pages
 from medha.config import WorkerConfig
-from medha.errors import SpecError
+from medha.errors import SetupError, SpecError
 from medha.profile import decode
 from medha.topology import Coordinate, kv_heads_of, stage_layers
 from medha_worker import weights
@@ -66,6 +66,9 @@ class RankEngine:
         self._config, self.device = config, device
         self.layers = stage_layers(self.model_config.layers, topology.spp)[at.stage]
         self.dtype = dtype_of("dtype", config.dtype)
+        check_experts(self.model_config, config)
+        if self.model_config.experts and device.at.type == "cuda" and not config.deterministic:
+            check_grouped_products(torch.cuda.get_device_capability(device.at))
         checkpoint: weights.Checkpoint | DummyCheckpoint
         if config.dummy_weights:
             checkpoint = DummyCheckpoint(folder, device.at)
@@ -214,6 +217,16 @@ def warn_if_memory_is_tight(free_bytes: int, scratch_bytes: int) -> None:
             " where contexts are that long",
             free_bytes / 2**30,
             scratch_bytes / 2**30,
+        )
+
+
+def check_grouped_products(capability: tuple[int, int]) -> None:
+    """Raise SetupError for a GPU on which torch's grouped products wait for the host."""
+    if capability[0] not in (9, 10):
+        raise SetupError(
+            f"the GPU has compute capability {capability[0]}.{capability[1]}: a model with experts"
+            " needs 9.x or 10.x (Hopper, Blackwell); use such a GPU, or set"
+            " spec.engine.arithmetic to Deterministic, which is slower"
         )
 
 

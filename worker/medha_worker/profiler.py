@@ -51,7 +51,7 @@ from medha_worker.device import ComputeDevice, device_of
 from medha_worker.engine import RankEngine, arithmetic_for, dtype_of
 from medha_worker.graphs import CudaGraphRecorder, GraphRecorder
 from medha_worker.inputs import seen
-from medha_worker.model.layers import Linear
+from medha_worker.model.layers import GatedMlp, Linear
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.mesh import Mesh, Wiring
 from medha_worker.sequences import PageTable
@@ -190,17 +190,18 @@ class ModelBench:
 
     def _linear(self, operator: Operator) -> Callable[[int], object]:
         c = self.config
-        hidden, attended, inner = (
-            self._random(operator.rows, width)
-            for width in (c.hidden, c.heads * c.head_dim, c.intermediate)
-        )
+        widths = (c.hidden, c.heads * c.head_dim, c.intermediate)
+        hidden, attended, inner = (self._random(operator.rows, width) for width in widths)
 
         def run(layer: int) -> None:
             own = self.weights.layers[layer]
             own.qkv(hidden)
             own.out.onto(attended, hidden)
-            own.gate_up(hidden)
-            own.down.onto(inner, hidden)
+            if isinstance(own.mlp, GatedMlp):
+                own.mlp.gate_up(hidden)
+                own.mlp.down.onto(inner, hidden)
+            else:  # gathering, gating and adding count as part of the products of experts
+                own.mlp(hidden, self.arithmetic)
 
         return run
 
@@ -219,7 +220,8 @@ class ModelBench:
                 self.arithmetic.norm(hidden, norm)
             self.arithmetic.rotate(qkv[:, : c.heads + c.kv_heads], c.heads, turns)
             self.kv.write(layer, self.kv.kept(layer, qkv[:, c.heads :]), slots)
-            self.arithmetic.gated(given, both)
+            if c.experts_in(layer) is None:
+                self.arithmetic.gated(given, both)
 
         return run
 

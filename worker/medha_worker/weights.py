@@ -19,11 +19,13 @@ from safetensors import SafetensorError, safe_open
 
 from medha.checkpoints.checkpoint_files import SINGLE, check_weights, file_of_each
 from medha.checkpoints.decoder_config import DecoderConfig
+from medha.checkpoints.routed_experts import RoutedExperts
 from medha.errors import CheckpointError
 from medha.topology import check_tp, kv_heads_of
 from medha_worker.attention.fp8_scales import Scales, of_layer
 from medha_worker.model.dummy import DummyCheckpoint
-from medha_worker.model.layers import LayerWeights, Linear, blank, paneled
+from medha_worker.model.experts import Experts
+from medha_worker.model.layers import GatedMlp, LayerWeights, Linear, blank, paneled
 from medha_worker.model.rope import interleaved
 
 HEAD = "lm_head.weight"
@@ -53,20 +55,16 @@ class Weights:
 def in_blocks(held: Weights, rows: int) -> Weights:
     """Return the same weights with products of `rows` rows each (see `Linear`)."""
 
-    def cut(linear: Linear) -> Linear:
-        return dataclasses.replace(linear, rows=rows)
-
     layers = tuple(
         dataclasses.replace(
             layer,
-            qkv=cut(layer.qkv),
-            out=cut(layer.out),
-            gate_up=cut(layer.gate_up),
-            down=cut(layer.down),
+            qkv=layer.qkv.in_blocks(rows),
+            out=layer.out.in_blocks(rows),
+            mlp=layer.mlp.in_blocks(rows),
         )
         for layer in held.layers
     )
-    head = None if held.head is None else cut(held.head)
+    head = None if held.head is None else held.head.in_blocks(rows)
     return dataclasses.replace(held, layers=layers, head=head)
 
 
@@ -161,7 +159,7 @@ def load(
     `progress(done_bytes, total_bytes)` is called as tensors arrive. Raises CheckpointError, or
     SpecError if `tp` does not divide the model.
     """
-    check_tp(tp, config.heads, config.kv_heads, config.intermediate)
+    check_tp(tp, config.heads, config.kv_heads, config.divided_width)
     return _Loader(checkpoint, config, layers, shard, tp, dtype, progress, device).load()
 
 
@@ -186,8 +184,6 @@ class _Loader:
         heads, kv = config.heads // tp, kv_heads_of(shard, tp, config.kv_heads)
         self.q_rows = range(shard * heads * D, (shard + 1) * heads * D)
         self.kv_rows = range(kv.start * D, kv.stop * D)
-        rows = config.intermediate // tp
-        self.mlp_rows = range(shard * rows, (shard + 1) * rows)
         self.vocab_rows = -(-config.vocab // tp)
         self.done_bytes = 0
         self.total_bytes = self._total_bytes()
@@ -210,13 +206,14 @@ class _Loader:
             assert table is not None
             head = Linear(table.t() if tied else paneled(table.t()))
         return Weights(
-            layers=tuple(self._layer(f"model.layers.{i}.") for i in self.layers),
+            layers=tuple(self._layer(number) for number in self.layers),
             embedding=embedding if first else None,
             norm=self._vector("model.norm.weight") if last else None,
             head=head,
         )
 
-    def _layer(self, prefix: str) -> LayerWeights:
+    def _layer(self, number: int) -> LayerWeights:
+        prefix = f"model.layers.{number}."
         c, attention, mlp = self.config, prefix + "self_attn.", prefix + "mlp."
         q_all, kv_all = c.heads * c.head_dim, c.kv_heads * c.head_dim
         qkv = [
@@ -224,16 +221,43 @@ class _Loader:
             (attention + "k_proj", kv_all, self.kv_rows),
             (attention + "v_proj", kv_all, self.kv_rows),
         ]
-        gate_up = [(mlp + name, c.intermediate, self.mlp_rows) for name in ("gate_proj", "up_proj")]
+        experts = c.experts_in(number)
         return LayerWeights(
             attention_norm=self._vector(prefix + "input_layernorm.weight"),
             qkv=self._columns(qkv, c.qkv_bias, rotated=2),
             out=self._row(attention + "o_proj", q_all, self.q_rows, c.out_bias),
             mlp_norm=self._vector(prefix + "post_attention_layernorm.weight"),
-            gate_up=self._columns(gate_up, c.mlp_bias, halves=2),
-            down=self._row(mlp + "down_proj", c.intermediate, self.mlp_rows, c.mlp_bias),
+            mlp=self._experts(mlp, experts) if experts else self._mlp(mlp, c.intermediate),
             head_norms=self._head_norms(attention) if c.head_norms else None,
         )
+
+    def _mlp(self, prefix: str, width: int) -> GatedMlp:
+        """Load the slice of an MLP of `width`."""
+        gate_up = [(prefix + name, width, self._share(width)) for name in ("gate_proj", "up_proj")]
+        biased = self.config.mlp_bias
+        return GatedMlp(
+            self._columns(gate_up, biased, halves=2),
+            self._row(prefix + "down_proj", width, self._share(width), biased),
+        )
+
+    def _experts(self, prefix: str, experts: RoutedExperts) -> Experts:
+        """Load the router, and a slice of every expert; on a GPU one tensor holds them all."""
+        width = experts.intermediate
+        router = self._columns([(prefix + "gate", experts.count, range(experts.count))], False)
+        mlps = [self._mlp(f"{prefix}experts.{n}.", width) for n in range(experts.count)]
+        loaded = Experts(
+            router,
+            tuple(mlp.gate_up for mlp in mlps),
+            tuple(mlp.down for mlp in mlps),
+            experts.per_token,
+            experts.normalized,
+        )
+        return loaded if router.weight.is_cpu else loaded.grouped()
+
+    def _share(self, width: int) -> range:
+        """Return this shard's part of the `width` of an MLP."""
+        size = width // self.tp
+        return range(self.shard * size, (self.shard + 1) * size)
 
     def _head_norms(self, attention: str) -> torch.Tensor:
         """Return query norms for each query head, then key norms for each KV head."""
@@ -307,9 +331,14 @@ class _Loader:
     def _total_bytes(self) -> int:
         """Return the bytes that this rank will read, without norms and biases."""
         c, item = self.config, self._item_bytes()
-        layer = c.hidden * (2 * len(self.q_rows) + 2 * len(self.kv_rows) + 3 * len(self.mlp_rows))
+        rows = len(self.layers) * 2 * (len(self.q_rows) + len(self.kv_rows))
+        for layer in self.layers:
+            if experts := c.experts_in(layer):
+                rows += experts.count * (1 + 3 * len(self._share(experts.intermediate)))
+            else:
+                rows += 3 * len(self._share(c.intermediate))
         tables = (self.layers.start == 0) + (self.layers.stop == c.layers)
-        return item * (len(self.layers) * layer + tables * self.vocab_rows * c.hidden)
+        return item * c.hidden * (rows + tables * self.vocab_rows)
 
     def _item_bytes(self) -> int:
         tensor = self.checkpoint.slice(

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from medha.checkpoints.decoder_config import read_json
+from medha.checkpoints.json_fields import read_json
 from medha.errors import CheckpointError
 
 CONFIG = "config.json"

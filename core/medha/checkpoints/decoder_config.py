@@ -7,7 +7,6 @@ silently ignored setting gives wrong tokens, not an error.
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import msgspec
 
 from medha.checkpoints.families import family_of, windows_of
+from medha.checkpoints.json_fields import count, read_json
+from medha.checkpoints.routed_experts import RoutedExperts, experts_of
 from medha.errors import CheckpointError
 from medha.messages import GenerationDefaults
 from medha.model import ModelShape
@@ -51,7 +52,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and options of the whole model. `max_context_tokens` is `max_position_embeddings`.
 
     `head_norms`: each head's query and key are normed before rotation. `windows`: window of each
-    layer in tokens, a row's own included (0: all); () if no layer has one.
+    layer in tokens, a row's own included (0: all); () if no layer has one. `experts` is None if all
+    layers have one MLP, of width `intermediate`.
     """
 
     layers: int
@@ -69,6 +71,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     head_norms: bool = False
     windows: tuple[int, ...] = ()
+    experts: RoutedExperts | None = None
     max_context_tokens: int = 2048
     stop_tokens: tuple[int, ...] = ()
 
@@ -79,6 +82,19 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     def windows_in(self, layers: range) -> tuple[int, ...]:
         """Return the distinct windows of `layers`."""
         return tuple(sorted({self.window(layer) for layer in layers}))
+
+    def experts_in(self, layer: int) -> RoutedExperts | None:
+        """Return the experts of `layer`; None: it has one MLP."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
+
+    @property
+    def divided_width(self) -> int:
+        """The greatest common divisor of the widths that TP divides: of MLPs and experts."""
+        if self.experts is None:
+            return self.intermediate
+        if len(self.experts.layers) == self.layers:
+            return self.experts.intermediate
+        return math.gcd(self.intermediate, self.experts.intermediate)
 
     def shape(
         self, param_bytes: float, kv_bytes: float, max_context_tokens: int | None = None
@@ -99,6 +115,10 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_context_tokens=max_context_tokens or self.max_context_tokens,
             window_tokens=max(self.windows, default=0),
             window_layers=sum(window > 0 for window in self.windows),
+            experts=self.experts.count if self.experts else 0,
+            experts_per_token=self.experts.per_token if self.experts else 0,
+            expert_intermediate=self.experts.intermediate if self.experts else 0,
+            expert_layers=len(self.experts.layers) if self.experts else 0,
         )
 
 
@@ -108,13 +128,13 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
     path = folder / "config.json"
     raw = read_json(path)
     family = family_of(path, raw)
-    layers = _count(path, raw, "num_hidden_layers")
-    heads = _count(path, raw, "num_attention_heads")
-    hidden = _count(path, raw, "hidden_size")
-    max_tokens = _count(path, raw, "max_position_embeddings", family.max_tokens)
+    layers = count(path, raw, "num_hidden_layers")
+    heads = count(path, raw, "num_attention_heads")
+    hidden = count(path, raw, "hidden_size")
+    max_tokens = count(path, raw, "max_position_embeddings", family.max_tokens)
     chosen = family.biases == "chosen"
     attention_bias = chosen and bool(raw.get("attention_bias", False))
-    kv_heads = _count(path, raw, "num_key_value_heads", family.kv_heads or heads)
+    kv_heads = count(path, raw, "num_key_value_heads", family.kv_heads or heads)
     if heads % kv_heads:
         raise CheckpointError(
             f"{path}: num_key_value_heads is {kv_heads}: must divide num_attention_heads, which is"
@@ -126,8 +146,8 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=_head_dim(path, raw, family.head_dim or hidden // heads),
-        intermediate=_count(path, raw, "intermediate_size"),
-        vocab=_count(path, raw, "vocab_size"),
+        intermediate=count(path, raw, "intermediate_size"),
+        vocab=count(path, raw, "vocab_size"),
         norm_eps=_epsilon(path, raw),
         rope=_rope(path, raw, max_tokens),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -136,39 +156,15 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
         mlp_bias=chosen and bool(raw.get("mlp_bias", False)),
         head_norms=family.head_norms,
         windows=windows_of(path, raw, family, layers),
+        experts=experts_of(path, raw, layers) if family.mixture else None,
         max_context_tokens=max_tokens,
         stop_tokens=_stop_tokens(folder, raw),
     )
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint. Raises CheckpointError naming the file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}); name the folder of a complete checkpoint"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); fetch the file again") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object; fetch again")
-    return value
-
-
-def _count(path: pathlib.Path, raw: dict[str, Any], key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(
-            f"{path}: {key} is {value!r}: must be a positive whole number; fix it"
-        )
-    return value
-
-
 def _head_dim(path: pathlib.Path, raw: dict[str, Any], default: int) -> int:
     """Return the head size, which must be even: rotation turns pairs of scalars."""
-    value = _count(path, raw, "head_dim", default)
+    value = count(path, raw, "head_dim", default)
     if value % 2:
         raise CheckpointError(f"{path}: head_dim is {value}: must be even; fetch the file again")
     return value

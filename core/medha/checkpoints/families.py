@@ -1,8 +1,8 @@
-"""Differences between the served model families: Llama, Qwen2 and 2.5, Qwen3, Mistral.
+"""Differences between the served model families: Llama, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Mistral.
 
 All share the same layers (see `decoder`). A family defines the defaults of its config.json and the
 parts it adds: biases of query, key and value, a norm of each head's query and key before rotation,
-an attention window.
+an attention window, experts among which a router selects a few for each token.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_tokens`, `kv_heads`, `head_dim`: defaults of config.json (None: as many as heads; hidden /
     heads). `biases`: "qkv" always has those three, "chosen" follows attention_bias and mlp_bias.
-    `windowed`: "all" layers by sliding_window, or "late": from max_window_layers on, if
-    use_sliding_window.
+    `windowed`: "all" layers by sliding_window; "chosen": all, if use_sliding_window; "late": from
+    max_window_layers on, if use_sliding_window. `mixture`: layers may have experts.
     """
 
     max_tokens: int
@@ -30,7 +30,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int | None = None
     biases: Literal["none", "qkv", "chosen"] = "none"
     head_norms: bool = False
-    windowed: Literal["none", "all", "late"] = "none"
+    windowed: Literal["none", "all", "chosen", "late"] = "none"
+    mixture: bool = False
 
 
 FAMILIES = {
@@ -43,6 +44,14 @@ FAMILIES = {
         biases="chosen",
         head_norms=True,
         windowed="late",
+    ),
+    "qwen3_moe": Family(
+        max_tokens=32_768,
+        kv_heads=4,
+        biases="chosen",
+        head_norms=True,
+        windowed="chosen",
+        mixture=True,
     ),
     "mistral": Family(max_tokens=131_072, kv_heads=8, windowed="all"),
 }
@@ -106,7 +115,7 @@ def windows_of(
     window = raw.get("sliding_window", WINDOW)
     if family.windowed == "none" or window is None:
         window = 0
-    if family.windowed == "late" and not raw.get("use_sliding_window", False):
+    if family.windowed in ("chosen", "late") and not raw.get("use_sliding_window", False):
         window = 0
     if not isinstance(window, int) or isinstance(window, bool) or window < 0:
         raise CheckpointError(

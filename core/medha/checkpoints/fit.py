@@ -66,7 +66,7 @@ def misfits(model: DecoderConfig, config: WorkerConfig, groups: int) -> Iterator
     topology = config.topology
     divisible = True
     try:
-        check_tp(topology.tp, model.heads, model.kv_heads, model.intermediate)
+        check_tp(topology.tp, model.heads, model.kv_heads, model.divided_width)
     except SpecError as error:
         divisible = False
         yield error
@@ -74,6 +74,10 @@ def misfits(model: DecoderConfig, config: WorkerConfig, groups: int) -> Iterator
         layers = len(stage_layers(model.layers, topology.spp)[0])
     except SpecError as error:
         divisible = False
+        yield error
+    try:
+        check_experts(model, config)
+    except SpecError as error:
         yield error
     longest = model.max_context_tokens
     if config.max_context_tokens > longest:
@@ -88,6 +92,28 @@ def misfits(model: DecoderConfig, config: WorkerConfig, groups: int) -> Iterator
             _check_pool(model, config, layers, groups)
         except SpecError as error:
             yield error
+
+
+def check_experts(model: DecoderConfig, config: WorkerConfig) -> None:
+    """Raise SpecError unless a GPU can compute the model's experts in grouped products."""
+    if model.experts is None or config.device != "cuda" or config.deterministic:
+        return
+    instead = "or set spec.engine.arithmetic to Deterministic, which is slower"
+    if config.dtype != "bfloat16":
+        raise SpecError(
+            "spec.model.dtype",
+            config.dtype,
+            "must be bfloat16, as experts on a GPU are computed in that type",
+            f"use bfloat16, {instead}",
+        )
+    tp, width = config.topology.tp, model.experts.intermediate
+    if width % tp == 0 and width // tp % 8:
+        raise SpecError(
+            "spec.parallelism.tp",
+            tp,
+            f"must leave a multiple of 8 of each expert's width of {width} to a GPU",
+            f"use a smaller one, {instead}",
+        )
 
 
 def _check_pool(model: DecoderConfig, config: WorkerConfig, layers: int, groups: int) -> None:

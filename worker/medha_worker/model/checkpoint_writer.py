@@ -29,7 +29,9 @@ class TinyModel(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and kind of the model to write; the default has a million parameters.
 
     `family` is a model_type. In layers from `window_from` on, a token attends to `window` tokens
-    (0: all). The model copies text from up to `reach` tokens back, if `rope_theta` is large enough.
+    (0: all). In family qwen3_moe, every `sparse_step`-th layer not among `dense_layers` has
+    `experts` of width `expert_intermediate`; `per_token` of them compute a token. The model copies
+    text from up to `reach` tokens back, if `rope_theta` is large enough.
     `rope` is written to config.json unchanged (as `rope_scaling` if `old_rope`). `files` > 1 shards
     the weights.
     """
@@ -45,6 +47,12 @@ class TinyModel(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 8192
     window: int = 0
     window_from: int = 0
+    experts: int = 8
+    per_token: int = 2
+    expert_intermediate: int = 64
+    sparse_step: int = 1
+    dense_layers: tuple[int, ...] = ()
+    normalized: bool = True
     tied: bool = False
     rope_theta: float = 10_000_000.0
     rope: dict[str, Any] = {}
@@ -83,6 +91,18 @@ FAMILIES = {
     "qwen2": TinyModel(family="qwen2", tied=True, files=2),
     "qwen2, late layers windowed": TinyModel(family="qwen2", window=150, window_from=3),
     "qwen3": TinyModel(family="qwen3", hidden=96),
+    "qwen3_moe": TinyModel(family="qwen3_moe", files=2),
+    "qwen3_moe, some layers dense": TinyModel(
+        family="qwen3_moe",
+        hidden=96,
+        experts=5,
+        per_token=3,
+        expert_intermediate=320,
+        sparse_step=2,
+        dense_layers=(3,),
+        normalized=False,
+        tied=True,
+    ),
     "mistral": TinyModel(family="mistral", window=200),
     "mistral, a narrow window": TinyModel(family="mistral", window=40, files=3),
 }
@@ -109,6 +129,7 @@ def write_checkpoint(folder: pathlib.Path, model: TinyModel = TinyModel()) -> pa
         intermediate=model.intermediate,
         vocab=model.vocab,
         tied=model.tied,
+        experts=config.experts,
         biased=config.qkv_bias,
         head_norms=config.head_norms,
         reach=model.reach,
@@ -131,7 +152,7 @@ def write_config(folder: pathlib.Path, model: TinyModel) -> None:
 
 def _config(model: TinyModel) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "architectures": [f"{model.family.capitalize()}ForCausalLM"],
+        "architectures": [f"{model.family.title().replace('_', '')}ForCausalLM"],
         "model_type": model.family,
         "hidden_act": "silu",
         "num_hidden_layers": model.layers,
@@ -154,6 +175,13 @@ def _config(model: TinyModel) -> dict[str, Any]:
         config["use_sliding_window"] = model.window > 0
         config["sliding_window"] = model.window or model.max_tokens
         config["max_window_layers"] = model.window_from
+    if model.family == "qwen3_moe":
+        config["num_experts"] = model.experts
+        config["num_experts_per_tok"] = model.per_token
+        config["moe_intermediate_size"] = model.expert_intermediate
+        config["norm_topk_prob"] = model.normalized
+        config["decoder_sparse_step"] = model.sparse_step
+        config["mlp_only_layers"] = list(model.dense_layers)
     if model.old_rope:
         scaling = model.rope or None
         return config | {"rope_theta": model.rope_theta, "rope_scaling": scaling}
@@ -186,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("medha checkpoint new", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=pathlib.Path)
     for field in msgspec.structs.fields(TinyModel):
-        if field.name in ("rope", "tied", "old_rope"):
+        if field.name in ("rope", "tied", "old_rope", "dense_layers", "normalized"):
             continue
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",

@@ -1,10 +1,11 @@
 """The decoder: the layers of one stage and TP shard, run over the rows of a step.
 
     h ← h + out(attention(rotate(qkv(norm h))))        attention over the group's shard, partial
-    h ← h + down(silu(gate) · up)                      states merged over the column where shared
+    h ← h + mlp(norm h)                                states merged over the column where shared
 
 All `families` are these two lines. Some add biases, some norm each head's query and key before the
-rotation, and some have layers with an attention window: the step brings a plan for every window.
+rotation, some have layers with `experts`, and some layers with an attention window: the step brings
+a plan for every window.
 Peers appear as TensorParallel and KvpColumn; a rank alone gets their solo classes, so one code path
 serves all layouts. The first stage embeds tokens; the last computes logits of the requested rows.
 """
@@ -18,7 +19,7 @@ from medha.checkpoints.decoder_config import DecoderConfig
 from medha.topology import kv_heads_of
 from medha_worker.inputs import StepInputs
 from medha_worker.kv.pages import KvPages
-from medha_worker.model.layers import Arithmetic, LayerWeights, Linear, TorchArithmetic
+from medha_worker.model.layers import Arithmetic, LayerWeights, TorchArithmetic
 from medha_worker.parallel.collectives import KvpColumn, TensorParallel
 from medha_worker.weights import Weights
 
@@ -122,10 +123,17 @@ class Decoder:
         return out.to(qkv.dtype).view(inputs.rows, -1)
 
     def after(self, layer: LayerWeights, hidden: torch.Tensor, attended: torch.Tensor) -> None:
-        """Add the layer's outputs to `hidden`."""
-        self._add(hidden, layer.out, attended)
+        """Add the layer's outputs to `hidden`, summed over shards."""
+        alone = self.tp.size == 1
+        if alone:
+            layer.out.onto(attended, hidden)
+        else:
+            hidden.add_(self.tp.all_reduce(layer.out(attended)))
         normed = self.arithmetic.norm(hidden, layer.mlp_norm)
-        self._add(hidden, layer.down, self.arithmetic.gated(layer.gate_up, normed))
+        if alone:
+            layer.mlp.onto(normed, hidden, self.arithmetic)
+        else:
+            hidden.add_(self.tp.all_reduce(layer.mlp(normed, self.arithmetic)))
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Vocabulary-parallel embedding: a shard looks up its own ids; rows of other shards are
@@ -139,10 +147,3 @@ class Decoder:
         foreign = (local < 0) | (local >= len(table))
         rows = functional.embedding(local.masked_fill(foreign, 0), table)
         return self.tp.all_reduce(rows.masked_fill_(foreign.unsqueeze(1), 0))
-
-    def _add(self, hidden: torch.Tensor, linear: Linear, x: torch.Tensor) -> None:
-        """hidden ← hidden + linear(x), summed over shards."""
-        if self.tp.size == 1:
-            linear.onto(x, hidden)
-        else:
-            hidden.add_(self.tp.all_reduce(linear(x)))

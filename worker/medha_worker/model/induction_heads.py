@@ -28,6 +28,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from medha.checkpoints.routed_experts import RoutedExperts
+
 Array = npt.NDArray[np.float32]
 
 PEAK = (12.0, 8.0)  # score of a match of this token, of the one before
@@ -35,6 +37,8 @@ CONSTANT = 2.0
 SHARP = 2.5  # weight of the norms of queries and keys
 BIAS = 0.5  # of random heads
 NOISE = 0.08  # what each random head and MLP adds to an entry of the residual stream
+EXPERT_NOISE = 0.2  # what an expert adds, before its weight
+ROUTED = 1.5  # spread of a router's logits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Dimensions:
     biased: bool = False
     head_norms: bool = False
     reach: int = 4096
+    experts: RoutedExperts | None = None
 
     @property
     def code(self) -> int:
@@ -83,17 +88,30 @@ def tensors(sizes: Dimensions, seed: int) -> Iterator[tuple[str, Array]]:
         for name, array in _attention(sizes, layer, dice).items():
             yield f"{prefix}self_attn.{name}", array
         yield prefix + "post_attention_layernorm.weight", _norm(sizes.hidden, dice)
-        for name in ("gate", "up"):
-            shape = (sizes.intermediate, sizes.hidden)
-            yield f"{prefix}mlp.{name}_proj.weight", _random(dice, shape, sizes.hidden**-0.5)
-        shape = (sizes.hidden, sizes.intermediate)
-        yield (
-            prefix + "mlp.down_proj.weight",
-            _random(dice, shape, NOISE * _fan(sizes.intermediate)),
-        )
+        experts = sizes.experts
+        if experts is None or layer not in experts.layers:
+            yield from _mlp(sizes, prefix + "mlp.", sizes.intermediate, NOISE, dice)
+            continue
+        shape = (experts.count, sizes.hidden)
+        yield prefix + "mlp.gate.weight", _random(dice, shape, ROUTED * sizes.hidden**-0.5)
+        for number in range(experts.count):
+            of_expert = f"{prefix}mlp.experts.{number}."
+            yield from _mlp(sizes, of_expert, experts.intermediate, EXPERT_NOISE, dice)
     yield "model.norm.weight", _norm(sizes.hidden, dice)
     if not sizes.tied:
         yield "lm_head.weight", _head(sizes, codes, dice)
+
+
+def _mlp(
+    sizes: Dimensions, prefix: str, width: int, noise: float, dice: np.random.Generator
+) -> Iterator[tuple[str, Array]]:
+    """Yield the projections of an MLP that adds `noise` to an entry of the residual stream."""
+    for name in ("gate", "up"):
+        yield (
+            f"{prefix}{name}_proj.weight",
+            _random(dice, (width, sizes.hidden), sizes.hidden**-0.5),
+        )
+    yield prefix + "down_proj.weight", _random(dice, (sizes.hidden, width), noise * _fan(width))
 
 
 def _codes(sizes: Dimensions, dice: np.random.Generator) -> Array:

@@ -55,6 +55,10 @@ class Linear:
         if self.bias is not None:
             sum_.add_(self.bias)
 
+    def in_blocks(self, rows: int) -> Linear:
+        """Return the same weights with products of `rows` rows each."""
+        return dataclasses.replace(self, rows=rows)
+
     def by_output(self) -> torch.Tensor:
         """Return the weight as [out, in]."""
         weight = self.weight
@@ -102,13 +106,46 @@ def blank(
     return torch.empty(outputs, inputs, dtype=dtype, device=device).t()
 
 
+class Mlp(Protocol):
+    """The part of a layer after attention, row by row: a GatedMlp, or Experts."""
+
+    def __call__(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        """Return the shard's part of the result [rows, hidden]."""
+        ...
+
+    def onto(self, x: torch.Tensor, sum_: torch.Tensor, arithmetic: Arithmetic) -> None:
+        """sum ← sum + the shard's part, in place."""
+        ...
+
+    def in_blocks(self, rows: int) -> Mlp:
+        """Return the same weights with products of `rows` rows each (see `Linear`)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(silu(gate x) · up x), with `gate_up` [hidden, 2·intermediate] side by side, no panel in
+    both, and `down` [intermediate, hidden]."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        return self.down(arithmetic.gated(self.gate_up, x))
+
+    def onto(self, x: torch.Tensor, sum_: torch.Tensor, arithmetic: Arithmetic) -> None:
+        self.down.onto(arithmetic.gated(self.gate_up, x), sum_)
+
+    def in_blocks(self, rows: int) -> GatedMlp:
+        return GatedMlp(self.gate_up.in_blocks(rows), self.down.in_blocks(rows))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
     """A shard's weights of one layer; all counts are the shard's.
 
     `qkv` [hidden, (heads + 2·kv_heads)·head_dim]: query, key, value side by side, with the halves
-    of each query and key head `interleaved`; `out` [heads·head_dim, hidden]; `gate_up` [hidden,
-    2·intermediate], no panel in both; `down` [intermediate, hidden]. `head_norms` [heads +
+    of each query and key head `interleaved`; `out` [heads·head_dim, hidden]. `head_norms` [heads +
     kv_heads, head_dim]: of queries and keys, `interleaved` too; None in families without. Shard 0
     alone holds row-parallel biases (`out`, `down`).
     """
@@ -117,8 +154,7 @@ class LayerWeights:
     qkv: Linear
     out: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
     head_norms: torch.Tensor | None = None
 
 
@@ -171,6 +207,10 @@ class Arithmetic(Protocol):
         """silu(gate x) · up x."""
         ...
 
+    def activated(self, both: torch.Tensor) -> torch.Tensor:
+        """silu(gate) · up, of [rows, 2·intermediate] with the gates first."""
+        ...
+
 
 class TorchArithmetic:
     """Plain torch."""
@@ -189,6 +229,10 @@ class TorchArithmetic:
 
     def gated(self, gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
         return gated(gate_up, x)
+
+    def activated(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
 
 
 class FusedArithmetic:
@@ -226,4 +270,7 @@ class FusedArithmetic:
         )
 
     def gated(self, gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
-        return self._library.silu_and_mul(gate_up(x))
+        return self.activated(gate_up(x))
+
+    def activated(self, both: torch.Tensor) -> torch.Tensor:
+        return self._library.silu_and_mul(both)

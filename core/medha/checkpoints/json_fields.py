@@ -1,0 +1,35 @@
+"""Fields of a checkpoint's JSON files, with errors that name file, field and value."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+from medha.errors import CheckpointError
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a checkpoint. Raises CheckpointError naming the file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}); name the folder of a complete checkpoint"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); fetch the file again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object; fetch again")
+    return value
+
+
+def count(path: pathlib.Path, raw: dict[str, Any], key: str, default: int | None = None) -> int:
+    """Return a positive whole number of config.json. Raises CheckpointError naming the field."""
+    value = raw.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(
+            f"{path}: {key} is {value!r}: must be a positive whole number; fix it"
+        )
+    return value

@@ -1,0 +1,124 @@
+"""Mixture of experts: a router selects, for each row, the few MLPs that compute it.
+
+    p = softmax(x · router)                          float32; `normalized`: the k largest sum to 1
+    h ← h + Σ pᵢ · downᵢ(silu(gateᵢ x) · upᵢ x)       over the experts with the k largest p
+
+Every TP shard holds a slice of each expert's width and the whole router. So all shards select the
+same experts, from equal bits, do equal work however rows are spread, and add their parts like those
+of a dense MLP. With whole experts per shard, a batch would take as long as its fullest shard.
+
+A row's result depends on no other row: each product is of one row with one expert, and a row's
+experts are added in ascending order. The rows of an expert are computed together (`_by_expert`), or
+all of a layer in one grouped product that needs no numbers on the host, so that CUDA graphs hold it
+(`_grouped`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.nn import functional
+
+from medha_worker.model.layers import Arithmetic, Linear
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Experts:
+    """A shard's experts of one layer, and the layer's router.
+
+    `router` [hidden, experts]; `gate_up` and `down`: of each expert, as in a GatedMlp. `stacked`,
+    only where products are grouped: the same weights as [experts, hidden, 2·intermediate] and
+    [experts, intermediate, hidden]. `per_token`, `normalized`: see RoutedExperts.
+    """
+
+    router: Linear
+    gate_up: tuple[Linear, ...]
+    down: tuple[Linear, ...]
+    per_token: int
+    normalized: bool
+    stacked: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        weights, selected = self.route(x)
+        order = selected.flatten().argsort(stable=True)  # by expert, then by row
+        compute = self._by_expert if self.stacked is None else self._grouped
+        return compute(x, weights, selected, order, arithmetic)
+
+    def onto(self, x: torch.Tensor, sum_: torch.Tensor, arithmetic: Arithmetic) -> None:
+        sum_.add_(self(x, arithmetic))
+
+    def in_blocks(self, rows: int) -> Experts:
+        """Return experts whose products are not grouped, but of `rows` rows each."""
+        return dataclasses.replace(
+            self,
+            router=self.router.in_blocks(rows),
+            gate_up=tuple(linear.in_blocks(rows) for linear in self.gate_up),
+            down=tuple(linear.in_blocks(rows) for linear in self.down),
+            stacked=None,
+        )
+
+    def grouped(self) -> Experts:
+        """Return experts whose products are grouped, over one copy of the weights."""
+        gate_up = torch.stack([linear.by_output() for linear in self.gate_up])
+        down = torch.stack([linear.by_output() for linear in self.down])
+        return dataclasses.replace(
+            self,
+            gate_up=tuple(Linear(weight.t()) for weight in gate_up),
+            down=tuple(Linear(weight.t()) for weight in down),
+            stacked=(gate_up.transpose(1, 2), down.transpose(1, 2)),
+        )
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights, in the type of `x`, and numbers of each row's experts, ascending;
+        [rows, per_token] both.
+
+        Of equal probabilities the lower expert's counts more: a sort is stable, a top-k is not.
+        """
+        probabilities = functional.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        order = probabilities.sort(dim=-1, descending=True, stable=True).indices
+        selected = order[:, : self.per_token].sort(dim=-1).values
+        weights = probabilities.gather(1, selected)
+        if self.normalized:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights.to(x.dtype), selected
+
+    def _by_expert(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        selected: torch.Tensor,
+        order: torch.Tensor,
+        arithmetic: Arithmetic,
+    ) -> torch.Tensor:
+        """Compute the rows of one expert after those of another."""
+        rows, scales = order // self.per_token, weights.flatten()[order].unsqueeze(1)
+        counts = selected.flatten().bincount(minlength=len(self.down)).tolist()
+        out, first = torch.zeros_like(x), 0
+        for gate_up, down, count in zip(self.gate_up, self.down, counts, strict=True):
+            if count:
+                own = slice(first, first + count)
+                product = down(arithmetic.gated(gate_up, x[rows[own]]))
+                out.index_add_(0, rows[own], product.mul_(scales[own]))
+                first += count
+        return out
+
+    def _grouped(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        selected: torch.Tensor,
+        order: torch.Tensor,
+        arithmetic: Arithmetic,
+    ) -> torch.Tensor:
+        """Compute all rows in two launches, whose sizes depend on the number of rows alone."""
+        assert self.stacked is not None
+        gate_up, down = self.stacked
+        ordered = selected.flatten()[order]
+        numbers = torch.arange(len(down), device=x.device)
+        ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+        both = functional.grouped_mm(x[order // self.per_token], gate_up, offs=ends)
+        product = functional.grouped_mm(arithmetic.activated(both), down, offs=ends)
+        by_row = torch.empty_like(product).index_copy_(0, order, product)
+        by_row = by_row.view(*selected.shape, -1)
+        return by_row.mul_(weights.unsqueeze(2)).sum(1)
