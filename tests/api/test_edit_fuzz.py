@@ -48,24 +48,30 @@ class Fuzz:
         self.edits = Edits(self.dice)
         self.counts: collections.Counter[str] = collections.Counter()
         self.reasons: collections.Counter[str] = collections.Counter()
+        self._chains_left = AT_ONCE * CHAINS
+
+    def next_chain(self) -> bool:
+        """Begin one more chain, whichever resource has time; false once all have begun."""
+        self._chains_left -= 1
+        return self._chains_left >= 0
 
     def run(self, names: list[str]) -> None:
-        """Run the chains of all resources until every one is over."""
-        chains = {name: Chain(self, name) for name in names}
-        while any(chain.step != "over" for chain in chains.values()):
+        """Run chains of edits on all resources until every one is over."""
+        edited = {name: EditedResource(self, name) for name in names}
+        while any(resource.step != "over" for resource in edited.values()):
             self.fleet.play()
             for resource in self.fleet.api.get(self.fleet.path()).json()["items"]:
-                chains[resource["metadata"]["name"]].advance(resource)
+                edited[resource["metadata"]["name"]].advance(resource)
 
 
-class Chain:
+class EditedResource:
     """The edits of one resource: the last step, and the next one once it is at rest."""
 
     def __init__(self, fuzz: Fuzz, name: str) -> None:
         self._fuzz, self._name = fuzz, name
         self._first = fuzz.fleet.create(name, parallelism={"spp": 1})["spec"]
         self._well = self._first
-        self._edits, self._left = 0, CHAINS
+        self._edits = 0  # of the present chain
         self.step: Literal["heal", "edit", "undo", "over"] = "heal"
         self._since_s = time.monotonic()
 
@@ -91,9 +97,8 @@ class Chain:
             self._put("undo", self._well)
         elif self._edits == EDITS:
             self._edits = 0
-            self._left -= 1
             self._put("heal", self._first)
-        elif self._left:
+        elif self._edits or self._fuzz.next_chain():
             self._edits += 1
             self._edit()
         else:
