@@ -8,17 +8,14 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
-import torch
 from tests.engine import plain_library
+from tests.engine.gpu_twin import TWINS, Again, attention_for
 
 from medha.calibration import Entries, Operator
 from medha.measurement_plan import Measured, MeasurementMessage, MeasurementPlan, Rounds
-from medha_worker import engine, flashinfer
-from medha_worker.attention.flashinfer_plan import Geometry
-from medha_worker.attention.paged import PagedAttention
+from medha_worker import engine
 from medha_worker.device import CPU
-from medha_worker.graphs import Graphs, Replay, Work
-from medha_worker.kv.pages import KvPages
+from medha_worker.graphs import Graphs
 from medha_worker.model.checkpoint_writer import TinyModel, write_config
 from medha_worker.model.layers import FusedArithmetic
 from medha_worker.piecewise_graphs import PiecewiseGraphs
@@ -70,58 +67,14 @@ def test_a_warm_device_is_measured_once_where_time_is_short() -> None:
     assert [report.index for report in reports if isinstance(report, Measured)] == [0, 1, 2, 3]
 
 
-class Again:
-    """Records by calling once more."""
-
-    recorded, replays = 0, 0
-
-    def __call__(self, work: Work) -> tuple[torch.Tensor, Replay]:
-        out = work()
-        Again.recorded += 1
-
-        def replay() -> None:
-            Again.replays += 1
-            work()
-
-        return out, replay
-
-    def used_bytes(self) -> int:
-        return 0
-
-
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine with paged kernels, graphs and pieces, on the kernels' oracle."""
 
-    def attention(
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        page_tokens: int,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype,
-        device: torch.device,
-        **_: Any,
-    ) -> PagedAttention:
-        geometry = Geometry(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            page_tokens=page_tokens,
-            kv_dtype=kv_dtype,
-        )
-        library: flashinfer.Library = plain_library  # type: ignore[assignment]
-        return PagedAttention(geometry, library, device)
-
-    def pages(*arguments: Any, **named: Any) -> KvPages:
-        return KvPages(*arguments, **(named | {"spare": 1}))
-
     Again.recorded = Again.replays = 0
-    monkeypatch.setattr(engine, "attention_for", attention)
-    monkeypatch.setattr("medha_worker.profiler.attention_for", attention)
-    monkeypatch.setattr(engine, "KvPages", pages)
-    monkeypatch.setattr(engine, "CudaGraphRecorder", Again)
+    monkeypatch.setattr("medha_worker.profiler.attention_for", attention_for)
+    for name, twin in TWINS.items():
+        monkeypatch.setattr(engine, name, twin)
 
 
 @pytest.fixture

@@ -1,10 +1,11 @@
-"""Ranks whose layers run in pieces, as small batches do on a GPU, but launched each time."""
+"""Ranks whose layers run as on a GPU, in pieces or whole graphs, but launched each time."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from tests.engine import gpu_twin
 
 from medha_worker import engine
 from medha_worker.graphs import Replay, Work
@@ -47,3 +48,31 @@ def in_pieces() -> None:
 
     setattr(engine, "Runner", made)  # noqa: B010
     Decoder.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def in_graphs() -> None:
+    """Replay decodes as whole graphs and all else in pieces; a batch that runs without either is an
+    error."""
+    forward, replaying = Decoder.forward, []
+
+    class Recorded(gpu_twin.Again):
+        """Notes when it runs recorded work."""
+
+        def __call__(self, work: Work) -> tuple[torch.Tensor, Replay]:
+            def noted() -> torch.Tensor:
+                replaying.append(work)
+                try:
+                    return work()
+                finally:
+                    replaying.pop()
+
+            return super().__call__(noted)
+
+    def recorded(self: Decoder, *args: Any) -> torch.Tensor:
+        if not replaying:
+            raise RuntimeError("a batch ran without a graph")
+        return forward(self, *args)
+
+    for name, twin in {**gpu_twin.TWINS, "CudaGraphRecorder": Recorded}.items():
+        setattr(engine, name, twin)
+    Decoder.forward = recorded  # type: ignore[method-assign, assignment]

@@ -7,7 +7,7 @@ import torch
 
 from medha_worker.device import CpuDevice
 from medha_worker.parallel.collectives import PeerLost
-from medha_worker.parallel.communicator import Communicator
+from medha_worker.parallel.communicator import Communicator, ShardGroup
 
 
 class Noting:
@@ -28,9 +28,7 @@ class Noting:
 
     def _end_coalescing(self) -> Noting:
         self.calls.append("end")
-        if self.broken:
-            raise RuntimeError("NCCL error: remote process exited")
-        return self
+        return self._started()
 
     def wait(self) -> None:
         self.calls.append("wait")
@@ -41,6 +39,22 @@ class Noting:
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> None:
         self.calls.append(f"receive {source}")
         tensors[0].fill_(float(source))
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Noting:
+        """Sum as if every member had the same tensor."""
+        self.calls.append(f"sum {tensors[0].numel()}")
+        tensors[0].mul_(3)
+        return self._started()
+
+    def _allgather_base(self, stacked: torch.Tensor, tensor: torch.Tensor) -> Noting:
+        self.calls.append(f"gather {tensor.numel()}")
+        stacked.copy_(tensor.expand_as(stacked))
+        return self._started()
+
+    def _started(self) -> Noting:
+        if self.broken:
+            raise RuntimeError("NCCL error: remote process exited")
+        return self
 
     def abort(self) -> None:
         self.calls.append("abort")
@@ -76,3 +90,29 @@ def test_a_launch_that_fails_is_a_lost_peer() -> None:
     group.broken = True
     with pytest.raises(PeerLost, match="remote process exited"):
         communicator.gather(torch.tensor(1.0))
+
+
+def test_shards_on_gpus_sum_by_one_collective_of_the_backend() -> None:
+    communicator, group = member()
+    shards = ShardGroup(communicator, ordered=False)
+    x = torch.arange(6.0).view(2, 3)
+    total = shards.all_reduce(x)
+    assert total is x and torch.equal(x, 3 * torch.arange(6.0).view(2, 3))
+    wide = shards.all_gather(torch.ones(2, 1))
+    assert torch.equal(wide, torch.ones(2, 3))
+    assert group.calls == ["sum 6", "wait", "gather 2", "wait"]
+
+
+def test_deterministic_shards_on_gpus_sum_in_their_order() -> None:
+    communicator, group = member()
+    total = ShardGroup(communicator, ordered=True).all_reduce(torch.ones(2))
+    assert total.tolist() == [0.0 + 1.0 + 2.0] * 2
+    assert group.calls == ["begin", "receive 0", "receive 2", "send 0", "send 2", "end", "wait"]
+
+
+def test_a_collective_that_fails_is_a_lost_peer() -> None:
+    communicator, group = member()
+    group.broken = True
+    for call in (ShardGroup(communicator, ordered=False).all_reduce, communicator.all_gather):
+        with pytest.raises(PeerLost, match="remote process exited"):
+            call(torch.ones(1))

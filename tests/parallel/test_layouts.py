@@ -139,6 +139,19 @@ def test_layers_cut_in_pieces_match_transformers(
     assert not rig.failed
 
 
+@pytest.mark.parametrize("tp, spp", [(2, 1), (4, 1), (2, 2)])
+def test_shards_that_replay_graphs_match_transformers(
+    make_rig: MakeRig, oracle: Oracle, tp: int, spp: int
+) -> None:
+    """Recorded decodes hold the sums of the shards; shards record the same sizes."""
+    rig = make_rig(tp, spp, 1, change=f"{CUT}:in_graphs")
+    rig.start(range(1))
+    rig.form(1, (0,))
+    runs = play(Driver(rig, PAGE_TOKENS, PAGES, generation=1), 1, 300, seed=tp + 10 * spp)
+    assert differences(runs, oracle) == []
+    assert not rig.failed
+
+
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama"])
 @pytest.mark.parametrize("tp, spp, kvp", [(2, 1, 2), (1, 2, 2)])
 def test_each_family_matches_transformers_in_shards_stages_and_groups(

@@ -16,7 +16,7 @@ from medha.errors import EngineError, SetupError
 from medha.messages import Form
 from medha.topology import Coordinate, Topology
 from medha_worker.parallel.collectives import PeerLost
-from medha_worker.parallel.communicator import Communicator, GlooTensorParallel, join
+from medha_worker.parallel.communicator import Communicator, ShardGroup, join
 from medha_worker.parallel.mesh import Mesh, dial_store, serve_store
 
 T = TypeVar("T")
@@ -128,20 +128,31 @@ def test_any_two_members_exchange_messages_in_order(address: str) -> None:
             assert [tensor[0].item() for tensor in into] == [10.0 * a, 10.0 * a + 1]
 
 
-def test_shards_sum_to_the_same_bits(address: str) -> None:
-    members = joined(address, "sum", 3)
+@pytest.mark.parametrize("rows", [37, 20_001])  # in one round; in two, with unequal parts
+@pytest.mark.parametrize("shards", [2, 3, 4])
+def test_shards_sum_in_their_order_to_the_same_bits(address: str, rows: int, shards: int) -> None:
+    members = joined(address, f"sum-{rows}-{shards}", shards)
     rng = torch.Generator().manual_seed(1)
-    parts = [torch.randn(37, 5, generator=rng) for _ in range(3)]
+    parts = [torch.randn(rows, 5, generator=rng) for _ in range(shards)]
+    expected = functools.reduce(torch.add, parts)
     sums = together(
         *(
-            functools.partial(GlooTensorParallel(m).all_reduce, x.clone())
+            functools.partial(ShardGroup(m).all_reduce, x.clone())
             for m, x in zip(members, parts, strict=True)
         )
     )
-    assert all(torch.equal(total, parts[0] + parts[1] + parts[2]) for total in sums)
+    assert all(torch.equal(total, expected) for total in sums)
+    columns = [torch.cat([x, x], dim=-1)[:, :5] for x in parts]  # rows are not contiguous
+    sums = together(
+        *(
+            functools.partial(ShardGroup(m).all_reduce, x)
+            for m, x in zip(members, columns, strict=True)
+        )
+    )
+    assert all(torch.equal(total, expected) for total in (*sums, *columns))
     wide = together(
         *(
-            functools.partial(GlooTensorParallel(m).all_gather, x)
+            functools.partial(ShardGroup(m).all_gather, x)
             for m, x in zip(members, parts, strict=True)
         )
     )

@@ -35,7 +35,7 @@ from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.layers import Arithmetic, FusedArithmetic, TorchArithmetic
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.collectives import SoloTensorParallel, TensorParallel
-from medha_worker.parallel.communicator import GlooTensorParallel
+from medha_worker.parallel.communicator import ShardGroup
 from medha_worker.parallel.mesh import Mesh, Wiring
 from medha_worker.parallel.pipeline_parallel import Pipeline
 from medha_worker.penalties import PenaltyTable
@@ -96,7 +96,7 @@ class RankEngine:
         config, shape, at = self._config, self.model_config, self.at
         tp: TensorParallel = SoloTensorParallel()
         if wiring.tp is not None:
-            tp = GlooTensorParallel(wiring.tp)
+            tp = ShardGroup(wiring.tp, ordered=config.deterministic)
         attention = attention_for(
             shape.heads // tp.size,
             self.kv.kv_heads,
@@ -123,8 +123,8 @@ class RankEngine:
             always=self.blocked,
         )
         stage: Decoder | PiecewiseGraphs = model
-        if isinstance(attention, PagedAttention) and tp.size == 1 and not config.deterministic:
-            record = CudaGraphRecorder()
+        if isinstance(attention, PagedAttention) and not config.deterministic:
+            record = CudaGraphRecorder(tp)
             inputs.choose = self._graphs(model, attention, inputs, record).choose
             stage = PiecewiseGraphs(model, self._turns(inputs), record, most_bytes=2 * MOST_BYTES)
         if isinstance(attention, PagedAttention) and self.device.at.type == "cuda":

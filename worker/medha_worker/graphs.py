@@ -25,7 +25,7 @@ from medha_worker.attention.kernel_interface import AttentionPlan, Span
 from medha_worker.inputs import StepInputs
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.decoder import Decoder
-from medha_worker.parallel.collectives import SoloColumn
+from medha_worker.parallel.collectives import SoloColumn, SoloTensorParallel, TensorParallel
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # Recording stops once all graphs together take this much memory.
@@ -197,10 +197,12 @@ def recorded(
 class CudaGraphRecorder:
     """Records launches into CUDA graphs that share one memory pool.
 
-    Warm-up and recording use one stream, since cuBLAS keeps a workspace per stream.
+    Warm-up and recording use one stream, since cuBLAS keeps a workspace per stream. Shards record
+    the same work in the same order, their collectives with it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tp: TensorParallel | None = None) -> None:
+        self._tp = tp or SoloTensorParallel()
         self._before = torch.cuda.memory_reserved()
         self._pool = torch.cuda.graph_pool_handle()
         self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -221,4 +223,6 @@ class CudaGraphRecorder:
         return out, graph.replay
 
     def used_bytes(self) -> int:
-        return torch.cuda.memory_reserved() - self._before
+        """Return the most that any shard took, so that all of them record the same graphs."""
+        used = torch.tensor([torch.cuda.memory_reserved() - self._before], device="cuda")
+        return int(self._tp.all_gather(used).max())

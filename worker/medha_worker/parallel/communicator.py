@@ -2,10 +2,10 @@
 
 torch's default process group cannot grow, so each communicator is a process group of its own on a
 prefixed store, made by `join`. It offers point-to-point messages and the exchange of one tensor per
-peer. Sums are built from exchanges in rank order, so every member gets the same bits. `mesh` gives
-it meaning. It never retries: a lost peer raises PeerLost, at once or after the timeout. NCCL sends
-are GPU work like any other, so there a silent peer shows where the host waits for the device. An
-NCCL exchange is one grouped launch, so two exchanges cannot cross.
+peer. `ShardGroup` builds the sums of tensor parallelism on it, `mesh` gives it meaning. It never
+retries: a lost peer raises PeerLost, at once or after the timeout. NCCL sends are GPU work like any
+other, so there a silent peer shows where the host waits for the device. An NCCL exchange is one
+grouped launch, so two exchanges cannot cross.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from medha_worker.parallel.collectives import PeerLost
 
 # No exchange uses this tag: a receive can only time out, which closes every connection.
 _ABORT_TAG = 0x7FFF_FFFF
+ONE_ROUND_BYTES = 64 << 10
+"""Up to this size a tensor is summed in one round: the link's latency exceeds its time."""
 
 
 class Pending(Protocol):
@@ -57,6 +59,11 @@ class Communicator:
     @property
     def aborted(self) -> bool:
         return self._aborted.is_set()
+
+    @property
+    def native(self) -> bool:
+        """True if collectives are the backend's own kernels: between GPUs."""
+        return self._device is not None
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Pending:
         """Start sending; `tensor` (contiguous) must stay unchanged until `wait` has returned."""
@@ -112,6 +119,22 @@ class Communicator:
         peers = [peer for peer in range(self.size) if peer != self.rank]
         self.exchange(dict.fromkeys(peers, tensor), {p: parts[p] for p in peers}, tag)
         return parts
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum a contiguous tensor over all members, in place, as the backend does it."""
+        try:
+            self._group.allreduce([tensor]).wait()
+        except RuntimeError as error:
+            raise self._lost(self.rank, error) from None
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Stack every member's contiguous tensor in rank order, as the backend does it."""
+        stacked = tensor.new_empty((self.size, *tensor.shape))
+        try:
+            self._group._allgather_base(stacked, tensor).wait()
+        except RuntimeError as error:
+            raise self._lost(self.rank, error) from None
+        return stacked
 
     def warm_up(self) -> None:
         """Exchange with every member once, to detect a silent one. Raises PeerLost."""
@@ -221,26 +244,54 @@ def _options(interface: str, timeout_s: float) -> Any:
     return options
 
 
-class GlooTensorParallel:
+class ShardGroup:
     """The shards of a stage; implements `collectives.TensorParallel`.
 
-    A sum adds all shards' tensors in shard order after one exchange. So shards agree to the bit
-    (they sample the same token), and results do not depend on arrival order. For the few shards of
-    a stage this moves no more data than a ring, in one round trip instead of several.
+    NCCL sums by its own all-reduce, which picks rings, trees or the switch by size and topology
+    and can be recorded in a CUDA graph. `ordered` sums, which gloo always makes, add the shards'
+    values in shard order: results depend neither on the batch nor on the order of arrival. A large
+    tensor moves 2 (n − 1) / n times, as in a ring, in two rounds: each shard sums its part. A small
+    one moves n − 1 times in one round, to the same bits.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, *, ordered: bool = True) -> None:
         self._communicator = communicator
+        self._ordered = ordered or not communicator.native
         self.rank, self.size = communicator.rank, communicator.size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over shards, in place; raises PeerLost."""
-        first, *rest = self._communicator.gather(x.contiguous())
-        total = first.clone()
-        for part in rest:
-            total += part
-        return x.copy_(total)
+        flat = x.contiguous().view(-1)
+        if not self._ordered:
+            self._communicator.all_reduce(flat)
+        elif self.size == 2 or flat.nbytes <= ONE_ROUND_BYTES:
+            flat.copy_(_sum(self._communicator.gather(flat)))
+        else:
+            self._reduce_parts(flat)
+        return x if x.is_contiguous() else x.copy_(flat.view_as(x))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate the shards' tensors along the last dimension. Raises PeerLost."""
-        return torch.cat(self._communicator.gather(x.contiguous()), dim=-1)
+        x = x.contiguous()
+        if self._ordered:
+            return torch.cat(self._communicator.gather(x), dim=-1)
+        return torch.cat([*self._communicator.all_gather(x)], dim=-1)
+
+    def _reduce_parts(self, flat: torch.Tensor) -> None:
+        """Sum the own part of all shards' tensors, then exchange the sums."""
+        parts, own = flat.tensor_split(self.size), self.rank
+        peers = [peer for peer in range(self.size) if peer != own]
+        shares = [
+            parts[own] if peer == own else torch.empty_like(parts[own]) for peer in range(self.size)
+        ]
+        self._communicator.exchange({p: parts[p] for p in peers}, {p: shares[p] for p in peers})
+        parts[own].copy_(_sum(shares))
+        self._communicator.exchange(dict.fromkeys(peers, parts[own]), {p: parts[p] for p in peers})
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    first, *rest = parts
+    total = first.clone()
+    for part in rest:
+        total += part
+    return total
