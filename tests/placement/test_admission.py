@@ -24,7 +24,14 @@ from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass
 from medha.sim.scenario import LLAMA_3_8B
-from medha.tenants import ACTIVE_S, MEMORY_S, SHORT_HALF_LIFE_S, TenantWork, is_short
+from medha.tenants import (
+    ACTIVE_S,
+    MEMORY_S,
+    SHORT_HALF_LIFE_S,
+    SHORT_MEMORY_S,
+    TenantWork,
+    is_short,
+)
 from medha.topology import Topology
 
 STRICT = SloClass(name="default")
@@ -303,8 +310,24 @@ def test_with_thousands_of_tenants_each_has_a_moment() -> None:
         usage.ask(f"t{index}", 1.0, 0.0)
     used = estimate("large", promised_work=(TenantWork("t7", 0.15, 0.15),))
     assert promised_s("t7", [4000], usage=usage, replicas=[used]) > 0.0
-    full = estimate("large", promised_work=(TenantWork("t7", 0.25, 0.25),))
+    full = estimate("large", promised_work=(TenantWork("t7", 1.0, 0.25),))
     assert promised_s("t7", [4000], usage=usage, replicas=[full]) == 0.0
+
+
+def test_chance_takes_no_promise_from_a_tenant_below_its_share() -> None:
+    def promised(used: float, recent: float, waiting_s: float = 0.0) -> bool:
+        """Ask for a short prompt; `used` and `recent` are parts of the tenant's rooms."""
+        usage = TenantUsage((STRICT,))
+        usage.ask("other", 1.0, 0.0)
+        share = 1.0 / 3.0
+        work = TenantWork("a", used * share * MEMORY_S, recent * share * SHORT_MEMORY_S)
+        replica = estimate("large", promised_work=(work,))
+        return ask([replica], usage=usage, tenant="a", waiting_s=waiting_s).promised
+
+    assert promised(0.5, 0.9) and promised(0.5, 1.4)
+    assert not promised(0.5, 1.6) and not promised(0.1, 2.0)
+    assert promised(1.0, 0.9) and not promised(1.0, 1.1)  # it has its share
+    assert promised(0.5, 0.9, waiting_s=0.1) and not promised(0.5, 1.1, waiting_s=0.1)
 
 
 def test_a_document_does_not_use_up_the_share_of_chats() -> None:

@@ -62,11 +62,13 @@ class TenantUsage:
         share = own weight / weights of all n active tenants × n / (n + 1)
 
     One more share than tenants: the next one finds room at once. A prompt of any length has its
-    turn, and a short one counts short ones only. A request beyond the share gets no promise: it
-    runs behind all promises, where it takes nothing from others, and is refused only if others
-    of its tenant wait for longer than its deadline, even on an idle fleet. Deadlines, targets
-    and the number of requests are not in the rule: to lie about them, or to split a prompt, gains
-    nothing.
+    turn, and a short one counts short ones only, of the last seconds. A tenant that was promised
+    less than its share in the last minutes, and has none that waits without a promise, has up to
+    twice the room for them, so that chance alone takes no promise from it. A request beyond the
+    share gets no promise: it runs behind all promises, where it takes nothing from others, and is
+    refused only if others of its tenant wait for longer than its deadline, even on an idle fleet.
+    Deadlines, targets and the number of requests are not in the rule: to lie about them, or to
+    split a prompt, gains nothing.
 
     A class that was given more than its weight must fit with more room than its work, and the
     unused part of what is reserved for other classes stays free.
@@ -105,9 +107,16 @@ class TenantUsage:
             if work.tenant not in self._active:
                 self.ask(work.tenant, 1.0, now)
 
-    def wait_s(self, tenant: str, work_s: float, estimates: Sequence[ReplicaEstimate]) -> float:
+    def wait_s(
+        self,
+        tenant: str,
+        work_s: float,
+        estimates: Sequence[ReplicaEstimate],
+        waiting_s: float = 0.0,
+    ) -> float:
         """Return the seconds until work is in the share of an active tenant; 0 if it is now.
 
+        `waiting_s`: work of the tenant that waits without a promise.
         Without API keys all requests are of one tenant, without a name and without a limit.
         """
         if not tenant and len(self._active) == 1:
@@ -115,13 +124,15 @@ class TenantUsage:
         count = len(self._active)
         share = self._active[tenant][1] / max(self._weights, 1e-9) * count / (count + 1)
         replicas = sum(estimate.load.share for estimate in estimates)
-        short = is_short(work_s)
-        memory_s = SHORT_MEMORY_S if short else MEMORY_S
-        least_s = LEAST_SHORT_ROOM_S if short else LEAST_ROOM_S
-        room_s = max(least_s, share * replicas * memory_s)
-        promised_s = sum(estimate.promised_work_s(tenant, short) for estimate in estimates)
+        room_s = max(LEAST_ROOM_S, share * replicas * MEMORY_S)
+        promised_s = sum(estimate.promised_work_s(tenant, False) for estimate in estimates)
+        half_life_s = HALF_LIFE_S
+        if is_short(work_s):
+            unused = 0.0 if waiting_s else max(0.0, 1.0 - promised_s / room_s)
+            room_s = max(LEAST_SHORT_ROOM_S, share * replicas * SHORT_MEMORY_S) * (1.0 + unused)
+            promised_s = sum(estimate.promised_work_s(tenant, True) for estimate in estimates)
+            half_life_s = SHORT_HALF_LIFE_S
         allowed_s = max(room_s - work_s, 0.5 * room_s)
-        half_life_s = SHORT_HALF_LIFE_S if short else HALF_LIFE_S
         return half_life_s * math.log2(max(1.0, promised_s / allowed_s))
 
     @property
@@ -206,7 +217,7 @@ def admit(
     best = steady[0] if steady else offers[0]
     fits, load = best.fits and bool(steady), by_name[best.replica].load
     work_s = best.work_s * load.share
-    wait_s = usage.wait_s(request.tenant, work_s, estimates)
+    wait_s = usage.wait_s(request.tenant, work_s, estimates, waiting_s)
     if fits and not wait_s:
         return AdmissionDecision(best, True)
     if slo_class.when_infeasible == "relegate":
