@@ -111,7 +111,7 @@ def one_admission(tenants: int, count: int = 2000) -> tuple[float, float]:
     for index in range(tenants):
         usage.ask(f"tenant-{index}", 1.0, 0.0)
     load = Load(
-        margins=tuple((1.0 + 0.1 * index, 0.5) for index in range(64)),
+        margins=(tuple((1.0 + 0.1 * index, 0.5) for index in range(64)),),
         free_pages=(100_000,),
         total_pages=(100_000,),
         promised_work=tuple(

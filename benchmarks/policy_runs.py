@@ -1,17 +1,19 @@
 """Run of the policy matrix: a cell under a policy, in the simulated fleet.
 
 A run ends when the last deadline has passed. `lars-refuse` refuses what it cannot promise; the
-other variants accept everything. A refused request *would have made it* if, at the moment of its
-refusal, a fork of the whole simulation that accepts this request alone, without a promise, serves
-it in time and breaks no promise given before. At most `replays` refusals of a run are replayed, the
-first ones and then ever fewer. `lars-errors` runs on machines that are up to 20 % slower or faster
-than predicted (`Misprediction`).
+other variants accept everything. `lars-errors` runs on machines that are up to 20 % slower or
+faster than predicted (`Misprediction`).
+
+A refused request *would have made it* if the run could have served it in addition. The run is made
+again, and forked at the refusal: the fork accepts this request without a promise, and of later ones
+those that the first run accepted. It must serve the request in time, and every request in time that
+the first run did; else the refusal was right. At most `replays` refusals are replayed, spread
+evenly over all of a run.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -48,8 +50,8 @@ VARIANTS = {
 }
 ERROR = 0.2
 SLICE_S = 5.0  # virtual time between two looks at the processor time
-REPLAY_S = 5.0
-"""Virtual seconds after a refused request's deadline in which promises may break."""
+REPLAY_S = 30.0
+"""Virtual seconds after a refused request's deadline in which it may cost others theirs."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +100,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def work_share(self) -> float:
         return self.work_in_time_s / self.work_s if self.work_s else 1.0
+
+
+class Served(msgspec.Struct, frozen=True):
+    """Result of a run, for its replays: the refused requests as they came, and those in time."""
+
+    refused: tuple[str, ...]
+    in_time: frozenset[str]
 
 
 class BatchFill:
@@ -160,7 +169,10 @@ class Run:
             replica.watch = _after(fill.take, replica.watch)
         self.last_s = load.arrivals[-1].arrival_s
         self.until_s = max(a.arrival_s + load.deadlines_s[a.id] for a in load.arrivals) + 1e-6
-        self.refused = self.tried = self.would_make = self._replays = 0
+        self.tried = self.would_make = 0
+        self._first: Served | None = None
+        self._sample: frozenset[str] = frozenset()
+        self._forked = False
 
     def _replica(self, index: int) -> SimReplica:
         cell = self.cell
@@ -180,12 +192,22 @@ class Run:
         clock = PipelineClock(machine, PAGE_TOKENS, scheduler.layout, slowness)
         return SimReplica(f"r{index}", scheduler, clock, self.loop, keep_log=True)
 
-    def play(self, limit_s: float, replays: int) -> None:
-        """Run until the last deadline; raises TimeoutError after `limit_s` of processor time."""
+    def play(self, limit_s: float, first: Served | None = None, replays: int = 0) -> None:
+        """Run until the last deadline; raises TimeoutError after `limit_s` of processor time.
+
+        `first`: what the same run did before, to replay refusals.
+        """
         for arrival in self.workload.arrivals:
             self.loop.at(arrival.arrival_s, ARRIVE, functools.partial(self._arrive, arrival))
-        self._replays = replays
+        if first is not None:
+            self._first, self._sample = first, frozenset(spread(first.refused, replays))
         self._run(self.until_s, time.process_time() + limit_s)
+
+    def served(self) -> Served:
+        """Return what the run did."""
+        records = self.fleet.records()
+        in_time = frozenset(record.id for record in records if record.in_time)
+        return Served(tuple(record.id for record in self.fleet.refused), in_time)
 
     def _run(self, until_s: float, stop_s: float) -> None:
         while self.loop.now < until_s:
@@ -194,53 +216,57 @@ class Run:
                 raise TimeoutError(f"stopped at {self.loop.now:.0f} of {until_s:.0f} s")
 
     def _arrive(self, arrival: Arrival) -> None:
-        before = len(self.fleet.refused)
+        if self._forked and self._first is not None and arrival.id in self._first.refused:
+            return
         self.fleet.arrive(arrival)
-        if len(self.fleet.refused) > before and self.fleet.refused[-1].id == arrival.id:
-            self.refused += 1
+        if arrival.id in self._sample and not self._forked:
             self._replay(arrival)
 
     # --- refused requests -------------------------------------------------------------------------
 
     def _replay(self, arrival: Arrival) -> None:
-        """Replay a refusal of the sample."""
-        if self.tried >= self._replays or not _is_sampled(self.refused):
-            return
+        """Replay a refusal of the sample, in a fork of the simulation."""
         self.tried += 1
         child = os.fork()
         if not child:
-            code, self._replays = 2, 0
+            code = 2
             try:
-                code = 0 if self._would_make_it(arrival) else 1
+                code = 0 if self.would_make_it(arrival) else 1
             finally:
                 os._exit(code)
         _, status = os.waitpid(child, 0)
         self.would_make += os.waitstatus_to_exitcode(status) == 0
 
-    def _would_make_it(self, arrival: Arrival) -> bool:
-        """Accept a refused request without a promise and go on, in a fork of the simulation."""
+    def would_make_it(self, arrival: Arrival) -> bool:
+        """Accept a request that was just refused and go on as in the first run.
+
+        Afterwards this run is of no other use.
+        """
+        if self._first is None:
+            raise ValueError("a replay needs what the first run did: pass `first` to `play`")
         now = self.loop.now
-        own_due_s = now + self.workload.deadlines_s[arrival.id]
-        pending = {
-            record.id: record.arrival_s + record.ttft_deadline_s
+        due_s = {
+            a.id: a.arrival_s + self.workload.deadlines_s[a.id] for a in self.workload.arrivals
+        }
+        pending = (
+            due_s[record.id]
             for record in self.fleet.records()
             if record.promised and record.first_token_s is None
-        }
-        name = self.slo_class.name
-        refusing = self.fleet.classes[name]
-        self.fleet.refused.pop()
-        self.fleet.classes[name] = msgspec.structs.replace(refusing, when_infeasible="relegate")
-        self.fleet.arrive(arrival)
-        self.fleet.classes[name] = refusing
-        self.loop.run(own_due_s)
-        if not any(record.id == arrival.id and record.in_time for record in self.fleet.records()):
-            return False
-        self.loop.run(min(max(pending.values(), default=now), own_due_s + REPLAY_S))
-        return not any(
-            record.id in pending and not record.in_time
-            for record in self.fleet.records()
-            if pending.get(record.id, math.inf) <= self.loop.now
         )
+        until_s = max([*pending, due_s[arrival.id] + REPLAY_S])
+        name = self.slo_class.name
+        self._forked = True
+        self.fleet.refused.pop()
+        self.fleet.classes[name] = msgspec.structs.replace(
+            self.fleet.classes[name], when_infeasible="relegate"
+        )
+        self.fleet.arrive(arrival)
+        self.loop.run(due_s[arrival.id])
+        if arrival.id not in self.served().in_time:
+            return False
+        self.loop.run(min(until_s, self.until_s))
+        others = {name for name in self._first.in_time if now < due_s[name] <= self.loop.now}
+        return others <= self.served().in_time
 
     # --- results ----------------------------------------------------------------------------------
 
@@ -270,8 +296,6 @@ class Run:
                 for record in records.values()
             ),
             refused=sum(bool(record.refused) for record in records.values()),
-            tried=self.tried,
-            would_make=self.would_make,
             wait=max((wait_s / deadline_s for wait_s, deadline_s in waits), default=0.0),
             late_s=max((wait_s - deadline_s for wait_s, deadline_s in waits), default=0.0),
             batch_s=sum(fill.batch_s for fill in self.fills),
@@ -298,8 +322,13 @@ def play(
     began_s = time.process_time()
     try:
         run = Run(cell, variant, load, seed)
-        run.play(limit_s, replays)
-        return run.outcome(time.process_time() - began_s)
+        run.play(limit_s)
+        outcome = run.outcome(time.process_time() - began_s)
+        if not replays or not outcome.refused:
+            return outcome
+        again = Run(cell, variant, load, seed)
+        again.play(limit_s, run.served(), replays)
+        return msgspec.structs.replace(outcome, tried=again.tried, would_make=again.would_make)
     except (TimeoutError, RuntimeError, AssertionError, KeyError, ValueError) as error:
         spent_s = time.process_time() - began_s
         return Outcome(load=load.load, spent_s=spent_s, failure=f"{type(error).__name__}: {error}")
@@ -319,9 +348,10 @@ def total(outcomes: Sequence[Outcome]) -> Outcome:
     return Outcome(**values, failure=failures)
 
 
-def _is_sampled(count: int) -> bool:
-    """Return whether refusal number `count` is tried: the first eight, then by powers of 1.3."""
-    return count <= 8 or int(math.log(count, 1.3)) > int(math.log(count - 1, 1.3))
+def spread(ids: Sequence[str], most: int) -> list[str]:
+    """Return at most `most` of the ids, spread evenly."""
+    count = min(most, len(ids))
+    return [ids[(2 * index + 1) * len(ids) // (2 * count)] for index in range(count)]
 
 
 def _after(

@@ -74,7 +74,7 @@ def test_what_fits_is_promised() -> None:
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_with_the_earliest_that_can() -> None:
-    busy = estimate(margins=((1.0, 0.0), (3.0, 0.01)))
+    busy = estimate(margins=(((1.0, 0.0), (3.0, 0.01)),))
     with pytest.raises(Refusal, match="deadline") as refused:
         ask([busy])
     assert refused.value.code == "deadline_infeasible"
@@ -84,7 +84,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_the_earliest_that_can() -
 
 
 def test_a_class_that_relegates_takes_it_without_a_promise() -> None:
-    busy = estimate(margins=((1.0, 0.0), (3.0, 0.01)))
+    busy = estimate(margins=(((1.0, 0.0), (3.0, 0.01)),))
     assert not ask([busy], slo_class=SOFT).promised
 
 
@@ -338,13 +338,13 @@ def test_a_document_does_not_use_up_the_share_of_chats() -> None:
 
 
 def test_requests_beyond_a_share_go_behind_others_without_a_promise() -> None:
-    busy = estimate("large", margins=((1.0, 0.0), (3.0, 0.01)))
+    busy = estimate("large", margins=(((1.0, 0.0), (3.0, 0.01)),))
     usage = TenantUsage((SOFT,))
     usage.ask("b", 1.0, 0.0)
     assert not ask([busy], slo_class=SOFT, tenant="a", usage=usage).beyond_share
     full = estimate(
         "large",
-        margins=((1.0, 0.0), (3.0, 0.01)),
+        margins=(((1.0, 0.0), (3.0, 0.01)),),
         promised_work=(TenantWork("a", ROOM_S, ROOM_S),),
     )
     assert ask([full], slo_class=SOFT, tenant="a", usage=usage).beyond_share

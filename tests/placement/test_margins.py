@@ -61,7 +61,7 @@ def test_the_earliest_deadline_that_fits_is_the_earliest(
     def fits(due_in_s: float) -> bool:
         return margins.room_s(100.0 + due_in_s, 0.0, 100.0) >= work
 
-    earliest_s = margins.earliest_s(float(work), 100.0)
+    earliest_s = margins.earliest_s(float(work), 0.0, 100.0)
     assert fits(earliest_s)
     assert not any(fits(0.5 * half) for half in range(1, int(2 * earliest_s)))
 
@@ -94,3 +94,26 @@ def test_a_promise_added_counts_like_one_recounted(
         for half in range(1, 28):
             due_s = 100.0 + 0.5 * half
             assert added.room_s(due_s, 0.0, 100.0) == recounted.room_s(due_s, 0.0, 100.0)
+
+
+@given(JOBS, st.integers(1, 14), st.integers(1, 6), st.integers(0, 2), st.integers(0, 2))
+def test_the_batch_in_flight_and_the_drain_delay_each_request_once(
+    jobs: list[tuple[int, int]], due: int, work: int, lead: int, drain: int
+) -> None:
+    """Work of stage 0 follows the batch in flight; each prompt is done a drain after its own."""
+    promises = kept([(at - lead - drain, seconds) for at, seconds in jobs])
+    shifted = [(at + lead + drain, margin) for at, margin in reported(promises)]
+    margins = Margins(float(drain))
+    margins.recount(shifted, 100.0, [], float(lead))
+    fits = margins.room_s(100.0 + due, float(drain), 100.0) >= work
+    assert fits == feasible([*promises, (due - lead - drain, work)])
+    held = Margins(float(drain))
+    held.recount(
+        [], 100.0, sorted((100.0 + at + lead + drain, float(w)) for at, w in promises), float(lead)
+    )
+    assert held.room_s(100.0 + due, float(drain), 100.0) == margins.room_s(
+        100.0 + due, float(drain), 100.0
+    )
+    for half in range(1, 30):
+        before = margins.room_s(100.0 + 0.5 * half, float(drain), 100.0) >= work
+        assert not before or 0.5 * half >= margins.earliest_s(float(work), float(drain), 100.0)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.fleet.placement import (
+    ALL_GROUPS,
     PendingRequest,
     ReplicaEstimate,
     forecast_steps,
@@ -40,7 +41,7 @@ def request(due_s: float = 10.0, prompt_tokens: int = 1000, id: str = "n") -> Pe
 
 
 def loaded(*margins: tuple[float, float]) -> Load:
-    return Load(margins=margins, free_pages=(20_000,), total_pages=(20_000,))
+    return Load(margins=(margins,), free_pages=(20_000,), total_pages=(20_000,))
 
 
 def test_an_idle_replica_finishes_after_its_own_work() -> None:
@@ -242,9 +243,41 @@ def test_holding_many_equals_a_load_that_counts_them() -> None:
         assert abs(mine.earliest_s - theirs.earliest_s) < 1e-9
 
 
-def test_a_promise_leaves_half_a_batch_to_spare() -> None:
+def grouped(*margins: tuple[tuple[float, float], ...]) -> ReplicaEstimate:
+    """Return the estimate of a replica of two groups with those lists of margins."""
+    load = Load(margins=margins, free_pages=(20_000, 20_000), total_pages=(20_000, 20_000))
+    return estimate(load=load, kvp_min=2, kvp_max=2)
+
+
+def test_a_promise_leaves_half_a_batch_to_spare_once_the_batch_in_flight_is_over() -> None:
     strict = ReplicaEstimate("s", estimate().predictor, 10_000_000, max_batch_s=0.1)
-    strict.update(IDLE, 0.0)
+    strict.update(msgspec.structs.replace(IDLE, lead_s=(0.03,)), 0.0)
     cost_s = strict.assess(request(), 0.0).cost_s
-    assert not strict.assess(request(due_s=cost_s + 0.049), 0.0).fits
-    assert strict.assess(request(due_s=cost_s + 0.051), 0.0).fits
+    assert not strict.assess(request(due_s=cost_s + 0.029), 0.0).fits
+    assert strict.assess(request(due_s=cost_s + 0.031), 0.0).fits
+    assert strict.assess(request(due_s=cost_s + 0.031), 0.02).fits
+    assert not strict.assess(request(due_s=0.04 + cost_s + 0.049), 0.04).fits
+    assert strict.assess(request(due_s=0.04 + cost_s + 0.051), 0.04).fits
+
+
+def test_a_prompt_fits_in_the_group_that_has_room() -> None:
+    """Several lists of margins are of several groups; one list stands for all of them."""
+    full, roomy = ((0.5, 0.0), (3.0, 0.01)), ((1.0, 0.9),)
+    apart, together = grouped(full, roomy), grouped(full)
+    short = request(due_s=0.6)
+    fits = apart.assess(short, 0.0)
+    assert fits.fits and fits.group == 1
+    assert not together.assess(short, 0.0).fits
+    cached = apart.assess(short, 0.0, cached_tokens=900)
+    assert cached.fits and cached.group == 1 and cached.cost_s == fits.cost_s
+    anywhere = grouped(roomy, roomy).assess(short, 0.0, cached_tokens=900)
+    assert anywhere.fits and anywhere.group == ALL_GROUPS and anywhere.cost_s < fits.cost_s
+    tokens = apart.predictor.tokens_per_group
+    spans = grouped(((1e6, 0.0),), ()).assess(request(1e5, tokens), 0.0)
+    assert not spans.fits and spans.group == ALL_GROUPS
+    for number in range(40):
+        option = apart.assess(short, 0.0)
+        if not option.fits:
+            break
+        apart.hold(request(due_s=0.6, id=f"h{number}"), option, 0.0, promised=True)
+    assert 5 < number < 39  # what is held counts in the group that it is held for

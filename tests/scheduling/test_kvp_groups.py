@@ -325,3 +325,30 @@ def test_pages_that_are_only_reserved_in_a_lost_group_go_with_it() -> None:
     assert gone not in sequence.reserved
     plan.group_joined(gone, 3, 0.0)
     assert plan.next_batch(0.0, frozenset({0, 1})) is not None
+
+
+def test_a_promise_goes_to_the_group_where_it_breaks_none() -> None:
+    """The first group has nothing due sooner, but a later promise that only just fits."""
+    layout = topology(kvp=2, tokens_per_group=400_000)
+    plan = scheduler(layout, Scheduling(max_batch_s=0.05))
+    idle_s = plan.predictor.prefill_s(100_000)
+    just_s = plan._promises.full_cost_s(idle_s) * 1.001
+    plan.submit(request("tight", 100_000, within_s=just_s, promised=True), 0.0)
+    plan.submit(request("soon", 2000, within_s=0.3, promised=True), 0.0)
+    by_id = plan._state.by_id
+    assert [by_id[name].assigned_groups for name in ("tight", "soon")] == [(0,), (1,)]
+    margins = plan.load(0.0).margins
+    assert margins[0][0][1] < 0.05 < margins[1][0][1]
+    plan.submit(request("next", 500, within_s=0.35, promised=True), 0.0)
+    assert by_id["next"].assigned_groups == (1,)
+
+
+def test_margins_are_one_list_while_a_promise_spans_groups() -> None:
+    plan = scheduler(topology(kvp=2, tokens_per_group=4000), Scheduling(max_batch_s=0.05))
+    plan.submit(request("alone", 1000, within_s=9.0, promised=True), 0.0)
+    assert sorted(map(len, plan.load(0.0).margins)) == [0, 1]
+    plan.submit(request("spans", 6000, within_s=8.0, promised=True), 0.0)
+    (least,) = plan.load(0.0).margins
+    assert len(least) == 2 and len(plan.load(0.0).lead_s) == 1
+    plan.abort("spans", 0.0)
+    assert len(plan.load(0.0).margins) == 2

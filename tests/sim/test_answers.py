@@ -121,7 +121,7 @@ def test_a_report_of_many_promises_loses_none_of_their_work(seed: int) -> None:
         due_s = draw.uniform(0.1, 60.0)
         plan.submit(request(f"r{number}", 500, within_s=due_s, promised=True), 0.0)
     plan._account.try_nothing(0, 0.0)
-    reported = plan.load(0.0).margins
+    (reported,) = plan.load(0.0).margins
     assert len(reported) == 256
     whole, few = Margins(), Margins()
     whole.recount([*zip(*plan._promises.margins(0, 0.0, 600), strict=True)], 0.0, ())

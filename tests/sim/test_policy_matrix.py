@@ -10,8 +10,11 @@ import pytest
 from benchmarks.covering_array import Combination, covering_array, pairs
 from benchmarks.policies import Job, Row, by_cell, jobs_of, kept_rows
 from benchmarks.policy_cells import CELLS, LONG_SHARES, WORKLOADS, Cell, cells, infeasible, workload
-from benchmarks.policy_runs import Outcome, play, total
+from benchmarks.policy_runs import Outcome, Run, Served, play, spread, total
 from benchmarks.policy_verdict import table, verdict
+
+from medha.config import Scheduling
+from medha.sim.workload import Arrival
 
 CELL = Cell(
     number=0,
@@ -104,6 +107,48 @@ def test_a_run_accounts_for_every_request(variant: str) -> None:
     assert outcome.work_s == pytest.approx(sum(load.work_s.values()))
     assert outcome.fill > 0.0 and 0.0 < outcome.busy <= 1.0
     assert outcome.would_make <= outcome.tried <= min(2, outcome.refused)
+
+
+def test_replayed_refusals_are_spread_evenly_over_a_run() -> None:
+    ids = [str(number) for number in range(100)]
+    assert spread(ids, 4) == ["12", "37", "62", "87"]
+    assert spread(ids[:3], 24) == ids[:3] and spread([], 24) == []
+
+
+class OneReplay(Run):
+    """A run that replays one refusal in its own process, and then stops."""
+
+    made_it: bool | None = None
+
+    def _replay(self, arrival: Arrival) -> None:
+        self.made_it = self.would_make_it(arrival)
+        self.until_s = self.loop.now
+
+
+def test_a_refusal_was_right_if_the_request_costs_another_its_deadline() -> None:
+    """A document leaves room for one of two prompts; the run refuses the first of them."""
+    document, prompt = 200_000, 9000
+    work_s = CELL.predictor(Scheduling()).prefill_s(document)
+    load = msgspec.structs.replace(
+        workload(CELL, 0, 0.2, None),
+        arrivals=(
+            Arrival(id="document", arrival_s=0.0, prompt_tokens=document, output_tokens=1),
+            Arrival(id="first", arrival_s=0.5, prompt_tokens=prompt, output_tokens=1),
+            Arrival(id="second", arrival_s=0.9, prompt_tokens=prompt, output_tokens=1),
+        ),
+        deadlines_s={"document": 1.13 * work_s, "first": 0.5, "second": 0.5},
+    )
+    run = Run(CELL, "lars-refuse", load, 0)
+    run.play(60.0)
+    assert run.served() == Served(("first",), frozenset({"document", "second"}))
+
+    def made_it(served: Served) -> bool | None:
+        again = OneReplay(CELL, "lars-refuse", load, 0)
+        again.play(60.0, served, 1)
+        return again.made_it
+
+    assert made_it(run.served()) is False
+    assert made_it(Served(("first",), frozenset({"document"}))) is True
 
 
 def test_a_run_that_takes_too_long_has_a_failure() -> None:

@@ -23,6 +23,7 @@ from medha.prefill_times import PrefillTimes
 from medha.tenants import TenantWork, is_short
 
 FIRST_STEP = 1 << 14
+ALL_GROUPS = -1
 
 
 class PendingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ class Held(msgspec.Struct, frozen=True):
     """A placed request that no Load counts yet: work in seconds, pages of its whole length.
 
     `charge_s`: what the Load will count for its tenant; `decode_s`: what its decode takes of a
-    batch.
+    batch. `group`: as in PlacementOption.
     """
 
     due_s: float
@@ -53,6 +54,7 @@ class Held(msgspec.Struct, frozen=True):
     charge_s: float = 0.0
     decode_s: float = 0.0
     beyond_share: bool = False
+    group: int = ALL_GROUPS
 
 
 class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +64,8 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     could be promised, `needed_s` the same on an idle replica. `finish_s`: the expected time of the
     first token. `work_s`: prefill seconds after `cached_tokens`, `cost_s` as promises count them.
     `decode_s`: what the decode takes of a batch.
-    `roomy`: the pages of the request are free now.
+    `roomy`: the pages of the request are free now. `group`: which list of margins in the Load a
+    promise is counted in, or ALL_GROUPS.
     """
 
     replica: str
@@ -77,6 +80,7 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     pages: int
     free_pages: int
     decode_s: float = 0.0
+    group: int = ALL_GROUPS
 
     def first_s(self, promised: bool) -> float:
         """Expected time of the first token, for the slack of the request at arrival.
@@ -91,11 +95,21 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.finish_s, self.earliest_s - (self.needed_s - self.work_s))
 
 
-class ReplicaEstimate:
-    """Estimated state of one replica. Not thread-safe; `now` is the caller's clock.
+class _Cost(msgspec.Struct, frozen=True):
+    """Seconds of a prefill alongside decodes.
 
-    Every promise keeps `max_batch_s` as guard, as the promises of the replica itself do.
+    `work_s`: in all; `cost_s`: of stage 0, as promises count it; `own_s`: what delays only the
+    prompt itself, behind stage 0 and before a batch that the Load does not know ends.
     """
+
+    work_s: float
+    cost_s: float
+    own_s: float
+    is_long: bool
+
+
+class ReplicaEstimate:
+    """Estimated state of one replica. Not thread-safe; `now` is the caller's clock."""
 
     def __init__(
         self,
@@ -116,7 +130,8 @@ class ReplicaEstimate:
         self._accepted: set[str] = set()
         self._promised_work: dict[str, TenantWork] = {}  # by tenant, as reported
         self._held_work: dict[tuple[str, bool], float] = {}  # by tenant and whether short
-        self._margins = Margins()
+        self._drain_s = (predictor.topology.spp - 1) * max_batch_s
+        self._margins = [Margins(self._drain_s)]  # as many as lists in the Load
         self._reference_budgets_s: dict[float, float] = {}  # by TPOT of a class
         self._pages = 0
         self._pending_s = 0.0
@@ -182,6 +197,7 @@ class ReplicaEstimate:
             charge_s,
             option.decode_s,
             request.beyond_share and not promised,
+            option.group,
         )
         self._charge(held, charge_s)
         self._recounted()
@@ -255,38 +271,66 @@ class ReplicaEstimate:
         """
         self._recounted()
         tokens = request.prompt_tokens + request.max_output_tokens
-        cached = min(cached_tokens, request.prompt_tokens - 1)
-        load, spp = self.load, self.predictor.topology.spp
-        busy_s = self._times().alongside_s(cached, request.prompt_tokens, load.decode_part)
-        work_s = busy_s / load.share + (spp - 1) * min(busy_s, load.budget_s)
-        if self._is_long(busy_s):
-            inflation *= load.long_factor
-        cost_s = work_s * inflation + self._overhead_s
-        lead_s = min(load.budget_s, load.ahead_s)  # of the batch in flight
-        room = self._margins.room_s(request.due_s, lead_s, now)
-        needed_s = cost_s + 0.5 * min(load.budget_s, self.max_batch_s)  # of the batch in flight
+        cached, load = min(cached_tokens, request.prompt_tokens - 1), self.load
+        cost = self._cost(cached, request.prompt_tokens, inflation, now)
+        room_s = min(self._rooms(request, cost, now))
+        needed, group = cost, ALL_GROUPS
+        if len(self._margins) > 1 and groups_needed(tokens, self.predictor) == 1:
+            # Routers do not know where cached pages are: in any group, or computed in the roomiest.
+            alone = self._cost(0, request.prompt_tokens, inflation, now) if cached else cost
+            if not cached or room_s < cost.cost_s:
+                rooms = self._rooms(request, alone, now)
+                room_s, needed = max(rooms), alone
+                group = rooms.index(room_s)
         free = self._free_pages(tokens)
         pages = self.pages_of(tokens) - cached // self.load.page_tokens
         # The promise is decided above; finish_s only predicts what the replica runs first.
-        slack = (request.due_s - now - work_s) / max(work_s, 1e-3)
-        decode_s, decode_fits = self._decode(request, busy_s)
-        ahead_s = max(self.load.ahead_s, self._before_s(slack, request.beyond_share))
+        slack = (request.due_s - now - cost.work_s) / max(cost.work_s, 1e-3)
+        decode_s, decode_fits = self._decode(request, cost.is_long)
+        ahead_s = max(load.ahead_s, self._before_s(slack, request.beyond_share))
+        fits = room_s >= needed.cost_s and pages <= free and decode_fits and not self.closed
+        margins = self._margins if group == ALL_GROUPS else [self._margins[group]]
         return PlacementOption(
             replica=self.name,
             cached_tokens=cached,
-            work_s=work_s,
-            cost_s=cost_s,
-            needed_s=needed_s,
-            finish_s=ahead_s + work_s,
-            earliest_s=self._margins.earliest_s(needed_s, now) + lead_s,
-            fits=room >= needed_s and pages <= free and decode_fits and not self.closed,
+            work_s=cost.work_s,
+            cost_s=needed.cost_s,
+            needed_s=needed.cost_s + needed.own_s,
+            finish_s=ahead_s + cost.work_s,
+            earliest_s=max(
+                group_margins.earliest_s(needed.cost_s, needed.own_s, now)
+                for group_margins in margins
+            ),
+            fits=fits,
             roomy=pages <= free,
             pages=pages,
             free_pages=free,
             decode_s=decode_s,
+            group=group,
         )
 
-    def _decode(self, request: PendingRequest, busy_s: float) -> tuple[float, bool]:
+    def _cost(self, start: int, end: int, inflation: float, now: float) -> _Cost:
+        """Return what tokens `start` .. `end` of a prompt cost.
+
+        The batch in flight is known from the Load. Of a later one, half is left in the mean.
+        """
+        load = self.load
+        busy_s = self._times().alongside_s(start, end, load.decode_part)
+        drain_s = (self.predictor.topology.spp - 1) * min(busy_s, load.budget_s)
+        is_long = busy_s > 8.0 * self.max_batch_s
+        if is_long:
+            inflation *= load.long_factor
+        share_s = busy_s / load.share
+        known = now <= self._updated_s + max(load.lead_s, default=0.0)
+        rest_s = 0.0 if known else 0.5 * min(load.budget_s, self.max_batch_s)
+        cost_s = share_s * inflation + self._overhead_s
+        return _Cost(share_s + drain_s, cost_s, drain_s + rest_s, is_long)
+
+    def _rooms(self, request: PendingRequest, cost: _Cost, now: float) -> list[float]:
+        """Return the seconds of work that fit with all promises, for each list of margins."""
+        return [margins.room_s(request.due_s, cost.own_s, now) for margins in self._margins]
+
+    def _decode(self, request: PendingRequest, is_long: bool) -> tuple[float, bool]:
         """The part of a batch that the decode takes, and whether the decode capacity holds it.
 
         Decodes that run now have ended long before the first token of a long prompt.
@@ -296,12 +340,9 @@ class ReplicaEstimate:
         groups = max(1, groups_needed(request.prompt_tokens, self.predictor))
         keys = -(-request.prompt_tokens // groups)
         decode_s = self.predictor.decode_s(keys, groups) / self.predictor.topology.spp
-        if self._is_long(busy_s):
+        if is_long:
             return decode_s, decode_s <= self.load.decode_capacity_s
         return decode_s, decode_s + self._decode_s <= self.load.decode_room_s
-
-    def _is_long(self, busy_s: float) -> bool:
-        return busy_s > 8.0 * self.max_batch_s
 
     def predicted_tpot_s(self, request: PendingRequest) -> float:
         """TPOT of the running decodes with the request among them."""
@@ -328,10 +369,16 @@ class ReplicaEstimate:
         if not self._stale:
             return
         self._stale = False
-        promised = sorted(
-            (held.due_s, held.work_s) for held in self._held.values() if held.promised
-        )
-        self._margins.recount(self.load.margins, self._updated_s, promised)
+        reported = self.load.margins or ((),)
+        lead_s = self.load.lead_s or (0.0,) * len(reported)
+        self._margins = [Margins(self._drain_s) for _ in reported]
+        for group, margins in enumerate(self._margins):
+            promised = sorted(
+                (held.due_s, held.work_s)
+                for held in self._held.values()
+                if held.promised and (held.group == group or not 0 <= held.group < len(reported))
+            )
+            margins.recount(reported[group], self._updated_s, promised, lead_s[group])
         self._pages = sum(held.pages for held in self._held.values())
         self._pending_s = sum(held.work_s for held in self._held.values())
         self._beyond_s = sum(held.work_s for held in self._held.values() if held.beyond_share)
@@ -353,7 +400,9 @@ class ReplicaEstimate:
         if not held.promised:
             return
         self._decode_s += held.decode_s
-        self._margins.add(held.due_s, held.work_s, now)
+        for group, margins in enumerate(self._margins):
+            if held.group == group or not 0 <= held.group < len(self._margins):
+                margins.add(held.due_s, held.work_s, now)
 
     def _before_s(self, slack: float, beyond_share: bool) -> float:
         """Pending seconds with less relative slack than `slack`, by the bands of the Load.

@@ -68,13 +68,18 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     top: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=20)] = ()
 
 
+GroupMargins = Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=4096)]
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Work of a replica, by which the router admits and places.
 
-    `margins`: (due in s, seconds of work that still fit before it) of promised requests by
-    deadline; `due in` may be negative. `pending_bands`: (relative slack up to, seconds of prefill
-    work). `relegated_s`: work without a promise. `free_pages`, `total_pages`: by group, -1 for a
-    group that does not run. `claimable_pages`: pages of groups that may still be added.
+    `margins`: by running group, (due in s, seconds of work that still fit before it) of promised
+    requests by deadline; `due in` may be negative. One list stands for all groups. `lead_s`: for
+    each list, seconds until its group starts another batch. `pending_bands`: (relative slack up to,
+    seconds of prefill work). `relegated_s`: work without a promise. `free_pages`, `total_pages`: by
+    group, -1 for a group that does not run. `claimable_pages`: pages of groups that may still be
+    added.
     `share`: share of time for promised prefills, less that of relegated ones. `budget_s`: time
     budget of a batch while decodes run, `decode_capacity_s` the part of it that they may take,
     `decode_room_s` what is free of that, `decode_part` the part of the capacity that a new promise
@@ -85,7 +90,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     `promised_work`: prefill seconds promised to each tenant.
     """
 
-    margins: Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=4096)] = ()
+    margins: Annotated[tuple[GroupMargins, ...], msgspec.Meta(max_length=4096)] = ()
+    lead_s: Annotated[tuple[float, ...], msgspec.Meta(max_length=4096)] = ()
     pending_bands: Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=64)] = ()
     pending_s: float = 0.0
     relegated_s: float = 0.0

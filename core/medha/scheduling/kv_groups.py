@@ -11,6 +11,8 @@ module takes and returns pages; it knows no order and no deadlines.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from medha.scheduling.block_pool import BlockPool
 from medha.scheduling.native import Spans
 from medha.scheduling.sequence import Sequence
@@ -78,12 +80,13 @@ class KvGroups:
         if self.groups_needed(sequence) > 1:
             self.large[sequence.number] = sequence
 
-    def assign(self, sequence: Sequence) -> int:
+    def assign(self, sequence: Sequence, room_s: Callable[[int, int], float] | None = None) -> int:
         """Assign groups to the sequence; return how many of its tokens they have cached.
 
         Groups where its prefill would end earliest come first (pending work, and its own work
         behind the cached tokens), then those with most free pages. If no group runs, none is
-        assigned.
+        assigned. `room_s(group, cached tokens)`: what is left to promises in a group with the
+        sequence among them. A sequence of one group goes where that is most.
         """
         size = self.pool.page_tokens
         cached: dict[int, int] = {}
@@ -91,18 +94,19 @@ class KvGroups:
             cached[group] = cached.get(group, 0) + size
 
         due_s = sequence.request.due_s if sequence.request.promised else float("inf")
+        needed = self.groups_needed(sequence)
 
         def cost(group: int) -> tuple[float, int, int]:
+            here, free = cached.get(group, 0), self.pool[group].available
+            if room_s is not None and needed == 1:
+                return -room_s(group, here), -free, group
             own_s = (
-                self.queues.times.alongside_s(cached.get(group, 0), sequence.target_tokens, 0.0)
-                if cached
-                else 0.0
+                self.queues.times.alongside_s(here, sequence.target_tokens, 0.0) if cached else 0.0
             )
-            ahead_s = self.queues.ahead_s(group, due_s)
-            return ahead_s + own_s, -self.pool[group].available, group
+            return self.queues.ahead_s(group, due_s) + own_s, -free, group
 
         order = sorted(self.running, key=cost) if len(self.running) > 1 else [*self.running]
-        sequence.assign(tuple(order[: self.groups_needed(sequence)]))
+        sequence.assign(tuple(order[:needed]))
         self.update_shared(sequence)
         return len(self.find_cached(sequence, sequence.assigned_groups)) * size
 

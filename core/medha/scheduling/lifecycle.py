@@ -11,6 +11,8 @@ as its token arrives, pages included, so that building a batch does not visit ev
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from medha.batch import Chunk, Sampled
@@ -274,16 +276,28 @@ class Lifecycle:
         sequence.reset()
         self.queues.enqueue(sequence, self.assign_groups(sequence))
 
-    def assign_groups(self, sequence: Sequence) -> int:
+    def assign_groups(self, sequence: Sequence, now: float | None = None) -> int:
         """Assign groups; return how many of the tokens they have cached.
 
-        If no group runs, the sequence waits for one.
+        If no group runs, the sequence waits for one. `now`: of a promise that is new, which goes
+        where it fits.
         """
         self.groups.measure(sequence)
         if not self.groups.running:
             self.state.unassigned[sequence.number] = sequence
             return 0
-        return self.groups.assign(sequence)
+        if now is None or len(self.groups.running) == 1:
+            return self.groups.assign(sequence)
+        return self.groups.assign(sequence, functools.partial(self._room_s, sequence, now))
+
+    def _room_s(self, sequence: Sequence, now: float, group: int, cached: int) -> float:
+        """Return what is left to promises in a group with the sequence among them."""
+        account, promises = self.account, self.state.promises
+        start = now + self.state.in_flight.lead_s(group, now, account.budget_s)
+        part = account.promise_part()
+        work_s = self.queues.times.alongside_s(cached, sequence.target_tokens, part)
+        account.try_nothing(group, now)
+        return promises.room_s(group, sequence.request.due_s, start) - promises.full_cost_s(work_s)
 
     def take_ended(self) -> tuple[int, ...]:
         """Return the sequences whose pages were freed, for the ranks, since the last call."""

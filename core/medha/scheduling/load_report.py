@@ -1,6 +1,7 @@
 """The Load that a replica reports to routers, by which they place and admit requests.
 
-Margins are the least of all groups: a router does not know in which a request will be.
+Margins are those of each group. While promises span groups they are the least of all, as one list:
+what delays one of its groups delays such a promise.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import struct
 
 import numpy as np
 
-from medha.messages.fields import Load
+from medha.messages.fields import GroupMargins, Load
 from medha.scheduling.interface import Ahead
 from medha.scheduling.native import WorkSums
 from medha.scheduling.prefill_admission import DecodeAccount
@@ -42,8 +43,10 @@ def report(
     best = min(running, key=lambda group: (sums[group].pending_s, group), default=None)
     alongside = 0.0 if best is None else account.promise_part()
     before = ahead(state, sums, now)
+    margins, lead_s = _all_margins(state, account, running, now)
     return Load(
-        margins=_least_margins([_margins(state, account, group, now) for group in running]),
+        margins=margins,
+        lead_s=lead_s,
         pending_bands=_bands(sums),
         pending_s=sum(group_sums.pending_s for group_sums in sums.values()),
         relegated_s=sum(group_sums.relegated_s for group_sums in sums.values()),
@@ -111,8 +114,35 @@ def _counts(state: SchedulerState, sums: dict[int, WorkSums]) -> tuple[int, int]
     return waiting + len(started) - in_progress, in_progress
 
 
+def _all_margins(
+    state: SchedulerState, account: DecodeAccount, running: list[int], now: float
+) -> tuple[tuple[GroupMargins, ...], tuple[float, ...]]:
+    """Return the margins of each group, and the seconds until it starts another batch."""
+    lead_s = [state.in_flight.lead_s(group, now, account.budget_s) for group in running]
+    margins = [
+        _margins(state, account, group, group_lead_s, now, MARGINS // len(running))
+        for group, group_lead_s in zip(running, lead_s, strict=True)
+    ]
+    if len(running) > 1 and _promises_span(state):
+        return (_least_margins(margins),), (max(lead_s),)
+    return tuple(tuple(zip(*group, strict=True)) for group in margins), tuple(lead_s)
+
+
+def _promises_span(state: SchedulerState) -> bool:
+    """Return whether a promised prompt works in several groups."""
+    return any(
+        sequence.promised and len(sequence.assigned_groups) > 1 and not sequence.decoding
+        for sequence in state.groups.shared.values()
+    )
+
+
 def _margins(
-    state: SchedulerState, account: DecodeAccount, group: int, now: float
+    state: SchedulerState,
+    account: DecodeAccount,
+    group: int,
+    lead_s: float,
+    now: float,
+    most: int,
 ) -> tuple[list[float], list[float]]:
     """Return the times until due and the margins of a group's promises, from now.
 
@@ -120,22 +150,16 @@ def _margins(
     so that nothing is lost.
     """
     promises = state.promises
-    lead = state.in_flight.lead_s(group, now, account.budget_s)
     account.try_nothing(group, now)
-    due_in_s, margins_s = promises.margins(group, now + lead, MARGINS)
-    after_s = lead + promises.drain_s
+    due_in_s, margins_s = promises.margins(group, now + lead_s, max(1, most))
+    after_s = lead_s + promises.drain_s
     return [due_s + after_s for due_s in due_in_s], margins_s
 
 
 def _least_margins(
     by_group: list[tuple[list[float], list[float]]],
-) -> tuple[tuple[float, float], ...]:
-    """Return (due in, margin) by deadline: at each the least of all groups.
-
-    Routers do not know in which group a request will be; its cached pages lie in any.
-    """
-    if len(by_group) < 2:
-        return tuple(zip(*by_group[0], strict=True)) if by_group else ()
+) -> GroupMargins:
+    """Return (due in, margin) by deadline: at each the least of all groups."""
     due_in = np.unique(np.concatenate([due_s for due_s, _ in by_group]))
     margins = np.full(len(due_in), np.inf)
     for due_s, left_s in by_group:

@@ -17,6 +17,7 @@ the largest feasible set is kept.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections import abc
@@ -291,6 +292,14 @@ class PromiseSet:
         return waiting.rows.promise_margins(
             waiting.promised_count, start, self.overhead_s, self._inflation, most
         )
+
+    def room_s(self, group: int, due_s: float, start: float) -> float:
+        """Return the work due at `due_s` that fits with a group's promises, by the works tried."""
+        due_in_s, margins_s = self.margins(group, start, self.waiting[group].promised_count)
+        own_s = due_s - start - self.drain_s
+        place = bisect.bisect_right(due_in_s, own_s)
+        before_s = due_in_s[place - 1] - margins_s[place - 1] if place else 0.0
+        return min(own_s - before_s, min(margins_s[place:], default=math.inf))
 
     # --- one round --------------------------------------------------------------------------------
 

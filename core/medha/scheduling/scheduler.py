@@ -83,13 +83,13 @@ class Scheduler:
         sequence = Sequence(state.next_number(), request, used_hashes)
         state.add(sequence)
         self._account.grant(sequence, now)
-        cached = self._lifecycle.assign_groups(sequence)
+        promised = self._promises.gives and bool(request.promised)
+        cached = self._lifecycle.assign_groups(sequence, now if promised else None)
         work_s = request.work_s or self._idle_work_s(sequence, cached)
         norm_s = normaliser_s(
             self.settings.normaliser, work_s, request.ttft_deadline_s, self.settings.work_floor_s
         )
         sequence.set_work(work_s, norm_s)
-        promised = self._promises.gives and bool(request.promised)
         sequence.set_rank(promised, promised)
         self._queues.enqueue(sequence, cached)
         self._promises.loss_cap.count_decided(sequence, now)
