@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -271,6 +271,7 @@ class Fleet:
     def play(self) -> None:
         """Do once what scheduler and kubelets would do now."""
         self._seen = self.list("pods")
+        rooms: Rooms | None = None
         for pod in self._seen:
             name = pod["metadata"]["name"]
             if "deletionTimestamp" in pod["metadata"]:
@@ -281,7 +282,8 @@ class Fleet:
                 continue
             elif "nodeName" not in pod["spec"]:
                 if not self.scheduled:
-                    self._schedule(pod)
+                    rooms = rooms or self._rooms()
+                    self._schedule(pod, rooms)
             elif pod["status"]["phase"] == "Pending":
                 self.run(name)
 
@@ -346,50 +348,66 @@ class Fleet:
         ]
         return "\n".join(lines)
 
-    def _schedule(self, pod: dict[str, Any]) -> None:
+    def _schedule(self, pod: dict[str, Any], rooms: Rooms) -> None:
         """Bind the pod to the node that it prefers, else to any that has room; or refuse it."""
-        rooms = {node["metadata"]["name"]: node for node in self._usable_nodes(pod)}
+        usable = rooms.usable(pod)
         affinity = pod["spec"]["affinity"].get("nodeAffinity", {})
         wanted = affinity.get(f"preferred{DURING}", ())
         names = [term["preference"]["matchExpressions"][0]["values"][0] for term in wanted]
-        node = next((name for name in (*names, *sorted(rooms)) if name in rooms), "")
+        node = next((name for name in (*names, *usable) if name in usable), "")
         name = pod["metadata"]["name"]
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
         if node:
             target = {"apiVersion": "v1", "kind": "Node", "name": node}
             self.api.post(f"{path}/binding", json={"metadata": {"name": name}, "target": target})
+            rooms.take(node, pod)
             return
         refused = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
         conditions = [refused | {"message": f"0/{len(self.nodes)} nodes are available"}]
         if pod["status"].get("conditions") != conditions:
             self._merge(f"{path}/status", {"status": {"conditions": conditions}})
 
-    def _usable_nodes(self, pod: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The nodes of this fleet that match the pod's selector and have its devices left."""
-        taken: dict[str, int] = {}
-        for other in self.list("pods"):
-            node = other["spec"].get("nodeName", "")
-            over = other["status"]["phase"] in ("Succeeded", "Failed")
-            taken[node] = taken.get(node, 0) + (0 if over else _devices(other))
-        selector = pod["spec"].get("nodeSelector", {})
-        for node in self.api.get("/api/v1/nodes").json()["items"]:
-            name, conditions = node["metadata"]["name"], node["status"]["conditions"]
-            ready = next(entry["status"] for entry in conditions if entry["type"] == "Ready")
-            room = int(node["status"]["allocatable"]["nvidia.com/gpu"]) - taken.get(name, 0)
-            if (
-                name in self.nodes
-                and not node["spec"].get("unschedulable")
-                and ready == "True"
-                and selector.items() <= node["metadata"]["labels"].items()
-                and room >= _devices(pod)
-            ):
-                yield node
+    def _rooms(self) -> Rooms:
+        """The room that the pods just listed leave on this fleet's nodes."""
+        nodes = self.api.get("/api/v1/nodes").json()["items"]
+        return Rooms([node for node in nodes if node["metadata"]["name"] in self.nodes], self._seen)
 
     def _merge(self, path: str, change: Mapping[str, Any]) -> None:
         headers = {"Content-Type": "application/merge-patch+json"}
         answer = self.api.patch(path, json=change, headers=headers)
         if answer.status_code != httpx.codes.NOT_FOUND:  # deleted since it was read
             answer.raise_for_status()
+
+
+class Rooms:
+    """Devices that are left on nodes which are ready and schedulable."""
+
+    def __init__(self, nodes: list[dict[str, Any]], pods: list[dict[str, Any]]) -> None:
+        self._labels: dict[str, dict[str, str]] = {}
+        self._left: dict[str, int] = {}
+        for node in nodes:
+            conditions = {entry["type"]: entry["status"] for entry in node["status"]["conditions"]}
+            if conditions["Ready"] == "True" and not node["spec"].get("unschedulable"):
+                name = node["metadata"]["name"]
+                self._labels[name] = node["metadata"]["labels"]
+                self._left[name] = int(node["status"]["allocatable"]["nvidia.com/gpu"])
+        for pod in pods:
+            if pod["status"]["phase"] not in ("Succeeded", "Failed"):
+                self.take(pod["spec"].get("nodeName", ""), pod)
+
+    def usable(self, pod: dict[str, Any]) -> list[str]:
+        """Names of the nodes that match the pod's selector and have its devices left."""
+        selector, wanted = pod["spec"].get("nodeSelector", {}), _devices(pod)
+        return sorted(
+            name
+            for name, left in self._left.items()
+            if left >= wanted and selector.items() <= self._labels[name].items()
+        )
+
+    def take(self, node: str, pod: dict[str, Any]) -> None:
+        """Count the pod's devices on a node."""
+        if node in self._left:
+            self._left[node] -= _devices(pod)
 
 
 def condition_of(status: Mapping[str, Any], kind: str = "Ready") -> dict[str, Any]:
