@@ -6,9 +6,9 @@ faster than predicted (`Misprediction`).
 
 A refused request *would have made it* if the run could have served it in addition. The run is made
 again, and forked at the refusal: the fork accepts this request without a promise, and of later ones
-those that the first run accepted. It must serve the request in time, and every request in time that
-the first run did; else the refusal was right. At most `replays` refusals are replayed, spread
-evenly over all of a run.
+those that the first run accepted. It must serve the request in time, and every request in time in
+the first run that was promised before or is due soon after; else the refusal was right. At most
+`replays` refusals are replayed, spread evenly over all of a run.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ VARIANTS = {
 }
 ERROR = 0.2
 SLICE_S = 5.0  # virtual time between two looks at the processor time
-REPLAY_S = 30.0
-"""Virtual seconds after a refused request's deadline in which it may cost others theirs."""
+REPLAY_S = 5.0
+"""Virtual seconds after a refused request's deadline in which it may cost later ones theirs."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,12 +248,17 @@ class Run:
         due_s = {
             a.id: a.arrival_s + self.workload.deadlines_s[a.id] for a in self.workload.arrivals
         }
-        pending = (
-            due_s[record.id]
+        pending = {
+            record.id
             for record in self.fleet.records()
             if record.promised and record.first_token_s is None
-        )
-        until_s = max([*pending, due_s[arrival.id] + REPLAY_S])
+        }
+        soon_s = due_s[arrival.id] + REPLAY_S
+        others = {
+            other
+            for other in self._first.in_time
+            if other in pending or now < due_s[other] <= min(soon_s, self.until_s)
+        }
         name = self.slo_class.name
         self._forked = True
         self.fleet.refused.pop()
@@ -264,8 +269,7 @@ class Run:
         self.loop.run(due_s[arrival.id])
         if arrival.id not in self.served().in_time:
             return False
-        self.loop.run(min(until_s, self.until_s))
-        others = {name for name in self._first.in_time if now < due_s[name] <= self.loop.now}
+        self.loop.run(max([due_s[other] for other in others], default=now))
         return others <= self.served().in_time
 
     # --- results ----------------------------------------------------------------------------------
