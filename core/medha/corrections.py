@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 
 REGIMES = ("decode", "decode-shared", "mixed", "mixed-shared", "prefill", "prefill-shared")
-PREFILL = 4
+MIXED, PREFILL = 2, 4
 # (regime, the regime that it follows until it is measured), in order of update.
-_FOLLOWERS = ((1, 0), (2, PREFILL), (3, 2), (5, PREFILL))
+_FOLLOWERS = ((1, 0), (MIXED, PREFILL), (3, MIXED), (5, PREFILL))
 
 # Factors, skews, batches seen, relative errors: each by regime.
 Row = tuple[float, ...]

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable
 from math import pow as power
 
-from medha.corrections import PREFILL, Corrections, Learned
+from medha.corrections import MIXED, PREFILL, Corrections, Learned
 from medha.model import ModelShape, pairs
 from medha.profile import Profile
 from medha.topology import Topology, kv_heads_of, stage_layers
@@ -414,7 +414,7 @@ class BatchLoad:
         """Seconds with that chunk added; strictly increasing in `length`."""
         costs = self._costs
         rows, kvp_rows = self.rows + length, self.kvp_rows + length * (groups - 1)
-        regime = (2 if self.decodes else PREFILL) + (kvp_rows > 0)
+        regime = (MIXED if self.decodes else PREFILL) + (kvp_rows > 0)
         attention_s = self.attention_s + costs.attention(length, keys, tail)
         layer_s = costs.layer(rows, attention_s * costs.skews[regime], kvp_rows)
         entries = self.decodes + self.chunks + 1
@@ -428,7 +428,7 @@ class BatchLoad:
         """
         costs = self._costs
         row_s = costs.products.flop + costs.elementwise + costs.all_reduce_row
-        factors, skews, at = costs.factors, costs.skews, 2 if self.decodes else PREFILL
+        factors, skews, at = costs.factors, costs.skews, MIXED if self.decodes else PREFILL
         factor, skew = min(factors[at], factors[at + 1]), min(skews[at], skews[at + 1])
         # Attention's operations, of layers without a window: flop · (heads + half / length) ·
         # length · (keys + length / 2)
@@ -502,6 +502,12 @@ class Predictor:
     def load(self) -> BatchLoad:
         """Empty load of one group."""
         return BatchLoad(self._costs)
+
+    def load_alongside(self) -> BatchLoad:
+        """Load of one group whose chunks run alongside decodes, which take no time themselves."""
+        load = BatchLoad(self._costs)
+        load.decodes = 1
+        return load
 
     def batch_s(self, entries: Iterable[tuple[int, int, bool]]) -> float:
         """Seconds of the slowest stage for (length, keys, decode) entries in one group."""
@@ -612,9 +618,13 @@ class Predictor:
         load.add_decodes(TYPICAL_DECODES, TYPICAL_DECODES * keys, groups)
         return (load.seconds() - alone_s) / TYPICAL_DECODES
 
-    def prefill_corrections(self) -> tuple[float, float]:
-        """Return the correction of a prefill's whole time, and that of its attention."""
-        return self._costs.factors[PREFILL], self._costs.skews[PREFILL]
+    def prefill_corrections(self) -> tuple[float, ...]:
+        """Return the corrections of prefills' whole time and of their attention.
+
+        In batches of their own, then alongside decodes.
+        """
+        costs = self._costs
+        return tuple(of[at] for at in (PREFILL, MIXED) for of in (costs.factors, costs.skews))
 
     def move_s(self, tokens: int) -> float:
         """Seconds to copy the KV of `tokens` from one group to another (all stages at once)."""
@@ -635,7 +645,7 @@ class Predictor:
     def error(self) -> float:
         """Relative error of batches with chunks, exponentially weighted."""
         errors = self._corrections.errors
-        return max(errors[2], errors[PREFILL])
+        return max(errors[MIXED], errors[PREFILL])
 
     def learned(self) -> Learned:
         """State that observation changed."""

@@ -10,13 +10,16 @@ at a prefix, for a few D between 0 and the decode capacity, summed up over the p
 D time is interpolated linearly, which never underestimates, as it is convex in D.
 
 The decode capacity C is the D at which prefills still run at `prefill_share` of their rate.
+
+What the predictor has learned of batches with decodes and of those without differs. Prefills run in
+both, so that the slower counts while anything decodes.
 """
 
 from __future__ import annotations
 
 import bisect
 
-from medha.predictor import Predictor
+from medha.predictor import BatchLoad, Predictor
 
 LEVELS = 6
 FRACTIONS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
@@ -30,7 +33,7 @@ STALE = 0.02
 
 def decode_capacity_s(predictor: Predictor, budget_s: float, prefill_share: float) -> float:
     """C: decode seconds of a batch alongside which prefills keep `prefill_share` of their rate."""
-    empty = predictor.load()
+    empty = predictor.load_alongside()
     chunk = predictor.largest_chunk(empty, 0, 1 << 20, budget_s, 1)
     if not chunk:
         return 0.0
@@ -53,7 +56,7 @@ class PrefillTimes:
     def __init__(self, predictor: Predictor, budget_s: float, capacity_s: float) -> None:
         self.predictor, self.budget_s, self.capacity_s = predictor, budget_s, capacity_s
         self.step = predictor.step_tokens
-        self._factor, self._skew = predictor.prefill_corrections()
+        self._corrections = predictor.prefill_corrections()
         self._limits = [budget_s - self.capacity_s * fraction for fraction in FRACTIONS]
         self._knots: list[int] = []
         self._rates: list[list[float]] = []  # at each knot: seconds per token, by level
@@ -64,9 +67,9 @@ class PrefillTimes:
     @property
     def outdated(self) -> bool:
         """The predictor has learned too much since the tables were built."""
-        factor, skew = self.predictor.prefill_corrections()
-        change = abs(factor - self._factor) / self._factor + abs(skew - self._skew) / self._skew
-        return change > STALE
+        pairs = zip(self._corrections, self.predictor.prefill_corrections(), strict=True)
+        changes = [abs(after - before) / before for before, after in pairs]
+        return max(changes[0] + changes[1], changes[2] + changes[3]) > STALE
 
     def by_level(self, start: int, end: int) -> list[float]:
         """Seconds for tokens `start` .. `end` of a prompt, for each level of decodes.
@@ -77,10 +80,9 @@ class PrefillTimes:
             return [0.0] * LEVELS
         predictor, length = self.predictor, end - start
         keys, groups = predictor.shard(start)
-        load = predictor.load()
-        if length <= max(self.step, load.most(keys, self.budget_s)[0]):
-            load.add_chunk(length, keys, groups, yields=True)
-            seconds = load.seconds()
+        loads = self._loads()
+        if length <= max(self.step, min(load.most(keys, self.budget_s)[0] for load in loads)):
+            seconds = max(load.seconds_with(length, keys, groups, yields=True) for load in loads)
             if length <= self.step or seconds <= self.budget_s:
                 return [seconds * self.budget_s / limit for limit in self._limits]
         ends, starts = self._up_to(end), self._up_to(start)
@@ -144,8 +146,19 @@ class PrefillTimes:
         Chunks are whole steps, so that batches are shorter than the budget. In a pipeline a batch
         waits for a longer one ahead: half of what it is shorter is lost.
         """
+        return max([self._rate_in_s(load, keys, groups, limit_s) for load in self._loads()])
+
+    def _loads(self) -> list[BatchLoad]:
+        """Return empty loads: alongside decodes if there may be any, and without."""
+        predictor = self.predictor
+        if not self.capacity_s:
+            return [predictor.load()]
+        alone = self._corrections[:2] != self._corrections[2:]  # else it is never slower
+        return [predictor.load_alongside(), *([predictor.load()] if alone else [])]
+
+    def _rate_in_s(self, load: BatchLoad, keys: int, groups: int, limit_s: float) -> float:
+        """Return the same in batches that begin with `load`."""
         predictor, step = self.predictor, self.step
-        load = predictor.load()
         chunk = predictor.largest_chunk(load, keys, 1 << 20, limit_s, step, groups)
         starved_s = MAX_STARVED_ROUNDS * self.budget_s / step
         if chunk < step:

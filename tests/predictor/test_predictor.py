@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from medha.corrections import PREFILL, REGIMES, Learned
 from medha.model import ModelShape
 from medha.predictor import BatchLoad, Predictor
+from medha.prefill_times import PrefillTimes
 from medha.profile import A100, CPU_CORE, H100, Profile
 from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
@@ -302,3 +303,29 @@ def test_regimes_are_named_by_what_a_batch_holds() -> None:
     assert named[1, 1, 2] == "mixed-shared"
     assert named[0, 1, 1] == "prefill"
     assert named[0, 1, 2] == "prefill-shared"
+
+
+@pytest.mark.parametrize("alone, alongside", [(0.9, 1.1), (1.1, 0.9)])
+def test_a_prefill_alongside_decodes_takes_the_slower_of_both_kinds_of_batches(
+    alone: float, alongside: float
+) -> None:
+    """A promise reckons with batches that hold decodes, and with those between that hold none."""
+    learned, slow, exact = predictor(), predictor(), predictor()
+    entries = [(512, 20_000, False)]
+    for _ in range(200):
+        for batch, ratio in ((entries, alone), ([*entries, (1, 9000, True)], alongside)):
+            real_s = ratio * load_of(exact, batch).seconds()
+            learned.observe(load := load_of(learned, batch), load.seconds(), real_s)
+            slow_s = 1.1 * load_of(exact, batch).seconds()
+            slow.observe(load := load_of(slow, batch), load.seconds(), slow_s)
+    before = PrefillTimes(exact, 0.027, 0.01)
+    times, expected = (PrefillTimes(of, 0.027, 0.01) for of in (learned, slow))
+    assert times.by_level(0, 50_000) == pytest.approx(expected.by_level(0, 50_000), rel=0.01)
+    assert times.by_level(0, 200) == pytest.approx(expected.by_level(0, 200), rel=0.01)
+    assert min(times.by_level(0, 50_000)) > 1.1 * min(before.by_level(0, 50_000))
+    idle_s = [PrefillTimes(of, 0.1, 0.0).by_level(0, 50_000)[0] for of in (learned, exact)]
+    assert abs(idle_s[0] / idle_s[1] - alone) < 0.05
+    outdated = PrefillTimes(learned, 0.027, 0.01)
+    for _ in range(50):
+        learned.observe(load := load_of(learned, batch), load.seconds(), 1.3 * load.seconds())
+    assert outdated.outdated
