@@ -231,20 +231,22 @@ class _Loader:
             head_norms=self._head_norms(attention) if c.head_norms else None,
         )
 
-    def _mlp(self, prefix: str, width: int) -> GatedMlp:
-        """Load the slice of an MLP of `width`."""
+    def _mlp(self, prefix: str, width: int, *, few_rows: bool = False) -> GatedMlp:
+        """Load the slice of an MLP of `width`; see `paneled`."""
         gate_up = [(prefix + name, width, self._share(width)) for name in ("gate_proj", "up_proj")]
         biased = self.config.mlp_bias
         return GatedMlp(
-            self._columns(gate_up, biased, halves=2),
-            self._row(prefix + "down_proj", width, self._share(width), biased),
+            self._columns(gate_up, biased, halves=2, few_rows=few_rows),
+            self._row(prefix + "down_proj", width, self._share(width), biased, few_rows=few_rows),
         )
 
     def _experts(self, prefix: str, experts: RoutedExperts) -> Experts:
         """Load the router, and a slice of every expert; on a GPU one tensor holds them all."""
         width = experts.intermediate
         router = self._columns([(prefix + "gate", experts.count, range(experts.count))], False)
-        mlps = [self._mlp(f"{prefix}experts.{n}.", width) for n in range(experts.count)]
+        mlps = [
+            self._mlp(f"{prefix}experts.{n}.", width, few_rows=True) for n in range(experts.count)
+        ]
         loaded = Experts(
             router,
             tuple(mlp.gate_up for mlp in mlps),
@@ -275,6 +277,7 @@ class _Loader:
         *,
         rotated: int = 0,
         halves: int = 1,
+        few_rows: bool = False,
     ) -> Linear:
         """Load column-parallel projections side by side: output rows `range` of each.
 
@@ -294,9 +297,11 @@ class _Loader:
                 own = self._count(part[rows.start : rows.stop])
                 bias[cut].copy_(interleaved(own, D) if number < rotated else own)
             at += len(rows)
-        return Linear(paneled(weight, halves), bias)
+        return Linear(paneled(weight, halves, few_rows=few_rows), bias)
 
-    def _row(self, name: str, inputs: int, columns: range, biased: bool) -> Linear:
+    def _row(
+        self, name: str, inputs: int, columns: range, biased: bool, *, few_rows: bool = False
+    ) -> Linear:
         """Load a row-parallel projection: input columns `columns`; its bias is added once, on
         shard 0."""
         tensor = self.checkpoint.slice(name + ".weight", (self.config.hidden, inputs))
@@ -304,7 +309,7 @@ class _Loader:
         bias = None
         if biased and self.shard == 0:
             bias = self._vector(name + ".bias")
-        return Linear(paneled(part.t().to(self.dtype)), bias)
+        return Linear(paneled(part.t().to(self.dtype), few_rows=few_rows), bias)
 
     def _vector(self, name: str, size: int = 0) -> torch.Tensor:
         """Load a vector of `size` entries (0: hidden size)."""

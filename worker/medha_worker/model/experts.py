@@ -92,15 +92,14 @@ class Experts:
         arithmetic: Arithmetic,
     ) -> torch.Tensor:
         """Compute the rows of one expert after those of another."""
-        rows, scales = order // self.per_token, weights.flatten()[order].unsqueeze(1)
         counts = selected.flatten().bincount(minlength=len(self.down)).tolist()
-        out, first = torch.zeros_like(x), 0
-        for gate_up, down, count in zip(self.gate_up, self.down, counts, strict=True):
-            if count:
-                own = slice(first, first + count)
-                product = down(arithmetic.gated(gate_up, x[rows[own]]))
-                out.index_add_(0, rows[own], product.mul_(scales[own]))
-                first += count
+        rows = torch.split(order // self.per_token, counts)
+        scales = torch.split(weights.reshape(-1, 1)[order], counts)
+        out = torch.zeros_like(x)
+        for number, own in enumerate(rows):
+            if len(own):
+                inner = arithmetic.gated(self.gate_up[number], x.index_select(0, own))
+                out.index_add_(0, own, self.down[number](inner).mul_(scales[number]))
         return out
 
     def _grouped(

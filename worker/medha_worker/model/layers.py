@@ -80,16 +80,17 @@ class Linear:
         return out.view(len(out), len(self.weight), -1).transpose(0, 1)
 
 
-def paneled(weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
+def paneled(weight: torch.Tensor, parts: int = 1, *, few_rows: bool = False) -> torch.Tensor:
     """Return `weight` [in, out] in the layout of a Linear.
 
     On a CPU: contiguous, in panels for wide float32 weights; no panel spans two of the equal
-    `parts`. Elsewhere the transpose is contiguous.
+    `parts`. Elsewhere the transpose is contiguous. `few_rows`: products mostly have one or two
+    rows, which take twice as long with panels.
     """
     inputs, outputs = weight.shape
     if not weight.is_cpu:
         return weight if weight.t().is_contiguous() else weight.t().contiguous().t()
-    if weight.dtype == torch.float32 and outputs >= WIDE:
+    if weight.dtype == torch.float32 and outputs >= WIDE and not few_rows:
         for width in range(PANEL, outputs // 2 + 1, 16):
             if outputs // parts % width == 0:
                 return weight.reshape(inputs, -1, width).transpose(0, 1).contiguous()
