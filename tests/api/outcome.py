@@ -49,6 +49,8 @@ DIFFER = {
     "medha.dev/content-hash",
 }
 NUMBERED = (ORDINAL, "replica")
+DELETED = re.compile(r"pod \S+ is being deleted|the pod of stage \d+ is gone")
+"""Reasons of a restart after a deletion, which depend on when the operator looks."""
 
 Objects = dict[str, list[dict[str, Any]]]
 
@@ -103,6 +105,8 @@ def _quieten(status: dict[str, Any]) -> None:
     for condition in status.get("conditions", ()):
         condition.pop("message", None)
     status.pop("slo", None)
+    for restart in status.get("restarts", ()):
+        restart["reason"] = DELETED.sub("a pod is deleted", restart["reason"])
     for group in status.get("groups", ()):
         del group["wanted"], group["generation"]
 

@@ -54,6 +54,25 @@ def test_two_equal_fleets_are_the_same() -> None:
     assert plain(FLEET, "here") == plain(fleet(3, "abcdef0123", "two"), "there")
 
 
+def restarts(reason: str) -> Objects:
+    objects = copy.deepcopy(FLEET)
+    (resource,) = objects["medhareplicas"]
+    resource["status"]["restarts"] = [{"replica": 0, "group": 0, "reason": reason}]
+    return objects
+
+
+def test_a_deleted_pod_may_be_seen_before_it_is_gone_or_not() -> None:
+    seen, gone, ended = (
+        plain(restarts(reason), "here")
+        for reason in (
+            "pod llama-0-g0-s1 is being deleted",
+            "the pod of stage 1 is gone",
+            "pod llama-0-g0-s1 ended (Error)",
+        )
+    )
+    assert seen == gone != ended
+
+
 def orphan(objects: Objects) -> None:
     objects["configmaps"].append({"metadata": {"name": "llama-0-fedcba9876"}, "data": {}})
 
