@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.engine import plain_library
+from tests.engine.gpu_twin import attention_for
 from tests.engine.test_engine_graphs import Again
 from tests.gpu.models import (
     CUTS,
@@ -27,10 +27,7 @@ from tests.gpu.models import (
 )
 from tests.support.solo_engine import SoloEngine
 
-from medha_worker import flashinfer
-from medha_worker.attention.flashinfer_plan import Geometry
 from medha_worker.attention.fp8_scales import FP8
-from medha_worker.attention.paged import PagedAttention
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.checkpoint_writer import TinyModel
 
@@ -38,16 +35,10 @@ Folder = Callable[[TinyModel], pathlib.Path]
 
 
 def as_on_a_gpu(folder: pathlib.Path, model: TinyModel) -> tuple[SoloEngine, Again]:
-    geometry = Geometry(
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        page_tokens=64,
-        dtype=torch.bfloat16,
-        kv_dtype=torch.bfloat16,
+    dtype = torch.bfloat16
+    attention = attention_for(
+        model.heads, model.kv_heads, model.head_dim, 64, dtype, dtype, torch.device("cpu")
     )
-    library: flashinfer.Library = plain_library  # type: ignore[assignment]
-    attention = PagedAttention(geometry, library, torch.device("cpu"))
     engine = SoloEngine(folder, pages=16, dtype=torch.bfloat16, attention=attention)
     again = Again()
     engine.record(again, GRAPHS, CUTS)

@@ -344,7 +344,7 @@ class NetworkSpec(SpecSection, frozen=True):
     devices: Annotated[tuple[RdmaDevice, ...], msgspec.Meta(max_length=32)] = ()
     """RDMA devices or ports, such as mlx5_0 or mlx5_0:1. Absent: all that are usable."""
     gpu_direct: Switch = "Enabled"
-    """Whether RDMA devices read and write the memory of GPUs directly, where drivers allow it."""
+    """Direct access of RDMA devices to the memory of GPUs, where drivers allow it."""
     resources: Annotated[dict[str, Devices], msgspec.Meta(max_length=8)] = {}
     """Extended resources that give a pod its RDMA devices, such as {rdma/hca_shared_devices_a: 1}.
     Each pod requests them."""
@@ -352,9 +352,9 @@ class NetworkSpec(SpecSection, frozen=True):
     """Secondary networks of the pods for Multus: names of NetworkAttachmentDefinitions, of this
     namespace or as namespace/name."""
     ipc_lock: Switch = "Disabled"
-    """Whether ranks may lock any amount of memory, which RDMA needs where the container runtime
-    limits it. Kubernetes gives IPC_LOCK to root only: the container then runs as root without
-    any other capability, which the Pod Security standard restricted forbids."""
+    """Permission of ranks to lock any amount of memory, which RDMA needs where the container
+    runtime limits it. Kubernetes gives IPC_LOCK to root only: the container then runs as root
+    without any other capability, which the Pod Security standard restricted forbids."""
 
 
 class PlacementSpec(SpecSection, frozen=True):
@@ -445,7 +445,7 @@ class MedhaReplicaSpec(SpecSection, frozen=True, kw_only=True):
     engine: EngineSpec = EngineSpec()
     """What each rank has to work with."""
     network: NetworkSpec = NetworkSpec()
-    """How ranks of different pods exchange data."""
+    """Exchange of data between ranks of different pods."""
     placement: PlacementSpec = PlacementSpec()
     """Which nodes, and how close together."""
     autoscaling: AutoscalingSpec | None = None
