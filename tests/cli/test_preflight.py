@@ -117,8 +117,8 @@ CONFIGS: list[tuple[dict[str, object], str]] = [
         "num_experts_per_tok is 8: must be at most num_experts, which is 4; fetch",
     ),
     (
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "quantization_config is 'gptq': must be absent, as quantised weights are not served; use",
+        {"quantization_config": {"quant_method": "gptq", "bits": 8}},
+        "quantization_config.bits is 8: must be 4; use a checkpoint of another format, such as",
     ),
     (
         {"rope_scaling": {"rope_type": "longrope"}, "rope_parameters": None},

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.support.quantiser import FORMATS, quantise
 from tests.support.rank_rig import ForkServer, Rig
 
 from medha.config import WorkerConfig
@@ -51,6 +52,19 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
     def made(name: str) -> tuple[pathlib.Path, Oracle]:
         folder = write_checkpoint(tmp_path_factory.mktemp("family"), FAMILIES[name])
         return folder, oracle_of(folder)
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def formats(tmp_path_factory: pytest.TempPathFactory, checkpoint: pathlib.Path) -> Families:
+    """Folders of packed checkpoints; the oracle has the weights that they stand for."""
+
+    @functools.cache
+    def made(name: str) -> tuple[pathlib.Path, Oracle]:
+        target = tmp_path_factory.mktemp("format")
+        packed, plain = quantise(checkpoint, target, FORMATS[name])
+        return packed, oracle_of(plain)
 
     return made
 

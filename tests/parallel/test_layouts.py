@@ -169,6 +169,22 @@ def test_each_family_matches_transformers_in_shards_stages_and_groups(
     assert len(runs) > 2 and not rig.failed
 
 
+@pytest.mark.parametrize(
+    "name", ["fp8, narrow blocks", "awq", "gptq, inputs in order of activation"]
+)
+@pytest.mark.parametrize("tp, spp, kvp", [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
+def test_packed_weights_match_transformers_on_the_dequantised_in_each_layout(
+    make_rig: MakeRig, formats: Families, name: str, tp: int, spp: int, kvp: int
+) -> None:
+    folder, oracle = formats(name)
+    rig = make_rig(tp, spp, kvp, checkpoint=str(folder))
+    rig.start(range(kvp))
+    rig.form(1, tuple(range(kvp)))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1)
+    assert differences(play(driver, kvp, 400, seed=tp + 10 * spp), oracle) == []
+    assert all_free(driver) and not rig.failed
+
+
 def run_random_batches(driver: Driver, kvp: int, rng: random.Random, batches: int) -> list[Running]:
     """Run batches of random sequences, which start, hit prefixes, grow, move and end."""
     over: list[Running] = []

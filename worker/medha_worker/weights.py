@@ -26,6 +26,7 @@ from medha_worker.attention.fp8_scales import Scales, of_layer
 from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.experts import Experts
 from medha_worker.model.layers import GatedMlp, LayerWeights, Linear, blank, paneled
+from medha_worker.model.packed_weights import FLOATS, packed_weight
 from medha_worker.model.rope import interleaved
 
 HEAD = "lm_head.weight"
@@ -117,8 +118,29 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def slice(self, name: str, shape: Sequence[int]) -> Any:
-        """Return a lazy slice of tensor `name`, which must have `shape`."""
+    def slice(self, name: str, shape: Sequence[int] | None, types: Sequence[str] = FLOATS) -> Any:
+        """Return a lazy slice of tensor `name`, which must have `shape` (None: any) and one of
+        `types`."""
+        file, tensor = self._lazy(name)
+        if shape is not None and tuple(tensor.get_shape()) != tuple(shape):
+            raise CheckpointError(
+                f"{self.folder / file}: {name} is {list(tensor.get_shape())}: config.json implies"
+                f" {list(shape)}; config.json and the weights must be of one model"
+            )
+        if tensor.get_dtype() not in types:
+            raise CheckpointError(
+                f"{self.folder / file}: {name} is {tensor.get_dtype()}: must be"
+                f" {' or '.join(types)}, as quantization_config in config.json says; fetch both"
+                " again, or use the bfloat16 checkpoint"
+            )
+        return tensor
+
+    def type_of(self, name: str) -> str:
+        """Return the type of tensor `name`, as safetensors spells it."""
+        return str(self._lazy(name)[1].get_dtype())
+
+    def _lazy(self, name: str) -> tuple[str, Any]:
+        """Return the file of tensor `name`, and a lazy slice of it."""
         file = self._file_of.get(name)
         if file is None:
             raise CheckpointError(
@@ -126,22 +148,11 @@ class Checkpoint:
                 " config.json and the weights must be of one model: fetch both again"
             )
         try:
-            tensor = self._handle(file).get_slice(name)
+            return file, self._handle(file).get_slice(name)
         except SafetensorError as error:
             raise CheckpointError(
                 f"{self.folder / file} lacks {name} ({error}); fetch the file and its index again"
             ) from None
-        if tuple(tensor.get_shape()) != tuple(shape):
-            raise CheckpointError(
-                f"{self.folder / file}: {name} is {list(tensor.get_shape())}: config.json implies"
-                f" {list(shape)}; config.json and the weights must be of one model"
-            )
-        if tensor.get_dtype() not in ("F32", "F16", "BF16"):
-            raise CheckpointError(
-                f"{self.folder / file}: {name} is {tensor.get_dtype()}: must be F32, F16 or BF16;"
-                " use an unquantised checkpoint"
-            )
-        return tensor
 
 
 def load(
@@ -289,8 +300,8 @@ class _Loader:
         at = 0
         for number, (name, outputs, rows) in enumerate(parts):
             cut = slice(at, at + len(rows))
-            tensor = self.checkpoint.slice(name + ".weight", (outputs, self.config.hidden))
-            own = self._count(tensor[rows.start : rows.stop, :])
+            inputs = range(self.config.hidden)
+            own = self._weight(name, (outputs, self.config.hidden), rows, inputs)
             weight[:, cut].copy_((interleaved(own, D) if number < rotated else own).t())
             if bias is not None:
                 part = self.checkpoint.slice(name + ".bias", (outputs,))
@@ -304,12 +315,24 @@ class _Loader:
     ) -> Linear:
         """Load a row-parallel projection: input columns `columns`; its bias is added once, on
         shard 0."""
-        tensor = self.checkpoint.slice(name + ".weight", (self.config.hidden, inputs))
-        part = self._count(tensor[:, columns.start : columns.stop])
+        outputs = range(self.config.hidden)
+        part = self._weight(name, (self.config.hidden, inputs), outputs, columns)
         bias = None
         if biased and self.shard == 0:
             bias = self._vector(name + ".bias")
         return Linear(paneled(part.t().to(self.dtype), few_rows=few_rows), bias)
+
+    def _weight(
+        self, name: str, shape: tuple[int, int], rows: range, columns: range
+    ) -> torch.Tensor:
+        """Return a part of a projection's weight [outputs, inputs], dequantised if it is packed."""
+        cut = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+        packing = self.config.quantization
+        if packing is not None and isinstance(self.checkpoint, Checkpoint):
+            packed = packed_weight(self.checkpoint, name, shape, packing, self._count)
+            if packed is not None:
+                return packed[cut]
+        return self._count(self.checkpoint.slice(name + ".weight", shape)[cut])
 
     def _vector(self, name: str, size: int = 0) -> torch.Tensor:
         """Load a vector of `size` entries (0: hidden size)."""
@@ -334,8 +357,10 @@ class _Loader:
         return tensor.to(self.device)
 
     def _total_bytes(self) -> int:
-        """Return the bytes that this rank will read, without norms and biases."""
+        """Return the bytes that this rank will read, without norms, biases and scales."""
         c, item = self.config, self._item_bytes()
+        packed = c.quantization is not None and isinstance(self.checkpoint, Checkpoint)
+        stored = c.quantization.stored_bytes if c.quantization and packed else item
         rows = len(self.layers) * 2 * (len(self.q_rows) + len(self.kv_rows))
         for layer in self.layers:
             if experts := c.experts_in(layer):
@@ -343,7 +368,7 @@ class _Loader:
             else:
                 rows += 3 * len(self._share(c.intermediate))
         tables = (self.layers.start == 0) + (self.layers.stop == c.layers)
-        return item * c.hidden * (rows + tables * self.vocab_rows)
+        return int(c.hidden * (stored * rows + item * tables * self.vocab_rows))
 
     def _item_bytes(self) -> int:
         tensor = self.checkpoint.slice(

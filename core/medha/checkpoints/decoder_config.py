@@ -15,6 +15,7 @@ import msgspec
 
 from medha.checkpoints.families import family_of, windows_of
 from medha.checkpoints.json_fields import count, read_json
+from medha.checkpoints.quantization import Quantization, quantization_of
 from medha.checkpoints.routed_experts import RoutedExperts, experts_of
 from medha.errors import CheckpointError
 from medha.messages import GenerationDefaults
@@ -53,7 +54,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `head_norms`: each head's query and key are normed before rotation. `windows`: window of each
     layer in tokens, a row's own included (0: all); () if no layer has one. `experts` is None if all
-    layers have one MLP, of width `intermediate`.
+    layers have one MLP, of width `intermediate`. `quantization` is None if no weights are packed.
     """
 
     layers: int
@@ -72,6 +73,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_norms: bool = False
     windows: tuple[int, ...] = ()
     experts: RoutedExperts | None = None
+    quantization: Quantization | None = None
     max_context_tokens: int = 2048
     stop_tokens: tuple[int, ...] = ()
 
@@ -157,6 +159,7 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
         head_norms=family.head_norms,
         windows=windows_of(path, raw, family, layers),
         experts=experts_of(path, raw, layers) if family.mixture else None,
+        quantization=quantization_of(path, raw),
         max_context_tokens=max_tokens,
         stop_tokens=_stop_tokens(folder, raw),
     )

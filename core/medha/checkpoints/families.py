@@ -91,13 +91,6 @@ def family_of(path: pathlib.Path, raw: dict[str, Any]) -> Family:
                 f"{path}: {key} is {raw[key]!r}: must be false or absent for {name}, whose layers"
                 " have no such choice; fetch the file again"
             )
-    quantised = raw.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise CheckpointError(
-            f"{path}: quantization_config is {method!r}: must be absent, as quantised weights are"
-            " not served; use the bfloat16 or float32 checkpoint"
-        )
     if raw.get("dual_chunk_attention_config"):
         raise CheckpointError(
             f"{path}: dual_chunk_attention_config is set: must be absent, as attention in dual"

@@ -1,0 +1,172 @@
+"""Packed weights of a checkpoint, as `quantization_config` in config.json describes them.
+
+Served: FP8 (e4m3) with a scale for each tensor, output or block, and 4 bits as AutoAWQ (gemm) and
+GPTQ pack them. The weights are what the file holds: a module that the configuration leaves out
+(`modules_to_not_convert`, `ignore`) is stored in a plain type and read as such. Activations are
+never quantised, whatever the scheme.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any, Literal, NoReturn
+
+import msgspec
+
+from medha.errors import CheckpointError
+
+SERVED = "fp8, compressed-tensors (float-quantized), awq and gptq"
+ACTIVATION_SCHEMES = ("dynamic", "static")
+
+
+class Quantization(msgspec.Struct, frozen=True, kw_only=True):
+    """Format of the packed weights.
+
+    `block`: outputs and inputs that share an FP8 scale; None: those of the tensor, or of each
+    output. `group`: inputs that share a scale and a zero of 4-bit weights; 0: all. `zero_offset`:
+    what GPTQ subtracts from a zero before it stores it.
+    """
+
+    method: Literal["fp8", "awq", "gptq"]
+    block: tuple[int, int] | None = None
+    group: int = 0
+    zero_offset: int = 0
+
+    @property
+    def stored_bytes(self) -> float:
+        """Bytes of a packed weight in the file, without its share of scales."""
+        return 1.0 if self.method == "fp8" else 0.5
+
+
+def quantization_of(path: pathlib.Path, raw: dict[str, Any]) -> Quantization | None:
+    """Return the format that config.json `raw` names; None if weights are plain. Raises
+    CheckpointError naming the setting if it is not served."""
+    given = raw.get("quantization_config")
+    if not given:
+        return None
+    settings = _Settings(path, given if isinstance(given, dict) else {"quant_method": given})
+    method = settings.raw.get("quant_method")
+    if method == "fp8":
+        return _fp8(settings)
+    if method == "compressed-tensors":
+        return _compressed(settings)
+    if method == "awq":
+        return _awq(settings)
+    if method == "gptq":
+        return _gptq(settings)
+    settings.refuse("quant_method", method, f"must be one of {SERVED}")
+
+
+class _Settings:
+    """An object of config.json, whose values can be refused by their full name."""
+
+    def __init__(
+        self, path: pathlib.Path, raw: dict[str, Any], name: str = "quantization_config"
+    ) -> None:
+        self.path, self.raw, self.name = path, raw, name
+
+    def refuse(self, key: str, value: object, expected: str) -> NoReturn:
+        raise CheckpointError(
+            f"{self.path}: {self.name}.{key} is {value!r}: {expected};"
+            " use a checkpoint of another format, such as the bfloat16 one"
+        )
+
+    def within(self, key: str, allowed: tuple[object, ...], default: object) -> Any:
+        """Return a value that must be one of `allowed`; a name counts in any case."""
+        value = self.raw.get(key, default)
+        named = value.lower() if isinstance(value, str) else value
+        if named not in allowed or isinstance(named, bool) != isinstance(allowed[0], bool):
+            self.refuse(key, value, f"must be {' or '.join(map(str, allowed))}")
+        return named
+
+    def absent(self, key: str, why: str) -> None:
+        """Refuse any value but an empty one."""
+        if self.raw.get(key):
+            self.refuse(key, self.raw[key], f"must be absent, as {why}")
+
+    def part(self, key: str, value: object) -> _Settings:
+        if not isinstance(value, dict):
+            self.refuse(key, value, "must be an object")
+        return _Settings(self.path, value, f"{self.name}.{key}")
+
+    def block(self, key: str) -> tuple[int, int] | None:
+        """Return the outputs and inputs of a block, None if there are none."""
+        value = self.raw.get(key)
+        if value is None:
+            return None
+        if (
+            not isinstance(value, list)
+            or len(value) != 2
+            or not all(type(size) is int and size > 0 for size in value)
+        ):
+            self.refuse(key, value, "must be two positive whole numbers, outputs and inputs")
+        return value[0], value[1]
+
+    def group(self, *keys: str) -> int:
+        """Return the inputs of a group; 0: all."""
+        key = next((key for key in keys if key in self.raw), keys[0])
+        value = self.raw.get(key, 128)
+        if type(value) is not int or (value < 1 and value != -1):
+            self.refuse(key, value, "must be a positive whole number, or -1 for all inputs")
+        return max(value, 0)
+
+
+def _fp8(settings: _Settings) -> Quantization:
+    settings.within("activation_scheme", ACTIVATION_SCHEMES, "dynamic")
+    settings.within("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    settings.within("expert_dtype", ("fp8",), "fp8")
+    settings.absent("modules_to_convert", "tables in FP8 are not served")
+    return Quantization(method="fp8", block=settings.block("weight_block_size"))
+
+
+def _compressed(settings: _Settings) -> Quantization:
+    settings.within("format", ("float-quantized", "naive-quantized"), None)
+    settings.absent("transform_config", "rotated weights are not served")
+    sparsity = settings.raw.get("sparsity_config")
+    if sparsity:
+        settings.part("sparsity_config", sparsity).within("format", ("dense",), "dense")
+    groups = settings.part("config_groups", settings.raw.get("config_groups"))
+    formats = {_float_weights(groups.part(name, group)) for name, group in groups.raw.items()}
+    if len(formats) != 1:
+        settings.refuse("config_groups", sorted(groups.raw), "must have one format of weights")
+    return formats.pop()
+
+
+def _float_weights(group: _Settings) -> Quantization:
+    """Return the format of a group of compressed-tensors' modules."""
+    weights = group.part("weights", group.raw.get("weights"))
+    for tensors in (
+        weights,
+        group.part("input_activations", group.raw.get("input_activations") or {}),
+    ):
+        tensors.within("type", ("float",), "float")
+        tensors.within("num_bits", (8,), 8)
+    strategy = weights.within("strategy", ("tensor", "channel", "block"), None)
+    block = weights.block("block_structure")
+    if (block is None) == (strategy == "block"):
+        weights.refuse("block_structure", block, f"must suit the strategy {strategy}")
+    return Quantization(method="fp8", block=block)
+
+
+def _awq(settings: _Settings) -> Quantization:
+    settings.within("bits" if "bits" in settings.raw else "w_bit", (4,), 4)
+    settings.within("version" if "version" in settings.raw else "format", ("gemm",), "gemm")
+    settings.within("zero_point", (True,), True)
+    if settings.raw.get("backend") == "llm-awq":
+        settings.refuse("backend", "llm-awq", "must be autoawq, as llm-awq packs otherwise")
+    return Quantization(method="awq", group=settings.group("group_size", "q_group_size"))
+
+
+def _gptq(settings: _Settings) -> Quantization:
+    settings.within("bits", (4,), None)
+    key = "checkpoint_format" if "checkpoint_format" in settings.raw else "format"
+    packing = settings.within(key, ("gptq", "gptq_v2"), "gptq")
+    settings.within("pack_dtype", ("int32",), "int32")
+    settings.absent("lm_head", "a packed output table is not served")
+    settings.absent("is_marlin_format", "weights in a kernel's own order are not served")
+    rules = settings.raw.get("dynamic") or {}
+    if any(not str(rule).startswith("-:") for rule in rules):
+        settings.refuse("dynamic", rules, "must only leave modules out (-:)")
+    return Quantization(
+        method="gptq", group=settings.group("group_size"), zero_offset=int(packing == "gptq")
+    )

@@ -1,0 +1,239 @@
+"""Packed weights: each format read as defined, in any shard, and settings that are not served."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.quantiser import FORMATS, Format, quantise, settings_of
+from tests.support.recalling_prompts import recalling
+from tests.support.solo_engine import SoloEngine
+
+from medha.checkpoints.decoder_config import read_config
+from medha.errors import CheckpointError
+from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
+from medha_worker.weights import Checkpoint, Weights, load
+
+Folder = Callable[[TinyModel], pathlib.Path]
+Quantised = Callable[[str, TinyModel], tuple[pathlib.Path, pathlib.Path]]
+# TP 2 halves a word of 8 outputs, a group of 8 inputs, and blocks.
+HALVED = TinyModel(layers=2, intermediate=344)
+
+format_ = pytest.mark.parametrize("name", FORMATS)
+
+
+@pytest.fixture(scope="module")
+def quantised(checkpoint: Folder, tmp_path_factory: pytest.TempPathFactory) -> Quantised:
+    """The packed checkpoint and the plain one of the same weights, written when first asked for."""
+
+    @functools.cache
+    def folders(name: str, model: str) -> tuple[pathlib.Path, pathlib.Path]:
+        return quantise(
+            checkpoint(models[model]), tmp_path_factory.mktemp("quantised"), FORMATS[name]
+        )
+
+    models: dict[str, TinyModel] = {}
+
+    def made(name: str, model: TinyModel) -> tuple[pathlib.Path, pathlib.Path]:
+        models[repr(model)] = model
+        return folders(name, repr(model))
+
+    return made
+
+
+def tensors(held: object) -> Iterator[torch.Tensor]:
+    """Every tensor of a rank's weights, in order."""
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif dataclasses.is_dataclass(held):
+        for field in dataclasses.fields(held):
+            yield from tensors(getattr(held, field.name))
+    elif isinstance(held, tuple):
+        for part in held:
+            yield from tensors(part)
+
+
+def loaded(
+    folder: pathlib.Path, shard: int = 0, tp: int = 1, dtype: torch.dtype = torch.float32
+) -> Weights:
+    config = read_config(folder)
+    return load(Checkpoint(folder), config, range(config.layers), shard, tp, dtype)
+
+
+@format_
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("model", [HALVED, FAMILIES["qwen3_moe"]], ids=["dense", "experts"])
+def test_a_shard_holds_what_the_packed_numbers_stand_for(
+    name: str, tp: int, model: TinyModel, quantised: Quantised
+) -> None:
+    packed, plain = quantised(name, model)
+    for shard in range(tp):
+        actual, expected = (list(tensors(loaded(folder, shard, tp))) for folder in (packed, plain))
+        assert len(actual) == len(expected) > 10
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@format_
+def test_narrow_types_round_the_dequantised_weight_once(name: str, quantised: Quantised) -> None:
+    packed, plain = quantised(name, HALVED)
+    actual, expected = (list(tensors(loaded(f, dtype=torch.bfloat16))) for f in (packed, plain))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@format_
+def test_tokens_are_those_of_the_dequantised_checkpoint(name: str, quantised: Quantised) -> None:
+    prompts = [recalling(length, 512, seed=length) for length in (30, 130, 300)]
+    packed, plain = (
+        SoloEngine(folder, pages=32).generate(prompts, 20, chunk=64)
+        for folder in quantised(name, HALVED)
+    )
+    assert packed == plain
+
+
+@format_
+def test_progress_ends_at_the_whole(name: str, quantised: Quantised) -> None:
+    folder, seen = quantised(name, HALVED)[0], []
+    config = read_config(folder)
+
+    def note(done: int, total: int) -> None:
+        seen.append((done, total))
+
+    load(Checkpoint(folder), config, range(config.layers), 0, 1, torch.float32, note)
+    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
+    assert seen[-1][1] < (folder / "model.safetensors").stat().st_size
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+FP8 = {"quant_method": "fp8"}
+COMPRESSED = settings_of(Format("compressed-tensors"))
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+def with_weights(**changes: object) -> dict[str, Any]:
+    """A group of compressed-tensors whose weights have other settings."""
+    group = COMPRESSED["config_groups"]["group_0"]
+    changed = group | {"weights": group["weights"] | changes}
+    return COMPRESSED | {"config_groups": {"group_0": changed}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ("nvfp4", "quant_method is 'nvfp4': must be one of fp8, "),
+        ({"bits": 4}, "quant_method is None: must be one of fp8, "),
+        (FP8 | {"activation_scheme": "tiled"}, "activation_scheme is 'tiled': must be dynamic or"),
+        (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2': must be e4m3"),
+        (FP8 | {"weight_block_size": [128]}, r"weight_block_size is \[128\]: must be two"),
+        (FP8 | {"weight_block_size": [0, 128]}, r"weight_block_size is \[0, 128\]: must be two"),
+        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype is 'fp4': must be fp8"),
+        (
+            FP8 | {"modules_to_convert": ["embed"]},
+            r"modules_to_convert is \['embed'\]: must be abs",
+        ),
+        (COMPRESSED | {"format": "pack-quantized"}, "format is 'pack-quantized': must be float-q"),
+        (COMPRESSED | {"config_groups": None}, "config_groups is None: must be an object"),
+        (COMPRESSED | {"config_groups": {}}, r"config_groups is \[\]: must have one format"),
+        (COMPRESSED | {"transform_config": {"a": 1}}, "transform_config is .* must be absent"),
+        (
+            COMPRESSED | {"sparsity_config": {"format": "sparse-bitmask"}},
+            "sparsity_config.format is 'sparse-bitmask': must be dense",
+        ),
+        (with_weights(num_bits=4), "group_0.weights.num_bits is 4: must be 8"),
+        (with_weights(type="int"), "group_0.weights.type is 'int': must be float"),
+        (with_weights(strategy="group"), "group_0.weights.strategy is 'group': must be tensor or"),
+        (with_weights(strategy="block"), "group_0.weights.block_structure is None: must suit"),
+        (AWQ | {"bits": 8}, "bits is 8: must be 4"),
+        (AWQ | {"version": "GEMV"}, "version is 'GEMV': must be gemm"),
+        (AWQ | {"zero_point": False}, "zero_point is False: must be True"),
+        (AWQ | {"zero_point": 1}, "zero_point is 1: must be True"),
+        (AWQ | {"backend": "llm-awq"}, "backend is 'llm-awq': must be autoawq"),
+        (AWQ | {"group_size": 0}, "group_size is 0: must be a positive"),
+        (GPTQ | {"bits": 8}, "bits is 8: must be 4"),
+        ({"quant_method": "gptq"}, "bits is None: must be 4"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin': must be gptq or"),
+        (GPTQ | {"lm_head": True}, "lm_head is True: must be absent"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format is True: must be absent"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype is 'int16': must be int32"),
+        (GPTQ | {"dynamic": {r"+:.*\.1\..*": {"bits": 8}}}, "dynamic is .*: must only leave modul"),
+    ],
+)
+def test_a_setting_that_is_not_served_is_named(
+    settings: object, named: str, tiny: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    config = json.loads((tiny / "config.json").read_text()) | {"quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"quantization_config.*{named}") as caught:
+        read_config(tmp_path)
+    assert "use a checkpoint of another format" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def damaged(folder: pathlib.Path, target: pathlib.Path, **parts: torch.Tensor | None) -> None:
+    """Copy a checkpoint, with other parts of one projection (None: without)."""
+    shutil.copytree(folder, target)
+    held = load_file(target / "model.safetensors")
+    for part, tensor in parts.items():
+        del held[f"model.layers.1.mlp.up_proj.{part}"]
+        if tensor is not None:
+            held[f"model.layers.1.mlp.up_proj.{part}"] = tensor
+    save_file(held, target / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "tensor", "named"),
+    [
+        ("fp8, blocks", "weight_scale_inv", None, "no tensor .*up_proj.weight_scale, which"),
+        ("fp8, blocks", "weight_scale_inv", torch.ones(3, 2), r"must be \[3, 1\] by the weight_bl"),
+        ("fp8, tensor", "weight_scale", torch.ones(3), r"scales are \[3\]: must be \[1, 1\]"),
+        ("fp8, tensor", "weight", torch.ones(344, 128).to(torch.float8_e5m2), "is F8_E5M2: must"),
+        (
+            "fp8, tensor",
+            "weight",
+            torch.ones(344, 128).to(torch.int8),
+            "up_proj.weight is I8: must",
+        ),
+        ("awq", "qzeros", None, "no tensor .*up_proj.qzeros, which config.json implies"),
+        ("awq", "qweight", torch.ones(16, 344).int(), r"qweight is \[16, 344\].*\[128, 43\]"),
+        ("gptq", "scales", torch.ones(11, 128), r"scales is \[11, 128\].*\[4, 344\]"),
+        (
+            "gptq",
+            "g_idx",
+            torch.arange(128).int() // 16,
+            "g_idx names groups 0 to 7: must be 0 to 3",
+        ),
+        ("gptq", "g_idx", torch.arange(128).int() // 32 - 1, "g_idx names groups -1 to 2: must be"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_named(
+    name: str,
+    part: str,
+    tensor: torch.Tensor | None,
+    named: str,
+    quantised: Quantised,
+    tmp_path: pathlib.Path,
+) -> None:
+    damaged(quantised(name, HALVED)[0], tmp_path / "bad", **{part: tensor})
+    with pytest.raises(CheckpointError, match=named) as caught:
+        loaded(tmp_path / "bad")
+    assert "up_proj" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_packed_weights_without_their_settings_are_named(
+    quantised: Quantised, tmp_path: pathlib.Path
+) -> None:
+    folder = shutil.copytree(quantised("fp8, tensor", HALVED)[0], tmp_path / "bare")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight is F8_E4M3: must be F32 or"):
+        loaded(folder)

@@ -1,0 +1,187 @@
+"""Packed weights of a checkpoint: parts of a projection, dequantised after they are cut.
+
+    FP8        w[o, i] = q · scale[o / rows, i / columns]                  blocks of rows · columns
+    4 bits     w[o, i] = (q − zero[group(i), o]) · scale[group(i), o]
+
+A 32-bit word packs eight 4-bit numbers. AutoAWQ packs weights of neighbouring outputs, in the order
+of WORD_AWQ, and GPTQ those of neighbouring inputs; both pack zeros of neighbouring outputs. GPTQ
+stores zero − 1, and with `desc_act` names the group of each input.
+
+A cut takes all words and blocks that it touches. So a TP shard may begin inside them, and shards
+together are the same weights as in one piece, bit by bit. Products are float32, exact for 4 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from medha.checkpoints.quantization import Quantization
+from medha.errors import CheckpointError
+
+FLOATS = ("F32", "F16", "BF16")
+# Place of each number in its word, in units of 4 bits.
+WORD = (0, 1, 2, 3, 4, 5, 6, 7)
+WORD_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
+
+Cut = tuple[slice, slice]
+# Moves what was read to the device.
+Place = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Files(Protocol):
+    """The files of a checkpoint."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def slice(self, name: str, shape: Sequence[int] | None, types: Sequence[str] = FLOATS) -> Any:
+        """Return a lazy slice of tensor `name`, of `shape` (None: any) and one of `types`."""
+        ...
+
+    def type_of(self, name: str) -> str:
+        """Return the type of tensor `name`, as safetensors spells it."""
+        ...
+
+
+class PackedWeight(Protocol):
+    """A projection's weight [outputs, inputs]."""
+
+    def __getitem__(self, cut: Cut) -> torch.Tensor:
+        """Return a part in float32, on the device."""
+        ...
+
+
+def packed_weight(
+    files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
+) -> PackedWeight | None:
+    """Return the weight of projection `name`; None if the file holds it in a plain type. Raises
+    CheckpointError for parts that are missing or do not fit together."""
+    if packing.method == "fp8":
+        plain = name + ".weight" in files and files.type_of(name + ".weight") in FLOATS
+        return None if plain else Fp8Weight(files, name, shape, packing, place)
+    if name + ".qweight" not in files and name + ".weight" in files:
+        return None
+    kind = AwqWeight if packing.method == "awq" else GptqWeight
+    return kind(files, name, shape, packing, place)
+
+
+class Fp8Weight:
+    """An FP8 weight, and the scales of its blocks; without blocks, of the tensor or its outputs."""
+
+    def __init__(
+        self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
+    ) -> None:
+        self._weight = files.slice(name + ".weight", shape, ("F8_E4M3",))
+        inverse = name + ".weight_scale_inv"  # DeepSeek's name, not an inverse
+        scales = files.slice(inverse if inverse in files else name + ".weight_scale", None)[...]
+        if packing.block is None and scales.numel() in (1, shape[0]):
+            scales = scales.reshape(-1, 1)
+            self._block = (shape[0] // len(scales), shape[1])
+        else:
+            self._block = packing.block or shape
+        blocks = tuple(-(-n // size) for n, size in zip(shape, self._block, strict=True))
+        if scales.shape != blocks:
+            raise CheckpointError(
+                f"{name}.weight is {list(shape)}, its scales are {list(scales.shape)}: must be"
+                f" {list(blocks)} by the weight_block_size of config.json; config.json and the"
+                " weights must be of one model"
+            )
+        self._scales, self._place = scales, place
+
+    def __getitem__(self, cut: Cut) -> torch.Tensor:
+        weight = self._place(self._weight[cut]).float()
+        scales = self._scales.to(weight.device).float()
+        for axis, (part, size) in enumerate(zip(cut, self._block, strict=True)):
+            blocks = torch.arange(part.start, part.stop, device=weight.device) // size
+            scales = scales.index_select(axis, blocks)
+        return weight.mul_(scales)
+
+
+class AwqWeight:
+    """A weight as AutoAWQ's gemm version packs it: words [inputs, outputs / 8]."""
+
+    def __init__(
+        self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
+    ) -> None:
+        outputs, inputs = shape
+        self._group = packing.group or inputs
+        groups, words = -(-inputs // self._group), -(-outputs // 8)
+        self._weights = files.slice(name + ".qweight", (inputs, words), ("I32",))
+        self._zeros = files.slice(name + ".qzeros", (groups, words), ("I32",))
+        self._scales = files.slice(name + ".scales", (groups, outputs))
+        self._place = place
+
+    def __getitem__(self, cut: Cut) -> torch.Tensor:
+        outputs, inputs = cut
+        groups, of_input = _groups(inputs, self._group)
+        weights = _cut_words(self._weights, inputs, outputs, WORD_AWQ, self._place)
+        zeros = _cut_words(self._zeros, groups, outputs, WORD_AWQ, self._place)
+        scales = self._place(self._scales[groups, outputs]).float()
+        of_input = of_input.to(scales.device)
+        return ((weights - zeros[of_input]) * scales[of_input]).t()
+
+
+class GptqWeight:
+    """A weight as GPTQ packs it: words [inputs / 8, outputs], and the group of each input."""
+
+    def __init__(
+        self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
+    ) -> None:
+        outputs, inputs = shape
+        size = packing.group or inputs
+        groups, words = -(-inputs // size), -(-outputs // 8)
+        self._weights = files.slice(name + ".qweight", (-(-inputs // 8), outputs), ("I32",))
+        self._zeros = files.slice(name + ".qzeros", (groups, words), ("I32",))
+        self._scales = files.slice(name + ".scales", (groups, outputs))
+        self._offset, self._place = packing.zero_offset, place
+        self._of_input = torch.arange(inputs) // size
+        if name + ".g_idx" in files:
+            self._of_input = files.slice(name + ".g_idx", (inputs,), ("I32",))[:].long()
+            least, most = self._of_input.aminmax()
+            if least < 0 or most >= groups:
+                raise CheckpointError(
+                    f"{name}.g_idx names groups {least} to {most}: must be 0 to {groups - 1};"
+                    " config.json and the weights must be of one model"
+                )
+
+    def __getitem__(self, cut: Cut) -> torch.Tensor:
+        outputs, inputs = cut
+        words, skip = _words(inputs)
+        packed = self._place(self._weights[words, outputs]).t()
+        weights = _unpacked(packed, WORD)[:, skip : skip + inputs.stop - inputs.start]
+        of_input = self._of_input[inputs]
+        groups = slice(int(of_input.min()), int(of_input.max()) + 1)
+        zeros = _cut_words(self._zeros, groups, outputs, WORD, self._place)
+        zeros = (zeros + self._offset).bitwise_and_(15)
+        scales = self._place(self._scales[groups, outputs]).float()
+        of_input = (of_input - groups.start).to(scales.device)
+        return (weights - zeros[of_input].t()) * scales[of_input].t()
+
+
+def _groups(inputs: slice, size: int) -> tuple[slice, torch.Tensor]:
+    """Return the groups of `size` that `inputs` touch, and of each input its place among them."""
+    first = inputs.start // size
+    of_input = torch.arange(inputs.start, inputs.stop) // size - first
+    return slice(first, -(-inputs.stop // size)), of_input
+
+
+def _words(numbers: slice) -> tuple[slice, int]:
+    """Return the words that hold `numbers`, and how many numbers precede them in the first."""
+    return slice(numbers.start // 8, -(-numbers.stop // 8)), numbers.start % 8
+
+
+def _cut_words(
+    packed: Any, rows: slice, columns: slice, order: tuple[int, ...], place: Place
+) -> torch.Tensor:
+    """Return 4-bit numbers of `rows` and `columns`, packed along the columns."""
+    words, skip = _words(columns)
+    numbers = _unpacked(place(packed[rows, words]), order)
+    return numbers[:, skip : skip + columns.stop - columns.start]
+
+
+def _unpacked(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """Return the numbers [rows, 8·columns] of words [rows, columns], int32."""
+    shifts = 4 * torch.tensor(order, dtype=torch.int32, device=words.device)
+    return (words.unsqueeze(-1) >> shifts).bitwise_and_(15).flatten(1)
