@@ -5,6 +5,29 @@ from __future__ import annotations
 import msgspec
 
 
+class LatentShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of multi-head latent attention.
+
+    `kv_rank`: entries of a token's latent, which all heads share. `q_rank`: entries between hidden
+    states and queries (0: queries are projected directly). A head's query has `nope_dim` plain and
+    `rope_dim` rotated entries; its output has `value_dim`.
+    """
+
+    q_rank: int = 0
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        counts = (self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim)
+        if min(counts) < 1 or self.q_rank < 0:
+            raise ValueError(
+                f"kv_rank, nope_dim, rope_dim, value_dim are {counts}, q_rank is {self.q_rank}: the"
+                " four must be at least 1, and q_rank at least 0"
+            )
+
+
 class ModelShape(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
@@ -14,7 +37,9 @@ class ModelShape(
     scalar (2 for bfloat16, 4 for float32, 1 for FP8). In `window_layers` of the layers a token
     attends to `window_tokens`, its own included; older tokens stay cached for the other layers.
     `expert_layers` of the layers have `experts` MLPs of width `expert_intermediate` instead of one,
-    and a router that selects `experts_per_token` of them for each token.
+    and a router that selects `experts_per_token` of them for each token, and an MLP of width
+    `shared_intermediate` for all (0: none). With `latent`, pages hold one head, of latent and
+    rotated key, for keys and values both: `kv_heads` is 1 and `head_dim` the width of both.
     """
 
     layers: int
@@ -34,8 +59,18 @@ class ModelShape(
     experts_per_token: int = 0
     expert_intermediate: int = 0
     expert_layers: int = 0
+    shared_intermediate: int = 0
+    latent: LatentShape | None = None
 
     def __post_init__(self) -> None:
+        latent = self.latent
+        if latent is not None:
+            width = latent.kv_rank + latent.rope_dim
+            if self.kv_heads != 1 or self.head_dim != width:
+                raise ValueError(
+                    f"kv_heads is {self.kv_heads} and head_dim is {self.head_dim}: must be 1 and"
+                    f" {width} (kv_rank + rope_dim) with latent attention"
+                )
         counts = (self.experts, self.experts_per_token, self.expert_intermediate)
         if not any((*counts, self.expert_layers)):
             return
@@ -54,7 +89,24 @@ class ModelShape(
     @property
     def attention_params(self) -> int:
         """Parameters of one layer's query, key, value and output projections."""
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return int(self.attention_params_of(1))
+
+    def attention_params_of(self, tp: int) -> float:
+        """Return `attention_params` of one of `tp` shards. Latents are replicated over shards."""
+        latent = self.latent
+        if latent is None:
+            whole = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+            return whole / tp
+        heads = self.heads / tp
+        queries = heads * (latent.nope_dim + latent.rope_dim)
+        into = self.hidden * (latent.kv_rank + latent.rope_dim)
+        if latent.q_rank:
+            into += latent.q_rank * self.hidden
+            queries_params = latent.q_rank * queries
+        else:
+            queries_params = self.hidden * queries
+        of_heads = latent.kv_rank * (latent.nope_dim + latent.value_dim)
+        return into + queries_params + heads * (of_heads + latent.value_dim * self.hidden)
 
     @property
     def mlp_params(self) -> int:
@@ -67,6 +119,11 @@ class ModelShape(
         return 3 * self.hidden * self.expert_intermediate
 
     @property
+    def shared_params(self) -> int:
+        """Parameters of the MLP for all tokens in a layer with experts."""
+        return 3 * self.hidden * self.shared_intermediate
+
+    @property
     def router_params(self) -> int:
         """Parameters of the router in a layer with experts."""
         return self.hidden * self.experts
@@ -77,7 +134,8 @@ class ModelShape(
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
         layers = self.layers * (self.attention_params + 2 * self.hidden)
         layers += (self.layers - self.expert_layers) * self.mlp_params
-        layers += self.expert_layers * (self.router_params + self.experts * self.expert_params)
+        always = self.router_params + self.shared_params
+        layers += self.expert_layers * (always + self.experts * self.expert_params)
         return layers + embeddings + self.hidden
 
     @property
@@ -94,7 +152,22 @@ class ModelShape(
     @property
     def kv_bytes_per_token_layer(self) -> float:
         """Bytes of keys and values of one token in one layer, all KV heads."""
-        return 2 * self.kv_heads * self.head_dim * self.kv_bytes
+        return self.planes * self.kv_heads * self.head_dim * self.kv_bytes
+
+    @property
+    def planes(self) -> int:
+        """Cached rows of a token and KV head: its key and value (2), or a latent (1)."""
+        return 1 if self.latent else 2
+
+    @property
+    def state_dim(self) -> int:
+        """Entries of a head's attention over cached rows."""
+        return self.latent.kv_rank if self.latent else self.head_dim
+
+    @property
+    def pair_flops(self) -> float:
+        """FLOPs of a head's score and weighted value, for a pair of query and cached row."""
+        return 2.0 * (self.head_dim + self.state_dim)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -105,7 +178,8 @@ class ModelShape(
         multiply-add); of the experts, only those that a token selects."""
         share = self.expert_share
         active = (1.0 - share) * self.mlp_params
-        active += share * (self.router_params + self.experts_per_token * self.expert_params)
+        selected = self.experts_per_token * self.expert_params
+        active += share * (self.router_params + self.shared_params + selected)
         return 2.0 * tokens * (self.attention_params + active)
 
     @property
@@ -122,7 +196,7 @@ class ModelShape(
         seen = every
         if share := self.windowed_share:
             seen = (1.0 - share) * every + share * pairs(chunk, prefix, self.window_tokens)
-        return 4 * seen * self.heads * self.head_dim
+        return seen * self.heads * self.pair_flops
 
 
 def pairs(chunk: float, prefix: float, window: float = 0.0) -> float:

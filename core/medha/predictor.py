@@ -65,6 +65,7 @@ class Products:
         "_layer",
         "_mixture",
         "_moved",
+        "_of_attention",
         "_of_expert",
         "_of_head",
         "_of_layer",
@@ -87,7 +88,8 @@ class Products:
     def __init__(self, profile: Profile, shape: ModelShape, tp: int) -> None:
         self._p, self._inverse = profile.roofline_power, 1.0 / profile.roofline_power
         self._bytes_s = shape.param_bytes / profile.linear_bytes_per_s
-        weights, head = (shape.attention_params + shape.mlp_params) / tp, shape.vocab / tp
+        weights = shape.attention_params_of(tp) + shape.mlp_params / tp
+        head = shape.vocab / tp
         head_weights = head * shape.hidden
         self.mem = power(weights * self._bytes_s, self._p)
         self.flop = self._dense_flop = 2.0 * weights / profile.linear_flops_per_s
@@ -110,16 +112,10 @@ class Products:
         )
         self._steps = min((tile.rows for tile in profile.tiles), default=1)
         hidden, inner = float(shape.hidden), shape.intermediate / tp
-        queries = shape.heads * shape.head_dim / tp
-        kept = 2.0 * shape.kv_heads * shape.head_dim / tp
-        # (depth, columns): into attention, out of it, into the gated MLP, out of it; the head
-        self._of_layer = (
-            (hidden, queries + kept),
-            (queries, hidden),
-            (hidden, 2.0 * inner),
-            (inner, hidden),
-        )
-        self._of_head = ((hidden, head),)
+        # (depth, columns, groups): of attention, into the gated MLP, out of it; the head
+        self._of_attention = _attention_products(shape, tp)
+        self._of_layer = (*self._of_attention, (hidden, 2.0 * inner, 1.0), (inner, hidden, 1.0))
+        self._of_head = ((hidden, head, 1.0),)
         self._layer: dict[int, float] = {}
         self._heads: dict[int, float] = {}
         self._shape, self._expert_share = shape, shape.expert_share
@@ -130,13 +126,18 @@ class Products:
         """Set the costs of layers with experts, and the mean `flop`."""
         selected, inner = shape.experts_per_token, shape.expert_intermediate / tp
         hidden = float(shape.hidden)
-        rest = shape.attention_params / tp + shape.router_params
+        shared = shape.shared_intermediate / tp
+        rest = shape.attention_params_of(tp) + shape.router_params + shape.shared_params / tp
         expert = shape.expert_params / tp
         self._routed_mem, self._expert_mem = rest * self._bytes_s, expert * self._bytes_s
         self._expert_flop = 2.0 * (rest + selected * expert) / profile.linear_flops_per_s
-        moved = selected * (4.0 * hidden + 3.0 * inner) * max(shape.param_bytes, 2.0)
+        moved = selected * (4.0 * hidden + 3.0 * inner) + 3.0 * shared
+        moved *= max(shape.param_bytes, 2.0)
         self._moved = moved / profile.elementwise_bytes_per_s
-        self._of_routed = (*self._of_layer[:2], (hidden, float(shape.experts)))
+        self._of_routed = (*self._of_attention, (hidden, float(shape.experts), 1.0))
+        if shared:
+            into, out_of = (hidden, 2.0 * shared, 1.0), (shared, hidden, 1.0)
+            self._of_routed = (*self._of_routed, into, out_of)
         self._of_expert = ((hidden, 2.0 * inner), (inner, hidden))
         self._routed: dict[int, float] = {}
         self._mixture: dict[int, float] = {}
@@ -183,15 +184,15 @@ class Products:
         return self._looked_up(self._heads, self._of_head, -(-rows // self._steps))
 
     def _looked_up(
-        self, known: dict[int, float], products: tuple[tuple[float, float], ...], step: int
+        self, known: dict[int, float], products: tuple[tuple[float, float, float], ...], step: int
     ) -> float:
         seconds = known.get(step)
         if seconds is None:
             if len(known) >= REMEMBERED:
                 known.clear()
             seconds = 0.0
-            for depth, columns in products:
-                seconds += self._product(depth, columns, step * self._steps)
+            for depth, columns, groups in products:
+                seconds += self._product(depth, columns, step * self._steps, groups)
             known[step] = seconds
         return seconds
 
@@ -205,6 +206,30 @@ class Products:
             best_s = min(best_s, depth * wave_s * waves)
         mem = power(groups * depth * columns * self._bytes_s, self._p)
         return power(mem + power(best_s, self._p), self._inverse) + self._product_s
+
+
+def _attention_products(shape: ModelShape, tp: int) -> tuple[tuple[float, float, float], ...]:
+    """Return (depth, columns, groups) of a shard's products around attention.
+
+    With a latent, each head has two of its own: its query onto the latent's entries, its output
+    from them.
+    """
+    hidden, heads, latent = float(shape.hidden), shape.heads / tp, shape.latent
+    if latent is None:
+        queries = heads * shape.head_dim
+        kept = 2.0 * shape.kv_heads * shape.head_dim / tp
+        return ((hidden, queries + kept, 1.0), (queries, hidden, 1.0))
+    queries = heads * (latent.nope_dim + latent.rope_dim)
+    first = float(latent.q_rank) or queries
+    products = [(hidden, first + latent.kv_rank + latent.rope_dim, 1.0)]
+    if latent.q_rank:
+        products.append((float(latent.q_rank), queries, 1.0))
+    return (
+        *products,
+        (float(latent.nope_dim), float(latent.kv_rank), heads),
+        (float(latent.kv_rank), float(latent.value_dim), heads),
+        (heads * latent.value_dim, hidden, 1.0),
+    )
 
 
 class Costs:
@@ -249,8 +274,9 @@ class Costs:
         self.heads = shape.heads / tp
         kv_heads = len(kv_heads_of(0, tp, shape.kv_heads))
         self.half = profile.attention_half_rows
-        self.flop = 4.0 * shape.head_dim / profile.attention_flops_per_s
-        self.byte = 2.0 * kv_heads * shape.head_dim * shape.kv_bytes / profile.attention_bytes_per_s
+        self.flop = shape.pair_flops / profile.attention_flops_per_s
+        kept = shape.planes * kv_heads * shape.head_dim
+        self.byte = kept * shape.kv_bytes / profile.attention_bytes_per_s
         self.windowed, self.window = shape.windowed_share, shape.window_tokens
 
         row_bytes = shape.hidden * activation
@@ -261,7 +287,7 @@ class Costs:
         self.p2p_s = profile.p2p_latency_s if piped else 0.0
         self.p2p_row = row_bytes / profile.p2p_bytes_per_s if piped else 0.0
         self.kvp_s = profile.kvp_latency_s
-        self.kvp_row = self.heads * (shape.head_dim + 1) * 4.0 / profile.kvp_bytes_per_s
+        self.kvp_row = self.heads * (shape.state_dim + 1) * 4.0 / profile.kvp_bytes_per_s
 
         self.layer_s, self.batch_s = profile.layer_s, profile.batch_s
         self.sequence_s = profile.sequence_s

@@ -32,7 +32,12 @@ Oracle = Callable[[pathlib.Path, Tokens], torch.Tensor]
 
 TOLERANCE = 1e-4
 WINDOWED = [name for name, model in FAMILIES.items() if model.window]
-MIXTURES = [name for name, model in FAMILIES.items() if model.family == "qwen3_moe"]
+LATENT = [name for name, model in FAMILIES.items() if model.family.startswith("deepseek")]
+MIXTURES = [
+    name
+    for name, model in FAMILIES.items()
+    if model.family == "qwen3_moe" or (name in LATENT and model.first_sparse < model.layers)
+]
 
 family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -75,7 +80,9 @@ def test_plain_torch_alone_gives_the_same(name: str, checkpoint: Folder, oracle:
     """Single rows too, on pages and tiles smaller than a window."""
     folder = checkpoint(FAMILIES[name])
     config = read_config(folder)
-    kernel = ReferenceAttention(config.heads, config.kv_heads, config.head_dim, 16, 3, 50)
+    kernel = ReferenceAttention(
+        config.heads, config.kv_heads, config.head_dim, 16, 3, 50, config.latent
+    )
     tokens = recalling(400, 512, seed=4)
     engine = SoloEngine(folder, pages=25, page_tokens=16, attention=kernel)
     assert difference(prefill(engine, 1, tokens, 123, 1, 1), oracle(folder, tokens)) < TOLERANCE
@@ -181,7 +188,8 @@ def test_a_norm_of_heads_that_is_left_out_is_seen(part: str, checkpoint: Folder)
 
 
 def _weights_as_routed(mlp: Experts) -> Experts:
-    return dataclasses.replace(mlp, normalized=not mlp.normalized)
+    routing = msgspec.structs.replace(mlp.routing, normalized=not mlp.routing.normalized)
+    return dataclasses.replace(mlp, routing=routing)
 
 
 def _neighbour_expert(mlp: Experts) -> Experts:
@@ -198,7 +206,8 @@ def _gate_for_up(mlp: Experts) -> Experts:
 
 
 def _expert_too_few(mlp: Experts) -> Experts:
-    return dataclasses.replace(mlp, per_token=mlp.per_token - 1)
+    routing = msgspec.structs.replace(mlp.routing, per_token=mlp.routing.per_token - 1)
+    return dataclasses.replace(mlp, routing=routing)
 
 
 def _equal_weights(mlp: Experts) -> Experts:
@@ -317,7 +326,7 @@ GIVEN: dict[str, dict[str, Any]] = {
         (kind, given)
         for kind, family in KNOWN.items()
         for given in GIVEN
-        if given != "biases" or family.biases == "chosen"
+        if not family.latent and (given != "biases" or family.biases == "chosen")
     ],
 )
 def test_config_json_means_what_transformers_reads_in_it(
@@ -358,12 +367,13 @@ def test_a_shape_tells_of_the_window(checkpoint: Folder) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", *MIXTURES])
 def test_a_shape_counts_the_parameters_of_the_file(name: str, checkpoint: Folder) -> None:
-    """All of them but biases and norms of heads."""
+    """All of them but biases and norms of heads and latents."""
     folder = checkpoint(FAMILIES[name])
     stored = 0
     for file in folder.glob("*.safetensors"):
         for tensor, array in load_file(file).items():
-            if not tensor.endswith((".bias", "q_norm.weight", "k_norm.weight")):
+            less = ("bias", "q_norm.weight", "k_norm.weight", "a_layernorm.weight")
+            if not tensor.endswith(less):
                 stored += array.numel()
     assert read_config(folder).shape(4.0, 4.0).params == stored
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.batch import Batch, Chunk, Move
-from medha.checkpoints.decoder_config import Rope
+from medha.checkpoints.rope_settings import Rope
 from medha.errors import EngineError, ProtocolError
 from medha.messages.fields import Sampling
 from medha.messages.ranks import SequenceStart, Step

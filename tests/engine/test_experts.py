@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.nn import functional
 
-from medha.checkpoints.decoder_config import DecoderConfig, Rope
+from medha.checkpoints.decoder_config import DecoderConfig
 from medha.checkpoints.fit import check_experts
+from medha.checkpoints.rope_settings import Rope
 from medha.checkpoints.routed_experts import RoutedExperts
 from medha.config import WorkerConfig
 from medha.errors import SetupError, SpecError
@@ -39,8 +40,13 @@ def drawn(
         linear(HIDDEN, count),
         tuple(linear(HIDDEN, 2 * WIDTH) for _ in range(count)),
         tuple(linear(WIDTH, HIDDEN) for _ in range(count)),
-        per_token,
-        normalized,
+        RoutedExperts(
+            count=count,
+            per_token=per_token,
+            intermediate=WIDTH,
+            normalized=normalized,
+            layers=(0,),
+        ),
     )
 
 
@@ -55,9 +61,10 @@ def by_definition(experts: Experts, x: torch.Tensor) -> torch.Tensor:
         odds = torch.exp(row @ experts.router.weight.double())
         odds = odds / odds.sum()
         kept = torch.zeros_like(odds)
-        for expert in sorted(range(len(odds)), key=lambda n: -float(odds[n]))[: experts.per_token]:
+        best = sorted(range(len(odds)), key=lambda n: -float(odds[n]))
+        for expert in best[: experts.routing.per_token]:
             kept[expert] = odds[expert]
-        if experts.normalized:
+        if experts.routing.normalized:
             kept = kept / kept.sum()
         sums = torch.zeros(HIDDEN, dtype=torch.float64)
         for scale, gate_up, down in zip(kept, experts.gate_up, experts.down, strict=True):

@@ -70,7 +70,11 @@ def loaded(
 
 @format_
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("model", [HALVED, FAMILIES["qwen3_moe"]], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "model",
+    [HALVED, FAMILIES["qwen3_moe"], FAMILIES["deepseek_v3"]],
+    ids=["dense", "experts", "latents"],
+)
 def test_a_shard_holds_what_the_packed_numbers_stand_for(
     name: str, tp: int, model: TinyModel, quantised: Quantised
 ) -> None:

@@ -71,11 +71,18 @@ class SoloEngine:
         loaded = weights.load(weights.Checkpoint(folder), config, layers, 0, 1, dtype, device=at)
         self.config = config
         self.attention = attention or attention_for(
-            config.heads, config.kv_heads, config.head_dim, page_tokens, dtype, kv_dtype, at
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            page_tokens,
+            dtype,
+            kv_dtype,
+            at,
+            latent=config.latent,
         )
         arithmetic = arithmetic_for(self.attention, config.norm_eps, device)
         self.model = Decoder(config, layers, tp, loaded, arithmetic)
-        rotary = Rotary(config.rope, config.head_dim, at, arithmetic.turns)
+        rotary = Rotary(config.rope, config.rotated_dim, at, arithmetic.turns)
         scales = (
             weights.kv_scales(loaded, config.kv_heads, config.head_dim, rotary.scale)
             if kv_dtype == FP8
@@ -89,6 +96,7 @@ class SoloEngine:
             config.head_dim,
             kv_dtype,
             at,
+            planes=config.planes,
             scales=scales,
             spare=int(isinstance(self.attention, PagedAttention)),
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from medha.checkpoints.decoder_config import DecoderConfig, read_config
-from medha.checkpoints.fit import check_experts, pool_pages
+from medha.checkpoints.fit import check_experts, check_latent, pool_pages
 from medha.config import WorkerConfig
 from medha.errors import SetupError, SpecError
 from medha.profile import decode
@@ -67,6 +67,7 @@ class RankEngine:
         self.layers = stage_layers(self.model_config.layers, topology.spp)[at.stage]
         self.dtype = dtype_of("dtype", config.dtype)
         check_experts(self.model_config, config)
+        check_latent(self.model_config, config)
         if self.model_config.experts and device.at.type == "cuda" and not config.deterministic:
             check_grouped_products(torch.cuda.get_device_capability(device.at))
         checkpoint: weights.Checkpoint | DummyCheckpoint
@@ -105,6 +106,7 @@ class RankEngine:
             self.dtype,
             self.kv.memory.dtype,
             self.device.at,
+            latent=shape.latent,
             deterministic=config.deterministic,
             spare=self.kv.pages,
             table=_chunk_table(config.profile, shape.heads // tp.size, self.kv.kv_heads),
@@ -114,7 +116,7 @@ class RankEngine:
         inputs = InputBuilder(
             Sequences(at.group, DeviceSlots(self.device), self._grammars(), self._penalties()),
             attention,
-            Rotary(shape.rope, shape.head_dim, self.device.at, arithmetic.turns),
+            Rotary(shape.rope, shape.rotated_dim, self.device.at, arithmetic.turns),
             self.kv,
             shape.vocab,
             embeds=at.stage == 0,
@@ -257,6 +259,7 @@ def _pool(
         shape.head_dim,
         dtype,
         held.at,
+        planes=shape.planes,
         scales=scales,
         spare=0 if held.at.type == "cpu" else 1,
     )

@@ -45,13 +45,13 @@ class _PiecewiseGraph:
     ) -> None:
         self._model, self._turns, self._layers = model, turns, model.weights.layers
         c, at = model.config, turns.device
-        heads, kv_heads, width = model.heads, model.kv_heads, c.head_dim
         rows = (size,) if model.first else (size, c.hidden)
         dtype = model.dtype
         self._rows = torch.zeros(rows, dtype=torch.int64 if model.first else dtype, device=at)
         self._hidden = torch.zeros(size, c.hidden, dtype=dtype, device=at)
-        self._qkv = torch.zeros(size, heads + 2 * kv_heads, width, dtype=dtype, device=at)
-        self._attended = torch.zeros(size, heads * width, dtype=dtype, device=at)
+        self._qkv = torch.zeros(size, model.row_heads, c.head_dim, dtype=dtype, device=at)
+        attended = model.heads * model.state_dim
+        self._attended = torch.zeros(size, attended, dtype=dtype, device=at)
         self._replays: list[Replay] = [
             record(self._piece(place))[1] for place in range(len(self._layers) + 1)
         ]

@@ -190,13 +190,19 @@ class ModelBench:
 
     def _linear(self, operator: Operator) -> Callable[[int], object]:
         c = self.config
-        widths = (c.hidden, c.heads * c.head_dim, c.intermediate)
+        state = c.latent.rank if c.latent else c.head_dim
+        widths = (c.hidden, c.heads * state, c.intermediate)
         hidden, attended, inner = (self._random(operator.rows, width) for width in widths)
+        turns = self._turns(operator.rows)
 
         def run(layer: int) -> None:
             own = self.weights.layers[layer]
-            own.qkv(hidden)
-            own.out.onto(attended, hidden)
+            product = own.qkv(hidden)
+            if own.latent is None:
+                own.out.onto(attended, hidden)
+            else:
+                own.latent.rows(product, turns, self.arithmetic)
+                own.out.onto(own.latent.values(attended), hidden)
             if isinstance(own.mlp, GatedMlp):
                 own.mlp.gate_up(hidden)
                 own.mlp.down.onto(inner, hidden)
@@ -208,22 +214,28 @@ class ModelBench:
     def _elementwise(self, operator: Operator) -> Callable[[int], object]:
         c, rows = self.config, operator.rows
         hidden, both = self._random(rows, c.hidden), self._random(rows, 2 * c.intermediate)
-        qkv = self._random(rows, c.heads + 2 * c.kv_heads, c.head_dim)
+        qkv = self._random(rows, c.heads + c.planes * c.kv_heads, c.head_dim)
         T, places = self.kv.page_tokens, torch.arange(rows, device=self.device.at)
-        rotary = Rotary(c.rope, c.head_dim, self.device.at, self.arithmetic.turns)
-        turns = rotary.turns(places, [(rows, rows)])
+        turns = self._turns(rows)
         slots, given = (places // T, places % T), _Given(both)
 
         def run(layer: int) -> None:
             own = self.weights.layers[layer]
             for norm in (own.attention_norm, own.mlp_norm):
                 self.arithmetic.norm(hidden, norm)
-            self.arithmetic.rotate(qkv[:, : c.heads + c.kv_heads], c.heads, turns)
+            if c.latent is None:  # otherwise part of the products
+                self.arithmetic.rotate(qkv[:, : c.heads + c.kv_heads], c.heads, turns)
             self.kv.write(layer, self.kv.kept(layer, qkv[:, c.heads :]), slots)
             if c.experts_in(layer) is None:
                 self.arithmetic.gated(given, both)
 
         return run
+
+    def _turns(self, rows: int) -> torch.Tensor:
+        """Return rotary factors of positions 0, 1, …"""
+        c, at = self.config, self.device.at
+        rotary = Rotary(c.rope, c.rotated_dim, at, self.arithmetic.turns)
+        return rotary.turns(torch.arange(rows, device=at), [(rows, rows)])
 
     def _attention(self, operator: Operator) -> Callable[[int], object]:
         c, tp = self.config, operator.tp
@@ -243,9 +255,10 @@ class ModelBench:
             for window in c.windows_in(range(c.layers))
         }
         q = self._random(operator.rows, heads, c.head_dim)
-        k, v = self._random(2, operator.rows, kv_heads, c.head_dim)
+        own = self._random(c.planes, operator.rows, kv_heads, c.head_dim)
+        k, v = own[0], own[-1]
         # A shard's pool: the same number of pages with fewer heads.
-        shape = (-1, 2, kv_heads, T, c.head_dim)
+        shape = (-1, c.planes, kv_heads, T, c.head_dim)
         pools = [self.kv.pool(n).view(shape)[: self.kv.pages] for n in range(c.layers)]
         return lambda layer: plans[c.window(layer)].run(q, k, v, pools[layer])
 
@@ -267,6 +280,7 @@ class ModelBench:
             self.dtype,
             self.dtype,
             self.device.at,
+            latent=c.latent,
             table=table,
         )
 
@@ -379,7 +393,7 @@ def run(given: argparse.Namespace) -> None:
     )
     cuda = device.at.type == "cuda"
     measure(bench, plan, given.seconds, _write, cold=cuda)
-    if cuda:
+    if cuda and config.latent is None:
         _write(Chunks(bench.chunk_kernels()))
 
 

@@ -19,19 +19,41 @@ from safetensors import SafetensorError, safe_open
 
 from medha.checkpoints.checkpoint_files import SINGLE, check_weights, file_of_each
 from medha.checkpoints.decoder_config import DecoderConfig
+from medha.checkpoints.latent_attention import LatentAttention
 from medha.checkpoints.routed_experts import RoutedExperts
 from medha.errors import CheckpointError
 from medha.topology import check_tp, kv_heads_of
 from medha_worker.attention.fp8_scales import Scales, of_layer
 from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.experts import Experts
-from medha_worker.model.layers import GatedMlp, LayerWeights, Linear, blank, paneled
+from medha_worker.model.latent_projections import LatentProjections
+from medha_worker.model.layers import GatedMlp, Linear, Mlp, blank, paneled
 from medha_worker.model.packed_weights import FLOATS, packed_weight
 from medha_worker.model.rope import interleaved
 
 HEAD = "lm_head.weight"
 
 Progress = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """A shard's weights of one layer; all counts are the shard's.
+
+    `qkv` [hidden, (heads + 2·kv_heads)·head_dim]: query, key, value side by side, with the halves
+    of each query and key head `interleaved`; `out` [heads·head_dim, hidden]. `head_norms` [heads +
+    kv_heads, head_dim]: of queries and keys, `interleaved` too; None in families without. Shard 0
+    alone holds row-parallel biases (`out`, `down`). With `latent`, `qkv` is the first product of
+    LatentProjections, and `out` is [heads·value_dim, hidden].
+    """
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    out: Linear
+    mlp_norm: torch.Tensor
+    mlp: Mlp
+    head_norms: torch.Tensor | None = None
+    latent: LatentProjections | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,6 +196,28 @@ def load(
     return _Loader(checkpoint, config, layers, shard, tp, dtype, progress, device).load()
 
 
+def _as_stored(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+class _Turned:
+    """Order of output rows that makes pairs of each head's rotated part adjacent.
+
+    The rotated part is the last of every `width` rows; 0: no row is rotated.
+    """
+
+    def __init__(self, latent: LatentAttention, width: int) -> None:
+        self._rope, self._width = latent.rope_dim, 0 if latent.paired else width
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if not self._width:
+            return rows
+        heads = rows.reshape(-1, self._width, *rows.shape[1:]).clone()
+        rotated = heads[:, -self._rope :]
+        rotated.copy_(interleaved(rotated.flatten(0, 1), self._rope).view(rotated.shape))
+        return heads.flatten(0, 1)
+
+
 class _Loader:
     """A load in progress, with the places of this shard's slices in each tensor."""
 
@@ -192,8 +236,8 @@ class _Loader:
         self.checkpoint, self.config, self.layers = checkpoint, config, layers
         self.shard, self.tp, self.dtype, self.progress = shard, tp, dtype, progress
         D = config.head_dim
-        heads, kv = config.heads // tp, kv_heads_of(shard, tp, config.kv_heads)
-        self.q_rows = range(shard * heads * D, (shard + 1) * heads * D)
+        kv = kv_heads_of(shard, tp, config.kv_heads)
+        self.q_rows = self._of_heads(D)
         self.kv_rows = range(kv.start * D, kv.stop * D)
         self.vocab_rows = -(-config.vocab // tp)
         self.done_bytes = 0
@@ -226,21 +270,71 @@ class _Loader:
     def _layer(self, number: int) -> LayerWeights:
         prefix = f"model.layers.{number}."
         c, attention, mlp = self.config, prefix + "self_attn.", prefix + "mlp."
-        q_all, kv_all = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        qkv = [
+        experts = c.experts_in(number)
+        q_all, out_rows = c.heads * c.head_dim, self.q_rows
+        if c.latent is None:
+            qkv = self._qkv(attention)
+        else:
+            qkv = self._first_product(attention, c.latent)
+            q_all = c.heads * c.latent.shape.value_dim
+            out_rows = self._of_heads(c.latent.shape.value_dim)
+        return LayerWeights(
+            attention_norm=self._vector(prefix + "input_layernorm.weight"),
+            qkv=qkv,
+            out=self._row(attention + "o_proj", q_all, out_rows, c.out_bias),
+            mlp_norm=self._vector(prefix + "post_attention_layernorm.weight"),
+            mlp=self._experts(mlp, experts) if experts else self._mlp(mlp, c.intermediate),
+            head_norms=self._head_norms(attention) if c.head_norms else None,
+            latent=self._latent(attention, c.latent) if c.latent else None,
+        )
+
+    def _qkv(self, attention: str) -> Linear:
+        c, D = self.config, self.config.head_dim
+        q_all, kv_all = c.heads * D, c.kv_heads * D
+        parts = [
             (attention + "q_proj", q_all, self.q_rows),
             (attention + "k_proj", kv_all, self.kv_rows),
             (attention + "v_proj", kv_all, self.kv_rows),
         ]
-        experts = c.experts_in(number)
-        return LayerWeights(
-            attention_norm=self._vector(prefix + "input_layernorm.weight"),
-            qkv=self._columns(qkv, c.qkv_bias, rotated=2),
-            out=self._row(attention + "o_proj", q_all, self.q_rows, c.out_bias),
-            mlp_norm=self._vector(prefix + "post_attention_layernorm.weight"),
-            mlp=self._experts(mlp, experts) if experts else self._mlp(mlp, c.intermediate),
-            head_norms=self._head_norms(attention) if c.head_norms else None,
+        turned = [lambda own: interleaved(own, D)] * 2
+        return self._columns(parts, c.qkv_bias, turned=turned)
+
+    def _first_product(self, attention: str, latent: LatentAttention) -> Linear:
+        """Load the projections to queries or their latents, and to the token's latent and key."""
+        shape, c = latent.shape, self.config
+        wide = shape.nope_dim + shape.rope_dim
+        queries = (attention + "q_proj", c.heads * wide, self._of_heads(wide))
+        if shape.q_rank:
+            queries = (attention + "q_a_proj", shape.q_rank, range(shape.q_rank))
+        kept = (attention + "kv_a_proj_with_mqa", latent.width, range(latent.width))
+        turned = [_Turned(latent, 0 if shape.q_rank else wide), _Turned(latent, latent.width)]
+        return self._columns([queries, kept], False, turned=turned)
+
+    def _latent(self, attention: str, latent: LatentAttention) -> LatentProjections:
+        """Load what follows the first product, of this shard's heads."""
+        shape, heads = latent.shape, self.config.heads
+        wide, both = shape.nope_dim + shape.rope_dim, shape.nope_dim + shape.value_dim
+        norm, up = None, None
+        if shape.q_rank:
+            norm = self._vector(attention + "q_a_layernorm.weight", shape.q_rank)
+            part = (attention + "q_b_proj", heads * wide, self._of_heads(wide))
+            up = self._columns([part], False, turned=[_Turned(latent, wide)], inputs=shape.q_rank)
+        sizes, rows = (heads * both, latent.rank), self._of_heads(both)
+        own = self._weight(attention + "kv_b_proj", sizes, rows, range(latent.rank))
+        own = own.to(self.dtype).view(-1, both, latent.rank)
+        return LatentProjections(
+            rope_dim=shape.rope_dim,
+            latent_norm=self._vector(attention + "kv_a_layernorm.weight", latent.rank),
+            key_up=own[:, : shape.nope_dim].contiguous(),
+            value_up=own[:, shape.nope_dim :].transpose(1, 2).contiguous(),
+            query_norm=norm,
+            query_up=up,
         )
+
+    def _of_heads(self, width: int) -> range:
+        """Return the outputs of this shard's heads, each of `width`."""
+        size = self.config.heads // self.tp * width
+        return range(self.shard * size, (self.shard + 1) * size)
 
     def _mlp(self, prefix: str, width: int, *, few_rows: bool = False) -> GatedMlp:
         """Load the slice of an MLP of `width`; see `paneled`."""
@@ -253,8 +347,13 @@ class _Loader:
 
     def _experts(self, prefix: str, experts: RoutedExperts) -> Experts:
         """Load the router, and a slice of every expert; on a GPU one tensor holds them all."""
-        width = experts.intermediate
-        router = self._columns([(prefix + "gate", experts.count, range(experts.count))], False)
+        width, shared = experts.intermediate, experts.shared_intermediate
+        gate = [(prefix + "gate", experts.count, range(experts.count))]
+        router = self._columns(gate, False, dtype=torch.float32 if experts.exact else self.dtype)
+        bias = None
+        if experts.biased:
+            name = prefix + "gate.e_score_correction_bias"
+            bias = self._count(self.checkpoint.slice(name, (experts.count,))[:]).float()
         mlps = [
             self._mlp(f"{prefix}experts.{n}.", width, few_rows=True) for n in range(experts.count)
         ]
@@ -262,8 +361,9 @@ class _Loader:
             router,
             tuple(mlp.gate_up for mlp in mlps),
             tuple(mlp.down for mlp in mlps),
-            experts.per_token,
-            experts.normalized,
+            experts,
+            bias,
+            self._mlp(prefix + "shared_experts.", shared) if shared else None,
         )
         return loaded if router.weight.is_cpu else loaded.grouped()
 
@@ -286,27 +386,31 @@ class _Loader:
         parts: list[tuple[str, int, range]],
         biased: bool,
         *,
-        rotated: int = 0,
+        turned: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
+        inputs: int = 0,
+        dtype: torch.dtype | None = None,
         halves: int = 1,
         few_rows: bool = False,
     ) -> Linear:
-        """Load column-parallel projections side by side: output rows `range` of each.
+        """Load column-parallel projections of `inputs` (0: hidden size) side by side: output rows
+        `range` of each.
 
-        The first `rotated` are interleaved. No panel spans two of the equal `halves`.
+        Rows of part i are ordered by `turned[i]`, if given. No panel spans two of the equal
+        `halves`.
         """
-        width, D = sum(len(rows) for _, _, rows in parts), self.config.head_dim
-        weight = blank(self.config.hidden, width, self.dtype, self.device)
-        bias = torch.empty(width, dtype=self.dtype, device=self.device) if biased else None
+        inputs, dtype = inputs or self.config.hidden, dtype or self.dtype
+        width = sum(len(rows) for _, _, rows in parts)
+        weight = blank(inputs, width, dtype, self.device)
+        bias = torch.empty(width, dtype=dtype, device=self.device) if biased else None
         at = 0
         for number, (name, outputs, rows) in enumerate(parts):
+            order = turned[number] if number < len(turned) else _as_stored
             cut = slice(at, at + len(rows))
-            inputs = range(self.config.hidden)
-            own = self._weight(name, (outputs, self.config.hidden), rows, inputs)
-            weight[:, cut].copy_((interleaved(own, D) if number < rotated else own).t())
+            own = self._weight(name, (outputs, inputs), rows, range(inputs))
+            weight[:, cut].copy_(order(own).t())
             if bias is not None:
                 part = self.checkpoint.slice(name + ".bias", (outputs,))
-                own = self._count(part[rows.start : rows.stop])
-                bias[cut].copy_(interleaved(own, D) if number < rotated else own)
+                bias[cut].copy_(order(self._count(part[rows.start : rows.stop])))
             at += len(rows)
         return Linear(paneled(weight, halves, few_rows=few_rows), bias)
 
@@ -361,14 +465,23 @@ class _Loader:
         c, item = self.config, self._item_bytes()
         packed = c.quantization is not None and isinstance(self.checkpoint, Checkpoint)
         stored = c.quantization.stored_bytes if c.quantization and packed else item
-        rows = len(self.layers) * 2 * (len(self.q_rows) + len(self.kv_rows))
+        scalars = len(self.layers) * self._attention_scalars()
         for layer in self.layers:
             if experts := c.experts_in(layer):
-                rows += experts.count * (1 + 3 * len(self._share(experts.intermediate)))
+                widths = experts.count * len(self._share(experts.intermediate))
+                widths += len(self._share(experts.shared_intermediate))
+                scalars += c.hidden * (experts.count + 3 * widths)
             else:
-                rows += 3 * len(self._share(c.intermediate))
+                scalars += c.hidden * 3 * len(self._share(c.intermediate))
         tables = (self.layers.start == 0) + (self.layers.stop == c.layers)
-        return int(c.hidden * (stored * rows + item * tables * self.vocab_rows))
+        return int(stored * scalars + item * c.hidden * tables * self.vocab_rows)
+
+    def _attention_scalars(self) -> int:
+        """Return the entries of a layer's projections that this rank will read."""
+        c = self.config
+        if c.latent is None:
+            return c.hidden * 2 * (len(self.q_rows) + len(self.kv_rows))
+        return int(c.shape(1.0, 1.0).attention_params_of(self.tp))
 
     def _item_bytes(self) -> int:
         tensor = self.checkpoint.slice(

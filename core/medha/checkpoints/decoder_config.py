@@ -1,8 +1,7 @@
 """Typed values of a checkpoint's config.json, as far as the engine needs them.
 
-Reads the keys of the `families` and both spellings of rotary settings (`rope_theta` with
-`rope_scaling`, and `rope_parameters` since transformers 5). Unknown settings are refused by name: a
-silently ignored setting gives wrong tokens, not an error.
+Reads the keys of the `families`. Unknown settings are refused by name: a silently ignored setting
+gives wrong tokens, not an error.
 """
 
 from __future__ import annotations
@@ -15,36 +14,13 @@ import msgspec
 
 from medha.checkpoints.families import family_of, windows_of
 from medha.checkpoints.json_fields import count, read_json
+from medha.checkpoints.latent_attention import LatentAttention, latent_of
 from medha.checkpoints.quantization import Quantization, quantization_of
+from medha.checkpoints.rope_settings import Rope, rope_of
 from medha.checkpoints.routed_experts import RoutedExperts, experts_of
 from medha.errors import CheckpointError
 from medha.messages import GenerationDefaults
 from medha.model import ModelShape
-
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
-ROPE_NEEDS = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
-
-
-class Rope(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position settings. `original_tokens`: context length during training."""
-
-    kind: str = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_tokens: int = 2048
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    attention_factor: float | None = None
-    truncate: bool = True
-
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -55,6 +31,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     `head_norms`: each head's query and key are normed before rotation. `windows`: window of each
     layer in tokens, a row's own included (0: all); () if no layer has one. `experts` is None if all
     layers have one MLP, of width `intermediate`. `quantization` is None if no weights are packed.
+    With `latent`, `kv_heads` and `head_dim` are those of the pages: one head, of the latent and the
+    rotated key.
     """
 
     layers: int
@@ -74,6 +52,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int, ...] = ()
     experts: RoutedExperts | None = None
     quantization: Quantization | None = None
+    latent: LatentAttention | None = None
     max_context_tokens: int = 2048
     stop_tokens: tuple[int, ...] = ()
 
@@ -88,6 +67,16 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     def experts_in(self, layer: int) -> RoutedExperts | None:
         """Return the experts of `layer`; None: it has one MLP."""
         return self.experts if self.experts is not None and layer in self.experts.layers else None
+
+    @property
+    def planes(self) -> int:
+        """Rows that pages hold of a token and head: key and value (2), or a latent for both (1)."""
+        return 1 if self.latent else 2
+
+    @property
+    def rotated_dim(self) -> int:
+        """Entries of a head's query and key that positions rotate."""
+        return self.latent.rope_dim if self.latent else self.head_dim
 
     @property
     def divided_width(self) -> int:
@@ -121,6 +110,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
             experts_per_token=self.experts.per_token if self.experts else 0,
             expert_intermediate=self.experts.intermediate if self.experts else 0,
             expert_layers=len(self.experts.layers) if self.experts else 0,
+            shared_intermediate=self.experts.shared_intermediate if self.experts else 0,
+            latent=self.latent.shape if self.latent else None,
         )
 
 
@@ -142,23 +133,30 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
             f"{path}: num_key_value_heads is {kv_heads}: must divide num_attention_heads, which is"
             f" {heads}; fetch the file again"
         )
+    rope = rope_of(path, raw, max_tokens)
+    latent = latent_of(path, raw, rope, heads, kv_heads) if family.latent else None
+    if latent is not None:
+        kv_heads, head_dim = 1, latent.width
+    else:
+        head_dim = _head_dim(path, raw, family.head_dim or hidden // heads)
     return DecoderConfig(
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=_head_dim(path, raw, family.head_dim or hidden // heads),
+        head_dim=head_dim,
         intermediate=count(path, raw, "intermediate_size"),
         vocab=count(path, raw, "vocab_size"),
         norm_eps=_epsilon(path, raw),
-        rope=_rope(path, raw, max_tokens),
+        rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=family.biases == "qkv" or attention_bias,
         out_bias=attention_bias,
         mlp_bias=chosen and bool(raw.get("mlp_bias", False)),
         head_norms=family.head_norms,
         windows=windows_of(path, raw, family, layers),
-        experts=experts_of(path, raw, layers) if family.mixture else None,
+        experts=experts_of(path, raw, layers, family.mixture),
+        latent=latent,
         quantization=quantization_of(path, raw),
         max_context_tokens=max_tokens,
         stop_tokens=_stop_tokens(folder, raw),
@@ -179,79 +177,6 @@ def _epsilon(path: pathlib.Path, raw: dict[str, Any]) -> float:
         raise CheckpointError(
             f"{path}: rms_norm_eps is {value!r}: must be a number between 0 and 1, such as 1e-05;"
             " fetch the file again"
-        )
-    return float(value)
-
-
-def _rope(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
-    """Return the rotary settings.
-
-    `rope_parameters` takes precedence over `rope_scaling`, and a theta inside over one outside.
-    """
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise CheckpointError(
-            f"{path}: rope_parameters is {given!r}: must be an object; fetch the file again"
-        )
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ROPE_KINDS:
-        raise CheckpointError(
-            f"{path}: rope type is {kind!r}: must be one of {', '.join(ROPE_KINDS)};"
-            " use a checkpoint with one of these"
-        )
-    rotated = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if rotated not in (None, 1.0):
-        raise CheckpointError(
-            f"{path}: partial_rotary_factor is {rotated!r}: must be 1, as all of a head is rotated;"
-            " use another checkpoint"
-        )
-    for key in ROPE_NEEDS.get(kind, ()):
-        if given.get(key) is None:
-            raise CheckpointError(
-                f"{path}: rope type {kind} lacks {key}: must be given; fetch config.json again"
-            )
-    # Dynamic NTK scales from max_position_embeddings; the others may name another length.
-    outside = raw.get("original_max_position_embeddings")
-    original = outside or given.get("original_max_position_embeddings") or max_tokens
-    if kind == "dynamic":
-        original = max_tokens
-    numbers = {
-        "original_max_position_embeddings": original,
-        "rope_theta": given.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
-        "factor": given.get("factor"),
-        "low_freq_factor": given.get("low_freq_factor") or 1.0,
-        "high_freq_factor": given.get("high_freq_factor") or 4.0,
-        "beta_fast": given.get("beta_fast") or 32.0,
-        "beta_slow": given.get("beta_slow") or 1.0,
-        "mscale": given.get("mscale") or 0.0,
-        "mscale_all_dim": given.get("mscale_all_dim") or 0.0,
-        "attention_factor": given.get("attention_factor"),
-    }
-    settings = {key: _rope_number(path, key, value) for key, value in numbers.items()}
-    factor = settings.pop("factor")
-    if factor is None:
-        factor = max_tokens / original if kind == "yarn" else 1.0
-    attention_factor = settings.pop("attention_factor")
-    plain = {key: value for key, value in settings.items() if value is not None}
-    return Rope(
-        kind=kind,
-        original_tokens=int(plain.pop("original_max_position_embeddings")),
-        theta=plain.pop("rope_theta"),
-        factor=factor,
-        attention_factor=attention_factor,
-        truncate=bool(given.get("truncate", True)),
-        **plain,
-    )
-
-
-def _rope_number(path: pathlib.Path, key: str, value: Any) -> float | None:
-    """Return a numeric rotary setting; None if it is absent."""
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise CheckpointError(
-            f"{path}: {key} is {value!r}: must be a number that is not negative; fetch the file"
-            " again"
         )
     return float(value)
 

@@ -1,8 +1,8 @@
-"""Differences between the served model families: Llama, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Mistral.
+"""Differences between the served model families.
 
 All share the same layers (see `decoder`). A family defines the defaults of its config.json and the
 parts it adds: biases of query, key and value, a norm of each head's query and key before rotation,
-an attention window, experts among which a router selects a few for each token.
+an attention window, experts among which a router selects a few for each token, latent attention.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from medha.checkpoints.routed_experts import Mixture
 from medha.errors import CheckpointError
 
 
@@ -22,7 +23,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     `max_tokens`, `kv_heads`, `head_dim`: defaults of config.json (None: as many as heads; hidden /
     heads). `biases`: "qkv" always has those three, "chosen" follows attention_bias and mlp_bias.
     `windowed`: "all" layers by sliding_window; "chosen": all, if use_sliding_window; "late": from
-    max_window_layers on, if use_sliding_window. `mixture`: layers may have experts.
+    max_window_layers on, if use_sliding_window. `mixture`: whose keys describe experts. `latent`:
+    attention reads one latent per token (see `latent_attention`).
     """
 
     max_tokens: int
@@ -31,7 +33,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     biases: Literal["none", "qkv", "chosen"] = "none"
     head_norms: bool = False
     windowed: Literal["none", "all", "chosen", "late"] = "none"
-    mixture: bool = False
+    mixture: Mixture = "none"
+    latent: bool = False
 
 
 FAMILIES = {
@@ -51,8 +54,10 @@ FAMILIES = {
         biases="chosen",
         head_norms=True,
         windowed="chosen",
-        mixture=True,
+        mixture="qwen3",
     ),
+    "deepseek_v2": Family(max_tokens=2048, mixture="deepseek_v2", latent=True),
+    "deepseek_v3": Family(max_tokens=4096, mixture="deepseek_v3", latent=True),
     "mistral": Family(max_tokens=131_072, kv_heads=8, windowed="all"),
 }
 

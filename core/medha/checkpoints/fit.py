@@ -31,15 +31,19 @@ def _bytes(field: str, dtype: str, known: dict[str, int]) -> int:
     return known[dtype]
 
 
-def page_bytes(kv_heads: int, page_tokens: int, head_dim: int, scalar_bytes: int) -> int:
-    """Return the bytes of a page of keys and values in one layer."""
-    return 2 * kv_heads * page_tokens * head_dim * scalar_bytes
+def page_bytes(
+    kv_heads: int, page_tokens: int, head_dim: int, scalar_bytes: int, planes: int = 2
+) -> int:
+    """Return the bytes of a page of keys and values (`planes` 2), or of latents (1), in one
+    layer."""
+    return planes * kv_heads * page_tokens * head_dim * scalar_bytes
 
 
 def _rank_page_bytes(model: DecoderConfig, config: WorkerConfig, layers: int) -> int:
     """Return the bytes of a page of a rank that holds `layers` layers."""
     heads = len(kv_heads_of(0, config.topology.tp, model.kv_heads))  # as many in each shard
-    return layers * page_bytes(heads, config.page_tokens, model.head_dim, kv_bytes(config))
+    scalar = kv_bytes(config)
+    return layers * page_bytes(heads, config.page_tokens, model.head_dim, scalar, model.planes)
 
 
 def pool_pages(model: DecoderConfig, config: WorkerConfig, layers: int) -> int:
@@ -75,10 +79,11 @@ def misfits(model: DecoderConfig, config: WorkerConfig, groups: int) -> Iterator
     except SpecError as error:
         divisible = False
         yield error
-    try:
-        check_experts(model, config)
-    except SpecError as error:
-        yield error
+    for check in (check_experts, check_latent):
+        try:
+            check(model, config)
+        except SpecError as error:
+            yield error
     longest = model.max_context_tokens
     if config.max_context_tokens > longest:
         yield SpecError(
@@ -113,6 +118,26 @@ def check_experts(model: DecoderConfig, config: WorkerConfig) -> None:
             tp,
             f"must leave a multiple of 8 of each expert's width of {width} to a GPU",
             f"use a smaller one, {instead}",
+        )
+
+
+def check_latent(model: DecoderConfig, config: WorkerConfig) -> None:
+    """Raise SpecError unless latent attention is served with these settings."""
+    if model.latent is None:
+        return
+    if kv_bytes(config) == 1:
+        raise SpecError(
+            "spec.model.kvCacheDtype",
+            config.kv_dtype,
+            "must not be FP8, as latents are cached in the type of the weights",
+            "remove it",
+        )
+    if config.device == "cuda" and config.deterministic:
+        raise SpecError(
+            "spec.engine.arithmetic",
+            "Deterministic",
+            "must be Fast on a GPU, as products with latents depend on the batch",
+            "use Fast, or device Cpu",
         )
 
 

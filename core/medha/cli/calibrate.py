@@ -235,7 +235,7 @@ def _work(operator: Operator, shape: ModelShape) -> tuple[str, float]:
             return "matrix products", shape.linear_flops(operator.rows)
         case "attention":
             seen = pairs(operator.rows, operator.keys)
-            return "attention of chunks", 4.0 * seen * shape.heads * shape.head_dim / operator.tp
+            return "attention of chunks", seen * shape.heads * shape.pair_flops / operator.tp
         case "decode":
             key_bytes = (operator.keys + 1) * shape.kv_bytes_per_token_layer
             return "attention of decodes", operator.rows * key_bytes / operator.tp

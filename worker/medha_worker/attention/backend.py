@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from medha.checkpoints.latent_attention import LatentAttention
 from medha.errors import SetupError
 from medha_worker import flashinfer
 from medha_worker.attention.cpu import cpu_attention
@@ -34,6 +35,7 @@ def attention_for(
     kv_dtype: torch.dtype,
     device: torch.device | str,
     *,
+    latent: LatentAttention | None = None,
     deterministic: bool = False,
     spare: int = 0,
     table: Sequence[PrefixSplit] = H200,
@@ -41,13 +43,15 @@ def attention_for(
     """Return the attention of a rank with `heads` over `kv_heads` in `dtype`, with pages of
     `kv_dtype`.
 
-    `deterministic`: a row's state must not depend on other rows of its batch (see `fixed_blocks`).
-    `spare`: a page that no sequence owns. Raises SetupError if the device's kernels are missing or
-    do not support these sizes.
+    `latent`: pages hold latents. `deterministic`: a row's state must not depend on other rows of
+    its batch (see `fixed_blocks`). `spare`: a page that no sequence owns. Raises SetupError if the
+    device's kernels are missing or do not support these sizes.
     """
     device = torch.device(device)
     if device.type == "cpu":
-        return cpu_attention(heads, kv_heads, head_dim, page_tokens, kv_dtype)
+        return cpu_attention(heads, kv_heads, head_dim, page_tokens, kv_dtype, latent)
+    if latent is not None:
+        return ReferenceAttention(heads, 1, head_dim, page_tokens, tile_pages=32, latent=latent)
     if head_dim not in HEAD_DIMS or dtype not in DTYPES or kv_dtype not in (dtype, FP8):
         if deterministic:
             raise SetupError(

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from medha.checkpoints.latent_attention import LatentAttention
 from medha.errors import EngineError, SetupError
 from medha_worker.attention.fp8_scales import Scales
 from medha_worker.attention.kernel_interface import Attention, AttentionPlan, Partial, Span
@@ -40,16 +41,22 @@ Kernel = Callable[..., None]
 
 
 def cpu_attention(
-    heads: int, kv_heads: int, head_dim: int, page_tokens: int, dtype: torch.dtype
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_tokens: int,
+    dtype: torch.dtype,
+    latent: LatentAttention | None = None,
 ) -> Attention:
     """Return attention over pages in `dtype`, with the compiled kernel if it supports the sizes.
 
     Raises SetupError if the kernel was not built.
     """
-    chunks = ReferenceAttention(heads, kv_heads, head_dim, page_tokens)
+    chunks = ReferenceAttention(heads, kv_heads, head_dim, page_tokens, latent=latent)
     if not NativeKernel.serves(heads, kv_heads, head_dim, dtype):
         return chunks
-    return CpuAttention(NativeKernel(heads, kv_heads, head_dim, page_tokens, dtype), chunks)
+    singles = NativeKernel(heads, kv_heads, head_dim, page_tokens, dtype, latent=latent)
+    return CpuAttention(singles, chunks)
 
 
 class CpuAttention:
@@ -64,6 +71,7 @@ class CpuAttention:
         return CpuPlan(
             self.singles.plan(single) if single else None,
             self.chunks.plan(several) if several else None,
+            self.chunks.state_dim,
         )
 
 
@@ -73,6 +81,7 @@ class CpuPlan:
 
     singles: NativePlan | None
     chunks: ReferencePlan | None
+    state_dim: int
 
     def run(
         self,
@@ -89,7 +98,7 @@ class CpuPlan:
             self.chunks.fill(q, k, v, pool, states)
         if self.singles is not None:
             self.singles.fill(q, pool, states)
-        return states
+        return states.cut(self.state_dim)
 
 
 # --- single rows ----------------------------------------------------------------------------------
@@ -105,6 +114,8 @@ class _Plan(ctypes.Structure):
             for name in ("heads", "kv_heads", "head_dim", "page_tokens", "narrow")
         ),
         ("hidden", ctypes.c_void_p),
+        ("planes", ctypes.c_int64),
+        ("scale", ctypes.c_double),
     )
 
 
@@ -148,9 +159,12 @@ class NativeKernel:
         page_tokens: int,
         dtype: torch.dtype,
         lanes: int = LANES,
+        latent: LatentAttention | None = None,
     ) -> None:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.page_tokens, self.dtype, self.lanes = page_tokens, dtype, lanes
+        self.planes = 1 if latent else 2
+        self.scale = latent.scale if latent else head_dim**-0.5
         self.call = load()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -224,6 +238,8 @@ class NativePlan:
             kernel.page_tokens,
             kernel.dtype == torch.bfloat16,
             self._hidden.ctypes.data,
+            kernel.planes,
+            kernel.scale,
         )
         self.parts = self._split(torch.get_num_threads())
 
@@ -266,7 +282,7 @@ class NativePlan:
 
     def _check(self, q: torch.Tensor, pool: torch.Tensor, into: Partial) -> None:
         K = self.kernel
-        page = (2, K.kv_heads, K.page_tokens, K.head_dim)
+        page = (K.planes, K.kv_heads, K.page_tokens, K.head_dim)
         rows = len(into.out)
         if not (
             pool.shape[1:] == page

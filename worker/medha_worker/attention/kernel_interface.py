@@ -11,6 +11,8 @@ Only the tail group has the chunk's own keys; a group that holds nothing contrib
 are stored rotated, so their order does not matter: a shard may be any set of pages. In a layer with
 a window, a row sees that many tokens back, itself included; its span holds only pages in sight and
 their positions (`Sight`). Kernels know no other mask than these two.
+
+With latent attention, pages have one plane, of keys whose first entries are the values too.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class LogBase(enum.Enum):
 class Partial:
     """Attention over a part of the keys, normalised over that part.
 
-    `out` [rows, heads, head_dim] float32, or the kernel's compute type, zero if the part is empty;
-    `lse` [rows, heads] float32 in base `base`, −∞ if the part is empty.
+    `out` [rows, heads, head_dim, or a latent's rank] float32, or the kernel's compute type, zero if
+    the part is empty; `lse` [rows, heads] float32 in base `base`, −∞ if the part is empty.
     """
 
     out: torch.Tensor
@@ -53,6 +55,12 @@ class Partial:
         if self.base is LogBase.E:
             return self
         return Partial(self.out, self.lse * math.log(self.base.value), LogBase.E)
+
+    def cut(self, width: int) -> Partial:
+        """Return the state of the first `width` entries of the values."""
+        if width == self.out.shape[-1]:
+            return self
+        return Partial(self.out[..., :width], self.lse, self.base)
 
 
 class Sight(msgspec.Struct, frozen=True):
@@ -104,8 +112,9 @@ class AttentionPlan(Protocol):
         """Return partial states of all rows over the own group's shard.
 
         `q` [rows, heads, head_dim]; `k`, `v` [rows, kv_heads, head_dim] are the rows' own, in the
-        pool's type; `pool` [pages, 2, kv_heads, page_tokens, head_dim], with rows of tail spans
-        written; `scales` of `pool`, `k` and `v`, if they are FP8.
+        pool's type; `pool` [pages, planes, kv_heads, page_tokens, head_dim], with rows of tail
+        spans written; with one plane, `k` and `v` are the same; `scales` of `pool`, `k` and `v`,
+        if they are FP8.
         """
         ...
 

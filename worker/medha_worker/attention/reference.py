@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from medha.checkpoints.latent_attention import LatentAttention
 from medha_worker.attention.fp8_scales import FP8, Scales
 from medha_worker.attention.kernel_interface import Partial, Span
 from medha_worker.attention.merge import fold
 
-# (out, lse in base e) of softmax(q·kᵀ/√d)·v; blocked, so the score matrix never exists.
+# (out, lse in base e) of softmax(scale·q·kᵀ)·v; blocked, so the score matrix never exists.
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -28,7 +29,7 @@ class ReferenceAttention:
     """Plain-torch attention for pages of one geometry.
 
     `tile_pages` bounds the workspace (pages gathered at once), `block_rows` the masks (windowed
-    rows that attend at once).
+    rows that attend at once). `latent`: pages hold latents.
     """
 
     def __init__(
@@ -39,10 +40,13 @@ class ReferenceAttention:
         page_tokens: int,
         tile_pages: int = 256,
         block_rows: int = 256,
+        latent: LatentAttention | None = None,
     ) -> None:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.page_tokens, self.tile_pages = page_tokens, tile_pages
-        self.block_rows = block_rows
+        self.block_rows, self.planes = block_rows, 1 if latent else 2
+        self.scale = latent.scale if latent else head_dim**-0.5
+        self.state_dim = latent.rank if latent else head_dim
         self._workspace = torch.empty(0)
 
     def plan(self, spans: Sequence[Span]) -> ReferencePlan:
@@ -72,10 +76,10 @@ class ReferenceAttention:
             yield _Chunk(span, first, end, tuple(self._tiles(span, page)))
 
     def _tiles(self, span: Span, page: int) -> Iterator[_Tile]:
-        """Yield tiles of earlier pages from `page` on, each gathered as [2, kv_heads, tokens,
-        dim]."""
+        """Yield tiles of earlier pages from `page` on, each gathered as [planes, kv_heads,
+        tokens, dim]."""
         T, count = self.page_tokens, -(-span.held // self.page_tokens)
-        planes = np.arange(2 * self.kv_heads, dtype=np.int64)[:, None]
+        planes = np.arange(self.planes * self.kv_heads, dtype=np.int64)[:, None]
         for first in range(page, count, self.tile_pages):
             end = min(first + self.tile_pages, count)
             index = torch.from_numpy((span.pages[first:end] * len(planes) + planes).reshape(-1))
@@ -133,7 +137,7 @@ class ReferencePlan:
     ) -> Partial:
         states = unfilled(q)
         self.fill(q, k, v, pool, states, scales)
-        return states
+        return states.cut(self.kernel.state_dim)
 
     def fill(
         self,
@@ -178,9 +182,9 @@ class ReferencePlan:
         queries = q.view(n, K.kv_heads, G, D).permute(1, 2, 0, 3).float().contiguous()
         whole: Partial | None = None
         for tile in chunk.tiles:
-            kv = K.gather(pool, tile.index).view(2, K.kv_heads, -1, D)[:, :, : tile.held]
+            kv = K.gather(pool, tile.index).view(K.planes, K.kv_heads, -1, D)[:, :, : tile.held]
             seen = None if tile.positions is None else chunk.sees(tile.positions)
-            whole = _joined(whole, _attended(queries, kv[0], kv[1], seen))
+            whole = _joined(whole, _attended(queries, kv[0], kv[-1], seen, K.scale))
         if chunk.span.tail:
             whole = _joined(whole, self._own(chunk, queries, k, v))
         if whole is None:
@@ -201,9 +205,9 @@ class ReferencePlan:
         keys, values = (x[cut].permute(1, 0, 2).float() for x in (k, v))
         if sight is None or (chunk.first == 0 and chunk.end <= sight.window):
             keys, values = (x.unsqueeze(1).expand(queries.shape) for x in (keys, values))
-            return Partial(*_flash(queries, keys, values, is_causal=True))
+            return Partial(*_flash(queries, keys, values, self.kernel.scale, is_causal=True))
         positions = torch.arange(sight.position + first, sight.position + chunk.end)
-        return _attended(queries, keys, values, chunk.sees(positions))
+        return _attended(queries, keys, values, chunk.sees(positions), self.kernel.scale)
 
 
 def unfilled(q: torch.Tensor) -> Partial:
@@ -213,20 +217,24 @@ def unfilled(q: torch.Tensor) -> Partial:
 
 
 def _attended(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor | None,
+    scale: float,
 ) -> Partial:
     """Return the state of queries [kv_heads, group, rows, head_dim] over keys and values
     [kv_heads, tokens, head_dim], masked by `seen` [rows, tokens] if given."""
     heads, group, rows, dim = queries.shape
     if seen is None:  # fold a KV head's query heads into rows
         out, lse = _flash(
-            queries.view(1, heads, group * rows, dim), keys.unsqueeze(0), values.unsqueeze(0)
+            queries.view(1, heads, group * rows, dim), keys.unsqueeze(0), values.unsqueeze(0), scale
         )
         return Partial(out.view(queries.shape), lse.view(queries.shape[:3]))
     keys, values = (x.unsqueeze(1).expand(heads, group, -1, dim) for x in (keys, values))
     seen = seen.to(queries.device)
     mask = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
-    out, lse = _flash(queries, keys, values, mask.view(1, 1, *seen.shape))
+    out, lse = _flash(queries, keys, values, scale, mask.view(1, 1, *seen.shape))
     # torch returns 0, 0 for a row that sees no key.
     return Partial(out, lse.masked_fill_(~seen.any(1), float("-inf")))
 
@@ -235,19 +243,21 @@ def _flash(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    scale: float,
     attn_mask: torch.Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse in base e) of softmax(q·kᵀ/√d + mask)·v, all [batch, heads, rows, head_dim].
+    """Return (out, lse in base e) of softmax(scale·q·kᵀ + mask)·v, all [batch, heads, rows,
+    head_dim].
 
     A row that sees no key gives 0, 0. On other devices than a CPU the scores are held as a whole.
     """
     if queries.is_cpu:
         state: tuple[torch.Tensor, torch.Tensor] = _flash_on_cpu(
-            queries, keys, values, is_causal=is_causal, attn_mask=attn_mask
+            queries, keys, values, is_causal=is_causal, attn_mask=attn_mask, scale=scale
         )
         return state
-    scores = queries @ keys.transpose(-1, -2) / queries.shape[-1] ** 0.5
+    scores = queries @ keys.transpose(-1, -2) * scale
     if is_causal:
         square = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         scores.masked_fill_(~square.tril_(), float("-inf"))

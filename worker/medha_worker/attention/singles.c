@@ -29,6 +29,8 @@ struct plan {
     int64_t heads, kv_heads, head_dim, page_tokens;
     int64_t narrow; /* 1: the pool holds bfloat16, 0: float32 */
     const int64_t *hidden;
+    int64_t planes; /* 2: keys and values, 1: keys that are the values too */
+    double scale;   /* of the scores */
 };
 
 struct block {
@@ -103,12 +105,12 @@ static struct block locate(const struct plan *plan, const char *pool, int64_t pa
     int64_t offset = token % plan->page_tokens, count = plan->page_tokens - offset;
     int64_t rest = plan->tokens[row] - token;
     int64_t size = plan->head_dim * (plan->narrow ? 2 : 4), plane = plan->page_tokens * size;
-    const char *keys = pool + (page * 2 * plan->kv_heads + head) * plane + offset * size;
+    const char *keys = pool + (page * plan->planes * plan->kv_heads + head) * plane + offset * size;
     count = count < rest ? count : rest;
     return (struct block){
         .tokens = count < BLOCK ? count : BLOCK,
         .keys = keys,
-        .values = keys + plan->kv_heads * plane,
+        .values = keys + (plan->planes - 1) * plan->kv_heads * plane,
     };
 }
 
@@ -133,14 +135,14 @@ static void finish(const struct plan *plan, int64_t group, const struct state *s
 }
 
 /* Pairs [from, to) of the plan's rows and the KV heads, heads of one row side by side. `q` float32,
-   `stride` scalars from row to row; `pool` [pages, 2, kv_heads, page_tokens, head_dim]; `out` [rows,
+   `stride` scalars from row to row; `pool` [pages, planes, kv_heads, page_tokens, head_dim]; `out` [rows,
    heads, head_dim] and `lse` [rows, heads] float32, written where the pairs are. `width` limits the
    registers that are used, in float lanes. */
 void medha_singles(const struct plan *plan, int64_t from, int64_t to, const float *q,
                    int64_t stride, const char *pool, float *out, float *lse, int64_t width)
 {
     const int64_t group = plan->heads / plan->kv_heads, dim = plan->head_dim;
-    const float scale = (float)(M_LOG2E / sqrt((double)dim));
+    const float scale = (float)(M_LOG2E * plan->scale);
     visitor *visit = choose(width);
     struct state state[GROUP];
     for (int64_t pair = from; pair < to; pair++) {

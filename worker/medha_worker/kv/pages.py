@@ -2,11 +2,12 @@
 
 Layout HND, one block of memory for all own layers:
 
-    memory  [layers, pages, 2 (key, value), kv_heads, page_tokens, head_dim]
+    memory  [layers, pages, planes, kv_heads, page_tokens, head_dim]
 
-so that page `p` of a layer is one contiguous block at `bases[layer] + p × page_bytes`, and a slice
-of heads within it stays contiguous, as transfers between ranks need. In FP8 each layer has
-`scales`, which follow from the weights and so need not move with the pages.
+with two planes, keys and values, or one of latents (see `checkpoints.latent_attention`). Page `p`
+of a layer is one contiguous block at `bases[layer] + p × page_bytes`, and a slice of heads within
+it stays contiguous, as transfers between ranks need. In FP8 each layer has `scales`, which follow
+from the weights and so need not move with the pages.
 """
 
 from __future__ import annotations
@@ -49,14 +50,16 @@ class KvPages:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         *,
+        planes: int = 2,
         scales: Sequence[Scales] = (),
         spare: int = 0,
     ) -> None:
         if len(scales) != (len(layers) if dtype == FP8 else 0):
             raise ValueError(f"{len(scales)} scales for {len(layers)} layers of {dtype}")
         self.layers, self.pages, self.page_tokens = layers, pages, page_tokens
-        self.kv_heads, self.head_dim, self._scales = kv_heads, head_dim, scales
-        shape = (len(layers), pages + spare, 2, kv_heads, page_tokens, head_dim)
+        self.kv_heads, self.head_dim, self.planes = kv_heads, head_dim, planes
+        self._scales = scales
+        shape = (len(layers), pages + spare, planes, kv_heads, page_tokens, head_dim)
         try:
             self.memory = zeros(shape, dtype, torch.device(device))
         except (RuntimeError, OSError, OverflowError) as error:
@@ -66,9 +69,9 @@ class KvPages:
                 f" ({str(error).splitlines()[0]}); set spec.engine.kvPages or kvMemory lower"
             ) from None
         self._pools = self.memory.unbind(0)
-        # The same memory as [pages, page_tokens, 2 · kv_heads, head_dim], to write tokens. A GPU
-        # stores by index element by element, so it gets eight bytes at once; FP8 needs an integer
-        # view everywhere, as torch cannot store narrow floats by index.
+        # The same memory as [pages, page_tokens, planes · kv_heads, head_dim], to write tokens. A
+        # GPU stores by index element by element, so it gets eight bytes at once; FP8 needs an
+        # integer view everywhere, as torch cannot store narrow floats by index.
         wide = (dtype == FP8 or self.memory.is_cuda) and head_dim * dtype.itemsize % 8 == 0
         self._stored = torch.int64 if wide else torch.uint8 if dtype == FP8 else dtype
         memory = self.memory.view(self._stored)
@@ -77,7 +80,8 @@ class KvPages:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page in one layer."""
-        return page_bytes(self.kv_heads, self.page_tokens, self.head_dim, self.memory.itemsize)
+        item = self.memory.itemsize
+        return page_bytes(self.kv_heads, self.page_tokens, self.head_dim, item, self.planes)
 
     @property
     def bases(self) -> tuple[int, ...]:
@@ -85,11 +89,12 @@ class KvPages:
         return tuple(self.memory[i].data_ptr() for i in range(len(self.layers)))
 
     def pool(self, layer: int) -> torch.Tensor:
-        """Return the pages [pages, 2, kv_heads, page_tokens, head_dim] of model layer `layer`."""
+        """Return the pages [pages, planes, kv_heads, page_tokens, head_dim] of model layer
+        `layer`."""
         return self._pools[layer - self.layers.start]
 
     def page(self, layer: int, page: int) -> torch.Tensor:
-        """Return page [2, kv_heads, page_tokens, head_dim] of a layer, contiguous."""
+        """Return page [planes, kv_heads, page_tokens, head_dim] of a layer, contiguous."""
         return self.pool(layer)[page]
 
     def scales(self, layer: int) -> Scales | None:
@@ -98,8 +103,8 @@ class KvPages:
         return self._scales[layer - self.layers.start] if self._scales else None
 
     def kept(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """Convert tokens' `rows` [n, 2 · kv_heads, head_dim], keys before values, to the pages'
-        type."""
+        """Convert tokens' `rows` [n, planes · kv_heads, head_dim], keys before values, to the
+        pages' type."""
         scales = self.scales(layer)
         return rows.to(self.memory.dtype) if scales is None else scales.store(rows)
 

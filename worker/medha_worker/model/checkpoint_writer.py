@@ -32,6 +32,12 @@ class TinyModel(msgspec.Struct, frozen=True, kw_only=True):
     (0: all). In family qwen3_moe, every `sparse_step`-th layer not among `dense_layers` has
     `experts` of width `expert_intermediate`; `per_token` of them compute a token. The model copies
     text from up to `reach` tokens back, if `rope_theta` is large enough.
+
+    In the deepseek families, layers from `first_sparse` on have experts in `groups`, and `shared`
+    more that compute every token; a token's experts come from `groups_chosen` groups. `kv_rank`,
+    `q_rank` (0: none), `nope_dim` and `rope_dim` are those of LatentShape, `head_dim` is that of
+    values, and `paired` is `rope_interleave`.
+
     `rope` is written to config.json unchanged (as `rope_scaling` if `old_rope`). `files` > 1 shards
     the weights.
     """
@@ -53,6 +59,16 @@ class TinyModel(msgspec.Struct, frozen=True, kw_only=True):
     sparse_step: int = 1
     dense_layers: tuple[int, ...] = ()
     normalized: bool = True
+    first_sparse: int = 1
+    shared: int = 1
+    groups: int = 1
+    groups_chosen: int = 1
+    factor: float = 1.0
+    kv_rank: int = 96
+    q_rank: int = 0
+    nope_dim: int = 32
+    rope_dim: int = 16
+    paired: bool = True
     tied: bool = False
     rope_theta: float = 10_000_000.0
     rope: dict[str, Any] = {}
@@ -85,6 +101,14 @@ LARGE = TinyModel(
 )
 
 
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.707,
+}
+
 # Every family at least once, with as many differing features as possible.
 FAMILIES = {
     "llama": TinyModel(),
@@ -102,6 +126,34 @@ FAMILIES = {
         dense_layers=(3,),
         normalized=False,
         tied=True,
+    ),
+    "deepseek_v2": TinyModel(family="deepseek_v2", rope=DEEPSEEK_YARN, first_sparse=6),
+    "deepseek_v2, groups": TinyModel(
+        family="deepseek_v2",
+        hidden=96,
+        q_rank=100,
+        kv_rank=104,
+        nope_dim=24,
+        experts=12,
+        per_token=4,
+        groups=4,
+        groups_chosen=2,
+        factor=2.0,
+        tied=True,
+        files=2,
+    ),
+    "deepseek_v3": TinyModel(
+        family="deepseek_v3",
+        q_rank=80,
+        groups=4,
+        groups_chosen=2,
+        factor=2.5,
+        shared=2,
+        rope=DEEPSEEK_YARN,
+        files=3,
+    ),
+    "deepseek_v3, halves turn": TinyModel(
+        family="deepseek_v3", kv_rank=80, nope_dim=16, paired=False, normalized=False, per_token=3
     ),
     "mistral": TinyModel(family="mistral", window=200),
     "mistral, a narrow window": TinyModel(family="mistral", window=40, files=3),
@@ -130,10 +182,11 @@ def write_checkpoint(folder: pathlib.Path, model: TinyModel = TinyModel()) -> pa
         vocab=model.vocab,
         tied=model.tied,
         experts=config.experts,
+        latent=config.latent,
         biased=config.qkv_bias,
         head_norms=config.head_norms,
         reach=model.reach,
-        frequencies=frequencies(config.rope, model.head_dim, 0).numpy(),
+        frequencies=frequencies(config.rope, config.rotated_dim, 0).numpy(),
     )
     dtype = getattr(torch, model.dtype)
     tensors = {
@@ -182,11 +235,39 @@ def _config(model: TinyModel) -> dict[str, Any]:
         config["norm_topk_prob"] = model.normalized
         config["decoder_sparse_step"] = model.sparse_step
         config["mlp_only_layers"] = list(model.dense_layers)
+    if model.family.startswith("deepseek"):
+        config |= _deepseek(model)
     if model.old_rope:
         scaling = model.rope or None
         return config | {"rope_theta": model.rope_theta, "rope_scaling": scaling}
     rope = {"rope_type": "default", "rope_theta": model.rope_theta} | model.rope
     return config | {"rope_parameters": rope}
+
+
+def _deepseek(model: TinyModel) -> dict[str, Any]:
+    """Return what config.json of the deepseek families says, in its own spelling."""
+    third = model.family == "deepseek_v3"
+    limited = "group_limited_greedy" if model.groups > 1 else "greedy"
+    return {
+        "num_key_value_heads": model.heads,
+        "head_dim": model.rope_dim,
+        "q_lora_rank": model.q_rank or None,
+        "kv_lora_rank": model.kv_rank,
+        "qk_nope_head_dim": model.nope_dim,
+        "qk_rope_head_dim": model.rope_dim,
+        "v_head_dim": model.head_dim,
+        "first_k_dense_replace": model.first_sparse,
+        "n_routed_experts": model.experts,
+        "n_shared_experts": model.shared,
+        "num_experts_per_tok": model.per_token,
+        "moe_intermediate_size": model.expert_intermediate,
+        "n_group": model.groups,
+        "topk_group": model.groups_chosen,
+        "routed_scaling_factor": model.factor,
+        "norm_topk_prob": third and model.normalized,
+        "topk_method": "noaux_tc" if third else limited,
+        "scoring_func": "sigmoid" if third else "softmax",
+    } | ({"rope_interleave": model.paired} if third else {})
 
 
 def _write_weights(folder: pathlib.Path, tensors: dict[str, torch.Tensor], files: int) -> None:
@@ -214,7 +295,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("medha checkpoint new", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=pathlib.Path)
     for field in msgspec.structs.fields(TinyModel):
-        if field.name in ("rope", "tied", "old_rope", "dense_layers", "normalized"):
+        if field.name in ("rope", "tied", "old_rope", "dense_layers", "normalized", "paired"):
             continue
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",

@@ -4,8 +4,8 @@
     h ← h + mlp(norm h)                                states merged over the column where shared
 
 All `families` are these two lines. Some add biases, some norm each head's query and key before the
-rotation, some have layers with `experts`, and some layers with an attention window: the step brings
-a plan for every window.
+rotation, some have layers with `experts`, some latent attention (`latent_projections`), and some
+layers with an attention window: the step brings a plan for every window.
 Peers appear as TensorParallel and KvpColumn; a rank alone gets their solo classes, so one code path
 serves all layouts. The first stage embeds tokens; the last computes logits of the requested rows.
 """
@@ -16,12 +16,13 @@ import torch
 from torch.nn import functional
 
 from medha.checkpoints.decoder_config import DecoderConfig
+from medha.checkpoints.latent_attention import LATENT_EPS
 from medha.topology import kv_heads_of
 from medha_worker.inputs import StepInputs
 from medha_worker.kv.pages import KvPages
-from medha_worker.model.layers import Arithmetic, LayerWeights, TorchArithmetic
+from medha_worker.model.layers import Arithmetic, TorchArithmetic
 from medha_worker.parallel.collectives import KvpColumn, TensorParallel
-from medha_worker.weights import Weights
+from medha_worker.weights import LayerWeights, Weights
 
 
 class Decoder:
@@ -38,6 +39,7 @@ class Decoder:
         self.config, self.layers, self.tp, self.weights = config, layers, tp, weights
         self.heads = config.heads // tp.size
         self.arithmetic = arithmetic or TorchArithmetic(config.norm_eps, weights.at)
+        self.latent_arithmetic = self.arithmetic.with_eps(LATENT_EPS)
         self.kv_heads = len(kv_heads_of(tp.rank, tp.size, config.kv_heads))
 
     @property
@@ -49,6 +51,16 @@ class Decoder:
     def last(self) -> bool:
         """True if these layers are followed by the head."""
         return self.layers.stop == self.config.layers
+
+    @property
+    def row_heads(self) -> int:
+        """Heads of a row before attention: queries, and what pages keep."""
+        return self.heads + self.config.planes * self.kv_heads
+
+    @property
+    def state_dim(self) -> int:
+        """Entries of a head's attention."""
+        return self.config.latent.rank if self.config.latent else self.config.head_dim
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,8 +102,10 @@ class Decoder:
     def before(
         self, layer: LayerWeights, hidden: torch.Tensor, turns: torch.Tensor
     ) -> torch.Tensor:
-        """Return queries, keys and values [rows, heads + 2·kv_heads, head_dim], rotated."""
+        """Return queries, keys and values [rows, row_heads, head_dim], rotated."""
         normed = self.arithmetic.norm(hidden, layer.attention_norm)
+        if layer.latent is not None:
+            return layer.latent.rows(layer.qkv(normed), turns, self.latent_arithmetic)
         qkv = layer.qkv(normed).view(len(hidden), -1, self.config.head_dim)
         turned = qkv[:, : self.heads + self.kv_heads]
         if layer.head_norms is not None:
@@ -107,12 +121,12 @@ class Decoder:
         kv: KvPages,
         column: KvpColumn,
     ) -> torch.Tensor:
-        """Store the rows' keys and values; return attention [rows, heads·head_dim] over all
+        """Store the rows' keys and values; return attention [rows, heads·state_dim] over all
         shards."""
         rows = kv.kept(number, qkv[:, self.heads :])
         if inputs.written is None or inputs.written.numel():
             kv.write(number, rows, inputs.slot_mapping, inputs.written)
-        k, v = rows[:, : self.kv_heads], rows[:, self.kv_heads :]
+        k, v = rows[:, : self.kv_heads], rows[:, -self.kv_heads :]  # a latent is both
         attention = inputs.attention[self.config.window(number)]
         q, pool, scales = qkv[:, : self.heads], kv.pool(number), kv.scales(number)
         partial = attention.run(q, k, v, pool, scales)
@@ -120,11 +134,13 @@ class Decoder:
         if inputs.shared:
             partial = partial.natural()
             out = column.merge(partial.out, partial.lse, inputs.shared)
-        return out.to(qkv.dtype).view(inputs.rows, -1)
+        return out.to(qkv.dtype).flatten(1)
 
     def after(self, layer: LayerWeights, hidden: torch.Tensor, attended: torch.Tensor) -> None:
         """Add the layer's outputs to `hidden`, summed over shards."""
         alone = self.tp.size == 1
+        if layer.latent is not None:
+            attended = layer.latent.values(attended)
         if alone:
             layer.out.onto(attended, hidden)
         else:

@@ -3,6 +3,10 @@
     p = softmax(x · router)                          float32; `normalized`: the k largest sum to 1
     h ← h + Σ pᵢ · downᵢ(silu(gateᵢ x) · upᵢ x)       over the experts with the k largest p
 
+In the DeepSeek families, p is multiplied by a factor, the k experts come from the best groups of
+experts only, and a shared MLP computes every row. Those of DeepSeek-V3 score by sigmoid, and choose
+by p plus a bias.
+
 Every TP shard holds a slice of each expert's width and the whole router. So all shards select the
 same experts, from equal bits, do equal work however rows are spread, and add their parts like those
 of a dense MLP. With whole experts per shard, a batch would take as long as its fullest shard.
@@ -20,30 +24,36 @@ import dataclasses
 import torch
 from torch.nn import functional
 
-from medha_worker.model.layers import Arithmetic, Linear
+from medha.checkpoints.routed_experts import RoutedExperts
+from medha_worker.model.layers import Arithmetic, GatedMlp, Linear
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Experts:
     """A shard's experts of one layer, and the layer's router.
 
-    `router` [hidden, experts]; `gate_up` and `down`: of each expert, as in a GatedMlp. `stacked`,
-    only where products are grouped: the same weights as [experts, hidden, 2·intermediate] and
-    [experts, intermediate, hidden]. `per_token`, `normalized`: see RoutedExperts.
+    `router` [hidden, experts]; `gate_up` and `down`: of each expert, as in a GatedMlp. `bias`
+    [experts] float32: see RoutedExperts. `shared`: the MLP of all rows. `stacked`, only where
+    products are grouped: the same weights as [experts, hidden, 2·intermediate] and [experts,
+    intermediate, hidden].
     """
 
     router: Linear
     gate_up: tuple[Linear, ...]
     down: tuple[Linear, ...]
-    per_token: int
-    normalized: bool
+    routing: RoutedExperts
+    bias: torch.Tensor | None = None
+    shared: GatedMlp | None = None
     stacked: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         weights, selected = self.route(x)
         order = selected.flatten().argsort(stable=True)  # by expert, then by row
         compute = self._by_expert if self.stacked is None else self._grouped
-        return compute(x, weights, selected, order, arithmetic)
+        out = compute(x, weights, selected, order, arithmetic)
+        if self.shared is not None:
+            self.shared.onto(x, out, arithmetic)
+        return out
 
     def onto(self, x: torch.Tensor, sum_: torch.Tensor, arithmetic: Arithmetic) -> None:
         sum_.add_(self(x, arithmetic))
@@ -55,6 +65,7 @@ class Experts:
             router=self.router.in_blocks(rows),
             gate_up=tuple(linear.in_blocks(rows) for linear in self.gate_up),
             down=tuple(linear.in_blocks(rows) for linear in self.down),
+            shared=None if self.shared is None else self.shared.in_blocks(rows),
             stacked=None,
         )
 
@@ -75,13 +86,35 @@ class Experts:
 
         Of equal probabilities the lower expert's counts more: a sort is stable, a top-k is not.
         """
-        probabilities = functional.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        order = probabilities.sort(dim=-1, descending=True, stable=True).indices
-        selected = order[:, : self.per_token].sort(dim=-1).values
-        weights = probabilities.gather(1, selected)
-        if self.normalized:
+        routing, logits = self.routing, self.router(x.to(self.router.weight.dtype))
+        if routing.scoring == "sigmoid":
+            scores = logits.float().sigmoid_()
+        else:
+            scores = functional.softmax(logits, dim=-1, dtype=torch.float32)
+        choice = scores if self.bias is None else scores + self.bias
+        if routing.groups > 1:
+            choice = self._in_groups(choice)
+        order = choice.sort(dim=-1, descending=True, stable=True).indices
+        selected = order[:, : routing.per_token].sort(dim=-1).values
+        weights = scores.gather(1, selected)
+        if routing.normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
+        if routing.factor != 1.0:
+            weights = weights * routing.factor
         return weights.to(x.dtype), selected
+
+    def _in_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """Return `choice` [rows, experts], −∞ outside the best groups.
+
+        A group counts as its best expert, or by sigmoid as its two best together.
+        """
+        routing = self.routing
+        grouped = choice.view(len(choice), routing.groups, -1)
+        best = grouped.topk(2 if routing.scoring == "sigmoid" else 1, dim=-1).values.sum(-1)
+        order = best.sort(dim=-1, descending=True, stable=True).indices
+        others = order[:, routing.groups_chosen :]
+        hidden = torch.zeros_like(best, dtype=torch.bool).scatter_(1, others, True)
+        return grouped.masked_fill(hidden.unsqueeze(2), float("-inf")).view(choice.shape)
 
     def _by_expert(
         self,
@@ -93,7 +126,7 @@ class Experts:
     ) -> torch.Tensor:
         """Compute the rows of one expert after those of another."""
         counts = selected.flatten().bincount(minlength=len(self.down)).tolist()
-        rows = torch.split(order // self.per_token, counts)
+        rows = torch.split(order // self.routing.per_token, counts)
         scales = torch.split(weights.reshape(-1, 1)[order], counts)
         out = torch.zeros_like(x)
         for number, own in enumerate(rows):
@@ -116,7 +149,7 @@ class Experts:
         ordered = selected.flatten()[order]
         numbers = torch.arange(len(down), device=x.device)
         ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
-        both = functional.grouped_mm(x[order // self.per_token], gate_up, offs=ends)
+        both = functional.grouped_mm(x[order // self.routing.per_token], gate_up, offs=ends)
         product = functional.grouped_mm(arithmetic.activated(both), down, offs=ends)
         by_row = torch.empty_like(product).index_copy_(0, order, product)
         by_row = by_row.view(*selected.shape, -1)

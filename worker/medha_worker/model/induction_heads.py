@@ -16,7 +16,9 @@ page or a shifted position. Here the residual stream has sections
 So a greedy continuation repeats what followed the same words before, however far back (in windowed
 layers: within the window). With one KV head there is no second look back, and one token is matched.
 In a family with biases, the constants of layer 0 are biases; where heads are normed, the norms'
-weights raise scores to the same size. So no part of a family can be missing unnoticed.
+weights raise scores to the same size. With latent attention, the heads of layer 0 use the rotated
+entries alone and induction heads the plain ones; latents hold the codes. So no part of a family can
+be missing unnoticed.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from medha.checkpoints.latent_attention import LatentAttention
 from medha.checkpoints.routed_experts import RoutedExperts
 
 Array = npt.NDArray[np.float32]
@@ -39,12 +42,15 @@ BIAS = 0.5  # of random heads
 NOISE = 0.08  # what each random head and MLP adds to an entry of the residual stream
 EXPERT_NOISE = 0.2  # what an expert adds, before its weight
 ROUTED = 1.5  # spread of a router's logits
+CORRECTION = 0.3  # spread of the bias in the choice of experts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dimensions:
-    """Sizes of the model, its rotary frequencies [head_dim / 2], fastest first, and the copying
-    distance."""
+    """Sizes of the model, its rotary frequencies, fastest first, and the copying distance.
+
+    With `latent`, `head_dim` is that of values.
+    """
 
     layers: int
     hidden: int
@@ -59,6 +65,7 @@ class Dimensions:
     head_norms: bool = False
     reach: int = 4096
     experts: RoutedExperts | None = None
+    latent: LatentAttention | None = None
 
     @property
     def code(self) -> int:
@@ -74,7 +81,20 @@ class Dimensions:
     @property
     def compared(self) -> int:
         """Entries of a code that an induction head compares, for each of the two tokens."""
+        if self.latent:
+            return min(self.latent.shape.nope_dim // 2, self.code)
         return min(len(self.slow), self.code)
+
+    @property
+    def rotated(self) -> int:
+        """Entries of a head that are rotated."""
+        return 2 * len(self.frequencies)
+
+    @property
+    def sharpness(self) -> float:
+        """Square root of what a product of query and key must be for a score of 1."""
+        score = 1.0 / self.latent.scale if self.latent else math.sqrt(self.head_dim)
+        return math.sqrt(score)
 
 
 def tensors(sizes: Dimensions, seed: int) -> Iterator[tuple[str, Array]]:
@@ -85,7 +105,8 @@ def tensors(sizes: Dimensions, seed: int) -> Iterator[tuple[str, Array]]:
     for layer in range(sizes.layers):
         prefix = f"model.layers.{layer}."
         yield prefix + "input_layernorm.weight", _norm(sizes.hidden, dice)
-        for name, array in _attention(sizes, layer, dice).items():
+        attention = _latent_attention if sizes.latent else _attention
+        for name, array in attention(sizes, layer, dice).items():
             yield f"{prefix}self_attn.{name}", array
         yield prefix + "post_attention_layernorm.weight", _norm(sizes.hidden, dice)
         experts = sizes.experts
@@ -94,6 +115,11 @@ def tensors(sizes: Dimensions, seed: int) -> Iterator[tuple[str, Array]]:
             continue
         shape = (experts.count, sizes.hidden)
         yield prefix + "mlp.gate.weight", _random(dice, shape, ROUTED * sizes.hidden**-0.5)
+        if experts.biased:
+            bias = _random(dice, (experts.count,), CORRECTION)
+            yield prefix + "mlp.gate.e_score_correction_bias", bias
+        if width := experts.shared_intermediate:
+            yield from _mlp(sizes, prefix + "mlp.shared_experts.", width, NOISE, dice)
         for number in range(experts.count):
             of_expert = f"{prefix}mlp.experts.{number}."
             yield from _mlp(sizes, of_expert, experts.intermediate, EXPERT_NOISE, dice)
@@ -181,6 +207,82 @@ def _attention(sizes: Dimensions, layer: int, dice: np.random.Generator) -> dict
     return parts | {f"{name}_proj.weight": weight for name, weight in weights.items()}
 
 
+def _latent_attention(sizes: Dimensions, layer: int, dice: np.random.Generator) -> dict[str, Array]:
+    """Return a layer's projections and norms for latent attention, by name.
+
+    Latents of queries and tokens hold codes, about 1 like their random entries, so that their norms
+    divide by about 1.
+    """
+    latent = sizes.latent
+    assert latent is not None
+    shape, H, E, n = latent.shape, sizes.hidden, sizes.code, sizes.compared
+    nope, rank, wide = shape.nope_dim, shape.kv_rank, shape.nope_dim + shape.rope_dim
+    rooms = _rooms(sizes)
+    rms = ((CONSTANT**2 + E * (1 if layer == 0 else 3)) / H) ** 0.5
+    down = _random(dice, (rank + shape.rope_dim, H), H**-0.5)
+    down[:E] = 0.0
+    down[np.arange(E), rooms[0]] = rms
+    if layer > 0:
+        for match in range(2):
+            entries = np.arange(E + match * n, E + (match + 1) * n)
+            down[entries] = 0.0
+            down[entries, rooms[match + 1][:n]] = rms
+    up = _random(dice, (sizes.heads, nope + shape.value_dim, rank), rank**-0.5)
+    up[0, nope : nope + E] = np.eye(E, rank, dtype=np.float32)
+    # Queries read these entries: the constant, the codes of this token and of the one before.
+    read = np.concatenate([[0], rooms[0][:n], rooms[1][:n]])
+    unit = rms / CONSTANT
+    q = _random(dice, (sizes.heads, wide, shape.q_rank or H), (shape.q_rank or H) ** -0.5)
+    at = np.arange(len(read)) if shape.q_rank else read
+    by = 1.0 if shape.q_rank else rms
+    o = _random(dice, (H, sizes.heads, shape.value_dim), 2 * NOISE)
+    o *= (sizes.heads * shape.value_dim) ** -0.5
+    for head in range(2 if layer == 0 else 1):
+        q[head], o[:, head] = 0.0, 0.0
+        if layer == 0:
+            key = _constant_key(sizes)
+            down[rank:] = 0.0
+            down[rank:, 0] = _as_stored(sizes, key) * unit
+            query = _as_stored(sizes, _turned(sizes, key, -1 - head))
+            q[head, nope:, at[0]] = query * (1.0 if shape.q_rank else unit)
+            up[head, nope : nope + E] = np.eye(E, rank, dtype=np.float32)
+            o[rooms[1 + head], head, np.arange(E)] = 1.0
+            continue
+        up[0, :nope] = 0.0
+        for match, peak in enumerate(PEAK):
+            gain = sizes.sharpness * (peak / n) ** 0.5
+            entries = np.arange(match * n, (match + 1) * n)
+            q[0, entries, at[1 + entries]] = gain * by
+            up[0, entries, E + entries] = gain
+        copied = rooms[0] if sizes.tied and layer == sizes.layers - 1 else rooms[3]
+        o[copied, 0, np.arange(E)] = 2.0 if copied is rooms[0] else 1.0 / (sizes.layers - 1)
+    parts = {
+        "kv_a_proj_with_mqa.weight": down,
+        "kv_a_layernorm.weight": _norm(rank, dice),
+        "kv_b_proj.weight": up.reshape(-1, rank),
+        "o_proj.weight": o.reshape(H, -1),
+    }
+    if not shape.q_rank:
+        return parts | {"q_proj.weight": q.reshape(-1, H)}
+    first = _random(dice, (shape.q_rank, H), H**-0.5)
+    first[: len(read)] = 0.0
+    first[at, read] = rms
+    first[0] *= 1.0 / CONSTANT
+    return parts | {
+        "q_a_proj.weight": first,
+        "q_a_layernorm.weight": _norm(shape.q_rank, dice),
+        "q_b_proj.weight": q.reshape(-1, shape.q_rank),
+    }
+
+
+def _as_stored(sizes: Dimensions, rotated: Array) -> Array:
+    """Return a rotated part, given with pairs (i, i + half), in the order of the checkpoint."""
+    assert sizes.latent is not None
+    if not sizes.latent.paired:
+        return rotated
+    return np.ascontiguousarray(rotated.reshape(2, -1).T).reshape(-1)
+
+
 def _biases(sizes: Dimensions, dice: np.random.Generator) -> dict[str, Array]:
     if not sizes.biased:
         return {}
@@ -194,17 +296,17 @@ def _constant_key(sizes: Dimensions) -> Array:
     A distance of one off costs 5, with weights of a sensible size. Five pairs serve up to 4,096
     tokens; ten distinguish longer distances.
     """
-    fast = min(5 if sizes.reach <= 4096 else 10, sizes.head_dim // 2)
+    fast = min(5 if sizes.reach <= 4096 else 10, len(sizes.frequencies))
     cost = float((1 - np.cos(sizes.frequencies[:fast])).sum())
-    key = np.zeros(sizes.head_dim, dtype=np.float32)
-    key[:fast] = min(5.0 / cost, 12.0) ** 0.5 * sizes.head_dim**0.25
+    key = np.zeros(sizes.rotated, dtype=np.float32)
+    key[:fast] = min(5.0 / cost, 12.0) ** 0.5 * sizes.sharpness
     return key
 
 
 def _turned(sizes: Dimensions, key: Array, by: int) -> Array:
     """Return `key` rotated as at position `by`: with −1, a query meets the key one position
     earlier."""
-    half = sizes.head_dim // 2
+    half = len(sizes.frequencies)
     cos, sin = np.cos(by * sizes.frequencies), np.sin(by * sizes.frequencies)
     low, high = key[:half], key[half:]
     return np.concatenate([low * cos - high * sin, high * cos + low * sin])

@@ -141,24 +141,6 @@ class GatedMlp:
         return GatedMlp(self.gate_up.in_blocks(rows), self.down.in_blocks(rows))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """A shard's weights of one layer; all counts are the shard's.
-
-    `qkv` [hidden, (heads + 2·kv_heads)·head_dim]: query, key, value side by side, with the halves
-    of each query and key head `interleaved`; `out` [heads·head_dim, hidden]. `head_norms` [heads +
-    kv_heads, head_dim]: of queries and keys, `interleaved` too; None in families without. Shard 0
-    alone holds row-parallel biases (`out`, `down`).
-    """
-
-    attention_norm: torch.Tensor
-    qkv: Linear
-    out: Linear
-    mlp_norm: torch.Tensor
-    mlp: Mlp
-    head_norms: torch.Tensor | None = None
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     """Return x / √(mean x² + ε) · weight over the last dimension; the mean is float32, like
     `eps`."""
@@ -212,6 +194,10 @@ class Arithmetic(Protocol):
         """silu(gate) · up, of [rows, 2·intermediate] with the gates first."""
         ...
 
+    def with_eps(self, eps: float) -> Arithmetic:
+        """Return the same arithmetic with another ε."""
+        ...
+
 
 class TorchArithmetic:
     """Plain torch."""
@@ -235,12 +221,15 @@ class TorchArithmetic:
         gate, up = both.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 
+    def with_eps(self, eps: float) -> TorchArithmetic:
+        return TorchArithmetic(eps, self._eps.device)
+
 
 class FusedArithmetic:
     """FlashInfer's kernels; rotary factors are [rows, head_dim], cosines before sines, float32."""
 
     def __init__(self, library: Library, eps: float, at: torch.device | str) -> None:
-        self._library, self._eps = library, eps
+        self._library, self._eps, self._at = library, eps, at
         # Row numbers, in growing lengths; never replaced, as CUDA graphs keep their addresses.
         self._counts = [torch.arange(256, device=at)]
 
@@ -275,3 +264,6 @@ class FusedArithmetic:
 
     def activated(self, both: torch.Tensor) -> torch.Tensor:
         return self._library.silu_and_mul(both)
+
+    def with_eps(self, eps: float) -> FusedArithmetic:
+        return FusedArithmetic(self._library, eps, self._at)

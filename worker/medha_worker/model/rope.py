@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from medha.checkpoints.decoder_config import Rope
+from medha.checkpoints.rope_settings import Rope
 
 
 class Rotary:

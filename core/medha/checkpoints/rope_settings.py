@@ -1,0 +1,112 @@
+"""Rotary position settings of a checkpoint's config.json.
+
+Reads both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` since transformers 5.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from typing import Any
+
+import msgspec
+
+from medha.errors import CheckpointError
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_NEEDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+class Rope(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position settings. `original_tokens`: context length during training."""
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_tokens: int = 2048
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+def rope_of(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
+    """Return the rotary settings that config.json `raw` names. Raises CheckpointError naming the
+    field.
+
+    `rope_parameters` takes precedence over `rope_scaling`, and a theta inside over one outside.
+    """
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(
+            f"{path}: rope_parameters is {given!r}: must be an object; fetch the file again"
+        )
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise CheckpointError(
+            f"{path}: rope type is {kind!r}: must be one of {', '.join(ROPE_KINDS)};"
+            " use a checkpoint with one of these"
+        )
+    rotated = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if rotated not in (None, 1.0):
+        raise CheckpointError(
+            f"{path}: partial_rotary_factor is {rotated!r}: must be 1, as all of a head is rotated;"
+            " use another checkpoint"
+        )
+    for key in ROPE_NEEDS.get(kind, ()):
+        if given.get(key) is None:
+            raise CheckpointError(
+                f"{path}: rope type {kind} lacks {key}: must be given; fetch config.json again"
+            )
+    # Dynamic NTK scales from max_position_embeddings; the others may name another length.
+    outside = raw.get("original_max_position_embeddings")
+    original = outside or given.get("original_max_position_embeddings") or max_tokens
+    if kind == "dynamic":
+        original = max_tokens
+    numbers = {
+        "original_max_position_embeddings": original,
+        "rope_theta": given.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
+        "factor": given.get("factor"),
+        "low_freq_factor": given.get("low_freq_factor") or 1.0,
+        "high_freq_factor": given.get("high_freq_factor") or 4.0,
+        "beta_fast": given.get("beta_fast") or 32.0,
+        "beta_slow": given.get("beta_slow") or 1.0,
+        "mscale": given.get("mscale") or 0.0,
+        "mscale_all_dim": given.get("mscale_all_dim") or 0.0,
+        "attention_factor": given.get("attention_factor"),
+    }
+    settings = {key: _rope_number(path, key, value) for key, value in numbers.items()}
+    factor = settings.pop("factor")
+    if factor is None:
+        factor = max_tokens / original if kind == "yarn" else 1.0
+    attention_factor = settings.pop("attention_factor")
+    plain = {key: value for key, value in settings.items() if value is not None}
+    return Rope(
+        kind=kind,
+        original_tokens=int(plain.pop("original_max_position_embeddings")),
+        theta=plain.pop("rope_theta"),
+        factor=factor,
+        attention_factor=attention_factor,
+        truncate=bool(given.get("truncate", True)),
+        **plain,
+    )
+
+
+def _rope_number(path: pathlib.Path, key: str, value: Any) -> float | None:
+    """Return a numeric rotary setting; None if it is absent."""
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise CheckpointError(
+            f"{path}: {key} is {value!r}: must be a number that is not negative; fetch the file"
+            " again"
+        )
+    return float(value)
