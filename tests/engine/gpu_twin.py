@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from tests.engine import plain_library
 
+from medha.checkpoints.latent_attention import LatentAttention
 from medha_worker import flashinfer
 from medha_worker.attention.flashinfer_plan import Geometry
+from medha_worker.attention.latent_paged import LatentGeometry, LatentPagedAttention
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.graphs import Replay, Work
 from medha_worker.kv.pages import KvPages
@@ -48,9 +50,16 @@ def attention_for(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     device: torch.device,
+    latent: LatentAttention | None = None,
     **_: Any,
-) -> PagedAttention:
+) -> PagedAttention | LatentPagedAttention:
     """Return paged attention on the kernels' oracle."""
+    library: flashinfer.Library = plain_library  # type: ignore[assignment]
+    if latent is not None:
+        sizes = LatentGeometry(
+            heads=heads, latent=latent, page_tokens=page_tokens, dtype=dtype, kernel="fa3"
+        )
+        return LatentPagedAttention(sizes, library, device)
     geometry = Geometry(
         heads=heads,
         kv_heads=kv_heads,
@@ -59,7 +68,6 @@ def attention_for(
         page_tokens=page_tokens,
         kv_dtype=kv_dtype,
     )
-    library: flashinfer.Library = plain_library  # type: ignore[assignment]
     return PagedAttention(geometry, library, device)
 
 

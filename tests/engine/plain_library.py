@@ -242,6 +242,74 @@ class BatchDecodeWithPagedKVCacheWrapper(_Planned):
         return out, lse
 
 
+class BatchMLAPagedAttentionWrapper:
+    def __init__(self, float_workspace_buffer: torch.Tensor, *, backend: str = "auto") -> None:
+        assert backend in ("fa2", "fa3")
+        self.plans = 0
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        for array in (qo_indptr, kv_indptr, kv_indices, kv_len_arr):
+            assert array.dtype == torch.int32
+        assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1
+        assert int(kv_indptr[-1]) == len(kv_indices)
+        works = sum(-(-rows * num_heads // 64) for rows in qo_indptr.diff().tolist())
+        assert works + 132 <= 16384, "written beyond the work list"
+        self.plans += 1
+        self.sizes = (num_heads, head_dim_ckv, head_dim_kpe, page_size)
+        self.causal, self.scale, self.dtypes = causal, sm_scale, (q_data_type, kv_data_type)
+        self.spans = list(itertools.pairwise(qo_indptr.tolist()))
+        self.pages, self.lengths = _cut(kv_indices, kv_indptr), kv_len_arr.tolist()
+        for ids, count in zip(self.pages, self.lengths, strict=True):
+            assert (len(ids) - 1) * page_size < count <= len(ids) * page_size
+
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        ckv_cache: torch.Tensor,
+        kpe_cache: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        heads, rank, rope, page_size = self.sizes
+        assert return_lse and len(q_nope) == self.spans[-1][1]
+        assert q_nope.shape[1:] == (heads, rank) and q_pe.shape[1:] == (heads, rope)
+        assert ckv_cache.shape[1:] == (page_size, rank) and kpe_cache.shape[1:] == (page_size, rope)
+        assert (q_nope.dtype, ckv_cache.dtype) == (q_pe.dtype, kpe_cache.dtype) == self.dtypes
+        assert all(x.stride(-1) == 1 for x in (q_nope, q_pe, ckv_cache, kpe_cache))
+        assert out.shape == q_nope.shape and out.dtype == q_nope.dtype and out.is_contiguous()
+        assert lse.shape == q_nope.shape[:2] and lse.dtype == torch.float32 and lse.is_contiguous()
+        out.fill_(math.nan)
+        lse.fill_(math.nan)
+        spans = zip(self.spans, self.pages, self.lengths, strict=True)
+        for (first, end), ids, count in spans:
+            latents = ckv_cache[ids.long()].flatten(0, 1)[:count].float()
+            keys = kpe_cache[ids.long()].flatten(0, 1)[:count].float()
+            scores = q_nope[first:end].float() @ latents.t() + q_pe[first:end].float() @ keys.t()
+            scores *= self.scale
+            if self.causal:
+                row = torch.arange(count - (end - first), count).view(-1, 1, 1)
+                scores.masked_fill_(torch.arange(count) > row, -math.inf)
+            out[first:end] = (scores.softmax(-1) @ latents).to(out.dtype)
+            lse[first:end] = scores.logsumexp(-1) / math.log(2)
+        return out, lse
+
+
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     assert v.shape[:3] == s.shape and v.is_contiguous() and s.is_contiguous()
     sums = torch.logsumexp(s * math.log(2), dim=1) / math.log(2)

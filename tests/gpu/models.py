@@ -53,6 +53,22 @@ MODELS = {
         layers=4,
         dtype="bfloat16",
     ),
+    "deepseek_v3": TinyModel(
+        # Rounding may also select another group, so the factor is 1.
+        family="deepseek_v3",
+        hidden=320,
+        heads=16,
+        head_dim=64,
+        q_rank=192,
+        kv_rank=512,
+        nope_dim=64,
+        rope_dim=64,
+        per_token=4,
+        groups=4,
+        groups_chosen=2,
+        layers=4,
+        dtype="bfloat16",
+    ),
     "mistral": TinyModel(
         family="mistral", hidden=320, heads=16, head_dim=64, layers=4, window=200, dtype="bfloat16"
     ),

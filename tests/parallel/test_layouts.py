@@ -185,6 +185,33 @@ def test_packed_weights_match_transformers_on_the_dequantised_in_each_layout(
     assert all_free(driver) and not rig.failed
 
 
+@pytest.mark.parametrize("tp, spp, kvp, length", [(4, 1, 2, 400), (2, 2, 3, 2500), (1, 3, 3, 900)])
+def test_latents_match_transformers_in_larger_layouts(
+    make_rig: MakeRig, families: Families, tp: int, spp: int, kvp: int, length: int
+) -> None:
+    """Each of four shards has a single head; all hold the same latents."""
+    folder, oracle = families("deepseek_v3")
+    rig = make_rig(tp, spp, kvp, checkpoint=str(folder))
+    rig.start(range(kvp))
+    rig.form(1, tuple(range(kvp)))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1)
+    assert differences(play(driver, kvp, length, seed=tp + 10 * spp), oracle) == []
+    assert all_free(driver) and not rig.failed
+
+
+@pytest.mark.parametrize("tp, spp, kvp", [(2, 1, 2), (1, 2, 1)])
+def test_latents_through_a_gpus_calls_and_pieces_match_transformers(
+    make_rig: MakeRig, families: Families, tp: int, spp: int, kvp: int
+) -> None:
+    folder, oracle = families("deepseek_v2, groups")
+    rig = make_rig(tp, spp, kvp, checkpoint=str(folder), change=f"{CUT}:in_graphs")
+    rig.start(range(kvp))
+    rig.form(1, tuple(range(kvp)))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1)
+    assert differences(play(driver, kvp, 400, seed=tp + 10 * spp), oracle) == []
+    assert not rig.failed
+
+
 def run_random_batches(driver: Driver, kvp: int, rng: random.Random, batches: int) -> list[Running]:
     """Run batches of random sequences, which start, hit prefixes, grow, move and end."""
     over: list[Running] = []
@@ -257,8 +284,12 @@ def test_a_wrong_window_is_found(make_rig: MakeRig, families: Families, mutant: 
     "mutant",
     ["drops_a_token", "counts_a_page_twice", "is_one_position_off", "takes_the_wrong_base"],
 )
-def test_a_wrong_engine_is_found(make_rig: MakeRig, oracle: Oracle, mutant: str) -> None:
-    rig = make_rig(1, 1, 2, change=f"{WRONG}:{mutant}")
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_wrong_engine_is_found(
+    make_rig: MakeRig, families: Families, name: str, mutant: str
+) -> None:
+    folder, oracle = families(name)
+    rig = make_rig(1, 1, 2, checkpoint=str(folder), change=f"{WRONG}:{mutant}")
     rig.start(range(2))
     rig.form(1, (0, 1))
     driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1)

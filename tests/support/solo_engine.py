@@ -23,6 +23,7 @@ from medha_worker.attention.backend import attention_for
 from medha_worker.attention.fp8_scales import FP8
 from medha_worker.attention.graph_decode import GraphDecodes
 from medha_worker.attention.kernel_interface import Attention
+from medha_worker.attention.latent_paged import LatentPagedAttention
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.device import CPU, ComputeDevice
 from medha_worker.engine import arithmetic_for
@@ -123,22 +124,27 @@ class SoloEngine:
         """Replay decodes of up to the largest of `sizes` from now on, and run mixed batches in
         pieces.
 
-        `cuts` are the row counts of pieces, as on a GPU; paged kernels only.
+        `cuts` are the row counts of pieces, as on a GPU; its kernels only, and of latents only
+        pieces.
         """
         model, kv, attention = self.model, self.kv, self.attention
-        assert isinstance(attention, PagedAttention)
-
-        def fixed(rows: int, window: int) -> FixedPlan:
-            return GraphDecodes(attention, rows, kv.pages, spare=kv.pages, window=window)
 
         @torch.inference_mode()
         def turns(rows: int) -> torch.Tensor:
             nowhere = torch.zeros(rows, dtype=torch.int64, device=kv.memory.device)
             return self.inputs.rotary.turns(nowhere, [(rows, 0)])
 
-        with torch.inference_mode():
-            graphs = recorded(0, model, kv, turns, fixed, self.inputs.windows, record, sizes=sizes)
-        self.inputs.choose = graphs.choose
+        if isinstance(attention, PagedAttention):
+
+            def fixed(rows: int, window: int) -> FixedPlan:
+                return GraphDecodes(attention, rows, kv.pages, spare=kv.pages, window=window)
+
+            windows = self.inputs.windows
+            with torch.inference_mode():
+                graphs = recorded(0, model, kv, turns, fixed, windows, record, sizes=sizes)
+            self.inputs.choose = graphs.choose
+        else:
+            assert isinstance(attention, LatentPagedAttention)
         # It takes the place of its decoder.
         self.model = PiecewiseGraphs(model, turns, record, sizes=cuts)  # type: ignore[assignment]
 

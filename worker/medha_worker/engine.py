@@ -23,6 +23,7 @@ from medha_worker.attention.fp8_scales import FP8, Scales
 from medha_worker.attention.graph_decode import GraphDecodes
 from medha_worker.attention.kernel_interface import Attention
 from medha_worker.attention.kv_splits import PrefixSplit, table_of
+from medha_worker.attention.latent_paged import LatentPagedAttention
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.device import ComputeDevice
 from medha_worker.grammar_masks import Grammars
@@ -125,9 +126,11 @@ class RankEngine:
             always=self.blocked,
         )
         stage: Decoder | PiecewiseGraphs = model
-        if isinstance(attention, PagedAttention) and not config.deterministic:
+        on_gpu_kernels = isinstance(attention, PagedAttention | LatentPagedAttention)
+        if on_gpu_kernels and not config.deterministic:
             record = CudaGraphRecorder(tp)
-            inputs.choose = self._graphs(model, attention, inputs, record).choose
+            if isinstance(attention, PagedAttention):
+                inputs.choose = self._graphs(model, attention, inputs, record).choose
             stage = PiecewiseGraphs(model, self._turns(inputs), record, most_bytes=2 * MOST_BYTES)
         if isinstance(attention, PagedAttention) and self.device.at.type == "cuda":
             warn_if_memory_is_tight(torch.cuda.mem_get_info()[0], attention.scratch_bytes)
@@ -234,7 +237,7 @@ def check_grouped_products(capability: tuple[int, int]) -> None:
 
 def arithmetic_for(attention: Attention, eps: float, device: ComputeDevice) -> Arithmetic:
     """Return plain torch arithmetic, or FlashInfer's kernels on a GPU."""
-    if isinstance(attention, PagedAttention):
+    if isinstance(attention, PagedAttention | LatentPagedAttention):
         return FusedArithmetic(attention.library, eps, device.at)
     return TorchArithmetic(eps, device.at)
 

@@ -27,6 +27,7 @@ class Library(Protocol):
 
     BatchPrefillWithPagedKVCacheWrapper: Callable[..., Any]
     BatchDecodeWithPagedKVCacheWrapper: Callable[..., Any]
+    BatchMLAPagedAttentionWrapper: Callable[..., Any]
 
     def merge_states(
         self, v: torch.Tensor, s: torch.Tensor

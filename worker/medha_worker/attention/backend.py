@@ -14,6 +14,7 @@ from medha_worker.attention.flashinfer_plan import Geometry
 from medha_worker.attention.fp8_scales import FP8
 from medha_worker.attention.kernel_interface import Attention
 from medha_worker.attention.kv_splits import H200, PrefixSplit
+from medha_worker.attention.latent_paged import WIDTHS, LatentGeometry, LatentPagedAttention
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.attention.reference import ReferenceAttention
 
@@ -51,7 +52,16 @@ def attention_for(
     if device.type == "cpu":
         return cpu_attention(heads, kv_heads, head_dim, page_tokens, kv_dtype, latent)
     if latent is not None:
-        return ReferenceAttention(heads, 1, head_dim, page_tokens, tile_pages=32, latent=latent)
+        if (latent.rank, latent.rope_dim) != WIDTHS or dtype not in DTYPES or kv_dtype != dtype:
+            return ReferenceAttention(heads, 1, head_dim, page_tokens, tile_pages=32, latent=latent)
+        sizes = LatentGeometry(
+            heads=heads,
+            latent=latent,
+            page_tokens=page_tokens,
+            dtype=dtype,
+            kernel="fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2",
+        )
+        return LatentPagedAttention(sizes, flashinfer.flashinfer(), device)
     if head_dim not in HEAD_DIMS or dtype not in DTYPES or kv_dtype not in (dtype, FP8):
         if deterministic:
             raise SetupError(
