@@ -301,7 +301,7 @@ def long_decode(bench: Workbench) -> Iterator[Row]:
     copy = bench.copy_bytes_per_s()
     took_s = decode_s(served, context)
     shape = served.shape
-    read = shape.params * shape.param_bytes + context * shape.kv_bytes_per_token
+    read = shape.weight_bytes + context * shape.kv_bytes_per_token
     part = 100.0 * read / took_s / copy
     note = f"{1e3 * took_s:.1f} ms a token; a copy moves {copy / 1e9:,.0f} GB/s"
     yield bench.row(

@@ -97,7 +97,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     def pages(self) -> int:
         """Pages of a KVP group: nine tenths of its memory, without the weights."""
         shape, topology = self.shape, self.topology
-        free_bytes = GPU_BYTES * topology.ranks_per_group - shape.params * shape.param_bytes
+        free_bytes = GPU_BYTES * topology.ranks_per_group - shape.weight_bytes
         return int(free_bytes / shape.kv_bytes_per_token / PAGE_TOKENS)
 
     def predictor(self, settings: Scheduling) -> Predictor:

@@ -298,6 +298,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ops_port: Port = 0
     ops_token: str = ""
     threads_per_rank: Positive = 1
+    packed_weights: bool = False
     checked_transfers: bool = True
     profile: str = ""
     decision_log: str = ""

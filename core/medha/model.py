@@ -34,8 +34,9 @@ class ModelShape(
     """A decoder-only transformer with gated MLP and grouped-query attention.
 
     Counts are whole-model; `param_bytes` and `kv_bytes` are bytes per parameter and per cached
-    scalar (2 for bfloat16, 4 for float32, 1 for FP8). In `window_layers` of the layers a token
-    attends to `window_tokens`, its own included; older tokens stay cached for the other layers.
+    scalar in memory (2 for bfloat16, 4 for float32, 1 for FP8), `packed_bytes` per weight of
+    projections that stay packed (0: none do). In `window_layers` of the layers a token attends
+    to `window_tokens`, its own included; older tokens stay cached for the other layers.
     `expert_layers` of the layers have `experts` MLPs of width `expert_intermediate` instead of one,
     and a router that selects `experts_per_token` of them for each token, and an MLP of width
     `shared_intermediate` for all (0: none). With `latent`, pages hold one head, of latent and
@@ -51,6 +52,7 @@ class ModelShape(
     vocab: int
     tied_embeddings: bool = False
     param_bytes: float = 2.0
+    packed_bytes: float = 0.0
     kv_bytes: float = 2.0
     max_context_tokens: int = 4096
     window_tokens: int = 0
@@ -137,6 +139,20 @@ class ModelShape(
         always = self.router_params + self.shared_params
         layers += self.expert_layers * (always + self.experts * self.expert_params)
         return layers + embeddings + self.hidden
+
+    @property
+    def projection_bytes(self) -> float:
+        """Bytes in memory per weight of attention and MLPs."""
+        return self.packed_bytes or self.param_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the whole model in memory."""
+        dense = (self.layers - self.expert_layers) * self.mlp_params
+        experts = self.shared_params + self.experts * self.expert_params
+        projections = self.layers * self.attention_params + dense + self.expert_layers * experts
+        saved = self.param_bytes - self.projection_bytes
+        return self.params * self.param_bytes - projections * saved
 
     @property
     def expert_share(self) -> float:

@@ -60,6 +60,7 @@ class Products:
         "_expert_flop",
         "_expert_mem",
         "_expert_share",
+        "_head_bytes_s",
         "_heads",
         "_inverse",
         "_layer",
@@ -87,13 +88,14 @@ class Products:
 
     def __init__(self, profile: Profile, shape: ModelShape, tp: int) -> None:
         self._p, self._inverse = profile.roofline_power, 1.0 / profile.roofline_power
-        self._bytes_s = shape.param_bytes / profile.linear_bytes_per_s
+        self._bytes_s = shape.projection_bytes / profile.linear_bytes_per_s
+        self._head_bytes_s = shape.param_bytes / profile.linear_bytes_per_s
         weights = shape.attention_params_of(tp) + shape.mlp_params / tp
         head = shape.vocab / tp
         head_weights = head * shape.hidden
         self.mem = power(weights * self._bytes_s, self._p)
         self.flop = self._dense_flop = 2.0 * weights / profile.linear_flops_per_s
-        self.head_mem = power(head_weights * self._bytes_s, self._p)
+        self.head_mem = power(head_weights * self._head_bytes_s, self._p)
         self.head_flop = 2.0 * head_weights / profile.linear_flops_per_s
         self._product_s, self._share = profile.product_s, profile.wave_share
         self._spots = float(profile.multiprocessors)
@@ -162,7 +164,7 @@ class Products:
         """Seconds of a layer without experts."""
         if not self._tiles:
             return power(self.mem + power(rows * self._dense_flop, self._p), self._inverse)
-        return self._looked_up(self._layer, self._of_layer, -(-rows // self._steps))
+        return self._looked_up(self._layer, self._of_layer, -(-rows // self._steps), self._bytes_s)
 
     def _experts(self, rows: int) -> float:
         """Seconds of a layer with experts."""
@@ -171,20 +173,26 @@ class Products:
         if not self._tiles:
             mem = power(self._routed_mem + read * self._expert_mem, self._p)
             return power(mem + power(rows * self._expert_flop, self._p), self._inverse) + moved_s
-        seconds = self._looked_up(self._routed, self._of_routed, -(-rows // self._steps))
+        step = -(-rows // self._steps)
+        seconds = self._looked_up(self._routed, self._of_routed, step, self._bytes_s)
         rows_each = rows * self._shape.experts_per_token / read
         for depth, columns in self._of_expert:
-            seconds += self._product(depth, columns, rows_each, read)
+            seconds += self._product(depth, columns, rows_each, self._bytes_s, read)
         return seconds + moved_s
 
     def head(self, rows: int) -> float:
         """Seconds of the vocabulary projection of `rows`."""
         if not self._tiles:
             return power(self.head_mem + power(rows * self.head_flop, self._p), self._inverse)
-        return self._looked_up(self._heads, self._of_head, -(-rows // self._steps))
+        step = -(-rows // self._steps)
+        return self._looked_up(self._heads, self._of_head, step, self._head_bytes_s)
 
     def _looked_up(
-        self, known: dict[int, float], products: tuple[tuple[float, float, float], ...], step: int
+        self,
+        known: dict[int, float],
+        products: tuple[tuple[float, float, float], ...],
+        step: int,
+        bytes_s: float,
     ) -> float:
         seconds = known.get(step)
         if seconds is None:
@@ -192,19 +200,22 @@ class Products:
                 known.clear()
             seconds = 0.0
             for depth, columns, groups in products:
-                seconds += self._product(depth, columns, step * self._steps, groups)
+                seconds += self._product(depth, columns, step * self._steps, bytes_s, groups)
             known[step] = seconds
         return seconds
 
-    def _product(self, depth: float, columns: float, rows: float, groups: float = 1.0) -> float:
-        """Seconds of a product of `rows`, or of as many rows in each of `groups` in one launch."""
+    def _product(
+        self, depth: float, columns: float, rows: float, bytes_s: float, groups: float = 1.0
+    ) -> float:
+        """Seconds of a product of `rows`, or of as many rows in each of `groups` in one launch;
+        `bytes_s` of them to read a weight."""
         best_s = math.inf
         for tile_rows, tile_columns, wave_s in self._tiles:
             tiles = groups * math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
             waves = tiles / self._spots
             waves += self._share * (math.ceil(waves) - waves)
             best_s = min(best_s, depth * wave_s * waves)
-        mem = power(groups * depth * columns * self._bytes_s, self._p)
+        mem = power(groups * depth * columns * bytes_s, self._p)
         return power(mem + power(best_s, self._p), self._inverse) + self._product_s
 
 

@@ -72,6 +72,7 @@ def worker_config(resource: MedhaReplica, name: str, site: Site) -> WorkerConfig
         ops_port=site.ops_port,
         ops_token=site.ops_token,
         threads_per_rank=spec.engine.threads_per_rank,
+        packed_weights=spec.engine.packed_weights == "Enabled",
         checked_transfers=spec.engine.checked_transfers == "Enabled",
         decision_log=site.decision_log,
         run_dir=site.run_dir,

@@ -50,7 +50,7 @@ from medha_worker.attention.paged import PagedAttention
 from medha_worker.inputs import seen
 from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
 from medha_worker.model.experts import Experts
-from medha_worker.model.layers import GatedMlp, Linear, Mlp
+from medha_worker.model.layers import GatedMlp, Linear, Mlp, Projection
 from medha_worker.rank import set_environment
 from medha_worker.sampler import SampledRow
 from medha_worker.sequences import PageTable
@@ -258,7 +258,8 @@ def test_products_in_blocks_have_one_shape_and_mean_the_same(count: int) -> None
     torch.testing.assert_close(actual, expected)
 
 
-def unpaneled(linear: Linear) -> Linear:
+def unpaneled(linear: Projection) -> Linear:
+    assert isinstance(linear, Linear)
     return dataclasses.replace(linear, weight=linear.by_output().t())
 
 

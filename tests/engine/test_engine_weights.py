@@ -274,11 +274,11 @@ def test_dummy_weights_take_the_place_of_files_and_keep_numbers_in_range(
         for dtype in (torch.float32, torch.float32)
     )
     real = load(Checkpoint(tiny), config, range(6), 0, 2, torch.float32)
-    assert drawn.layers[3].qkv.weight.shape == real.layers[3].qkv.weight.shape
+    assert drawn.layers[3].qkv.by_output().shape == real.layers[3].qkv.by_output().shape
     assert drawn.head is not None and real.head is not None
     assert drawn.head.weight.shape == real.head.weight.shape
-    assert torch.equal(drawn.layers[3].out.weight, again.layers[3].out.weight)
-    assert not torch.equal(drawn.layers[3].out.weight, drawn.layers[2].out.weight)
+    assert torch.equal(drawn.layers[3].out.by_output(), again.layers[3].out.by_output())
+    assert not torch.equal(drawn.layers[3].out.by_output(), drawn.layers[2].out.by_output())
     assert seen[-1][0] == seen[-1][1]
     x = torch.randn(64, config.hidden)
     out = drawn.layers[0].qkv(x)

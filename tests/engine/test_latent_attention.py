@@ -29,6 +29,7 @@ from medha_worker.attention.kernel_interface import Span
 from medha_worker.attention.reference import ReferenceAttention
 from medha_worker.model.checkpoint_writer import DEEPSEEK_YARN, FAMILIES, TinyModel
 from medha_worker.model.experts import Experts
+from medha_worker.model.layers import Linear
 from medha_worker.model.rope import interleaved
 from medha_worker.weights import LayerWeights
 
@@ -317,6 +318,7 @@ def halves_turn(layer: LayerWeights) -> LayerWeights:
     of_queries = up.view(heads, -1, up.shape[-1])[:, -rope:]
     of_queries.copy_(interleaved(of_queries.flatten(0, 1), rope).view(of_queries.shape))
     first[-rope:] = interleaved(first[-rope:].clone(), rope)
+    assert isinstance(layer.qkv, Linear)
     layer = dataclasses.replace(layer, qkv=dataclasses.replace(layer.qkv, weight=first.t()))
     return _latent(layer, query_up=dataclasses.replace(queries, weight=up.t()))
 

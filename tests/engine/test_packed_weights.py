@@ -10,22 +10,39 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.quantiser import FORMATS, Format, quantise, settings_of
 from tests.support.recalling_prompts import recalling
 from tests.support.solo_engine import SoloEngine
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from medha.checkpoints.decoder_config import read_config
-from medha.errors import CheckpointError
+from medha.checkpoints.decoder_config import DecoderConfig, read_config
+from medha.checkpoints.fit import check_packed
+from medha.checkpoints.quantization import Quantization
+from medha.config import WorkerConfig
+from medha.errors import CheckpointError, SpecError
+from medha.model import ModelShape
+from medha.predictor import Products
+from medha.profile import Profile, Tile
+from medha.topology import Topology
 from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
+from medha_worker.model.int4_linear import Int4Linear, int4_linear
+from medha_worker.model.layers import GatedMlp, Linear, Projection
+from medha_worker.model.packed_weights import Int4Parts
 from medha_worker.weights import Checkpoint, Weights, load
 
 Folder = Callable[[TinyModel], pathlib.Path]
 Quantised = Callable[[str, TinyModel], tuple[pathlib.Path, pathlib.Path]]
 # TP 2 halves a word of 8 outputs, a group of 8 inputs, and blocks.
 HALVED = TinyModel(layers=2, intermediate=344)
+
+EVEN_OF = {
+    "llama": TinyModel(layers=2, intermediate=384),
+    "qwen2": TinyModel(family="qwen2", layers=2, intermediate=384, tied=True),
+}
 
 format_ = pytest.mark.parametrize("name", FORMATS)
 
@@ -113,6 +130,87 @@ def test_progress_ends_at_the_whole(name: str, quantised: Quantised) -> None:
     load(Checkpoint(folder), config, range(config.layers), 0, 1, torch.float32, note)
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
     assert seen[-1][1] < (folder / "model.safetensors").stat().st_size
+
+
+# --- weights that stay packed ---------------------------------------------------------------------
+
+EVEN = EVEN_OF["llama"]
+INT4 = ("awq", "gptq")
+
+
+def projections(held: Weights) -> Iterator[Projection]:
+    for layer in held.layers:
+        assert isinstance(layer.mlp, GatedMlp)
+        yield from (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)
+
+
+@pytest.mark.parametrize("name", INT4)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2 has biases
+def test_packed_projections_compute_what_plain_ones_do(
+    name: str, tp: int, family: str, quantised: Quantised
+) -> None:
+    folder, plain = quantised(name, EVEN_OF[family])
+    config = read_config(folder)
+    left = 0
+    for shard in range(tp):
+        packed = load(Checkpoint(folder), config, range(2), shard, tp, torch.float32, packed=True)
+        pairs = zip(projections(packed), projections(loaded(plain, shard, tp)), strict=True)
+        for actual, expected in pairs:
+            left += isinstance(actual, Linear)
+            weight = expected.by_output()
+            torch.testing.assert_close(actual.by_output(), weight, rtol=1e-5, atol=1e-6)
+            for rows in (1, 2, 33):
+                x = torch.randn(rows, weight.shape[1])
+                torch.testing.assert_close(actual(x), expected(x), rtol=1e-4, atol=1e-4)
+                sums = torch.randn(2, rows, len(weight))
+                sums[1] = sums[0]
+                actual.onto(x, sums[0])
+                expected.onto(x, sums[1])
+                torch.testing.assert_close(sums[0], sums[1], rtol=1e-4, atol=1e-4)
+    assert left == (tp if name == "awq" else 0)  # the format leaves a projection plain
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_tokens_of_packed_weights_are_those_of_the_dequantised(
+    name: str, quantised: Quantised
+) -> None:
+    prompts = [recalling(length, 512, seed=length) for length in (30, 130, 300)]
+    folder, plain = quantised(name, EVEN)
+    packed = SoloEngine(folder, pages=32, packed=True).generate(prompts, 20, chunk=64)
+    assert packed == SoloEngine(plain, pages=32).generate(prompts, 20, chunk=64)
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_packed_weights_take_the_bytes_that_the_predictor_reads(
+    name: str, quantised: Quantised
+) -> None:
+    folder = quantised(name, EVEN)[0]
+    config = read_config(folder)
+    assert config.quantization is not None
+    held = load(Checkpoint(folder), config, range(2), 0, 1, torch.bfloat16, packed=True)
+    held_bytes = config.quantization.held_bytes(2.0)
+    assert held_bytes == 0.5 + 2 * 2 / 32
+    for projection in projections(held):
+        if isinstance(projection, Int4Linear):
+            size = projection.packed.nbytes + projection.scales.nbytes
+            assert size == held_bytes * projection.by_output().numel()
+
+
+def test_a_gpu_gets_numbers_in_the_order_and_types_of_its_kernel() -> None:
+    """Tensors without values stand for a GPU's: torch checks shapes and types."""
+    with FakeTensorMode():
+        there = torch.device("cuda")
+        parts = Int4Parts(
+            torch.zeros(64, 192, dtype=torch.int32, device=there),
+            torch.zeros(64, 6, dtype=torch.int32, device=there),
+            torch.zeros(64, 6, device=there),
+            torch.zeros(192, dtype=torch.int64, device=there),
+        )
+        linear = int4_linear([parts, parts], torch.bfloat16, None)
+        assert linear.packed.shape == (128 // 8, 192 // 64, 32, 2)  # 192 inputs: tiles of 64
+        out = linear(torch.zeros(5, 192, dtype=torch.bfloat16, device=there))
+    assert out.shape == (5, 128) and out.dtype == torch.bfloat16
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -241,3 +339,82 @@ def test_packed_weights_without_their_settings_are_named(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"q_proj\.weight is F8_E4M3: must be F32 or"):
         loaded(folder)
+
+
+def fitting(
+    model: DecoderConfig, tp: int = 1, device: str = "cpu", **changes: object
+) -> WorkerConfig:
+    return WorkerConfig(
+        replica="r",
+        model="m",
+        checkpoint="",
+        max_context_tokens=100,
+        topology=Topology(tp=tp),
+        rank_bind="",
+        packed_weights=True,
+        device=device,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("packing", "more", "named"),
+    [
+        (None, {}, "needs 4-bit weights"),
+        (Quantization(method="fp8"), {}, "needs 4-bit weights"),
+        (Quantization(method="awq"), {}, "needs groups of 32, 64, 128, 256 neighbouring inputs"),
+        (Quantization(method="awq", group=16), {}, "needs groups of 32"),
+        (Quantization(method="gptq", group=32, ordered=True), {}, "without desc_act"),
+        (Quantization(method="awq", group=128), {"tp": 2}, r"inputs \(128, 64, 192\)"),
+        (
+            Quantization(method="awq", group=32),
+            {"device": "cuda"},
+            "needs dtype bfloat16 and arith",
+        ),
+        (
+            Quantization(method="awq", group=32),
+            {"device": "cuda", "dtype": "bfloat16", "deterministic": True},
+            "needs dtype bfloat16 and arith",
+        ),
+    ],
+)
+def test_weights_that_cannot_stay_packed_are_named(
+    packing: Quantization | None, more: dict[str, Any], named: str, checkpoint: Folder
+) -> None:
+    model = read_config(checkpoint(EVEN))
+    fits = msgspec.structs.replace(model, quantization=Quantization(method="gptq", group=32))
+    check_packed(fits, fitting(fits, tp=2))
+    check_packed(fits, fitting(fits, device="cuda", dtype="bfloat16"))
+    model = msgspec.structs.replace(model, quantization=packing)
+    with pytest.raises(SpecError, match=f"packedWeights is Enabled: .*{named}.*; use Disabled"):
+        check_packed(model, fitting(model, **more))
+
+
+def test_packed_experts_are_refused(checkpoint: Folder) -> None:
+    model = read_config(checkpoint(FAMILIES["qwen3_moe"]))
+    model = msgspec.structs.replace(model, quantization=Quantization(method="awq", group=32))
+    with pytest.raises(SpecError, match="needs a model without experts"):
+        check_packed(model, fitting(model))
+
+
+def test_the_predictor_reads_packed_projections_faster_and_the_head_as_before() -> None:
+    plain = ModelShape(
+        layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=256, vocab=512
+    )
+    packed = msgspec.structs.replace(plain, packed_bytes=0.5625)
+    projections = 4 * (plain.attention_params + plain.mlp_params)
+    assert packed.weight_bytes == plain.params * 2 - projections * (2 - 0.5625)
+    assert plain.weight_bytes == plain.params * 2
+    for tiles in ((), (Tile(rows=16, columns=64, efficiency=0.5),)):
+        profile = Profile(
+            name="slow to read",
+            linear_flops_per_s=1e15,
+            linear_bytes_per_s=1e9,
+            tiles=tiles,
+            elementwise_bytes_per_s=1e9,
+            attention_flops_per_s=1e12,
+            attention_bytes_per_s=1e9,
+        )
+        slow, fast = (Products(profile, shape, 1) for shape in (plain, packed))
+        assert fast.layer(1) < 0.5 * slow.layer(1)
+        assert fast.head(1) == slow.head(1)

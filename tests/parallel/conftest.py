@@ -57,8 +57,9 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
 
 
 @pytest.fixture(scope="session")
-def formats(tmp_path_factory: pytest.TempPathFactory, checkpoint: pathlib.Path) -> Families:
+def formats(tmp_path_factory: pytest.TempPathFactory) -> Families:
     """Folders of packed checkpoints; the oracle has the weights that they stand for."""
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("model"), TinyModel(intermediate=384))
 
     @functools.cache
     def made(name: str) -> tuple[pathlib.Path, Oracle]:

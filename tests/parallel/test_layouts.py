@@ -212,6 +212,20 @@ def test_latents_through_a_gpus_calls_and_pieces_match_transformers(
     assert not rig.failed
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+@pytest.mark.parametrize("tp, spp, kvp", [(2, 1, 2), (1, 2, 2)])
+def test_weights_that_stay_packed_match_transformers_in_each_layout(
+    make_rig: MakeRig, formats: Families, name: str, tp: int, spp: int, kvp: int
+) -> None:
+    folder, oracle = formats(name)
+    rig = make_rig(tp, spp, kvp, checkpoint=str(folder), packed_weights=True)
+    rig.start(range(kvp))
+    rig.form(1, tuple(range(kvp)))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1)
+    assert differences(play(driver, kvp, 400, seed=tp + 10 * spp), oracle) == []
+    assert all_free(driver) and not rig.failed
+
+
 def run_random_batches(driver: Driver, kvp: int, rng: random.Random, batches: int) -> list[Running]:
     """Run batches of random sequences, which start, hit prefixes, grow, move and end."""
     over: list[Running] = []

@@ -69,7 +69,9 @@ def quantise(
     packed, plain = dict(tensors), dict(tensors)
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        if not module.endswith("_proj") or any(part in module for part in packing.left):
+        if not module.endswith(("_proj", "_proj_with_mqa")) or any(
+            part in module for part in packing.left
+        ):
             continue
         weight, parts = PACKERS[packing.spelling](tensor, packing)
         del packed[name]

@@ -66,10 +66,13 @@ class SoloEngine:
         attention: Attention | None = None,
         device: ComputeDevice = CPU,
         grammars: bool = False,
+        packed: bool = False,
     ) -> None:
         config, at, kv_dtype = read_config(folder), device.at, kv_dtype or dtype
         layers, tp = range(config.layers), SoloTensorParallel()
-        loaded = weights.load(weights.Checkpoint(folder), config, layers, 0, 1, dtype, device=at)
+        loaded = weights.load(
+            weights.Checkpoint(folder), config, layers, 0, 1, dtype, device=at, packed=packed
+        )
         self.config = config
         self.attention = attention or attention_for(
             config.heads,

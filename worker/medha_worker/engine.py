@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from medha.checkpoints.decoder_config import DecoderConfig, read_config
-from medha.checkpoints.fit import check_experts, check_latent, pool_pages
+from medha.checkpoints.fit import check_experts, check_latent, check_packed, pool_pages
 from medha.config import WorkerConfig
 from medha.errors import SetupError, SpecError
 from medha.profile import decode
@@ -69,6 +69,7 @@ class RankEngine:
         self.dtype = dtype_of("dtype", config.dtype)
         check_experts(self.model_config, config)
         check_latent(self.model_config, config)
+        check_packed(self.model_config, config)
         if self.model_config.experts and device.at.type == "cuda" and not config.deterministic:
             check_grouped_products(torch.cuda.get_device_capability(device.at))
         checkpoint: weights.Checkpoint | DummyCheckpoint

@@ -26,14 +26,24 @@ from medha.topology import check_tp, kv_heads_of
 from medha_worker.attention.fp8_scales import Scales, of_layer
 from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.experts import Experts
+from medha_worker.model.int4_linear import Int4Linear, int4_linear
 from medha_worker.model.latent_projections import LatentProjections
-from medha_worker.model.layers import GatedMlp, Linear, Mlp, blank, paneled
-from medha_worker.model.packed_weights import FLOATS, packed_weight
+from medha_worker.model.layers import GatedMlp, Linear, Mlp, Projection, blank, paneled
+from medha_worker.model.packed_weights import (
+    FLOATS,
+    Fp8Weight,
+    Int4Parts,
+    Int4Weight,
+    packed_weight,
+)
 from medha_worker.model.rope import interleaved
 
 HEAD = "lm_head.weight"
 
 Progress = Callable[[int, int], None]
+# A projection's name, its number of outputs, and those of a shard.
+Outputs = tuple[str, int, range]
+Turn = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,8 +58,8 @@ class LayerWeights:
     """
 
     attention_norm: torch.Tensor
-    qkv: Linear
-    out: Linear
+    qkv: Projection
+    out: Projection
     mlp_norm: torch.Tensor
     mlp: Mlp
     head_norms: torch.Tensor | None = None
@@ -186,14 +196,19 @@ def load(
     dtype: torch.dtype,
     progress: Progress | None = None,
     device: torch.device | str = "cpu",
+    *,
+    packed: bool = False,
 ) -> Weights:
     """Load the weights of `layers` for shard `shard` of `tp`, in `dtype` on `device`.
 
+    `packed`: 4-bit weights stay so; `check_packed` says for which models and layouts.
     `progress(done_bytes, total_bytes)` is called as tensors arrive. Raises CheckpointError, or
     SpecError if `tp` does not divide the model.
     """
     check_tp(tp, config.heads, config.kv_heads, config.divided_width)
-    return _Loader(checkpoint, config, layers, shard, tp, dtype, progress, device).load()
+    loader = _Loader(checkpoint, config, layers, shard, tp, dtype, progress, device)
+    loader.packed = packed
+    return loader.load()
 
 
 def _as_stored(rows: torch.Tensor) -> torch.Tensor:
@@ -240,6 +255,7 @@ class _Loader:
         self.q_rows = self._of_heads(D)
         self.kv_rows = range(kv.start * D, kv.stop * D)
         self.vocab_rows = -(-config.vocab // tp)
+        self.packed = False
         self.done_bytes = 0
         self.total_bytes = self._total_bytes()
 
@@ -272,6 +288,7 @@ class _Loader:
         c, attention, mlp = self.config, prefix + "self_attn.", prefix + "mlp."
         experts = c.experts_in(number)
         q_all, out_rows = c.heads * c.head_dim, self.q_rows
+        qkv: Projection
         if c.latent is None:
             qkv = self._qkv(attention)
         else:
@@ -281,14 +298,15 @@ class _Loader:
         return LayerWeights(
             attention_norm=self._vector(prefix + "input_layernorm.weight"),
             qkv=qkv,
-            out=self._row(attention + "o_proj", q_all, out_rows, c.out_bias),
+            out=self._kept_row(attention + "o_proj", q_all, out_rows, c.out_bias)
+            or self._row(attention + "o_proj", q_all, out_rows, c.out_bias),
             mlp_norm=self._vector(prefix + "post_attention_layernorm.weight"),
             mlp=self._experts(mlp, experts) if experts else self._mlp(mlp, c.intermediate),
             head_norms=self._head_norms(attention) if c.head_norms else None,
             latent=self._latent(attention, c.latent) if c.latent else None,
         )
 
-    def _qkv(self, attention: str) -> Linear:
+    def _qkv(self, attention: str) -> Projection:
         c, D = self.config, self.config.head_dim
         q_all, kv_all = c.heads * D, c.kv_heads * D
         parts = [
@@ -297,7 +315,8 @@ class _Loader:
             (attention + "v_proj", kv_all, self.kv_rows),
         ]
         turned = [lambda own: interleaved(own, D)] * 2
-        return self._columns(parts, c.qkv_bias, turned=turned)
+        kept = self._kept_columns(parts, c.qkv_bias, turned)
+        return kept or self._columns(parts, c.qkv_bias, turned=turned)
 
     def _first_product(self, attention: str, latent: LatentAttention) -> Linear:
         """Load the projections to queries or their latents, and to the token's latent and key."""
@@ -336,31 +355,38 @@ class _Loader:
         size = self.config.heads // self.tp * width
         return range(self.shard * size, (self.shard + 1) * size)
 
-    def _mlp(self, prefix: str, width: int, *, few_rows: bool = False) -> GatedMlp:
-        """Load the slice of an MLP of `width`; see `paneled`."""
-        gate_up = [(prefix + name, width, self._share(width)) for name in ("gate_proj", "up_proj")]
-        biased = self.config.mlp_bias
+    def _mlp(self, prefix: str, width: int) -> GatedMlp:
+        """Load the slice of an MLP of `width`."""
+        share, biased = self._share(width), self.config.mlp_bias
+        gate_up, name = self._gate_up(prefix, width), prefix + "down_proj"
         return GatedMlp(
-            self._columns(gate_up, biased, halves=2, few_rows=few_rows),
-            self._row(prefix + "down_proj", width, self._share(width), biased, few_rows=few_rows),
+            self._kept_columns(gate_up, biased) or self._columns(gate_up, biased, halves=2),
+            self._kept_row(name, width, share, biased) or self._row(name, width, share, biased),
         )
+
+    def _gate_up(self, prefix: str, width: int) -> list[Outputs]:
+        return [(prefix + name, width, self._share(width)) for name in ("gate_proj", "up_proj")]
 
     def _experts(self, prefix: str, experts: RoutedExperts) -> Experts:
         """Load the router, and a slice of every expert; on a GPU one tensor holds them all."""
         width, shared = experts.intermediate, experts.shared_intermediate
+        share, biased = self._share(width), self.config.mlp_bias
         gate = [(prefix + "gate", experts.count, range(experts.count))]
         router = self._columns(gate, False, dtype=torch.float32 if experts.exact else self.dtype)
         bias = None
         if experts.biased:
             name = prefix + "gate.e_score_correction_bias"
             bias = self._count(self.checkpoint.slice(name, (experts.count,))[:]).float()
-        mlps = [
-            self._mlp(f"{prefix}experts.{n}.", width, few_rows=True) for n in range(experts.count)
-        ]
+        names = [f"{prefix}experts.{n}." for n in range(experts.count)]
         loaded = Experts(
             router,
-            tuple(mlp.gate_up for mlp in mlps),
-            tuple(mlp.down for mlp in mlps),
+            tuple(
+                self._columns(self._gate_up(name, width), biased, halves=2, few_rows=True)
+                for name in names
+            ),
+            tuple(
+                self._row(name + "down_proj", width, share, biased, few_rows=True) for name in names
+            ),
             experts,
             bias,
             self._mlp(prefix + "shared_experts.", shared) if shared else None,
@@ -383,10 +409,10 @@ class _Loader:
 
     def _columns(
         self,
-        parts: list[tuple[str, int, range]],
+        parts: list[Outputs],
         biased: bool,
         *,
-        turned: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
+        turned: Sequence[Turn] = (),
         inputs: int = 0,
         dtype: torch.dtype | None = None,
         halves: int = 1,
@@ -401,18 +427,24 @@ class _Loader:
         inputs, dtype = inputs or self.config.hidden, dtype or self.dtype
         width = sum(len(rows) for _, _, rows in parts)
         weight = blank(inputs, width, dtype, self.device)
-        bias = torch.empty(width, dtype=dtype, device=self.device) if biased else None
         at = 0
         for number, (name, outputs, rows) in enumerate(parts):
             order = turned[number] if number < len(turned) else _as_stored
             cut = slice(at, at + len(rows))
             own = self._weight(name, (outputs, inputs), rows, range(inputs))
             weight[:, cut].copy_(order(own).t())
-            if bias is not None:
-                part = self.checkpoint.slice(name + ".bias", (outputs,))
-                bias[cut].copy_(order(self._count(part[rows.start : rows.stop])))
             at += len(rows)
+        bias = self._column_bias(parts, turned) if biased else None
         return Linear(paneled(weight, halves, few_rows=few_rows), bias)
+
+    def _column_bias(self, parts: list[Outputs], turned: Sequence[Turn]) -> torch.Tensor:
+        """Load the biases of column-parallel projections side by side."""
+        biases = []
+        for number, (name, outputs, rows) in enumerate(parts):
+            tensor = self.checkpoint.slice(name + ".bias", (outputs,))
+            own = self._count(tensor[rows.start : rows.stop]).to(self.dtype)
+            biases.append(turned[number](own) if number < len(turned) else own)
+        return torch.cat(biases)
 
     def _row(
         self, name: str, inputs: int, columns: range, biased: bool, *, few_rows: bool = False
@@ -421,21 +453,56 @@ class _Loader:
         shard 0."""
         outputs = range(self.config.hidden)
         part = self._weight(name, (self.config.hidden, inputs), outputs, columns)
-        bias = None
-        if biased and self.shard == 0:
-            bias = self._vector(name + ".bias")
+        bias = self._row_bias(name, biased)
         return Linear(paneled(part.t().to(self.dtype), few_rows=few_rows), bias)
+
+    def _row_bias(self, name: str, biased: bool) -> torch.Tensor | None:
+        return self._vector(name + ".bias") if biased and self.shard == 0 else None
+
+    def _kept_columns(
+        self, parts: list[Outputs], biased: bool, turned: Sequence[Turn] = ()
+    ) -> Int4Linear | None:
+        """Load column-parallel projections whose weights stay packed; None if they do not."""
+        inputs = self.config.hidden
+        weights = [self._kept(name, (outputs, inputs)) for name, outputs, _ in parts]
+        own: list[Int4Parts] = []
+        for number, (weight, (_, _, rows)) in enumerate(zip(weights, parts, strict=True)):
+            if weight is None:
+                return None
+            part = weight.parts((slice(rows.start, rows.stop), slice(0, inputs)))
+            own.append(part.by_output(turned[number]) if number < len(turned) else part)
+        bias = self._column_bias(parts, turned) if biased else None
+        return int4_linear(own, self.dtype, bias)
+
+    def _kept_row(self, name: str, inputs: int, columns: range, biased: bool) -> Int4Linear | None:
+        """Load a row-parallel projection whose weights stay packed; None if they do not."""
+        outputs = self.config.hidden
+        weight = self._kept(name, (outputs, inputs))
+        if weight is None:
+            return None
+        own = weight.parts((slice(0, outputs), slice(columns.start, columns.stop)))
+        return int4_linear([own], self.dtype, self._row_bias(name, biased))
+
+    def _kept(self, name: str, shape: tuple[int, int]) -> Int4Weight | None:
+        """Return a projection's weight if it stays packed."""
+        weight = self._packed(name, shape) if self.packed else None
+        return weight if isinstance(weight, Int4Weight) else None
+
+    def _packed(self, name: str, shape: tuple[int, int]) -> Fp8Weight | Int4Weight | None:
+        """Return a projection's weight if the file has it packed."""
+        packing = self.config.quantization
+        if packing is None or not isinstance(self.checkpoint, Checkpoint):
+            return None
+        return packed_weight(self.checkpoint, name, shape, packing, self._count)
 
     def _weight(
         self, name: str, shape: tuple[int, int], rows: range, columns: range
     ) -> torch.Tensor:
         """Return a part of a projection's weight [outputs, inputs], dequantised if it is packed."""
         cut = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-        packing = self.config.quantization
-        if packing is not None and isinstance(self.checkpoint, Checkpoint):
-            packed = packed_weight(self.checkpoint, name, shape, packing, self._count)
-            if packed is not None:
-                return packed[cut]
+        packed = self._packed(name, shape)
+        if packed is not None:
+            return packed[cut]
         return self._count(self.checkpoint.slice(name + ".weight", shape)[cut])
 
     def _vector(self, name: str, size: int = 0) -> torch.Tensor:

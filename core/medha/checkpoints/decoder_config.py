@@ -88,10 +88,14 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         return math.gcd(self.intermediate, self.experts.intermediate)
 
     def shape(
-        self, param_bytes: float, kv_bytes: float, max_context_tokens: int | None = None
+        self,
+        param_bytes: float,
+        kv_bytes: float,
+        max_context_tokens: int | None = None,
+        packed_bytes: float = 0.0,
     ) -> ModelShape:
-        """Return the sizes that scheduling needs, with bytes per parameter and per cached
-        scalar."""
+        """Return the sizes that scheduling needs, with bytes per parameter, per cached scalar and
+        per packed weight."""
         return ModelShape(
             layers=self.layers,
             hidden=self.hidden,
@@ -102,6 +106,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
             vocab=self.vocab,
             tied_embeddings=self.tied_embeddings,
             param_bytes=param_bytes,
+            packed_bytes=packed_bytes,
             kv_bytes=kv_bytes,
             max_context_tokens=max_context_tokens or self.max_context_tokens,
             window_tokens=max(self.windows, default=0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 from medha.checkpoints.decoder_config import DecoderConfig
 from medha.config import WorkerConfig
@@ -11,11 +12,20 @@ from medha.topology import check_tp, kv_heads_of, stage_layers
 
 PARAM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_BYTES = {**PARAM_BYTES, "fp8_e4m3": 1}
+PACKED_GROUPS = (32, 64, 128, 256)
+"""Inputs that may share a scale in torch's products with packed weights."""
 
 
 def param_bytes(config: WorkerConfig) -> int:
     """Return the bytes of a parameter. Raises SpecError for an unknown type."""
     return _bytes("dtype", config.dtype, PARAM_BYTES)
+
+
+def packed_bytes(model: DecoderConfig, config: WorkerConfig) -> float:
+    """Return the bytes of a weight that stays packed in memory; 0 if none do."""
+    if not config.packed_weights or model.quantization is None:
+        return 0.0
+    return model.quantization.held_bytes(param_bytes(config))
 
 
 def kv_bytes(config: WorkerConfig) -> int:
@@ -79,7 +89,7 @@ def misfits(model: DecoderConfig, config: WorkerConfig, groups: int) -> Iterator
     except SpecError as error:
         divisible = False
         yield error
-    for check in (check_experts, check_latent):
+    for check in (check_experts, check_latent, check_packed):
         try:
             check(model, config)
         except SpecError as error:
@@ -139,6 +149,37 @@ def check_latent(model: DecoderConfig, config: WorkerConfig) -> None:
             "must be Fast on a GPU, as products with latents depend on the batch",
             "use Fast, or device Cpu",
         )
+
+
+def check_packed(model: DecoderConfig, config: WorkerConfig) -> None:
+    """Raise SpecError unless the model's weights can stay packed, if they shall."""
+    packing = model.quantization
+    if not config.packed_weights:
+        return
+    if packing is None or packing.method == "fp8":
+        _refuse_packed("needs 4-bit weights (awq, gptq), which the checkpoint does not have")
+    if model.experts is not None or model.latent is not None:
+        _refuse_packed("needs a model without experts and latent attention")
+    if packing.ordered or packing.group not in PACKED_GROUPS:
+        _refuse_packed(
+            f"needs groups of {', '.join(map(str, PACKED_GROUPS))} neighbouring inputs (group_size,"
+            " without desc_act)"
+        )
+    if config.device == "cuda" and (config.dtype != "bfloat16" or config.deterministic):
+        _refuse_packed("needs dtype bfloat16 and arithmetic Fast on a GPU")
+    tp = config.topology.tp
+    heads = model.heads // tp + 2 * len(kv_heads_of(0, tp, model.kv_heads))
+    inputs = (model.hidden, model.heads // tp * model.head_dim, model.intermediate // tp)
+    outputs = (model.hidden, heads * model.head_dim, 2 * (model.intermediate // tp))
+    if any(size % packing.group for size in inputs) or any(size % 16 for size in outputs):
+        _refuse_packed(
+            f"needs, on each of {tp} shards, inputs of projections that groups of {packing.group}"
+            f" divide and outputs that 16 divides (inputs {inputs}, outputs {outputs})"
+        )
+
+
+def _refuse_packed(reason: str) -> NoReturn:
+    raise SpecError("spec.engine.packedWeights", "Enabled", reason, "use Disabled")
 
 
 def _check_pool(model: DecoderConfig, config: WorkerConfig, layers: int, groups: int) -> None:

@@ -23,19 +23,25 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     """Format of the packed weights.
 
     `block`: outputs and inputs that share an FP8 scale; None: those of the tensor, or of each
-    output. `group`: inputs that share a scale and a zero of 4-bit weights; 0: all. `zero_offset`:
-    what GPTQ subtracts from a zero before it stores it.
+    output. `group`: inputs that share a scale and a zero of 4-bit weights; 0: all. `ordered`: the
+    file names the group of each input. `zero_offset`: what GPTQ subtracts from a zero before it
+    stores it.
     """
 
     method: Literal["fp8", "awq", "gptq"]
     block: tuple[int, int] | None = None
     group: int = 0
+    ordered: bool = False
     zero_offset: int = 0
 
     @property
     def stored_bytes(self) -> float:
         """Bytes of a packed weight in the file, without its share of scales."""
         return 1.0 if self.method == "fp8" else 0.5
+
+    def held_bytes(self, scalar_bytes: float) -> float:
+        """Bytes of a weight that stays packed in memory, with its share of a scale and a zero."""
+        return self.stored_bytes + 2.0 * scalar_bytes / self.group
 
 
 def quantization_of(path: pathlib.Path, raw: dict[str, Any]) -> Quantization | None:
@@ -168,5 +174,8 @@ def _gptq(settings: _Settings) -> Quantization:
     if any(not str(rule).startswith("-:") for rule in rules):
         settings.refuse("dynamic", rules, "must only leave modules out (-:)")
     return Quantization(
-        method="gptq", group=settings.group("group_size"), zero_offset=int(packing == "gptq")
+        method="gptq",
+        group=settings.group("group_size"),
+        ordered=settings.within("desc_act", (False, True), False),
+        zero_offset=int(packing == "gptq"),
     )

@@ -22,7 +22,7 @@ from medha.adapters.prometheus import Metrics, OpsServer, Reply, Tick, json_repl
 from medha.adapters.sockets import Dialer, Listener, wait
 from medha.checkpoints.checkpoint_files import check_tokenizer, digest_of
 from medha.checkpoints.decoder_config import read_config, read_generation_defaults
-from medha.checkpoints.fit import kv_bytes, param_bytes
+from medha.checkpoints.fit import kv_bytes, packed_bytes, param_bytes
 from medha.config import WorkerConfig
 from medha.errors import SpecError
 from medha.messages import (
@@ -64,7 +64,12 @@ def identity_of(config: WorkerConfig) -> Identity:
     model = read_config(folder)
     check_tokenizer(folder)
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
-    shape = model.shape(param_bytes(config), kv_bytes(config), config.max_context_tokens)
+    shape = model.shape(
+        param_bytes(config),
+        kv_bytes(config),
+        config.max_context_tokens,
+        packed_bytes(model, config),
+    )
     return Identity(
         incarnation=uuid.uuid4().hex,
         shape=shape,

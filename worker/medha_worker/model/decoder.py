@@ -65,7 +65,7 @@ class Decoder:
     @property
     def dtype(self) -> torch.dtype:
         """Type of the weights and of the hidden states between stages."""
-        return self.weights.layers[0].qkv.weight.dtype
+        return self.weights.layers[0].attention_norm.dtype
 
     @torch.inference_mode()
     def forward(

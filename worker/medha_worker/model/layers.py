@@ -21,6 +21,27 @@ from medha_worker.model.rope import rotate
 WIDE, PANEL = 512, 128
 
 
+class Projection(Protocol):
+    """x·W + b: a Linear, or an Int4Linear, whose weights are packed."""
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def onto(self, x: torch.Tensor, sum_: torch.Tensor) -> None:
+        """sum ← sum + x·W + b, in place."""
+        ...
+
+    def in_blocks(self, rows: int) -> Projection:
+        """Return the same weights with products of `rows` rows each."""
+        ...
+
+    def by_output(self) -> torch.Tensor:
+        """Return the weight as [out, in]."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Linear:
     """x·W + b with `weight` [in, out], or [panels, in, out / panels] from `paneled`.
@@ -128,8 +149,8 @@ class GatedMlp:
     """down(silu(gate x) · up x), with `gate_up` [hidden, 2·intermediate] side by side, no panel in
     both, and `down` [intermediate, hidden]."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: Projection
+    down: Projection
 
     def __call__(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         return self.down(arithmetic.gated(self.gate_up, x))
@@ -149,13 +170,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
     return torch.mul(x, scale).to(x.dtype).mul_(weight)
 
 
-def gated(gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
+def gated(gate_up: Projection, x: torch.Tensor) -> torch.Tensor:
     """Return silu(gate x) · up x [rows, intermediate], with gate and up side by side in
     `gate_up`."""
-    weight, bias = gate_up.weight, gate_up.bias
-    if weight.ndim == 2:
+    if not isinstance(gate_up, Linear) or gate_up.weight.ndim == 2:
         gate, up = gate_up(x).chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
+    weight, bias = gate_up.weight, gate_up.bias
     panels, _, width = weight.shape  # the products stay [panels, rows, width] until gated
     both = torch.bmm(x.expand(panels, -1, -1), weight)
     if bias is not None:
@@ -186,7 +207,7 @@ class Arithmetic(Protocol):
         kv_heads, head_dim]."""
         ...
 
-    def gated(self, gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: Projection, x: torch.Tensor) -> torch.Tensor:
         """silu(gate x) · up x."""
         ...
 
@@ -214,7 +235,7 @@ class TorchArithmetic:
     def rotate(self, turned: torch.Tensor, heads: int, turns: torch.Tensor) -> None:
         rotate(turned, turns)
 
-    def gated(self, gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: Projection, x: torch.Tensor) -> torch.Tensor:
         return gated(gate_up, x)
 
     def activated(self, both: torch.Tensor) -> torch.Tensor:
@@ -259,7 +280,7 @@ class FusedArithmetic:
             is_neox=False,
         )
 
-    def gated(self, gate_up: Linear, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: Projection, x: torch.Tensor) -> torch.Tensor:
         return self.activated(gate_up(x))
 
     def activated(self, both: torch.Tensor) -> torch.Tensor:

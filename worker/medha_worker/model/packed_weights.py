@@ -13,6 +13,7 @@ together are the same weights as in one piece, bit by bit. Products are float32,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -45,26 +46,17 @@ class Files(Protocol):
         ...
 
 
-class PackedWeight(Protocol):
-    """A projection's weight [outputs, inputs]."""
-
-    def __getitem__(self, cut: Cut) -> torch.Tensor:
-        """Return a part in float32, on the device."""
-        ...
-
-
 def packed_weight(
     files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
-) -> PackedWeight | None:
-    """Return the weight of projection `name`; None if the file holds it in a plain type. Raises
-    CheckpointError for parts that are missing or do not fit together."""
+) -> Fp8Weight | Int4Weight | None:
+    """Return the weight [outputs, inputs] of projection `name`; None if the file holds it in a
+    plain type. Raises CheckpointError for parts that are missing or do not fit together."""
     if packing.method == "fp8":
         plain = name + ".weight" in files and files.type_of(name + ".weight") in FLOATS
         return None if plain else Fp8Weight(files, name, shape, packing, place)
     if name + ".qweight" not in files and name + ".weight" in files:
         return None
-    kind = AwqWeight if packing.method == "awq" else GptqWeight
-    return kind(files, name, shape, packing, place)
+    return Int4Weight(files, name, shape, packing, place)
 
 
 class Fp8Weight:
@@ -91,6 +83,7 @@ class Fp8Weight:
         self._scales, self._place = scales, place
 
     def __getitem__(self, cut: Cut) -> torch.Tensor:
+        """Return a part in float32, on the device."""
         weight = self._place(self._weight[cut]).float()
         scales = self._scales.to(weight.device).float()
         for axis, (part, size) in enumerate(zip(cut, self._block, strict=True)):
@@ -99,45 +92,45 @@ class Fp8Weight:
         return weight.mul_(scales)
 
 
-class AwqWeight:
-    """A weight as AutoAWQ's gemm version packs it: words [inputs, outputs / 8]."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Int4Parts:
+    """4-bit weights, unpacked: `numbers` [outputs, inputs], `zeros` and `scales` [outputs, groups],
+    and the group of each input."""
+
+    numbers: torch.Tensor
+    zeros: torch.Tensor
+    scales: torch.Tensor
+    of_input: torch.Tensor
+
+    def by_output(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Int4Parts:
+        """Return the weights with their outputs reordered by `change`."""
+        numbers, zeros, scales = map(change, (self.numbers, self.zeros, self.scales))
+        return Int4Parts(numbers, zeros, scales, self.of_input)
+
+    def dequantised(self) -> torch.Tensor:
+        numbers, of_input = self.numbers - self.zeros[:, self.of_input], self.of_input
+        return numbers * self.scales[:, of_input]
+
+
+class Int4Weight:
+    """A weight of 4 bits as AutoAWQ's gemm version packs it, words [inputs, outputs / 8], or GPTQ,
+    words [inputs / 8, outputs]."""
 
     def __init__(
         self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
     ) -> None:
         outputs, inputs = shape
-        self._group = packing.group or inputs
-        groups, words = -(-inputs // self._group), -(-outputs // 8)
-        self._weights = files.slice(name + ".qweight", (inputs, words), ("I32",))
-        self._zeros = files.slice(name + ".qzeros", (groups, words), ("I32",))
-        self._scales = files.slice(name + ".scales", (groups, outputs))
-        self._place = place
-
-    def __getitem__(self, cut: Cut) -> torch.Tensor:
-        outputs, inputs = cut
-        groups, of_input = _groups(inputs, self._group)
-        weights = _cut_words(self._weights, inputs, outputs, WORD_AWQ, self._place)
-        zeros = _cut_words(self._zeros, groups, outputs, WORD_AWQ, self._place)
-        scales = self._place(self._scales[groups, outputs]).float()
-        of_input = of_input.to(scales.device)
-        return ((weights - zeros[of_input]) * scales[of_input]).t()
-
-
-class GptqWeight:
-    """A weight as GPTQ packs it: words [inputs / 8, outputs], and the group of each input."""
-
-    def __init__(
-        self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
-    ) -> None:
-        outputs, inputs = shape
+        self._awq = packing.method == "awq"
+        self._order = WORD_AWQ if self._awq else WORD
+        self._offset, self._place = packing.zero_offset, place
         size = packing.group or inputs
         groups, words = -(-inputs // size), -(-outputs // 8)
-        self._weights = files.slice(name + ".qweight", (-(-inputs // 8), outputs), ("I32",))
+        packed = (inputs, words) if self._awq else (-(-inputs // 8), outputs)
+        self._weights = files.slice(name + ".qweight", packed, ("I32",))
         self._zeros = files.slice(name + ".qzeros", (groups, words), ("I32",))
         self._scales = files.slice(name + ".scales", (groups, outputs))
-        self._offset, self._place = packing.zero_offset, place
         self._of_input = torch.arange(inputs) // size
-        if name + ".g_idx" in files:
+        if not self._awq and name + ".g_idx" in files:
             self._of_input = files.slice(name + ".g_idx", (inputs,), ("I32",))[:].long()
             least, most = self._of_input.aminmax()
             if least < 0 or most >= groups:
@@ -147,38 +140,39 @@ class GptqWeight:
                 )
 
     def __getitem__(self, cut: Cut) -> torch.Tensor:
+        """Return a part in float32, on the device."""
+        return self.parts(cut).dequantised()
+
+    def parts(self, cut: Cut) -> Int4Parts:
+        """Return a part, not yet multiplied."""
         outputs, inputs = cut
-        words, skip = _words(inputs)
-        packed = self._place(self._weights[words, outputs]).t()
-        weights = _unpacked(packed, WORD)[:, skip : skip + inputs.stop - inputs.start]
         of_input = self._of_input[inputs]
         groups = slice(int(of_input.min()), int(of_input.max()) + 1)
-        zeros = _cut_words(self._zeros, groups, outputs, WORD, self._place)
-        zeros = (zeros + self._offset).bitwise_and_(15)
+        zeros = self._by_word(self._zeros, groups, outputs) + self._offset
         scales = self._place(self._scales[groups, outputs]).float()
-        of_input = (of_input - groups.start).to(scales.device)
-        return (weights - zeros[of_input].t()) * scales[of_input].t()
+        if self._awq:
+            numbers = self._by_word(self._weights, inputs, outputs).t()
+        else:
+            words, skip = _words(inputs)
+            packed = self._place(self._weights[words, outputs]).t()
+            numbers = _unpacked(packed, WORD)[:, skip : skip + len(of_input)]
+        return Int4Parts(
+            numbers,
+            zeros.bitwise_and_(15).t(),
+            scales.t(),
+            (of_input - groups.start).to(scales.device),
+        )
 
-
-def _groups(inputs: slice, size: int) -> tuple[slice, torch.Tensor]:
-    """Return the groups of `size` that `inputs` touch, and of each input its place among them."""
-    first = inputs.start // size
-    of_input = torch.arange(inputs.start, inputs.stop) // size - first
-    return slice(first, -(-inputs.stop // size)), of_input
+    def _by_word(self, packed: Any, rows: slice, columns: slice) -> torch.Tensor:
+        """Return the numbers of `rows` and `columns`, packed along the columns."""
+        words, skip = _words(columns)
+        numbers = _unpacked(self._place(packed[rows, words]), self._order)
+        return numbers[:, skip : skip + columns.stop - columns.start]
 
 
 def _words(numbers: slice) -> tuple[slice, int]:
     """Return the words that hold `numbers`, and how many numbers precede them in the first."""
     return slice(numbers.start // 8, -(-numbers.stop // 8)), numbers.start % 8
-
-
-def _cut_words(
-    packed: Any, rows: slice, columns: slice, order: tuple[int, ...], place: Place
-) -> torch.Tensor:
-    """Return 4-bit numbers of `rows` and `columns`, packed along the columns."""
-    words, skip = _words(columns)
-    numbers = _unpacked(place(packed[rows, words]), order)
-    return numbers[:, skip : skip + columns.stop - columns.start]
 
 
 def _unpacked(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
