@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from medha_worker import flashinfer, nvcc, precompile_kernels
-from medha_worker.attention import backend
+from medha_worker.attention import backend, latent_paged
 from medha_worker.attention.fp8_scales import FP8
 
 
@@ -21,6 +21,10 @@ def test_what_can_be_compiled_ahead_is_what_the_engine_can_ask_for() -> None:
         tuple(precompile_kernels.DTYPES.values()) == backend.DTYPES
         and precompile_kernels.FP8 == FP8
     )
+    assert precompile_kernels.LATENTS == latent_paged.WIDTHS
+    kernels = list(precompile_kernels.of_latents(backend.DTYPES, hopper=True))
+    assert len(kernels) == 4 and kernels[0][0] == "fa2" and kernels[1][0] == "fa3"
+    assert [kind for kind, *_ in precompile_kernels.of_latents([torch.float16], False)] == ["fa2"]
 
 
 def test_a_model_has_each_kernel_for_both_kinds_of_pages_and_layers() -> None:

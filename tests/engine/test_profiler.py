@@ -127,7 +127,7 @@ def test_an_operator_is_timed_as_it_was_recorded(
     assert bool(fused) == (kind == "elementwise"), "the activation that is served"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_batches_of_a_cpu_are_timed_whole_and_end_their_sequences(
     family: str, tmp_path: pathlib.Path
 ) -> None:

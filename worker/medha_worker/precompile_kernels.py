@@ -4,7 +4,8 @@
         --head-dims 128 --dtypes bfloat16
 
 Compiles every kernel that `attention.backend` can request on GPUs of these architectures: pages of
-the model's type and of FP8, layers with and without a window. FOLDER then holds a package from
+the model's type and of FP8, layers with and without a window; `--latents` adds those of latent
+attention. FOLDER then holds a package from
 which FlashInfer loads them if FOLDER is on Python's path. Needs no GPU; takes minutes of a core
 per kernel. The image that compiles copies only these files of the worker, so other changes do not
 invalidate its cache.
@@ -27,6 +28,7 @@ from medha.errors import SetupError
 from medha_worker import flashinfer
 
 HEAD_DIMS = (64, 128, 256)
+LATENTS = (512, 64)  # entries of the latent and of the rotated key
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8 = torch.float8_e4m3fn
 
@@ -66,7 +68,19 @@ def attention(
                         yield "fa3", (kept, kept, *rest, False)
 
 
-def modules(archs: str, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Any]:
+def of_latents(dtypes: Sequence[torch.dtype], hopper: bool) -> Iterator[tuple[Any, ...]]:
+    """Yield arguments of FlashInfer's modules for latent attention.
+
+    Backend, types of queries, latents, states and indices, sizes, no profiler.
+    """
+    for dtype in dtypes:
+        for backend in ("fa2", "fa3") if hopper else ("fa2",):
+            yield backend, dtype, dtype, dtype, torch.int32, *LATENTS, False
+
+
+def modules(
+    archs: str, head_dims: Sequence[int], dtypes: Sequence[torch.dtype], latents: bool = False
+) -> list[Any]:
     """Return FlashInfer's JitSpecs. Raises SetupError if FlashInfer is not installed."""
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = archs
     flashinfer.flashinfer()
@@ -83,6 +97,9 @@ def modules(archs: str, head_dims: Sequence[int], dtypes: Sequence[torch.dtype])
             specs.append(jit.attention.gen_batch_decode_module(*arguments))
         else:
             specs.append(jit.attention.gen_batch_prefill_module(kind, *arguments))
+    if latents:
+        kernels = of_latents(dtypes, hopper)
+        specs.extend(jit.attention.gen_batch_mla_module(*arguments) for arguments in kernels)
     return specs
 
 
@@ -104,10 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--head-dims", type=int, nargs="*", default=[128], choices=HEAD_DIMS)
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"], choices=sorted(DTYPES))
+    parser.add_argument("--latents", action="store_true", help="latent attention, too")
     parser.add_argument("--only", default="", help="compile only modules whose names contain this")
     chosen = parser.parse_args(arguments)
     try:
-        specs = modules(chosen.archs, chosen.head_dims, [DTYPES[name] for name in chosen.dtypes])
+        dtypes = [DTYPES[name] for name in chosen.dtypes]
+        specs = modules(chosen.archs, chosen.head_dims, dtypes, chosen.latents)
     except SetupError as error:
         sys.stderr.write(f"{error}\n")
         return 2
