@@ -12,14 +12,19 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.engine.test_engine_families import LATENT, TOLERANCE, difference, faulty, prefill
 from tests.support.recalling_prompts import recalling
 from tests.support.solo_engine import SoloEngine
 from transformers import AutoConfig, DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from medha.checkpoints.decoder_config import DecoderConfig, read_config
 from medha.checkpoints.fit import check_latent, misfits
 from medha.checkpoints.latent_attention import LatentAttention
+from medha.checkpoints.routed_experts import RoutedExperts
 from medha.config import WorkerConfig
 from medha.errors import CheckpointError, SpecError
 from medha.model import LatentShape
@@ -395,6 +400,69 @@ def test_a_rule_of_routing_that_is_left_out_is_seen(
 
     tokens = recalling(500, 512, seed=9)
     assert faulty(checkpoint(FAMILIES[name]), changed(change), tokens) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.sampled_from([1, 2, 4, 8]),
+    of_group=st.integers(2, 5),
+    chosen=st.integers(1, 8),
+    share=st.floats(0.0, 1.0),
+    normalized=st.booleans(),
+    factor=st.sampled_from([1.0, 2.5, 16.0]),
+    seed=st.integers(0, 1000),
+)
+def test_rows_are_routed_as_by_transformers(
+    kind: str,
+    groups: int,
+    of_group: int,
+    chosen: int,
+    share: float,
+    normalized: bool,
+    factor: float,
+    seed: int,
+) -> None:
+    chosen, count = min(chosen, groups), groups * of_group
+    per_token = max(1, round(share * chosen * of_group))
+    third = kind == "deepseek_v3"
+    raw = {
+        "model_type": kind,
+        "hidden_size": 24,
+        "num_attention_heads": 2,
+        "n_routed_experts": count,
+        "num_experts_per_tok": per_token,
+        "n_group": groups,
+        "topk_group": chosen,
+        "routed_scaling_factor": factor,
+        "norm_topk_prob": normalized and third,
+        "topk_method": "noaux_tc" if third else "group_limited_greedy",
+    }
+    dice = torch.Generator().manual_seed(seed)
+    theirs = (DeepseekV3TopkRouter if third else DeepseekV2TopkRouter)(AutoConfig.for_model(**raw))
+    weight = torch.randn(count, 24, generator=dice) * 0.3
+    theirs.weight.data.copy_(weight)
+    bias = torch.randn(count, generator=dice) * 0.3 if third else None
+    if bias is not None:
+        theirs.e_score_correction_bias.copy_(bias)
+    routing = RoutedExperts(
+        count=count,
+        per_token=per_token,
+        intermediate=8,
+        normalized=normalized and third,
+        layers=(0,),
+        factor=factor,
+        scoring="sigmoid" if third else "softmax",
+        groups=groups,
+        groups_chosen=chosen,
+    )
+    x = torch.randn(50, 24, generator=dice)
+    weights, selected = Experts(Linear(weight.t()), (), (), routing, bias).route(x)
+    with torch.inference_mode():
+        _, expected_weights, expected = theirs(x)
+    order = expected.sort(-1)
+    assert torch.equal(selected, order.values)
+    torch.testing.assert_close(weights, expected_weights.gather(1, order.indices))
 
 
 def test_every_form_of_the_families_is_among_those_tested() -> None:
