@@ -50,7 +50,9 @@ class ServedWork:
         self._charges: dict[str, tuple[float, float]] = {}  # (seconds, as of), latest last
 
     def charge(self, tenant: str, seconds: float, now: float) -> None:
-        seconds += self.of(tenant, now)
+        self.replace(tenant, seconds + self.of(tenant, now), now)
+
+    def replace(self, tenant: str, seconds: float, now: float) -> None:
         self._charges.pop(tenant, None)
         self._charges[tenant] = seconds, now
         while now - next(iter(self._charges.values()))[1] >= ACTIVE_S:

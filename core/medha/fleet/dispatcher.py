@@ -154,6 +154,7 @@ class Dispatcher(Generic[Item]):
         self._versions.pop(name, None)
         self._reported_s.pop(name, None)
         self._index.forget(name)
+        self._queue.forget(name)
         for queued in self._queue.placed_on(name):
             self._put(_placed(queued, ""))
         self._relegated.pop(name, None)
@@ -385,9 +386,23 @@ class Dispatcher(Generic[Item]):
             return dict.fromkeys(self._estimates, ())
         heads = self._queue.heads(now, MAX_HEADS)
         return {
-            name: tuple(_head(queued, now) for queued in heads.get(name, ()))
+            name: tuple(self._head(queued, now) for queued in heads.get(name, ()))
             for name in self._estimates
         }
+
+    def _head(self, queued: QueuedRequest, now: float) -> Head:
+        return Head(
+            id=queued.id,
+            age_s=max(0.0, now - queued.arrival_s),
+            due_in_s=queued.due_s - now,
+            work_s=queued.work_s,
+            promised=queued.promised,
+            weight=queued.weight,
+            tenant=queued.tenant,
+            charge_s=queued.charge_s,
+            beyond_share=queued.beyond_share,
+            elsewhere_s=self._queue.elsewhere_s(queued.tenant, queued.replica, now),
+        )
 
     # --- views ------------------------------------------------------------------------------------
 
@@ -492,17 +507,3 @@ def _pending(item: Dispatchable) -> PendingRequest:
 
 def _placed(queued: QueuedRequest, replica: str) -> QueuedRequest:
     return msgspec.structs.replace(queued, replica=replica)
-
-
-def _head(queued: QueuedRequest, now: float) -> Head:
-    return Head(
-        id=queued.id,
-        age_s=max(0.0, now - queued.arrival_s),
-        due_in_s=queued.due_s - now,
-        work_s=queued.work_s,
-        promised=queued.promised,
-        weight=queued.weight,
-        tenant=queued.tenant,
-        charge_s=queued.charge_s,
-        beyond_share=queued.beyond_share,
-    )

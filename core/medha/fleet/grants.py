@@ -65,6 +65,7 @@ class GrantQueue:
             if queued.id not in ids:
                 self._heads.remove(queued.id)
         for head in heads:
+            self._heads.note_elsewhere(router, head.tenant, head.elsewhere_s, now)
             self._heads.add(
                 QueuedRequest(
                     id=head.id,
@@ -88,6 +89,7 @@ class GrantQueue:
     def forget(self, router: str) -> None:
         for queued in self._heads.placed_on(router):
             self._heads.remove(queued.id)
+        self._heads.forget(router)
         self._leases = {key: lease for key, lease in self._leases.items() if lease.router != router}
 
     def grant(self, load: Ahead | Load, now: float) -> dict[str, Grant]:

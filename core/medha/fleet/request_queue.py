@@ -12,6 +12,9 @@ own are in the order above, and the k-th of them counts as
 
     seconds served to the tenant in the last minutes / weight + Σ work / weight of its first k − 1
 
+A controller serves one replica, and adds what each router had served elsewhere: else a router would
+place a tenant's requests where the tenant has had most, and they would stay there.
+
 Other policies order all alike: `edf`, `lrs` (absolute slack), `srpf`, `fcfs`, `lars-paper`. Ties go
 by (arrival, id), so that queues merge to the order that one queue of all their requests has.
 """
@@ -77,6 +80,8 @@ class RequestQueue:
         self._sender: npt.NDArray[np.int32] = np.empty(64, np.int32)
         self._tenants: dict[str, int] = {}  # number of each name in `_sender`
         self._served = ServedWork()
+        self._served_on: dict[str, ServedWork] = {}  # by replica
+        self._elsewhere: dict[str, ServedWork] = {}  # by router
 
     def __len__(self) -> int:
         return len(self._items)
@@ -138,7 +143,24 @@ class RequestQueue:
         """Remove a request that goes to its replica, and charge its tenant."""
         item = self.remove(id)
         if item is not None:
-            self._served.charge(item.tenant, item.charge_s / item.weight, now)
+            seconds = item.charge_s / item.weight
+            self._served.charge(item.tenant, seconds, now)
+            self._served_on.setdefault(item.replica, ServedWork()).charge(item.tenant, seconds, now)
+
+    def elsewhere_s(self, tenant: str, replica: str, now: float) -> float:
+        """Seconds per unit of weight that a tenant was served on other replicas than this one."""
+        on = self._served_on.get(replica)
+        here_s = 0.0 if on is None else on.of(tenant, now)
+        return max(0.0, self._served.of(tenant, now) - here_s)
+
+    def note_elsewhere(self, router: str, tenant: str, seconds: float, now: float) -> None:
+        """Take over what a router had served on other replicas."""
+        self._elsewhere.setdefault(router, ServedWork()).replace(tenant, seconds, now)
+
+    def forget(self, name: str) -> None:
+        """Forget what was served on a replica, or what a router had served, that is gone."""
+        self._served_on.pop(name, None)
+        self._elsewhere.pop(name, None)
 
     def order(self, now: float) -> list[str]:
         """Ids, most urgent first; ties by arrival, then by id."""
@@ -239,6 +261,7 @@ class RequestQueue:
         for name, number in self._tenants.items():
             if present[number]:
                 served_s[number] = self._served.of(name, now)
+                served_s[number] += sum(work.of(name, now) for work in self._elsewhere.values())
         by = np.lexsort((arrival, cost_s, senders))
         before_s = np.cumsum(cost_s[by]) - cost_s[by]
         senders = senders[by]

@@ -75,7 +75,11 @@ class Rejected(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A queued request that a controller may grant, with the numbers that order it."""
+    """A queued request that a controller may grant, with the numbers that order it.
+
+    `elsewhere_s`: seconds per unit of weight that the router had its tenant served on other
+    replicas in the last minutes.
+    """
 
     id: RequestId
     age_s: float
@@ -86,6 +90,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     tenant: Name = ""
     charge_s: float = 0.0
     beyond_share: bool = False
+    elsewhere_s: float = 0.0
 
 
 class Heads(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
