@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.gpu.models import MODELS, OFF, STEPS, exact, logits_of, off, prompt
 from tests.support.quantiser import FORMATS, Format, quantise, settings_of
 from tests.support.recalling_prompts import recalling
 from tests.support.solo_engine import SoloEngine
@@ -179,6 +180,29 @@ def test_tokens_of_packed_weights_are_those_of_the_dequantised(
     folder, plain = quantised(name, EVEN)
     packed = SoloEngine(folder, pages=32, packed=True).generate(prompts, 20, chunk=64)
     assert packed == SoloEngine(plain, pages=32).generate(prompts, 20, chunk=64)
+
+
+@pytest.mark.parametrize("name", INT4)
+@pytest.mark.parametrize("steps", STEPS)
+def test_logits_with_packed_weights_in_bfloat16_are_near_float32(
+    name: str, steps: str, quantised: Quantised
+) -> None:
+    """As near as those of a GPU must be."""
+    model = MODELS["llama"]
+    folder, plain = quantised(name, model)
+    engine = SoloEngine(folder, pages=32, dtype=torch.bfloat16, packed=True)
+    actual = logits_of(engine, prompt(model), STEPS[steps])
+    assert off(actual, exact(plain, prompt(model))) < OFF
+
+
+def test_inputs_in_another_order_than_config_json_says_cannot_stay_packed(
+    quantised: Quantised,
+) -> None:
+    folder = quantised("gptq, inputs in order of activation", EVEN)[0]
+    config = read_config(folder)
+    assert config.quantization is not None and config.quantization.ordered
+    with pytest.raises(CheckpointError, match=r"q_proj\.g_idx orders inputs, though"):
+        load(Checkpoint(folder), config, range(2), 0, 1, torch.float32, packed=True)
 
 
 @pytest.mark.parametrize("name", INT4)

@@ -73,7 +73,7 @@ def quantise(
             part in module for part in packing.left
         ):
             continue
-        weight, parts = PACKERS[packing.spelling](tensor, packing)
+        weight, parts = PACKERS[packing.spelling](tensor.float(), packing)
         del packed[name]
         packed |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
         plain[name] = weight.contiguous()

@@ -486,7 +486,15 @@ class _Loader:
     def _kept(self, name: str, shape: tuple[int, int]) -> Int4Weight | None:
         """Return a projection's weight if it stays packed."""
         weight = self._packed(name, shape) if self.packed else None
-        return weight if isinstance(weight, Int4Weight) else None
+        if not isinstance(weight, Int4Weight):
+            return None
+        if not weight.in_order:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: {name}.g_idx orders inputs, though config.json does not"
+                " say desc_act: such weights cannot stay packed; set spec.engine.packedWeights to"
+                " Disabled"
+            )
+        return weight
 
     def _packed(self, name: str, shape: tuple[int, int]) -> Fp8Weight | Int4Weight | None:
         """Return a projection's weight if the file has it packed."""

@@ -114,7 +114,7 @@ class Int4Parts:
 
 class Int4Weight:
     """A weight of 4 bits as AutoAWQ's gemm version packs it, words [inputs, outputs / 8], or GPTQ,
-    words [inputs / 8, outputs]."""
+    words [inputs / 8, outputs]. `in_order`: groups are of neighbouring inputs."""
 
     def __init__(
         self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
@@ -129,7 +129,7 @@ class Int4Weight:
         self._weights = files.slice(name + ".qweight", packed, ("I32",))
         self._zeros = files.slice(name + ".qzeros", (groups, words), ("I32",))
         self._scales = files.slice(name + ".scales", (groups, outputs))
-        self._of_input = torch.arange(inputs) // size
+        self._of_input = in_order = torch.arange(inputs) // size
         if not self._awq and name + ".g_idx" in files:
             self._of_input = files.slice(name + ".g_idx", (inputs,), ("I32",))[:].long()
             least, most = self._of_input.aminmax()
@@ -138,6 +138,8 @@ class Int4Weight:
                     f"{name}.g_idx names groups {least} to {most}: must be 0 to {groups - 1};"
                     " config.json and the weights must be of one model"
                 )
+
+        self.in_order = torch.equal(self._of_input, in_order)
 
     def __getitem__(self, cut: Cut) -> torch.Tensor:
         """Return a part in float32, on the device."""
