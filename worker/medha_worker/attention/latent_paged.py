@@ -106,6 +106,9 @@ class LatentPagedAttention:
             G.dtype,
         )
         rows = np.concatenate([np.arange(s.start, s.start + s.length) for s in spans])
+        first, count = int(rows[0]), len(rows)
+        if np.array_equal(rows, np.arange(first, first + count)):
+            return _Call(self._wrappers[key], slice(first, first + count))
         return _Call(self._wrappers[key], to_device(rows, self.device))
 
 
@@ -114,7 +117,25 @@ class _Call:
     """A planned call over `rows` of the batch."""
 
     wrapper: Wrapper
-    rows: torch.Tensor
+    rows: slice | torch.Tensor
+
+    def run(
+        self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """Write states of the rows into `out` [rows, heads, rank] and `lse` of the whole batch."""
+        rank = out.shape[-1]
+        latents, keys = pages[..., :rank], pages[..., rank:]
+        if isinstance(self.rows, slice):
+            queries, own, sums = q[self.rows], out[self.rows], lse[self.rows]
+        else:
+            queries = q.index_select(0, self.rows)
+            own = out.new_empty(len(queries), *out.shape[1:])
+            sums = lse.new_empty(len(queries), lse.shape[1])
+        plain, turned = queries[..., :rank], queries[..., rank:]
+        self.wrapper.inner.run(plain, turned, latents, keys, out=own, lse=sums, return_lse=True)
+        if not isinstance(self.rows, slice):
+            out.index_copy_(0, self.rows, own)
+            lse.index_copy_(0, self.rows, sums)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,22 +163,7 @@ class LatentPlan:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         pages = pool[:, 0, 0]  # [pages, page_tokens, rank + rope_dim]
         for call in self.calls:
-            queries = q.index_select(0, call.rows)
-            own, sums = (
-                queries.new_empty(*queries.shape[:2], rank),
-                lse.new_empty(queries.shape[:2]),
-            )
-            call.wrapper.inner.run(
-                queries[..., :rank],
-                queries[..., rank:],
-                pages[..., :rank],
-                pages[..., rank:],
-                out=own,
-                lse=sums,
-                return_lse=True,
-            )
-            out.index_copy_(0, call.rows, own)
-            lse.index_copy_(0, call.rows, sums)
+            call.run(q, pages, out, lse)
         for rows in self.bare:
             out[rows].zero_()
             lse[rows].fill_(float("-inf"))
