@@ -21,7 +21,7 @@ from tests.support.solo_engine import SoloEngine
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from medha.checkpoints.decoder_config import DecoderConfig, read_config
-from medha.checkpoints.fit import check_packed
+from medha.checkpoints.fit import check_packed, packed_bytes
 from medha.checkpoints.quantization import Quantization
 from medha.config import WorkerConfig
 from medha.errors import CheckpointError, SpecError
@@ -407,11 +407,11 @@ def test_weights_that_cannot_stay_packed_are_named(
 ) -> None:
     model = read_config(checkpoint(EVEN))
     fits = msgspec.structs.replace(model, quantization=Quantization(method="gptq", group=32))
-    check_packed(fits, fitting(fits, tp=2))
-    check_packed(fits, fitting(fits, device="cuda", dtype="bfloat16"))
+    assert packed_bytes(fits, fitting(fits, tp=2)) == 0.5 + 2 * 4 / 32
+    assert packed_bytes(fits, fitting(fits, device="cuda", dtype="bfloat16")) == 0.5 + 2 * 2 / 32
     model = msgspec.structs.replace(model, quantization=packing)
     with pytest.raises(SpecError, match=f"packedWeights is Enabled: .*{named}.*; use Disabled"):
-        check_packed(model, fitting(model, **more))
+        packed_bytes(model, fitting(model, **more))
 
 
 def test_packed_experts_are_refused(checkpoint: Folder) -> None:

@@ -22,7 +22,9 @@ def param_bytes(config: WorkerConfig) -> int:
 
 
 def packed_bytes(model: DecoderConfig, config: WorkerConfig) -> float:
-    """Return the bytes of a weight that stays packed in memory; 0 if none do."""
+    """Return the bytes of a weight that stays packed in memory; 0 if none do. Raises SpecError if
+    they cannot."""
+    check_packed(model, config)
     if not config.packed_weights or model.quantization is None:
         return 0.0
     return model.quantization.held_bytes(param_bytes(config))
