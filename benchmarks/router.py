@@ -9,6 +9,9 @@ a core of its own; replica and client share all but the first. Rates are request
 all the router's processes, so they hold on a busy machine; times are wall times and do not.
 Requests are chats of 1 KB, each another text. Peers are routers that forward HTTP to a worker that
 answers at once; they neither tokenize nor admit. The table has the medians of all rounds.
+
+Loads are shares of the rate at which 64 connections are served. A core does less at a lower rate:
+code that runs after a pause finds the caches cold, so "cores in use" exceed the share.
 """
 
 from __future__ import annotations
@@ -312,7 +315,9 @@ async def first_tokens(
     requests = int(share * rate * seconds)
     bodies = [texts.chat(1024, stream=True) for _ in range(requests)]
     connections = await connect("127.0.0.1", target.port, 256)
+    before, began_s = target.cpu_s(), time.monotonic()
     replies = await arrive(connections, CHAT, bodies.__getitem__, requests, share * rate, 3)
+    after, took_s = target.cpu_s(), time.monotonic() - began_s
     for connection in connections:
         connection.close()
     first_ms = [1e3 * reply.first_s for reply in _checked(replies, b"quick")]
@@ -320,6 +325,7 @@ async def first_tokens(
     return {
         f"TTFT p50 {load}, ms": percentile(first_ms, 0.5),
         f"TTFT p99 {load}, ms": percentile(first_ms, 0.99),
+        f"cores in use {load}": sum(after[key] - before[key] for key in after) / took_s,
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import pathlib
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -311,6 +313,127 @@ def test_a_closed_pool_fails_running_and_waiting_jobs_and_skips_cancelled_ones(
             with pytest.raises(EngineError):
                 await failed
         assert gone.cancelled()
+
+    asyncio.run(scene())
+
+
+# --- the lane that is lent to the loop ------------------------------------------------------------
+
+
+async def warmed(byte_level_json: bytes, template: bytes = b"") -> TokenizerPool:
+    """Return a pool whose lanes have all loaded the tokenizer."""
+    pool = TokenizerPool()
+    pool.add(TokenizerFiles(key="good", tokenizer=byte_level_json, template=template))
+    await pool.warm("good")
+    while not all(lane._loaded and lane.idle for lane in pool._lanes):
+        await asyncio.sleep(0.01)
+    return pool
+
+
+async def encoded(pool: TokenizerPool, text: str) -> None:
+    (prompt,) = await pool.encode(job(text))
+    assert prompt.length == len(text)
+    assert prompt.hashes == b"".join(chain(from_bytes(prompt.tokens), 4, SALT))
+
+
+def test_short_texts_reach_the_process_without_a_thread(byte_level_json: bytes) -> None:
+    async def scene() -> None:
+        pool = await warmed(byte_level_json)
+        threads = [pathlib.Path(f"/proc/self/task/{lane.native_id}/status") for lane in pool._lanes]
+        before = [switches(status.read_text()) for status in threads]
+        for number in range(100):
+            await encoded(pool, f"text {number}")
+        assert [switches(status.read_text()) for status in threads] == before
+        await asyncio.to_thread(pool.close)
+
+    asyncio.run(scene())
+
+
+def switches(status: str) -> int:
+    """Number of times that a thread has waited."""
+    return int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_jobs_of_all_kinds_at_once_have_their_results(byte_level_json: bytes, seed: int) -> None:
+    async def scene() -> None:
+        pool, draw = await warmed(byte_level_json), random.Random(seed)
+
+        async def work() -> None:
+            for _ in range(12):
+                match draw.randrange(8):
+                    case 0:
+                        answer = await pool.detokenize("good", b"[104,105]", "t")
+                        assert json.loads(bytes(answer))["prompt"] == text_of(
+                            Vocabulary(byte_level_json), [104, 105]
+                        )
+                    case 1:
+                        await encoded(pool, "x" * draw.randrange(13_000, 100_000))
+                    case 2:
+                        with pytest.raises(RequestError):
+                            await pool.encode(job(5))
+                    case 3:
+                        task = asyncio.create_task(encoded(pool, "left"))
+                        await asyncio.sleep(0)
+                        task.cancel()
+                    case _:
+                        await encoded(pool, "y" * draw.randrange(1, 12_000))
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(work() for _ in range(24)))
+        await asyncio.to_thread(pool.close)
+
+    asyncio.run(scene())
+
+
+def test_texts_in_a_process_that_dies_are_encoded_by_others(byte_level_json: bytes) -> None:
+    async def scene() -> None:
+        pool = await warmed(byte_level_json)
+        for _ in range(3):
+            lane = pool._lanes[0]
+            assert lane._process is not None
+            lane._process.send_signal(signal.SIGSTOP)
+            jobs = [asyncio.create_task(encoded(pool, f"{number}")) for number in range(40)]
+            await asyncio.sleep(0.01)
+            assert lane.lent
+            lane._process.kill()
+            await asyncio.gather(*jobs)
+            while not (lane._loaded and lane.idle):
+                await asyncio.sleep(0.01)
+        await asyncio.to_thread(pool.close)
+
+    asyncio.run(scene())
+
+
+def test_a_text_that_takes_too_long_ends_its_process_and_no_other_text(
+    byte_level_json: bytes,
+) -> None:
+    async def scene() -> None:
+        template = b"{% if messages[0].content == 'spin' %}" + SPIN + b"{% endif %}"
+        pool = await warmed(byte_level_json, template + b"{{ messages[0].content }}")
+        texts = [f"text {number}" for number in range(20)]
+        texts[3] = "spin"
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        jobs = [asyncio.create_task(pool.encode(job(chat, chat=True))) for chat in chats]
+        spinning = jobs.pop(3)
+        async with asyncio.timeout(10):
+            for number, (prompt,) in enumerate(await asyncio.gather(*jobs)):
+                assert prompt.length == len(f"text {number + (number >= 3)}")
+        spinning.cancel()
+        await asyncio.to_thread(pool.close)
+
+    asyncio.run(scene())
+
+
+def test_a_template_that_makes_a_short_chat_long_is_encoded_in_steps(
+    byte_level_json: bytes,
+) -> None:
+    async def scene() -> None:
+        pool = await warmed(byte_level_json, b"{{ 'word ' * 20000 }}")
+        for _ in range(3):
+            (prompt,) = await pool.encode(job(MESSAGES, chat=True))
+            assert prompt.length == 100_000
+        await asyncio.to_thread(pool.close)
 
     asyncio.run(scene())
 

@@ -42,8 +42,11 @@ Time of a clock would end a process that only waits for a CPU.
 """
 ABANDONED_S = 1.0
 """A step whose client has left may take so long before its process is killed."""
-POLL_TIME = struct.pack("@ll", 0, 200_000)
-"""Time between two looks at the client and the limit, as the kernel's `timeval`."""
+POLL_S = 0.2
+"""Time between two looks at the client and the limit."""
+POLL_TIME = struct.pack("@ll", 0, round(1e6 * POLL_S))  # as the kernel's `timeval`
+MOST_LENT_BYTES = 12 << 10
+"""Longest text that the loop sends itself."""
 
 Result = tuple[wire.Prompt, ...] | tuple[wire.BodyRead, memoryview] | memoryview | None
 TicketJob = wire.Encode | wire.Detokenize | wire.ReadBody | wire.FormatTokens | None
@@ -146,7 +149,9 @@ class Dispatch(Protocol):
 class Lane(threading.Thread):
     """A thread and its process, which it starts with the first job and after a kill.
 
-    Takes jobs of at most `most_bytes`. `open` holds the tickets that its process has planned.
+    Takes jobs of at most `most_bytes`. `open` holds the tickets that its process has planned. While
+    the thread is `idle`, the loop may use the process: then the lane is `lent` (see `loop_link`).
+    `failed`: the loop gave up the process. The dispatch changes all three under its lock.
     """
 
     def __init__(self, dispatch: Dispatch, job_s: float, most_bytes: int) -> None:
@@ -162,9 +167,13 @@ class Lane(threading.Thread):
         self._decoder = msgspec.msgpack.Decoder(wire.Outcome)
         self._numbers = 0
         self._stopping = False
+        self.idle = self.lent = self.failed = False
 
     def run(self) -> None:
         while tickets := self._dispatch.take(self):
+            if self.failed:
+                self._end_process()
+                self.failed = False
             self._sent.extend(tickets)
             try:
                 settled = self._advance(tickets)
@@ -181,10 +190,30 @@ class Lane(threading.Thread):
         self._end_process()
 
     def stop(self) -> None:
-        """Kill the running job; called from another thread."""
+        """End with the running job; called from another thread."""
         self._stopping = True
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the process; called from another thread."""
         if self._process is not None:
             self._process.kill()
+
+    # --- what the loop does with a lane that is lent ----------------------------------------------
+
+    def takes(self, ticket: Ticket) -> bool:
+        """Return whether the loop may send the ticket: a short text for a loaded tokenizer."""
+        return (
+            (self.lent or (self.idle and self._link is not None and not self.failed))
+            and ticket.key in self._loaded
+            and isinstance(ticket.job, wire.Encode)
+            and ticket.sent_bytes <= MOST_LENT_BYTES
+            and not ticket.alone
+        )
+
+    def second_link(self) -> socket.socket:
+        """Return another descriptor of the link to the process."""
+        return self._link_of()[0].dup()
 
     def _advance(self, tickets: list[Ticket]) -> bool:
         """Run a ticket or its next step, or several short ones; return True if they are settled.
@@ -213,7 +242,7 @@ class Lane(threading.Thread):
                 return True
             if isinstance(error, TimeoutError):
                 raise RequestError(
-                    f"the prompt could not be tokenized within {self._limit_s(late):.0f} s; "
+                    f"the prompt could not be tokenized within {self.limit_s(late):.0f} s; "
                     "shorten it",
                     code="tokenizer_timeout",
                 ) from None
@@ -221,22 +250,22 @@ class Lane(threading.Thread):
                 "the tokenizer process ended; the request may be tried again"
             ) from None
 
-    def _limit_s(self, ticket: Ticket) -> float:
+    def limit_s(self, ticket: Ticket) -> float:
         return self._job_s + ticket.size_bytes / SLOWEST_BYTES_PER_S
 
     def _load(self, ticket: Ticket) -> None:
         files = wire.LoadFiles(self._dispatch.files[ticket.key])
         self._send(msgspec.msgpack.encode(files), (), JOB_S)
-        loaded, _ = self._receive(ticket, self._limit_s(ticket) + JOB_S)
+        loaded, _ = self._receive(ticket, self.limit_s(ticket) + JOB_S)
         if isinstance(loaded, wire.Loaded) and loaded.error:
             raise CheckpointError(loaded.error)
         self._loaded.add(ticket.key)
 
     def _start(self, tickets: list[Ticket]) -> bool:
         """Send jobs and take their outcomes; return False if the first one was planned."""
-        messages = [self._message(ticket) for ticket in tickets]
+        messages = [self.message(ticket) for ticket in tickets]
         if len(tickets) == 1:
-            self._send(messages[0], tickets[0].payload, self._limit_s(tickets[0]))
+            self._send(messages[0], tickets[0].payload, self.limit_s(tickets[0]))
         else:
             pairs = zip(messages, tickets, strict=True)
             self._link_of()[0].sendall(
@@ -248,7 +277,7 @@ class Lane(threading.Thread):
                 if results and not self._link_of()[1].ready:
                     settle_all(results)
                     results = []
-                outcome, payload = self._receive(ticket, self._limit_s(ticket))
+                outcome, payload = self._receive(ticket, self.limit_s(ticket))
                 self._sent.popleft()
                 if isinstance(outcome, wire.Planned):
                     ticket.planned = outcome
@@ -256,13 +285,13 @@ class Lane(threading.Thread):
                     ticket.hashes = [[] for _ in outcome.keys]
                     self.open.append(ticket)
                 else:
-                    results.append((ticket, _result(outcome, payload)))
+                    results.append((ticket, result_of(outcome, payload)))
                     self._dispatch.charge(ticket.tenant, ticket.size_bytes)
         finally:
             settle_all(results)
         return tickets[0].planned is None
 
-    def _message(self, ticket: Ticket) -> bytes:
+    def message(self, ticket: Ticket) -> bytes:
         """Return the message of a job, with the number by which its process knows it."""
         self._numbers += 1
         ticket.number = self._numbers
@@ -276,11 +305,11 @@ class Lane(threading.Thread):
     def _step(self, ticket: Ticket, planned: wire.Planned) -> bool:
         known = () if ticket.stepped else self._known(ticket, planned)
         ticket.stepped = True
-        limit_s = self._limit_s(ticket)
+        limit_s = self.limit_s(ticket)
         self._send(msgspec.msgpack.encode(wire.Advance(ticket.number, known)), (), limit_s)
         outcome, payload = self._receive(ticket, limit_s)
         if not isinstance(outcome, wire.Part):
-            ticket.settle(_result(outcome, payload))
+            ticket.settle(result_of(outcome, payload))
             return True
         self._dispatch.charge(ticket.tenant, outcome.served_bytes)
         prefixes = self._dispatch.prefixes
@@ -325,7 +354,7 @@ class Lane(threading.Thread):
         """Return the link to the process and its frames; start the process if there is none."""
         if self._link is None or self._frames is None:
             self._link = self._start_process()
-            self._frames = wire.FrameReader(self._link, _buffer)
+            self._frames = wire.FrameReader(self._link, buffer)
         return self._link, self._frames
 
     def _send(self, message: bytes, payload: Sequence[wire.Bytes], limit_s: float) -> None:
@@ -355,7 +384,7 @@ class Lane(threading.Thread):
                 if spent_s > limit_s or (ticket.abandoned and spent_s > ABANDONED_S):
                     raise TimeoutError from None
                 if len(self._sent) > 1:
-                    cpu_s = self._cpu_s()
+                    cpu_s = self.cpu_s()
                     first_cpu_s = cpu_s if first_cpu_s is None else first_cpu_s
                     if cpu_s - first_cpu_s > BATCH_S:
                         raise TimeoutError from None
@@ -368,7 +397,7 @@ class Lane(threading.Thread):
         outcome: wire.Outcome = self._decoder.decode(received)
         return outcome, payload
 
-    def _cpu_s(self) -> float:
+    def cpu_s(self) -> float:
         """Return the CPU time of the process; raises OSError if it has ended."""
         assert self._process is not None
         # The kernel's number of another process's clock, as clock_getcpuclockid makes it.
@@ -415,7 +444,7 @@ class Lane(threading.Thread):
             self._process = None
 
 
-def _result(outcome: wire.Outcome, payload: memoryview) -> Result | Exception:
+def result_of(outcome: wire.Outcome, payload: memoryview) -> Result | Exception:
     """Return what the caller of a job gets for its outcome."""
     match outcome:
         case wire.Encoded():
@@ -431,7 +460,7 @@ def _result(outcome: wire.Outcome, payload: memoryview) -> Result | Exception:
     return EngineError(f"the tokenizer process sent {type(outcome).__name__}")
 
 
-def _buffer(size: int) -> memoryview:
+def buffer(size: int) -> memoryview:
     """Return a buffer without writing to it: a bytearray's zeros would take the GIL's time."""
     return np.empty(size, np.uint8).data
 

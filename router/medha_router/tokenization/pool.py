@@ -1,10 +1,11 @@
 """Tokenizer processes, so that neither prompts nor large bodies block the event loop.
 
-    short lane        jobs of at most SHORT_BYTES
+    short lane        jobs of at most SHORT_BYTES; lent to the event loop while it is idle
     `workers` lanes   all jobs, the short ones first; long ones in steps
 
 A job waits for at most one step of another tenant's job. See `fair_queue` for the order of jobs,
-`lane` for their processes, `jobs` for the steps, `prefix_tokens` for what is remembered.
+`lane` for their processes, `loop_link` for what the loop sends itself, `jobs` for the steps,
+`prefix_tokens` for what is remembered.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from medha.errors import EngineError
 from medha_router.tokenization import wire
 from medha_router.tokenization.fair_queue import FairQueue, Shares
 from medha_router.tokenization.lane import JOB_S, Lane, Ticket, TicketJob
+from medha_router.tokenization.loop_link import LoopLink
 from medha_router.tokenization.prefix_tokens import PrefixTokens
 
 SHORT_BYTES = 64 << 10
@@ -46,6 +48,7 @@ class TokenizerPool:
         self._dispatch = _Dispatch(PrefixTokens(cache_bytes))
         limits = [SHORT_BYTES] + [wire.MAX_FRAME_BYTES] * workers
         self._lanes = [Lane(self._dispatch, job_s, most_bytes) for most_bytes in limits]
+        self._loop_link = LoopLink(self._lanes[0], self._dispatch)
         for lane in self._lanes:
             lane.start()
 
@@ -91,6 +94,7 @@ class TokenizerPool:
         for lane, ticket in zip(self._lanes, tickets, strict=True):
             ticket.future.add_done_callback(asyncio.Future.exception)  # of a later one
             self._dispatch.put_on(lane, ticket)
+        self._loop_link.wake()
         loaded, _ = await asyncio.wait(
             [ticket.future for ticket in tickets], return_when=asyncio.FIRST_COMPLETED
         )
@@ -101,12 +105,14 @@ class TokenizerPool:
         self, job: TicketJob, payload: Sequence[wire.Bytes], tenant: bytes, key: str
     ) -> object:
         ticket = Ticket(job, payload, tenant=tenant, key=key, arrival_s=time.monotonic())
-        self._dispatch.put(ticket)
+        self._dispatch.put(ticket, notify=False)
+        self._loop_link.wake()
         return await ticket.future
 
     def close(self) -> None:
         """End every process and thread; waiting jobs fail."""
         self._dispatch.close()
+        self._loop_link.close()
         for lane in self._lanes:
             lane.stop()
         for lane in self._lanes:
@@ -127,14 +133,15 @@ class _Dispatch:
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, ticket: Ticket) -> None:
-        """Queue a ticket for any lane that takes its size."""
+    def put(self, ticket: Ticket, notify: bool = True) -> None:
+        """Queue a ticket for any lane that takes its size.
+
+        Without `notify`, the loop link looks at short ones first.
+        """
         with self._changed:
             queue = self._queue_of(ticket)
             queue.put(ticket)
-            if queue is self._short:  # any lane takes it
-                self._changed.notify()
-            else:
+            if notify or queue is not self._short:
                 self._changed.notify_all()
 
     def put_back(self, tickets: list[Ticket]) -> None:
@@ -150,14 +157,48 @@ class _Dispatch:
     def take(self, lane: Lane) -> list[Ticket]:
         with self._changed:
             while not self._closed:
-                if own := self._own.get(lane):
-                    return [own.pop()]
-                ticket = self._choose(lane)
-                if ticket is not None:
-                    self._shares.start(ticket.tenant)
-                    return [ticket, *self._more(ticket)]
+                if not lane.lent:
+                    if own := self._own.get(lane):
+                        return [own.pop()]
+                    ticket = self._choose(lane)
+                    if ticket is not None:
+                        self._shares.start(ticket.tenant)
+                        return [ticket, *self._more(ticket)]
+                lane.idle = True
                 self._changed.wait()
+                lane.idle = False
             return []
+
+    def take_for_loop(self, lane: Lane, jobs: int, size_bytes: int, drained: bool) -> list[Ticket]:
+        tickets: list[Ticket] = []
+
+        def fits(ticket: Ticket) -> bool:
+            return lane.takes(ticket) and ticket.sent_bytes <= size_bytes
+
+        with self._changed:
+            wanted = self._closed or bool(self._own.get(lane))
+            while not wanted and len(tickets) < jobs:
+                ticket = self._short.take(fits)
+                if ticket is None:
+                    break
+                self._shares.start(ticket.tenant)
+                tickets.append(ticket)
+                size_bytes -= ticket.sent_bytes
+            wanted = wanted or self._short.peek() is not None
+            lane.lent = bool(tickets) or (lane.lent and not (drained and wanted))
+            if wanted:
+                self._changed.notify_all()
+        return tickets
+
+    def give_back(self, lane: Lane, tickets: list[Ticket]) -> None:
+        with self._changed:
+            lane.lent, lane.failed = False, True
+            closed = self._closed
+        if not closed:
+            self.put_back(tickets)
+            return
+        for ticket in tickets:
+            ticket.set(EngineError("the router is shutting down"))
 
     def _more(self, first: Ticket) -> list[Ticket]:
         """Take the short tickets that go with a short one, in their order."""

@@ -221,6 +221,10 @@ class FrameReader(Generic[B]):
         if not self._held:
             self._held = self._read()
 
+    def poll(self) -> None:
+        """Take what has arrived; raises BlockingIOError if nothing has."""
+        self._held += self._read(socket.MSG_DONTWAIT)
+
     def receive(self) -> tuple[B, B]:
         """Receive message and payload of the next frame."""
         while len(self._held) < LENGTHS.size:
@@ -231,8 +235,8 @@ class FrameReader(Generic[B]):
             raise OSError(f"frame of {max(sizes)} bytes: at most {MAX_FRAME_BYTES}")
         return self._part(sizes[0]), self._part(sizes[1])
 
-    def _read(self) -> bytes:
-        data = self._link.recv(READ_BYTES)
+    def _read(self, flags: int = 0) -> bytes:
+        data = self._link.recv(READ_BYTES, flags) if flags else self._link.recv(READ_BYTES)
         if not data:
             raise ConnectionResetError("the other end closed the link")
         return data
