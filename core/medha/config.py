@@ -74,6 +74,8 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     `long_tokens` None: a prompt is long when its remaining work exceeds 8 budgets.
     `max_bucket_loss`: largest part of a length bucket that may be dropped from the promise set.
     `tbt_guard`, `margin_guard`: parts of a budget kept back from credit and from margins.
+    `finish_fill`: part of its budget that a batch takes in which a short prompt ends, as long as
+    everybody is expected to be in time.
     `ahead_s`: a replica of one stage decides the next batch when the running one has at most this
     time left; 0: when it is done.
     `prefill_share`: part of their rate that decodes leave to prefills at least. `decode_room`: part
@@ -95,7 +97,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     commit: bool = True
     max_starved_rounds: int = 16
     dispatch_budgets: float = 2.0
-    finish_fill: float = 0.25
+    finish_fill: float = 0.5
     chunk_step_tokens: int = 32
     work_floor_s: float = 0.001
     output_reserve: float = 0.25

@@ -78,11 +78,13 @@ def overload(part: float, commit: bool = False) -> Driven:
     return driven
 
 
-@pytest.mark.parametrize("part, in_time", [(1.0, 0), (0.8, 2), (0.5, 7), (0.3, 8)])
-def test_the_cap_keeps_long_prompts_from_being_shut_out(part: float, in_time: int) -> None:
+@pytest.mark.parametrize(
+    "part, least, most", [(1.0, 0, 0), (0.8, 2, 4), (0.5, 5, 12), (0.3, 5, 12)]
+)
+def test_the_cap_keeps_long_prompts_from_being_shut_out(part: float, least: int, most: int) -> None:
     driven = overload(part)
     long = [name for name in driven.requests if name.startswith("l")]
-    assert sum(driven.in_time(name) for name in long) == in_time
+    assert least <= sum(driven.in_time(name) for name in long) <= most
 
 
 @pytest.mark.parametrize("part", [1.0, 0.5, 0.1, 0.0])

@@ -69,6 +69,13 @@ def test_a_batch_in_which_a_prompt_ends_is_filled_to_a_half() -> None:
     assert step(plan, 0.0)[1] == ["2:0+200!", "1:0+288"]
 
 
+def test_a_batch_is_filled_whole_while_a_prompt_is_relegated() -> None:
+    plan = scheduler(settings=Scheduling(finish_fill=0.5))
+    plan.submit(request("late", 100_000, within_s=1.0), 0.0)
+    plan.submit(request("b", 200, within_s=2.0), 0.0)
+    assert step(plan, 0.0)[1] == ["2:0+200!", "1:0+768"]
+
+
 def test_decodes_come_first_and_their_tpot_sets_the_budget() -> None:
     plan = scheduler()
     plan.submit(request("talk", 64, within_s=1.0, output_tokens=9, tpot_s=0.03), 0.0)

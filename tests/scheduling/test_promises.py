@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from medha.scheduling.feasibility import (
     select_victims,
 )
 from medha.scheduling.policies import relative_slack, yielded
+from medha.testing import scheduler
 
 JOBS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=0, max_size=9).map(
     sorted
@@ -71,3 +73,16 @@ def test_relative_slack_by_hand() -> None:
     rho = relative_slack(np.array([16.0, 1.0]), np.array([10.0, 0.5]), np.array([10.0, 0.5]))
     assert rho.tolist() == [0.6, 1.0]
     assert yielded(np.array([-1.0, 0.2, 3.0]), 0.4).tolist() == [0.0, 0.2, 0.4]
+
+
+@pytest.mark.parametrize("after_s", [15, 30, 300])
+def test_the_time_for_short_prompts_to_come_is_known_soon_after_a_start(after_s: int) -> None:
+    promises = scheduler()._state.promises
+    for second in range(after_s):
+        promises.count_arrival({0: 0.3}, 1000.0 + second)
+    assert promises.coming(0, 1000.0 + after_s) == pytest.approx(0.3, rel=0.05)
+    # A group that begins again knows nothing of before.
+    promises.leave(0)
+    promises.join(0)
+    promises.count_arrival({0: 0.3}, 2000.0)
+    assert promises.coming(0, 2000.0) < 0.03

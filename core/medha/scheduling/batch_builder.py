@@ -37,6 +37,8 @@ MISSES = 4
 # A decode that is late shortens batches to this part of what its TPOT allows, and no further: far
 # shorter ones hold few tokens, and win hardly any time.
 RECOVERY = 0.5
+# Part of a batch's budget for prompts beyond their tenant's share.
+BEYOND_SHARE = 0.25
 
 # (tier, turn, group, sequence, is long, yields)
 Candidate = tuple[int, int, int, Sequence, bool, float]
@@ -267,7 +269,7 @@ class BatchBuilder:
             limit_s = full_s if not yields else min(full_s, draft.target_s * (1.0 - yields))
             if sequence.request.beyond_share and not sequence.kept:
                 # A promised arrival of another tenant waits for this batch to end.
-                limit_s = min(limit_s, self.settings.finish_fill * draft.target_s)
+                limit_s = min(limit_s, BEYOND_SHARE * draft.target_s)
             chunk = self._place(draft, sequence)
             if chunk is None:
                 continue

@@ -38,6 +38,8 @@ from medha.scheduling.waiting_queue import Places, WaitingQueue
 CHANGES_PER_ROUND = 4
 ROUNDS_PER_REVIEW = 8
 MEMORY_S = 30.0
+# A group that has just begun knows a rate over this time at least.
+LEAST_MEMORY_S = 15.0
 
 LOSS_MEMORY_S = 600.0
 FREE = len(LENGTH_LABELS)
@@ -177,14 +179,14 @@ class PromiseSet:
         self.relegated_credit_s: dict[int, float] = {}
         self._rounds: dict[int, int] = {}
         self._turns: dict[int, int] = {}
-        self._arrivals: dict[int, tuple[float, float]] = {}
+        self._arrivals: dict[int, tuple[float, float, float]] = {}
         self.broken_count, self.loss_cap = 0, BucketLossCap(settings.max_bucket_loss)
         self.guard_s = settings.margin_guard * self.longest_s
         self.long_s = 8.0 * self.longest_s
         self._inflation = 1.0 / (1.0 - settings.relegated_share)
 
     def join(self, group: int) -> None:
-        self._arrivals[group] = 0.0, 0.0
+        self._arrivals[group] = 0.0, 0.0, math.inf
         self.relegated_credit_s[group] = 0.0
         self._rounds[group], self._turns[group] = 0, 0
 
@@ -259,13 +261,18 @@ class PromiseSet:
         """Count a request: short ones determine the share of time kept free for more."""
         for group, work_s in work_by_group.items():
             if work_s <= self.long_s and group in self._arrivals:
-                then, sum_s = self._arrivals[group]
-                self._arrivals[group] = now, sum_s * math.exp((then - now) / MEMORY_S) + work_s
+                then, sum_s, began_s = self._arrivals[group]
+                sum_s = sum_s * math.exp((then - now) / MEMORY_S) + work_s
+                self._arrivals[group] = now, sum_s, min(began_s, now)
 
     def coming(self, group: int, now: float) -> float:
-        """Return the part of the time that short requests took over the last `MEMORY_S`."""
-        then, sum_s = self._arrivals[group]
-        return min(0.5, sum_s * math.exp(min(0.0, then - now) / MEMORY_S) / MEMORY_S)
+        """Return the part of the time that short requests took over the last `MEMORY_S`.
+
+        Since the first one if that is less: a sum that begins at zero would be too low.
+        """
+        then, sum_s, began_s = self._arrivals[group]
+        memory_s = MEMORY_S * -math.expm1(-max(now - began_s, LEAST_MEMORY_S) / MEMORY_S)
+        return min(0.5, sum_s * math.exp(min(0.0, then - now) / MEMORY_S) / memory_s)
 
     def widened(self, coming: float) -> float:
         """Return the factor on a full cost that leaves room for short arrivals."""
@@ -365,11 +372,14 @@ class PromiseSet:
         return rows
 
     def is_roomy(self, group: int) -> bool:
-        """Return whether no promise in the group is so tight that half a batch matters.
+        """Return whether a group is in time though its batches are not filled whole.
 
-        Constant from one `order` to the next.
+        No promise is so tight that half a batch matters, and no prompt is relegated.
         """
-        return not self.promising or self.waiting[group].rows.last_s >= 2.0 * self.guard_s
+        waiting = self.waiting[group]
+        if not self.promising:
+            return True
+        return waiting.kept_count == len(waiting) and waiting.rows.last_s >= 2.0 * self.guard_s
 
     def account(
         self,
