@@ -59,10 +59,22 @@ YARN = {
     "type": "yarn",
 }
 THIRD = LEAST | {"model_type": "deepseek_v3"}
+
+
+def code_of(name: str) -> dict[str, str]:
+    """Return auto_map, as published checkpoints have it."""
+    return {
+        "AutoConfig": f"configuration_deepseek.{name}Config",
+        "AutoModel": f"modeling_deepseek.{name}Model",
+        "AutoModelForCausalLM": f"modeling_deepseek.{name}ForCausalLM",
+    }
+
+
 # What the published config.json files say, and the defaults.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "V2-Lite": LITE
     | {
+        "auto_map": code_of("DeepseekV2"),
         "first_k_dense_replace": 1,
         "moe_intermediate_size": 1408,
         "scoring_func": "softmax",
@@ -79,6 +91,52 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "n_routed_experts": 160,
     },
     "V3": THIRD,
+    "V3 in full": THIRD
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "auto_map": code_of("DeepseekV3"),
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "pretraining_tp": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [128, 128],
+        },
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
     "V3 in one group": THIRD
     | {
         "q_lora_rank": None,
@@ -114,7 +172,7 @@ def test_config_json_means_what_transformers_reads_in_it(name: str, tmp_path: pa
     assert mine.max_context_tokens == theirs.max_position_embeddings
     assert mine.rope.theta == theirs.rope_parameters["rope_theta"]
     experts = mine.experts
-    assert experts.layers == tuple(range(theirs.first_k_dense_replace, 27))
+    assert experts.layers == tuple(range(theirs.first_k_dense_replace, mine.layers))
     assert experts.count == theirs.n_routed_experts
     assert experts.per_token == theirs.num_experts_per_tok
     assert experts.intermediate == theirs.moe_intermediate_size
@@ -137,6 +195,8 @@ def test_config_json_means_what_transformers_reads_in_it(name: str, tmp_path: pa
     ("raw", "named"),
     [
         ({"num_key_value_heads": 4}, "num_key_value_heads is 4: must be num_attention_heads"),
+        ({"auto_map": code_of("DeepseekV3")}, "a checkpoint's own code is never run"),
+        ({"auto_map": {"AutoModel": "code.DeepseekV2Model"}}, "own code is never run"),
         ({"q_lora_rank": 0}, "q_lora_rank is 0: must be a positive whole number"),
         ({"kv_lora_rank": 511}, "kv_lora_rank is 511: must be even"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63: must be even"),

@@ -24,7 +24,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     heads). `biases`: "qkv" always has those three, "chosen" follows attention_bias and mlp_bias.
     `windowed`: "all" layers by sliding_window; "chosen": all, if use_sliding_window; "late": from
     max_window_layers on, if use_sliding_window. `mixture`: whose keys describe experts. `latent`:
-    attention reads one latent per token (see `latent_attention`).
+    attention reads one latent per token (see `latent_attention`). `code`: beginnings of the classes
+    that published checkpoints name in auto_map though they need none of them.
     """
 
     max_tokens: int
@@ -35,6 +36,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     windowed: Literal["none", "all", "chosen", "late"] = "none"
     mixture: Mixture = "none"
     latent: bool = False
+    code: tuple[str, ...] = ()
 
 
 FAMILIES = {
@@ -56,8 +58,18 @@ FAMILIES = {
         windowed="chosen",
         mixture="qwen3",
     ),
-    "deepseek_v2": Family(max_tokens=2048, mixture="deepseek_v2", latent=True),
-    "deepseek_v3": Family(max_tokens=4096, mixture="deepseek_v3", latent=True),
+    "deepseek_v2": Family(
+        max_tokens=2048,
+        mixture="deepseek_v2",
+        latent=True,
+        code=("configuration_deepseek.DeepseekV2", "modeling_deepseek.DeepseekV2"),
+    ),
+    "deepseek_v3": Family(
+        max_tokens=4096,
+        mixture="deepseek_v3",
+        latent=True,
+        code=("configuration_deepseek.DeepseekV3", "modeling_deepseek.DeepseekV3"),
+    ),
     "mistral": Family(max_tokens=131_072, kv_heads=8, windowed="all"),
 }
 
@@ -70,14 +82,13 @@ KINDS = ("full_attention", "sliding_attention")
 def family_of(path: pathlib.Path, raw: dict[str, Any]) -> Family:
     """Return the family that config.json `raw` names. Raises CheckpointError if it is not
     served."""
-    code = raw.get("auto_map")
-    if code:
+    name, code = raw.get("model_type"), raw.get("auto_map")
+    if code and not _published(code, FAMILIES.get(name) if isinstance(name, str) else None):
         raise CheckpointError(
             f"{path}: auto_map is {json.dumps(code)[:160]}: must be absent, as a checkpoint's own"
             " code is never run; use a checkpoint of the families"
             f" {', '.join(FAMILIES)}, or remove auto_map if the model is plainly one of these"
         )
-    name = raw.get("model_type")
     if name not in FAMILIES:
         given = "missing" if name is None else repr(name)
         raise CheckpointError(
@@ -103,6 +114,13 @@ def family_of(path: pathlib.Path, raw: dict[str, Any]) -> Family:
             " was trained at"
         )
     return family
+
+
+def _published(code: object, family: Family | None) -> bool:
+    """Return True if auto_map names only classes that the family was published with."""
+    if family is None or not family.code or not isinstance(code, dict):
+        return False
+    return all(isinstance(name, str) and name.startswith(family.code) for name in code.values())
 
 
 def windows_of(
