@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterator
@@ -242,8 +243,14 @@ def test_wrong_experts_are_seen(
     assert faulty(folder, fault, recalling(500, 512, seed=9)) > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("tokens", [1, 2, 65, 8000])
+@pytest.mark.parametrize(
+    "name, tokens",
+    [
+        *itertools.product(MIXTURES, [1, 2, 65, 2100]),
+        ("qwen3_moe", 8000),
+        ("deepseek_v3, halves turn", 8000),
+    ],
+)
 def test_experts_compute_prompts_of_any_length(
     name: str, tokens: int, checkpoint: Folder, oracle: Oracle
 ) -> None:
