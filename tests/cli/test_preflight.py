@@ -111,6 +111,10 @@ def config_of(file: Path, model: Path) -> WorkerConfig:
 CONFIGS: list[tuple[dict[str, object], str]] = [
     ({"auto_map": {"AutoModel": "code.Model"}}, 'auto_map is {"AutoModel": "code.Model"}: must be'),
     ({"model_type": "gpt_neox"}, "model_type is 'gpt_neox': must be one of llama, "),
+    (
+        {"model_type": "kimi_k2", "auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"}},
+        "model_type is 'kimi_k2': must be one of llama, ",
+    ),
     ({"model_type": None}, "model_type is missing: must be one of llama, "),
     (
         {"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": 1},

@@ -278,6 +278,7 @@ def with_weights(**changes: object) -> dict[str, Any]:
         (with_weights(type="int"), "group_0.weights.type is 'int': must be float"),
         (with_weights(strategy="group"), "group_0.weights.strategy is 'group': must be tensor or"),
         (with_weights(strategy="block"), "group_0.weights.block_structure is None: must suit"),
+        (with_weights(symmetric=False), "group_0.weights.symmetric is False: must be True"),
         (AWQ | {"bits": 8}, "bits is 8: must be 4"),
         (AWQ | {"version": "GEMV"}, "version is 'GEMV': must be gemm"),
         (AWQ | {"zero_point": False}, "zero_point is False: must be True"),
@@ -290,6 +291,7 @@ def with_weights(**changes: object) -> dict[str, Any]:
         (GPTQ | {"lm_head": True}, "lm_head is True: must be absent"),
         (GPTQ | {"is_marlin_format": True}, "is_marlin_format is True: must be absent"),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype is 'int16': must be int32"),
+        (GPTQ | {"dynamic": True}, "dynamic is True: must be an object"),
         (GPTQ | {"dynamic": {r"+:.*\.1\..*": {"bits": 8}}}, "dynamic is .*: must only leave modul"),
     ],
 )
@@ -302,6 +304,20 @@ def test_a_setting_that_is_not_served_is_named(
         read_config(tmp_path)
     assert "use a checkpoint of another format" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_first_name_of_compressed_settings_is_read(
+    tiny: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    plain = json.loads((tiny / "config.json").read_text())
+
+    def read(settings: dict[str, Any]) -> Quantization | None:
+        (tmp_path / "config.json").write_text(json.dumps(plain | {"compression_config": settings}))
+        return read_config(tmp_path).quantization
+
+    assert read(COMPRESSED) == Quantization(method="fp8")
+    with pytest.raises(CheckpointError, match=r"compression_config\.format is 'dense': must be"):
+        read(COMPRESSED | {"format": "dense"})
 
 
 def damaged(folder: pathlib.Path, target: pathlib.Path, **parts: torch.Tensor | None) -> None:
@@ -338,6 +354,7 @@ def damaged(folder: pathlib.Path, target: pathlib.Path, **parts: torch.Tensor | 
             "g_idx names groups 0 to 7: must be 0 to 3",
         ),
         ("gptq", "g_idx", torch.arange(128).int() // 32 - 1, "g_idx names groups -1 to 2: must be"),
+        ("gptq, inputs in order of activation", "g_idx", None, "no tensor .*up_proj.g_idx, which"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_named(

@@ -83,19 +83,19 @@ def family_of(path: pathlib.Path, raw: dict[str, Any]) -> Family:
     """Return the family that config.json `raw` names. Raises CheckpointError if it is not
     served."""
     name, code = raw.get("model_type"), raw.get("auto_map")
-    if code and not _published(code, FAMILIES.get(name) if isinstance(name, str) else None):
-        raise CheckpointError(
-            f"{path}: auto_map is {json.dumps(code)[:160]}: must be absent, as a checkpoint's own"
-            " code is never run; use a checkpoint of the families"
-            f" {', '.join(FAMILIES)}, or remove auto_map if the model is plainly one of these"
-        )
-    if name not in FAMILIES:
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
         given = "missing" if name is None else repr(name)
         raise CheckpointError(
             f"{path}: model_type is {given}: must be one of {', '.join(FAMILIES)};"
             " use a checkpoint of one of these families"
         )
-    family = FAMILIES[name]
+    if code and not _published(code, family):
+        raise CheckpointError(
+            f"{path}: auto_map is {json.dumps(code)[:160]}: must be absent, as a checkpoint's own"
+            f" code is never run; remove auto_map if the model is a plain {name}, or use another"
+            " checkpoint"
+        )
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(
             f"{path}: hidden_act is {raw['hidden_act']!r}: must be 'silu', as the {name} family"
@@ -116,11 +116,12 @@ def family_of(path: pathlib.Path, raw: dict[str, Any]) -> Family:
     return family
 
 
-def _published(code: object, family: Family | None) -> bool:
+def _published(code: object, family: Family) -> bool:
     """Return True if auto_map names only classes that the family was published with."""
-    if family is None or not family.code or not isinstance(code, dict):
-        return False
-    return all(isinstance(name, str) and name.startswith(family.code) for name in code.values())
+    names = code.values() if isinstance(code, dict) else ()
+    return bool(names) and all(
+        isinstance(name, str) and name.startswith(family.code) for name in names
+    )
 
 
 def windows_of(

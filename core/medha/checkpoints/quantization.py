@@ -47,10 +47,12 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 def quantization_of(path: pathlib.Path, raw: dict[str, Any]) -> Quantization | None:
     """Return the format that config.json `raw` names; None if weights are plain. Raises
     CheckpointError naming the setting if it is not served."""
-    given = raw.get("quantization_config")
+    # The second is what compressed-tensors wrote at first.
+    name = "quantization_config" if raw.get("quantization_config") else "compression_config"
+    given = raw.get(name)
     if not given:
         return None
-    settings = _Settings(path, given if isinstance(given, dict) else {"quant_method": given})
+    settings = _Settings(path, given if isinstance(given, dict) else {"quant_method": given}, name)
     method = settings.raw.get("quant_method")
     if method == "fp8":
         return _fp8(settings)
@@ -148,6 +150,7 @@ def _float_weights(group: _Settings) -> Quantization:
         tensors.within("type", ("float",), "float")
         tensors.within("num_bits", (8,), 8)
     strategy = weights.within("strategy", ("tensor", "channel", "block"), None)
+    weights.within("symmetric", (True,), True)
     block = weights.block("block_structure")
     if (block is None) == (strategy == "block"):
         weights.refuse("block_structure", block, f"must suit the strategy {strategy}")
@@ -170,8 +173,8 @@ def _gptq(settings: _Settings) -> Quantization:
     settings.within("pack_dtype", ("int32",), "int32")
     settings.absent("lm_head", "a packed output table is not served")
     settings.absent("is_marlin_format", "weights in a kernel's own order are not served")
-    rules = settings.raw.get("dynamic") or {}
-    if any(not str(rule).startswith("-:") for rule in rules):
+    rules = settings.part("dynamic", settings.raw.get("dynamic") or {}).raw
+    if any(not rule.startswith("-:") for rule in rules):
         settings.refuse("dynamic", rules, "must only leave modules out (-:)")
     return Quantization(
         method="gptq",

@@ -151,7 +151,8 @@ class Lane(threading.Thread):
 
     Takes jobs of at most `most_bytes`. `open` holds the tickets that its process has planned. While
     the thread is `idle`, the loop may use the process: then the lane is `lent` (see `loop_link`).
-    `failed`: the loop gave up the process. The dispatch changes all three under its lock.
+    `failed`: the loop gave up the process. The dispatch sets all three under its lock; the thread
+    resets `failed` once it has ended the process.
     """
 
     def __init__(self, dispatch: Dispatch, job_s: float, most_bytes: int) -> None:

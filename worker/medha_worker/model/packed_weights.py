@@ -130,7 +130,7 @@ class Int4Weight:
         self._zeros = files.slice(name + ".qzeros", (groups, words), ("I32",))
         self._scales = files.slice(name + ".scales", (groups, outputs))
         self._of_input = in_order = torch.arange(inputs) // size
-        if not self._awq and name + ".g_idx" in files:
+        if packing.ordered or (not self._awq and name + ".g_idx" in files):
             self._of_input = files.slice(name + ".g_idx", (inputs,), ("I32",))[:].long()
             least, most = self._of_input.aminmax()
             if least < 0 or most >= groups:
