@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from medha.checkpoints.families import family_of, windows_of
-from medha.checkpoints.json_fields import count, read_json
+from medha.checkpoints.json_fields import count, even_count, read_json
 from medha.checkpoints.latent_attention import LatentAttention, latent_of
 from medha.checkpoints.quantization import Quantization, quantization_of
 from medha.checkpoints.rope_settings import Rope, rope_of
@@ -143,7 +143,7 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
     if latent is not None:
         kv_heads, head_dim = 1, latent.width
     else:
-        head_dim = _head_dim(path, raw, family.head_dim or hidden // heads)
+        head_dim = even_count(path, raw, "head_dim", family.head_dim or hidden // heads)
     return DecoderConfig(
         layers=layers,
         hidden=hidden,
@@ -166,14 +166,6 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
         max_context_tokens=max_tokens,
         stop_tokens=_stop_tokens(folder, raw),
     )
-
-
-def _head_dim(path: pathlib.Path, raw: dict[str, Any], default: int) -> int:
-    """Return the head size, which must be even: rotation turns pairs of scalars."""
-    value = count(path, raw, "head_dim", default)
-    if value % 2:
-        raise CheckpointError(f"{path}: head_dim is {value}: must be even; fetch the file again")
-    return value
 
 
 def _epsilon(path: pathlib.Path, raw: dict[str, Any]) -> float:

@@ -33,3 +33,13 @@ def count(path: pathlib.Path, raw: dict[str, Any], key: str, default: int | None
             f"{path}: {key} is {value!r}: must be a positive whole number; fix it"
         )
     return value
+
+
+def even_count(
+    path: pathlib.Path, raw: dict[str, Any], key: str, default: int | None = None
+) -> int:
+    """Return a count that must be even, such as a size whose pairs are rotated."""
+    value = count(path, raw, key, default)
+    if value % 2:
+        raise CheckpointError(f"{path}: {key} is {value}: must be even; fetch the file again")
+    return value

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from medha.checkpoints.json_fields import count
+from medha.checkpoints.json_fields import count, even_count
 from medha.checkpoints.rope_settings import Rope
 from medha.errors import CheckpointError
 from medha.model import LatentShape
@@ -69,9 +69,9 @@ def latent_of(
         q_rank = count(path, raw, "q_lora_rank", 1536)
     shape = LatentShape(
         q_rank=q_rank,
-        kv_rank=_even(path, raw, "kv_lora_rank", 512),
+        kv_rank=even_count(path, raw, "kv_lora_rank", 512),
         nope_dim=count(path, raw, "qk_nope_head_dim", 128),
-        rope_dim=_even(path, raw, "qk_rope_head_dim", 64),
+        rope_dim=even_count(path, raw, "qk_rope_head_dim", 64),
         value_dim=count(path, raw, "v_head_dim", 128),
     )
     return LatentAttention(shape=shape, scale=_scale(shape, rope), paired=_paired(path, raw))
@@ -97,11 +97,3 @@ def _paired(path: pathlib.Path, raw: dict[str, Any]) -> bool:
             " deepseek_v3; fetch the file again"
         )
     return given
-
-
-def _even(path: pathlib.Path, raw: dict[str, Any], key: str, default: int) -> int:
-    """Return a size that is even, as rotation turns pairs of scalars."""
-    value = count(path, raw, key, default)
-    if value % 2:
-        raise CheckpointError(f"{path}: {key} is {value}: must be even; fetch the file again")
-    return value
