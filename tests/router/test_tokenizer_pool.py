@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import pathlib
 import random
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -400,6 +402,25 @@ def test_texts_in_a_process_that_dies_are_encoded_by_others(byte_level_json: byt
             await asyncio.gather(*jobs)
             while not (lane._loaded and lane.idle):
                 await asyncio.sleep(0.01)
+        await asyncio.to_thread(pool.close)
+
+    asyncio.run(scene())
+
+
+def test_texts_are_encoded_while_the_router_can_open_no_more_files(byte_level_json: bytes) -> None:
+    async def scene() -> None:
+        pool = await warmed(byte_level_json)
+        usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest_free = os.open(os.devnull, os.O_RDONLY)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, usual[1]))
+        try:
+            async with asyncio.timeout(10):
+                await asyncio.gather(*(encoded(pool, f"text {number}") for number in range(40)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        await encoded(pool, "text")
+        assert pool._lanes[0].lent
         await asyncio.to_thread(pool.close)
 
     asyncio.run(scene())

@@ -38,8 +38,8 @@ class Lending(Protocol):
         """
         ...
 
-    def give_back(self, lane: Lane, tickets: list[Ticket]) -> None:
-        """Return a lane whose process has failed, and queue tickets again for a thread."""
+    def give_back(self, lane: Lane, tickets: list[Ticket], *, failed: bool) -> None:
+        """Return a lane, and queue tickets again for a thread. `failed`: its process is ended."""
         ...
 
     def put_back(self, tickets: list[Ticket]) -> None: ...
@@ -103,7 +103,11 @@ class LoopLink:
         if not tickets or self._loop is None:
             return
         if self._link is None:
-            self._link = self._lane.second_link()
+            try:
+                self._link = self._lane.second_link()
+            except OSError:  # no descriptor is left, and the thread needs none
+                self._lending.give_back(self._lane, tickets, failed=False)
+                return
             self._frames = wire.FrameReader(self._link, buffer)
             self._loop.add_reader(self._link, self._read)
         if not self._sent:
@@ -180,7 +184,7 @@ class LoopLink:
         self._lane.kill()
         for ticket in tickets:
             ticket.alone = True
-        self._lending.give_back(self._lane, tickets)
+        self._lending.give_back(self._lane, tickets, failed=True)
         if not self._closed:
             self._load_again()
 

@@ -190,9 +190,9 @@ class _Dispatch:
                 self._changed.notify_all()
         return tickets
 
-    def give_back(self, lane: Lane, tickets: list[Ticket]) -> None:
+    def give_back(self, lane: Lane, tickets: list[Ticket], *, failed: bool) -> None:
         with self._changed:
-            lane.lent, lane.failed = False, True
+            lane.lent, lane.failed = False, failed
             closed = self._closed
         if not closed:
             self.put_back(tickets)
