@@ -2,9 +2,9 @@
 
     w[o, i] = (q − 8) · scale[group(i), o] + shift[group(i), o]          shift = (8 − zero) · scale
 
-A third of bfloat16's memory with its scales, and so faster decodes; large products are slower than
-plain ones. On a GPU the kernel takes bfloat16 only. Scales and shifts are rounded to the type of
-the activations.
+Less than a third of bfloat16's memory with its scales, and so faster decodes; large products are
+slower than plain ones. On a GPU the kernel takes bfloat16 only. Scales and shifts are rounded to
+the type of the activations.
 """
 
 from __future__ import annotations
