@@ -328,8 +328,8 @@ class EngineSpec(SpecSection, frozen=True):
     """Deterministic: the same prompt gives the same bits whatever it is batched with, at some
     cost."""
     packed_weights: Switch = "Disabled"
-    """Whether 4-bit weights (AWQ, GPTQ) stay packed in memory: about 30 % of the memory, faster
-    decodes, slower prefills. Needs groups of 32 to 256 inputs without desc_act; use bfloat16."""
+    """4-bit weights (AWQ, GPTQ) that stay packed in memory: 27 % of the memory, faster decodes,
+    slower prefills. Needs groups of 32 to 256 inputs without desc_act; use bfloat16."""
     checked_transfers: Switch = "Enabled"
     """Whether pages that moved between ranks are compared with their digests before use."""
 
