@@ -28,7 +28,9 @@ from medha.errors import CheckpointError, SpecError
 from medha.model import ModelShape
 from medha.predictor import Products
 from medha.profile import Profile, Tile
-from medha.topology import Topology
+from medha.topology import Coordinate, Topology
+from medha_worker.device import CPU
+from medha_worker.engine import RankEngine
 from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
 from medha_worker.model.int4_linear import Int4Linear, int4_linear
 from medha_worker.model.layers import GatedMlp, Linear, Projection
@@ -193,6 +195,25 @@ def test_logits_with_packed_weights_in_bfloat16_are_near_float32(
     engine = SoloEngine(folder, pages=32, dtype=torch.bfloat16, packed=True)
     actual = logits_of(engine, prompt(model), STEPS[steps])
     assert off(actual, exact(plain, prompt(model))) < OFF
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rank_keeps_weights_packed_if_its_config_says_so(
+    packed: bool, quantised: Quantised
+) -> None:
+    config = WorkerConfig(
+        replica="r",
+        model="m",
+        checkpoint=str(quantised("gptq", EVEN)[0]),
+        max_context_tokens=64,
+        topology=Topology(),
+        kv_pages=2,
+        rank_bind="ipc://x",
+        packed_weights=packed,
+    )
+    engine = RankEngine(config, Coordinate(0, 0, 0), CPU, lambda done, total: None)
+    kinds = {type(projection) for projection in projections(engine.weights)}
+    assert kinds == {Int4Linear if packed else Linear}
 
 
 def test_inputs_in_another_order_than_config_json_says_cannot_stay_packed(

@@ -86,6 +86,7 @@ class RankEngine:
             self.dtype,
             progress,
             device.at,
+            packed=config.packed_weights,
         )
         # float32 products on a CPU are deterministic per row anyway.
         self.blocked = config.deterministic and device.at.type == "cuda"
