@@ -180,6 +180,13 @@ class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     shared_memory: bool = True
 
 
+class AdapterFolder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A LoRA adapter of the model: its name, which follows the model's in requests, and folder."""
+
+    name: str
+    folder: str
+
+
 class RouterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Model that a router serves before any replica has sent Hello.
 
@@ -270,13 +277,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `rank_bind`: its `secret` is a rank's, `server_public` the controller's, `allowed` those of the
     ranks; the controller listens with `curve.secret`. `kv_pages` is the number of pages per group,
     0 derives it from `kv_bytes` per rank. `ops_token`: file of the token that `POST /drain` needs;
-    without it, none is needed. `device` is `cpu` or `cuda`. `dtype` and `kv_dtype` are torch names
-    (`kv_dtype` auto: as dtype; or `fp8_e4m3`). `dummy_weights`: random weights, to measure speed.
+    without it, none is needed. `adapters`: of the model; requests may name them. `device` is `cpu`
+    or `cuda`. `dtype` and `kv_dtype` are torch names (`kv_dtype` auto: as dtype; or `fp8_e4m3`).
+    `dummy_weights`: random weights, to measure speed.
     """
 
     replica: str
     model: str
     checkpoint: str
+    adapters: tuple[AdapterFolder, ...] = ()
     served_names: tuple[str, ...] = ()
     max_context_tokens: Positive
     topology: Topology

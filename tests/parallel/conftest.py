@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.support.adapter_writer import merge, write_adapter
 from tests.support.quantiser import FORMATS, quantise
 from tests.support.rank_rig import ForkServer, Rig
 
-from medha.config import WorkerConfig
+from medha.config import AdapterFolder, WorkerConfig
 from medha.topology import Topology
 from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel, write_checkpoint
 
@@ -25,6 +27,12 @@ Oracle = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
 # The folder of a family's checkpoint, and transformers' logits for it.
 Families = Callable[[str], tuple[pathlib.Path, Oracle]]
 MakeRig = Callable[..., Rig]
+# A base checkpoint of that format ("": plain), its adapters, and the oracle of each.
+Adapted = Callable[[str], tuple[pathlib.Path, tuple[AdapterFolder, ...], dict[str, Oracle]]]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "legal": {"rank": 8, "seed": 1},
+    "poems": {"rank": 3, "seed": 2, "targets": ("q_proj", "v_proj", "down_proj")},
+}
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +74,28 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> Families:
         target = tmp_path_factory.mktemp("format")
         packed, plain = quantise(checkpoint, target, FORMATS[name])
         return packed, oracle_of(plain)
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    """Created at first use, over a plain or a packed checkpoint."""
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("model"), TinyModel(intermediate=384))
+
+    @functools.cache
+    def made(name: str) -> tuple[pathlib.Path, tuple[AdapterFolder, ...], dict[str, Oracle]]:
+        target = tmp_path_factory.mktemp("adapted")
+        base = plain = checkpoint
+        if name:
+            base, plain = quantise(checkpoint, target, FORMATS[name])
+        oracles = {"": oracle_of(plain)}
+        folders = []
+        for adapter, settings in ADAPTERS.items():
+            folder = write_adapter(plain, target / adapter, **settings)
+            folders.append(AdapterFolder(name=adapter, folder=str(folder)))
+            oracles[adapter] = oracle_of(merge(plain, folder, target / f"{adapter}-merged"))
+        return base, tuple(folders), oracles
 
     return made
 

@@ -13,6 +13,7 @@ from tests.support.driver import Driver, Running
 from tests.support.rank_rig import Rig
 from tests.support.recalling_prompts import recalling
 
+from medha.config import AdapterFolder
 from medha_worker.model.checkpoint_writer import FAMILIES
 
 PAGE_TOKENS = 16
@@ -22,6 +23,7 @@ CUT, WRONG = (pathlib.Path(__file__).parent / name for name in ("cut.py", "wrong
 
 Oracle = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
 Families = Callable[[str], tuple[pathlib.Path, Oracle]]
+Adapted = Callable[[str], tuple[pathlib.Path, tuple[AdapterFolder, ...], dict[str, Oracle]]]
 MakeRig = Callable[..., Rig]
 
 
@@ -96,6 +98,20 @@ def differences(runs: Iterable[Running], oracle: Oracle) -> list[str]:
                     f"prompt of {run.prompt_tokens}, output {step}: {error:.1e} σ, token "
                     f"{run.output[step]} for {token}"
                 )
+    return wrong
+
+
+def adapter_of(seq: int) -> str:
+    """Sequences 50 and 51 of a play have the same, as the second hits pages of the first."""
+    return ("legal", "poems", "")[seq // 2 % 3]
+
+
+def adapted_differences(runs: Iterable[Running], oracles: dict[str, Oracle]) -> list[str]:
+    """List the outputs that differ from the merged model of their adapter."""
+    wrong, of = [], {name: [run for run in runs if run.adapter == name] for name in oracles}
+    for name, own in of.items():
+        assert own
+        wrong += [f"{name}: {difference}" for difference in differences(own, oracles[name])]
     return wrong
 
 
@@ -226,6 +242,55 @@ def test_weights_that_stay_packed_match_transformers_in_each_layout(
     assert all_free(driver) and not rig.failed
 
 
+@pytest.mark.parametrize(
+    "tp, spp, kvp, length", [(2, 1, 1, 300), (1, 2, 1, 300), (1, 1, 2, 900), (2, 2, 2, 400)]
+)
+def test_adapters_match_the_merged_models_in_each_layout(
+    make_rig: MakeRig, adapted: Adapted, tp: int, spp: int, kvp: int, length: int
+) -> None:
+    """Rows of two adapters and of none share batches; prompts grow, move and hit prefixes."""
+    base, folders, oracles = adapted("")
+    rig = make_rig(tp, spp, kvp, checkpoint=str(base), adapters=folders)
+    rig.start(range(kvp))
+    rig.form(1, tuple(range(kvp)))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1, adapter_of=adapter_of)
+    runs = play(driver, kvp, length, seed=tp + 10 * spp)
+    assert adapted_differences(runs, oracles) == []
+    assert all_free(driver) and not rig.failed
+
+
+def test_adapters_of_a_random_plan_match_the_merged_models(
+    make_rig: MakeRig, adapted: Adapted
+) -> None:
+    base, folders, oracles = adapted("awq")
+    rig = make_rig(2, 1, 2, checkpoint=str(base), adapters=folders, packed_weights=True)
+    rig.start(range(2))
+    rig.form(1, (0, 1))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1, adapter_of=adapter_of)
+    runs = run_random_batches(driver, 2, random.Random(5), batches=60)
+    assert adapted_differences(runs, oracles) == []
+    assert driver.moved > 2 and not rig.failed
+
+
+@pytest.mark.parametrize(
+    "tp, spp, kvp, mutant",
+    [
+        (1, 1, 2, "forgets_the_adapter_where_it_grows"),
+        (2, 1, 1, "takes_the_adapter_of_the_first_shard"),
+        (1, 2, 1, "takes_the_adapter_of_the_first_stage"),
+    ],
+)
+def test_a_wrong_adapter_is_found(
+    make_rig: MakeRig, adapted: Adapted, tp: int, spp: int, kvp: int, mutant: str
+) -> None:
+    base, folders, oracles = adapted("")
+    rig = make_rig(tp, spp, kvp, checkpoint=str(base), adapters=folders, change=f"{WRONG}:{mutant}")
+    rig.start(range(kvp))
+    rig.form(1, tuple(range(kvp)))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1, adapter_of=adapter_of)
+    assert adapted_differences(play(driver, kvp, 300, seed=3), oracles) != []
+
+
 def run_random_batches(driver: Driver, kvp: int, rng: random.Random, batches: int) -> list[Running]:
     """Run batches of random sequences, which start, hit prefixes, grow, move and end."""
     over: list[Running] = []
@@ -235,6 +300,8 @@ def run_random_batches(driver: Driver, kvp: int, rng: random.Random, batches: in
             seq = 1000 + number
             prompt = recalling(rng.randrange(1, 400), VOCAB, seed=seq)
             source = rng.choice(list(live)) if live and rng.random() < 0.4 else None
+            if source is not None and driver.adapter_of(source) != driver.adapter_of(seq):
+                source = None
             shared = live[source].done // PAGE_TOKENS if source is not None else 0
             if source is not None and shared:
                 prompt = np.concatenate((live[source].tokens[: shared * PAGE_TOKENS], prompt))

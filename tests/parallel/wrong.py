@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from medha_worker import inputs
+from medha_worker import engine, inputs, sequences
 from medha_worker.attention.kernel_interface import Partial
+from medha_worker.model import low_rank
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel import kvp
 from medha_worker.sequences import PageTable
@@ -70,3 +71,34 @@ def sees_a_window_per_group() -> None:
         return right(span, moved, packed, window, page_tokens, always)
 
     inputs.seen = seen
+
+
+def forgets_the_adapter_where_it_grows() -> None:
+    """Introduce sequences without their adapter to all groups but the first."""
+    right = sequences.Sequences._begin
+
+    def begin(self, start):  # type: ignore[no-untyped-def]
+        known = start if self.group == 0 else msgspec.structs.replace(start, adapter="")
+        return right(self, known)
+
+    sequences.Sequences._begin = begin  # type: ignore[method-assign]
+
+
+def takes_the_adapter_of_the_first_shard() -> None:
+    """Load the first shard's part of adapters on every shard."""
+    right = low_rank.load_adapter
+
+    def loaded(lora, config, layers, shard, *rest):  # type: ignore[no-untyped-def]
+        return right(lora, config, layers, 0, *rest)
+
+    setattr(engine, "load_adapter", loaded)  # noqa: B010
+
+
+def takes_the_adapter_of_the_first_stage() -> None:
+    """Load the first layers' part of adapters on every stage."""
+    right = low_rank.load_adapter
+
+    def loaded(lora, config, layers, *rest):  # type: ignore[no-untyped-def]
+        return right(lora, config, range(len(layers)), *rest)
+
+    setattr(engine, "load_adapter", loaded)  # noqa: B010

@@ -10,7 +10,7 @@ Keeps the scheduler's bookkeeping in the simplest way: pages are allocated in or
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ class Running:
     groups: list[int]
     tail: int
     sampling: Sampling
+    adapter: str = ""
     done: int = 0
     pages: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
     known: set[int] = dataclasses.field(default_factory=set)
@@ -44,10 +45,21 @@ class Running:
 
 
 class Driver:
-    """Driver of a rig; shared chunks use `generation`, and `moved` counts switches."""
+    """Driver of a rig; shared chunks use `generation`, and `moved` counts switches.
 
-    def __init__(self, rig: Rig, page_tokens: int, pages: int, generation: int = 0) -> None:
+    `adapter_of` names the adapter of each sequence.
+    """
+
+    def __init__(
+        self,
+        rig: Rig,
+        page_tokens: int,
+        pages: int,
+        generation: int = 0,
+        adapter_of: Callable[[int], str] = lambda seq: "",
+    ) -> None:
         self.rig, self.page_tokens, self.generation = rig, page_tokens, generation
+        self.adapter_of = adapter_of
         self.running: dict[int, Running] = {}
         self.free = {g: list(range(pages))[::-1] for g in range(rig.topology.kvp_max)}
         self._users: dict[tuple[int, int], int] = {}
@@ -62,7 +74,9 @@ class Driver:
     ) -> None:
         """Create a sequence; its first pages go to the first of `groups`, others start empty."""
         tokens = np.asarray(prompt, np.int32)
-        self.running[seq] = Running(tokens, len(tokens), list(groups), groups[0], sampling)
+        self.running[seq] = Running(
+            tokens, len(tokens), list(groups), groups[0], sampling, self.adapter_of(seq)
+        )
 
     def share(self, seq: int, other: int, pages: int) -> None:
         """Start `seq` with the first full `pages` of `other`, in whichever groups: a prefix hit."""
@@ -245,6 +259,7 @@ class Driver:
             cached=tuple(sorted(held.items())),
             history=to_bytes(run.tokens) if run.sampling.needs_tokens else b"",
             rope_tokens=run.prompt_tokens,
+            adapter=run.adapter,
         )
 
     def _landed(self) -> list[Move]:

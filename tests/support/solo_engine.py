@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import torch
 
 from medha.batch import Batch, Chunk
 from medha.checkpoints.decoder_config import read_config
+from medha.checkpoints.lora import read_lora
 from medha.messages.fields import Logprob, Sampling
 from medha.messages.ranks import SequenceStart, Step
 from medha_worker import sampler, weights
@@ -32,6 +33,7 @@ from medha_worker.graphs import FixedPlan, GraphRecorder, recorded
 from medha_worker.inputs import InputBuilder, StepInputs
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.decoder import Decoder
+from medha_worker.model.low_rank import load_adapter
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.collectives import SoloColumn, SoloTensorParallel
 from medha_worker.penalties import PenaltyTable
@@ -47,6 +49,7 @@ class _Running:
     tokens: Tokens
     sampling: Sampling
     rope_tokens: int
+    adapter: str = ""
     done: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
     started: bool = False
@@ -67,6 +70,7 @@ class SoloEngine:
         device: ComputeDevice = CPU,
         grammars: bool = False,
         packed: bool = False,
+        adapters: Mapping[str, pathlib.Path] | None = None,
     ) -> None:
         config, at, kv_dtype = read_config(folder), device.at, kv_dtype or dtype
         layers, tp = range(config.layers), SoloTensorParallel()
@@ -85,7 +89,11 @@ class SoloEngine:
             latent=config.latent,
         )
         arithmetic = arithmetic_for(self.attention, config.norm_eps, device)
-        self.model = Decoder(config, layers, tp, loaded, arithmetic)
+        low_ranks = {
+            name: load_adapter(read_lora(folder, config), config, layers, 0, 1, dtype, at)
+            for name, folder in (adapters or {}).items()
+        }
+        self.model = Decoder(config, layers, tp, loaded, arithmetic, low_ranks)
         rotary = Rotary(config.rope, config.rotated_dim, at, arithmetic.turns)
         scales = (
             weights.kv_scales(loaded, config.kv_heads, config.head_dim, rotary.scale)
@@ -152,11 +160,16 @@ class SoloEngine:
         self.model = PiecewiseGraphs(model, turns, record, sizes=cuts)  # type: ignore[assignment]
 
     def start(
-        self, seq: int, prompt: Tokens, sampling: Sampling = GREEDY, rope_tokens: int = 0
+        self,
+        seq: int,
+        prompt: Tokens,
+        sampling: Sampling = GREEDY,
+        rope_tokens: int = 0,
+        adapter: str = "",
     ) -> None:
         """Register a sequence; `step` computes its prompt."""
         prompt = np.asarray(prompt, dtype=np.int32)
-        self._running[seq] = _Running(prompt, sampling, rope_tokens or len(prompt))
+        self._running[seq] = _Running(prompt, sampling, rope_tokens or len(prompt), adapter)
 
     def share(self, seq: int, other: int, pages: int) -> None:
         """Give the new sequence `seq` the first full `pages` of `other`: a prefix hit."""
@@ -261,6 +274,7 @@ class SoloEngine:
             cached=tuple(enumerate(run.pages)),
             history=run.tokens.tobytes() if run.sampling.needs_tokens else b"",
             rope_tokens=run.rope_tokens,
+            adapter=run.adapter,
         )
 
     def _chunk(self, seq: int, run: _Running, length: int) -> Chunk:

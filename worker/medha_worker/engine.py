@@ -12,7 +12,13 @@ from collections.abc import Callable
 import torch
 
 from medha.checkpoints.decoder_config import DecoderConfig, read_config
-from medha.checkpoints.fit import check_experts, check_latent, check_packed, pool_pages
+from medha.checkpoints.fit import (
+    check_experts,
+    check_latent,
+    check_packed,
+    pool_pages,
+    read_adapters,
+)
 from medha.config import WorkerConfig
 from medha.errors import SetupError, SpecError
 from medha.profile import decode
@@ -34,6 +40,7 @@ from medha_worker.kv.pages import KvPages, PageEpochs
 from medha_worker.model.decoder import Decoder
 from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.layers import Arithmetic, FusedArithmetic, TorchArithmetic
+from medha_worker.model.low_rank import load_adapter
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.collectives import SoloTensorParallel, TensorParallel
 from medha_worker.parallel.communicator import ShardGroup
@@ -91,6 +98,20 @@ class RankEngine:
         # float32 products on a CPU are deterministic per row anyway.
         self.blocked = config.deterministic and device.at.type == "cuda"
         self.weights = weights.in_blocks(held, PRODUCT_ROWS) if self.blocked else held
+        rows = PRODUCT_ROWS if self.blocked else 0
+        self.adapters = {
+            name: load_adapter(
+                lora,
+                self.model_config,
+                self.layers,
+                at.shard,
+                topology.tp,
+                self.dtype,
+                device.at,
+                rows,
+            )
+            for name, lora in read_adapters(self.model_config, config).items()
+        }
         self.kv = _pool(config, self.model_config, self.layers, at.shard, self.weights)
         self.epochs = PageEpochs(self.kv.pages)
         self.copies = MoveTargets(at.group, self.epochs)
@@ -115,7 +136,7 @@ class RankEngine:
             table=_chunk_table(config.profile, shape.heads // tp.size, self.kv.kv_heads),
         )
         arithmetic = arithmetic_for(attention, shape.norm_eps, self.device)
-        model = Decoder(shape, self.layers, tp, self.weights, arithmetic)
+        model = Decoder(shape, self.layers, tp, self.weights, arithmetic, self.adapters)
         inputs = InputBuilder(
             Sequences(at.group, DeviceSlots(self.device), self._grammars(), self._penalties()),
             attention,

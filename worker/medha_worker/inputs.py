@@ -9,6 +9,7 @@ uploaded at once, and the rest is computed on the device.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from medha.messages.ranks import Step
 from medha_worker.attention.kernel_interface import Attention, AttentionPlan, Sight, Span
 from medha_worker.device import CPU, ComputeDevice
 from medha_worker.kv.pages import KvPages, SlotMapping
+from medha_worker.model.low_rank import Rows
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.collectives import SharedRows
 from medha_worker.sequences import PageTable, Sequences, SequenceState
@@ -40,7 +42,8 @@ class StepInputs:
     spans groups. `yielding` lists the rows to sample here: (batch row, sequence, position of the
     new token); `yield_rows` holds their batch rows. `scored` lists the chunks whose prompt has log
     probabilities: (first batch row, sequence, first position, rows). `whole`, if set, runs the
-    batch in one launch and has its own attention plan.
+    batch in one launch and has its own attention plan. `adapters`: rows by adapter; such a batch
+    has no `whole`, and no graphs.
     """
 
     number: int
@@ -57,6 +60,7 @@ class StepInputs:
     yield_rows: torch.Tensor
     scored: tuple[tuple[int, SequenceState, int, int], ...] = ()
     whole: WholeBatch | None = None
+    adapters: tuple[tuple[str, Rows], ...] = ()
 
 
 class WholeBatch(Protocol):
@@ -117,7 +121,8 @@ class InputBuilder:
             ]
             for window in self.windows
         }
-        whole = self.choose(chunks, by_window)
+        adapters = self._adapters(chunks, states, starts)
+        whole = None if adapters else self.choose(chunks, by_window)
         planned = {
             window: self.attention.plan(window_spans)
             for window, window_spans in by_window.items()
@@ -161,6 +166,7 @@ class InputBuilder:
                 and chunk.start + 1 < len(state.prompt)
             ),
             whole=whole,
+            adapters=adapters,
         )
 
     def slot_mapping(self, positions: torch.Tensor, device_slots: torch.Tensor) -> SlotMapping:
@@ -199,6 +205,22 @@ class InputBuilder:
         counted[0][1].table.count(slots, factors, tokens[places])
         for _, counts, position in counted:
             counts.known = position + 1
+
+    def _adapters(
+        self, chunks: tuple[Chunk, ...], states: list[SequenceState], starts: list[int]
+    ) -> tuple[tuple[str, Rows], ...]:
+        """Return the rows of each adapter: a slice if they follow each other, else numbers."""
+        by_name: dict[str, list[tuple[int, int]]] = {}
+        for chunk, state, at in zip(chunks, states, starts, strict=False):
+            if state.adapter:
+                by_name.setdefault(state.adapter, []).append((at, at + chunk.length))
+        return tuple((name, self._joined(spans)) for name, spans in by_name.items())
+
+    def _joined(self, spans: list[tuple[int, int]]) -> Rows:
+        """Return the rows of ascending spans."""
+        if all(span[1] == following[0] for span, following in itertools.pairwise(spans)):
+            return slice(spans[0][0], spans[-1][1])
+        return self.device.upload(np.concatenate([np.arange(*span) for span in spans]))[0]
 
     def _rows(
         self,

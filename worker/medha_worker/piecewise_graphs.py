@@ -8,8 +8,9 @@ few row counts and replayed for any batch that fits:
     recorded          launched   recorded            launched        launched     recorded
 
 Padding rows are computed and dropped: no row reads another here. Whole-batch `graphs` take
-precedence. Above the largest size the device has enough work to hide the host, and everything is
-launched normally. `fitting`, which is pure, picks sizes; `graphs` records.
+precedence. Batches above the largest size are launched normally, as the device has enough work to
+hide the host, and so are those with adapters, whose products depend on the batch. `fitting`, which
+is pure, picks sizes; `graphs` records.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class PiecewiseGraphs:
         self, x: torch.Tensor, inputs: StepInputs, kv: KvPages, column: KvpColumn
     ) -> torch.Tensor:
         """See `Decoder.forward`."""
-        size = fitting(inputs.rows, self._sizes)
+        size = None if inputs.adapters else fitting(inputs.rows, self._sizes)
         stage = self.model if size is None else self._cuts[size]
         return stage.forward(x, inputs, kv, column)
 

@@ -104,8 +104,9 @@ class SequenceState:
     """State of a sequence on this rank, with its device slot.
 
     `counts` exist only for penalties, `history` and `constraint` for a grammar, all three only
-    where tokens are sampled; `prompt` only if its tokens have log probabilities. `drawn` means that
-    this rank drew its last token, which the device holds before the host does.
+    where tokens are sampled; `prompt` only if its tokens have log probabilities. `adapter`: its
+    name, or empty. `drawn` means that this rank drew its last token, which the device holds before
+    the host does.
     """
 
     seq: int
@@ -118,6 +119,7 @@ class SequenceState:
     constraint: Constraint | None = None
     counts: TokenCounts | None = None
     prompt: Ids | None = None
+    adapter: str = ""
     drawn: bool = False
 
     def draw(self, position: int) -> SampledRow:
@@ -291,6 +293,7 @@ class Sequences:
             constraint=constraint,
             counts=counts,
             prompt=prompt,
+            adapter=start.adapter,
         )
         self.device_slots.put(state.slot, *state.pages.since(0))
         return state

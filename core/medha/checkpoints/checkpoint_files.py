@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -37,6 +37,13 @@ class TensorOffsets(msgspec.Struct, frozen=True):
     """Place of a tensor in its file, after the header; metadata has none."""
 
     data_offsets: tuple[int, int] = (0, 0)
+
+
+class TensorHeader(TensorOffsets, frozen=True):
+    """Place, type (as safetensors spells it) and shape of a tensor."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
 
 
 class TokenizerJson(msgspec.Struct, frozen=True):
@@ -79,6 +86,15 @@ def check_weights(folder: pathlib.Path) -> None:
     files = sorted({SINGLE} if indexed is None else set(indexed.values()))
     with ThreadPoolExecutor(READERS) as readers:
         list(readers.map(_check_whole, [folder / name for name in files]))
+
+
+def tensor_headers(path: pathlib.Path) -> dict[str, TensorHeader]:
+    """Return the tensors of a whole safetensors file by name. Raises CheckpointError."""
+    _check_whole(path)
+    with _readable(path), path.open("rb", buffering=0) as file:
+        _, header = _header(file.fileno(), os.fstat(file.fileno()).st_size)
+        tensors = msgspec.json.decode(header, type=dict[str, TensorHeader])
+    return {name: tensor for name, tensor in tensors.items() if name != "__metadata__"}
 
 
 def _check_whole(path: pathlib.Path) -> None:
@@ -138,7 +154,12 @@ def digest_of(folder: pathlib.Path) -> str:
     CheckpointError."""
     indexed = file_of_each(folder)
     whole = [CONFIG] if indexed is None else [CONFIG, INDEX]
-    sampled = sorted({SINGLE} if indexed is None else set(indexed.values()))
+    return digest_of_files(folder, whole, {SINGLE} if indexed is None else set(indexed.values()))
+
+
+def digest_of_files(folder: pathlib.Path, whole: Sequence[str], weights: Iterable[str]) -> str:
+    """Return the digest of the files `whole`, and of samples of the `weights`."""
+    sampled = sorted(weights)
     digest = hashlib.blake2b(digest_size=16)
     with ThreadPoolExecutor(READERS) as readers:
         parts = readers.map(_sampled, [folder / name for name in sampled])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterator
 from typing import NoReturn
 
 from medha.checkpoints.decoder_config import DecoderConfig
+from medha.checkpoints.lora import Lora, read_lora
 from medha.config import WorkerConfig
 from medha.errors import SpecError
 from medha.topology import check_tp, kv_heads_of, stage_layers
@@ -178,6 +180,26 @@ def check_packed(model: DecoderConfig, config: WorkerConfig) -> None:
             f"needs, on each of {tp} shards, inputs of projections that groups of {packing.group}"
             f" divide and outputs that 16 divides (inputs {inputs}, outputs {outputs})"
         )
+
+
+def read_adapters(model: DecoderConfig, config: WorkerConfig) -> dict[str, Lora]:
+    """Return the adapters by name. Raises CheckpointError, or SpecError if they are not served
+    with these settings."""
+    adapters: dict[str, Lora] = {}
+    for adapter in config.adapters:
+        lora = read_lora(pathlib.Path(adapter.folder), model)
+        if kv_bytes(config) == 1 and any(
+            name in ("k_proj", "v_proj") for _, name in lora.projections
+        ):
+            raise SpecError(
+                "spec.model.kvCacheDtype",
+                config.kv_dtype,
+                f"must not be FP8, as the adapter {adapter.name} changes keys or values, and their"
+                " scales follow from the base model",
+                "use auto",
+            )
+        adapters[adapter.name] = lora
+    return adapters
 
 
 def _refuse_packed(reason: str) -> NoReturn:

@@ -16,7 +16,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     `cached`: (logical page, page id) of what this group already holds of it. `history`: its tokens
     so far (int32 bytes), sent only when `sampling` needs them; `prompt_tokens` of them are prompt.
-    `rope_tokens`: the sequence's final length for dynamic NTK, fixed at admission.
+    `rope_tokens`: the sequence's final length for dynamic NTK, fixed at admission. `adapter`: name
+    of the adapter that computes its tokens, or empty.
     """
 
     seq: int
@@ -25,6 +26,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     cached: tuple[tuple[int, int], ...] = ()
     history: TokenBytes = b""
     rope_tokens: Count = 0
+    adapter: Name = ""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,6 +12,8 @@ serves all layouts. The first stage embeds tokens; the last computes logits of t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch.nn import functional
 
@@ -21,12 +23,13 @@ from medha.topology import kv_heads_of
 from medha_worker.inputs import StepInputs
 from medha_worker.kv.pages import KvPages
 from medha_worker.model.layers import Arithmetic, TorchArithmetic
+from medha_worker.model.low_rank import Adapter, adapted
 from medha_worker.parallel.collectives import KvpColumn, TensorParallel
 from medha_worker.weights import LayerWeights, Weights
 
 
 class Decoder:
-    """The decoder layers `layers` (of `config.layers`) as one shard of `tp`."""
+    """The decoder layers `layers` (of `config.layers`) as one shard of `tp`; `adapters` by name."""
 
     def __init__(
         self,
@@ -35,7 +38,9 @@ class Decoder:
         tp: TensorParallel,
         weights: Weights,
         arithmetic: Arithmetic | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
+        self.adapters = adapters or {}
         self.config, self.layers, self.tp, self.weights = config, layers, tp, weights
         self.heads = config.heads // tp.size
         self.arithmetic = arithmetic or TorchArithmetic(config.norm_eps, weights.at)
@@ -77,8 +82,10 @@ class Decoder:
         before, which are overwritten. Keys and values of rows whose tail is this group are written
         to `kv`.
         """
-        hidden = self.enter(x)
-        for number, layer in zip(self.layers, self.weights.layers, strict=True):
+        hidden, layers = self.enter(x), self.weights.layers
+        if inputs.adapters:
+            layers = adapted(layers, inputs.adapters, self.adapters)
+        for number, layer in zip(self.layers, layers, strict=True):
             qkv = self.before(layer, hidden, inputs.turns)
             self.after(layer, hidden, self.attend(number, qkv, inputs, kv, column))
         return hidden
