@@ -41,6 +41,8 @@ class ModelShape(
     and a router that selects `experts_per_token` of them for each token, and an MLP of width
     `shared_intermediate` for all (0: none). With `latent`, pages hold one head, of latent and
     rotated key, for keys and values both: `kv_heads` is 1 and `head_dim` the width of both.
+    `adapters`: number of LoRA adapters that requests may name; `adapter_params`: entries of A and B
+    of an adapter in a layer, the mean of both.
     """
 
     layers: int
@@ -63,6 +65,8 @@ class ModelShape(
     expert_layers: int = 0
     shared_intermediate: int = 0
     latent: LatentShape | None = None
+    adapters: int = 0
+    adapter_params: float = 0.0
 
     def __post_init__(self) -> None:
         latent = self.latent
@@ -164,6 +168,16 @@ class ModelShape(
         k/E)ⁿ), if all experts are equally likely."""
         missed = 1.0 - self.experts_per_token / self.experts
         return float(self.experts * (1.0 - missed**tokens))
+
+    @property
+    def adapted_share(self) -> float:
+        """Expected share of requests that name an adapter, if each is as likely as none."""
+        return self.adapters / (self.adapters + 1)
+
+    def adapters_read(self, requests: int) -> float:
+        """Expected number of distinct adapters of `requests`: n·(1 − (n / (n + 1))ʳ), if each is as
+        likely as none."""
+        return float(self.adapters * (1.0 - self.adapted_share**requests))
 
     @property
     def kv_bytes_per_token_layer(self) -> float:

@@ -4,7 +4,7 @@ Applies a machine's profile to a model's shape and a topology. Serves the batch 
 the scheduler and admission (per request) and the simulator (in place of the GPU). Per layer and
 rank, with rows summed over the batch and attention summed over its entries:
 
-    t_layer = products(rows) + elementwise + Σ attention + all-reduce + KVP
+    t_layer = products(rows) + elementwise + Σ attention + all-reduce + KVP [+ adapters]
     t_stage = layers·t_layer [+ head on the last] + batch + entries·sequence + point-to-point
 
 (Medha, section 4.4, with a smooth roofline, and in steps of tiles where known, see `Products`.)
@@ -249,6 +249,9 @@ class Costs:
     __slots__ = (
         "_heads_s",
         "_least",
+        "_shape",
+        "adapter_row",
+        "adapter_s",
         "all_reduce_row",
         "all_reduce_s",
         "batch_s",
@@ -300,6 +303,13 @@ class Costs:
         self.kvp_s = profile.kvp_latency_s
         self.kvp_row = self.heads * (shape.state_dim + 1) * 4.0 / profile.kvp_bytes_per_s
 
+        # A column-parallel projection has its adapter's A whole and a part of B; a row-parallel one
+        # the reverse. An adapter launches about as much as the rest of a layer.
+        self._shape, adapter = shape, shape.adapter_params * (1.0 + 1.0 / tp) / 2.0
+        read_s = adapter * shape.param_bytes / profile.linear_bytes_per_s
+        self.adapter_s = profile.layer_s + read_s
+        self.adapter_row = shape.adapted_share * 2.0 * adapter / profile.linear_flops_per_s
+
         self.layer_s, self.batch_s = profile.layer_s, profile.batch_s
         self.sequence_s = profile.sequence_s
         self.stages = tuple(len(layers) for layers in stage_layers(shape.layers, topology.spp))
@@ -316,8 +326,14 @@ class Costs:
             + attention_s
             + self.all_reduce_s
             + self.layer_s
+            + rows * self.adapter_row
         )
         return seconds + self.kvp_s + kvp_rows * self.kvp_row if kvp_rows else seconds
+
+    def adapters(self, entries: int) -> float:
+        """Seconds per layer of the adapters that `entries` name, by expectation, without those of
+        their rows."""
+        return self._shape.adapters_read(entries) * self.adapter_s
 
     def small(self, rows: int, extra: float = 0.0) -> float:
         """Seconds of the elementwise operators of one layer, plus `extra` per row."""
@@ -361,6 +377,8 @@ class Costs:
 
     def slowest(self, rows: int, layer_s: float, yields: int, entries: int) -> float:
         """Seconds of the slowest stage: the first has the most layers, the last has the head."""
+        if self._shape.adapters:
+            layer_s += self.adapters(entries)
         ends = self.last * layer_s
         if yields:
             ends += self._heads_s.get(yields) or self.head(yields)
@@ -484,13 +502,14 @@ class BatchLoad:
             return 0.0
         costs = self._costs
         attention_s = self.attention_s * costs.skews[self.regime]
-        seconds = costs.stages[stage] * costs.layer(self.rows, attention_s, self.kvp_rows)
+        entries = self.decodes + self.chunks
+        layer_s = costs.layer(self.rows, attention_s, self.kvp_rows) + costs.adapters(entries)
+        seconds = costs.stages[stage] * layer_s
         if stage == len(costs.stages) - 1:
             if self.yields:
                 seconds += costs.head(self.yields)
         else:
             seconds += costs.p2p_s + self.rows * costs.p2p_row
-        entries = self.decodes + self.chunks
         return (seconds + costs.batch_s + entries * costs.sequence_s) * costs.factors[self.regime]
 
 

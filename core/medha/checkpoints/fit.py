@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NoReturn
+
+import msgspec
 
 from medha.checkpoints.decoder_config import DecoderConfig
 from medha.checkpoints.lora import Lora, read_lora
 from medha.config import WorkerConfig
 from medha.errors import SpecError
+from medha.model import ModelShape
 from medha.topology import check_tp, kv_heads_of, stage_layers
 
 PARAM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -200,6 +203,17 @@ def read_adapters(model: DecoderConfig, config: WorkerConfig) -> dict[str, Lora]
             )
         adapters[adapter.name] = lora
     return adapters
+
+
+def adapted_shape(
+    shape: ModelShape, model: DecoderConfig, adapters: Collection[Lora]
+) -> ModelShape:
+    """Return the shape of the model with its adapters."""
+    params = sum(lora.params(model) for lora in adapters) / model.layers
+    count = len(adapters)
+    return msgspec.structs.replace(
+        shape, adapters=count, adapter_params=params / count if count else 0.0
+    )
 
 
 def _refuse_packed(reason: str) -> NoReturn:
