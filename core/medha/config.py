@@ -190,13 +190,15 @@ class AdapterFolder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class RouterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Model that a router serves before any replica has sent Hello.
 
-    `hold_s`: requests wait at least this long for the first replica, which is being started.
+    `adapters`: their names. `hold_s`: requests wait at least this long for the first replica, which
+    is being started.
     """
 
     name: str
     max_context_tokens: int
     classes: tuple[SloClass, ...] = (SloClass(),)
     default_class: str = "default"
+    adapters: tuple[str, ...] = ()
     hold_s: float = 0.0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from medha import spec as resource
-from medha.config import AHEAD_S, Curve, Network, Scheduling, WorkerConfig
+from medha.config import AHEAD_S, AdapterFolder, Curve, Network, Scheduling, WorkerConfig
 from medha.spec import MedhaReplica, seconds
 
 POLICIES = {
@@ -27,6 +27,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses and paths of a replica's processes; see the same fields in WorkerConfig."""
 
     checkpoint: str
+    adapters: tuple[AdapterFolder, ...] = ()
     routers: tuple[str, ...]
     curve: Curve | None
     rank_bind: str
@@ -51,6 +52,7 @@ def worker_config(resource: MedhaReplica, name: str, site: Site) -> WorkerConfig
         replica=name,
         model=spec.model.name,
         checkpoint=site.checkpoint,
+        adapters=site.adapters,
         max_context_tokens=spec.model.max_context_tokens,
         topology=spec.topology,
         device="cuda" if cuda else "cpu",

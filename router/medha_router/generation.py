@@ -105,6 +105,7 @@ class Generation:
             slo_class=request.slo_class,
             tenant=request.tenant,
             salt=self.salt,
+            adapter=self.client_request.adapter,
             weight=request.weight,
             promised=request.promised,
             beyond_share=request.beyond_share,
@@ -112,18 +113,24 @@ class Generation:
 
 
 class ClientRequest:
-    """A request as its client sees it. `promise_s` and `predicted_s` are TTFTs, if known."""
+    """A request as its client sees it. `promise_s` and `predicted_s` are TTFTs, if known.
+
+    `params.model` is what the client named: `model`, or `model:adapter`.
+    """
 
     def __init__(
         self,
         *,
         id: str,
         params: GenerationParams,
+        model: str,
+        adapter: str = "",
         slo_class: SloClass,
         client: Client,
         arrival_s: float,
         created: int,
     ) -> None:
+        self.model, self.adapter = model, adapter
         self.id, self.params, self.slo_class, self.client = id, params, slo_class, client
         self.arrival_s, self.created = arrival_s, created
         self.generations: list[Generation] = []

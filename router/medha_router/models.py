@@ -1,7 +1,7 @@
 """The models that a router serves, and their versions.
 
     ModelRegistry   every served model: from the config, the operator's file, or its replicas
-    ServedModel     one model: QoS classes, limits, dispatcher, versions
+    ServedModel     one model: QoS classes, limits, adapters, dispatcher, versions
     ModelVersion    replicas that can continue each other's requests
 
 A rolling update may bring replicas with other weights, another tokenizer or another page size. Both
@@ -123,8 +123,15 @@ class ServedModel:
         limits += [estimate.max_context_tokens for estimate in self.dispatcher.estimates]
         return min(limits)
 
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of the adapters of the router's config and of the replicas."""
+        held = (version.hello.adapters for version in self.versions.values())
+        return frozenset(self.config.adapters).union(*held)
+
     def adopt(self, config: RouterModel, at_least: int) -> None:
-        """Replace classes and context limit; the configured limit is at least `at_least`."""
+        """Replace classes, adapters and context limit; the configured limit is at least
+        `at_least`."""
         limit = max(config.max_context_tokens, at_least)
         self.config = msgspec.structs.replace(config, max_context_tokens=limit)
         self.classes = {slo_class.name: slo_class for slo_class in config.classes}
@@ -162,14 +169,19 @@ class ServedModel:
         """Return True if a replica of this version takes requests."""
         return version in self.versions and bool(self.versions[version].open)
 
-    def choose_version(self) -> ModelVersion:
-        """Choose the version for a new request; raises Refusal if none is open.
+    def choose_version(self, adapter: str = "") -> ModelVersion:
+        """Choose the version for a new request; raises Refusal if none with `adapter` is open.
 
         It is the version with the fewest requests per open replica; of equals, the latest.
         """
-        candidates = [version for version in self.versions.values() if version.open]
+        candidates = [
+            version
+            for version in self.versions.values()
+            if version.open and (not adapter or adapter in version.hello.adapters)
+        ]
         if not candidates:
-            raise Refusal("no_replica", "the replicas of this model are gone: retry later")
+            what = f"with the adapter {adapter}" if adapter else "of this model"
+            raise Refusal("no_replica", f"the replicas {what} are gone: retry later")
         if len(candidates) == 1:
             return candidates[0]
         return min(
@@ -268,6 +280,23 @@ class ModelRegistry(Mapping[str, ServedModel]):
     def __len__(self) -> int:
         return len(self._models)
 
+    def named(self, name: str) -> tuple[ServedModel, str] | None:
+        """Return the model and the adapter ("": none) that a client names; None if unknown."""
+        model = self._models.get(name)
+        if model is not None:
+            return model, ""
+        base, _, adapter = name.rpartition(":")
+        model = self._models.get(base)
+        return (model, adapter) if model is not None and adapter in model.adapters else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that clients may use, sorted: of models, and `model:adapter`."""
+        adapted = (
+            f"{name}:{adapter}" for name, model in self.items() for adapter in model.adapters
+        )
+        return tuple(sorted((*self, *adapted)))
+
     def learn(self, hello: Hello, others: bool) -> None:
         """Learn the model of a new replica; `others` is True if it has more replicas.
 
@@ -350,5 +379,6 @@ def learned_model(hello: Hello, hold_s: float) -> RouterModel:
         max_context_tokens=hello.max_context_tokens,
         classes=classes,
         default_class="default" if "default" in names else names[0],
+        adapters=tuple(sorted(hello.adapters)),
         hold_s=hold_s,
     )

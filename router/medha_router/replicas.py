@@ -81,8 +81,8 @@ class ConnectedReplica:
 def _version(hello: Hello) -> str:
     """Return the key of a model version.
 
-    Replicas with the same key can continue each other's requests: weights, tokens, pages and layers
-    are the same.
+    Replicas with the same key can continue each other's requests: weights, adapters, tokens, pages
+    and layers are the same.
     """
     shape, files = hello.shape, hello.files
     numbers = (
@@ -94,7 +94,8 @@ def _version(hello: Hello) -> str:
         shape.heads,
         shape.kv_heads,
     )
-    texts = (hello.checkpoint, *(files.get(name, "") for name in FILES))
+    adapters = (f"{name}={digest}" for name, digest in sorted(hello.adapters.items()))
+    texts = (hello.checkpoint, *(files.get(name, "") for name in FILES), *adapters)
     return ":".join((*texts, *map(str, numbers)))
 
 

@@ -198,7 +198,7 @@ class RequestTable:
         return True
 
     def _of(self, client_request: ClientRequest) -> ServedModel:
-        return self._models[client_request.params.model]
+        return self._models[client_request.model]
 
 
 def _last_error(generation: Generation) -> StreamBroken:

@@ -558,12 +558,16 @@ def error_event(body: bytes) -> bytes:
     return b"event: error\ndata: " + body + b"\n\n"
 
 
-def model_shape(name: str, created: int, max_context_tokens: int) -> dict[str, Any]:
-    """Return an entry of `/v1/models`; `max_model_len` is vLLM's name for the context limit."""
+def model_shape(
+    name: str, created: int, max_context_tokens: int, parent: str | None
+) -> dict[str, Any]:
+    """Return an entry of `/v1/models`; as in vLLM, `max_model_len` is the context limit, and
+    `parent` the model of an adapter."""
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "medha",
         "max_model_len": max_context_tokens,
+        "parent": parent,
     }

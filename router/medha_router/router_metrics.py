@@ -64,7 +64,7 @@ class RouterMetrics:
         self._demand.arrived(_model(generation), generation.request, now)
 
     def admitted(self, client_request: ClientRequest) -> None:
-        model, tenant = client_request.params.model, self._tenant(client_request)
+        model, tenant = client_request.model, self._tenant(client_request)
         self._sink.add("medha_prompt_tokens_total", client_request.prompt_tokens, model, tenant)
         self._begin_tenant(model, tenant)
         for generation in client_request.generations:
@@ -104,12 +104,12 @@ class RouterMetrics:
         self._sink.add(
             "medha_output_tokens_total",
             count,
-            client_request.params.model,
+            client_request.model,
             self._tenant(client_request),
         )
 
     def moved(self, generation: Generation) -> None:
-        self._sink.add("medha_requests_moved_total", 1, generation.client_request.params.model)
+        self._sink.add("medha_requests_moved_total", 1, generation.client_request.model)
 
     def finished(self, generation: Generation, now: float) -> None:
         """Record end-to-end time, TPOT and SLO attainment of a finished generation."""
@@ -236,7 +236,7 @@ def queued_slack(item: QueuedRequest, now: float) -> float:
 
 
 def _model(generation: Generation) -> str:
-    return generation.client_request.params.model
+    return generation.client_request.model
 
 
 def _class_labels(generation: Generation) -> tuple[str, str]:

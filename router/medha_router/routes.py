@@ -143,12 +143,13 @@ def _serve_generations(
 
 def _serve_models(app: FastAPI, service: Service) -> None:
     def shape(name: str) -> dict[str, Any]:
-        model = service.model(name)
-        return model_shape(name, service.started, model.max_context_tokens)
+        model, adapter = service.model(name)
+        parent = model.name if adapter else None
+        return model_shape(name, service.started, model.max_context_tokens, parent)
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json({"object": "list", "data": [shape(name) for name in sorted(service.models)]})
+        return _json({"object": "list", "data": [shape(name) for name in service.models.names]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import msgspec
@@ -24,7 +24,7 @@ from medha.messages import Sampling
 from medha.request import Request
 from medha_router.auth import Client
 from medha_router.generation import ClientRequest, Generation
-from medha_router.models import ModelVersion, ServedModel
+from medha_router.models import ModelRegistry, ModelVersion, ServedModel
 from medha_router.protocol import MAX_INT64, GenerationParams, SloOverride, TokenizeParams
 from medha_router.request_table import RouterState
 from medha_router.structured.checker_process import GrammarChecker
@@ -70,10 +70,10 @@ class Service:
         self._requests, self._metrics = state.requests, state.metrics
         self._clock, self._wall_s, self._draw_bits = state.clock, wall_s, draw_bits
         self._log = logging.getLogger("medha.router")
-        self._salts: dict[tuple[str, str], bytes] = {}  # by model and owner
+        self._salts: dict[tuple[str, str], bytes] = {}  # by model, with its adapter, and owner
         self._holding = 0
         self._learns_until_s = self._clock() + (config.learn_s if config.learn else 0.0)
-        self.models: Mapping[str, ServedModel] = state.models
+        self.models: ModelRegistry = state.models
         self.draining = False
         self.started = int(wall_s())
 
@@ -95,28 +95,29 @@ class Service:
         """Refuse new requests and finish the others."""
         self.draining = True
 
-    def model(self, name: str) -> ServedModel:
-        """Return a served model; raises RequestError if the name is unknown."""
-        model = self.models.get(name)
-        if model is None:
+    def model(self, name: str) -> tuple[ServedModel, str]:
+        """Return a served model and an adapter ("": none); raises RequestError if the name is
+        unknown."""
+        named = self.models.named(name)
+        if named is None:
             raise RequestError(
                 f"The model `{name[:80]}` does not exist; this server has "
-                f"{', '.join(sorted(self.models)) or 'none yet'}",
+                f"{', '.join(self.models.names) or 'none yet'}",
                 status=404,
                 code="model_not_found",
                 param="model",
             )
-        return model
+        return named
 
     async def detokenize(self, name: str, raw: bytes, owner: str) -> memoryview:
         """Return the answer of `/detokenize` for JSON token ids; raises RequestError or Refusal."""
-        version = await self._open(await self._known(name))
+        version = await self._open(*await self._known(name))
         return await self._hold(self.tokens.detokenize(version.tokenizer_key, raw, owner))
 
     async def encode(self, params: TokenizeParams, owner: str) -> tuple[Prompt, ServedModel]:
         """Encode one prompt for `/tokenize`; raises RequestError or Refusal."""
-        model = await self._known(params.model)
-        version = await self._open(model)
+        model, adapter = await self._known(params.model)
+        version = await self._open(model, adapter)
         if params.tools:
             _check_takes_tools(version)
         job = version.encode_job(
@@ -145,13 +146,15 @@ class Service:
         The task may be cancelled at any time: nothing of the request is left.
         """
         arrival_s = self._clock()
-        model = await self._known(params.model)
+        model, adapter = await self._known(params.model)
         slo_class = model.slo_class(slo)
         if client.weight != 1.0:
             slo_class = msgspec.structs.replace(slo_class, weight=slo_class.weight * client.weight)
         client_request = ClientRequest(
             id=id,
             params=params,
+            model=model.name,
+            adapter=adapter,
             slo_class=slo_class,
             client=client,
             arrival_s=arrival_s,
@@ -160,14 +163,14 @@ class Service:
         try:
             self._meter.arrive(client.tenant, client.limits, arrival_s)
             client_request.held = not model.ready
-            version = await self._open(model)
+            version = await self._open(model, adapter)
             grammar = ""
             if params.grammar is not None:
                 grammar = await self._hold(self._checked_grammar(params.grammar, version))
             prompts = await self._hold(self._encoded(client_request, model, version))
             while not version.open:  # its replicas left during the encoding
                 client_request.held = client_request.held or not model.ready
-                version = await self._open(model)
+                version = await self._open(model, adapter)
                 prompts = await self._hold(self._encoded(client_request, model, version))
             self._prepare(client_request, model, version, prompts, slo, grammar)
             self._count(client_request)
@@ -206,14 +209,16 @@ class Service:
             tokens = client_request.output_tokens
             self._meter.end(client.tenant, client.limits, tokens, work_s, self._clock())
 
-    async def _known(self, name: str) -> ServedModel:
-        """Return a model; a router that has just started waits a moment to learn it."""
-        while name not in self.models and self._clock() < self._learns_until_s:
+    async def _known(self, name: str) -> tuple[ServedModel, str]:
+        """Return a model and an adapter; a router that has just started waits a moment to learn
+        them."""
+        while self.models.named(name) is None and self._clock() < self._learns_until_s:
             await self._hold(asyncio.sleep(LEARN_POLL_S))
         return self.model(name)
 
-    async def _open(self, model: ServedModel) -> ModelVersion:
-        """Wait until a version of the model is open and choose it; raises Refusal."""
+    async def _open(self, model: ServedModel, adapter: str) -> ModelVersion:
+        """Wait until a version of the model is open and choose one with the adapter; raises
+        Refusal."""
         if self.draining:
             raise Refusal("draining", "this router is shutting down: retry", retry_after_s=1.0)
         while not model.ready:
@@ -222,7 +227,7 @@ class Service:
             wait_s = model.patience_s(self._config.no_replica_timeout_s)
             with self._demand.holding(model.name):
                 await self._hold(model.wait_open(wait_s))
-        return model.choose_version()
+        return model.choose_version(adapter)
 
     async def encode_for(
         self, client_request: ClientRequest, model: ServedModel, version: ModelVersion

@@ -89,6 +89,15 @@ def test_a_checkpoint_in_one_file_is_fetched(server: Server, tmp_path: Path) -> 
     assert fetch_files(server, tmp_path / "new" / "model") == server.files
 
 
+def test_an_adapter_is_fetched_without_a_model(server: Server, tmp_path: Path) -> None:
+    server.files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"w" * 99}
+    fetch(server.url, tmp_path, lambda _: None, adapter=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == server.files
+    del server.files["adapter_config.json"]
+    with pytest.raises(CheckpointError, match=r"adapter_config.json cannot be fetched .HTTP 404"):
+        fetch(server.url, tmp_path / "other", lambda _: None, adapter=True)
+
+
 def test_a_checkpoint_in_shards_is_fetched_by_its_index(server: Server, tmp_path: Path) -> None:
     del server.files["model.safetensors"]
     shards = {"model-1.safetensors": b"one", "model-2.safetensors": b"two"}

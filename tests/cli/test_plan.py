@@ -20,7 +20,7 @@ from medha.cli.local_fleet.launches import controller_launch, rank_launch, route
 from medha.cli.local_fleet.run_dir import PREFIX, RunDir, remove_stale
 from medha.cli.resource_file import read_resources
 from medha.config import POLICIES as KNOWN
-from medha.config import RouterConfig, Scheduling, WorkerConfig, read
+from medha.config import AdapterFolder, RouterConfig, Scheduling, WorkerConfig, read
 from medha.errors import CheckpointError, SetupError, SpecError
 from medha.rendering import POLICIES, scheduling_of
 from medha.spec import MedhaReplica, parse
@@ -113,8 +113,15 @@ def test_a_fleet_of_no_replicas_is_refused() -> None:
 def test_two_resources_of_one_model_must_agree_on_it() -> None:
     other = msgspec.structs.replace(resource(model={"maxContextTokens": 99}), name="other")
     checkpoints = {"tiny": "/a", "other": "/b"}
-    with pytest.raises(SpecError, match="must have the same maxContextTokens and slo"):
+    with pytest.raises(SpecError, match="must have the same maxContextTokens, adapters and slo"):
         plan_fleet([resource(), other], place(ports=2, checkpoints=checkpoints))
+    adapter = {"name": "legal", "source": {"hostPath": {"path": "/legal"}}}
+    adapted = msgspec.structs.replace(resource(adapters=[adapter]), name="other")
+    with pytest.raises(SpecError, match="adapters"):
+        plan_fleet([resource(), adapted], place(ports=2, checkpoints=checkpoints))
+    plan = plan_fleet([adapted], place(ports=1, checkpoints=checkpoints))
+    assert plan.router.models[0].adapters == ("legal",)
+    assert plan.replicas[0].config.adapters == (AdapterFolder(name="legal", folder="/legal"),)
     twin = msgspec.structs.replace(resource(), name="other")
     assert (
         len(plan_fleet([resource(), twin], place(ports=2, checkpoints=checkpoints)).replicas) == 2

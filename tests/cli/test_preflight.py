@@ -19,13 +19,14 @@ import msgspec
 import pytest
 import yaml
 from rich.console import Console
+from tests.support.adapter_writer import write_adapter
 
 from medha.cli.__main__ import main
 from medha.cli.doctor import diagnose
 from medha.cli.local_fleet.checkpoint_check import check_resource, check_resources
 from medha.cli.local_fleet.run_dir import RunDir, check_unused
 from medha.cli.resource_file import read_resources
-from medha.config import WorkerConfig
+from medha.config import AdapterFolder, WorkerConfig
 from medha.errors import SetupError, UserError
 from medha.rendering import Site, worker_config
 from medha.topology import Coordinate
@@ -169,6 +170,38 @@ def test_weights_that_are_not_whole_are_refused_in_the_words_of_the_rank(
     with pytest.raises(UserError) as caught:
         RankEngine(config_of(file, model), Coordinate(0, 0, 0), CPU, lambda *_: None)
     assert [str(caught.value)] == faults(file)
+
+
+def with_adapters(model: Path, *names: str) -> Path:
+    sources = [{"name": name, "source": {"hostPath": {"path": name}}} for name in names]
+    return write(model.parent, document(adapters=sources))
+
+
+def test_adapters_that_the_model_takes_pass(model: Path) -> None:
+    write_adapter(model, model.parent / "legal")
+    write_adapter(model, model.parent / "poems", targets=("q_proj",), rank=2)
+    file = with_adapters(model, "legal", "poems")
+    assert list(check_resources(read_resources(file), gpus=0)) == ["tiny"]
+
+
+def test_faults_of_adapters_are_reported_together_in_the_words_of_the_rank(model: Path) -> None:
+    write_adapter(model, model.parent / "legal", use_dora=True)
+    write_adapter(model, model.parent / "poems", rank=513)
+    file = with_adapters(model, "legal", "poems", "prose")
+    config = config_of(file, model)
+    reported = []
+    for name in ("legal", "poems"):
+        adapter = AdapterFolder(name=name, folder=str(model.parent / name))
+        adapted = msgspec.structs.replace(config, adapters=(adapter,))
+        with pytest.raises(UserError) as caught:
+            RankEngine(adapted, Coordinate(0, 0, 0), CPU, lambda *_: None)
+        with pytest.raises(UserError, match=r"use_dora is|r is 513"):
+            identity_of(adapted)
+        reported.append(str(caught.value))
+    *listed, missing = faults(file)
+    assert listed == reported
+    assert missing.startswith("spec.adapters[2].source.hostPath.path is ")
+    assert "must be a folder" in missing
 
 
 def test_a_missing_tokenizer_is_refused_in_the_words_of_the_controller(model: Path) -> None:

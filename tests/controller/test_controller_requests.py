@@ -11,6 +11,7 @@ from tests.support.virtual_ranks import expected_tokens
 from tests.support.virtual_replica import NoMetrics, VirtualReplica
 
 from medha import messages as m
+from medha.config import AdapterFolder
 from medha.fleet.prefix_index import chain
 from medha.topology import Topology
 
@@ -43,6 +44,21 @@ def test_a_prompt_is_answered_token_by_token(
     judge(replica, submit)
     finished = replica.clients["one"].finished
     assert finished == m.Finished("one", "length", 100, 7, 0)
+    idle(replica)
+
+
+def test_a_request_for_an_adapter_needs_a_replica_that_has_it(
+    make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle
+) -> None:
+    replica = make_replica(adapters=(AdapterFolder(name="legal", folder="/nowhere"),))
+    known, unknown = make_submit("one", adapter="legal"), make_submit("two", adapter="prose")
+    replica.submit_at(1.0, known)
+    replica.submit_at(1.0, unknown)
+    replica.run(10.0)
+    judge(replica, known)
+    failed = replica.clients["two"].failed
+    assert failed is not None and failed.code == "invalid_request" and not failed.retriable
+    assert "names the adapter 'prose': this replica has legal" in failed.message
     idle(replica)
 
 

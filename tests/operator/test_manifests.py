@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from medha.config import CONTROLLER_OPS_PORT, Network, WorkerConfig
+from medha.config import CONTROLLER_OPS_PORT, AdapterFolder, Network, WorkerConfig
 from medha.errors import SpecError
 from medha.spec import MedhaReplica
 from medha.topology import Coordinate
+from medha_operator.controllers.model_publisher import router_models
 from medha_operator.resources.manifests import (
     Place,
     PodAssignment,
@@ -344,6 +345,65 @@ def test_the_model_comes_from_a_volume_of_its_kind() -> None:
     assert volume(fetched, "model") == {"emptyDir": {}}
     (init,) = rendered(fetched)["spec"]["initContainers"]
     assert init["command"][-3:] == ["fetch", "https://models.example/llama", "/models"]
+
+
+def test_adapters_come_from_volumes_of_their_own() -> None:
+    of = resource(
+        adapters=[
+            {"name": "legal", "source": {"pvc": {"claimName": "models", "path": "a/legal"}}},
+            {"name": "Poems.2", "source": {"uri": "https://models.example/poems"}},
+        ]
+    )
+    assert volume(of, "adapter-0") == {
+        "persistentVolumeClaim": {"claimName": "models", "readOnly": True}
+    }
+    assert volume(of, "adapter-1") == {"emptyDir": {}}
+    mounts = {mount["name"]: mount for mount in container(of)["volumeMounts"]}
+    assert mounts["adapter-0"]["mountPath"] == "/adapters/legal"
+    assert mounts["adapter-1"]["mountPath"] == "/adapters/Poems.2"
+    (init,) = rendered(of)["spec"]["initContainers"]
+    assert init["name"] == "fetch-adapter-1"
+    assert init["command"][-4:] == [
+        "fetch",
+        "--adapter",
+        "https://models.example/poems",
+        "/adapters/Poems.2",
+    ]
+    config = msgspec.json.decode(worker_json(of, 0, SETTINGS), type=WorkerConfig)
+    assert config.adapters == (
+        AdapterFolder(name="legal", folder="/adapters/legal/a/legal"),
+        AdapterFolder(name="Poems.2", folder="/adapters/Poems.2"),
+    )
+    assert spec_hash(of) != spec_hash(resource())
+    assert router_models([of])[0].adapters == ("legal", "Poems.2")
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (
+            {"adapters": [{"name": "a", "source": {"hostPath": {"path": "a"}}}]},
+            "spec.adapters[0].source.hostPath.path",
+        ),
+        (
+            {"adapters": [{"name": "a", "source": {"image": {"reference": "a", "path": "../b"}}}]},
+            "spec.adapters[0].source.image.path",
+        ),
+        (
+            {
+                "adapters": [{"name": "a", "source": {"uri": "https://a/b"}}],
+                "template": {"volumes": [{"name": "adapter-0"}]},
+            },
+            "spec.template.volumes[0].name",
+        ),
+    ],
+)
+def test_adapters_that_cannot_work_in_a_cluster_are_refused(
+    spec: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        check(resource(**spec))
+    assert caught.value.field == field
 
 
 def test_probes_use_the_pods_own_port() -> None:

@@ -140,6 +140,7 @@ def test_lists_that_are_merged_by_a_key_require_that_key() -> None:
         if field.get("x-kubernetes-list-type") == "map"
     }
     assert keys == {
+        ".spec.adapters": ["name"],
         ".spec.slo.classes": ["name"],
         ".spec.template.env": ["name"],
         ".spec.template.volumes": ["name"],

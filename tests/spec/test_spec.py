@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,7 @@ spec:
     maxContextTokens: 2000000
     dtype: bfloat16
     kvCacheDtype: auto
+  adapters: [{name: legal, source: {pvc: {claimName: models, path: legal}}}]
   device: {kind: Cuda, resource: nvidia.com/gpu}
   parallelism:
     tp: 8
@@ -121,7 +123,7 @@ def leaves(kind: inspect.Type, path: str) -> Iterator[tuple[str, inspect.Type]]:
 LEAVES = [
     (path, kind)
     for path, kind in leaves(inspect.type_info(MedhaReplicaSpec), "spec")
-    if not path.startswith(tuple(f"spec.model.source.{kind}" for kind in ("image", "uri", "host")))
+    if not re.match(r"spec\.(model|adapters\.0)\.source\.(image|uri|host)", path)
 ]
 TP = "spec.parallelism.tp"
 WRONG: list[object] = [[], {"no": "such"}, True, 2.5, "£ no\nsuch", ""]

@@ -16,7 +16,13 @@ def new_generation(classes: Sequence[SloClass], vocabulary: Vocabulary, version:
     """Return the generation of a completion of four tokens for the model `tiny`."""
     params = read_completion(b'{"model": "tiny", "prompt": "say ok"}')
     request = ClientRequest(
-        id="a", params=params, slo_class=classes[0], client=Client(), arrival_s=0.0, created=0
+        id="a",
+        params=params,
+        model="tiny",
+        slo_class=classes[0],
+        client=Client(),
+        arrival_s=0.0,
+        created=0,
     )
     generation = Generation(
         client_request=request,

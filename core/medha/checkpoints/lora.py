@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from medha.checkpoints.checkpoint_files import TensorHeader, tensor_headers
+from medha.checkpoints.checkpoint_files import TensorHeader, digest_of_files, tensor_headers
 from medha.checkpoints.decoder_config import DecoderConfig
 from medha.checkpoints.json_fields import count, read_json
 from medha.errors import CheckpointError
@@ -98,6 +98,11 @@ def read_lora(folder: pathlib.Path, model: DecoderConfig) -> Lora:
         scale=alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank),
         projections=_projections(folder, rank, model),
     )
+
+
+def digest_of_adapter(folder: pathlib.Path) -> str:
+    """Return a digest that distinguishes adapters, as `digest_of` does checkpoints."""
+    return digest_of_files(folder, [CONFIG], [WEIGHTS])
 
 
 def _check_settings(path: pathlib.Path, raw: dict[str, Any]) -> None:

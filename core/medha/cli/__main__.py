@@ -106,11 +106,12 @@ def run_pod(
 def run_fetch(
     uri: Annotated[str, typer.Argument(help="http or https address of a checkpoint's folder")],
     folder: Annotated[pathlib.Path, typer.Argument(help="target folder")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="a LoRA adapter, no model")] = False,
 ) -> None:
     """Download a checkpoint into a folder."""
     from medha.cli.fetch import fetch
 
-    fetch(uri, folder, Console(stderr=True).print)
+    fetch(uri, folder, Console(stderr=True).print, adapter=adapter)
 
 
 @app.command("replay")

@@ -4,6 +4,8 @@
     <uri>/tokenizer_config.json, generation_config.json, …    optional
     <uri>/model.safetensors.index.json and its shards, else model.safetensors
 
+or of an adapter: adapter_config.json and adapter_model.safetensors.
+
 A file gets its name once it is complete. A broken transfer resumes where it stopped, with back-off;
 a complete file is not fetched again.
 """
@@ -22,6 +24,7 @@ from medha.errors import CheckpointError
 
 NEEDED = ("config.json", "tokenizer.json")
 WELCOME = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 TRIES, FIRST_PAUSE_S = 6, 0.5
@@ -37,8 +40,10 @@ def fetch(
     folder: pathlib.Path,
     say: Callable[[str], None],
     pause: Callable[[float], None] = time.sleep,
+    *,
+    adapter: bool = False,
 ) -> None:
-    """Download the checkpoint at `uri` into `folder`; raises CheckpointError.
+    """Download the checkpoint, or the `adapter`, at `uri` into `folder`; raises CheckpointError.
 
     A query of `uri`, such as a token, is sent with the address of each file.
     """
@@ -52,8 +57,10 @@ def fetch(
         ) from None
     with httpx.Client(timeout=TIMEOUT, follow_redirects=True) as client:
         source = _Source(client, address, folder, say, pause)
-        for name in NEEDED:
+        for name in ADAPTER if adapter else NEEDED:
             source.bring(name)
+        if adapter:
+            return
         for name in WELCOME:
             source.bring(name, optional=True)
         for name in _shards(folder / INDEX) if source.bring(INDEX, optional=True) else (WHOLE,):
@@ -124,8 +131,8 @@ class _Source:
             if attempt + 1 < TRIES:
                 self._pause(FIRST_PAUSE_S * 2.0**attempt)
         raise CheckpointError(
-            f"{self._shown(name)} cannot be fetched ({why}): correct spec.model.source.uri, or "
-            "make the checkpoint available there"
+            f"{self._shown(name)} cannot be fetched ({why}): correct the address (source.uri), or "
+            "make the files available there"
         )
 
     def _of(self, name: str) -> httpx.URL:

@@ -8,7 +8,7 @@ import msgspec
 import yaml
 
 from medha.errors import SpecError
-from medha.spec import MedhaReplica, parse_all
+from medha.spec import CheckpointSource, MedhaReplica, parse_all
 
 
 def read_resources(path: pathlib.Path) -> tuple[MedhaReplica, ...]:
@@ -39,15 +39,21 @@ def read_resources(path: pathlib.Path) -> tuple[MedhaReplica, ...]:
 
 
 def _resolved(replica: MedhaReplica, file: pathlib.Path) -> MedhaReplica:
-    source = replica.spec.model.source.host_path
-    if source is None:
-        return replica
-    path = (file.resolve().parent / pathlib.Path(source.path).expanduser()).resolve()
-    replace = msgspec.structs.replace
-    spec = replica.spec
-    host_path = replace(source, path=str(path))
-    model = replace(spec.model, source=replace(spec.model.source, host_path=host_path))
-    return replace(replica, spec=replace(spec, model=model))
+    replace, spec = msgspec.structs.replace, replica.spec
+    model = replace(spec.model, source=_absolute(spec.model.source, file))
+    adapters = tuple(
+        replace(adapter, source=_absolute(adapter.source, file)) for adapter in spec.adapters
+    )
+    return replace(replica, spec=replace(spec, model=model, adapters=adapters))
+
+
+def _absolute(source: CheckpointSource, file: pathlib.Path) -> CheckpointSource:
+    """Return the source with the whole path of its folder, if it is on this machine."""
+    if source.host_path is None:
+        return source
+    path = (file.resolve().parent / pathlib.Path(source.host_path.path).expanduser()).resolve()
+    host_path = msgspec.structs.replace(source.host_path, path=str(path))
+    return msgspec.structs.replace(source, host_path=host_path)
 
 
 def _first_fault(error: yaml.YAMLError) -> str:

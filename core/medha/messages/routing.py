@@ -106,6 +106,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown
     """A granted request. `hashes` are the names of its full pages (see `fleet.prefix_index`).
 
     `emitted` of the tokens are output of an earlier attempt: sampling goes on after them.
+    `adapter`: name of the adapter that computes the tokens, or empty.
     """
 
     id: RequestId
@@ -121,6 +122,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown
     slo_class: Name = "default"
     tenant: Name = ""
     salt: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    adapter: Name = ""
     weight: float = 1.0
     promised: bool | None = None
     beyond_share: bool = False
@@ -202,9 +204,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_
 
     `files` has `tokenizer.json` and, if the checkpoint has them, `tokenizer_config.json`,
     `chat_template.jinja`, `generation_config.json`. `checkpoint`: equal for replicas of the same
-    weights; empty if unknown. `profile`: JSON of the predictor's profile. `defaults`: sampling of
-    the checkpoint. `order`: of requests that wait for the replica. `draining`: the replica finishes
-    its requests and takes no new ones.
+    weights; empty if unknown. `adapters`: name -> digest of its files. `profile`: JSON of the
+    predictor's profile. `defaults`: sampling of the checkpoint. `order`: of requests that wait for
+    the replica. `draining`: the replica finishes its requests and takes no new ones.
     """
 
     replica: Name
@@ -218,6 +220,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_
     profile: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
     files: Annotated[dict[str, str], msgspec.Meta(max_length=16)]
     checkpoint: Name = ""
+    adapters: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)] = {}
     stop_tokens: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
     defaults: GenerationDefaults = GenerationDefaults()
     max_batch_s: float = 0.1

@@ -13,6 +13,19 @@ from medha.spec.values import MAX_PODS, RESOURCE_NAME
 
 Rule = Mapping[str, str]
 
+_ONE_SOURCE: tuple[Rule, ...] = (
+    {
+        "rule": (
+            "[has(self.hostPath), has(self.pvc), has(self.image), has(self.uri)] "
+            ".exists_one(given, given)"
+        ),
+        "message": (
+            "must have exactly one of hostPath, pvc, image, uri; keep one of them, or set"
+            " hostPath: {path: …}"
+        ),
+    },
+)
+
 CEL: Mapping[str, tuple[Rule, ...]] = {
     "": (
         {
@@ -103,18 +116,8 @@ CEL: Mapping[str, tuple[Rule, ...]] = {
             ),
         },
     ),
-    "model.source": (
-        {
-            "rule": (
-                "[has(self.hostPath), has(self.pvc), has(self.image), has(self.uri)] "
-                ".exists_one(given, given)"
-            ),
-            "message": (
-                "must have exactly one of hostPath, pvc, image, uri; keep one of them, or set"
-                " hostPath: {path: …}"
-            ),
-        },
-    ),
+    "model.source": _ONE_SOURCE,
+    "adapters[].source": _ONE_SOURCE,
     "device": (
         {
             "rule": "self.kind != 'Cpu' || !has(self.resource)",

@@ -7,13 +7,21 @@ from collections.abc import Iterable
 
 from medha.errors import SpecError
 from medha.spec.quantities import seconds, to_bytes, to_number
-from medha.spec.values import MAX_PODS, RESOURCE_NAME, MedhaReplicaSpec, SloTargets, TtftTarget
+from medha.spec.values import (
+    MAX_PODS,
+    RESOURCE_NAME,
+    CheckpointSource,
+    MedhaReplicaSpec,
+    SloTargets,
+    TtftTarget,
+)
 
 
 def check_rules(spec: MedhaReplicaSpec) -> None:
     """Raises SpecError for the first rule between fields that `spec` breaks."""
     _check_pods(spec)
-    _check_source(spec)
+    _check_source("spec.model.source", spec.model.source)
+    _check_adapters(spec)
     _check_device(spec)
     _check_kvp(spec)
     _check_slo(spec)
@@ -39,8 +47,22 @@ def _check_pods(spec: MedhaReplicaSpec) -> None:
             )
 
 
-def _check_source(spec: MedhaReplicaSpec) -> None:
-    source = spec.model.source
+def _check_adapters(spec: MedhaReplicaSpec) -> None:
+    seen: set[str] = set()
+    for index, adapter in enumerate(spec.adapters):
+        path = f"spec.adapters[{index}]"
+        if adapter.name in seen:
+            raise SpecError(
+                f"{path}.name",
+                adapter.name,
+                "must differ from those of the other adapters",
+                "give each adapter a name of its own",
+            )
+        seen.add(adapter.name)
+        _check_source(f"{path}.source", adapter.source)
+
+
+def _check_source(path: str, source: CheckpointSource) -> None:
     names = ("hostPath", "pvc", "image", "uri")
     given = [
         name
@@ -51,7 +73,7 @@ def _check_source(spec: MedhaReplicaSpec) -> None:
     ]
     if len(given) != 1:
         raise SpecError(
-            "spec.model.source",
+            path,
             " and ".join(given) or "empty",
             f"must have exactly one of {', '.join(names)}",
             f"keep {given[0]}" if given else "set hostPath: {path: …}",

@@ -22,6 +22,7 @@ Schema = dict[str, Any]
 
 # Lists that the API server merges by a key of their items; it replaces the others as a whole.
 KEYS = {
+    "adapters": "name",
     "slo.classes": "name",
     "template.env": "name",
     "template.volumes": "name",

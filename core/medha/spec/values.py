@@ -32,6 +32,7 @@ IMAGE = r"^[A-Za-z0-9]([-A-Za-z0-9._:/@+]*[A-Za-z0-9])?$"
 WEB_ADDRESS = r"^https?://[^/\s]+(/\S*)?$"
 PRINTABLE = r"^[^\x00-\x1f]+$"
 MODEL_NAME = r"^[A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?$"
+ADAPTER_NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 
 
 def _text(
@@ -48,6 +49,9 @@ Name = Annotated[
 ]
 ModelName = Annotated[
     str, _text("letters, digits and . _ : / -, at most 200", "llama-3-70b", 200, MODEL_NAME)
+]
+AdapterName = Annotated[
+    str, _text("letters, digits and . _ -, at most 50", "legal", 50, ADAPTER_NAME)
 ]
 ResourceName = Annotated[
     str, _text("an extended resource with its domain", "nvidia.com/gpu", 316, RESOURCE_NAME)
@@ -157,6 +161,16 @@ class ModelSpec(SpecSection, frozen=True):
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """How keys and values are kept; auto is as dtype, fp8_e4m3 halves their memory on devices
     of kind Cuda."""
+
+
+class AdapterSpec(SpecSection, frozen=True):
+    """LoRA adapter of the model."""
+
+    name: AdapterName
+    """Clients ask for it as `model:name` in `model`. Letters, digits and . _ - are allowed."""
+    source: CheckpointSource
+    """Where the adapter is, as PEFT saves it (adapter_config.json, adapter_model.safetensors).
+    Exactly one of these."""
 
 
 class DeviceSpec(SpecSection, frozen=True):
@@ -435,6 +449,9 @@ class MedhaReplicaSpec(SpecSection, frozen=True, kw_only=True):
     further values."""
     model: ModelSpec
     """What is served, and where its checkpoint lies."""
+    adapters: Annotated[tuple[AdapterSpec, ...], msgspec.Meta(max_length=32)] = ()
+    """LoRA adapters that every replica loads with the model. A request names one as model:name;
+    requests of all adapters share batches, and cached pages only with their own adapter's."""
     device: DeviceSpec = DeviceSpec()
     """What the ranks compute on."""
     parallelism: ParallelismSpec = ParallelismSpec()

@@ -1,8 +1,8 @@
 """Publisher of the model registry: the ConfigMap `medha-models`, which the routers mount.
 
-It lists every model with name, context limit and classes, so that routers also serve models that
-have no replica now. For a model that may scale to zero it states for how long requests wait for
-the first replica.
+It lists every model with name, context limit, classes and adapters, so that routers also serve
+models that have no replica now. For a model that may scale to zero it states for how long requests
+wait for the first replica.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def router_models(resources: Iterable[MedhaReplica]) -> tuple[RouterModel, ...]:
             name=spec.model.name,
             max_context_tokens=spec.model.max_context_tokens,
             classes=spec.classes,
+            adapters=tuple(adapter.name for adapter in spec.adapters),
             hold_s=HOLD_S if to_zero else 0.0,
         )
         models.setdefault(model.name, model)

@@ -17,14 +17,14 @@ from medha.config import WorkerConfig
 from medha.rendering import Site
 from medha.spec import MedhaReplica
 from medha_operator.resources import labels as names
-from medha_operator.resources.manifests import CONFIG_FILE, model_volume, worker_json
+from medha_operator.resources.manifests import CONFIG_FILE, source_volumes, worker_json
 from medha_operator.resources.objects import integer
 from medha_operator.resources.views import Observed, PodView, load_status
 from medha_operator.settings import Settings
 
 Document = Mapping[str, Any]
 
-_OF_SITE = frozenset(Site.__struct_fields__) - {"checkpoint"}
+_OF_SITE = frozenset(Site.__struct_fields__) - {"checkpoint", "adapters"}
 
 
 def foreign_hashes(observed: Observed) -> list[PodView]:
@@ -58,11 +58,12 @@ def holds_spec(
     }
     spec: dict[str, Any] = {
         "containers": [worker | ({"image": template.image} if template.image else {})],
-        "volumes": [*template.volumes, {"name": "model", **model_volume(resource)}],
+        "volumes": [*template.volumes, *source_volumes(resource)],
         "tolerations": placement.tolerations,
     }
-    if resource.spec.model.source.uri is not None:
-        spec["initContainers"] = [{"command": [resource.spec.model.source.uri]}]
+    sources = [resource.spec.model.source, *(part.source for part in resource.spec.adapters)]
+    if uris := [source.uri for source in sources if source.uri is not None]:
+        spec["initContainers"] = [{"command": [uri]} for uri in uris]
     if template.scheduler_name is not None:
         spec["schedulerName"] = template.scheduler_name
     if template.priority_class_name is not None:

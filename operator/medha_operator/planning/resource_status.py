@@ -27,7 +27,12 @@ from medha_operator.planning import restarts
 from medha_operator.planning.planner import PlanDecision
 from medha_operator.resources import labels
 from medha_operator.resources.actions import EmitEvent
-from medha_operator.resources.manifests import MODELS_FOLDER, needed_by_pods, replica_name
+from medha_operator.resources.manifests import (
+    ADAPTERS_FOLDER,
+    MODELS_FOLDER,
+    needed_by_pods,
+    replica_name,
+)
 from medha_operator.resources.objects import UNKNOWN_MANAGER, FieldManager, rfc3339, unix_s
 from medha_operator.resources.views import (
     ConditionRecord,
@@ -220,7 +225,7 @@ def _plain(records: tuple[msgspec.Struct, ...]) -> list[Any]:
 # Each has a sentence that says what to do.
 
 
-_FETCH = "fetch-model: "
+_FETCH, _FETCH_ADAPTER = "fetch-model: ", "fetch-adapter-"
 _SETUP = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _TRANSIENT = ("Placing", "Queued", "Loading", "Joining", "NotLoadedYet")
 """Reasons that go away by themselves."""
@@ -342,6 +347,8 @@ def _model_trouble(resource: MedhaReplica, decision: PlanDecision) -> str:
     for record in decision.persisted.restarts:
         if _is_ready(decision, record.replica):
             continue
+        if ADAPTERS_FOLDER in record.reason or _FETCH_ADAPTER in record.reason:
+            return f"an adapter does not load: {record.reason}; correct its source in spec.adapters"
         origin, remedy = _source(resource)
         if _FETCH in record.reason:
             return f"{origin} cannot be fetched: {record.reason}; {remedy}"

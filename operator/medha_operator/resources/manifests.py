@@ -20,11 +20,19 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from medha.config import CONTROLLER_OPS_PORT, POD_OPS_PORT, RANK_PORT, STORE_PORT, Curve, render
+from medha.config import (
+    CONTROLLER_OPS_PORT,
+    POD_OPS_PORT,
+    RANK_PORT,
+    STORE_PORT,
+    AdapterFolder,
+    Curve,
+    render,
+)
 from medha.errors import SpecError
 from medha.rendering import Site, worker_config
 from medha.spec import KIND, MedhaReplica
-from medha.spec.values import PlacementSpec, TemplateSpec
+from medha.spec.values import AdapterSpec, CheckpointSource, PlacementSpec, TemplateSpec
 from medha.topology import Coordinate
 from medha_operator.resources import labels as names
 from medha_operator.resources.objects import integer
@@ -36,7 +44,7 @@ T = TypeVar("T")
 CONFIG_FILE = "worker.json"
 CONFIG_FOLDER = "/etc/medha"
 KEYS_FOLDER = "/etc/medha/keys"
-MODELS_FOLDER = "/models"
+MODELS_FOLDER, ADAPTERS_FOLDER = "/models", "/adapters"
 RUN_FOLDER = "/tmp"
 
 
@@ -120,17 +128,35 @@ def metadata(
 
 def checkpoint(resource: MedhaReplica) -> str:
     """Return the model's folder inside the pods."""
-    source = resource.spec.model.source
+    return _folder(resource.spec.model.source, MODELS_FOLDER)
+
+
+def adapters(resource: MedhaReplica) -> tuple[AdapterFolder, ...]:
+    """Return the adapters with their folders inside the pods."""
+    return tuple(
+        AdapterFolder(name=adapter.name, folder=_folder(adapter.source, _mount(adapter)))
+        for adapter in resource.spec.adapters
+    )
+
+
+def _mount(adapter: AdapterSpec) -> str:
+    """Return where an adapter's volume is mounted."""
+    return f"{ADAPTERS_FOLDER}/{adapter.name}"
+
+
+def _folder(source: CheckpointSource, mount: str) -> str:
+    """Return the folder of a source whose volume is mounted at `mount`."""
     for part in (source.pvc, source.image):
         if part is not None and part.path.strip("/"):
-            return f"{MODELS_FOLDER}/{part.path.strip('/')}"
-    return MODELS_FOLDER
+            return f"{mount}/{part.path.strip('/')}"
+    return mount
 
 
 def worker_json(resource: MedhaReplica, ordinal: int, settings: Settings) -> str:
     """Render the file that every process of one replica decodes."""
     site = Site(
         checkpoint=checkpoint(resource),
+        adapters=adapters(resource),
         routers=(settings.router,),
         curve=Curve(
             secret=f"{KEYS_FOLDER}/controller.secret",
@@ -323,7 +349,7 @@ def disruption_budget(resource: MedhaReplica, ordinal: int, pods: int) -> Manife
 # --- pods -----------------------------------------------------------------------------------------
 #
 # All pods of a replica share one configuration file; what differs between them stands in their
-# environment. Pods keep to the Pod Security standard "restricted" unless the model is a `hostPath`,
+# environment. Pods keep to the Pod Security standard "restricted" unless a source is a `hostPath`,
 # which that standard forbids.
 
 
@@ -509,8 +535,8 @@ def _spec(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> M
         "containers": [_worker(resource, start, settings)],
         "volumes": _volumes(resource, start, settings),
     }
-    if resource.spec.model.source.uri is not None:
-        spec["initContainers"] = [_fetch(resource, start, settings)]
+    if fetches := _fetches(resource, start, settings):
+        spec["initContainers"] = fetches
     if template.resource_claims:
         spec["resourceClaims"] = [dict(claim) for claim in template.resource_claims]
     if template.scheduler_name is not None:
@@ -546,6 +572,10 @@ def _worker(resource: MedhaReplica, start: PodAssignment, settings: Settings) ->
             },
             {"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True},
             {"name": "model", "mountPath": MODELS_FOLDER, "readOnly": True},
+            *(
+                {"name": _adapter_volume(number), "mountPath": _mount(adapter), "readOnly": True}
+                for number, adapter in enumerate(resource.spec.adapters)
+            ),
             {"name": "run", "mountPath": RUN_FOLDER},
             {"name": "shared-memory", "mountPath": "/dev/shm"},
             *(dict(mount) for mount in template.volume_mounts),
@@ -580,18 +610,29 @@ def _locking(resource: MedhaReplica) -> Manifest:
     }
 
 
-def _fetch(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> Manifest:
-    """Build the init container that fetches the checkpoint before the ranks start."""
-    return {
-        **_confined(resource, start, settings),
-        "name": "fetch-model",
-        "command": [*_PROGRAM, "fetch", str(resource.spec.model.source.uri), MODELS_FOLDER],
-        "env": [dict(variable) for variable in resource.spec.template.env],
-        "volumeMounts": [
-            {"name": "model", "mountPath": MODELS_FOLDER},
-            {"name": "run", "mountPath": RUN_FOLDER},
-        ],
-    }
+def _fetches(resource: MedhaReplica, start: PodAssignment, settings: Settings) -> list[Manifest]:
+    """Build the init containers that fetch checkpoint and adapters before the ranks start."""
+    parts: list[tuple[str, str | None, str, list[str]]] = [
+        ("model", resource.spec.model.source.uri, MODELS_FOLDER, []),
+        *(
+            (_adapter_volume(number), adapter.source.uri, _mount(adapter), ["--adapter"])
+            for number, adapter in enumerate(resource.spec.adapters)
+        ),
+    ]
+    return [
+        {
+            **_confined(resource, start, settings),
+            "name": f"fetch-{volume}",
+            "command": [*_PROGRAM, "fetch", *options, uri, folder],
+            "env": [dict(variable) for variable in resource.spec.template.env],
+            "volumeMounts": [
+                {"name": volume, "mountPath": folder},
+                {"name": "run", "mountPath": RUN_FOLDER},
+            ],
+        }
+        for volume, uri, folder, options in parts
+        if uri is not None
+    ]
 
 
 def _environment(resource: MedhaReplica, start: PodAssignment) -> list[Manifest]:
@@ -643,16 +684,26 @@ def _volumes(resource: MedhaReplica, start: PodAssignment, settings: Settings) -
     return [
         {"name": names.CONFIG_VOLUME, "configMap": {"name": config}},
         {"name": "keys", "secret": {"secretName": names.WORKER_KEYS, "defaultMode": 0o440}},
-        {"name": "model", **model_volume(resource)},
+        *source_volumes(resource),
         {"name": "run", "emptyDir": {}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shared}Gi"}},
         *(dict(volume) for volume in resource.spec.template.volumes),
     ]
 
 
-def model_volume(resource: MedhaReplica) -> Manifest:
-    """Build the volume of the checkpoint; see `checkpoint` for the folder inside it."""
-    source = resource.spec.model.source
+def _adapter_volume(number: int) -> str:
+    return f"adapter-{number}"
+
+
+def source_volumes(resource: MedhaReplica) -> list[Manifest]:
+    """Build the volumes of checkpoint and adapters; see `checkpoint` for the folder inside."""
+    sources = {"model": resource.spec.model.source}
+    for number, adapter in enumerate(resource.spec.adapters):
+        sources[_adapter_volume(number)] = adapter.source
+    return [{"name": name, **_source_volume(source)} for name, source in sources.items()]
+
+
+def _source_volume(source: CheckpointSource) -> Manifest:
     if source.host_path is not None:
         return {"hostPath": {"path": source.host_path.path, "type": "Directory"}}
     if source.pvc is not None:
@@ -792,16 +843,17 @@ SETTINGS = ("MEDHA_DECISION_LOG", "MEDHA_INTERFACE")
 
 def check(resource: MedhaReplica) -> None:
     """Raise SpecError for the first field that cannot work in a cluster."""
-    _check_source(resource)
+    _check_source("spec.model.source", resource.spec.model.source)
+    for number, adapter in enumerate(resource.spec.adapters):
+        _check_source(f"spec.adapters[{number}].source", adapter.source)
     _check_network(resource)
     _check_template(resource)
 
 
-def _check_source(resource: MedhaReplica) -> None:
-    source = resource.spec.model.source
+def _check_source(path: str, source: CheckpointSource) -> None:
     if source.host_path is not None and not source.host_path.path.startswith("/"):
         raise SpecError(
-            "spec.model.source.hostPath.path",
+            f"{path}.hostPath.path",
             source.host_path.path,
             "must be absolute in a cluster, where it is a folder of every node",
             "start it with /, or use pvc",
@@ -809,7 +861,7 @@ def _check_source(resource: MedhaReplica) -> None:
     for kind, part in (("pvc", source.pvc), ("image", source.image)):
         if part is not None and ".." in part.path.split("/"):
             raise SpecError(
-                f"spec.model.source.{kind}.path",
+                f"{path}.{kind}.path",
                 part.path,
                 "must stay inside the volume",
                 "remove the ..",
@@ -861,7 +913,8 @@ def _check_template(resource: MedhaReplica) -> None:
                     "choose another key",
                 )
     _check_names("env", template.env, prefix="MEDHA_", free=SETTINGS)
-    _check_names("volumes", template.volumes, taken=VOLUMES)
+    adapter_volumes = map(_adapter_volume, range(len(resource.spec.adapters)))
+    _check_names("volumes", template.volumes, taken=(*VOLUMES, *adapter_volumes))
     _check_names("resourceClaims", template.resource_claims)
     for field in template.resources:
         if field == "claims":

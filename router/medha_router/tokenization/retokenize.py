@@ -69,7 +69,7 @@ class Retokenizer:
 
     async def _move(self, client_request: ClientRequest, model: ServedModel) -> None:
         try:
-            version = model.choose_version()
+            version = model.choose_version(client_request.adapter)
             prompts = await self._service.encode_for(client_request, model, version)
             if not version.open:
                 return  # the next tick chooses another

@@ -93,6 +93,7 @@ class RequestState:
         self.id = submit.id
         self.seq = -1
         self.sampling = submit.sampling
+        self.adapter = submit.adapter
         self.tokens = bytearray(submit.tokens)
         self.submitted_tokens = len(self.tokens) // TOKEN_BYTES
         self.emitted_before = submit.emitted_before
@@ -168,6 +169,7 @@ class RequestState:
             cached=cached,
             history=bytes(self.tokens) if self.sampling.needs_tokens else b"",
             rope_tokens=min(self.request.total_tokens, self._max_context_tokens),
+            adapter=self.adapter,
         )
 
     def append(self, token: int) -> None:
@@ -273,6 +275,7 @@ class EngineCore:
                 router, message, config.page_tokens, config.max_context_tokens, now
             )
             self._check_tokens(state)
+            self._check_adapter(state)
             admitted = self.scheduler.submit(state.request, now, state.hashes)
         except ProtocolError as error:
             failed = Failed(message.id, "invalid_request", str(error)[:4096])
@@ -300,6 +303,14 @@ class EngineCore:
             raise ProtocolError(
                 f"request {state.id} holds token ids from {ids.min()} to {ids.max()}: the "
                 f"model's vocabulary has {vocab}"
+            )
+
+    def _check_adapter(self, state: RequestState) -> None:
+        names = [adapter.name for adapter in self._config.adapters]
+        if state.adapter and state.adapter not in names:
+            raise ProtocolError(
+                f"request {state.id} names the adapter {state.adapter!r}: this replica has"
+                f" {', '.join(sorted(names)) or 'none'}"
             )
 
     def abort(self, router: str, id: str, now: float) -> None:

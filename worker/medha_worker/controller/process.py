@@ -22,7 +22,8 @@ from medha.adapters.prometheus import Metrics, OpsServer, Reply, Tick, json_repl
 from medha.adapters.sockets import Dialer, Listener, wait
 from medha.checkpoints.checkpoint_files import check_tokenizer, digest_of
 from medha.checkpoints.decoder_config import read_config, read_generation_defaults
-from medha.checkpoints.fit import kv_bytes, packed_bytes, param_bytes
+from medha.checkpoints.fit import adapted_shape, kv_bytes, packed_bytes, param_bytes, read_adapters
+from medha.checkpoints.lora import digest_of_adapter
 from medha.config import WorkerConfig
 from medha.errors import SpecError
 from medha.messages import (
@@ -70,14 +71,18 @@ def identity_of(config: WorkerConfig) -> Identity:
         config.max_context_tokens,
         packed_bytes(model, config),
     )
+    adapters = read_adapters(model, config)
     return Identity(
         incarnation=uuid.uuid4().hex,
-        shape=shape,
+        shape=adapted_shape(shape, model, adapters.values()),
         files=files,
         hashes={
             name: hashlib.blake2b(data, digest_size=16).hexdigest() for name, data in files.items()
         },
         checkpoint="dummy" if config.dummy_weights else digest_of(folder),
+        adapters={
+            name: digest_of_adapter(pathlib.Path(lora.folder)) for name, lora in adapters.items()
+        },
         stop_tokens=model.stop_tokens,
         defaults=read_generation_defaults(folder),
         profile=read_profile(config.profile),

@@ -45,7 +45,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about this replica that Hello reports besides the config.
 
     `files`: name -> bytes of tokenizer and generation files; `hashes`: name -> blake2b-128 hex.
-    `checkpoint`: digest of the weights, see `medha.checkpoints.checkpoint_files`.
+    `checkpoint`: digest of the weights, see `medha.checkpoints.checkpoint_files`; `adapters`: name
+    -> digest.
     `profile`: None to measure.
     """
 
@@ -54,6 +55,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, bytes]
     hashes: dict[str, str]
     checkpoint: str = ""
+    adapters: dict[str, str] = {}
     stop_tokens: tuple[int, ...] = ()
     defaults: GenerationDefaults = GenerationDefaults()
     profile: Profile | None = None
@@ -258,7 +260,9 @@ class Startup:
         if warmup.finished:
             self._warmup = None
             self._batches.end_warmup(warmup.number, warmup.seqs)
-            shape, topology = self._identity.shape, self._config.topology
+            # The warm-up's sequences have no adapters.
+            shape = msgspec.structs.replace(self._identity.shape, adapters=0)
+            topology = self._config.topology
             name = f"warm-up-{self._config.device}"
             guess = guess_for(self._config.device)
             self.profile = fit(warmup.samples, shape, topology, guess, name)
@@ -280,6 +284,7 @@ class Startup:
             profile=encode(profile),
             files=identity.hashes,
             checkpoint=identity.checkpoint,
+            adapters=identity.adapters,
             stop_tokens=identity.stop_tokens,
             defaults=identity.defaults,
             max_batch_s=settings.max_batch_s,

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from medha.checkpoints.checkpoint_files import check_tokenizer, check_weights, digest_of
 from medha.checkpoints.decoder_config import DecoderConfig, read_config, read_generation_defaults
-from medha.checkpoints.fit import misfits
+from medha.checkpoints.fit import misfits, read_adapters
 from medha.cli.local_fleet.faults import Faults
 from medha.cli.local_fleet.fleet_plan import router_models
 from medha.cli.local_fleet.preflight import check_gpus
+from medha.config import AdapterFolder, WorkerConfig
 from medha.errors import SpecError
 from medha.rendering import Site, worker_config
-from medha.spec import MedhaReplica
+from medha.spec import AdapterSpec, CheckpointSource, MedhaReplica
 
 
 def check_resources(
@@ -48,9 +49,13 @@ def check_resource(resource: MedhaReplica, gpus: int, *, weights: bool = True) -
     with faults.collect():
         check_gpus(resource, gpus)
     with faults.collect():
-        folder = _folder(resource)
+        folder = folder_of("spec.model.source", resource.spec.model.source)
         with faults.collect():
-            faults.add(*_misfits(read_config(folder), resource, gpus))
+            model = read_config(folder)
+            faults.add(*_misfits(model, resource, gpus))
+            for index, adapter in enumerate(resource.spec.adapters):
+                with faults.collect():
+                    _check_adapter(f"spec.adapters[{index}].source", adapter, model, resource)
         with faults.collect():
             read_generation_defaults(folder)
         with faults.collect():
@@ -62,11 +67,20 @@ def check_resource(resource: MedhaReplica, gpus: int, *, weights: bool = True) -
     return folder
 
 
-def _folder(resource: MedhaReplica) -> pathlib.Path:
-    source = resource.spec.model.source.host_path
+def _check_adapter(
+    path: str, adapter: AdapterSpec, model: DecoderConfig, resource: MedhaReplica
+) -> None:
+    """Raise UserError unless the model takes the adapter."""
+    folder = AdapterFolder(name=adapter.name, folder=str(folder_of(path, adapter.source)))
+    read_adapters(model, _config(resource, (folder,)))
+
+
+def folder_of(path: str, of: CheckpointSource) -> pathlib.Path:
+    """Return the folder of a source on this machine. Raises SpecError."""
+    source = of.host_path
     if source is None:
         raise SpecError(
-            "spec.model.source",
+            path,
             "pvc, image or uri",
             "must be hostPath on this machine",
             "set hostPath: {path: …}",
@@ -74,23 +88,35 @@ def _folder(resource: MedhaReplica) -> pathlib.Path:
     folder = pathlib.Path(source.path)
     if not folder.is_dir():
         raise SpecError(
-            "spec.model.source.hostPath.path",
+            f"{path}.hostPath.path",
             source.path,
             "must be a folder",
-            "put the checkpoint there or correct the path",
+            "put the files there or correct the path",
         )
     return folder
 
 
 def _misfits(model: DecoderConfig, resource: MedhaReplica, gpus: int) -> Iterator[SpecError]:
     """Yield the faults of the layout, on as many KVP groups as the machine can run."""
-    nowhere = Site(checkpoint="", routers=(), curve=None, rank_bind="", ops_port=0, run_dir="")
-    config = worker_config(resource, resource.name, nowhere)
+    config = _config(resource)
     topology = config.topology
     groups = topology.kvp_max
     if config.device == "cuda":
         groups = min(groups, gpus // topology.ranks_per_group)
     return misfits(model, config, max(groups, topology.kvp_min))
+
+
+def _config(resource: MedhaReplica, adapters: tuple[AdapterFolder, ...] = ()) -> WorkerConfig:
+    nowhere = Site(
+        checkpoint="",
+        adapters=adapters,
+        routers=(),
+        curve=None,
+        rank_bind="",
+        ops_port=0,
+        run_dir="",
+    )
+    return worker_config(resource, resource.name, nowhere)
 
 
 def _other_models(

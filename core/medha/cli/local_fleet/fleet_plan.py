@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from medha.config import Curve, RouterConfig, RouterModel, WorkerConfig
+from medha.config import AdapterFolder, Curve, RouterConfig, RouterModel, WorkerConfig
 from medha.errors import SetupError, SpecError
 from medha.rendering import Site, worker_config
 from medha.spec import MedhaReplica
@@ -97,13 +97,15 @@ def router_models(resources: Sequence[MedhaReplica]) -> tuple[RouterModel, ...]:
             name=model.name,
             max_context_tokens=model.max_context_tokens,
             classes=resource.spec.classes,
+            adapters=tuple(adapter.name for adapter in resource.spec.adapters),
         )
         known = models.setdefault(model.name, described)
         if known != described:
             raise SpecError(
                 f"spec of {resource.name}",
                 f"another {model.name}",
-                "must have the same maxContextTokens and slo as other resources of that model",
+                "must have the same maxContextTokens, adapters and slo as other resources of that"
+                " model",
                 "make them equal or serve it under another name",
             )
     return tuple(models.values())
@@ -129,6 +131,11 @@ def _replica(
 ) -> ReplicaPlan:
     site = Site(
         checkpoint=host.checkpoints[resource.name],
+        adapters=tuple(
+            AdapterFolder(name=adapter.name, folder=adapter.source.host_path.path)
+            for adapter in resource.spec.adapters
+            if adapter.source.host_path is not None  # checked
+        ),
         routers=(host.fleet_address,),
         curve=host.controller_curve,
         rank_bind=f"ipc://{host.run_dir}/{name}.sock",
