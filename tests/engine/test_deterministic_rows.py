@@ -258,17 +258,16 @@ def test_products_in_blocks_have_one_shape_and_mean_the_same(count: int) -> None
     torch.testing.assert_close(actual, expected)
 
 
-def unpaneled(linear: Projection) -> Linear:
-    assert isinstance(linear, Linear)
-    return dataclasses.replace(linear, weight=linear.by_output().t())
+def as_on_a_gpu(linear: Projection) -> Linear:
+    return Linear(linear.by_output().t(), linear.bias)
 
 
 def flattened(mlp: Mlp) -> Mlp:
     if isinstance(mlp, GatedMlp):
-        return GatedMlp(unpaneled(mlp.gate_up), unpaneled(mlp.down))
+        return GatedMlp(as_on_a_gpu(mlp.gate_up), as_on_a_gpu(mlp.down))
     assert isinstance(mlp, Experts)
-    gate_up, down = tuple(map(unpaneled, mlp.gate_up)), tuple(map(unpaneled, mlp.down))
-    return dataclasses.replace(mlp, router=unpaneled(mlp.router), gate_up=gate_up, down=down)
+    gate_up, down = tuple(map(as_on_a_gpu, mlp.gate_up)), tuple(map(as_on_a_gpu, mlp.down))
+    return dataclasses.replace(mlp, router=as_on_a_gpu(mlp.router), gate_up=gate_up, down=down)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe, some layers dense"])
@@ -282,18 +281,18 @@ def test_a_model_in_blocks_makes_no_product_of_another_shape(
     expected = SoloEngine(folder, pages=64, page_tokens=16).generate(prompts, 8, chunk=24)
     engine = SoloEngine(folder, pages=64, page_tokens=16)
     held = engine.model.weights
-    flat = weights.in_blocks(held, 32)
     layers = tuple(
         dataclasses.replace(
             layer,
-            qkv=unpaneled(layer.qkv),
-            out=unpaneled(layer.out),
+            qkv=as_on_a_gpu(layer.qkv),
+            out=as_on_a_gpu(layer.out),
             mlp=flattened(layer.mlp),
         )
-        for layer in flat.layers
+        for layer in held.layers
     )
-    assert flat.head is not None
-    engine.model.weights = dataclasses.replace(flat, layers=layers, head=unpaneled(flat.head))
+    assert held.head is not None
+    flat = dataclasses.replace(held, layers=layers, head=as_on_a_gpu(held.head))
+    engine.model.weights = weights.in_blocks(flat, 32)
     with Shapes() as shapes:
         assert engine.generate(prompts, 8, chunk=24) == expected
     assert shapes.rows == {32}

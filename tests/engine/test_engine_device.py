@@ -21,7 +21,7 @@ from medha_worker import sampler
 from medha_worker.device import CpuDevice, PendingFetch, block_bytes, device_of, pack, unpack
 from medha_worker.engine import RankEngine
 from medha_worker.model.checkpoint_writer import TinyModel
-from medha_worker.model.layers import FusedArithmetic, Linear, TorchArithmetic, blank, paneled
+from medha_worker.model.layers import FusedArithmetic, Linear, TorchArithmetic, linear
 from medha_worker.parallel.mesh import Mesh, Wiring
 from medha_worker.runner import Runner
 
@@ -219,8 +219,7 @@ def test_row_numbers_stay_where_graphs_found_them() -> None:
 
 
 def test_a_gpus_weights_keep_the_checkpoints_layout() -> None:
-    weight = blank(8, 1024, torch.bfloat16, "meta")
-    assert weight.shape == (8, 1024) and weight.t().is_contiguous()
-    assert paneled(weight) is weight
-    other = paneled(torch.empty(8, 1024, device="meta"))
-    assert other.shape == (8, 1024) and other.t().is_contiguous()
+    weight = torch.empty(1024, 8, device="meta")
+    product = linear(weight)
+    assert isinstance(product, Linear) and product.weight.shape == (8, 1024)
+    assert product.by_output().is_contiguous()

@@ -25,7 +25,7 @@ from medha.errors import CheckpointError
 from medha_worker.attention.reference import ReferenceAttention
 from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
 from medha_worker.model.experts import Experts
-from medha_worker.model.layers import Linear
+from medha_worker.model.layers import Linear, Projection
 
 Tokens = npt.NDArray[np.int32]
 Folder = Callable[[TinyModel], pathlib.Path]
@@ -200,7 +200,7 @@ def _neighbour_expert(mlp: Experts) -> Experts:
 
 
 def _gate_for_up(mlp: Experts) -> Experts:
-    def turned(linear: Linear) -> Linear:
+    def turned(linear: Projection) -> Linear:
         return Linear(linear.by_output().roll(len(linear.by_output()) // 2, 0).t())
 
     return dataclasses.replace(mlp, gate_up=tuple(map(turned, mlp.gate_up)))

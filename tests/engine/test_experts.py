@@ -21,7 +21,7 @@ from medha.errors import SetupError, SpecError
 from medha.topology import Topology
 from medha_worker.engine import check_grouped_products
 from medha_worker.model.experts import Experts
-from medha_worker.model.layers import Linear, TorchArithmetic
+from medha_worker.model.layers import Linear, Projection, TorchArithmetic
 
 HIDDEN, WIDTH = 48, 32
 PLAIN = TorchArithmetic(1e-6)
@@ -58,7 +58,7 @@ def by_definition(experts: Experts, x: torch.Tensor) -> torch.Tensor:
     """Row by row, every expert computed and all but the likeliest weighted with 0."""
     out = []
     for row in x.double():
-        odds = torch.exp(row @ experts.router.weight.double())
+        odds = torch.exp(row @ experts.router.by_output().double().t())
         odds = odds / odds.sum()
         kept = torch.zeros_like(odds)
         best = sorted(range(len(odds)), key=lambda n: -float(odds[n]))
@@ -68,8 +68,8 @@ def by_definition(experts: Experts, x: torch.Tensor) -> torch.Tensor:
             kept = kept / kept.sum()
         sums = torch.zeros(HIDDEN, dtype=torch.float64)
         for scale, gate_up, down in zip(kept, experts.gate_up, experts.down, strict=True):
-            gate, up = (row @ gate_up.weight.double()).chunk(2)
-            sums += scale * ((functional.silu(gate) * up) @ down.weight.double())
+            gate, up = (row @ gate_up.by_output().double().t()).chunk(2)
+            sums += scale * ((functional.silu(gate) * up) @ down.by_output().double().t())
         out.append(sums)
     return torch.stack(out).float()
 
@@ -120,10 +120,10 @@ def test_shards_of_every_expert_add_up() -> None:
     def shard(rank: int) -> Experts:
         own = slice(rank * half, (rank + 1) * half)
         gate_up = [
-            Linear(torch.cat([part[:, own] for part in linear.weight.chunk(2, dim=1)], dim=1))
+            Linear(torch.cat([part[own] for part in linear.by_output().chunk(2)]).t())
             for linear in experts.gate_up
         ]
-        down = [Linear(linear.weight[own]) for linear in experts.down]
+        down = [Linear(linear.by_output().t()[own]) for linear in experts.down]
         return dataclasses.replace(experts, gate_up=tuple(gate_up), down=tuple(down))
 
     parts = [shard(rank) for rank in range(2)]
@@ -140,8 +140,8 @@ def test_grouped_products_bring_no_number_to_the_host_so_that_graphs_hold_them()
         def there(tensor: torch.Tensor) -> torch.Tensor:
             return fake.from_tensor(tensor).to("cuda")
 
-        def moved(linear: Linear) -> Linear:
-            return Linear(there(linear.weight.t()).t())
+        def moved(linear: Projection) -> Linear:
+            return Linear(there(linear.by_output()).t())
 
         on_gpu = dataclasses.replace(
             experts,

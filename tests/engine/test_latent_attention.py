@@ -383,9 +383,8 @@ def halves_turn(layer: LayerWeights) -> LayerWeights:
     of_queries = up.view(heads, -1, up.shape[-1])[:, -rope:]
     of_queries.copy_(interleaved(of_queries.flatten(0, 1), rope).view(of_queries.shape))
     first[-rope:] = interleaved(first[-rope:].clone(), rope)
-    assert isinstance(layer.qkv, Linear)
-    layer = dataclasses.replace(layer, qkv=dataclasses.replace(layer.qkv, weight=first.t()))
-    return _latent(layer, query_up=dataclasses.replace(queries, weight=up.t()))
+    layer = dataclasses.replace(layer, qkv=Linear(first.t()))
+    return _latent(layer, query_up=Linear(up.t()))
 
 
 @pytest.mark.parametrize(

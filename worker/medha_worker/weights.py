@@ -28,7 +28,7 @@ from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.experts import Experts
 from medha_worker.model.int4_linear import Int4Linear, int4_linear
 from medha_worker.model.latent_projections import LatentProjections
-from medha_worker.model.layers import GatedMlp, Linear, Mlp, Projection, blank, paneled
+from medha_worker.model.layers import GatedMlp, Mlp, Projection, linear
 from medha_worker.model.packed_weights import (
     FLOATS,
     Fp8Weight,
@@ -77,7 +77,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     embedding: torch.Tensor | None
     norm: torch.Tensor | None
-    head: Linear | None
+    head: Projection | None
 
     @property
     def at(self) -> torch.device:
@@ -272,10 +272,9 @@ class _Loader:
         embedding = self._vocab("model.embed_tokens.weight") if first or (last and tied) else None
         head = None
         if last:
-            # A tied head is a view [hidden, rows] of the embedding's memory.
             table = embedding if tied else self._vocab(HEAD)
             assert table is not None
-            head = Linear(table.t() if tied else paneled(table.t()))
+            head = linear(table, shared=tied)
         return Weights(
             layers=tuple(self._layer(number) for number in self.layers),
             embedding=embedding if first else None,
@@ -318,7 +317,7 @@ class _Loader:
         kept = self._kept_columns(parts, c.qkv_bias, turned)
         return kept or self._columns(parts, c.qkv_bias, turned=turned)
 
-    def _first_product(self, attention: str, latent: LatentAttention) -> Linear:
+    def _first_product(self, attention: str, latent: LatentAttention) -> Projection:
         """Load the projections to queries or their latents, and to the token's latent and key."""
         shape, c = latent.shape, self.config
         wide = shape.nope_dim + shape.rope_dim
@@ -360,7 +359,7 @@ class _Loader:
         share, biased = self._share(width), self.config.mlp_bias
         gate_up, name = self._gate_up(prefix, width), prefix + "down_proj"
         return GatedMlp(
-            self._kept_columns(gate_up, biased) or self._columns(gate_up, biased, halves=2),
+            self._kept_columns(gate_up, biased) or self._columns(gate_up, biased),
             self._kept_row(name, width, share, biased) or self._row(name, width, share, biased),
         )
 
@@ -380,18 +379,13 @@ class _Loader:
         names = [f"{prefix}experts.{n}." for n in range(experts.count)]
         loaded = Experts(
             router,
-            tuple(
-                self._columns(self._gate_up(name, width), biased, halves=2, few_rows=True)
-                for name in names
-            ),
-            tuple(
-                self._row(name + "down_proj", width, share, biased, few_rows=True) for name in names
-            ),
+            tuple(self._columns(self._gate_up(name, width), biased) for name in names),
+            tuple(self._row(name + "down_proj", width, share, biased) for name in names),
             experts,
             bias,
             self._mlp(prefix + "shared_experts.", shared) if shared else None,
         )
-        return loaded if router.weight.is_cpu else loaded.grouped()
+        return loaded if torch.device(self.device).type == "cpu" else loaded.grouped()
 
     def _share(self, width: int) -> range:
         """Return this shard's part of the `width` of an MLP."""
@@ -415,27 +409,24 @@ class _Loader:
         turned: Sequence[Turn] = (),
         inputs: int = 0,
         dtype: torch.dtype | None = None,
-        halves: int = 1,
-        few_rows: bool = False,
-    ) -> Linear:
+    ) -> Projection:
         """Load column-parallel projections of `inputs` (0: hidden size) side by side: output rows
         `range` of each.
 
-        Rows of part i are ordered by `turned[i]`, if given. No panel spans two of the equal
-        `halves`.
+        Rows of part i are ordered by `turned[i]`, if given.
         """
         inputs, dtype = inputs or self.config.hidden, dtype or self.dtype
         width = sum(len(rows) for _, _, rows in parts)
-        weight = blank(inputs, width, dtype, self.device)
+        weight = torch.empty(width, inputs, dtype=dtype, device=self.device)
         at = 0
         for number, (name, outputs, rows) in enumerate(parts):
             order = turned[number] if number < len(turned) else _as_stored
             cut = slice(at, at + len(rows))
             own = self._weight(name, (outputs, inputs), rows, range(inputs))
-            weight[:, cut].copy_(order(own).t())
+            weight[cut].copy_(order(own))
             at += len(rows)
         bias = self._column_bias(parts, turned) if biased else None
-        return Linear(paneled(weight, halves, few_rows=few_rows), bias)
+        return linear(weight, bias)
 
     def _column_bias(self, parts: list[Outputs], turned: Sequence[Turn]) -> torch.Tensor:
         """Load the biases of column-parallel projections side by side."""
@@ -446,15 +437,13 @@ class _Loader:
             biases.append(turned[number](own) if number < len(turned) else own)
         return torch.cat(biases)
 
-    def _row(
-        self, name: str, inputs: int, columns: range, biased: bool, *, few_rows: bool = False
-    ) -> Linear:
+    def _row(self, name: str, inputs: int, columns: range, biased: bool) -> Projection:
         """Load a row-parallel projection: input columns `columns`; its bias is added once, on
         shard 0."""
         outputs = range(self.config.hidden)
         part = self._weight(name, (self.config.hidden, inputs), outputs, columns)
         bias = self._row_bias(name, biased)
-        return Linear(paneled(part.t().to(self.dtype), few_rows=few_rows), bias)
+        return linear(part.to(self.dtype), bias)
 
     def _row_bias(self, name: str, biased: bool) -> torch.Tensor | None:
         return self._vector(name + ".bias") if biased and self.shard == 0 else None

@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 
 from medha.checkpoints.routed_experts import RoutedExperts
-from medha_worker.model.layers import Arithmetic, GatedMlp, Linear
+from medha_worker.model.layers import Arithmetic, GatedMlp, Linear, Projection
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Experts:
     intermediate, hidden].
     """
 
-    router: Linear
-    gate_up: tuple[Linear, ...]
-    down: tuple[Linear, ...]
+    router: Projection
+    gate_up: tuple[Projection, ...]
+    down: tuple[Projection, ...]
     routing: RoutedExperts
     bias: torch.Tensor | None = None
     shared: GatedMlp | None = None
@@ -86,7 +86,7 @@ class Experts:
 
         Of equal probabilities the lower expert's counts more: a sort is stable, a top-k is not.
         """
-        routing, logits = self.routing, self.router(x.to(self.router.weight.dtype))
+        routing, logits = self.routing, self.router(x.to(self.router.dtype))
         if routing.scoring == "sigmoid":
             scores = logits.float().sigmoid_()
         else:

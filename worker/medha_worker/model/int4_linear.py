@@ -27,6 +27,10 @@ class Int4Linear:
     group: int
     bias: torch.Tensor | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.scales.dtype
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         multiply = (
             torch._weight_int4pack_mm_for_cpu if self.packed.is_cpu else torch._weight_int4pack_mm

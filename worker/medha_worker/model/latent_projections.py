@@ -10,7 +10,7 @@ import dataclasses
 
 import torch
 
-from medha_worker.model.layers import Arithmetic, Linear
+from medha_worker.model.layers import Arithmetic, Projection
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class LatentProjections:
     key_up: torch.Tensor
     value_up: torch.Tensor
     query_norm: torch.Tensor | None = None
-    query_up: Linear | None = None
+    query_up: Projection | None = None
 
     def rows(
         self, projected: torch.Tensor, turns: torch.Tensor, arithmetic: Arithmetic

@@ -1,9 +1,8 @@
 """Weights of a decoder layer's TP shard, and the arithmetic on them in torch or FlashInfer.
 
-Projection weights are stored [in, out], the transpose of the checkpoint's: on a CPU a product of
-few rows is 1.4 times as fast that way, and large ones are not slower. Wide weights are stored as
-contiguous panels of columns, which read from memory 1.5 times as fast. On a GPU a weight is a
-transposed view of the checkpoint's layout, which its kernels are tuned for.
+On a CPU, projections are oneDNN's (`onednn_linear`) in types that it multiplies. Elsewhere their
+weights are [in, out]: on a GPU a transposed view of the checkpoint's layout, which its kernels are
+tuned for.
 """
 
 from __future__ import annotations
@@ -15,17 +14,20 @@ import torch
 from torch.nn import functional
 
 from medha_worker.flashinfer import Library
+from medha_worker.model.onednn_linear import OneDnnLinear
 from medha_worker.model.rope import rotate
-
-# Least number of outputs of a paneled weight, and least width of a panel.
-WIDE, PANEL = 512, 128
 
 
 class Projection(Protocol):
-    """x·W + b: a Linear, or an Int4Linear, whose weights are packed."""
+    """x·W + b: a Linear, a OneDnnLinear, or an Int4Linear, whose weights are packed."""
 
     @property
     def bias(self) -> torch.Tensor | None: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of x and of the result."""
+        ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -44,7 +46,7 @@ class Projection(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Linear:
-    """x·W + b with `weight` [in, out], or [panels, in, out / panels] from `paneled`.
+    """x·W + b with `weight` [in, out].
 
     `rows`: rows per product, the last padded with zeros, so that a GPU uses the same kernel for any
     batch and a row's bits depend on it alone; 0: all rows at once.
@@ -54,25 +56,20 @@ class Linear:
     bias: torch.Tensor | None = None
     rows: int = 0
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.rows:
-            out = self._in_blocks(x)
-        elif self.weight.ndim == 2:
-            out = torch.mm(x, self.weight)
-        else:
-            panels, _, width = self.weight.shape
-            out = x.new_empty(len(x), panels * width)
-            torch.bmm(x.expand(panels, -1, -1), self.weight, out=self._by_panel(out))
+        out = self._in_blocks(x) if self.rows else torch.mm(x, self.weight)
         return out if self.bias is None else out.add_(self.bias)
 
     def onto(self, x: torch.Tensor, sum_: torch.Tensor) -> None:
         """sum ← sum + x·W + b, in place."""
         if self.rows:
             sum_.add_(self._in_blocks(x))
-        elif self.weight.ndim == 2:
-            sum_.addmm_(x, self.weight)
         else:
-            self._by_panel(sum_).baddbmm_(x.expand(len(self.weight), -1, -1), self.weight)
+            sum_.addmm_(x, self.weight)
         if self.bias is not None:
             sum_.add_(self.bias)
 
@@ -82,8 +79,7 @@ class Linear:
 
     def by_output(self) -> torch.Tensor:
         """Return the weight as [out, in]."""
-        weight = self.weight
-        return weight.t() if weight.ndim == 2 else weight.transpose(1, 2).flatten(0, 1)
+        return self.weight.t()
 
     def _in_blocks(self, x: torch.Tensor) -> torch.Tensor:
         """Compute x·W from a fresh buffer, since kernels are also selected by alignment."""
@@ -96,36 +92,17 @@ class Linear:
             torch.mm(filled[block], self.weight, out=out[block])
         return out[: len(x)]
 
-    def _by_panel(self, out: torch.Tensor) -> torch.Tensor:
-        """View `out` [rows, out] as [panels, rows, out / panels]."""
-        return out.view(len(out), len(self.weight), -1).transpose(0, 1)
 
-
-def paneled(weight: torch.Tensor, parts: int = 1, *, few_rows: bool = False) -> torch.Tensor:
-    """Return `weight` [in, out] in the layout of a Linear.
-
-    On a CPU: contiguous, in panels for wide float32 weights; no panel spans two of the equal
-    `parts`. Elsewhere the transpose is contiguous. `few_rows`: products mostly have one or two
-    rows, which take twice as long with panels.
-    """
-    inputs, outputs = weight.shape
-    if not weight.is_cpu:
-        return weight if weight.t().is_contiguous() else weight.t().contiguous().t()
-    if weight.dtype == torch.float32 and outputs >= WIDE and not few_rows:
-        for width in range(PANEL, outputs // 2 + 1, 16):
-            if outputs // parts % width == 0:
-                return weight.reshape(inputs, -1, width).transpose(0, 1).contiguous()
-    return weight.contiguous()
-
-
-def blank(
-    inputs: int, outputs: int, dtype: torch.dtype, device: torch.device | str
-) -> torch.Tensor:
-    """Return an uninitialised weight [in, out], laid out so that `paneled` need not copy it on a
-    GPU."""
-    if torch.device(device).type == "cpu":
-        return torch.empty(inputs, outputs, dtype=dtype)
-    return torch.empty(outputs, inputs, dtype=dtype, device=device).t()
+def linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, shared: bool = False
+) -> Linear | OneDnnLinear:
+    """Return a projection with `weight` [out, in] in the layout that suits its device; `shared`: in
+    that memory."""
+    if OneDnnLinear.serves(weight):
+        return OneDnnLinear(weight, bias) if shared else OneDnnLinear.of(weight, bias)
+    if weight.is_cpu and not shared:  # products of few rows are 1.4 times as fast that way
+        return Linear(weight.t().contiguous(), bias)
+    return Linear(weight.contiguous().t(), bias)
 
 
 class Mlp(Protocol):
@@ -146,8 +123,8 @@ class Mlp(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(silu(gate x) · up x), with `gate_up` [hidden, 2·intermediate] side by side, no panel in
-    both, and `down` [intermediate, hidden]."""
+    """down(silu(gate x) · up x), with `gate_up` [hidden, 2·intermediate] side by side, and `down`
+    [intermediate, hidden]."""
 
     gate_up: Projection
     down: Projection
@@ -168,23 +145,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return torch.mul(x, scale).to(x.dtype).mul_(weight)
-
-
-def gated(gate_up: Projection, x: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate x) · up x [rows, intermediate], with gate and up side by side in
-    `gate_up`."""
-    if not isinstance(gate_up, Linear) or gate_up.weight.ndim == 2:
-        gate, up = gate_up(x).chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up)
-    weight, bias = gate_up.weight, gate_up.bias
-    panels, _, width = weight.shape  # the products stay [panels, rows, width] until gated
-    both = torch.bmm(x.expand(panels, -1, -1), weight)
-    if bias is not None:
-        both.add_(bias.view(panels, 1, width))
-    gate, up = both.chunk(2)
-    out = x.new_empty(len(x), len(up) * width)
-    torch.mul(functional.silu(gate), up, out=out.view(len(x), -1, width).transpose(0, 1))
-    return out
 
 
 class Arithmetic(Protocol):
@@ -236,7 +196,7 @@ class TorchArithmetic:
         rotate(turned, turns)
 
     def gated(self, gate_up: Projection, x: torch.Tensor) -> torch.Tensor:
-        return gated(gate_up, x)
+        return self.activated(gate_up(x))
 
     def activated(self, both: torch.Tensor) -> torch.Tensor:
         gate, up = both.chunk(2, dim=-1)

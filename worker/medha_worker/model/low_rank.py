@@ -69,6 +69,10 @@ class AdaptedProjection:
     def bias(self) -> torch.Tensor | None:
         return self.base.bias
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = self.base(x)
         self._add(x, out)
