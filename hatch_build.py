@@ -24,7 +24,11 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 WORKER = pathlib.Path("worker/medha_worker")
-SOURCES = (WORKER / "attention/singles.c", pathlib.Path("core/medha/scheduling/rows.c"))
+SOURCES = (
+    WORKER / "attention/singles.c",
+    WORKER / "attention/chunks.c",
+    pathlib.Path("core/medha/scheduling/rows.c"),
+)
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared")
 # A decision is the same on every machine and in a replay: no fused multiply-add.

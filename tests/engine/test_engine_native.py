@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from medha.errors import EngineError, SetupError
-from medha_worker.attention.cpu import GROUP, LIBRARY, NativeKernel, load
 from medha_worker.attention.kernel_interface import Partial, Span
 from medha_worker.attention.merge import merge
+from medha_worker.attention.native_singles import GROUP, LIBRARY, NativeKernel, load
 
 # Float lanes of the widest registers that may be used: where a machine lacks them it uses narrower.
 LANES = pytest.mark.parametrize("lanes", [4, 8, 16])
@@ -283,10 +283,10 @@ def test_a_tensor_that_was_not_planned_for_is_refused(wrong: str) -> None:
 
 def test_a_missing_library_is_told_with_its_remedy(tmp_path: pathlib.Path) -> None:
     with pytest.raises(SetupError, match=r"absent\.so .* run `make setup`"):
-        load(tmp_path / "absent.so")
+        load(tmp_path / "absent.so", "medha_singles")
     (tmp_path / "torn.so").write_bytes(b"\x7fELF and no more")
     with pytest.raises(SetupError, match=r"torn\.so .* C compiler"):
-        load(tmp_path / "torn.so")
+        load(tmp_path / "torn.so", "medha_singles")
 
 
 def test_an_install_without_the_library_says_so_when_attention_is_made(

@@ -11,8 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Tokens of one block, and query heads that are served at once, at most. */
-#define BLOCK 64
+/* Query heads that are served at once, at most. */
 #define HEADS 4
 /* Query heads of a KV head, at most. */
 #define GROUP 64
@@ -38,25 +37,13 @@ struct block {
     const char *keys, *values, *next_keys, *next_values;
 };
 
-/* State of a query head: its largest score so far, and the sum of 2^(score - most). */
-struct state {
-    float most, total;
-};
-
 typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
 
-/* Lane i of the result is lane `mask(i)` of a and b side by side. */
-#if defined(__clang__)
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define PICK(a, b, ...) __builtin_shuffle(a, b, (SET(ints)){__VA_ARGS__})
-#endif
 /* In each four lanes: a0 b0 a1 b1; a2 b2 a3 b3; a0 a1 b0 b1; a2 a3 b2 b3. */
 #define LOW(i) (((i) & ~3) + ((i) >> 1 & 1) + ((i) & 1) * WIDTH)
 #define HIGH(i) (LOW(i) + 2)
 #define LEFT(i) (((i) & ~3) + ((i) & 1) + ((i) >> 1 & 1) * WIDTH)
 #define RIGHT(i) (LEFT(i) + 2)
-#define FOUR(mask, i) mask(i), mask(i + 1), mask(i + 2), mask(i + 3)
 
 #define SET(x) x##_plain
 #define TARGET
@@ -121,19 +108,6 @@ static void start(const struct plan *plan, int64_t group, struct state *state, f
     memset(out, 0, sizeof(float) * group * plan->head_dim);
 }
 
-/* out / total, and log(sum of e^score); (0, -inf) where every score is -inf. */
-static void finish(const struct plan *plan, int64_t group, const struct state *state, float *out,
-                   float *lse)
-{
-    for (int64_t h = 0; h < group; h++) {
-        float inverse = state[h].total == 0 ? 0 : 1 / state[h].total;
-        for (int64_t d = 0; d < plan->head_dim; d++)
-            out[h * plan->head_dim + d] *= inverse;
-        lse[h] = state[h].total == 0 ? -INFINITY
-                                     : (float)((state[h].most + log2(state[h].total)) * M_LN2);
-    }
-}
-
 /* Pairs [from, to) of the plan's rows and the KV heads, heads of one row side by side. `q` float32,
    `stride` scalars from row to row; `pool` [pages, planes, kv_heads, page_tokens, head_dim]; `out` [rows,
    heads, head_dim] and `lse` [rows, heads] float32, written where the pairs are. `width` limits the
@@ -160,6 +134,6 @@ void medha_singles(const struct plan *plan, int64_t from, int64_t to, const floa
             visit(group, plan->narrow, dim, &block, scale,
                   q + plan->row[i] * stride + first * dim, state, out + head * dim);
         }
-        finish(plan, group, state, out + head * dim, lse + head);
+        finish(group, dim, state, out + head * dim, lse + head);
     }
 }

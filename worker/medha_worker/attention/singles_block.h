@@ -5,22 +5,9 @@
      TILE    registers of output per query head  SET(x)  x with the set's suffix
 
    A block is at most BLOCK tokens of one page and one KV head: its keys are contiguous, and so are
-   its values. Scores are kept in base 2, so that a weight is one power of two. */
+   its values. */
 
-typedef float SET(lanes) __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef int32_t SET(ints) __attribute__((vector_size(4 * WIDTH)));
-typedef uint32_t SET(words) __attribute__((vector_size(4 * WIDTH)));
-typedef uint16_t SET(halves) __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
-#define lanes SET(lanes)
-#define INLINE static inline __attribute__((always_inline)) TARGET
-
-/* WIDTH scalars of the pool, in float32: bfloat16 is its upper half. */
-INLINE lanes SET(load)(const char *at, int narrow)
-{
-    if (!narrow)
-        return *(const lanes *)at;
-    return (lanes)(__builtin_convertvector(*(const SET(halves) *)at, SET(words)) << 16);
-}
+#include "lanes.h"
 
 /* The sums of the lanes of x[0] ... x[3]. Neighbours are added while they are brought side by side:
    first within quarters of four lanes, then quarter onto quarter. */
@@ -35,62 +22,6 @@ INLINE quad SET(sums)(const lanes *x)
         for (int i = 0; i < half; i++)
             part[i] += part[i + half];
     return part[0];
-}
-
-/* Of each lane the larger; where `y` is NaN, `x`. */
-INLINE lanes SET(larger)(lanes x, lanes y)
-{
-    SET(ints) more = y > x;
-    return (lanes)(((SET(ints))y & more) | ((SET(ints))x & ~more));
-}
-
-/* 2^x for x <= 0, and 0 where that is below 2^-126.5. NaN stays NaN. With n the nearest whole number,
-   2^x = 2^n * e^(f ln 2), |f| <= 1/2: Taylor's series to the seventh power, relative error < 2e-7. */
-INLINE lanes SET(power)(lanes x)
-{
-    const lanes zero = {0}, least = zero - 127.0f;
-    const lanes round = zero + 0x1.8p23f; /* adding it leaves n in the low bits */
-    SET(ints) below = x < least;
-    x = (lanes)(((SET(ints))least & below) | ((SET(ints))x & ~below));
-    lanes shifted = x + round;
-    lanes f = x - (shifted - round);
-    lanes p = zero + 1.5252734e-5f;
-    p = p * f + 1.5403530e-4f;
-    p = p * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
-    p = p * f + 1.0f;
-    SET(ints) n = (SET(ints))shifted - (SET(ints))round;
-    return p * (lanes)((n + 127) << 23);
-}
-
-/* Weights of the block's tokens for one query head, from its plain scores [BLOCK], in place; returns
-   by what the output so far shrinks. `state` is its running maximum and sum. */
-INLINE float SET(weigh)(float *score, int tokens, float scale, struct state *state)
-{
-    lanes top = (lanes){0} - FLT_MAX;
-    for (int t = tokens; t % WIDTH; t++)
-        score[t] = -INFINITY;
-    for (int t = 0; t < tokens; t += WIDTH) {
-        *(lanes *)(score + t) *= scale;
-        top = SET(larger)(top, *(lanes *)(score + t));
-    }
-    float most = state->most, sum[WIDTH];
-    for (int i = 0; i < WIDTH; i++)
-        most = top[i] > most ? top[i] : most;
-    lanes total = {0};
-    for (int t = 0; t < tokens; t += WIDTH)
-        total += *(lanes *)(score + t) = SET(power)(*(lanes *)(score + t) - most);
-    *(lanes *)sum = SET(power)((lanes){0} + (state->most - most));
-    state->most = most;
-    float shrink = sum[0];
-    *(lanes *)sum = total;
-    for (int i = 1; i < WIDTH; i++)
-        sum[0] += sum[i];
-    state->total = state->total * shrink + sum[0];
-    return shrink;
 }
 
 /* The weighted values of the block, `tile` registers wide from dimension `d` on, into `out`. */
