@@ -125,9 +125,9 @@ class ServedModel:
 
     @property
     def adapters(self) -> frozenset[str]:
-        """Names of the adapters of the router's config and of the replicas."""
+        """Names of the adapters of the replicas; while none serves, those of the config too."""
         held = (version.hello.adapters for version in self.versions.values())
-        return frozenset(self.config.adapters).union(*held)
+        return frozenset(() if self.ready else self.config.adapters).union(*held)
 
     def adopt(self, config: RouterModel, at_least: int) -> None:
         """Replace classes, adapters and context limit; the configured limit is at least
@@ -169,16 +169,20 @@ class ServedModel:
         """Return True if a replica of this version takes requests."""
         return version in self.versions and bool(self.versions[version].open)
 
+    def open_versions(self, adapter: str) -> list[ModelVersion]:
+        """Return the versions that take requests, and have the adapter if one is named."""
+        return [
+            version
+            for version in self.versions.values()
+            if version.open and (not adapter or adapter in version.hello.adapters)
+        ]
+
     def choose_version(self, adapter: str = "") -> ModelVersion:
         """Choose the version for a new request; raises Refusal if none with `adapter` is open.
 
         It is the version with the fewest requests per open replica; of equals, the latest.
         """
-        candidates = [
-            version
-            for version in self.versions.values()
-            if version.open and (not adapter or adapter in version.hello.adapters)
-        ]
+        candidates = self.open_versions(adapter)
         if not candidates:
             what = f"with the adapter {adapter}" if adapter else "of this model"
             raise Refusal("no_replica", f"the replicas {what} are gone: retry later")

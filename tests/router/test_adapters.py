@@ -152,15 +152,40 @@ def test_a_model_with_the_whole_name_precedes_an_adapter() -> None:
         assert named is not None and (named[0].name, named[1]) == expected
 
 
-def test_a_learned_model_forgets_adapters_with_its_replicas(
+def names_of(running: Any) -> list[str]:
+    return [entry.id for entry in running.client.models.list()]
+
+
+@pytest.mark.parametrize("leaves", ["r0", "r1"])
+def test_a_learned_model_forgets_adapters_with_their_replicas(
+    leaves: str, running_with: Routers, eventually: Eventually
+) -> None:
+    running = running_with(models=(), learn=True, learn_s=0.0)
+    running.open("r0", adapters={"legal": "1"})
+    running.join("r1", adapters={"poems": "1"})
+    eventually(lambda: serves(running, "r1"), PATIENT_S)
+    assert names_of(running) == ["tiny", "tiny:legal", "tiny:poems"]
+    next(known for known in running.controllers if known.hello.replica == leaves).die()
+    kept = "tiny:poems" if leaves == "r0" else "tiny:legal"
+    eventually(lambda: names_of(running) == ["tiny", kept], PATIENT_S)
+
+
+def test_a_waiting_request_moves_only_to_a_version_with_its_adapter(
     running_with: Routers, eventually: Eventually
 ) -> None:
     running = running_with(models=(), learn=True, learn_s=0.0)
     old = running.open("r0", adapters={"legal": "1"})
-    running.join("r1")
+    old.granting = False
+    texts: list[str] = []
+    client = threading.Thread(target=lambda: texts.append(ask(running, "tiny:legal")))
+    client.start()
+    page = running.ops.get
+    eventually(lambda: page("/debug/queue").json()["tiny"]["waiting"] == 1, PATIENT_S)
+    without = running.join("r1")
     eventually(lambda: serves(running, "r1"), PATIENT_S)
-    assert "tiny:legal" in [entry.id for entry in running.client.models.list()]
-    old.die()
-    eventually(
-        lambda: "tiny:legal" not in [entry.id for entry in running.client.models.list()], PATIENT_S
-    )
+    old.draining = True
+    eventually(lambda: not serves(running, "r0"), PATIENT_S)
+    other = running.join("r2", adapters={"legal": "2"})
+    client.join(PATIENT_S)
+    assert texts == ["hello"] and without.seen == []
+    assert [submit.adapter for submit in other.seen] == ["legal"]

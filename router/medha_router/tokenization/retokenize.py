@@ -40,7 +40,8 @@ class Retokenizer:
                 id(generation.client_request): generation.client_request
                 for generation in self._stranded(model)
             }.values():
-                if client_request.id not in self._moving:
+                served = model.open_versions(client_request.adapter)
+                if served and client_request.id not in self._moving:
                     task = asyncio.get_running_loop().create_task(self._move(client_request, model))
                     self._moving.add(client_request.id)
                     self._tasks.add(task)
