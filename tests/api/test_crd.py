@@ -24,6 +24,7 @@ SCHEMA = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["
 
 # Lists are empty by default, so they have no line in the resource below.
 FULL: dict[str, Any] = {
+    "adapters": [{"name": "legal", "source": {"hostPath": {"path": "/a"}}}],
     "slo.classes": [{"name": "a", "ttft": {}, "tpot": "1s", "whenInfeasible": "Refuse"}],
     "autoscaling": {"maxReplicas": 4},
     "model.source.hostPath": {"path": "/m"},
@@ -109,7 +110,7 @@ def test_a_broken_rule_between_fields_is_refused_in_medhas_words(
     assert reply.status_code == 422
     causes = reply.json()["details"]["causes"]
     messages = [f"{cause.get('field', '')} {cause['message']}" for cause in causes]
-    field = case["rule"].replace("[]", "[0]") if "api" not in case else "spec.slo.classes[1]"
+    field = case.get("field", case["rule"]).replace("[]", "[0]")
     assert any(
         field in message and case.get("api", case["says"]) in message for message in messages
     ), messages

@@ -113,6 +113,12 @@ RICH: dict[str, Any] = {
 }
 
 
+ADAPTERS: list[dict[str, Any]] = [
+    {"name": "legal", "source": {"pvc": {"claimName": "models", "path": "legal"}}},
+    {"name": "poems", "source": {"uri": "https://models.example/poems"}},
+]
+
+
 def held(of: MedhaReplica, now: MedhaReplica) -> bool:
     """Return whether pods made for `of`, as a server with webhooks holds them, hold `now`."""
     start = PodAssignment(ordinal=1, at=Coordinate(0, 1, 0), spec_hash="0123456789")
@@ -135,6 +141,8 @@ def test_a_pod_holds_the_spec_that_it_was_made_for_under_any_settings() -> None:
     assert held(resource(**RICH), resource(**RICH, replicas=5, drainTimeout="3s"))
     image = resource(template={"image": "own:1"})
     assert held(image, image)
+    adapted = resource(**RICH, adapters=ADAPTERS)
+    assert held(adapted, adapted)
 
 
 def test_a_pod_does_not_hold_a_spec_that_asks_for_something_else() -> None:
@@ -159,5 +167,7 @@ def test_a_pod_does_not_hold_a_spec_that_asks_for_something_else() -> None:
             }
         },
     ]
+    changes.append({"adapters": ADAPTERS})
+    changes.append({"adapters": [ADAPTERS[0] | {"name": "other"}, ADAPTERS[1]]})
     for change in changes:
         assert not held(resource(**RICH), resource(**(RICH | change))), change

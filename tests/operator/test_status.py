@@ -130,6 +130,18 @@ def test_all_conditions_of_a_serving_resource_are_good() -> None:
             "workers reach it (the chart's networkPolicy.modelEgress)",
         ),
         (
+            failing("fetch-adapter-0: https://x/y/adapter_config.json answers 404"),
+            "False ModelMissing: an adapter does not load: pod tiny-0-g0-s0 ended (Error: "
+            "fetch-adapter-0: https://x/y/adapter_config.json answers 404); correct its source in "
+            "spec.adapters",
+        ),
+        (
+            failing("/adapters/legal/adapter_config.json: use_dora is 'True'"),
+            "False ModelMissing: an adapter does not load: pod tiny-0-g0-s0 ended (Error: "
+            "/adapters/legal/adapter_config.json: use_dora is 'True'); correct its source in "
+            "spec.adapters",
+        ),
+        (
             stuck("ErrImagePull", "fetch-model: no such image own:9", model=FETCHED),
             "False ImagePull: the worker's image cannot be pulled for pod tiny-0-g0-s0 "
             "(ErrImagePull: "
