@@ -274,10 +274,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Config of a replica's controller and ranks, which all decode the same file.
 
     `rank_bind`: address for ranks (an `ipc://` path, or `tcp://` between pods); `store_bind` is
-    `host:port` of the rendezvous store that the controller serves (port 0: any); sockets between
-    ranks go through `interface` alone, and `network` adds RDMA. `rank_curve` guards a TCP
-    `rank_bind`: its `secret` is a rank's, `server_public` the controller's, `allowed` those of the
-    ranks; the controller listens with `curve.secret`. `kv_pages` is the number of pages per group,
+    `host:port` of the rendezvous store of a group's first rank (port 0: any); sockets between ranks
+    go through `interface` alone, and `network` adds RDMA. `rank_curve` guards a TCP `rank_bind`:
+    its `secret` is a rank's, `server_public` the controller's, `allowed` those of the ranks; the
+    controller listens with `curve.secret`. `kv_pages` is the number of pages per group,
     0 derives it from `kv_bytes` per rank. `ops_token`: file of the token that `POST /drain` needs;
     without it, none is needed. `adapters`: of the model; requests may name them. `device` is `cpu`
     or `cuda`. `dtype` and `kv_dtype` are torch names (`kv_dtype` auto: as dtype; or `fp8_e4m3`).

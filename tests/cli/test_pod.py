@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -232,13 +233,24 @@ class Pods:
             assert answer.status_code == 200, answer.read()
             yield from answer.iter_lines()
 
+    def answer(self, tokens: int) -> str:
+        """Text of a streamed completion."""
+        events = [line.removeprefix("data: ") for line in self.stream(tokens) if "choices" in line]
+        return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
     def ranks(self, stage: int) -> list[psutil.Process]:
-        ranks = []
+        return self._children(stage, "medha_worker.low_priority_start")
+
+    def controller(self) -> psutil.Process | None:
+        return next(iter(self._children(0, "medha_worker.controller")), None)
+
+    def _children(self, stage: int, module: str) -> list[psutil.Process]:
+        children = []
         for process in psutil.Process(self.pods[stage].pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # the process may end just now
-                if "medha_worker.low_priority_start" in process.cmdline():
-                    ranks.append(process)
-        return ranks
+                if module in process.cmdline():
+                    children.append(process)
+        return children
 
     def close(self) -> None:
         for process in (*self.pods, self.router):
@@ -289,6 +301,20 @@ def test_two_pods_restart_a_dead_rank_and_finish_their_requests_at_sigterm(pods:
     assert received[-2] == "data: [DONE]", pods.text[-8000:]
     assert [process.wait(LIMIT_S) for process in pods.pods] == [0, 0], pods.text[-8000:]
     assert list(Path(pods.config.run_dir).glob("medha-pod-*")) == []
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_of_all_pods_outlive_their_controller(pods: Pods, number: signal.Signals) -> None:
+    pods.until(lambda: pods.ready(0) and pods.ready(1))
+    expected = pods.answer(8)
+    ranks = [pods.ranks(stage) for stage in range(2)]
+    victim = pods.controller()
+    assert victim is not None
+    victim.send_signal(number)
+    pods.until(lambda: pods.controller() not in (None, victim) and pods.ready(0))
+    assert pods.answer(8) == expected
+    assert [pods.ranks(stage) for stage in range(2)] == ranks
 
 
 @pytest.mark.timeout(300)

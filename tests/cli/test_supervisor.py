@@ -15,6 +15,7 @@ import pytest
 
 from medha.cli.local_fleet.child_process import ChildProcess, Launch
 from medha.cli.local_fleet.supervisor import (
+    REJOIN_S,
     ReplicaUnits,
     Supervisor,
     SupervisorSettings,
@@ -93,7 +94,6 @@ class Fleet:
                 self._launches("rank", [f"g{group}-s{stage}" for stage in range(ranks)]),
                 vital=group == 0,
                 wanted=group == 0,
-                follows=controller,
             )
             for group in range(groups)
         )
@@ -121,14 +121,21 @@ class Fleet:
         self.step(seconds)
         return self.supervisor.stopped
 
-    def status(self, wanted: int, restart: tuple[int, ...] = (), state: str = "running") -> None:
+    def status(
+        self,
+        wanted: int,
+        restart: tuple[int, ...] = (),
+        state: str = "running",
+        present: int = 2,
+    ) -> None:
+        ranks = RANKS[:present]
         status = ReplicaStatus(
             replica="r-0",
             ready=True,
             draining=False,
             generation=1,
             wanted_groups=wanted,
-            groups=(GroupStatus(group=0, state=state),),
+            groups=(GroupStatus(group=0, state=state, ranks=ranks),),
             restart_groups=restart,
         )
         self.supervisor.follow(self.replica, status, self.now)
@@ -171,7 +178,8 @@ def fleet() -> Iterator[Fleet]:
     running.close()
 
 
-BASE = {"router", "c", "g0-s0", "g0-s1"}
+RANKS = ("g0-s0", "g0-s1")
+BASE = {"router", "c", *RANKS}
 
 
 def test_everything_that_is_wanted_is_started(fleet: Fleet) -> None:
@@ -205,31 +213,47 @@ def test_a_killed_rank_restarts_its_group_in_the_next_generation(fleet: Fleet) -
     assert [g for name, g in fleet.started if name.startswith("g0")] == [1, 1, 2, 2]
 
 
-def test_ranks_end_with_their_controller_and_come_back_after_it(fleet: Fleet) -> None:
+def killed_controller(fleet: Fleet) -> list[int]:
+    """Kill the controller of a running fleet, let it restart, and return the pids of its ranks."""
     fleet.step()
+    pids = [fleet.child(name).pid for name in RANKS]
     fleet.child("c").kill()
     fleet.gone("c")
     fleet.settle()
-    fleet.settle()
-    assert fleet.running == {"router"}
     fleet.step(1.0)
     assert fleet.running == BASE
+    return pids
 
 
-def test_a_restarted_controller_reports_its_own_wanted_groups(fleet: Fleet) -> None:
-    fleet.step()
+def test_ranks_outlive_their_controller(fleet: Fleet) -> None:
+    pids = killed_controller(fleet)
+    for _ in range(3):
+        fleet.now += REJOIN_S
+        fleet.status(wanted=1, present=2)
+        fleet.step()
+    assert [fleet.child(name).pid for name in RANKS] == pids
+
+
+def test_ranks_that_do_not_join_the_restarted_controller_are_killed(fleet: Fleet) -> None:
+    pids = killed_controller(fleet)
+    psutil.Process(pids[0]).suspend()
+    fleet.now += REJOIN_S
+    fleet.status(wanted=1, present=1)
+    fleet.settle()
+    assert [fleet.child(name).pid for name in RANKS] == pids, "they have time until now"
     fleet.now += 1.0
+    fleet.status(wanted=1, present=1)
+    fleet.settle()
+    fleet.step(1.0)
+    assert fleet.running == BASE
+    assert not {fleet.child(name).pid for name in RANKS} & set(pids)
+
+
+def test_the_last_status_of_a_dead_controller_starts_no_group(fleet: Fleet) -> None:
+    killed_controller(fleet)
+    fleet.replica.controller.started_s = fleet.now
     fleet.status(wanted=2)
-    fleet.step()
-    assert fleet.running == BASE | {"g1-s0", "g1-s1"}
-    fleet.child("c").kill()
-    fleet.gone("c")
-    fleet.settle()
-    fleet.settle()
-    fleet.status(wanted=2)  # the last status of the dead controller, received late
     fleet.step(0.5)
-    fleet.status(wanted=2)
-    fleet.step()
     assert fleet.running == BASE
     fleet.step(1.0)
     fleet.status(wanted=2)
@@ -332,7 +356,7 @@ def test_a_suspended_group_that_its_controller_lost_is_killed_without_grace(flee
     fleet.gone("g0-s0")
 
 
-def test_a_controller_that_stops_answering_restarts_with_its_ranks(fleet: Fleet) -> None:
+def test_a_controller_that_stops_answering_restarts(fleet: Fleet) -> None:
     fleet.step()
     controller = fleet.replica.controller
     psutil.Process(fleet.child("c").pid).suspend()
@@ -436,8 +460,7 @@ def test_a_program_gets_a_second_signal_before_it_is_killed() -> None:
     until(lambda: fleet.lines.of("router") == ["up", "1"])
     fleet.step(0.1)  # half of the grace period is over; no more time passes
     fleet.step()
-    fleet.gone("router")
-    assert router.poll() == 0
+    until(lambda: router.poll() == 0)
     until(lambda: fleet.lines.of("router") == ["up", "1", "2"])
     fleet.close()
 

@@ -21,13 +21,17 @@ def sent(outbox: Outbox) -> list[tuple[tuple[Coordinate, ...], object]]:
     return [(item.ranks, item.message) for item in outbox.take() if isinstance(item, ToRanks)]
 
 
-def hello(at: Coordinate, incarnation: str, protocol: int = PROTOCOL) -> m.RankHello:
+def hello(
+    at: Coordinate, incarnation: str, controller: str = "", protocol: int = PROTOCOL
+) -> m.RankHello:
     return m.RankHello(
         group=at.group,
         stage=at.stage,
         shard=at.shard,
         incarnation=incarnation,
         pid=1,
+        controller=controller,
+        store=f"{incarnation}:1" if at == A else "",
         protocol=protocol,
     )
 
@@ -39,7 +43,7 @@ def outbox() -> Outbox:
 
 @pytest.fixture
 def groups(outbox: Outbox) -> RankGroups:
-    return RankGroups(Topology(tp=2), outbox, "store:1", 5.0, 30.0)
+    return RankGroups(Topology(tp=2), outbox, 5.0, 30.0, "this")
 
 
 def test_a_group_is_wired_after_every_hello_and_again_at_another_path(
@@ -55,7 +59,23 @@ def test_a_group_is_wired_after_every_hello_and_again_at_another_path(
     groups.hello(A, hello(A, "a2"), 1.0)
     groups.hello(B, hello(B, "b2"), 1.0)
     again = sent(outbox)[-1][1]
-    assert isinstance(again, m.Form) and again.store != first.store
+    assert isinstance(again, m.Form)
+    assert (first.store, again.store) == ("a1:1/this/g0-1", "a2:1/this/g0-2")
+    assert first.controller == again.controller == "this"
+
+
+def test_ranks_of_an_earlier_controller_must_rejoin(groups: RankGroups, outbox: Outbox) -> None:
+    assert not groups.accept(A, 0.0), "its reports are of another controller's batches"
+    groups.hello(B, hello(B, "b1", controller="former"), 0.0)
+    ((_, unknown), (ranks, former)) = sent(outbox)
+    assert isinstance(unknown, m.Leave) and unknown.rejoin
+    assert ranks == (B,) and isinstance(former, m.Leave) and former.rejoin
+    assert groups.all_ranks() == []
+    groups.hello(A, hello(A, "a2"), 1.0)
+    groups.hello(B, hello(B, "b2"), 1.0)
+    assert isinstance(sent(outbox)[-1][1], m.Form)
+    groups.hello(B, hello(B, "b2", controller="this"), 2.0)
+    assert sent(outbox) == [], "a link that came back is no new rank"
 
 
 def test_a_rank_that_comes_back_stays_but_its_old_peer_must_leave(
@@ -69,7 +89,7 @@ def test_a_rank_that_comes_back_stays_but_its_old_peer_must_leave(
     assert not any(isinstance(message, m.Leave) for _, message in sent(outbox))
     assert not groups.accept(B, 1.1)
     ((ranks, message),) = sent(outbox)
-    assert ranks == (B,) and isinstance(message, m.Leave)
+    assert ranks == (B,) and isinstance(message, m.Leave) and message.rejoin
     groups.hello(B, hello(B, "b1"), 1.2)
     ((ranks, message),) = sent(outbox)
     assert ranks == (B,) and isinstance(message, m.Leave), "given up means given up"
@@ -78,7 +98,7 @@ def test_a_rank_that_comes_back_stays_but_its_old_peer_must_leave(
 def test_a_rank_of_another_version_leaves_with_both_versions_named(
     groups: RankGroups, outbox: Outbox
 ) -> None:
-    groups.hello(A, hello(A, "a1", PROTOCOL + 1), 0.0)
+    groups.hello(A, hello(A, "a1", protocol=PROTOCOL + 1), 0.0)
     ((_, message),) = sent(outbox)
     assert isinstance(message, m.Leave)
     assert f"protocol {PROTOCOL + 1}, this controller {PROTOCOL}" in message.reason

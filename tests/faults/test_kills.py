@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.support.medha_up import Answer, Up, complete, until
 
@@ -74,6 +75,9 @@ class Fleet:
         """Return the states of the groups; empty while the controller does not respond."""
         status = self.up.status()
         return [] if status is None else [group.state for group in status.groups]
+
+    def ranks(self) -> set[psutil.Process]:
+        return {child for name, child in self.up.children().items() if "-t0" in name}
 
     def wait_for_groups(self, count: int) -> None:
         """Wait until `count` groups run; long prompts make the replica grow."""
@@ -142,7 +146,7 @@ VICTIMS = ["tiny-0-g0-s0-t0", "tiny-0-g1-s1-t0", "tiny-0-controller", "router"]
 def test_a_killed_process_restarts_and_every_request_ends_properly(fleet: Fleet, name: str) -> None:
     fleet.wait_for_groups(2 if "-g1-" in name else 1)
     traffic = busy(fleet)
-    victim = fleet.up.children()[name]
+    victim, ranks = fleet.up.children()[name], fleet.ranks()
     victim.send_signal(signal.SIGKILL)
 
     def back() -> bool:
@@ -152,6 +156,8 @@ def test_a_killed_process_restarts_and_every_request_ends_properly(fleet: Fleet,
 
     until(back, LIMIT_S)
     _check(fleet, traffic, may_break=name == "router")
+    if victim not in ranks:
+        assert ranks <= fleet.ranks(), "no rank was loaded again"
 
 
 def test_a_hanging_rank_is_replaced_and_its_requests_are_served(fleet: Fleet) -> None:

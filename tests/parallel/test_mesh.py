@@ -80,7 +80,13 @@ def mesh(group: int, incarnation: str = "a", timeout_s: float = 60.0) -> Mesh:
 
 
 def form(address: str, generation: int, members: tuple[int, ...], timeout_s: float = 60.0) -> Form:
-    return Form(generation=generation, members=members, store=address, timeout_s=timeout_s)
+    return Form(
+        generation=generation,
+        members=members,
+        store=address,
+        controller="c",
+        timeout_s=timeout_s,
+    )
 
 
 def formed(meshes: dict[int, Mesh], order: Form) -> dict[int, str]:

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.support.driver import Driver
-from tests.support.medha_up import until
 from tests.support.rank_rig import Rig
 from tests.support.recalling_prompts import recalling
 
@@ -72,11 +71,44 @@ def test_sigterm_ends_a_rank(make_rig: MakeRig) -> None:
     assert ended(rig, Coordinate(0, 0, 0))
 
 
-def test_a_rank_whose_controller_falls_silent_ends(make_rig: MakeRig) -> None:
-    rig = make_rig(rank_timeout_s=5.0)
+def answers(rig: Rig, oracle: Oracle, generation: int, kvp: int) -> list[int]:
+    """Prefill and decode over all groups, and return the tokens, which equal the oracle's."""
+    rig.form(generation, tuple(range(kvp)))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=generation)
+    driver.start(1, recalling(300, VOCAB, seed=generation), groups=tuple(range(kvp)))
+    driver.prefill(1, (100,) * 3)
+    driver.decode([1], 4)
+    run = driver.running[1]
+    assert run.output == greedy(oracle, run.tokens, len(run.output))
+    return run.output
+
+
+@pytest.mark.parametrize("tp, spp, kvp", [(1, 1, 1), (2, 1, 1), (1, 2, 2)])
+def test_ranks_of_a_replaced_controller_rejoin_with_their_weights(
+    make_rig: MakeRig, oracle: Oracle, tp: int, spp: int, kvp: int
+) -> None:
+    rig = make_rig(tp, spp, kvp)
+    rig.start(range(kvp))
+    first, loads = rig.incarnations.copy(), rig.loads.copy()
+    answers(rig, oracle, 1, kvp)
+    for _ in range(2):
+        rig.replace_controller()
+        answers(rig, oracle, 1, kvp)
+    assert not any(map(gone, rig.pids.values())) and not rig.failed
+    assert not set(first.values()) & set(rig.incarnations.values())
+    assert rig.loads == loads, "weights are read once"
+
+
+def test_a_rank_whose_controller_is_silent_waits_for_another(
+    make_rig: MakeRig, oracle: Oracle
+) -> None:
+    rig = make_rig(rank_timeout_s=2.0)
     rig.start([0])
-    pid = rig.pids[Coordinate(0, 0, 0)]
-    until(lambda: gone(pid), PATIENCE_S)
+    (former,) = rig.incarnations.values()
+    time.sleep(4.0)  # the rank's own clock runs
+    rig.until(lambda: former not in rig.incarnations.values(), "another Hello")
+    rig.wire([0])
+    answers(rig, oracle, 1, 1)
 
 
 def test_a_missing_step_is_requested_and_no_step_runs_twice(

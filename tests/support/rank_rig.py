@@ -39,6 +39,7 @@ from medha.messages import (
     Formed,
     Gap,
     Leave,
+    Loading,
     Offered,
     OfferPages,
     Peer,
@@ -56,6 +57,7 @@ from medha.messages import (
     Withdrawn,
 )
 from medha.topology import Coordinate
+from medha_worker.controller.process import coordinate_of
 from medha_worker.parallel.mesh import serve_store
 
 T = TypeVar("T")
@@ -135,12 +137,13 @@ class Rig:
         self.ordered: set[int] = set()
         self.gaps: list[Gap] = []
         self.beats: collections.Counter[Coordinate] = collections.Counter()
-        self._hello: set[Coordinate] = set()
+        self.incarnations: dict[Coordinate, str] = {}
+        self.loads: collections.Counter[Coordinate] = collections.Counter()
         self._formed: dict[int, dict[Coordinate, str]] = collections.defaultdict(dict)
         self._moves: dict[int, tuple[Move, set[Coordinate], set[Coordinate]]] = {}
         self._steps: collections.Counter[int] = collections.Counter()
         self._read_rows: collections.Counter[int] = collections.Counter()
-        self._wirings = 0
+        self._wirings = self._controller = 0
         self._beat_s = 0.0
 
     # --- life -----------------------------------------------------------------------------------
@@ -150,10 +153,23 @@ class Rig:
         new = [at for group in groups for at in self.topology.group_ranks(group)]
         for at in new:
             self.pids[at] = self._fork_server.start(self._order(at))
-        self.until(lambda: self._hello.issuperset(new), "hello")
+        self.until(lambda: self.incarnations.keys() >= set(new), "hello")
+        self.wire(sorted({at.group for at in new}))
+
+    def wire(self, groups: Iterable[int]) -> None:
+        """Wire each of these groups, whose ranks sent Hello, and introduce them to all others."""
+        new = [at for group in groups for at in self.topology.group_ranks(group)]
+        for at in new:
+            self.ready.pop(at, None)
         for group in sorted({at.group for at in new}):
             self._wirings += 1
-            form = Form(generation=0, members=(group,), store=f"{self.store}/w{self._wirings}")
+            self._steps[group] = 0
+            form = Form(
+                generation=0,
+                members=(group,),
+                store=f"{self.store}/w{self._wirings}",
+                controller=f"rig{self._controller}",
+            )
             self.send(self.topology.group_ranks(group), form)
         self.until(lambda: self.ready.keys() >= set(new), "ready")
         for at in self.ready:
@@ -162,6 +178,17 @@ class Rig:
                 if same and at.group != other.group and (at in new or other in new):
                     self.send([at], self._peer(other))
 
+    def replace_controller(self) -> None:
+        """Take the place of another controller: all ranks rejoin and are wired again."""
+        former, self._controller = self.incarnations.copy(), self._controller + 1
+        self.send(former, Leave("its controller was replaced", rejoin=True))
+        self.until(
+            lambda: all(self.incarnations[at] != former[at] for at in former), "another hello"
+        )
+        for record in (self.stages, self.tokens, self.logits, self._formed):
+            record.clear()
+        self.wire(sorted({at.group for at in former}))
+
     def form(self, generation: int, members: tuple[int, ...]) -> None:
         """Form a generation of KVP columns among these groups and wait for it."""
         self.begin_form(generation, members)
@@ -169,7 +196,12 @@ class Rig:
 
     def begin_form(self, generation: int, members: tuple[int, ...]) -> None:
         self._gone.difference_update(members)
-        order = Form(generation=generation, members=members, store=self.store)
+        order = Form(
+            generation=generation,
+            members=members,
+            store=f"{self.store}/c{self._controller}",
+            controller=f"rig{self._controller}",
+        )
         self.send([at for group in members for at in self.topology.group_ranks(group)], order)
 
     def formed(self, generation: int, members: tuple[int, ...]) -> bool:
@@ -275,14 +307,17 @@ class Rig:
             self.send(list(self.pids), ControllerBeat())
         taken = self._listener.receive(timeout_s)
         while taken is not None:
-            group, stage, shard = (int(part[1:]) for part in taken[0].decode().split("-"))
-            self._take(Coordinate(group, stage, shard), taken[1])
+            at = coordinate_of(taken[0])
+            if at is not None:  # an old link of a rank that dialed again has no name
+                self._take(at, taken[1])
             taken = self._listener.receive()
 
     def _take(self, at: Coordinate, report: RankReport) -> None:
         match report:
             case RankHello():
-                self._hello.add(at)
+                self.incarnations[at] = report.incarnation
+            case Loading() if report.done_bytes == report.total_bytes:
+                self.loads[at] += 1
             case RankReady():
                 self.ready[at] = report
             case RankFailed() if at.group in self._gone:

@@ -107,7 +107,6 @@ class VirtualReplica:
                 profile=None if measure else profile,
             ),
             make_scheduler=self._make_scheduler,
-            store="store:1",
             metrics=metrics or NoMetrics(),
             clock=lambda: 0.0,
         )

@@ -5,6 +5,7 @@ Reads only the WorkerConfig and the rank's coordinate; `rank` owns threads and s
 
 from __future__ import annotations
 
+import gc
 import logging
 import pathlib
 from collections.abc import Callable
@@ -115,6 +116,14 @@ class RankEngine:
         self.kv = _pool(config, self.model_config, self.layers, at.shard, self.weights)
         self.epochs = PageEpochs(self.kv.pages)
         self.copies = MoveTargets(at.group, self.epochs)
+
+    def renew(self) -> None:
+        """Forget what pages hold, before the next `runner`; drop the last one first."""
+        self.epochs = PageEpochs(self.kv.pages)
+        self.copies = MoveTargets(self.at.group, self.epochs)
+        gc.collect()  # of its graphs and workspaces
+        if self.device.at.type == "cuda":
+            torch.cuda.empty_cache()
 
     def runner(self, wiring: Wiring, mesh: Mesh, sample: Sample) -> Runner:
         """Wire the engine to the ranks of its group."""

@@ -4,8 +4,11 @@
     main     loads weights, waits for the group's wiring, then runs commands in order
     mover    reads and serves KV pages in the background
 
-Exit status: 0 after Leave, SIGTERM or a silent controller; 1 after RankFailed; 2 if a person must
-fix something (checkpoint, setting, machine), with one line that names it.
+A rank whose controller is silent or was replaced rejoins: it keeps its weights and the memory of
+its pages, drops everything else, and sends Hello again.
+
+Exit status: 0 after Leave or SIGTERM; 1 after RankFailed; 2 if a person must fix something
+(checkpoint, setting, machine), with one line that names it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, MutableMapping
 
+import msgspec
 import torch
 
 from medha.adapters.logs import start_logs
@@ -50,7 +54,7 @@ from medha_worker.device import ComputeDevice, device_of
 from medha_worker.engine import RankEngine
 from medha_worker.kv.page_mover import PageMover, not_fetched, refused
 from medha_worker.kv.transfer import MemoryTransfer, MemoryWorld, Transfer
-from medha_worker.parallel.mesh import Mesh, Wiring
+from medha_worker.parallel.mesh import Mesh, Wiring, serve_store
 from medha_worker.rank_link import ImmediateCommand, OrderedCommand, RankLink
 from medha_worker.runner import LaunchedBatch, Runner, Sample, kind_of
 
@@ -63,19 +67,31 @@ MAX_OVERLAPPED = 1
 _POLL_S = 20e-6
 
 
-class Rank:
-    """The threads and parts of the process; `serve` returns the exit status."""
+class RankPlace(msgspec.Struct, frozen=True):
+    """Facts of a rank's process that outlive a membership.
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        at: Coordinate,
-        sample: Sample,
-        device: ComputeDevice,
-        ready_file: pathlib.Path | None = None,
-    ) -> None:
-        self.at, self._config, self._sample, self._device = at, config, sample, device
-        self._ready_file = ready_file
+    `store`: address of the rendezvous store that it serves, if any; `ready_file`: created once the
+    rank is ready.
+    """
+
+    config: WorkerConfig
+    at: Coordinate
+    sample: Sample
+    device: ComputeDevice
+    store: str = ""
+    ready_file: pathlib.Path | None = None
+
+
+class Membership:
+    """A rank from its Hello until it leaves; `serve` returns the exit status, None to rejoin.
+
+    `engine`: that of the membership before; `serve` loads it if there is none.
+    """
+
+    def __init__(self, place: RankPlace, engine: RankEngine | None = None) -> None:
+        config, at, device = place.config, place.at, place.device
+        self.at, self._config, self._sample, self._device = at, config, place.sample, device
+        self._ready_file, self.engine = place.ready_file, engine
         self._incarnation = uuid.uuid4().hex
         self._mesh = Mesh(
             at,
@@ -86,7 +102,7 @@ class Rank:
             device=None if device.at.type == "cpu" else device,
         )
         self._wiring: concurrent.futures.Future[Wiring] = concurrent.futures.Future()
-        self._status = 0
+        self._status: int | None = 0
         self._mover: PageMover | None = None
         self._early: list[Peer | Forget] = []
         self._lock = threading.Lock()
@@ -96,25 +112,29 @@ class Rank:
             self._incarnation,
             self._act_now,
             timeout_s=config.rank_timeout_s,
+            store=place.store,
+            rejoins=engine is not None,
             curve=config.rank_curve,
         )
 
-    def serve(self) -> int:
+    def serve(self) -> int | None:
         """Load, wire and run until the rank must leave."""
         self._link.start()
         try:
-            engine = RankEngine(self._config, self.at, self._device, self._progress())
+            engine = self.engine = self.engine or RankEngine(
+                self._config, self.at, self._device, self._progress()
+            )
             groups = self._config.topology.kvp_max
             transfer = _transfer(self.at, self._incarnation, engine, groups, self._device)
             mover = self._start_mover(engine, transfer)
-            runner = engine.runner(self._wired(), self._mesh, self._sample)
-            self._link.post(self._ready(engine))
-            if self._ready_file is not None:
-                self._ready_file.touch()
-            self._run(runner, mover)
-            mover.stop()
-        except _LeaveNowError as leave:
-            _LOG.info("leaving: %s", leave)
+            wiring = self._wired()
+            if wiring is not None:
+                runner = engine.runner(wiring, self._mesh, self._sample)
+                self._link.post(self._ready(engine))
+                if self._ready_file is not None:
+                    self._ready_file.touch()
+                self._run(runner, mover)
+            self._disconnect(mover)
         except UserError as error:
             self._fail("model", error)
             return 2
@@ -159,8 +179,20 @@ class Rank:
                     if withdrawn is not None:
                         self._link.post(withdrawn)
                 case Leave():
-                    _LOG.info("leaving: %s", command.reason)
+                    self._note(command)
                     return
+
+    def _note(self, leave: Leave) -> None:
+        _LOG.info("%s: %s", "rejoining" if leave.rejoin else "leaving", leave.reason)
+        if leave.rejoin and self._status == 0:
+            self._status = None
+
+    def _disconnect(self, mover: PageMover) -> None:
+        """End all exchange with peers; if a transfer does not end, the pages are not used again."""
+        self._mesh.close()
+        self._wiring.add_done_callback(_abort)
+        if not mover.stop() and self._status is None:
+            self._status = 1
 
     def _drain(
         self, runner: Runner, in_flight: collections.deque[LaunchedBatch], to_the_end: bool = False
@@ -214,10 +246,9 @@ class Rank:
                         _introduce(self._mover, message)
 
     def _wire(self, form: Form) -> None:
-        """Form the group's own wiring. A second request comes from a restarted controller: leave
-        then."""
+        """Form the group's own wiring, once: a second request is another controller's."""
         if self._wiring.done():
-            self._link.commands.put(Leave("the controller restarted"))
+            self._link.commands.put(Leave("another controller wires this group", rejoin=True))
             return
         try:
             self._wiring.set_result(self._mesh.wire(form))
@@ -226,8 +257,8 @@ class Rank:
 
     # --- before the first step ------------------------------------------------------------------
 
-    def _wired(self) -> Wiring:
-        """Wait for the wiring, or for an order to leave."""
+    def _wired(self) -> Wiring | None:
+        """Wait for the wiring; None after an order to leave."""
         while True:
             try:
                 return self._wiring.result(timeout=0.1)
@@ -235,7 +266,8 @@ class Rank:
                 if not self._link.commands.empty():
                     command = self._link.commands.get()
                     if isinstance(command, Leave):
-                        raise _LeaveNowError(command.reason) from None
+                        self._note(command)
+                        return None
 
     def _start_mover(self, engine: RankEngine, transfer: Transfer) -> PageMover:
         self._transfer = transfer
@@ -286,8 +318,9 @@ class Rank:
         self._link.post(RankFailed(kind, str(error)[:4096]))
 
 
-class _LeaveNowError(Exception):
-    """The rank received Leave before it was ready."""
+def _abort(wiring: concurrent.futures.Future[Wiring]) -> None:
+    if wiring.exception() is None:
+        wiring.result().abort()
 
 
 def _introduce(mover: PageMover, message: Peer | Forget) -> None:
@@ -344,7 +377,17 @@ def run(
     device = device_of(config.device, blocked)
     if sample is None:
         sample = functools.partial(sampler.draw, alone=blocked)
-    return Rank(config, at, sample, device, ready_file).serve()
+    store, address = None, ""
+    if at.stage == at.shard == 0:
+        store, address = serve_store(config.store_bind)
+    place = RankPlace(config, at, sample, device, address, ready_file)
+    membership = Membership(place)
+    while (status := membership.serve()) is None:
+        if membership.engine is not None:
+            membership.engine.renew()
+        membership = Membership(place, membership.engine)
+    del store  # it serves as long as a reference exists
+    return status
 
 
 def _arguments(environment: Mapping[str, str]) -> argparse.Namespace:

@@ -7,20 +7,24 @@
 Steps are numbered from 1 without gaps. If one is missing, the rank reports the gap once and drops
 later steps until the missing one arrives; the controller answers Resend and sends them again.
 
-The rank leaves on Leave, on SIGTERM or SIGINT, and if the controller is silent for `timeout_s` (a
-minute before its first message). `commands` then gets a Leave. A rank that stays blocked, for
-example by a lost peer, is killed after `grace_s`.
+The rank leaves on Leave, on SIGTERM or SIGINT, and if the controller is silent: for a minute before
+it formed the group, for `timeout_s` after that. `commands` then gets a Leave; after silence it says
+`rejoin`, since the next controller may need this rank. A rank that stays blocked, for example by a
+lost peer, is killed after `grace_s`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import signal
 import threading
 import time
 from collections.abc import Callable
+
+import msgspec
 
 from medha.adapters.sockets import Dialer, wait
 from medha.config import STALL_S, Curve
@@ -46,7 +50,7 @@ from medha.messages import (
 from medha.topology import Coordinate
 
 BEAT_S = 0.5
-FIRST_WORD_S = 60.0
+UNFORMED_S = 60.0
 FAREWELL_S = 0.1  # a closing socket drops queued messages: let the last ones out
 _LOG = logging.getLogger("medha.link")
 
@@ -81,7 +85,8 @@ class RankLink:
     """The link of one rank. `act_now` is called on the link's thread and must not block.
 
     The compute thread reads `commands`; any thread may `post`. `exit` ends the process (an
-    argument, so that tests can replace it).
+    argument, so that tests can replace it). `store`: address of the rendezvous store that this rank
+    serves. A rank that `rejoins` waits for a controller forever.
     """
 
     def __init__(
@@ -92,14 +97,22 @@ class RankLink:
         act_now: Callable[[ImmediateCommand], None],
         *,
         timeout_s: float,
+        store: str = "",
+        rejoins: bool = False,
         curve: Curve | None = None,
         grace_s: float = 2.0,
         exit: Callable[[int], object] = os._exit,
     ) -> None:
         self._hello = RankHello(
-            group=at.group, stage=at.stage, shard=at.shard, incarnation=incarnation, pid=os.getpid()
+            group=at.group,
+            stage=at.stage,
+            shard=at.shard,
+            incarnation=incarnation,
+            pid=os.getpid(),
+            store=store,
         )
         self._act_now, self._timeout_s, self._grace_s = act_now, timeout_s, grace_s
+        self._unformed_s = math.inf if rejoins else UNFORMED_S
         self._exit = exit
         self.commands: queue.SimpleQueue[OrderedCommand] = queue.SimpleQueue()
         self._order = StepOrder()
@@ -133,7 +146,7 @@ class RankLink:
 
     def _run(self) -> None:
         handshakes, beat = -1, 0.0
-        silent_at = time.monotonic() + FIRST_WORD_S
+        silent_at = time.monotonic() + self._unformed_s
         while not self._closing.is_set():
             now = time.monotonic()
             if handshakes != (seen := self._dialer.handshakes):
@@ -148,8 +161,8 @@ class RankLink:
             if slept_s > STALL_S:
                 silent_at += slept_s  # a stall of this machine is not the controller's silence
             while message is not None:
-                silent_at = time.monotonic() + self._timeout_s
                 self._take(message)
+                silent_at = time.monotonic() + self._patience_s
                 message = self._dialer.receive()
             self._watch(time.monotonic(), silent_at)
         self._dialer.receive()  # sends the last posted reports
@@ -168,29 +181,39 @@ class RankLink:
             case Resend():
                 self._order.resent()
             case Leave():
-                self._leave(message.reason)
+                self._leave(message)
             case OfferPages() | FetchPages() | Withdraw():
                 self.commands.put(message)
             case _:
+                if isinstance(message, Form):
+                    self._hello = msgspec.structs.replace(
+                        self._hello, controller=message.controller
+                    )
                 self._act_now(message)
+
+    @property
+    def _patience_s(self) -> float:
+        """Silence of the controller that is allowed now."""
+        return self._timeout_s if self._hello.controller else self._unformed_s
 
     def _watch(self, now: float, silent_at: float) -> None:
         """Leave on a signal or on silence; kill the process if it does not end by itself."""
         taken = signal.sigtimedwait(_SIGNALS, 0)
         if taken is not None:
-            self._leave(f"{signal.Signals(taken.si_signo).name} received")
+            self._leave(Leave(f"{signal.Signals(taken.si_signo).name} received"))
         if now > silent_at:
-            self._leave(f"the controller is silent; {self._timeout_s:g} s are allowed")
+            text = f"the controller is silent; {self._patience_s:g} s are allowed"
+            self._leave(Leave(text, rejoin=bool(self._hello.controller)))
         if self._leaves_at is not None and now > self._leaves_at:
             _LOG.error(
                 "still blocked %.0f s after the order to leave: ending the process", self._grace_s
             )
             self._exit(1)
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, order: Leave) -> None:
         if self._leaves_at is None:
             self._leaves_at = time.monotonic() + self._grace_s
-            self.commands.put(Leave(reason))
+            self.commands.put(order)
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -117,18 +117,13 @@ class PodSupervisor:
         self._processes, self._identity = processes, processes.identity
         config, identity = processes.config, self._identity
         name = f"{config.replica}-g{identity.group}-s{identity.stage}"
-        controller = (
+        self._leader = (
             Unit(f"{config.replica}-controller", lambda _: [processes.controller()])
             if identity.leads
             else None
         )
-        self._ranks = Unit(
-            name,
-            processes.ranks,
-            vital=identity.group < config.topology.kvp_min,
-            follows=controller,
-        )
-        self._units = (self._ranks,) if controller is None else (controller, self._ranks)
+        self._ranks = Unit(name, processes.ranks, vital=identity.group < config.topology.kvp_min)
+        self._units = (self._ranks,) if self._leader is None else (self._leader, self._ranks)
         self._supervisor = Supervisor(
             self._units, (), lambda launch: ChildProcess(launch, forward_line), options.supervision
         )
@@ -162,6 +157,8 @@ class PodSupervisor:
 
     def _step(self) -> None:
         self._supervisor.step(time.monotonic())
+        if self._leader is not None:
+            self._watch(self._leader, time.monotonic())
         for unit in self._units:
             if unit.generation > self._seen_generation[unit]:
                 if self._seen_generation[unit]:
@@ -174,6 +171,16 @@ class PodSupervisor:
         self._ready = self._is_ready()
         self._tick()
         time.sleep(STEP_S)
+
+    def _watch(self, leader: Unit, now: float) -> None:
+        """Restart a controller that hangs, and ranks that do not join a restarted one."""
+        status, at = self._controller.status, self._identity
+        if (answered_s := self._controller.hangs_since_s) is not None:
+            self._supervisor.hangs(leader, answered_s, now)
+        if status is not None:
+            present = status.groups[at.group].ranks
+            own = sum(str(rank) in present for rank in at.ranks(self._processes.config))
+            self._supervisor.expect_back(self._ranks, leader, own, now)
 
     def _kind(self, unit: Unit) -> str:
         return "ranks" if unit is self._ranks else "controller"

@@ -46,11 +46,15 @@ class Step(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_f
 
 
 class Form(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """Build the KVP columns of `generation` among `members` (groups, ascending), in background."""
+    """Build the KVP columns of `generation` among `members` (groups, ascending), in background.
+
+    `controller`: incarnation of the controller, whose rank this is from now on.
+    """
 
     generation: Count
     members: Annotated[tuple[Group, ...], msgspec.Meta(max_length=4096)]
     store: Name
+    controller: Name
     timeout_s: float = 30.0
 
 
@@ -108,9 +112,10 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The rank ends after what it has begun."""
+    """The rank ends after what it has begun; `rejoin`: it keeps its weights and sends Hello."""
 
     reason: Text = ""
+    rejoin: bool = False
 
 
 class ControllerBeat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -139,13 +144,19 @@ RankCommand = (
 
 
 class RankHello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """A rank introduces itself; `incarnation` changes with every start of its process."""
+    """A rank introduces itself; `incarnation` changes whenever it starts or rejoins.
+
+    `controller`: incarnation of the controller that formed its group; empty before. `store`:
+    address of the rendezvous store that the first rank of a group serves; empty for the others.
+    """
 
     group: Group
     stage: Count
     shard: Count
     incarnation: Name
     pid: int
+    controller: Name = ""
+    store: Name = ""
     protocol: int = PROTOCOL
 
 

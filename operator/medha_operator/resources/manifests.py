@@ -551,6 +551,7 @@ def _worker(resource: MedhaReplica, start: PodAssignment, settings: Settings) ->
     ports = {"ops": POD_OPS_PORT}
     if leader:
         ports |= {"controller": CONTROLLER_OPS_PORT, "ranks": RANK_PORT}
+    if start.at.stage == 0:
         ports |= {"store": STORE_PORT}
     return {
         **_confined(resource, start, settings),

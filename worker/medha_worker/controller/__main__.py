@@ -27,7 +27,6 @@ from medha_worker.controller.process import (
     identity_of,
     scheduler_maker,
 )
-from medha_worker.parallel.mesh import serve_store
 
 log = logging.getLogger("medha.controller")
 
@@ -35,7 +34,6 @@ log = logging.getLogger("medha.controller")
 def serve(config: WorkerConfig) -> None:
     """Run the controller of `config` until SIGTERM or SIGINT."""
     identity = identity_of(config)
-    store, address = serve_store(config.store_bind)
     metrics = Metrics("controller")
     with contextlib.ExitStack() as open_files:
         decisions = None
@@ -45,19 +43,17 @@ def serve(config: WorkerConfig) -> None:
             config,
             identity,
             make_scheduler=scheduler_maker(config, identity.shape, decisions),
-            store=address,
             metrics=ModelMetrics(metrics, config.model),
             clock=time.perf_counter,
         )
         process = ControllerProcess(config, controller, metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: process.leave())
-        fields = {"ops_port": process.ops_port, "store": address, "ranks": config.rank_bind}
+        fields = {"ops_port": process.ops_port, "ranks": config.rank_bind}
         if (why := compiled.stale()) is not None:
             log.warning("the scheduler runs without machine code, slower: %s", why)
         log.info("controller of %s serves", config.replica, extra={"fields": fields})
         process.run()
-    del store  # it serves as long as a reference exists
 
 
 def new_log(path: pathlib.Path) -> io.FileIO:

@@ -49,7 +49,7 @@ log = logging.getLogger("medha.controller")
 
 
 class Controller:
-    """Controller of a replica. `store`: address of the rendezvous store."""
+    """Controller of a replica."""
 
     def __init__(
         self,
@@ -57,7 +57,6 @@ class Controller:
         identity: Identity,
         *,
         make_scheduler: MakeScheduler,
-        store: str,
         metrics: MetricsSink,
         clock: Callable[[], float],
     ) -> None:
@@ -66,10 +65,11 @@ class Controller:
         topology, settings = config.topology, config.scheduling
         self._outbox = outbox = Outbox()
         self.batches = BatchTracker(topology, outbox)
+        form_timeout_s, incarnation = config.collective_timeout_s, identity.incarnation
         self.groups = RankGroups(
-            topology, outbox, store, config.rank_timeout_s, config.collective_timeout_s
+            topology, outbox, config.rank_timeout_s, form_timeout_s, incarnation
         )
-        self.generations = Generations(outbox, store, config.collective_timeout_s)
+        self.generations = Generations(outbox, form_timeout_s, incarnation)
         self.routers = RouterLinks(config.routers, outbox, config.router_timeout_s)
         self.grants = GrantQueue(
             settings.dispatch_budgets * settings.max_batch_s, settings.queue_order
@@ -333,7 +333,8 @@ class Controller:
         self._releasing = self._releasable(now) if not ready else None
         members = tuple(g for g in sorted({*ready, *running}) if g != self._releasing)
         if members and (members != self.generations.members or not self._columns_healthy):
-            self.generations.form(members, self.groups.ranks(members), now)
+            store = self.groups.store(members[0])
+            self.generations.form(members, self.groups.ranks(members), store, now)
 
     def _releasable(self, now: float) -> int | None:
         """The last group that holds nothing, if fewer groups are wanted than run."""

@@ -49,7 +49,8 @@ class LostGroup(msgspec.Struct, frozen=True):
 
 class _Rank:
     def __init__(self, hello: RankHello, now: float) -> None:
-        self.incarnation, self.life = hello.incarnation, PeerLiveness(now)
+        self.incarnation, self.store = hello.incarnation, hello.store
+        self.life = PeerLiveness(now)
         self.loaded = 0.0
         self.ready: RankReady | None = None
 
@@ -68,12 +69,13 @@ class RankGroups:
         self,
         topology: Topology,
         outbox: Outbox,
-        store: str,
         timeout_s: float,
         form_timeout_s: float,
+        incarnation: str,
     ) -> None:
-        self._topology, self._outbox, self._store = topology, outbox, store
+        self._topology, self._outbox = topology, outbox
         self._timeout_s, self._form_timeout_s = timeout_s, form_timeout_s
+        self._incarnation = incarnation
         self._groups = [_Group() for _ in range(topology.kvp_max)]
         self._wirings = 0
         self.reasons: dict[int, str] = {}  # group -> why it was lost or refused
@@ -99,6 +101,13 @@ class RankGroups:
     def ranks(self, groups: tuple[int, ...]) -> list[Coordinate]:
         """Ranks of these groups that have joined."""
         return [at for group in groups for at in self._groups[group].ranks]
+
+    def store(self, group: int) -> str:
+        """Address and path of the store that the first rank of a complete group serves.
+
+        The path separates controllers, which count wirings and generations from 1.
+        """
+        return f"{self._groups[group].ranks[Coordinate(group, 0, 0)].store}/{self._incarnation}"
 
     def all_ranks(self) -> list[Coordinate]:
         return self.ranks(tuple(range(len(self._groups))))
@@ -143,13 +152,17 @@ class RankGroups:
     def hello(self, at: Coordinate, hello: RankHello, now: float) -> LostGroup | None:
         """Add a rank; if it replaces another incarnation, its group is lost.
 
-        The last rank of a group to join triggers the group's TP and SPP wiring.
+        The last rank of a group to join triggers the group's TP and SPP wiring. A rank of an
+        earlier controller is wired already, so it must rejoin.
         """
         group = self._groups[at.group]
         if hello.protocol != PROTOCOL:
             reason = f"rank {at} speaks protocol {hello.protocol}, this controller {PROTOCOL}"
             self._outbox.to_ranks((at,), Leave(f"{reason}; start both from one version"))
             self.reasons[at.group] = reason
+            return None
+        if hello.controller not in ("", self._incarnation):
+            self._outbox.to_ranks((at,), Leave("its controller was replaced", rejoin=True))
             return None
         if hello.incarnation in group.gone:
             self._outbox.to_ranks((at,), Leave(f"{at} was given up as {hello.incarnation}"))
@@ -171,7 +184,8 @@ class RankGroups:
             wiring = Form(
                 generation=0,
                 members=(at.group,),
-                store=f"{self._store}/g{at.group}-{self._wirings}",
+                store=f"{self.store(at.group)}/g{at.group}-{self._wirings}",
+                controller=self._incarnation,
                 timeout_s=self._form_timeout_s,
             )
             self._outbox.to_ranks(group.ranks, wiring)
@@ -248,12 +262,13 @@ class RankGroups:
     def accept(self, at: Coordinate, now: float) -> bool:
         """Note a sign of life; False if the rank's reports do not count.
 
-        A rank that reports without a Hello since its group was given up is an old process: it
-        gets Leave.
+        A rank that reports without a Hello is of an earlier controller, or of a group that was
+        given up since: it rejoins, or has an order to leave already.
         """
         rank = self._groups[at.group].ranks.get(at)
         if rank is None:
-            self._outbox.to_ranks((at,), Leave(f"group {at.group} was given up; restart it"))
+            text = f"{at} is unknown to this controller"
+            self._outbox.to_ranks((at,), Leave(text, rejoin=True))
             return False
         rank.life.seen(now)
         return True
@@ -315,20 +330,26 @@ class FormationResult(msgspec.Struct, frozen=True):
 class Generations:
     """The current generation, the one being formed, and old ones that batches still use."""
 
-    def __init__(self, outbox: Outbox, store: str, timeout_s: float) -> None:
-        self._outbox, self._store, self._timeout_s = outbox, store, timeout_s
+    def __init__(self, outbox: Outbox, timeout_s: float, incarnation: str) -> None:
+        self._outbox, self._timeout_s, self._incarnation = outbox, timeout_s, incarnation
         self._last = 0
         self.current = 0
         self.members: tuple[int, ...] = ()
         self.forming: PendingGeneration | None = None
         self._old: list[tuple[int, tuple[Coordinate, ...]]] = []  # (generation, its ranks)
 
-    def form(self, members: tuple[int, ...], ranks: list[Coordinate], now: float) -> None:
-        """Start to form the next generation of `members`, whose ranks are `ranks`."""
+    def form(
+        self, members: tuple[int, ...], ranks: list[Coordinate], store: str, now: float
+    ) -> None:
+        """Start to form the next generation of `members`, whose ranks `ranks` meet at `store`."""
         self._last += 1
         self.forming = PendingGeneration(self._last, members, set(ranks), now + self._timeout_s)
         order = Form(
-            generation=self._last, members=members, store=self._store, timeout_s=self._timeout_s
+            generation=self._last,
+            members=members,
+            store=store,
+            controller=self._incarnation,
+            timeout_s=self._timeout_s,
         )
         self._outbox.to_ranks(ranks, order)
 

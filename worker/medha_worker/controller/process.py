@@ -37,7 +37,7 @@ from medha.messages import (
 )
 from medha.model import ModelShape
 from medha.predictor import Predictor
-from medha.profile import Profile, decode
+from medha.profile import Profile, decode, encode
 from medha.scheduling.decision_log import RecordingScheduler
 from medha.scheduling.interface import SchedulerInterface
 from medha.scheduling.scheduler import Scheduler
@@ -60,7 +60,10 @@ RankLinks = Listener[RankCommand, RankReport]
 
 
 def identity_of(config: WorkerConfig) -> Identity:
-    """Read checkpoint and profile for Hello; raises CheckpointError or SpecError."""
+    """Read checkpoint and profile for Hello; raises CheckpointError or SpecError.
+
+    Without a given profile, that of an earlier controller of this run is used.
+    """
     folder = pathlib.Path(config.checkpoint)
     model = read_config(folder)
     check_tokenizer(folder)
@@ -85,7 +88,7 @@ def identity_of(config: WorkerConfig) -> Identity:
         },
         stop_tokens=model.stop_tokens,
         defaults=read_generation_defaults(folder),
-        profile=read_profile(config.profile),
+        profile=read_profile(config.profile) or _kept_profile(config),
     )
 
 
@@ -101,6 +104,36 @@ def read_profile(path: str) -> Profile | None:
         ) from None
 
 
+def _kept_profile(config: WorkerConfig) -> Profile | None:
+    """Read the profile that an earlier controller of this run measured, if any."""
+    kept = _place_of_profile(config)
+    if kept is None or not kept.exists():
+        return None
+    try:
+        return decode(kept.read_bytes(), str(kept))
+    except (OSError, SpecError) as error:  # it may have been killed while it wrote
+        log.warning("the kept profile is measured again: %s", error)
+        return None
+
+
+def keep_profile(config: WorkerConfig, profile: Profile) -> None:
+    """Keep a measured profile for later controllers of this run."""
+    place = _place_of_profile(config)
+    if place is None or config.profile or place.exists():
+        return
+    try:
+        written = place.with_suffix(".new")
+        written.write_bytes(encode(profile))
+        written.replace(place)
+    except OSError as error:
+        log.warning("the profile is not kept for a restart: %s", error)
+
+
+def _place_of_profile(config: WorkerConfig) -> pathlib.Path | None:
+    folder = config.run_dir
+    return pathlib.Path(folder, f"{config.replica}.profile.json") if folder else None
+
+
 def scheduler_maker(
     config: WorkerConfig, shape: ModelShape, decisions: Callable[[bytes], object] | None
 ) -> MakeScheduler:
@@ -108,6 +141,7 @@ def scheduler_maker(
 
     def make(profile: Profile, pages: int) -> tuple[SchedulerInterface, Predictor]:
         settings = config.scheduling
+        keep_profile(config, profile)
         predictor = Predictor(profile, shape, config.topology, settings.max_batch_s)
         scheduler = Scheduler(
             config.topology,

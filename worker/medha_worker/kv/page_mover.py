@@ -54,10 +54,11 @@ class PageMover:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread and close the transfer; waits up to two seconds."""
+    def stop(self) -> bool:
+        """End the thread and close the transfer; False if that takes more than two seconds."""
         self._orders.put(None)
         self._thread.join(timeout=2.0)
+        return not self._thread.is_alive()
 
     def connect(self, peer: Peer) -> None:
         self._orders.put(lambda: self._transfer.connect(peer))

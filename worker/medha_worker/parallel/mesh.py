@@ -4,7 +4,8 @@
                    TP   the shards of one stage         SPP  the stages of one shard
     generation n   the KVP columns: one communicator per (stage, shard), members are groups
 
-The controller serves the store and numbers the generations. A rank forms each in a separate thread,
+The controller numbers wirings and generations; the first rank of a group (of a generation: of its
+first group) serves the store in which their members meet. A rank forms each in a separate thread,
 so running work continues, and may hold several at once: a batch names the one it uses. A dissolved
 generation, or one older than it, can neither be joined nor used. `kvp` defines what a column does
 with partial attention; this module moves no tensor.
@@ -13,6 +14,7 @@ with partial attention; this module moves no tensor.
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -32,8 +34,8 @@ def serve_store(bind: str) -> tuple[TCPStore, str]:
     """Serve the rendezvous store on `host:port` only (port 0: any free port).
 
     Returns the store, which serves while it is referenced, and the address for `Form.store`. A path
-    after the address (`host:port/path`) separates users of one store, so the controller gives every
-    incarnation of a group's wiring a new path. Raises SetupError if the port is taken.
+    after the address (`host:port/path`) separates users of one store, so every wiring of a group
+    has a new path. Raises SetupError if the port is taken.
     """
     host, _, port = bind.rpartition(":")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -162,6 +164,10 @@ class Mesh:
             gone = [self._columns.pop(n) for n in sorted(self._columns) if n <= generation]
         for column in gone:
             column.abort()
+
+    def close(self) -> None:
+        """Close all generations, also those that are being formed."""
+        self.dissolve(sys.maxsize)
 
     def _form(self, form: Form, done: Callable[[int, str], None]) -> None:
         try:

@@ -85,7 +85,6 @@ def _replica(replica: ReplicaPlan, run_dir: RunDir) -> ReplicaUnits:
             _ranks(replica, ranks, config),
             vital=index < least,
             wanted=index < least,
-            follows=controller,
         )
         for index, ranks in enumerate(replica.groups)
     )

@@ -24,6 +24,26 @@ MAX_MISSES = 4
 ROUTER = "router"
 
 
+class Answers:
+    """Answers of a process to polls.
+
+    Polls are counted, not time, so that a pause of this process does not count as silence.
+    """
+
+    def __init__(self) -> None:
+        self._misses, self._last_s = 0, 0.0
+
+    def note(self, answered: bool) -> None:
+        self._misses = 0 if answered else self._misses + 1
+        if answered:
+            self._last_s = time.monotonic()
+
+    @property
+    def hangs_since_s(self) -> float | None:
+        """Time of the last answer, if the process hangs; it counts if it answered once."""
+        return self._last_s if self._last_s and self._misses >= MAX_MISSES else None
+
+
 class FleetPoll:
     """Polls the router and all controllers of `medha up`.
 
@@ -36,8 +56,7 @@ class FleetPoll:
         self._may_drain = {"authorization": f"Bearer {token.decode()}"}
         self._statuses: dict[str, ReplicaStatus] = {}
         self._router_ready = False
-        self._misses = dict.fromkeys((*controllers, ROUTER), 0)
-        self._answered_s: dict[str, float] = {}
+        self._answers = {name: Answers() for name in (*controllers, ROUTER)}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fleet poll", daemon=True)
 
@@ -63,11 +82,9 @@ class FleetPoll:
         )
 
     def hangs_since_s(self, name: str) -> float | None:
-        """Return when a controller (by replica), or `ROUTER`, last answered; None unless it hangs.
-
-        Polls are counted, not time, so that a pause of this process does not count as silence.
-        """
-        return self._answered_s.get(name) if self._misses[name] >= MAX_MISSES else None
+        """Return when a controller (by replica), or `ROUTER`, last answered; None unless it
+        hangs."""
+        return self._answers[name].hangs_since_s
 
     def drain(self) -> None:
         """Request that the router and all controllers drain; ignores processes that are gone."""
@@ -86,22 +103,17 @@ class FleetPoll:
     def _poll(self, client: httpx.Client) -> None:
         for name, url in self._controllers.items():
             status = read_status(client, url)
-            self._note(name, status is not None)
+            self._answers[name].note(status is not None)
             if status is None:
                 self._statuses.pop(name, None)
             else:
                 self._statuses[name] = status
         try:
             self._router_ready = client.get(f"{self._router}/readyz").status_code == 200
-            self._note(ROUTER, True)
+            self._answers[ROUTER].note(True)
         except httpx.HTTPError:
             self._router_ready = False
-            self._note(ROUTER, False)
-
-    def _note(self, name: str, answered: bool) -> None:
-        if answered:
-            self._answered_s[name] = time.monotonic()
-        self._misses[name] = 0 if answered else self._misses[name] + 1
+            self._answers[ROUTER].note(False)
 
 
 class ControllerPoll:
@@ -112,6 +124,7 @@ class ControllerPoll:
         self._polling, self._closing = threading.Event(), threading.Event()
         self._drain = self._drain_accepted = False
         self._status: ReplicaStatus | None = None
+        self._answers = Answers()
         self._thread = threading.Thread(target=self._run, name="controller poll", daemon=True)
         self._thread.start()
 
@@ -119,6 +132,11 @@ class ControllerPoll:
     def status(self) -> ReplicaStatus | None:
         """Latest status, while polling and if the controller answers."""
         return self._status
+
+    @property
+    def hangs_since_s(self) -> float | None:
+        """Time of the controller's last answer; None unless it hangs."""
+        return self._answers.hangs_since_s
 
     @property
     def drain_accepted(self) -> bool:
@@ -149,6 +167,7 @@ class ControllerPoll:
                 if self._drain and not self._drain_accepted and self._post_drain(client):
                     self._status, self._drain_accepted = None, True
                 status = read_status(client, self._url)
+                self._answers.note(status is not None)
                 self._status = status if self._polling.is_set() else None
                 self._closing.wait(POLL_INTERVAL_S)
 

@@ -6,8 +6,7 @@ next generation, under a restart policy. Until the fleet has served once, a usag
 that keeps failing ends it; after that no failure of a unit ends the others.
 
 The controller's status sets the number of KVP groups; a group whose ranks all exit with status 0
-was released. Ranks stop with their controller; after its restart only the base groups start,
-because fewer ranks start faster.
+was released. Ranks outlive their controller and join the next one.
 
 Call `step` and `stop` with the current time, from one thread; neither blocks.
 """
@@ -26,6 +25,7 @@ from medha.messages import ReplicaStatus
 from medha.restart_policy import RestartPolicy
 
 FIRST_STATUS_S = 1.0  # a controller takes longer to import its libraries and report
+REJOIN_S = 10.0  # in which all ranks that run join a restarted controller
 SETTLED_STATUS_S = 5.0  # by then a controller has noticed that a group was restarted
 URGE_S = 2.0
 """Before it is killed, a program gets a second SIGTERM this early, or after half of the grace
@@ -57,7 +57,7 @@ class Unit:
     """Processes that start and stop together.
 
     `launches(generation)` returns the processes to start. `vital`: if the unit is given up, the
-    fleet stops. `follows`: the unit with which this unit stops.
+    fleet stops.
     """
 
     def __init__(
@@ -67,10 +67,9 @@ class Unit:
         *,
         vital: bool = True,
         wanted: bool = True,
-        follows: Unit | None = None,
     ) -> None:
         self.name, self.launches = name, launches
-        self.vital, self.wanted, self.follows = vital, wanted, follows
+        self.vital, self.wanted = vital, wanted
         self.state = UnitState.IDLE
         self.children: list[ChildProcess] = []
         self.generation = 0
@@ -127,7 +126,7 @@ class Supervisor:
             if unit.state is UnitState.STOPPING:
                 self._finish(unit, now)
             due = unit.wanted and not self._stopping and now >= unit.not_before_s
-            if unit.state is UnitState.IDLE and due and not _leaderless(unit):
+            if unit.state is UnitState.IDLE and due:
                 self._begin(unit, now)
 
     def follow(self, replica: ReplicaUnits, status: ReplicaStatus, now: float) -> None:
@@ -146,12 +145,22 @@ class Supervisor:
             unit = replica.groups[group.group]
             if group.state == "running" and now - unit.started_s > SETTLED_STATUS_S:
                 unit.ran = True
+            self.expect_back(unit, leader, len(group.ranks), now)
         for index in status.restart_groups:
             unit = replica.groups[index]
             # A busy machine may start slowly: the limit doubles with each failure.
             late = now - unit.started_s > self._settings.hung_s * 2 ** len(unit.failures)
             if unit.state is UnitState.RUNNING and (unit.ran or late):
                 self._kill(unit, f"{unit.name} was lost by its controller", now)
+
+    def expect_back(self, unit: Unit, leader: Unit, present: int, now: float) -> None:
+        """Restart ranks that do not join the restarted controller `leader`.
+
+        `present`: ranks of the unit that the controller knows.
+        """
+        waits = unit.state is UnitState.RUNNING and unit.started_s < leader.started_s
+        if waits and present < len(unit.children) and now - leader.started_s > REJOIN_S:
+            self._kill(unit, f"{unit.name} does not join its restarted controller", now)
 
     def hangs(self, unit: Unit, answered_s: float, now: float) -> None:
         """Restart a unit that has not answered since `answered_s`, if it did since its start."""
@@ -180,16 +189,11 @@ class Supervisor:
             unit.children.append(self._start(launch))
 
     def _watch(self, unit: Unit, now: float) -> None:
-        """Handle exits: a stopped controller, a usage error, a release, a failure."""
+        """Handle exits: a usage error, a release, a failure."""
         ended = [(child, child.poll()) for child in unit.children if child.poll() is not None]
-        leader = unit.follows
-        if leader is not None and (leader.state is not UnitState.RUNNING or _newer(leader, unit)):
-            self._log.info("%s stops with its controller", unit.name)
-            unit.wanted &= unit.vital  # the next controller requests more groups if it needs them
-            self._halt(unit, now)
-        elif not ended:
+        if not ended:
             return
-        elif not self.served and USAGE_STATUS in [status for _, status in ended]:
+        if not self.served and USAGE_STATUS in [status for _, status in ended]:
             child = next(child for child, status in ended if status == USAGE_STATUS)
             raise SetupError(
                 f"{child.name}: {' '.join(child.last_messages[-1:]) or 'see its output'}"
@@ -245,15 +249,6 @@ class Supervisor:
             given_up = not unit.wanted and len(unit.failures) > self._settings.restarts.budget
             unit.state = UnitState.GIVEN_UP if given_up else UnitState.IDLE
             unit.children = []
-
-
-def _leaderless(unit: Unit) -> bool:
-    return unit.follows is not None and unit.follows.state is not UnitState.RUNNING
-
-
-def _newer(leader: Unit, unit: Unit) -> bool:
-    """The leader restarted after the unit started."""
-    return leader.started_s > unit.started_s
 
 
 def _exit_cause(status: int | None) -> str:
