@@ -2,7 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
+
+CHUNK_TOKENS = 2048
+"""Tokens beyond its window for which a sequence reserves pages; larger chunks take free ones."""
+
+
+class KeptPages(msgspec.Struct, frozen=True):
+    """Pages of a context that its later tokens can see.
+
+    `window_tokens`: tokens that a token sees in every layer, its own included; 0: all.
+
+        logical page   | 0 | 1 | 2 | 3 | 4 | 5 |       position p sees (p − window, p]:
+        kept at p              | ····x | xxxxp         pages before `first_page(p)` are dropped
+    """
+
+    window_tokens: int
+    page_tokens: int
+
+    def first_page(self, position: int) -> int:
+        """Return the first logical page that a token at `position`, or a later one, sees.
+
+        That of the token before, if the window is a single token.
+        """
+        if not self.window_tokens:
+            return 0
+        return max(0, position - max(1, self.window_tokens - 1)) // self.page_tokens
+
+    def pages(self, tokens: int) -> int:
+        """Return the pages that a context of `tokens` reserves: all of them, or those of a window,
+        of CHUNK_TOKENS, and one."""
+        pages = -(-tokens // self.page_tokens)
+        if not self.window_tokens:
+            return pages
+        return min(pages, self._of(self.window_tokens) + self._of(CHUNK_TOKENS) + 1)
+
+    def least(self, tokens: int) -> int:
+        """Return the pages without which a context of `tokens` cannot be computed: all of them, or
+        those of a window that begins within a page, and one for the next tokens."""
+        pages = -(-tokens // self.page_tokens)
+        return min(pages, self._of(self.window_tokens) + 2) if self.window_tokens else pages
+
+    def longest_hit(self, pages: int, holds: Callable[[int], bool]) -> int:
+        """Return the most of `pages` leading pages after which a prompt can go on.
+
+        Of these, `holds` is true for all that later tokens see. Takes about as many calls as there
+        are windows in the prompt, or pages in the hit.
+        """
+        end = pages
+        while end:
+            seen = range(self.first_page(end * self.page_tokens), end)
+            missing = next((page for page in seen if not holds(page)), end)
+            if missing == end:
+                break
+            end = missing
+        return end
+
+    def _of(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens)
 
 
 class LatentShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +95,7 @@ class ModelShape(
     Counts are whole-model; `param_bytes` and `kv_bytes` are bytes per parameter and per cached
     scalar in memory (2 for bfloat16, 4 for float32, 1 for FP8), `packed_bytes` per weight of
     projections that stay packed (0: none do). In `window_layers` of the layers a token attends
-    to `window_tokens`, its own included; older tokens stay cached for the other layers.
+    to `window_tokens`, its own included; older tokens stay cached if other layers see them.
     `expert_layers` of the layers have `experts` MLPs of width `expert_intermediate` instead of one,
     and a router that selects `experts_per_token` of them for each token, and an MLP of width
     `shared_intermediate` for all (0: none). With `latent`, pages hold one head, of latent and
@@ -216,6 +275,16 @@ class ModelShape(
     def windowed_share(self) -> float:
         """Share of layers that attend to a window only."""
         return self.window_layers / self.layers if self.window_tokens else 0.0
+
+    @property
+    def sliding_tokens(self) -> int:
+        """Window beyond which no layer sees a token; 0: none, or no context is longer."""
+        slides = self.window_layers == self.layers and self.max_context_tokens > self.window_tokens
+        return self.window_tokens if slides else 0
+
+    def kept_pages(self, page_tokens: int) -> KeptPages:
+        """Return which pages of that size a context keeps."""
+        return KeptPages(self.sliding_tokens, page_tokens)
 
     def attention_flops(self, chunk: int, prefix: int) -> float:
         """FLOPs of causal attention, the mean of the layers: `chunk` query rows after `prefix`.

@@ -28,6 +28,7 @@ from medha.topology import Topology, kv_heads_of, stage_layers
 REMEMBERED = 4096  # lengths of prompts, steps of rows
 # Up to SHORT_STEPS the whole limit is tried first; after GUESSES interpolations, bisect.
 SHORT_STEPS, GUESSES = 128, 8
+ENDLESS = 1 << 40  # tokens
 # A batch for the cost of one more decode: rows of prefill, and decodes whose mean is taken.
 TYPICAL_ROWS, TYPICAL_DECODES = 512, 64
 
@@ -418,8 +419,8 @@ class BatchLoad:
     def add_decodes(self, count: int, keys: int, groups: int = 1) -> None:
         """Add `count` decodes that read `keys` tokens in all, their own included; O(1).
 
-        A decode's attention is linear in the keys that it reads, so their sum is enough. With a
-        window, all decodes count as equally long.
+        A decode's attention is linear in the keys that it reads, so their sum is enough. If only
+        some layers have a window, all decodes count as equally long.
         """
         self.attention_s += self._costs.decodes(count, keys)
         self.rows += count
@@ -533,7 +534,7 @@ class Predictor:
         self._costs = Costs(profile, shape, topology) if costs is None else costs
         self._others: dict[float, Predictor] = {}
         self._corrections = self._costs.corrections
-        self.tokens_per_group = topology.tokens_per_group or self._keys_within(budget_s)
+        self.tokens_per_group = self._tokens_per_group()
         self._empty = BatchLoad(self._costs)
         # knots[i]: prefix; spent[i]: stage seconds up to it, slowest[i]: slowest chunk up to it,
         # both uncorrected
@@ -711,9 +712,15 @@ class Predictor:
         """Replace the learned state by another predictor's (a router: from LoadReport)."""
         self._corrections.restore(learned)
 
+    def _tokens_per_group(self) -> int:
+        """Tokens after which a context takes another group; one that slides never does."""
+        if self.shape.sliding_tokens:
+            return ENDLESS
+        return self.topology.tokens_per_group or self._keys_within(self.budget_s)
+
     def _keys_within(self, budget_s: float) -> int:
         """Longest context at which two steps of a prompt fit into the budget."""
-        load, low, high = BatchLoad(self._costs), 1024, 1 << 40
+        load, low, high = BatchLoad(self._costs), 1024, ENDLESS
         if self.topology.kvp_max == 1:
             return high
         while high - low > 1024:

@@ -25,8 +25,8 @@ from medha.topology import Topology
 TOKEN_S = 1e-4
 
 
-def shape(layers: int = 4, max_context_tokens: int = 1 << 20) -> ModelShape:
-    """Return a model whose head costs nothing compared to its layers."""
+def shape(layers: int = 4, max_context_tokens: int = 1 << 20, window_tokens: int = 0) -> ModelShape:
+    """Return a model whose head costs nothing compared to its layers; all may have a window."""
     return ModelShape(
         layers=layers,
         hidden=1024,
@@ -36,6 +36,8 @@ def shape(layers: int = 4, max_context_tokens: int = 1 << 20) -> ModelShape:
         intermediate=4096,
         vocab=8,
         max_context_tokens=max_context_tokens,
+        window_tokens=window_tokens,
+        window_layers=layers if window_tokens else 0,
     )
 
 
@@ -98,10 +100,11 @@ def predictor(
     key_s: float = 0.0,
     batch_s: float = 0.0,
     budget_s: float = 0.1,
+    window_tokens: int = 0,
 ) -> Predictor:
     """An exact predictor for the machine of `profile`."""
-    machine = profile(token_s, key_s, batch_s)
-    return Predictor(machine, shape(), layout or topology(), budget_s=budget_s)
+    machine, model = profile(token_s, key_s, batch_s), shape(window_tokens=window_tokens)
+    return Predictor(machine, model, layout or topology(), budget_s=budget_s)
 
 
 def scheduler(
@@ -114,13 +117,21 @@ def scheduler(
     token_s: float = TOKEN_S,
     key_s: float = 0.0,
     batch_s: float = 0.0,
+    window_tokens: int = 0,
     join: bool = True,
 ) -> Scheduler:
     """A scheduler whose groups 0 .. kvp_min-1 have joined at time 0 with generation 1."""
     layout, settings = layout or topology(), settings or Scheduling()
     budget_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
-    times = predictor(layout, token_s=token_s, key_s=key_s, batch_s=batch_s, budget_s=budget_s)
-    built = Scheduler(layout, shape(), times, settings, pages, page_tokens, max_context_tokens)
+    times = predictor(
+        layout,
+        token_s=token_s,
+        key_s=key_s,
+        batch_s=batch_s,
+        budget_s=budget_s,
+        window_tokens=window_tokens,
+    )
+    built = Scheduler(layout, times.shape, times, settings, pages, page_tokens, max_context_tokens)
     for group in range(layout.kvp_min if join else 0):
         built.group_joined(group, 1, 0.0)
     return built

@@ -255,6 +255,21 @@ def test_the_pool_must_hold_the_longest_context(model: Path) -> None:
     assert check_resources(read_resources(enough), gpus=0)
 
 
+def test_the_pool_must_hold_a_window_of_one_that_slides(model: Path) -> None:
+    """In each group: a window of 300 tokens that begins anywhere, and the next token's page."""
+    edit_config(model, model_type="mistral", sliding_window=300)
+    two = {"kvp": {"max": 2}}
+    file = write(model.parent, document(engine={"kvPages": 6}, parallelism=two))
+    assert faults(file) == [
+        "spec.model.maxContextTokens is 1024: must be at most the 384 tokens of the KV pool "
+        "(1 KVP groups × 6 pages × 64 tokens); use 384 or less, or raise spec.engine.kvPages to 7"
+    ]
+    enough = write(model.parent, document(engine={"kvPages": 7}, parallelism=two))
+    assert check_resources(read_resources(enough), gpus=0)
+    edit_config(model, sliding_window=1024)
+    assert "2 KVP groups" in faults(file)[0]
+
+
 @pytest.mark.parametrize("pages", [1, 3])
 def test_the_memory_that_a_refusal_names_is_the_least_that_suffices(
     model: Path, pages: int

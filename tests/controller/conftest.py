@@ -42,11 +42,16 @@ def make_replica() -> Callable[..., VirtualReplica]:
     """A replica whose prompt tokens cost 0.1 ms each (`key_s` per key and row, if given)."""
 
     def make(
-        *, pages: int = 1000, key_s: float = 0.0, batch_s: float = 1e-3, **fields: Any
+        *,
+        pages: int = 1000,
+        key_s: float = 0.0,
+        batch_s: float = 1e-3,
+        window: int = 0,
+        **fields: Any,
     ) -> VirtualReplica:
         own = {"beats", "wrap", "slowness", "loop", "files", "hashes", "measure", "metrics"}
         extra = {name: fields.pop(name) for name in own & fields.keys()}
-        shape = msgspec.structs.replace(testing.shape(), vocab=VOCAB)
+        shape = msgspec.structs.replace(testing.shape(window_tokens=window), vocab=VOCAB)
         profile = testing.profile(key_s=key_s, batch_s=batch_s)
         return VirtualReplica(make_config(**fields), shape, profile, pages=pages, **extra)
 
@@ -76,7 +81,7 @@ def judge() -> Callable[[VirtualReplica, m.Submit], None]:
         assert client.failed is None, client.failed
         assert client.finished is not None, f"{submit.id} hangs after {len(client.tokens)} tokens"
         prompt = m.from_bytes(submit.tokens).tolist()
-        expected = expected_tokens(prompt, submit.max_output_tokens, VOCAB)
+        expected = expected_tokens(prompt, submit.max_output_tokens, VOCAB, replica.window)
         stops = [i for i, token in enumerate(expected) if token in submit.sampling.stop_tokens]
         assert client.tokens == expected[: stops[0] + 1 if stops else None]
 

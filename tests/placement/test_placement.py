@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medha.fleet.dispatcher import Dispatcher
 from medha.fleet.placement import (
     ALL_GROUPS,
     PendingRequest,
@@ -18,7 +21,8 @@ from medha.fleet.placement import (
     options,
     place,
 )
-from medha.messages import Load
+from medha.messages import KvEvents, Load
+from medha.model import CHUNK_TOKENS, ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.sim.scenario import LLAMA_3_8B
@@ -30,7 +34,13 @@ IDLE = Load(free_pages=(20_000,), total_pages=(20_000,))
 def estimate(
     name: str = "r0", load: Load = IDLE, now: float = 0.0, **topology: int
 ) -> ReplicaEstimate:
-    of = Predictor(A100, LLAMA_3_8B, Topology(**{"tp": 8, **topology}))
+    return shaped(LLAMA_3_8B, name, load, now, **topology)
+
+
+def shaped(
+    shape: ModelShape, name: str = "r0", load: Load = IDLE, now: float = 0.0, **topology: int
+) -> ReplicaEstimate:
+    of = Predictor(A100, shape, Topology(**{"tp": 8, **topology}))
     replica = ReplicaEstimate(name, of, max_context_tokens=10_000_000, max_batch_s=0.0)
     replica.update(load, now)
     return replica
@@ -179,6 +189,53 @@ def test_a_long_prompt_needs_groups_that_run_or_may_come() -> None:
     long = request(due_s=1e6, prompt_tokens=1_500_000)
     assert groups_needed(1_500_100, two.predictor) == 2
     assert [option.replica for option in options(long, [single, two], {}, 0.0)] == ["two"]
+
+
+WINDOWED = msgspec.structs.replace(LLAMA_3_8B, window_tokens=4096, window_layers=32)
+FEW = Load(free_pages=(90, 80), total_pages=(100, 100), claimable_pages=100)
+
+
+def test_a_context_whose_window_slides_takes_the_pages_of_a_window() -> None:
+    at = shaped(WINDOWED, load=FEW, kvp_max=3, tokens_per_group=1000)
+    offer = at.assess(request(prompt_tokens=900_000), 0.0)
+    assert (offer.pages, offer.free_pages, offer.roomy) == (97, 90, False)
+    assert offer.pages == (4096 + CHUNK_TOKENS) // 64 + 1
+    assert at.assess(request(prompt_tokens=5000), 0.0).pages == 80
+    hit = at.assess(request(prompt_tokens=900_000), 0.0, cached_tokens=899_968)
+    assert hit.pages == 3 and hit.roomy
+    assert at.can_ever(request(prompt_tokens=900_000))
+    least = msgspec.structs.replace(FEW, free_pages=(66,), total_pages=(66,))
+    small = shaped(WINDOWED, load=least)
+    assert small.can_ever(request(prompt_tokens=900_000))
+    assert small.assess(request(prompt_tokens=900_000), 0.0).pages == 66
+    none = msgspec.structs.replace(FEW, free_pages=(65,) * 9, total_pages=(65,) * 9)
+    assert not shaped(WINDOWED, load=none).can_ever(request(prompt_tokens=900_000))
+    assert shaped(WINDOWED, load=none).most_tokens() == 65 * 64
+
+
+@dataclasses.dataclass
+class Replica:
+    """A replica as a dispatcher reads it."""
+
+    predictor: Predictor
+    load: Load = FEW
+    name: str = "r0"
+    version: str = "1"
+    max_context_tokens: int = 1_000_000
+    min_batch_s: float = 0.01
+    max_batch_s: float = 0.1
+    open: bool = True
+
+
+def test_a_dispatcher_expects_the_pages_of_the_last_window_only() -> None:
+    """Of 200 pages the last 70 are left; a window and the last token need 64 of them."""
+    names = [page.to_bytes(16, "little") for page in range(200)]
+    for shape, cached in ((WINDOWED, {"r0": 199 * 64}), (LLAMA_3_8B, {})):
+        dispatcher: Dispatcher[Any] = Dispatcher([])
+        dispatcher.update_replica(Replica(Predictor(A100, shape, Topology())), 0.0)
+        stored = KvEvents(1, stored=b"".join(names[130:]), snapshot=True)
+        assert dispatcher.apply_kv_events("r0", stored)
+        assert dispatcher.cached_tokens(iter(names), 200 * 64) == cached
 
 
 def test_a_replica_without_free_pages_now_comes_last() -> None:

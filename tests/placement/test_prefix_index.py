@@ -9,6 +9,7 @@ import pytest
 
 from medha.fleet.prefix_index import PrefixIndex, chain
 from medha.messages import KvEvents
+from medha.model import KeptPages
 
 
 def names(count: int, seed: int = 0) -> list[bytes]:
@@ -24,6 +25,20 @@ def test_the_match_is_the_number_of_leading_pages() -> None:
     assert index.match(prompt) == {"a": 6, "b": 10}
     assert index.match(names(3, seed=1)) == {}
     assert index.match([]) == {}
+
+
+def test_windows_that_slide_need_the_pages_of_the_last_one() -> None:
+    """Pages of 4 tokens and a window of 10: three pages before the next token."""
+    index, prompt, kept = PrefixIndex(capacity=12), names(10), KeptPages(10, 4)
+    index.apply("a", KvEvents(1, stored=b"".join(prompt[6:9]), snapshot=True))
+    index.apply("b", KvEvents(1, stored=b"".join(prompt[2:8]), snapshot=True))
+    index.apply("c", KvEvents(1, stored=b"".join(prompt[1:3]), snapshot=True))
+    assert index.match_sliding(prompt, kept) == {"a": 9, "b": 8}
+    assert index.match_sliding(prompt[:8], kept) == {"b": 8}
+    assert index.match_sliding(prompt[:2], kept) == {}
+    for number in range(2, 9):
+        index.apply("b", KvEvents(number, stored=b"".join(names(4, seed=number))))
+        assert index.match_sliding(prompt, kept) == {"a": 9, "b": 8}
 
 
 def test_a_gap_drops_the_replica_until_its_snapshot() -> None:

@@ -126,6 +126,12 @@ def test_decodes_of_a_windowed_model_read_what_they_see() -> None:
     assert at_once.seconds() == pytest.approx(one_by_one.seconds())
 
 
+def test_a_context_whose_window_slides_never_takes_another_group() -> None:
+    layout = Topology(kvp_max=4, tokens_per_group=1000)
+    assert Predictor(A100, WINDOWED, layout).shard(500_000) == (500_000, 1)
+    assert Predictor(A100, LATE, layout).shard(500_000) == (125_000, 4)
+
+
 def test_costs_add_per_operator_not_per_request() -> None:
     of = predictor(tp=1)
     both = of.batch_s([(32, 0, False), (32, 0, False)])

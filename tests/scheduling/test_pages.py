@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from medha.model import KeptPages
 from medha.scheduling.block_pool import BlockPool, GroupPages
 
 ACTS = st.lists(st.tuples(st.sampled_from(["take", "share", "name", "release"]), st.integers(0, 9)))
@@ -74,7 +75,7 @@ def test_taking_many_prefers_free_pages_and_then_the_cache() -> None:
 
 
 def test_a_prefix_is_followed_across_groups_until_a_gap() -> None:
-    pool = BlockPool(4, 64, groups_max=2)
+    pool = BlockPool(4, KeptPages(0, 64), groups_max=2)
     pool.join(0)
     pool.join(1)
     where = {b"a": 0, b"b": 0, b"c": 1, b"e": 1}
@@ -85,7 +86,7 @@ def test_a_prefix_is_followed_across_groups_until_a_gap() -> None:
 
 
 def test_events_tell_what_is_findable_now() -> None:
-    pool = BlockPool(1, 64, groups_max=1)
+    pool = BlockPool(1, KeptPages(0, 64), groups_max=1)
     pool.join(0)
     page = pool[0].take()
     pool[0].cache(page, b"a")

@@ -2,8 +2,9 @@
 
 A fake group keeps, like a real one, the pages and sequences that steps brought. What a chunk
 "attends" to is read back page by page from all its groups, and the token that it yields is a
-function of everything read (`next_token`): one page too few, stale or in the wrong place gives
-another token, so the streams that clients see judge pages, moves, prefix hits and recomputation.
+function of all that its last row sees (`next_token`): one page too few, stale or in the wrong place
+gives another token, so the streams that clients see judge pages, moves, prefix hits and
+recomputation.
 Times come from a PipelineClock. A broken rule is an AssertionError.
 """
 
@@ -19,16 +20,16 @@ from medha.batch import Batch, Chunk, Move
 from medha.topology import Coordinate, Topology
 
 
-def next_token(tokens: Sequence[int], vocab: int) -> int:
-    """Return the token after `tokens`."""
-    return zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes()) % vocab
+def next_token(tokens: Sequence[int], vocab: int, window: int = 0) -> int:
+    """Return the token after `tokens`; only the last `window` count (0: all)."""
+    return zlib.crc32(np.asarray(tokens[-window:], dtype="<i4").tobytes()) % vocab
 
 
-def expected_tokens(prompt: Sequence[int], count: int, vocab: int) -> list[int]:
+def expected_tokens(prompt: Sequence[int], count: int, vocab: int, window: int = 0) -> list[int]:
     """Return the tokens that a correct replica emits after `prompt`."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens, vocab))
+        tokens.append(next_token(tokens, vocab, window))
     return tokens[len(prompt) :]
 
 
@@ -111,26 +112,32 @@ class FakeGroup:
             assert len(content) == place % self.page_tokens + 1, "a row leaves a hole"
 
 
-def read(groups: Iterable[FakeGroup], chunk: Chunk) -> list[int]:
-    """Read tokens [0, end) of the chunk's sequence from the pages of its groups."""
+def read(groups: Iterable[FakeGroup], chunk: Chunk, window: int = 0) -> list[int]:
+    """Read the tokens that the chunk's rows see, [0, end) without a window, from the pages of its
+    groups; later chunks may have been written, too."""
     tables = [(group, group.tables[chunk.seq]) for group in groups]
     tokens: list[int] = []
     size = tables[0][0].page_tokens
-    for logical in range(-(-chunk.end // size)):
+    seen = max(0, chunk.start - window + 1) if window else 0
+    first = seen // size
+    for logical in range(first, -(-chunk.end // size)):
         held = [group.content[table[logical]] for group, table in tables if logical in table]
         assert len(held) == 1, f"page {logical} of sequence {chunk.seq} is in {len(held)} groups"
         tokens += held[0]
-    assert len(tokens) == chunk.end, f"{len(tokens)} tokens are held, not {chunk.end}"
-    return tokens
+    needed = chunk.end - first * size
+    assert len(tokens) >= needed, f"{len(tokens)} tokens are held, not {needed}"
+    return tokens[seen - first * size : needed]
 
 
-def sample(groups: dict[int, FakeGroup], batch: Batch, vocab: int) -> dict[int, list[m.TokenOut]]:
+def sample(
+    groups: dict[int, FakeGroup], batch: Batch, vocab: int, window: int = 0
+) -> dict[int, list[m.TokenOut]]:
     """Return sampled tokens by tail group; reads the pages of every chunk."""
     out: dict[int, list[m.TokenOut]] = {}
     for chunk in batch.chunks:
-        seen = read([groups[group] for group in chunk.groups], chunk)
+        seen = read([groups[group] for group in chunk.groups], chunk, window)
         if chunk.yields:
-            token = next_token(seen, vocab)
+            token = next_token(seen, vocab, window)
             groups[chunk.tail].drawn[chunk.seq] = chunk.end, token
             out.setdefault(chunk.tail, []).append(m.TokenOut(chunk.seq, token))
     return out

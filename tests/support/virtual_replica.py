@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tests.support.virtual_ranks import Client, FakeGroup, RunningBatch, hellos, ready, sample
+from tests.support.virtual_ranks import Client, FakeGroup, RunningBatch, hellos, read, ready, sample
 
 from medha import messages as m
 from medha.batch import Batch
@@ -67,6 +67,7 @@ class VirtualReplica:
         metrics: MetricsSink | None = None,
     ) -> None:
         self.config, self.shape, self.pages, self.beats = config, shape, pages, beats
+        self.window = shape.sliding_tokens
         self.loop = loop or Loop()
         self.topology = config.topology
         self.clients: dict[str, Client] = {}
@@ -333,7 +334,8 @@ class VirtualReplica:
             return
         now, batch = self.loop.now, step.batch
         self.log.append((now, batch))
-        tokens = sample(self.groups, batch, self.shape.vocab)
+        tokens = sample(self.groups, batch, self.shape.vocab, self.window)
+        self._check_rows(batch)
         run = self.clock.run(batch, now)
         for stage, end_s in enumerate(run.ends_s):
             self.loop.at(end_s, DONE, self._stage_done(running, stage, run.slowest_s, tokens))
@@ -354,6 +356,7 @@ class VirtualReplica:
             if running.broken:
                 return
             last, now = stage == self.topology.spp - 1, self.loop.now
+            self._check_rows(running.batch)
             if last:
                 del self._running[number]
                 for group, out in tokens.items():
@@ -365,6 +368,24 @@ class VirtualReplica:
             self.kick()
 
         return done
+
+    def _check_rows(self, batch: Batch) -> None:
+        """Check that the pages in sight hold the request's own tokens, for as long as a batch runs.
+
+        A token that is being sampled is not known yet, nor are those of a request that ended.
+        """
+        engine = self.controller.engine
+        if engine is None:
+            return
+        for chunk in batch.chunks:
+            groups = [self.groups[group] for group in chunk.groups if group in self.groups]
+            state = engine.requests.by_seq(chunk.seq)
+            held = all(chunk.seq in group.tables for group in groups)
+            if state is None or not held or len(groups) < len(chunk.groups):
+                continue
+            seen = read(groups, chunk, self.window)
+            text = m.from_bytes(bytes(state.tokens)).tolist()[chunk.end - len(seen) : chunk.end]
+            assert seen[: len(text)] == text, f"sequence {chunk.seq} sees other tokens"
 
     def _escape(self, running: RunningBatch) -> Callable[[], None]:
         """Survivors leave a broken batch: one RankFailed per generation, then StageDone."""

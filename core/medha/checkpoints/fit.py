@@ -226,10 +226,12 @@ def _check_pool(model: DecoderConfig, config: WorkerConfig, layers: int, groups:
     `layers`: of the largest stage, whose ranks have the fewest pages for their memory.
     """
     pages, page = pool_pages(model, config, layers), config.page_tokens
+    kept = model.shape(1.0, 1.0, config.max_context_tokens).kept_pages(page)
+    groups = 1 if kept.window_tokens else groups
     holds = groups * pages * page
-    if config.max_context_tokens <= holds:
+    needed = -(-kept.least(config.max_context_tokens) // groups)
+    if needed <= pages:
         return
-    needed = -(-config.max_context_tokens // (groups * page))
     field = "kvPages"
     more = str(needed)
     if not config.kv_pages:

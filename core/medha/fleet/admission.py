@@ -300,7 +300,7 @@ def _never(request: PendingRequest, estimates: Sequence[ReplicaEstimate]) -> Ref
     """Refusal of a request that no replica can ever hold, with both numbers."""
     tokens = request.prompt_tokens + request.max_output_tokens
     context = max(estimate.max_context_tokens for estimate in estimates)
-    pages = max(estimate.capacity_pages * estimate.load.page_tokens for estimate in estimates)
+    pages = max(estimate.most_tokens() for estimate in estimates)
     groups = max(
         estimate.predictor.topology.kvp_max * estimate.predictor.tokens_per_group
         for estimate in estimates

@@ -204,11 +204,17 @@ class Dispatcher(Generic[Item]):
 
     def cached_tokens(self, page_names: Iterable[bytes], prompt_tokens: int) -> dict[str, int]:
         """Prompt tokens cached by each replica. The last token is always computed."""
-        if not len(self._index):
+        kept = next((estimate.kept for estimate in self._estimates.values()), None)
+        if not len(self._index) or kept is None:
             return {}
+        if kept.window_tokens:
+            names = tuple(page_names)[: (prompt_tokens - 1) // kept.page_tokens]
+            held = self._index.match_sliding(names, kept)
+        else:
+            held = self._index.match(page_names)
         return {
             name: min(pages * estimate.load.page_tokens, prompt_tokens - 1)
-            for name, pages in self._index.match(page_names).items()
+            for name, pages in held.items()
             if (estimate := self._estimates.get(name))
         }
 

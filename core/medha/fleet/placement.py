@@ -18,6 +18,7 @@ import msgspec
 from medha.config import Scheduling
 from medha.fleet.margins import Margins
 from medha.messages import Load
+from medha.model import KeptPages
 from medha.predictor import Predictor
 from medha.prefill_times import PrefillTimes
 from medha.tenants import TenantWork, is_short
@@ -249,15 +250,31 @@ class ReplicaEstimate:
         """Pages of all groups, running or claimable."""
         return sum(max(0, pages) for pages in self.load.total_pages) + self.load.claimable_pages
 
-    def pages_of(self, tokens: int) -> int:
-        return -(-tokens // self.load.page_tokens)
+    @property
+    def kept(self) -> KeptPages:
+        """Rule by which a context keeps pages."""
+        return self.predictor.shape.kept_pages(self.load.page_tokens)
+
+    def most_tokens(self) -> int:
+        """Tokens of the longest request that the context limit and the pages allow."""
+        kept, longest = self.kept, self.max_context_tokens
+        pages = self._most_pages(kept)
+        return longest if kept.least(longest) <= pages else pages * kept.page_tokens
+
+    def _most_pages(self, kept: KeptPages) -> int:
+        """Pages that a request can hold: those of one group, if the window slides."""
+        return max(self.load.total_pages, default=0) if kept.window_tokens else self.capacity_pages
+
+    def pages_of(self, tokens: int, cached: int = 0) -> int:
+        """Return the pages that a request takes if `cached` of its tokens are found."""
+        kept, size = self.kept, self.load.page_tokens
+        return min(-(-tokens // size) - cached // size, kept.pages(tokens), self._most_pages(kept))
 
     def can_ever(self, request: PendingRequest) -> bool:
         """True if context limit, pages and groups of an empty replica could hold the request."""
         tokens = request.prompt_tokens + request.max_output_tokens
         return (
-            tokens <= self.max_context_tokens
-            and self.pages_of(tokens) <= self.capacity_pages
+            tokens <= min(self.max_context_tokens, self.most_tokens())
             and groups_needed(tokens, self.predictor) <= self.predictor.topology.kvp_max
         )
 
@@ -283,7 +300,7 @@ class ReplicaEstimate:
                 room_s, needed = max(rooms), alone
                 group = rooms.index(room_s)
         free = self._free_pages(tokens)
-        pages = self.pages_of(tokens) - cached // self.load.page_tokens
+        pages = self.pages_of(tokens, cached)
         # The promise is decided above; finish_s only predicts what the replica runs first.
         slack = (request.due_s - now - cost.work_s) / max(cost.work_s, 1e-3)
         decode_s, decode_fits = self._decode(request, cost.is_long)

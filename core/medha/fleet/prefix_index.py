@@ -5,18 +5,21 @@ A page's name is a hash in a chain, so that equal prefixes have equal names:
     h[0] = H(salt, tokens of page 0)      h[i] = H(h[i-1], tokens of page i)
 
 The salt binds tenant and model, so that a tenant can neither use nor probe another tenant's pages.
-A replica's cached prefix of a prompt is the number of leading names that it holds.
+A replica's cached prefix of a prompt is the number of leading names that it holds; of a model that
+drops what its windows have left behind, those of the last window are enough.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from medha.messages import KvEvents
+from medha.model import KeptPages
 
 HASH_BYTES = 16
 
@@ -127,6 +130,22 @@ class PrefixIndex:
         if alive != -1:
             self._note(pages_by_replica, alive, depth)
         return pages_by_replica
+
+    def match_sliding(self, names: Sequence[bytes], kept: KeptPages) -> dict[str, int]:
+        """Number of leading pages by replica, if a prompt can go on after them without those that
+        `kept` drops."""
+        pages_by_replica: dict[str, int] = {}
+        for replica in self._bits:
+            pages = kept.longest_hit(len(names), functools.partial(self._holds, replica, names))
+            if pages:
+                pages_by_replica[replica] = pages
+        for name in names[: max(pages_by_replica.values(), default=0)]:
+            if name in self._holders:
+                self._holders[name] = self._holders.pop(name)
+        return pages_by_replica
+
+    def _holds(self, replica: str, names: Sequence[bytes], page: int) -> bool:
+        return bool(self._holders.get(names[page], 0) & self._bits[replica])
 
     def _note(self, pages_by_replica: dict[str, int], bits: int, pages: int) -> None:
         for replica, bit in self._bits.items():

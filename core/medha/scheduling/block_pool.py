@@ -15,6 +15,8 @@ from __future__ import annotations
 from array import array
 from collections import abc
 
+from medha.model import KeptPages
+
 
 class GroupPages:
     """The pages of one KVP group.
@@ -185,10 +187,15 @@ class GroupPages:
 
 
 class BlockPool:
-    """The pages of every running group, and the claims on groups that do not run yet."""
+    """The pages of every running group, and the claims on groups that do not run yet.
 
-    def __init__(self, pages_per_group: int, page_tokens: int, groups_max: int) -> None:
-        self.pages_per_group, self.page_tokens = pages_per_group, page_tokens
+    `kept`: which pages a sequence keeps. If it `slides`, the window moves on and leaves pages
+    behind, and each sequence lies in one group.
+    """
+
+    def __init__(self, pages_per_group: int, kept: KeptPages, groups_max: int) -> None:
+        self.pages_per_group, self.page_tokens = pages_per_group, kept.page_tokens
+        self.kept, self.slides = kept, kept.window_tokens > 0
         self.groups_max = groups_max
         self.groups: dict[int, GroupPages] = {}
         self.claimed = 0
@@ -207,6 +214,8 @@ class BlockPool:
     @property
     def claimable(self) -> int:
         """Unclaimed pages of groups that do not run yet."""
+        if self.slides:
+            return 0
         return (self.groups_max - len(self.groups)) * self.pages_per_group - self.claimed
 
     def claim(self, pages: int) -> None:
@@ -215,6 +224,40 @@ class BlockPool:
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that a sequence can hold if all groups run."""
+        return (1 if self.slides else self.groups_max) * self.pages_per_group
+
+    def most_tokens(self, limit: int) -> int:
+        """Return the tokens of the longest context that can be computed, at most `limit`."""
+        if self.kept.least(limit) <= self.most_pages:
+            return limit
+        return self.most_pages * self.page_tokens
+
+    def pages_needed(self, tokens: int) -> int:
+        """Return the pages that a context of `tokens` reserves, at most those that can exist."""
+        return min(self.kept.pages(tokens), self.most_pages)
+
+    def hit(
+        self, hashes: abc.Sequence[bytes], groups: tuple[int, ...]
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """Find the longest prefix in those groups, as the pages before its window, which nothing
+        needs, and the others as (group, page)."""
+        if not self.slides:
+            return 0, self.leading(hashes, groups)
+        longest, here = 0, -1
+        for group in groups:
+            end = self._longest_hit(hashes, self.groups[group])
+            if end > longest:
+                longest, here = end, group
+        first = self.kept.first_page(longest * self.page_tokens)
+        pages = [self.groups[here].find(hash_) for hash_ in hashes[first:longest]]
+        return first, [(here, page) for page in pages if page is not None]
+
+    def _longest_hit(self, hashes: abc.Sequence[bytes], pages: GroupPages) -> int:
+        return self.kept.longest_hit(len(hashes), lambda page: pages.find(hashes[page]) is not None)
 
     def leading(
         self, hashes: abc.Sequence[bytes], groups: tuple[int, ...]

@@ -5,8 +5,10 @@
 A short sequence lives in one group. A long one is assigned several groups when it is accepted. The
 next of them becomes active at a chunk border, when the sequence exceeds what the active groups
 should hold (Medha, section 3.3: the iteration time stays constant, whatever the context), or when
-their pages run out. Pages that no running group can hold are claimed of groups that may come. This
-module takes and returns pages; it knows no order and no deadlines.
+their pages run out. Pages that no running group can hold are claimed of groups that may come. If
+every layer has a window, a sequence stays in one group and drops the pages that no layer sees any
+more; it keeps what it needs for the next chunk reserved. This module takes and returns pages; it
+knows no order and no deadlines.
 """
 
 from __future__ import annotations
@@ -89,9 +91,7 @@ class KvGroups:
         sequence among them. A sequence of one group goes where that is most.
         """
         size = self.pool.page_tokens
-        cached: dict[int, int] = {}
-        for group, _ in self.find_cached(sequence, tuple(self.running)):
-            cached[group] = cached.get(group, 0) + size
+        cached = self._cached_tokens(sequence)
 
         due_s = sequence.request.due_s if sequence.request.promised else float("inf")
         needed = self.groups_needed(sequence)
@@ -108,17 +108,33 @@ class KvGroups:
         order = sorted(self.running, key=cost) if len(self.running) > 1 else [*self.running]
         sequence.assign(tuple(order[:needed]))
         self.update_shared(sequence)
-        return len(self.find_cached(sequence, sequence.assigned_groups)) * size
+        unseen, pages = self.find_cached(sequence, sequence.assigned_groups)
+        return (unseen + len(pages)) * size
 
-    def find_cached(self, sequence: Sequence, groups: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Find the leading pages that those groups have cached, as (group, page).
+    def find_cached(
+        self, sequence: Sequence, groups: tuple[int, ...]
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """Find the prefix that those groups have cached: see `BlockPool.hit`.
 
         Never the whole prompt: the last token is always computed.
         """
         if not sequence.hashes:
-            return []
+            return 0, []
         usable = (sequence.target_tokens - 1) // self.pool.page_tokens
-        return self.pool.leading(sequence.hashes[:usable], groups)
+        return self.pool.hit(sequence.hashes[:usable], groups)
+
+    def _cached_tokens(self, sequence: Sequence) -> dict[int, int]:
+        """Return the tokens of the sequence that running groups have cached, by group."""
+        size, cached = self.pool.page_tokens, dict[int, int]()
+        if self.pool.slides:
+            for group in self.running if sequence.hashes else ():
+                unseen, pages = self.find_cached(sequence, (group,))
+                if pages:
+                    cached[group] = (unseen + len(pages)) * size
+            return cached
+        for group, _ in self.find_cached(sequence, tuple(self.running))[1]:
+            cached[group] = cached.get(group, 0) + size
+        return cached
 
     def update_shared(self, sequence: Sequence) -> None:
         """Update `shared` after the sequence's groups changed."""
@@ -160,12 +176,16 @@ class KvGroups:
                 return True
             if need > own.available + max(0, pool.claimable):
                 return False
-        cached = self.find_cached(sequence, sequence.assigned_groups)
+        unseen, cached = self.find_cached(sequence, sequence.assigned_groups)
         revived: dict[int, int] = {}
         for group, page in cached:
             if not pool[group].references(page):
                 revived[group] = revived.get(group, 0) + 1
-        need -= len(cached)
+        if pool.slides:  # what it shares with others is not free when it drops it
+            rest = pool.pages_for(self.queues.tokens_planned(sequence)) - unseen - len(cached)
+            need = min(rest, need - sum(revived.values()))
+        else:
+            need -= len(cached)
         wanted: dict[int, int] = {}
         for turn, group in enumerate(sequence.assigned_groups):
             room = max(0, pool[group].available - revived.get(group, 0))
@@ -190,7 +210,7 @@ class KvGroups:
         sequence.allocate(wanted)
         sequence.claim(need)
         pool.claim(need)
-        sequence.reuse(cached, pool.page_tokens)
+        sequence.reuse(unseen, cached, pool.page_tokens)
         if sequence.number not in self.shared:
             self.update_shared(sequence)
         return True
@@ -249,6 +269,8 @@ class KvGroups:
         if filled:
             tail = sequence.group_of[-1]
             return tail, size - filled + size * self.obtainable(sequence, tail)
+        if self.pool.slides:
+            return (sequence.assigned_groups or (-1,))[0], 0
         held = sequence.tokens_by_group
         active = len(held)
         tail = -1
@@ -318,6 +340,26 @@ class KvGroups:
         self.update_shared(sequence)
         return tuple(new)
 
+    def slide(self, sequence: Sequence, position: int) -> None:
+        """Drop the pages that no token from `position` on sees: all before it are computed.
+
+        As many stay reserved as the sequence still needs beyond those that it holds.
+        """
+        kept = self.pool.kept
+        end, first = kept.first_page(position), sequence.first_page
+        if end <= first:
+            return
+        group, size = sequence.tail, self.pool.page_tokens
+        pages = self.pool.groups[group]
+        pages.release(sequence.drop_before(end, size))
+        tokens = sequence.prompt_tokens + sequence.max_output_tokens
+        taken, held = len(sequence.page_of), len(sequence.page_of) - end
+        needed = min(self.pool.pages_needed(tokens) - held, self.pool.pages_for(tokens) - taken)
+        more = min(needed - sequence.reserved.get(group, 0), end - first, pages.available)
+        if more > 0:
+            pages.reserve(more)
+            sequence.reserve(group, more)
+
     def release(self, sequence: Sequence) -> None:
         """Return the sequence's pages (the tail is evicted first), reservations and claim."""
         for group, pages in sequence.reserved.items():
@@ -326,13 +368,12 @@ class KvGroups:
         self.pool.claim(-sequence.growth_claim)
         sequence.clear_reserve()
         by_group: dict[int, list[int]] = {}
-        for group, page in zip(
-            reversed(sequence.group_of), reversed(sequence.page_of), strict=True
-        ):
-            by_group.setdefault(group, []).append(page)
-        for group, held in by_group.items():
+        for logical in range(len(sequence.page_of) - 1, sequence.first_page - 1, -1):
+            held = by_group.setdefault(sequence.group_of[logical], [])
+            held.append(sequence.page_of[logical])
+        for group, page_ids in by_group.items():
             if group in self.pool.groups:
-                self.pool[group].release(held)
+                self.pool[group].release(page_ids)
         self._unshare(sequence)
         self.large.pop(sequence.number, None)
 

@@ -66,6 +66,7 @@ class Lifecycle:
         self.groups, self.queues, self.running = state.groups, state.queues, state.running
         self.admission, self.account = admission, account
         self.max_context_tokens = max_context_tokens
+        self._slides = state.pool.slides
         self.preempted_count = 0
         self.ended: list[int] = []
         self._failed: list[Failure] = []
@@ -135,6 +136,8 @@ class Lifecycle:
             group = sequence.group_of[logical]
             pool[group].cache(sequence.page_of[logical], sequence.hashes[logical])
         sequence.complete(chunk.end)
+        if self._slides:
+            self.groups.slide(sequence, chunk.end)
 
     def _on_token(
         self,
@@ -159,6 +162,8 @@ class Lifecycle:
         tokens = sequence.output_tokens + sequence.in_flight - sequence.prepared
         sequence.set_decode_due(sequence.first_token_s + tokens * sequence.tpot_s)
         if not sequence.in_flight:
+            if self._slides:
+                self._slide(sequence)
             self._prepare(sequence, like)
         return None
 
@@ -190,6 +195,8 @@ class Lifecycle:
         if not sequence.alone or sequence.switching:
             return False
         if not sequence.scheduled_tokens % self.groups.pool.page_tokens:
+            if self._slides:
+                self._slide(sequence)
             tail, room = self.groups.next_tail(sequence)
             if not room or tail != sequence.tail:
                 return False
@@ -206,6 +213,11 @@ class Lifecycle:
         logical = computed // self.groups.pool.page_tokens - 1
         if logical >= 0:
             self.groups.pool[sequence.group_of[logical]].cache(sequence.page_of[logical], hash_)
+
+    def _slide(self, sequence: Sequence) -> None:
+        """Drop what a decode no longer sees, before it takes another page."""
+        if sequence.decoding and not sequence.scheduled_tokens % self.groups.pool.page_tokens:
+            self.groups.slide(sequence, sequence.scheduled_tokens - sequence.in_flight)
 
     def _prepare(self, sequence: Sequence, like: DecodeGroup | None = None) -> bool:
         """Prepare the next decode; without a page for it the sequence is blocked on pages.

@@ -9,6 +9,7 @@ first token + k × TPOT: a decode that is early has credit and can wait.
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from medha.batch import Batch, Chunk
 from medha.predictor import BatchLoad
@@ -19,19 +20,21 @@ MOST_PER_STAGE = 2
 # With decodes in flight a pipeline is full at this part of its time: another batch would go without
 # the decodes that are about to complete, and they would wait for a whole round.
 FULL = 0.6
+ALL_KEYS: Final = 1 << 62
 
 
 class DecodeGroup:
     """Prepared decodes of sequences that live in the same KVP groups, oldest first.
 
     `alone`: the group, if it is one. `in_flight`: how many are in flight. Keys in a lone group are
-    one number, because every token changes it.
+    one number, because every token changes it. `sees`: keys that a decode reads at most.
     """
 
-    __slots__ = ("_keys", "_lone_keys", "alone", "groups", "in_flight", "prepared")
+    __slots__ = ("_keys", "_lone_keys", "alone", "groups", "in_flight", "prepared", "sees")
 
-    def __init__(self, groups: tuple[int, ...]) -> None:
+    def __init__(self, groups: tuple[int, ...], sees: int = ALL_KEYS) -> None:
         self.groups, self.alone = groups, groups[0] if len(groups) == 1 else -1
+        self.sees = sees
         self.prepared: list[Sequence] = []
         self._keys = [0] * len(groups)
         self._lone_keys = self.in_flight = 0
@@ -50,7 +53,7 @@ class DecodeGroup:
         """Return `keys` of the first `count` prepared decodes."""
         if count >= len(self.prepared):
             return self.keys
-        first = DecodeGroup(self.groups)
+        first = DecodeGroup(self.groups, self.sees)
         for sequence in self.prepared[:count]:
             first._change_keys(sequence, 1)
         return first.keys
@@ -89,7 +92,7 @@ class DecodeGroup:
 
     def _change_keys(self, sequence: Sequence, times: int) -> None:
         if self.alone >= 0:  # all its tokens lie there
-            self._lone_keys += times * sequence.scheduled_tokens
+            self._lone_keys += times * min(sequence.scheduled_tokens, self.sees)
             return
         held = sequence.tokens_by_group
         for at, group in enumerate(self.groups):
@@ -101,9 +104,11 @@ TakenDecodes = tuple[DecodeGroup, list[Sequence]]
 
 
 class RunningDecodes:
-    """Every unfinished sequence that has its first token."""
+    """Every unfinished sequence that has its first token. `window_tokens`: that of all layers, 0
+    if there is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_tokens: int = 0) -> None:
+        self._sees = window_tokens or ALL_KEYS
         self.by_groups: dict[tuple[int, ...], DecodeGroup] = {}
         self.blocked_on_pages: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
@@ -119,7 +124,7 @@ class RunningDecodes:
     def decodes_of(self, groups: tuple[int, ...]) -> DecodeGroup:
         decodes = self.by_groups.get(groups)
         if decodes is None:
-            decodes = self.by_groups[groups] = DecodeGroup(groups)
+            decodes = self.by_groups[groups] = DecodeGroup(groups, self._sees)
         return decodes
 
     def withdraw(self, sequence: Sequence) -> bool:

@@ -56,7 +56,7 @@ class Scheduler:
         self.topology, self.shape, self.settings, self.classes = topology, shape, settings, classes
         self.predictor, self.max_context_tokens = predictor, max_context_tokens
         self.pages_per_group, self.page_tokens = pages_per_group, page_tokens
-        pool = BlockPool(pages_per_group, page_tokens, topology.kvp_max)
+        pool = BlockPool(pages_per_group, shape.kept_pages(page_tokens), topology.kvp_max)
         self._state = state = SchedulerState(topology, predictor, settings, pool)
         self._groups, self._queues = state.groups, state.queues
         self._running, self._in_flight = state.running, state.in_flight
@@ -108,7 +108,7 @@ class Scheduler:
         return self.predictor.at_budget(budget_s).prefill_s(sequence.target_tokens, cached)
 
     def _check_fits(self, request: Request) -> None:
-        capacity = self.topology.kvp_max * self.pages_per_group * self.page_tokens
+        capacity = self._state.pool.most_tokens(self.max_context_tokens)
         most = min(self.max_context_tokens - 1, capacity)
         if request.prompt_tokens > most:
             raise Refusal(

@@ -40,6 +40,7 @@ DECODE: Final = Status.DECODE
 PREEMPTED: Final = Status.PREEMPTED
 FINISHED: Final = Status.FINISHED
 NO_PAGES: Final[tuple[int, ...]] = ()
+NO_PAGE: Final = -1
 
 
 class Sequence:
@@ -49,13 +50,14 @@ class Sequence:
     promise set; `promised`: by a promise. `started`: pages are allocated, also while a preempted or
     finished sequence waits for batches in flight. `reserved`: pages per group still to be taken;
     `growth_claim`: pages claimed of groups that do not run yet. `new_pages`: pages that the newest
-    chunk took. `displaced`: others took its place in the promise set. `moving`: page copies under
-    way or not yet switched. `rounds_skipped`, `blocked_since_s`: how long it has waited for its
-    groups to be free together; `declined_together`: they were, and it was not chosen. `row`: its
-    last known row in a waiting queue. `tail`: the group of its newest page; `alone`: it lies in one
-    group. `prepared`: the next decode is ready and in no batch;
-    `decode_due_s`: when its token is due; `credit_until_s`: when the first token that is in no
-    batch in flight is due; `token_at_s`: when the one in flight is complete, by prediction.
+    chunk took; no page before `first_page` is held. `displaced`: others took its place in the
+    promise set. `moving`: page copies under way or not yet switched. `rounds_skipped`,
+    `blocked_since_s`: how long it has waited for its groups to be free together;
+    `declined_together`: they were, and it was not chosen. `row`: its last known row in a waiting
+    queue. `tail`: the group of its newest page; `alone`: it lies in one group. `prepared`: the next
+    decode is ready and in no batch; `decode_due_s`: when its token is due; `credit_until_s`: when
+    the first token that is in no batch in flight is due; `token_at_s`: when the one in flight is
+    complete, by prediction.
 
     Numbers of the request that each token needs are copied: compiled code reads them faster.
     """
@@ -71,6 +73,7 @@ class Sequence:
         "declined_together",
         "decode_due_s",
         "displaced",
+        "first_page",
         "first_token_s",
         "group_of",
         "groups",
@@ -137,6 +140,7 @@ class Sequence:
         self.started = False
         self.scheduled_tokens = self.past_stage0_tokens = self.computed_tokens = 0
         self.target_tokens = self.prompt_tokens + self.output_tokens
+        self.first_page = 0
         self.page_of: list[int] = []
         self.group_of: list[int] = []
         self.groups: tuple[int, ...] = ()
@@ -193,7 +197,7 @@ class Sequence:
     def layout(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
         """Return (group, ((logical page, page id), …)) without the pages of the newest chunk."""
         by_group: dict[int, list[tuple[int, int]]] = {}
-        for logical in range(len(self.page_of) - self.new_pages):
+        for logical in range(self.first_page, len(self.page_of) - self.new_pages):
             pair = (logical, self.page_of[logical])
             by_group.setdefault(self.group_of[logical], []).append(pair)
         return tuple((group, tuple(by_group[group])) for group in sorted(by_group))
@@ -230,14 +234,18 @@ class Sequence:
         self.started = True
         self.status = PREFILL
 
-    def reuse(self, cached: list[tuple[int, int]], page_tokens: int) -> None:
-        """Take over cached pages, as (group, page): their tokens count as computed."""
+    def reuse(self, unseen: int, cached: list[tuple[int, int]], page_tokens: int) -> None:
+        """Take over cached pages, as (group, page), after `unseen` ones that it does not need.
+
+        The tokens of all these count as computed.
+        """
+        self._drop(unseen)
         for group, page in cached:
             self.page_of.append(page)
             self.group_of.append(group)
             self.add_tokens(group, page_tokens)
             self.tail = group
-        tokens = len(cached) * page_tokens
+        tokens = len(self.page_of) * page_tokens
         self.scheduled_tokens = self.past_stage0_tokens = self.computed_tokens = tokens
 
     # --- pages ------------------------------------------------------------------------------------
@@ -270,6 +278,22 @@ class Sequence:
         if not self._tokens_by_group[group]:
             del self._tokens_by_group[group]
             self._set_groups()
+
+    def drop_before(self, logical: int, page_tokens: int) -> list[int]:
+        """Drop the pages before `logical`, all in the tail's group; return their ids."""
+        first = self.first_page
+        pages = self.page_of[first:logical]
+        self._count_tail()
+        self.remove_tokens(self.tail, len(pages) * page_tokens)
+        self._drop(logical)
+        return pages
+
+    def _drop(self, logical: int) -> None:
+        """Hold no page before `logical`."""
+        gone = [NO_PAGE] * (logical - self.first_page)
+        self.page_of[self.first_page : logical] = gone
+        self.group_of[self.first_page : logical] = gone
+        self.first_page = logical
 
     def drop_group(self, group: int) -> None:
         """Forget a lost group with its pages and reservations."""

@@ -33,7 +33,7 @@ class SchedulerState:
         times = PrefillTimes(predictor, settings.max_batch_s, 0.0)  # nothing decodes yet
         self.queues = WaitingQueues(pool, times, settings.output_reserve)
         self.groups = KvGroups(pool, self.queues)
-        self.running = RunningDecodes()
+        self.running = RunningDecodes(pool.kept.window_tokens)
         self.in_flight = InFlightBatches(topology.spp)
         self.promises = PromiseSet(settings, self.groups, predictor, topology.spp)
         self.sequences: dict[int, Sequence] = {}

@@ -289,10 +289,13 @@ class WaitingQueues:
         del self.by_group[group]
 
     def pages_needed(self, sequence: Sequence) -> int:
-        """Pages of the whole prompt and of a part of its output, at most those that can exist."""
-        pool, output = self.pool, sequence.request.max_output_tokens - sequence.output_tokens
-        pages = pool.pages_for(sequence.target_tokens + int(self.output_reserve * max(0, output)))
-        return min(pages, pool.groups_max * pool.pages_per_group)
+        """Pages of the whole prompt and of a part of its output, as far as they are kept."""
+        return self.pool.pages_needed(self.tokens_planned(sequence))
+
+    def tokens_planned(self, sequence: Sequence) -> int:
+        """Tokens of the whole prompt and of a part of its output."""
+        output = sequence.request.max_output_tokens - sequence.output_tokens
+        return sequence.target_tokens + int(self.output_reserve * max(0, output))
 
     def pending_s(self, group: int) -> float:
         """Prefill seconds that wait in `group`; exactly 0 if the queue is empty."""
