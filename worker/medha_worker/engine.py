@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import pathlib
+import time
 from collections.abc import Callable
 
 import torch
@@ -85,6 +86,7 @@ class RankEngine:
             checkpoint = DummyCheckpoint(folder, device.at)
         else:
             checkpoint = weights.Checkpoint(folder)
+        began_s = time.monotonic()
         held = weights.load(
             checkpoint,
             self.model_config,
@@ -96,6 +98,8 @@ class RankEngine:
             device.at,
             packed=config.packed_weights,
         )
+        seconds = round(time.monotonic() - began_s, 3)
+        _LOG.info("weights loaded", extra={"fields": {"seconds": seconds}})
         # float32 products on a CPU are deterministic per row anyway.
         self.blocked = config.deterministic and device.at.type == "cuda"
         self.weights = weights.in_blocks(held, PRODUCT_ROWS) if self.blocked else held
@@ -114,6 +118,7 @@ class RankEngine:
             for name, lora in read_adapters(self.model_config, config).items()
         }
         self.kv = _pool(config, self.model_config, self.layers, at.shard, self.weights)
+        _LOG.info("KV pool allocated", extra={"fields": {"pages": self.kv.pages}})
         self.epochs = PageEpochs(self.kv.pages)
         self.copies = MoveTargets(at.group, self.epochs)
 

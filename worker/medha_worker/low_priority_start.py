@@ -1,19 +1,28 @@
-"""Start a rank without slowing the ranks that serve.
+"""Start a rank without slowing the ranks that serve, and without waiting for storage meanwhile.
 
     python -m medha_worker.low_priority_start <arguments of a rank>
 
 Importing torch takes seconds of a core. If a KVP group joins a machine whose cores are all busy
 (the CPU backend), that time delays running batches beyond their predictions. So the import runs on
 a low-priority thread and the rank then runs at normal priority. On Linux priority belongs to a
-thread, and a process cannot raise its own again without privileges.
+thread, and a process cannot raise its own again without privileges. The weights are read ahead at
+the same time.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
+import pathlib
 import sys
 import threading
+from collections.abc import Sequence
+
+from medha.config import WorkerConfig, read
+from medha.errors import UserError
+from medha.topology import Coordinate
+from medha_worker.read_ahead import read_ahead
 
 RANK = "medha_worker.rank"
 PRIORITY = 3
@@ -38,7 +47,23 @@ def import_at_low_priority(module: str) -> None:
         raise failures[0]
 
 
+def read_weights_ahead(arguments: Sequence[str]) -> None:
+    """Start to read the weights of the rank with these arguments; faults are left to the rank."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--config", type=pathlib.Path)
+    for name in ("group", "stage", "shard"):
+        parser.add_argument(f"--{name}", type=int, default=0)
+    try:
+        given, _ = parser.parse_known_args(arguments)
+        if given.config is not None:
+            at = Coordinate(given.group, given.stage, given.shard)
+            read_ahead(read(WorkerConfig, given.config), at)
+    except (UserError, OSError, argparse.ArgumentError):
+        return
+
+
 def main() -> None:
+    read_weights_ahead(sys.argv[1:])
     import_at_low_priority(RANK)
     from medha_worker.rank import main as run
 

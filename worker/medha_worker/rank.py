@@ -131,6 +131,7 @@ class Membership:
             if wiring is not None:
                 runner = engine.runner(wiring, self._mesh, self._sample)
                 self._link.post(self._ready(engine))
+                _LOG.info("ready for batches")
                 if self._ready_file is not None:
                     self._ready_file.touch()
                 self._run(runner, mover)
@@ -413,6 +414,7 @@ def main() -> None:
     try:
         config = read(WorkerConfig, arguments.config)
         start_logs(f"rank {at}", config.log_level)
+        _LOG.info("imports done")
         status = run(config, at, ready_file=arguments.ready_file)
     except UserError as error:
         sys.stderr.write(f"{error}\n")

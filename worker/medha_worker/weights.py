@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ from medha_worker.model.packed_weights import (
 from medha_worker.model.rope import interleaved
 
 HEAD = "lm_head.weight"
+# Layers loaded at once on a CPU: while some wait for storage, others are laid out.
+AT_ONCE = 4
 
 Progress = Callable[[int, int], None]
 # A projection's name, its number of outputs, and those of a shard.
@@ -130,6 +134,7 @@ class Checkpoint:
         check_weights(folder)
         self.folder = folder
         self._open: dict[str, Any] = {}
+        self._lock = threading.Lock()
         self._file_of = self._read_index()
 
     def _read_index(self) -> dict[str, str]:
@@ -137,15 +142,16 @@ class Checkpoint:
         return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE) if indexed is None else indexed
 
     def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            path = self.folder / file
-            try:
-                self._open[file] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{path} is not a sound safetensors file ({error}): fetch it again"
-                ) from None
-        return self._open[file]
+        with self._lock:
+            if file not in self._open:
+                path = self.folder / file
+                try:
+                    self._open[file] = safe_open(path, framework="pt")
+                except (SafetensorError, OSError) as error:
+                    raise CheckpointError(
+                        f"{path} is not a sound safetensors file ({error}): fetch it again"
+                    ) from None
+            return self._open[file]
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -257,6 +263,7 @@ class _Loader:
         self.vocab_rows = -(-config.vocab // tp)
         self.packed = False
         self.done_bytes = 0
+        self._lock = threading.Lock()
         self.total_bytes = self._total_bytes()
 
     def load(self) -> Weights:
@@ -276,11 +283,21 @@ class _Loader:
             assert table is not None
             head = linear(table, shared=tied)
         return Weights(
-            layers=tuple(self._layer(number) for number in self.layers),
+            layers=self._all_layers(),
             embedding=embedding if first else None,
             norm=self._vector("model.norm.weight") if last else None,
             head=head,
         )
+
+    def _all_layers(self) -> tuple[LayerWeights, ...]:
+        if torch.device(self.device).type != "cpu":
+            return tuple(self._layer(number) for number in self.layers)
+        with ThreadPoolExecutor(AT_ONCE, "load") as threads:
+            try:
+                return tuple(threads.map(self._layer, self.layers))
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
 
     def _layer(self, number: int) -> LayerWeights:
         prefix = f"model.layers.{number}."
@@ -519,9 +536,10 @@ class _Loader:
         return table
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.done_bytes += tensor.nbytes
-        if self.progress is not None:
-            self.progress(min(self.done_bytes, self.total_bytes), self.total_bytes)
+        with self._lock:
+            self.done_bytes += tensor.nbytes
+            if self.progress is not None:
+                self.progress(min(self.done_bytes, self.total_bytes), self.total_bytes)
         return tensor.to(self.device)
 
     def _total_bytes(self) -> int:

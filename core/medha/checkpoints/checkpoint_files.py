@@ -149,6 +149,46 @@ def file_of_each(folder: pathlib.Path) -> dict[str, str] | None:
     return files
 
 
+def extents(
+    folder: pathlib.Path, layers: range, of: int, *, tied: bool
+) -> list[tuple[pathlib.Path, int, int]]:
+    """Return file, first byte and end of the tensors of `layers` out of `of`, in ascending order of
+    layers, neighbours joined.
+
+    Tables come first, with the first layers; the last ones bring the head, which may be `tied`.
+    Raises CheckpointError.
+    """
+    indexed = file_of_each(folder)
+    files = sorted({SINGLE} if indexed is None else set(indexed.values()))
+    places: list[tuple[int, str, int, int]] = []
+    for name in files:
+        with _readable(folder / name), (folder / name).open("rb", buffering=0) as file:
+            length, header = _header(file.fileno(), os.fstat(file.fileno()).st_size)
+            tensors = msgspec.json.decode(header, type=dict[str, TensorOffsets])
+        for tensor, held in tensors.items():
+            number = _layer_of(tensor, layers, of, tied)
+            if number is not None:
+                begin, end = held.data_offsets
+                places.append((number, name, 8 + length + begin, 8 + length + end))
+    joined: list[tuple[pathlib.Path, int, int]] = []
+    for _, name, begin, end in sorted(places):
+        if joined and joined[-1][0] == folder / name and joined[-1][2] == begin:
+            begin = joined.pop()[1]
+        joined.append((folder / name, begin, end))
+    return joined
+
+
+def _layer_of(tensor: str, layers: range, of: int, tied: bool) -> int | None:
+    """Return the layer of a tensor, or -1 for tables and the last norm; None if a stage with
+    `layers` does not hold it."""
+    parts = tensor.split(".")
+    if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal():
+        return int(parts[2]) if int(parts[2]) in layers else None
+    first, last = layers.start == 0, layers.stop == of
+    held = first or (last and tied) if "embed_tokens" in tensor else last
+    return -1 if held else None
+
+
 def digest_of(folder: pathlib.Path) -> str:
     """Return the digest of the checkpoint in `folder`, blake2b-128 in hex. Raises
     CheckpointError."""
