@@ -248,6 +248,7 @@ class Costs:
     """Seconds per unit of work of one rank: a profile applied to a shape and a topology."""
 
     __slots__ = (
+        "_adapted",
         "_heads_s",
         "_least",
         "_shape",
@@ -306,7 +307,8 @@ class Costs:
 
         # A column-parallel projection has its adapter's A whole and a part of B; a row-parallel one
         # the reverse. An adapter launches about as much as the rest of a layer.
-        self._shape, adapter = shape, shape.adapter_params * (1.0 + 1.0 / tp) / 2.0
+        self._shape, self._adapted = shape, shape.adapters > 0
+        adapter = shape.adapter_params * (1.0 + 1.0 / tp) / 2.0
         read_s = adapter * shape.param_bytes / profile.linear_bytes_per_s
         self.adapter_s = profile.layer_s + read_s
         self.adapter_row = shape.adapted_share * 2.0 * adapter / profile.linear_flops_per_s
@@ -378,7 +380,7 @@ class Costs:
 
     def slowest(self, rows: int, layer_s: float, yields: int, entries: int) -> float:
         """Seconds of the slowest stage: the first has the most layers, the last has the head."""
-        if self._shape.adapters:
+        if self._adapted:
             layer_s += self.adapters(entries)
         ends = self.last * layer_s
         if yields:
