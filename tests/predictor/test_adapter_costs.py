@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 from medha.model import ModelShape
 from medha.predictor import BatchLoad, Costs, Predictor
 from medha.profile import CPU_CORE, H100, H200, Profile
+from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
-LLAMA_8B = ModelShape(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
-    vocab=128256,
-)
 RANK = 16
 # Of all seven projections of a layer.
 PARAMS = RANK * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
@@ -28,7 +20,7 @@ PROFILES = pytest.mark.parametrize("profile", [CPU_CORE, H100, H200], ids=lambda
 
 
 def adapted(count: int, params: float = PARAMS) -> ModelShape:
-    return msgspec.structs.replace(LLAMA_8B, adapters=count, adapter_params=params)
+    return msgspec.structs.replace(LLAMA_3_8B, adapters=count, adapter_params=params)
 
 
 def load(
@@ -57,7 +49,7 @@ def test_a_long_chunk_pays_two_operations_per_entry_and_adapted_row(
     profile: Profile, tp: int
 ) -> None:
     plain, with_adapters = (
-        Costs(profile, shape, Topology(tp=tp)) for shape in (LLAMA_8B, adapted(1))
+        Costs(profile, shape, Topology(tp=tp)) for shape in (LLAMA_3_8B, adapted(1))
     )
     shard = PARAMS * (1 + 1 / tp) / 2
     rows = 10_000
@@ -111,9 +103,9 @@ def test_the_largest_chunk_keeps_within_its_budget_with_adapters(profile: Profil
     tokens = predictor.largest_chunk(running, 500, 1 << 20, budget_s, step_tokens=1)
     if tokens:
         assert running.seconds_with(tokens, 500) <= budget_s < running.seconds_with(tokens + 1, 500)
-    assert predictor.prefill_s(5000) > Predictor(profile, LLAMA_8B, Topology()).prefill_s(5000)
+    assert predictor.prefill_s(5000) > Predictor(profile, LLAMA_3_8B, Topology()).prefill_s(5000)
 
 
 def test_a_model_without_adapters_is_described_to_older_releases_as_before() -> None:
-    assert b"adapter" not in msgspec.json.encode(LLAMA_8B)
+    assert b"adapter" not in msgspec.json.encode(LLAMA_3_8B)
     assert msgspec.json.decode(msgspec.json.encode(adapted(2)), type=ModelShape) == adapted(2)
