@@ -79,6 +79,7 @@ class RankEngine:
         check_experts(self.model_config, config)
         check_latent(self.model_config, config)
         check_packed(self.model_config, config)
+        loras = read_adapters(self.model_config, config)
         if self.model_config.experts and device.at.type == "cuda" and not config.deterministic:
             check_grouped_products(torch.cuda.get_device_capability(device.at))
         checkpoint: weights.Checkpoint | DummyCheckpoint
@@ -115,7 +116,7 @@ class RankEngine:
                 device.at,
                 rows,
             )
-            for name, lora in read_adapters(self.model_config, config).items()
+            for name, lora in loras.items()
         }
         self.kv = _pool(config, self.model_config, self.layers, at.shard, self.weights)
         _LOG.info("KV pool allocated", extra={"fields": {"pages": self.kv.pages}})
