@@ -19,6 +19,7 @@ from medha import messages as m
 from medha import testing
 from medha.batch import Batch
 from medha.config import Scheduling, WorkerConfig
+from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.request import Request
 from medha.scheduling.decision_log import RecordingScheduler, replay
@@ -51,12 +52,13 @@ class Draw(msgspec.Struct, frozen=True):
     prompt: list[int]
     stops_after: int | None
     leaves_s: float | None
+    window: int = 0
 
     @property
     def submit(self) -> m.Submit:
         stops: tuple[int, ...] = ()
         if self.stops_after is not None:
-            stops = (expected_tokens(self.prompt, self.stops_after, VOCAB)[-1],)
+            stops = (expected_tokens(self.prompt, self.stops_after, VOCAB, self.window)[-1],)
         return m.Submit(
             id=self.request.id,
             tokens=m.to_bytes(self.prompt),
@@ -68,7 +70,7 @@ class Draw(msgspec.Struct, frozen=True):
         )
 
 
-def workload(seed: int, longest: int) -> list[Draw]:
+def workload(seed: int, longest: int, window: int) -> list[Draw]:
     rng = np.random.default_rng(seed)
     draws, at_s = [], 0.1
     for place in range(25):
@@ -87,18 +89,18 @@ def workload(seed: int, longest: int) -> list[Draw]:
         stops = int(rng.integers(1, outputs + 1)) if rng.random() < 0.3 else None
         leaves_s = at_s + float(rng.exponential(0.1)) if rng.random() < 0.2 else None
         prompt = rng.integers(0, VOCAB, tokens).tolist()
-        draws.append(Draw(request, prompt, stops, leaves_s))
+        draws.append(Draw(request, prompt, stops, leaves_s, window))
     return draws
 
 
 def simulated(
-    config: WorkerConfig, pages: int, draws: list[Draw], slowness: float
+    config: WorkerConfig, shape: ModelShape, pages: int, draws: list[Draw], slowness: float
 ) -> list[tuple[float, Batch]]:
     settings = config.scheduling
-    predictor = Predictor(PROFILE, SHAPE, config.topology, settings.max_batch_s)
+    predictor = Predictor(PROFILE, shape, config.topology, settings.max_batch_s)
     scheduler = Scheduler(
         config.topology,
-        SHAPE,
+        shape,
         predictor,
         settings,
         pages,
@@ -106,7 +108,7 @@ def simulated(
         config.max_context_tokens,
         config.classes,
     )
-    of = Predictor(PROFILE, SHAPE, config.topology, settings.max_batch_s)
+    of = Predictor(PROFILE, shape, config.topology, settings.max_batch_s)
     clock = PipelineClock(of, PAGE_TOKENS, scheduler.layout, jitter(slowness))
     loop = Loop()
     replica = SimReplica("r0", scheduler, clock, loop, COLD_START_S, keep_log=True)
@@ -120,11 +122,16 @@ def simulated(
 
 
 def served(
-    config: WorkerConfig, pages: int, draws: list[Draw], slowness: float, log: list[bytes]
+    config: WorkerConfig,
+    shape: ModelShape,
+    pages: int,
+    draws: list[Draw],
+    slowness: float,
+    log: list[bytes],
 ) -> VirtualReplica:
     replica = VirtualReplica(
         config,
-        SHAPE,
+        shape,
         PROFILE,
         pages=pages,
         beats=False,
@@ -174,7 +181,13 @@ def test_they_decide_alike_one_step_ahead(seed: int) -> None:
     compare(seed, ALONE[seed % len(ALONE)], ahead_s=0.01)
 
 
-def compare(seed: int, topology: Topology, ahead_s: float) -> None:
+@pytest.mark.parametrize("seed", range(200, 225))
+def test_they_decide_alike_where_windows_slide(seed: int) -> None:
+    """In pools of fewer pages than most contexts need without a window."""
+    compare(seed, LAYOUTS[seed % len(LAYOUTS)], ahead_s=0.0, window=100)
+
+
+def compare(seed: int, topology: Topology, ahead_s: float, window: int = 0) -> None:
     settings = Scheduling(
         policy=POLICIES[seed // 5 % len(POLICIES)], release_cooldown_s=1e9, ahead_s=ahead_s
     )
@@ -191,10 +204,15 @@ def compare(seed: int, topology: Topology, ahead_s: float) -> None:
         rank_timeout_s=1e9,
     )
     pages, slowness = (60, 150)[seed % 2], (0.0, 0.1)[seed // 2 % 2]
-    draws = workload(seed, longest=min(pages * PAGE_TOKENS * topology.kvp_max, 3000))
+    shape = SHAPE
+    if window:
+        shape = msgspec.structs.replace(SHAPE, window_tokens=window, window_layers=SHAPE.layers)
+        pages = (20, 150)[seed % 2]
+    longest = 3000 if window else min(pages * PAGE_TOKENS * topology.kvp_max, 3000)
+    draws = workload(seed, longest, window)
     log: list[bytes] = []
-    replica = served(config, pages, draws, slowness, log)
-    expected = simulated(config, pages, draws, slowness)
+    replica = served(config, shape, pages, draws, slowness, log)
+    expected = simulated(config, shape, pages, draws, slowness)
     assert len(expected) > 20
     for ours, theirs in zip(unnumbered(replica.log), unnumbered(expected), strict=False):
         assert ours == theirs
