@@ -34,6 +34,7 @@ from medha_worker.controller.process import identity_of
 from medha_worker.device import CPU
 from medha_worker.engine import RankEngine
 from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
+from medha_worker.rank import set_environment
 
 SMALL = TinyModel(
     layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=96, max_tokens=1024
@@ -242,6 +243,20 @@ def test_a_layout_that_does_not_fit_is_refused_in_the_words_of_the_rank(
     config = msgspec.structs.replace(config_of(file, model), dummy_weights=True)
     with pytest.raises(UserError) as caught:
         RankEngine(config, Coordinate(0, 0, 0), CPU, lambda *_: None)
+    assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    "network", [{"transport": "Rdma"}, {"transport": "Rdma", "devices": ["mlx5_77"]}]
+)
+def test_a_network_that_this_machine_lacks_is_refused_in_the_words_of_the_rank(
+    model: Path, network: dict[str, Any]
+) -> None:
+    file = write(model.parent, document(network=network))
+    (line,) = faults(file)
+    assert ("network" in line and "mlx5_77" in line) or "no device can be used" in line
+    with pytest.raises(UserError) as caught:
+        set_environment({}, config_of(file, model))
     assert str(caught.value) == line
 
 

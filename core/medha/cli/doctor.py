@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from medha.adapters.sockets import Dialer, Listener
-from medha.adapters.transports import LOOPBACK, rdma_ports, transports
+from medha.adapters.transports import rdma_ports
 from medha.cli.local_fleet import preflight
-from medha.cli.local_fleet.checkpoint_check import check_resources
+from medha.cli.local_fleet.checkpoint_check import check_resources, local_transports
 from medha.cli.local_fleet.run_dir import RunDir, check_unused
 from medha.cli.resource_file import read_resources
 from medha.cli.up import HOST
@@ -21,7 +21,6 @@ from medha.errors import MedhaError, SetupError
 from medha.messages import Codec, LoadReport, RouterBeat
 from medha.messages.fields import Load
 from medha.messages.routing import ReplicaMessage, RouterMessage
-from medha.rendering import network_of
 
 DELIVERY_S = 5.0
 
@@ -115,9 +114,8 @@ def _resource(file: pathlib.Path) -> str:
     """Check the resources, and describe what each pair of ranks on this machine uses."""
     resources = read_resources(file)
     check_resources(resources, preflight.gpu_count())
-    ports, lines = rdma_ports(), [f"{len(resources)} resources, checkpoints fit"]
+    lines = [f"{len(resources)} resources, checkpoints fit"]
     for resource in resources:
-        device = resource.spec.device.kind.lower()
-        chosen = transports(network_of(resource.spec.network), LOOPBACK, device, ports)
-        lines += [f"{resource.name}: {line}" for line in chosen.sentences()]
+        sentences = local_transports(resource).sentences()
+        lines += [f"{resource.name}: {line}" for line in sentences]
     return "\n".join(lines)

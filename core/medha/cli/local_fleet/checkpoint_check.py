@@ -8,6 +8,13 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
+from medha.adapters.transports import (
+    LOOPBACK,
+    STAGING_BYTES,
+    Transports,
+    rdma_ports,
+    transports,
+)
 from medha.checkpoints.checkpoint_files import check_tokenizer, check_weights, digest_of
 from medha.checkpoints.decoder_config import DecoderConfig, read_config, read_generation_defaults
 from medha.checkpoints.fit import misfits, read_adapters
@@ -16,7 +23,7 @@ from medha.cli.local_fleet.fleet_plan import router_models
 from medha.cli.local_fleet.preflight import check_gpus
 from medha.config import AdapterFolder, WorkerConfig
 from medha.errors import SpecError
-from medha.rendering import Site, worker_config
+from medha.rendering import Site, network_of, worker_config
 from medha.spec import AdapterSpec, CheckpointSource, MedhaReplica
 
 
@@ -41,13 +48,15 @@ def check_resources(
 
 
 def check_resource(resource: MedhaReplica, gpus: int, *, weights: bool = True) -> pathlib.Path:
-    """Check a resource's device, checkpoint and layout; return the checkpoint's folder.
+    """Check a resource's device, network, checkpoint and layout; return the checkpoint's folder.
 
     Raises UserErrors if there are several faults.
     """
     faults = Faults()
     with faults.collect():
         check_gpus(resource, gpus)
+    with faults.collect():
+        local_transports(resource)
     with faults.collect():
         folder = folder_of("spec.model.source", resource.spec.model.source)
         with faults.collect():
@@ -65,6 +74,14 @@ def check_resource(resource: MedhaReplica, gpus: int, *, weights: bool = True) -
                 check_weights(folder)
     faults.raise_all()
     return folder
+
+
+def local_transports(resource: MedhaReplica) -> Transports:
+    """Choose the transports of ranks on this machine, as they do. Raises SpecError, SetupError."""
+    device = resource.spec.device.kind.lower()
+    locked = resource.spec.engine.kv_bytes if device == "cpu" else STAGING_BYTES
+    network = network_of(resource.spec.network)
+    return transports(network, LOOPBACK, device, rdma_ports(locked))
 
 
 def _check_adapter(
