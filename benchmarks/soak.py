@@ -67,7 +67,7 @@ VARIANTS: tuple[dict[str, object], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """One program at one time."""
+    """Size, open files and threads of a program after a number of requests."""
 
     ended: int
     rss_bytes: int
