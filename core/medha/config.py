@@ -313,6 +313,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads_per_rank: Positive = 1
     packed_weights: bool = False
     checked_transfers: bool = True
+    standby_ranks: bool = False
     profile: str = ""
     decision_log: str = ""
     run_dir: str = ""

@@ -76,6 +76,7 @@ def worker_config(resource: MedhaReplica, name: str, site: Site) -> WorkerConfig
         threads_per_rank=spec.engine.threads_per_rank,
         packed_weights=spec.engine.packed_weights == "Enabled",
         checked_transfers=spec.engine.checked_transfers == "Enabled",
+        standby_ranks=spec.engine.standby_ranks == "Enabled",
         decision_log=site.decision_log,
         run_dir=site.run_dir,
         deterministic=spec.engine.arithmetic == "Deterministic",

@@ -1,15 +1,18 @@
-"""A rank is imported at low priority and then runs at its original priority."""
+"""A rank is imported at low priority, in standby too, and then runs at its original priority."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
+from tests.support.medha_up import until
 
-from medha_worker.low_priority_start import PRIORITY, import_at_low_priority
+from medha_worker.low_priority_start import PRIORITY, STANDBY, import_at_low_priority
 
 
 @pytest.fixture
@@ -34,3 +37,19 @@ def test_an_error_of_the_import_reaches_the_caller(modules: Path) -> None:
     (modules / "heavy_two.py").write_text("raise OSError('no such library')\n")
     with pytest.raises(OSError, match="no such library"):
         import_at_low_priority("heavy_two")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+@pytest.mark.parametrize("released", [True, False])
+def test_a_standby_waits_under_its_own_name_for_a_line_or_the_end(released: bool) -> None:
+    module = "medha_worker.low_priority_start"
+    with subprocess.Popen(
+        [sys.executable, "-m", module, "--standby", "--config", "/no/such/file"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        until(lambda: psutil.Process(process.pid).name() == STANDBY)
+        _, errors = process.communicate("\n" if released else "")
+    assert process.returncode == (2 if released else 0)
+    assert ("/no/such/file" in errors) == released

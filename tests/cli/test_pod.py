@@ -25,6 +25,7 @@ from medha.config import Curve, RouterConfig, RouterModel, WorkerConfig, render
 from medha.errors import SetupError, SpecError
 from medha.request import SloClass
 from medha.topology import Coordinate, Topology
+from medha_worker.low_priority_start import STANDBY
 from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 LIMIT_S = 240.0
@@ -248,7 +249,7 @@ class Pods:
         children = []
         for process in psutil.Process(self.pods[stage].pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # the process may end just now
-                if module in process.cmdline():
+                if process.name() != STANDBY and module in process.cmdline():
                     children.append(process)
         return children
 

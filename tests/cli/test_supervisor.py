@@ -48,11 +48,14 @@ FAMILY = (
     "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
     "print(p.pid, flush=True); time.sleep(600)"
 )
+STANDBY = "import sys; print('waits', flush=True); sys.stdin.readline() or sys.exit(); " + SLEEPER
+"""Waits for a line of input, then does what SLEEPER does."""
 QUICK = SupervisorSettings(
     restarts=RestartPolicy(first_backoff_s=0.5, longest_backoff_s=4.0, budget=3, window_s=100.0),
     grace_s=0.5,
     hung_s=10.0,
     steady_s=20.0,
+    standby_s=5.0,
 )
 
 
@@ -76,8 +79,9 @@ def until(happens: Callable[[], object], timeout_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def program(name: str, code: str, **env: str) -> Launch:
-    return Launch(name=name, argv=(sys.executable, "-c", code), env=env)
+def program(name: str, code: str, standby: str = "", **env: str) -> Launch:
+    waiting = (sys.executable, "-c", standby) if standby else ()
+    return Launch(name=name, argv=(sys.executable, "-c", code), env=env, standby=waiting)
 
 
 class Fleet:
@@ -87,6 +91,7 @@ class Fleet:
         self.lines, self.now = Lines(), 1000.0
         self.started: list[tuple[str, int]] = []
         self.codes = {"router": code, "controller": code, "rank": code}
+        self.standbys: dict[str, str] = {}
         controller = Unit("c", self._launches("controller", ["c"]))
         units = tuple(
             Unit(
@@ -104,8 +109,10 @@ class Fleet:
     def _launches(self, kind: str, names: list[str]) -> Callable[[int], Iterable[Launch]]:
         def launches(generation: int) -> Iterable[Launch]:
             self.started += [(name, generation) for name in names]
+            standby = self.standbys.get(kind, "")
             return [
-                program(name, self.codes[kind], MEDHA_GENERATION=str(generation)) for name in names
+                program(name, self.codes[kind], standby, MEDHA_GENERATION=str(generation))
+                for name in names
             ]
 
         return launches
@@ -157,6 +164,16 @@ class Fleet:
         child = self.child(name)
         until(lambda: child.poll() is not None)
 
+    def reap_standbys(self, group: int, pids: list[int]) -> None:
+        """Step until the group's standbys with `pids` are gone."""
+
+        def gone() -> bool:
+            self.step(0.01)
+            left = {child.pid for child in self.replica.groups[group].standbys}
+            return not left & {*pids} and not any(map(psutil.pid_exists, pids))
+
+        until(gone)
+
     def settle(self) -> None:
         """Step until no unit is stopping."""
 
@@ -176,6 +193,98 @@ def fleet() -> Iterator[Fleet]:
     running = Fleet()
     yield running
     running.close()
+
+
+def prepared(code: str = STANDBY, seconds: float = 5.0) -> tuple[Fleet, list[int]]:
+    """Return a fleet that serves and whose ranks have standbys, and the pids of those."""
+    fleet = Fleet()
+    fleet.standbys["rank"] = code
+    fleet.step()
+    fleet.supervisor.served = True
+    fleet.step(seconds)
+    return fleet, [child.pid for child in fleet.replica.groups[0].standbys]
+
+
+def restart_a_rank(fleet: Fleet, seconds: float) -> list[int]:
+    """Kill a rank, let its group restart, and return the pids of its ranks."""
+    fleet.now += seconds
+    fleet.child("g0-s0").kill()
+    fleet.gone("g0-s0")
+    fleet.settle()
+    fleet.step(1.0)
+    assert fleet.running == BASE
+    return [fleet.child(name).pid for name in RANKS]
+
+
+def test_standbys_wait_and_take_over_from_ranks_that_failed() -> None:
+    fleet, waiting = prepared()
+    assert len(waiting) == 2
+    until(lambda: sorted(fleet.lines.of("g0-s1")) == ["up", "waits"])
+    assert restart_a_rank(fleet, 30.0) == waiting
+    until(lambda: sorted(fleet.lines.of("g0-s1")) == ["up", "up", "waits"])
+    assert not fleet.replica.groups[0].standbys
+    fleet.step(5.0)
+    following = [child.pid for child in fleet.replica.groups[0].standbys]
+    assert len(following) == 2 and not {*following} & {*waiting}
+    fleet.close()
+
+
+def test_a_unit_that_has_not_run_for_a_while_has_no_standbys() -> None:
+    fleet, waiting = prepared(seconds=4.9)
+    assert not waiting
+    assert len(restart_a_rank(fleet, 0.0)) == 2
+    fleet.close()
+
+
+@pytest.mark.parametrize("harmed", [1, 2])
+def test_a_group_whose_standbys_ended_restarts_without_them(harmed: int) -> None:
+    fleet, waiting = prepared()
+    for child in fleet.replica.groups[0].standbys[:harmed]:
+        os.kill(child.pid, signal.SIGKILL)
+        until(lambda child=child: child.poll() is not None)  # type: ignore[misc]
+    fleet.step()
+    assert not {*restart_a_rank(fleet, 0.0)} & {*waiting}
+    fleet.step(5.0)
+    fleet.reap_standbys(0, waiting)
+    assert len(fleet.replica.groups[0].standbys) == 2
+    fleet.close()
+
+
+def test_a_standby_that_fails_is_not_started_again_and_again() -> None:
+    fleet, failing = prepared("raise SystemExit(1)")
+    fleet.reap_standbys(0, failing)
+    for _ in range(10):
+        fleet.step(5.0)
+    assert [generation for name, generation in fleet.started if name == "g0-s0"] == [1, 2]
+    assert len(restart_a_rank(fleet, 0.0)) == 2
+    fleet.close()
+
+
+def test_a_fleet_that_stops_leaves_no_standby() -> None:
+    fleet, waiting = prepared()
+    fleet.supervisor.stop(fleet.now)
+    until(lambda: fleet.over(0.1))
+    assert not any(map(psutil.pid_exists, waiting))
+
+
+def test_a_group_that_was_released_leaves_no_standby(fleet: Fleet) -> None:
+    fleet.standbys["rank"] = STANDBY
+    fleet.codes["rank"] = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); "
+        "print('up', flush=True); time.sleep(600)"
+    )
+    fleet.step()
+    fleet.now += 1.0
+    fleet.status(wanted=2)
+    fleet.step()
+    fleet.step(5.0)
+    waiting = [child.pid for child in fleet.replica.groups[1].standbys]
+    assert len(waiting) == 2
+    until(lambda: "up" in fleet.lines.of("g1-s0") and "up" in fleet.lines.of("g1-s1"))
+    fleet.child("g1-s0").terminate()
+    fleet.gone("g1-s0")
+    fleet.settle()
+    fleet.reap_standbys(1, waiting)
 
 
 RANKS = ("g0-s0", "g0-s1")

@@ -25,10 +25,12 @@ import os, pathlib, signal, sys
 for entry in pathlib.Path("/proc").iterdir():
     if entry.name.isdecimal():
         try:
-            line = (entry / "cmdline").read_bytes()
+            line, name = ((entry / part).read_bytes() for part in ("cmdline", "comm"))
         except OSError:
             continue
-        if sys.argv[1].encode() in line and b"KILL" not in line and entry.name != str(os.getpid()):
+        if b"KILL" in line or b"standby" in name or entry.name == str(os.getpid()):
+            continue
+        if sys.argv[1].encode() in line:
             os.kill(int(entry.name), signal.SIGKILL)
 """
 BACK_S = 240.0

@@ -27,6 +27,7 @@ from medha.config import CONTROLLER_OPS_PORT, POD_OPS_PORT, Curve, WorkerConfig,
 from medha.sim.report import RequestRecord
 from medha.sim.workload import Arrival
 from medha.topology import Topology
+from medha_worker.low_priority_start import STANDBY
 from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 RESOURCE = """
@@ -87,7 +88,8 @@ class LocalFleet:
         assert self._pod is not None
         for process in psutil.Process(self._pod.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "medha_worker.low_priority_start" in process.cmdline():
+                rank = "medha_worker.low_priority_start" in process.cmdline()
+                if rank and process.name() != STANDBY:
                     process.kill()
                     return
         raise AssertionError("the pod has no rank")

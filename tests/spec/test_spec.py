@@ -54,7 +54,7 @@ spec:
   scheduling: {policy: LARS, batchBudget: {mode: Slack, min: 10ms, max: 100ms, fixed: 50ms, tokens: 2048}, maxYieldPercent: 40,
     normaliser: Work, relegatedPercent: 10, maxBucketLossPercent: 40, promises: Commit, longPrefillThresholdTokens: 512, longTokens: 8192, maxRunning: 256,
     prefixCache: Enabled, rebalance: Enabled, growthTimeout: 2m, releaseCooldown: 30s}
-  engine: {pageTokens: 64, kvMemory: 1Gi, kvPages: 1000, threadsPerRank: 1, arithmetic: Fast, packedWeights: Disabled, checkedTransfers: Enabled}
+  engine: {pageTokens: 64, kvMemory: 1Gi, kvPages: 1000, threadsPerRank: 1, arithmetic: Fast, packedWeights: Disabled, checkedTransfers: Enabled, standbyRanks: Enabled}
   network: {transport: Rdma, devices: ["mlx5_0:1"], gpuDirect: Enabled, resources: {rdma/hca: 1}, attachments: [fabric/rail-0], ipcLock: Enabled}
   placement:
     topologyLevels: [topology.kubernetes.io/zone, topology.kubernetes.io/rack, nvidia.com/gpu.clique, kubernetes.io/hostname]

@@ -22,6 +22,7 @@ from medha.cli.local_fleet.preflight import free_ports
 from medha.cli.local_fleet.status_poll import read_status
 from medha.config import WorkerConfig, read
 from medha.messages import ReplicaStatus
+from medha_worker.low_priority_start import STANDBY
 
 HOST = "127.0.0.1"
 MEDHA = [sys.executable, "-m", "medha.cli"]
@@ -80,11 +81,11 @@ class Up:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def children(self) -> dict[str, psutil.Process]:
-        """Return the programs by name, without intermediate processes."""
+        """Return the programs by name, without intermediate processes and standbys."""
         programs = {}
         for process in self.everything():
             try:
-                line = process.cmdline()
+                line = [] if process.name() == STANDBY else process.cmdline()
             except psutil.NoSuchProcess:
                 continue
             if (name := _name(line)) and name not in programs:  # a program comes before its own

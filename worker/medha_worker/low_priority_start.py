@@ -1,12 +1,15 @@
 """Start a rank without slowing the ranks that serve, and without waiting for storage meanwhile.
 
-    python -m medha_worker.low_priority_start <arguments of a rank>
+    python -m medha_worker.low_priority_start [--standby] <arguments of a rank>
 
 Importing torch takes seconds of a core. If a KVP group joins a machine whose cores are all busy
 (the CPU backend), that time delays running batches beyond their predictions. So the import runs on
 a low-priority thread and the rank then runs at normal priority. On Linux priority belongs to a
 thread, and a process cannot raise its own again without privileges. The weights are read ahead at
 the same time.
+
+A standby imports too, and then waits for a line of input: the rank starts at once when the one that
+runs has failed. At the end of its input it ends.
 """
 
 from __future__ import annotations
@@ -25,16 +28,19 @@ from medha.topology import Coordinate
 from medha_worker.read_ahead import read_ahead
 
 RANK = "medha_worker.rank"
-PRIORITY = 3
+PRIORITY, STANDBY_PRIORITY = 3, 10
+STANDBY = "medha-standby"
+"""Name of a standby's process, for ps and top."""
+_NAME = pathlib.Path("/proc/self/comm")
 
 
-def import_at_low_priority(module: str) -> None:
+def import_at_low_priority(module: str, priority: int = PRIORITY) -> None:
     """Import `module` on a low-priority thread; re-raise here any exception of the import."""
     failures: list[BaseException] = []
 
     def work() -> None:
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
         try:
             importlib.import_module(module)
         except BaseException as error:
@@ -62,7 +68,24 @@ def read_weights_ahead(arguments: Sequence[str]) -> None:
         return
 
 
+def wait_in_standby() -> bool:
+    """Import at low priority and wait for a line of input; False at its end."""
+    named = _NAME.exists()
+    before = _NAME.read_text() if named else ""
+    if named:
+        _NAME.write_text(STANDBY)
+    import_at_low_priority(RANK, STANDBY_PRIORITY)
+    released = bool(sys.stdin.readline())
+    if named:
+        _NAME.write_text(before.strip())
+    return released
+
+
 def main() -> None:
+    if "--standby" in sys.argv:
+        sys.argv.remove("--standby")
+        if not wait_in_standby():
+            return
     read_weights_ahead(sys.argv[1:])
     import_at_low_priority(RANK)
     from medha_worker.rank import main as run

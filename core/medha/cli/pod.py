@@ -91,9 +91,7 @@ class PodProcesses:
         return controller_launch(self.config.replica, self._file)
 
     def ranks(self, generation: int) -> Iterable[Launch]:
-        """Launches of the ranks, one per shard; removes ready files of earlier generations."""
-        for stale in self._folder.glob("ready-*"):
-            stale.unlink()
+        """Launches of the ranks, one per shard."""
         for at in self.identity.ranks(self.config):
             gpu = at.shard if self.config.device == "cuda" else None
             yield rank_launch(
@@ -101,13 +99,12 @@ class PodProcesses:
                 RankPlan(at=at, gpu=gpu),
                 self._file,
                 generation,
-                ready_file=self._folder / f"ready-{at.shard}",
+                ready_file=self._folder / f"ready-{generation}-{at.shard}",
             )
 
-    @property
-    def loaded(self) -> bool:
-        """Every rank has created its ready file."""
-        return len(list(self._folder.glob("ready-*"))) == self.config.topology.tp
+    def loaded(self, generation: int) -> bool:
+        """Return whether every rank of a generation has created its ready file."""
+        return len(list(self._folder.glob(f"ready-{generation}-*"))) == self.config.topology.tp
 
 
 class PodSupervisor:
@@ -185,8 +182,14 @@ class PodSupervisor:
     def _kind(self, unit: Unit) -> str:
         return "ranks" if unit is self._ranks else "controller"
 
+    @property
+    def _loaded(self) -> bool:
+        """The ranks run and are loaded."""
+        running = self._ranks.state is UnitState.RUNNING
+        return running and self._processes.loaded(self._ranks.generation)
+
     def _is_ready(self) -> bool:
-        if self._ranks.state is not UnitState.RUNNING or not self._processes.loaded:
+        if not self._loaded:
             return False
         if not self._identity.leads:
             return True
@@ -231,7 +234,7 @@ class PodSupervisor:
 
     def _unneeded(self, served_s: float) -> bool:
         """Other pods: the ranks have left, or the leader is not draining."""
-        if self._ranks.state is not UnitState.RUNNING or not self._processes.loaded:
+        if not self._loaded:
             return True
         status = self._controller.status
         return served_s > LEADER_DRAIN_WAIT_S and (status is None or not status.draining)

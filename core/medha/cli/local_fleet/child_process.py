@@ -52,11 +52,21 @@ def read_line(line: str) -> LogLine:
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """Command line of a process; `env` is added to the environment of this process."""
+    """Command line of a process; `env` is added to the environment of this process.
+
+    `standby`: the same program, which prepares itself and then waits for a line of input; empty if
+    there is none. `waits`: this is that program.
+    """
 
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = {}
+    standby: tuple[str, ...] = ()
+    waits: bool = False
+
+    def waiting(self) -> Launch:
+        """Return the launch of the program that waits until it is released."""
+        return msgspec.structs.replace(self, argv=self.standby, waits=True)
 
 
 class ChildProcess:
@@ -72,7 +82,7 @@ class ChildProcess:
         self._process = subprocess.Popen(
             killed_with_parent(*launch.argv),
             env={**os.environ, **launch.env},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if launch.waits else subprocess.DEVNULL,
             stdout=subprocess.PIPE if lines else None,
             stderr=subprocess.STDOUT if lines else None,
             process_group=0,
@@ -93,6 +103,13 @@ class ChildProcess:
         """Messages of the last lines of output that this process reads."""
         return tuple(read_line(line).message for line in self._last)
 
+    def release(self) -> None:
+        """Start the work of a program that waits; without effect if it has ended."""
+        entry = self._process.stdin
+        assert entry is not None, "only a program that waits is released"
+        with contextlib.suppress(BrokenPipeError), entry:
+            entry.write(b"\n")
+
     def poll(self) -> int | None:
         """Exit status (negative: the signal), or None while the process runs.
 
@@ -101,6 +118,8 @@ class ChildProcess:
         if self._status is None and self._exited():
             self._signal(signal.SIGKILL)  # processes that the child left behind
             self._status = self._process.wait()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
             if self._reader is not None:
                 self._reader.join(timeout=1.0)
         return self._status

@@ -42,14 +42,13 @@ def rank_launch(
 ) -> Launch:
     """Launch of a rank. `config_file` holds `config`.
 
-    The rank creates `ready_file` once its weights are loaded and its links are open.
+    The rank creates `ready_file` once its weights are loaded and its links are open. Its standby
+    has imported the rank's libraries.
     """
     at = rank.at
     ready = () if ready_file is None else ("--ready-file", str(ready_file))
-    argv = (
-        sys.executable,
-        "-m",
-        "medha_worker.low_priority_start",
+    program = (sys.executable, "-m", "medha_worker.low_priority_start")
+    arguments = (
         "--config",
         str(config_file),
         "--group",
@@ -70,7 +69,10 @@ def rank_launch(
     }
     if rank.gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(rank.gpu)
-    return Launch(name=f"{config.replica}-{at}", argv=argv, env=env)
+    standby = (*program, "--standby", *arguments) if config.standby_ranks else ()
+    return Launch(
+        name=f"{config.replica}-{at}", argv=(*program, *arguments), env=env, standby=standby
+    )
 
 
 def _replica(replica: ReplicaPlan, run_dir: RunDir) -> ReplicaUnits:

@@ -8,6 +8,9 @@ that keeps failing ends it; after that no failure of a unit ends the others.
 The controller's status sets the number of KVP groups; a group whose ranks all exit with status 0
 was released. Ranks outlive their controller and join the next one.
 
+A launch may have a standby: the program of the next generation, imported, which waits. It starts
+once the unit has run for a while, and takes over when the unit restarts.
+
 Call `step` and `stop` with the current time, from one thread; neither blocks.
 """
 
@@ -37,13 +40,14 @@ class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Restart policy, grace period of a stop, and time limit of a start.
 
     A unit that fails after running for `steady_s` restarts at once, and its earlier failures are
-    forgotten.
+    forgotten. After `standby_s` its standbys start.
     """
 
     restarts: RestartPolicy = RestartPolicy(first_backoff_s=0.5, longest_backoff_s=30.0)
     grace_s: float = 5.0
     hung_s: float = 60.0
     steady_s: float = 20.0
+    standby_s: float = 5.0
 
 
 class UnitState(enum.Enum):
@@ -72,6 +76,8 @@ class Unit:
         self.vital, self.wanted = vital, wanted
         self.state = UnitState.IDLE
         self.children: list[ChildProcess] = []
+        self.standbys: list[ChildProcess] = []
+        self.prepared_generation = 0
         self.generation = 0
         self.started_s = self.not_before_s = float("-inf")
         self.urge_s = self.stop_by_s = float("inf")
@@ -116,7 +122,7 @@ class Supervisor:
     @property
     def stopped(self) -> bool:
         """`stop` was called and no process is left."""
-        return self._stopping and not any(unit.children for unit in self.units)
+        return self._stopping and not any(unit.children or unit.standbys for unit in self.units)
 
     def step(self, now: float) -> None:
         """Advance all units; raises SetupError or EngineError if the fleet cannot continue."""
@@ -128,6 +134,7 @@ class Supervisor:
             due = unit.wanted and not self._stopping and now >= unit.not_before_s
             if unit.state is UnitState.IDLE and due:
                 self._begin(unit, now)
+            self._keep_standbys(unit, now)
 
     def follow(self, replica: ReplicaUnits, status: ReplicaStatus, now: float) -> None:
         """Start the KVP groups that the controller wants, and restart those it lost."""
@@ -185,8 +192,31 @@ class Supervisor:
         unit.generation += 1
         unit.started_s = now
         unit.state, unit.ran = UnitState.RUNNING, False
-        for launch in unit.launches(unit.generation):
-            unit.children.append(self._start(launch))
+        launches = [*unit.launches(unit.generation)]
+        if len(unit.standbys) == len(launches) and unit.prepared_generation == unit.generation:
+            unit.children, unit.standbys = unit.standbys, []
+            for child in unit.children:
+                child.release()
+        else:
+            unit.children = [self._start(launch) for launch in launches]
+
+    def _keep_standbys(self, unit: Unit, now: float) -> None:
+        """Start the standbys of a unit that has run for a while; kill those of no use any more.
+
+        If some of them end, the rest is of no use, and the next generation starts without.
+        """
+        unit.standbys = [child for child in unit.standbys if child.poll() is None]
+        following = unit.generation + 1
+        if unit.wanted and unit.prepared_generation < following:
+            ran_s = now - unit.started_s
+            if unit.state is UnitState.RUNNING and ran_s >= self._settings.standby_s:
+                unit.prepared_generation = following
+                launches = unit.launches(following)
+                started = [self._start(launch.waiting()) for launch in launches if launch.standby]
+                unit.standbys += started
+        if not unit.wanted or unit.prepared_generation != following:
+            for child in unit.standbys:
+                child.kill()
 
     def _watch(self, unit: Unit, now: float) -> None:
         """Handle exits: a usage error, a release, a failure."""
