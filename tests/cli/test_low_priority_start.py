@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -43,13 +44,21 @@ def test_an_error_of_the_import_reaches_the_caller(modules: Path) -> None:
 @pytest.mark.parametrize("released", [True, False])
 def test_a_standby_waits_under_its_own_name_for_a_line_or_the_end(released: bool) -> None:
     module = "medha_worker.low_priority_start"
-    with subprocess.Popen(
-        [sys.executable, "-m", module, "--standby", "--config", "/no/such/file"],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    ours, its = socket.socketpair()
+    with (
+        ours,
+        subprocess.Popen(
+            [sys.executable, "-m", module, "--standby", "--config", "/no/such/file"],
+            stdin=its.fileno(),
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        its.close()
         until(lambda: psutil.Process(process.pid).name() == STANDBY)
-        _, errors = process.communicate("\n" if released else "")
+        assert ours.recv(1)
+        ours.sendall(b"\n" * released)
+        ours.close()
+        _, errors = process.communicate()
     assert process.returncode == (2 if released else 0)
     assert ("/no/such/file" in errors) == released

@@ -48,8 +48,9 @@ FAMILY = (
     "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
     "print(p.pid, flush=True); time.sleep(600)"
 )
-STANDBY = "import sys; print('waits', flush=True); sys.stdin.readline() or sys.exit(); " + SLEEPER
-"""Waits for a line of input, then does what SLEEPER does."""
+SLOW_STANDBY = "import sys; print('waits', flush=True); sys.stdin.readline() or sys.exit(); "
+STANDBY = "import os; os.write(0, b'\\n'); " + SLOW_STANDBY + SLEEPER
+"""Reports that it is prepared, waits for a line of input, then does what SLEEPER does."""
 QUICK = SupervisorSettings(
     restarts=RestartPolicy(first_backoff_s=0.5, longest_backoff_s=4.0, budget=3, window_s=100.0),
     grace_s=0.5,
@@ -202,7 +203,10 @@ def prepared(code: str = STANDBY, seconds: float = 5.0) -> tuple[Fleet, list[int
     fleet.step()
     fleet.supervisor.served = True
     fleet.step(seconds)
-    return fleet, [child.pid for child in fleet.replica.groups[0].standbys]
+    standbys = fleet.replica.groups[0].standbys
+    if code == STANDBY:
+        until(lambda: all(child.prepared for child in standbys))
+    return fleet, [child.pid for child in standbys]
 
 
 def restart_a_rank(fleet: Fleet, seconds: float) -> list[int]:
@@ -247,6 +251,13 @@ def test_a_group_whose_standbys_ended_restarts_without_them(harmed: int) -> None
     fleet.step(5.0)
     fleet.reap_standbys(0, waiting)
     assert len(fleet.replica.groups[0].standbys) == 2
+    fleet.close()
+
+
+def test_a_group_restarts_without_standbys_that_are_not_prepared() -> None:
+    fleet, waiting = prepared(SLOW_STANDBY + SLEEPER)
+    assert not {*restart_a_rank(fleet, 0.0)} & {*waiting}
+    fleet.reap_standbys(0, waiting)
     fleet.close()
 
 

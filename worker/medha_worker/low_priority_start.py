@@ -8,8 +8,9 @@ a low-priority thread and the rank then runs at normal priority. On Linux priori
 thread, and a process cannot raise its own again without privileges. The weights are read ahead at
 the same time.
 
-A standby imports too, and then waits for a line of input: the rank starts at once when the one that
-runs has failed. At the end of its input it ends.
+A standby imports too, reports so by a byte on its standard input, which is a socket, and waits for
+a line there: the rank starts at once when the one that runs has failed. At the end of its input the
+standby ends.
 """
 
 from __future__ import annotations
@@ -69,12 +70,13 @@ def read_weights_ahead(arguments: Sequence[str]) -> None:
 
 
 def wait_in_standby() -> bool:
-    """Import at low priority and wait for a line of input; False at its end."""
+    """Import at low priority, report that, and wait for a line of input; False at its end."""
     named = _NAME.exists()
     before = _NAME.read_text() if named else ""
     if named:
         _NAME.write_text(STANDBY)
     import_at_low_priority(RANK, STANDBY_PRIORITY)
+    os.write(sys.stdin.fileno(), b"\n")
     released = bool(sys.stdin.readline())
     if named:
         _NAME.write_text(before.strip())

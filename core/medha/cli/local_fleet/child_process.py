@@ -11,6 +11,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -54,8 +55,8 @@ def read_line(line: str) -> LogLine:
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Command line of a process; `env` is added to the environment of this process.
 
-    `standby`: the same program, which prepares itself and then waits for a line of input; empty if
-    there is none. `waits`: this is that program.
+    `standby`: the same program, which prepares itself, writes a byte to its standard input (a
+    socket), and waits for a line there; empty if there is none. `waits`: this is that program.
     """
 
     name: str
@@ -79,14 +80,22 @@ class ChildProcess:
         self.name = launch.name
         self._status: int | None = None
         self._last: deque[str] = deque(maxlen=LAST_LINES)
+        self._prepared = False
+        self._entry: socket.socket | None = None
+        entry: socket.socket | None = None
+        if launch.waits:
+            self._entry, entry = socket.socketpair()
+            self._entry.setblocking(False)
         self._process = subprocess.Popen(
             killed_with_parent(*launch.argv),
             env={**os.environ, **launch.env},
-            stdin=subprocess.PIPE if launch.waits else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if entry is None else entry.fileno(),
             stdout=subprocess.PIPE if lines else None,
             stderr=subprocess.STDOUT if lines else None,
             process_group=0,
         )
+        if entry is not None:
+            entry.close()
         self._reader: threading.Thread | None = None
         if lines is not None:
             self._reader = threading.Thread(
@@ -103,12 +112,20 @@ class ChildProcess:
         """Messages of the last lines of output that this process reads."""
         return tuple(read_line(line).message for line in self._last)
 
+    @property
+    def prepared(self) -> bool:
+        """The program is prepared and waits."""
+        if self._entry is not None and not self._prepared:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                self._prepared = bool(self._entry.recv(1))
+        return self._prepared
+
     def release(self) -> None:
         """Start the work of a program that waits; without effect if it has ended."""
-        entry = self._process.stdin
-        assert entry is not None, "only a program that waits is released"
-        with contextlib.suppress(BrokenPipeError), entry:
-            entry.write(b"\n")
+        if self._entry is not None:
+            with contextlib.suppress(BrokenPipeError), self._entry:
+                self._entry.sendall(b"\n")
+            self._entry = None
 
     def poll(self) -> int | None:
         """Exit status (negative: the signal), or None while the process runs.
@@ -118,8 +135,9 @@ class ChildProcess:
         if self._status is None and self._exited():
             self._signal(signal.SIGKILL)  # processes that the child left behind
             self._status = self._process.wait()
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            if self._entry is not None:
+                self._entry.close()
+                self._entry = None
             if self._reader is not None:
                 self._reader.join(timeout=1.0)
         return self._status

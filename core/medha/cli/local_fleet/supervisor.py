@@ -193,7 +193,8 @@ class Supervisor:
         unit.started_s = now
         unit.state, unit.ran = UnitState.RUNNING, False
         launches = [*unit.launches(unit.generation)]
-        if len(unit.standbys) == len(launches) and unit.prepared_generation == unit.generation:
+        prepared = unit.prepared_generation == unit.generation
+        if prepared and [child.prepared for child in unit.standbys] == [True] * len(launches):
             unit.children, unit.standbys = unit.standbys, []
             for child in unit.children:
                 child.release()
@@ -203,7 +204,7 @@ class Supervisor:
     def _keep_standbys(self, unit: Unit, now: float) -> None:
         """Start the standbys of a unit that has run for a while; kill those of no use any more.
 
-        If some of them end, the rest is of no use, and the next generation starts without.
+        The next generation starts without them if one has ended or is not prepared.
         """
         unit.standbys = [child for child in unit.standbys if child.poll() is None]
         following = unit.generation + 1
