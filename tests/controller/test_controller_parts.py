@@ -65,10 +65,9 @@ def test_a_group_is_wired_after_every_hello_and_again_at_another_path(
 
 
 def test_ranks_of_an_earlier_controller_must_rejoin(groups: RankGroups, outbox: Outbox) -> None:
-    assert not groups.accept(A, 0.0), "its reports are of another controller's batches"
+    assert not groups.accept(B, 0.0), "its reports are of another controller's batches"
     groups.hello(B, hello(B, "b1", controller="former"), 0.0)
-    ((_, unknown), (ranks, former)) = sent(outbox)
-    assert isinstance(unknown, m.Leave) and unknown.rejoin
+    ((ranks, former),) = sent(outbox)
     assert ranks == (B,) and isinstance(former, m.Leave) and former.rejoin
     assert groups.all_ranks() == []
     groups.hello(A, hello(A, "a2"), 1.0)
@@ -76,6 +75,18 @@ def test_ranks_of_an_earlier_controller_must_rejoin(groups: RankGroups, outbox: 
     assert isinstance(sent(outbox)[-1][1], m.Form)
     groups.hello(B, hello(B, "b2", controller="this"), 2.0)
     assert sent(outbox) == [], "a link that came back is no new rank"
+
+
+def test_a_rank_that_still_loads_stays_although_its_beats_come_before_its_hello(
+    groups: RankGroups, outbox: Outbox
+) -> None:
+    """Beats were queued while no controller ran; an order to leave would end the load."""
+    for at, incarnation in ((A, "a1"), (B, "b1")):
+        assert not groups.accept(at, 0.0)
+        groups.hello(at, hello(at, incarnation), 0.0)
+        assert groups.accept(at, 0.1)
+    ((_, message),) = sent(outbox)
+    assert isinstance(message, m.Form)
 
 
 def test_a_rank_that_comes_back_stays_but_its_old_peer_must_leave(

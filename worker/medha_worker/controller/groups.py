@@ -262,13 +262,15 @@ class RankGroups:
     def accept(self, at: Coordinate, now: float) -> bool:
         """Note a sign of life; False if the rank's reports do not count.
 
-        A rank that reports without a Hello is of an earlier controller, or of a group that was
-        given up since: it rejoins, or has an order to leave already.
+        What a rank queued for an earlier controller arrives before its Hello. If ranks of its group
+        were given up, no Hello follows: the rank rejoins, or has an order to leave already.
         """
-        rank = self._groups[at.group].ranks.get(at)
+        group = self._groups[at.group]
+        rank = group.ranks.get(at)
         if rank is None:
-            text = f"{at} is unknown to this controller"
-            self._outbox.to_ranks((at,), Leave(text, rejoin=True))
+            if group.gone:
+                text = f"{at} is unknown to this controller"
+                self._outbox.to_ranks((at,), Leave(text, rejoin=True))
             return False
         rank.life.seen(now)
         return True
