@@ -21,7 +21,7 @@ from tests.support.recalling_prompts import recalling
 
 from medha.adapters.sockets import Listener
 from medha.config import WorkerConfig, render
-from medha.messages import Codec, Gap, RankCommand, RankFailed, RankReport, Resend, Step
+from medha.messages import Codec, Gap, Leave, RankCommand, RankFailed, RankReport, Resend, Step
 from medha.topology import Coordinate, Topology
 from medha_worker.controller.kv_moves import LEASE_S
 from medha_worker.parallel.collectives import PeerLost
@@ -69,6 +69,49 @@ def test_sigterm_ends_a_rank(make_rig: MakeRig) -> None:
     rig.start([0])
     rig.kill(Coordinate(0, 0, 0), signal.SIGTERM)
     assert ended(rig, Coordinate(0, 0, 0))
+
+
+REJOINING = """
+import sys
+from medha.topology import Coordinate
+from medha_worker.rank_link import RankLink
+
+for incarnation in ("a", "b"):
+    link = RankLink(sys.argv[1], Coordinate(0, 0, 0), incarnation, print, timeout_s=60.0)
+    link.start()
+    print(link.commands.get().reason, flush=True)
+    input()
+    link.close()
+"""
+
+
+def test_sigterm_during_a_rejoin_ends_the_rank_after_it(tmp_path: pathlib.Path) -> None:
+    address = f"ipc://{tmp_path}/ranks.sock"
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # others block no signal
+    ranks: Listener[RankCommand, RankReport] = Listener(
+        address, sends=Codec(RankCommand), receives=Codec(RankReport)
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", REJOINING, address],
+        env={**os.environ, **one_thread},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        taken = ranks.receive(PATIENCE_S)
+        assert taken is not None
+        ranks.send(taken[0], Leave("its controller was replaced", rejoin=True))
+        assert process.stdout.readline() == "its controller was replaced\n"
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.0)  # the link polls signals each 0.25 s
+        process.stdin.write("\n")
+        process.stdin.flush()
+        try:
+            assert process.stdout.readline() == "SIGTERM received\n"
+        finally:
+            process.kill()
+            ranks.close()
 
 
 def answers(rig: Rig, oracle: Oracle, generation: int, kvp: int) -> list[int]:

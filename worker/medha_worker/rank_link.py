@@ -197,9 +197,11 @@ class RankLink:
         return self._timeout_s if self._hello.controller else self._unformed_s
 
     def _watch(self, now: float, silent_at: float) -> None:
-        """Leave on a signal or on silence; kill the process if it does not end by itself."""
-        taken = signal.sigtimedwait(_SIGNALS, 0)
-        if taken is not None:
+        """Leave on a signal or on silence; kill the process if it does not end by itself.
+
+        A signal during a rejoin is left to the next link.
+        """
+        if self._leaves_at is None and (taken := signal.sigtimedwait(_SIGNALS, 0)) is not None:
             self._leave(Leave(f"{signal.Signals(taken.si_signo).name} received"))
         if now > silent_at:
             text = f"the controller is silent; {self._patience_s:g} s are allowed"
