@@ -357,6 +357,8 @@ def test_ranks_outlive_their_controller(fleet: Fleet) -> None:
 def test_ranks_that_do_not_join_the_restarted_controller_are_killed(fleet: Fleet) -> None:
     pids = killed_controller(fleet)
     psutil.Process(pids[0]).suspend()
+    fleet.now += 3 * REJOIN_S  # a controller may start slowly, and no rank joins before
+    fleet.status(wanted=1, present=0)
     fleet.now += REJOIN_S
     fleet.status(wanted=1, present=1)
     fleet.settle()
@@ -367,6 +369,17 @@ def test_ranks_that_do_not_join_the_restarted_controller_are_killed(fleet: Fleet
     fleet.step(1.0)
     assert fleet.running == BASE
     assert not {fleet.child(name).pid for name in RANKS} & set(pids)
+
+
+def test_ranks_that_joined_the_restarted_controller_may_leave_it(fleet: Fleet) -> None:
+    """A group that is released has no ranks in the status before their processes end."""
+    pids = killed_controller(fleet)
+    fleet.now += 1.0
+    fleet.status(wanted=1, present=2)
+    fleet.now += 2 * REJOIN_S
+    fleet.status(wanted=1, state="absent", present=0)
+    fleet.settle()
+    assert [fleet.child(name).pid for name in RANKS] == pids
 
 
 def test_the_last_status_of_a_dead_controller_starts_no_group(fleet: Fleet) -> None:

@@ -28,7 +28,7 @@ from medha.messages import ReplicaStatus
 from medha.restart_policy import RestartPolicy
 
 FIRST_STATUS_S = 1.0  # a controller takes longer to import its libraries and report
-REJOIN_S = 10.0  # in which all ranks that run join a restarted controller
+REJOIN_S = 10.0  # in which all ranks that run join a restarted controller that reports
 SETTLED_STATUS_S = 5.0  # by then a controller has noticed that a group was restarted
 URGE_S = 2.0
 """Before it is killed, a program gets a second SIGTERM this early, or after half of the grace
@@ -61,7 +61,8 @@ class Unit:
     """Processes that start and stop together.
 
     `launches(generation)` returns the processes to start. `vital`: if the unit is given up, the
-    fleet stops.
+    fleet stops. `reports_since_s`: of a controller, time of its first status. `joined`: of a group,
+    generation of the last controller that all its ranks joined.
     """
 
     def __init__(
@@ -77,10 +78,9 @@ class Unit:
         self.state = UnitState.IDLE
         self.children: list[ChildProcess] = []
         self.standbys: list[ChildProcess] = []
-        self.prepared_generation = 0
-        self.generation = 0
+        self.prepared_generation = self.generation = self.joined = 0
         self.started_s = self.not_before_s = float("-inf")
-        self.urge_s = self.stop_by_s = float("inf")
+        self.urge_s = self.stop_by_s = self.reports_since_s = float("inf")
         self.failures: list[float] = []
         self.ran = False  # a group: its controller had it running since its last start
 
@@ -161,12 +161,18 @@ class Supervisor:
                 self._kill(unit, f"{unit.name} was lost by its controller", now)
 
     def expect_back(self, unit: Unit, leader: Unit, present: int, now: float) -> None:
-        """Restart ranks that do not join the restarted controller `leader`.
+        """Restart ranks that do not join the restarted controller `leader`, which reports.
 
         `present`: ranks of the unit that the controller knows.
         """
+        if now - leader.started_s < FIRST_STATUS_S:
+            return  # the status is from the previous controller
+        leader.reports_since_s = min(leader.reports_since_s, now)
+        if present >= len(unit.children):
+            unit.joined = leader.generation
         waits = unit.state is UnitState.RUNNING and unit.started_s < leader.started_s
-        if waits and present < len(unit.children) and now - leader.started_s > REJOIN_S:
+        late = now - leader.reports_since_s > REJOIN_S and unit.joined < leader.generation
+        if waits and late:
             self._kill(unit, f"{unit.name} does not join its restarted controller", now)
 
     def hangs(self, unit: Unit, answered_s: float, now: float) -> None:
@@ -190,8 +196,8 @@ class Supervisor:
 
     def _begin(self, unit: Unit, now: float) -> None:
         unit.generation += 1
-        unit.started_s = now
-        unit.state, unit.ran = UnitState.RUNNING, False
+        unit.started_s, unit.reports_since_s = now, float("inf")
+        unit.state, unit.ran, unit.joined = UnitState.RUNNING, False, 0
         launches = [*unit.launches(unit.generation)]
         prepared = unit.prepared_generation == unit.generation
         if prepared and [child.prepared for child in unit.standbys] == [True] * len(launches):
