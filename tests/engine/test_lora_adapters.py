@@ -301,6 +301,8 @@ def test_products_of_shards_sum_to_the_merged_weights(tp: int, rows: int, bases:
         ({"r": 4}, r"lora_[AB].weight is \[.*8.*\]: adapter_config.json and the base .* \[.*4.*\]"),
         ({"lora_alpha": 0}, "lora_alpha is 0: must be a positive number"),
         ({"lora_alpha": True}, "lora_alpha is True: must be a positive number"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 10*: must be a positive number of at most"),
+        ({"lora_alpha": 1e308}, "lora_alpha is 1e.308: must be a positive number of at most"),
     ],
 )
 def test_a_setting_that_is_not_served_is_named(
@@ -327,6 +329,11 @@ def test_a_setting_that_is_not_served_is_named(
             "llama",
             {"base_model.model.model.layers.6.mlp.up_proj.lora_A.weight": (8, 128)},
             "adapts layer 6, and the model has 6",
+        ),
+        (
+            "llama",
+            {f"base_model.model.model.layers.{'9' * 5000}.mlp.up_proj.lora_A.weight": (8, 128)},
+            "9999 is not served",
         ),
         (
             "llama",
@@ -394,6 +401,12 @@ def test_other_files_are_named(tiny: pathlib.Path, tmp_path: pathlib.Path) -> No
     save_file({}, weights)
     with pytest.raises(CheckpointError, match="holds no tensors"):
         read_lora(folder, config)
+    settings = folder / "adapter_config.json"
+    plain = settings.read_text()
+    settings.write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"adapter_config.json is not JSON"):
+        read_lora(folder, config)
+    settings.write_text(plain)
     weights.rename(folder / "adapter_model.bin")
     with pytest.raises(CheckpointError, match=r"has adapter_model.bin .* safe_serialization=True"):
         read_lora(folder, config)

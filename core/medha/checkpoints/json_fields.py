@@ -17,7 +17,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}); name the folder of a complete checkpoint"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}); fetch the file again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object; fetch again")

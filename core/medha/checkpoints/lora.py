@@ -23,7 +23,7 @@ from medha.errors import CheckpointError
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
-MAX_RANK = 512
+MAX_RANK, MAX_ALPHA = 512, 1e6
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 FLOATS = ("F32", "BF16", "F16")
@@ -39,7 +39,7 @@ FREE = {
 """Settings that are checked below, or that change nothing once the weights are trained."""
 
 _TENSOR = re.compile(
-    r"base_model\.model\.model\.layers\.(0|[1-9][0-9]*)\.(self_attn|mlp)\.([a-z]+_proj)"
+    r"base_model\.model\.model\.layers\.(0|[1-9][0-9]{0,8})\.(self_attn|mlp)\.([a-z]+_proj)"
     r"\.lora_([AB])\.weight"
 )
 _REMEDY = "merge the adapter into its base model (PEFT's merge_and_unload) and serve that"
@@ -88,9 +88,10 @@ def read_lora(folder: pathlib.Path, model: DecoderConfig) -> Lora:
     if rank > MAX_RANK:
         raise CheckpointError(f"{path}: r is {rank}: must be at most {MAX_RANK}; {_REMEDY}")
     alpha = raw.get("lora_alpha", 8)
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0.0 < alpha < math.inf:
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= MAX_ALPHA:
         raise CheckpointError(
-            f"{path}: lora_alpha is {alpha!r}: must be a positive number; fetch the file again"
+            f"{path}: lora_alpha is {str(alpha)[:80]}: must be a positive number of at most"
+            f" {MAX_ALPHA:g}; fetch the file again"
         )
     return Lora(
         folder=str(folder),
