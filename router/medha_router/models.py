@@ -295,11 +295,11 @@ class ModelRegistry(Mapping[str, ServedModel]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that clients may use, sorted: of models, and `model:adapter`."""
-        adapted = (
+        """Every name that clients may use once, sorted: of models, and `model:adapter`."""
+        adapted = {
             f"{name}:{adapter}" for name, model in self.items() for adapter in model.adapters
-        )
-        return tuple(sorted((*self, *adapted)))
+        }
+        return tuple(sorted(adapted.union(self)))
 
     def learn(self, hello: Hello, others: bool) -> None:
         """Learn the model of a new replica; `others` is True if it has more replicas.

@@ -150,6 +150,7 @@ def test_a_model_with_the_whole_name_precedes_an_adapter() -> None:
     ):
         named = registry.named(name)
         assert named is not None and (named[0].name, named[1]) == expected
+    assert registry.names == ("base", "base:7b", "base:7b:legal"), "each once"
 
 
 def names_of(running: Any) -> list[str]:
