@@ -11,6 +11,8 @@ from medha_operator.testing import SETTINGS, Cluster, node, resource
 
 ON_NODES = {"name": "m", "source": {"hostPath": {"path": "/srv/none"}}, "maxContextTokens": 64}
 FETCHED = {"name": "m", "source": {"uri": "https://x/y"}, "maxContextTokens": 64}
+LEGAL = {"name": "legal", "source": {"pvc": {"claimName": "loras"}}}
+POEMS = {"name": "poems", "source": {"image": {"reference": "loras/poems:1"}}}
 GATING = ("ModelAvailable", "Placed", "GroupsReady", "KvpReady")
 
 
@@ -140,6 +142,28 @@ def test_all_conditions_of_a_serving_resource_are_good() -> None:
             "False ModelMissing: an adapter does not load: pod tiny-0-g0-s0 ended (Error: "
             "/adapters/legal/adapter_config.json: use_dora is 'True'); correct its source in "
             "spec.adapters",
+        ),
+        (
+            stuck("Unschedulable", 'persistentvolumeclaim "loras" not found', adapters=[LEGAL]),
+            "False ModelMissing: volume claim loras of spec.adapters[0].source cannot be used by "
+            'pod tiny-0-g0-s0 (persistentvolumeclaim "loras" not found); create it in this '
+            "namespace or correct claimName",
+        ),
+        (
+            stuck("ImagePullBackOff", "pulling loras/poems:1: none", adapters=[LEGAL, POEMS]),
+            "False ModelMissing: adapter image loras/poems:1 cannot be pulled for pod "
+            "tiny-0-g0-s0 (ImagePullBackOff: pulling loras/poems:1: none); correct "
+            "spec.adapters[1].source.image.reference or its pull secret",
+        ),
+        (
+            stuck(
+                "FailedMount",
+                'MountVolume.SetUp failed for volume "adapter-0" : timed out',
+                adapters=[LEGAL],
+            ),
+            "False ModelMissing: volume claim loras cannot be mounted into pod tiny-0-g0-s0 on "
+            'node a (MountVolume.SetUp failed for volume "adapter-0" : timed out); put the '
+            "adapter's files into its volume, or correct spec.adapters[0].source.pvc",
         ),
         (
             stuck("ErrImagePull", "fetch-model: no such image own:9", model=FETCHED),

@@ -16,13 +16,13 @@ Messages hold no counts that change pod by pod.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from medha.fleet.autoscaling import ScalingDecision
 from medha.spec import MedhaReplica
-from medha.spec.values import AutoscalingSpec
+from medha.spec.values import AutoscalingSpec, CheckpointSource
 from medha_operator.planning import restarts
 from medha_operator.planning.planner import PlanDecision
 from medha_operator.resources import labels
@@ -30,6 +30,7 @@ from medha_operator.resources.actions import EmitEvent
 from medha_operator.resources.manifests import (
     ADAPTERS_FOLDER,
     MODELS_FOLDER,
+    adapter_volume,
     needed_by_pods,
     replica_name,
 )
@@ -323,33 +324,18 @@ def _model(resource: MedhaReplica, decision: PlanDecision) -> Condition:
 
 
 def _model_trouble(resource: MedhaReplica, decision: PlanDecision) -> str:
-    """Explain what a pod, or its last failure, reports about the checkpoint; "" for nothing."""
-    source = resource.spec.model.source
+    """Explain what a pod, or its last failure, reports about the checkpoint or an adapter; "" for
+    nothing."""
+    sources = _sources(resource)
     for pod in _waiting(decision):
-        report = f"{pod.why} {pod.message}"
-        if source.pvc is not None and "persistentvolumeclaim" in report.lower():
-            return (
-                f"volume claim {source.pvc.claim_name} of spec.model.source cannot be used by pod "
-                f"{pod.name} ({pod.message}); create it in this namespace or correct claimName"
-            )
-        if source.image is not None and source.image.reference in report:
-            return (
-                f"model image {source.image.reference} cannot be pulled for pod {pod.name} "
-                f"({_short(pod)}); correct "
-                "spec.model.source.image.reference or its pull secret"
-            )
-        if pod.why == "FailedMount" and 'volume "model"' in pod.message:
-            origin, remedy = _source(resource)
-            return (
-                f"{origin} cannot be mounted into pod {pod.name} on node {pod.node} "
-                f"({pod.message[:300]}); {remedy}"
-            )
+        if trouble := _volume_trouble(sources, pod):
+            return trouble
     for record in decision.persisted.restarts:
         if _is_ready(decision, record.replica):
             continue
         if ADAPTERS_FOLDER in record.reason or _FETCH_ADAPTER in record.reason:
             return f"an adapter does not load: {record.reason}; correct its source in spec.adapters"
-        origin, remedy = _source(resource)
+        origin, remedy = _origin(sources[0])
         if _FETCH in record.reason:
             return f"{origin} cannot be fetched: {record.reason}; {remedy}"
         if MODELS_FOLDER in record.reason:
@@ -360,26 +346,79 @@ def _model_trouble(resource: MedhaReplica, decision: PlanDecision) -> str:
     return ""
 
 
-def _source(resource: MedhaReplica) -> tuple[str, str]:
-    """Describe where the checkpoint comes from, and the remedy if it is missing."""
-    source = resource.spec.model.source
+class _Source(NamedTuple):
+    """A field of the spec with a source, its volume in the pods, and its contents."""
+
+    field: str
+    volume: str
+    kind: str
+    files: str
+    source: CheckpointSource
+
+
+def _sources(resource: MedhaReplica) -> list[_Source]:
+    """Return the sources of the checkpoint and of the adapters."""
+    model = resource.spec.model.source
+    return [
+        _Source("spec.model.source", "model", "model", "the whole checkpoint", model),
+        *(
+            _Source(
+                f"spec.adapters[{number}].source",
+                adapter_volume(number),
+                "adapter",
+                "the adapter's files",
+                adapter.source,
+            )
+            for number, adapter in enumerate(resource.spec.adapters)
+        ),
+    ]
+
+
+def _volume_trouble(sources: list[_Source], pod: PodView) -> str:
+    """Explain what a waiting pod reports about the volumes of sources; "" for nothing."""
+    report = f"{pod.why} {pod.message}"
+    claims = [(of.field, of.source.pvc.claim_name) for of in sources if of.source.pvc is not None]
+    if claims and "persistentvolumeclaim" in report.lower():
+        # The scheduler names a claim that is missing, not one that is unbound.
+        named = (claim for claim in claims if f'"{claim[1]}"' in report)
+        field, claim_name = next(named, claims[0])
+        return (
+            f"volume claim {claim_name} of {field} cannot be used by pod "
+            f"{pod.name} ({pod.message}); create it in this namespace or correct claimName"
+        )
+    for of in sources:
+        if of.source.image is not None and of.source.image.reference in report:
+            return (
+                f"{of.kind} image {of.source.image.reference} cannot be pulled for pod {pod.name} "
+                f"({_short(pod)}); correct {of.field}.image.reference or its pull secret"
+            )
+        if pod.why == "FailedMount" and f'volume "{of.volume}"' in pod.message:
+            origin, remedy = _origin(of)
+            return (
+                f"{origin} cannot be mounted into pod {pod.name} on node {pod.node} "
+                f"({pod.message[:300]}); {remedy}"
+            )
+    return ""
+
+
+def _origin(of: _Source) -> tuple[str, str]:
+    """Describe where the files come from, and the remedy if they are missing."""
+    source = of.source
     if source.host_path is not None:
         return (
             f"the directory {source.host_path.path}",
-            "put the whole checkpoint there on every node, or correct "
-            "spec.model.source.hostPath.path",
+            f"put {of.files} there on every node, or correct {of.field}.hostPath.path",
         )
     if source.pvc is not None:
         return (
             f"volume claim {source.pvc.claim_name}",
-            "put the whole checkpoint into its volume, or correct spec.model.source.pvc",
+            f"put {of.files} into its volume, or correct {of.field}.pvc",
         )
     if source.image is not None:
-        return f"image {source.image.reference}", "correct spec.model.source.image"
+        return f"image {source.image.reference}", f"correct {of.field}.image"
     return (
         str(source.uri),
-        "correct spec.model.source.uri, or let workers reach it (the chart's "
-        "networkPolicy.modelEgress)",
+        f"correct {of.field}.uri, or let workers reach it (the chart's networkPolicy.modelEgress)",
     )
 
 

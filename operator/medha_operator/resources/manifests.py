@@ -574,7 +574,7 @@ def _worker(resource: MedhaReplica, start: PodAssignment, settings: Settings) ->
             {"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True},
             {"name": "model", "mountPath": MODELS_FOLDER, "readOnly": True},
             *(
-                {"name": _adapter_volume(number), "mountPath": _mount(adapter), "readOnly": True}
+                {"name": adapter_volume(number), "mountPath": _mount(adapter), "readOnly": True}
                 for number, adapter in enumerate(resource.spec.adapters)
             ),
             {"name": "run", "mountPath": RUN_FOLDER},
@@ -616,7 +616,7 @@ def _fetches(resource: MedhaReplica, start: PodAssignment, settings: Settings) -
     parts: list[tuple[str, str | None, str, list[str]]] = [
         ("model", resource.spec.model.source.uri, MODELS_FOLDER, []),
         *(
-            (_adapter_volume(number), adapter.source.uri, _mount(adapter), ["--adapter"])
+            (adapter_volume(number), adapter.source.uri, _mount(adapter), ["--adapter"])
             for number, adapter in enumerate(resource.spec.adapters)
         ),
     ]
@@ -692,7 +692,8 @@ def _volumes(resource: MedhaReplica, start: PodAssignment, settings: Settings) -
     ]
 
 
-def _adapter_volume(number: int) -> str:
+def adapter_volume(number: int) -> str:
+    """Return the name of the volume of adapter `number`."""
     return f"adapter-{number}"
 
 
@@ -700,7 +701,7 @@ def source_volumes(resource: MedhaReplica) -> list[Manifest]:
     """Build the volumes of checkpoint and adapters; see `checkpoint` for the folder inside."""
     sources = {"model": resource.spec.model.source}
     for number, adapter in enumerate(resource.spec.adapters):
-        sources[_adapter_volume(number)] = adapter.source
+        sources[adapter_volume(number)] = adapter.source
     return [{"name": name, **_source_volume(source)} for name, source in sources.items()]
 
 
@@ -914,7 +915,7 @@ def _check_template(resource: MedhaReplica) -> None:
                     "choose another key",
                 )
     _check_names("env", template.env, prefix="MEDHA_", free=SETTINGS)
-    adapter_volumes = map(_adapter_volume, range(len(resource.spec.adapters)))
+    adapter_volumes = map(adapter_volume, range(len(resource.spec.adapters)))
     _check_names("volumes", template.volumes, taken=(*VOLUMES, *adapter_volumes))
     _check_names("resourceClaims", template.resource_claims)
     for field in template.resources:
