@@ -4,7 +4,7 @@
    in by all queries of the head before the next: so packing costs little, and a part stays in the
    second-level cache. QUERIES queries at once fill the registers with sums. Softmax is online, and
    blocks begin at fixed tokens, so a query's bits do not depend on how its prompt is cut. Plain C: no
-   Python, no torch; cpu.py checks all inputs. The instruction set is chosen at the first call. */
+   Python, no torch; native_chunks.py checks all inputs. The instruction set is chosen at the first call. */
 
 #include <float.h>
 #include <math.h>
@@ -20,7 +20,7 @@
 /* Scalars of a part's keys, and of its values: both fit into a second-level cache. */
 #define PART 32768
 
-/* Planned by cpu.py once per step. Span i is rows [row[i], row[i] + length[i]) of queries and
+/* Planned by native_chunks.py once per step. Span i is rows [row[i], row[i] + length[i]) of queries and
    outputs; its pages are `pages[first[i]]` and those that follow. All rows see `held[i]` tokens, and
    if `tail[i]`, row r also sees the r + 1 tokens after them. */
 struct plan {

@@ -3,7 +3,7 @@
    A row's query heads see a contiguous run of its tokens, without a mask. All query heads of a KV
    head are computed while its keys and values are in the nearest cache, and the next block is
    prefetched, so that reading hides behind arithmetic. Softmax is online: a running maximum, and
-   sums that shrink when it grows. Plain C: no Python, no torch; cpu.py checks all inputs.
+   sums that shrink when it grows. Plain C: no Python, no torch; native_singles.py checks all inputs.
    The instruction set is chosen at the first call. */
 
 #include <float.h>
@@ -20,7 +20,7 @@
     for (int fetched = 0; fetched < (size); fetched += 64)                                         \
     __builtin_prefetch((from) + fetched, 0, 2)
 
-/* Planned by cpu.py once per step. Row i is row `row[i]` of queries and outputs, its pages are
+/* Planned by native_singles.py once per step. Row i is row `row[i]` of queries and outputs, its pages are
    `pages[first[i]]` and those that follow, and it sees their tokens [hidden[i], tokens[i]), at least
    one. */
 struct plan {
