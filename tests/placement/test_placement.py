@@ -238,6 +238,20 @@ def test_a_dispatcher_expects_the_pages_of_the_last_window_only() -> None:
         assert dispatcher.cached_tokens(iter(names), 200 * 64) == cached
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_each_replica_is_expected_to_need_the_pages_of_its_own_model(first: int) -> None:
+    """A rolling update may bring a longer context, in which the window slides."""
+    names = [page.to_bytes(16, "little") for page in range(200)]
+    dispatcher: Dispatcher[Any] = Dispatcher([])
+    replicas = {"r0": LLAMA_3_8B, "r1": WINDOWED}
+    for name in sorted(replicas, reverse=bool(first)):
+        of = Predictor(A100, replicas[name], Topology())
+        dispatcher.update_replica(Replica(of, name=name), 0.0)
+        stored = KvEvents(1, stored=b"".join(names[130:]), snapshot=True)
+        assert dispatcher.apply_kv_events(name, stored)
+    assert dispatcher.cached_tokens(iter(names), 200 * 64) == {"r1": 199 * 64}
+
+
 def test_a_replica_without_free_pages_now_comes_last() -> None:
     full = estimate("a", Load(free_pages=(5,), total_pages=(20_000,)))
     busy = estimate("b", loaded((5.0, 0.0)))

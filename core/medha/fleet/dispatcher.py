@@ -204,19 +204,21 @@ class Dispatcher(Generic[Item]):
 
     def cached_tokens(self, page_names: Iterable[bytes], prompt_tokens: int) -> dict[str, int]:
         """Prompt tokens cached by each replica. The last token is always computed."""
-        kept = next((estimate.kept for estimate in self._estimates.values()), None)
-        if not len(self._index) or kept is None:
+        if not len(self._index):
             return {}
-        if kept.window_tokens:
-            names = tuple(page_names)[: (prompt_tokens - 1) // kept.page_tokens]
-            held = self._index.match_sliding(names, kept)
-        else:
-            held = self._index.match(page_names)
-        return {
-            name: min(pages * estimate.load.page_tokens, prompt_tokens - 1)
-            for name, pages in held.items()
-            if (estimate := self._estimates.get(name))
+        kept = {name: estimate.kept for name, estimate in self._estimates.items()}
+        sliding = {rule for rule in kept.values() if rule.window_tokens}
+        names = tuple(page_names) if sliding else ()
+        held = {
+            rule: self._index.match_sliding(names[: (prompt_tokens - 1) // rule.page_tokens], rule)
+            for rule in sliding
         }
+        whole = self._index.match(names or page_names)
+        cached: dict[str, int] = {}
+        for name, rule in kept.items():
+            if pages := held.get(rule, whole).get(name):
+                cached[name] = min(pages * rule.page_tokens, prompt_tokens - 1)
+        return cached
 
     def idle_work_s(self, prompt_tokens: int, hashes: bytes, version: str, tpot_s: float) -> float:
         """W: prefill seconds of the uncached tokens on the best replica, if it were idle.
