@@ -29,7 +29,7 @@ enum { RANK, TIER, LONG };                               /* marks */
 enum { OWED = -1, ABSORBED, SLACK, DEADLINE, RELEGATED, NONE };
 
 /* `struct _Rows` of native.py. `held`: the rows that are kept, so many of them; `able`: those that
- * were put in order and not handed out yet, so many are `left`. `least`: smallest margin of all,
+ * were put in order, so many are `left`; those handed out are of tier NONE. `least`: smallest margin of all,
  * `least_promised` of a promise, `least_bare` of a promise if promises were all, at bare cost;
  * `last`: what may be done out of order by whoever is due last. All are infinite with nobody. */
 struct rows {
@@ -62,6 +62,8 @@ struct decode {
 };
 
 static const double FRACTIONS[LEVELS] = {0.0, 0.125, 0.25, 0.5, 0.75, 1.0};
+/* 1 over the width below each fraction: a power of two, so that a product is exactly the quotient. */
+static const double STEPS[LEVELS] = {0.0, 8.0, 8.0, 4.0, 4.0, 4.0};
 
 /* Which rows count comes as it falls, and a branch on that is mispredicted again and again: rows
  * are listed without one, and what does not count is compared as infinite. These are by RANK. */
@@ -81,6 +83,44 @@ static double larger(double a, double b)
 static double *slot_of(const struct rows *rows, int64_t row)
 {
     return rows->slots + (int64_t)rows->slot[row] * SLOT;
+}
+
+/* Rows with a flag, in order: few of many have it, or any of them. `also`: and those of a rank, if it
+ * is not NULL. `eight`: of eight rows those that are not visited yet, `row` the first of the next. */
+struct walk {
+    const uint8_t *flag;
+    const int8_t *also;
+    int64_t row, count;
+    uint64_t eight;
+};
+
+static struct walk walk_over(const uint8_t *flag, int64_t count)
+{
+    return (struct walk){.flag = flag, .count = count};
+}
+
+/* The next row with the flag; `count` if there is none. */
+static inline int64_t next_row(struct walk *walk)
+{
+    while (!walk->eight) {
+        const int64_t left = walk->count - walk->row;
+        if (left <= 0)
+            return walk->count;
+        memcpy(&walk->eight, walk->flag + walk->row, sizeof walk->eight);
+        if (walk->also) {
+            uint64_t ranks;
+            memcpy(&ranks, walk->also + walk->row, sizeof ranks);
+            walk->eight |= (ranks | ranks >> 1) & 0x0101010101010101ULL;
+        }
+        if (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__)
+            walk->eight = __builtin_bswap64(walk->eight);
+        if (left < 8)
+            walk->eight &= (1ULL << 8 * left) - 1;
+        walk->row += 8;
+    }
+    const int64_t row = walk->row - 8 + __builtin_ctzll(walk->eight) / 8;
+    walk->eight &= walk->eight - 1;
+    return row;
 }
 
 /* --- rows ------------------------------------------------------------------------------------- */
@@ -183,7 +223,7 @@ static double between(const double *slot, double part)
         upper += part >= FRACTIONS[level];
     const double low = slot[LEVEL + upper - 1], high = slot[LEVEL + upper];
     const double start = FRACTIONS[upper - 1];
-    return low + (high - low) * ((part - start) / (FRACTIONS[upper] - start));
+    return low + (high - low) * ((part - start) * STEPS[upper]);
 }
 
 /* MEAN of every row: the mean decode time of a batch from now until the row is due, at least
@@ -263,19 +303,6 @@ void medha_apply(struct rows *rows, double part)
         work[i] = between(slot_of(rows, i), alongside[i]);
 }
 
-/* The next row with a flag from `row` on; `count` if there is none. Few have it. */
-static int64_t next_with(const uint8_t *flag, int64_t row, int64_t count)
-{
-    for (uint64_t eight; row + 8 <= count; row += 8) {
-        memcpy(&eight, flag + row, sizeof eight);
-        if (eight)
-            break;
-    }
-    while (row < count && !flag[row])
-        row++;
-    return row;
-}
-
 /* TRIAL: the work of every promise, and of the row `place` if it is not -1, alongside the decodes
  * that are counted and `plus`, at least `least` (parts of the capacity), and one decode more, which
  * is not alongside its own row. */
@@ -287,8 +314,8 @@ void medha_try(struct rows *rows, int64_t place, double plus, double least,
     const uint8_t *promised = rows->flags + PROMISED * size;
     double *trial = rows->scratch + TRIAL * size, begin = 0.0;
     const int64_t first = decode->kind > RUNS ? after(rows, decode, now, budget, &begin) : 0;
-    int64_t next = next_with(promised, 0, count);
-    for (int64_t i = place >= 0 ? place : next; i < count;) {
+    struct walk walk = walk_over(promised, count);
+    for (int64_t i = place >= 0 ? place : next_row(&walk); i < count; i = next_row(&walk)) {
         const double window = larger(due[i] - now, budget) - begin;
         double added = 0.0;
         if (decode->kind == RUNS && i != decode->row)
@@ -296,8 +323,6 @@ void medha_try(struct rows *rows, int64_t place, double plus, double least,
         else if (decode->kind > RUNS && i >= first && window > 0.0)
             added = decode->cost * part_of(rows, i, window, decode->length);
         trial[i] = between(slot_of(rows, i), larger(counted[i] + plus, least) + added * part);
-        i = next;
-        next = next_with(promised, next + 1, count);
     }
 }
 
@@ -313,8 +338,9 @@ double medha_room(const struct rows *rows, int64_t place, int firm, double start
     const double *due = rows->columns + DUE * size;
     const double *work = firm ? rows->scratch + TRIAL * size : rows->columns + WORK * size;
     const uint8_t *member = rows->flags + (firm ? PROMISED : KEPT) * size;
+    struct walk walk = walk_over(member, count);
     double sum = 0.0, before = 0.0, later = INFINITY;
-    for (int64_t i = next_with(member, 0, count); i < count; i = next_with(member, i + 1, count)) {
+    for (int64_t i = next_row(&walk); i < count; i = next_row(&walk)) {
         sum += (work[i] + overhead) * inflation * (work[i] > long_above ? widened : 1.0);
         const double due_in = due[i] - start, margin = due_in - sum;
         if (i < place)
@@ -336,8 +362,9 @@ double medha_least(const struct rows *rows, int tried, double start, double over
     const double *due = rows->columns + DUE * size;
     const double *work = tried ? rows->scratch + TRIAL * size : rows->columns + WORK * size;
     const uint8_t *promised = rows->flags + PROMISED * size;
+    struct walk walk = walk_over(promised, count);
     double sum = 0.0, least = INFINITY;
-    for (int64_t i = next_with(promised, 0, count); i < count; i = next_with(promised, i + 1, count)) {
+    for (int64_t i = next_row(&walk); i < count; i = next_row(&walk)) {
         sum += (work[i] + overhead) * inflation;
         least = smaller(due[i] - start - sum, least);
     }
@@ -360,9 +387,10 @@ int64_t medha_promises(const struct rows *rows, int64_t promises, double start, 
     const double *due = rows->columns + DUE * size, *trial = rows->scratch + TRIAL * size;
     const uint8_t *promised = rows->flags + PROMISED * size;
     const int64_t runs = promises < most ? promises : most;
+    struct walk walk = walk_over(promised, count);
     double sum = 0.0;
     int64_t run = -1, seen = 0;
-    for (int64_t i = next_with(promised, 0, count); i < count; i = next_with(promised, i + 1, count)) {
+    for (int64_t i = next_row(&walk); i < count; i = next_row(&walk)) {
         sum += (trial[i] + overhead) * inflation;
         if (seen++ == first_of_run(run + 1, promises, runs))
             found[++run] = due[i] - start;
@@ -401,8 +429,9 @@ int64_t medha_crowding(const struct rows *rows, double long_above, double now, d
     const double *work = rows->columns + WORK * rows->capacity;
     const uint8_t *kept = rows->flags + KEPT * rows->capacity;
     const uint8_t *promised = rows->flags + PROMISED * rows->capacity;
+    struct walk walk = walk_over(kept, rows->count);
     int64_t largest = -1, end = rows->count;
-    for (int64_t i = next_with(kept, 0, end); i < end; i = next_with(kept, i + 1, end)) {
+    for (int64_t i = next_row(&walk); i < end; i = next_row(&walk)) {
         if (promised[i] || work[i] <= (largest < 0 ? long_above : work[largest]))
             continue;
         if (largest < 0) {
@@ -436,23 +465,31 @@ void medha_report(const struct rows *rows, double now, double short_below, const
     const int64_t size = rows->capacity;
     const double *due = rows->columns + DUE * size, *work = rows->columns + WORK * size;
     const double *need = rows->columns + NEED * size, *norm = rows->columns + NORM * size;
+    double *restrict band = rows->scratch + KEY * size;
     const uint8_t *kept = rows->flags + KEPT * size, *beyond = rows->flags + BEYOND * size;
-    memset(sums, 0, SUMS * sizeof *sums);
+    double bands[BANDS] = {0.0}, lost = 0.0, kept_short = 0.0, lost_short = 0.0;
+    int64_t needy = 0;
     for (int64_t i = 0; i < rows->count; i++) {
         const double slack = (due[i] - now - work[i]) / norm[i];
-        int band = 0;
+        double above = 0.0;
         for (int upto = 0; upto < BANDS - 1; upto++)
-            band += edges[upto] < slack;
-        const int is_kept = kept[i] | all_kept;
-        if (beyond[i] && !is_kept)
-            band = BANDS - 1;
-        const double brief = norm[i] <= short_below ? work[i] : 0.0;
-        sums[band] += work[i];
-        sums[LOST] += is_kept ? 0.0 : work[i];
-        sums[KEPT_SHORT] += is_kept ? brief : 0.0;
-        sums[LOST_SHORT] += is_kept ? 0.0 : brief;
-        sums[NEEDY] += need[i] > 0.0;
+            above += edges[upto] < slack ? 1.0 : 0.0;
+        band[i] = above;
     }
+    for (int64_t i = 0; i < rows->count; i++) {
+        const int is_kept = kept[i] | all_kept;
+        const double brief = norm[i] <= short_below ? work[i] : 0.0;
+        bands[beyond[i] & !is_kept ? BANDS - 1 : (int)band[i]] += work[i];
+        lost += is_kept ? 0.0 : work[i];
+        kept_short += is_kept ? brief : 0.0;
+        lost_short += is_kept ? 0.0 : brief;
+        needy += need[i] > 0.0;
+    }
+    memcpy(sums, bands, sizeof bands);
+    sums[LOST] = lost;
+    sums[KEPT_SHORT] = kept_short;
+    sums[LOST_SHORT] = lost_short;
+    sums[NEEDY] = (double)needy;
 }
 
 /* --- promises that span groups ---------------------------------------------------------------- */
@@ -672,15 +709,14 @@ void medha_margins(struct rows *rows, double start, double overhead, double infl
     const uint8_t *kept = rows->flags + KEPT * size, *promised = rows->flags + PROMISED * size;
     double *bare = rows->scratch + BARE * size, *left = rows->scratch + LEFT * size;
     int8_t *rank = rows->marks + RANK * size;
-    double sum = 0.0, full = 0.0, sure = 0.0, least_bare = INFINITY;
+    double sum = 0.0, full = 0.0, sure = 0.0;
+    double least = INFINITY, least_promised = INFINITY, least_bare = INFINITY;
     int64_t count = 0;
-    for (int64_t i = 0; i < rows->count; i++) {
+    for (int64_t i = 0; i < rows->count; i++)
         rank[i] = (int8_t)(kept[i] + (kept[i] & promised[i]));
-        rows->held[count] = (int32_t)i;
-        count += kept[i];
-    }
-    for (int64_t at = 0; at < count; at++) {
-        const int64_t i = rows->held[at];
+    struct walk walk = walk_over(kept, rows->count);
+    for (int64_t i = next_row(&walk); i < rows->count; i = next_row(&walk)) {
+        rows->held[count++] = (int32_t)i;
         const double cost = work[i] + overhead, due_in = due[i] - start;
         const double also[] = {cost, cost * inflation}, more[] = {0.0, cost};
         sum += cost;
@@ -689,11 +725,14 @@ void medha_margins(struct rows *rows, double start, double overhead, double infl
         const double taken[] = {sum, full};
         bare[i] = cost;
         left[i] = due_in - taken[promised[i]];
+        least = smaller(left[i], least);
+        least_promised = smaller(left[i] + MERELY[rank[i]], least_promised);
         least_bare = smaller(due_in - sure + MERELY[rank[i]], least_bare);
     }
-    rows->least_bare = least_bare;
     rows->kept = count;
-    find_least(rows);
+    rows->least = least;
+    rows->least_promised = least_promised;
+    rows->least_bare = least_bare;
 }
 
 /* Where a margin is overrun, of who is kept without a promise and due no later the largest gives
@@ -804,45 +843,60 @@ void medha_order(struct rows *rows, double pages, double start, double long_abov
     const double *left = rows->scratch + LEFT * size;
     const uint8_t *kept = rows->flags + KEPT * size, *ready = rows->flags + READY * size;
     const uint8_t *beyond = rows->flags + BEYOND * size;
-    double *key = rows->scratch + KEY * size, before = INFINITY;
+    double *restrict key = rows->scratch + KEY * size, before = INFINITY;
     const int8_t *rank = rows->marks + RANK * size;
-    int8_t *tier = rows->marks + TIER * size;
-    int8_t *is_long = rows->marks + LONG * size;
-    int32_t *able = rows->able;
-    int64_t found = 0, first = -1, shorts = 0;
-    rows->last = INFINITY;
+    int8_t *restrict tier = rows->marks + TIER * size;
+    int8_t *restrict is_long = rows->marks + LONG * size;
+    int32_t *restrict able = rows->able;
+    const double all_bear = rows->least - guard;
+    int64_t found = 0, at = 0;
     for (int64_t i = 0; i < count; i++) {
-        key[i] = before; /* as yet: what those due before it bear */
-        before = smaller(left[i] + APART[rank[i]], before);
         able[found] = (int32_t)i;
         found += ready[i] & (need[i] <= pages);
     }
-    if (count)
-        rows->last = rank[count - 1] ? key[count - 1] : rows->least;
-    for (int64_t at = 0; at < found; at++) {
-        const int64_t i = able[at];
+    for (int64_t i = 0; i < count; i++)
+        is_long[i] = (by_tokens ? slot_of(rows, i)[TOKENS] : all_work[i]) > long_above;
+    for (int64_t i = 0; i < count; i++) { /* as if nobody were kept */
+        tier[i] = (all_bear >= all_work[i]) & !is_long[i] & !beyond[i] ? ABSORBED : RELEGATED;
+        key[i] = all_work[i];
+    }
+    rows->last = rows->least;
+    struct walk walk = walk_over(kept, count);
+    walk.also = rank;
+    for (int64_t i = next_row(&walk); i < count; i = next_row(&walk)) {
         const double work = all_work[i], due_in = due[i] - start;
-        const double room = (rank[i] ? key[i] : rows->least) - guard;
-        is_long[i] = (by_tokens ? slot_of(rows, i)[TOKENS] : work) > long_above;
-        const int left_over = beyond[i] && !kept[i];
-        if (!kept[i] && !beyond[i] && first < 0)
-            first = i;
-        shorts += !kept[i] && !beyond[i] && !is_long[i];
-        if (room >= work && !is_long[i] && !left_over)
-            tier[i] = ABSORBED, key[i] = work;
-        else if (kept[i] && is_long[i] && room >= 0.0)
+        const double room = rank[i] ? before - guard : all_bear;
+        rows->last = rank[i] && i == count - 1 ? before : rows->last;
+        before = smaller(left[i] + APART[rank[i]], before);
+        if (room >= work && !is_long[i] && (kept[i] || !beyond[i]))
+            tier[i] = ABSORBED;
+        else if (!kept[i])
+            tier[i] = RELEGATED;
+        else if (is_long[i] && room >= 0.0)
             tier[i] = SLACK, key[i] = (due_in - work) / norm[i];
-        else if (kept[i])
-            tier[i] = DEADLINE, key[i] = due_in;
         else
-            tier[i] = RELEGATED, key[i] = work;
+            tier[i] = DEADLINE, key[i] = due_in;
     }
-    for (int64_t at = 0; owed && at < found; at++) {
-        const int64_t i = able[at];
-        if (!kept[i] && !beyond[i] && (owed == 2 && shorts ? !is_long[i] : i == first))
-            tier[i] = OWED, key[i] = all_work[i];
-    }
+    if (!count)
+        rows->last = INFINITY;
     rows->left = found;
+    if (!owed)
+        return;
+    int64_t first = -1, brief = -1; /* relegated ones: the first, and the first short one */
+    for (at = 0; at < found && (first < 0 || (owed == 2 && brief < 0)); at++) {
+        const int64_t i = able[at];
+        if (kept[i] || beyond[i])
+            continue;
+        first = first < 0 ? i : first;
+        brief = is_long[i] ? brief : i;
+    }
+    if (owed == 2 && brief >= 0) {
+        for (at = 0; at < found; at++) {
+            const int64_t i = able[at];
+            tier[i] = kept[i] | beyond[i] | is_long[i] ? tier[i] : OWED;
+        }
+    } else if (first >= 0)
+        tier[first] = OWED;
 }
 
 /* Whether row `a` is visited before row `b`: ties by (arrival, id), of which TURN is the rank. */
@@ -864,10 +918,11 @@ int64_t medha_few(struct rows *rows, double pages, int only_short, int64_t most,
     const double *need = rows->columns + NEED * rows->capacity;
     int8_t *tier = rows->marks + TIER * rows->capacity;
     const int8_t *is_long = rows->marks + LONG * rows->capacity;
-    int64_t found = 0, stay = 0;
-    for (int64_t one = 0; one < rows->left; one++) {
-        const int64_t i = rows->able[one];
-        if (need[i] > pages || (only_short && is_long[i]))
+    int64_t found = 0;
+    int least = NONE; /* tier of the last of `few` once they are complete */
+    for (int64_t at = 0; at < rows->left; at++) {
+        const int64_t i = rows->able[at];
+        if (tier[i] > least || tier[i] == NONE || need[i] > pages || (only_short && is_long[i]))
             continue;
         if (found == most && !precedes(rows, i, few[most - 1]))
             continue;
@@ -875,16 +930,12 @@ int64_t medha_few(struct rows *rows, double pages, int only_short, int64_t most,
         for (; at > 0 && precedes(rows, i, few[at - 1]); at--)
             few[at] = few[at - 1];
         few[at] = i;
+        least = found < most ? NONE : tier[few[most - 1]];
     }
     for (int64_t at = 0; at < found; at++) {
         few[most + at] = tier[few[at]];
         few[2 * most + at] = is_long[few[at]];
         tier[few[at]] = NONE;
     }
-    for (int64_t one = 0; one < rows->left; one++) {
-        rows->able[stay] = rows->able[one];
-        stay += tier[rows->able[one]] != NONE;
-    }
-    rows->left = stay;
     return found;
 }
