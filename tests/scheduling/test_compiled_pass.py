@@ -126,6 +126,31 @@ def plain_order(
     return [(place, tier, is_long) for tier, _, _, _, place, is_long in sorted(keys)]
 
 
+@given(ROWS, st.integers(0, 1 << 32))
+def test_flags_are_counted_as_rows_come_and_go(rows: list[Row], seed: int) -> None:
+    waiting, _ = queued([])
+    dice, there = random.Random(seed), []
+    for number, row in enumerate(rows):
+        sequence = Sequence(number, request(f"r{number}", 8, row.arrival_s), ())
+        sequence.key = (row.due_s, row.arrival_s, sequence.id)
+        sequence.kept, sequence.promised = row.rank > 0, row.rank == 2
+        waiting.add(sequence, [row.work_s] * LEVELS, row.need)
+        waiting.add(sequence, [row.work_s] * LEVELS, row.need)  # a second time changes nothing
+        there.append(sequence)
+        if dice.random() < 0.4:
+            waiting.remove(there.pop(dice.randrange(len(there))))
+        elif dice.random() < 0.4:
+            changed = dice.choice(there)
+            changed.kept = dice.random() < 0.5
+            changed.promised = changed.kept and dice.random() < 0.5
+            waiting.update_flags(changed)
+        assert len(waiting) == len(there)
+        counts = waiting.kept_count, waiting.promised_count, waiting.ready_count
+        assert counts == (waiting.kept.sum(), waiting.promised.sum(), waiting.ready.sum())
+        needs = (waiting.promised & (waiting.need > 0.0)).any()
+        assert waiting.rows.promise_needs_pages() == needs
+
+
 @given(ROWS, EIGHTHS)
 def test_margins_are_what_the_kept_leave_each_other(rows: list[Row], start: float) -> None:
     waiting, rows = queued(rows)

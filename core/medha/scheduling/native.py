@@ -12,7 +12,7 @@ import functools
 import pathlib
 import struct
 from collections import abc
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ LIBRARY = pathlib.Path(__file__).with_name("rows.kernel.so")
 DUE, WORK, ALONGSIDE, NEED, NORM, COLUMNS = range(6)
 KEPT, PROMISED, READY, BEYOND, FLAGS = range(5)
 ARRIVAL, TOKENS, PASSED, TURN, NUMBER, LEVEL = range(6)
+SLOT = LEVEL + LEVELS
 # Numbers of scratch and mark columns, and the one with margins.
 SCRATCH, MARKS, LEFT, TRIAL = 7, 3, 1, 6
 # The mark column of the rank, and its values for kept and protected rows without a promise.
@@ -44,6 +45,7 @@ NOTHING, FIRST_DUE, SHORT_ONES = range(3)
 # Sums of a report, and how many of them are by relative slack.
 SUMS, BANDS = 12, 8
 _DECODE = struct.Struct("@qqddd")
+_SLOT, _LEVELS, _NUMBER_BYTES = struct.Struct(f"@{SLOT}d"), struct.Struct(f"@{LEVELS}d"), 8
 
 # (place, tier, is long)
 Next = tuple[int, int, int]
@@ -82,7 +84,7 @@ class _Spans(ctypes.Structure):
 _POINTER, _NUMBER, _COUNT = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
 # Arguments of each function, and what it returns.
 _SIGNATURES = {
-    "insert": ([_POINTER, _COUNT, ctypes.c_int32, *[_NUMBER] * 5], None),
+    "insert": ([_POINTER, _COUNT, ctypes.c_int32, ctypes.c_int, *[_NUMBER] * 5], None),
     "remove": ([_POINTER, _COUNT], None),
     "begin": ([_POINTER, _COUNT, _NUMBER, _NUMBER], None),
     "end": ([_POINTER, _COUNT, _NUMBER], _NUMBER),
@@ -96,6 +98,7 @@ _SIGNATURES = {
     "promises": ([_POINTER, _COUNT, *[_NUMBER] * 3, _COUNT, _POINTER], _COUNT),
     "tight": ([_POINTER, _COUNT, *[_NUMBER] * 6], _COUNT),
     "crowding": ([_POINTER, *[_NUMBER] * 7], _COUNT),
+    "promise_needs": ([_POINTER], ctypes.c_int),
     "work_before": ([_POINTER, _COUNT], _NUMBER),
     "spans_fit": ([_POINTER, _COUNT, *[_NUMBER] * 5], ctypes.c_int),
     "spans_least": ([_POINTER, _COUNT, ctypes.c_int, *[_NUMBER] * 3], _NUMBER),
@@ -204,6 +207,7 @@ class Rows:
     `columns`, `flags`, `slot`, `slots`: arrays of [COLUMNS, n], [FLAGS, n], [n] and
     [slot, LEVEL + LEVELS], with room for more rows than there are. For a decision
     call `margins` first, then `relegate`, `open` and `fitting`, `order`, and `few` repeatedly.
+    `column_cells`, `flag_cells`, `slot_cells`: the same memory, faster to read one by one.
     """
 
     yields = None  # no row leaves a part of the budget to others
@@ -211,6 +215,9 @@ class Rows:
     flags: Mask
     slots: Floats
     slot: npt.NDArray[np.int32]
+    column_cells: list[Any]  # memory views: the type checker expects integers in them
+    flag_cells: list[Any]
+    slot_cells: Any
 
     def __init__(self) -> None:
         self._kernel, self._few = load(), (ctypes.c_int64 * (3 * FEW))()
@@ -226,24 +233,45 @@ class Rows:
         self,
         place: int,
         values: tuple[float, ...],
+        flags: int,
         due_s: float,
         work_s: float,
         alongside: float,
         need: int,
         norm_s: float,
     ) -> None:
-        """Insert a row without flags; `values` are those of its slot."""
+        """Insert a row; `values` are those of its slot. Bit k of `flags` is flag k."""
         if not self._free:
             self._allot(2 * self.columns.shape[1])
         slot = self._free.pop()
-        self.slots[slot] = values
-        self._kernel.medha_insert(self._at, place, slot, due_s, work_s, alongside, need, norm_s)
+        _SLOT.pack_into(self._slot_bytes, slot * _SLOT.size, *values)
+        self._kernel.medha_insert(
+            self._at, place, slot, flags, due_s, work_s, alongside, need, norm_s
+        )
         self.count += 1
 
     def remove(self, place: int) -> None:
-        self._free.append(int(self.slot[place]))
+        self._free.append(self._slot_of[place])
         self._kernel.medha_remove(self._at, place)
         self.count -= 1
+
+    def value(self, place: int, value: int) -> float:
+        """Return a value of the slot of the row at `place`."""
+        cell: float = self.slot_cells[self._slot_of[place] * SLOT + value]
+        return cell
+
+    def set_value(self, place: int, value: int, number: float) -> None:
+        self.slot_cells[self._slot_of[place] * SLOT + value] = number
+
+    def levels(self, place: int) -> list[float]:
+        """Return the seconds of the work of the row at `place`, by level of decodes."""
+        first = self._slot_of[place] * SLOT + LEVEL
+        levels: list[float] = self.slot_cells[first : first + LEVELS].tolist()
+        return levels
+
+    def set_levels(self, place: int, levels: list[float]) -> None:
+        first = self._slot_of[place] * SLOT + LEVEL
+        _LEVELS.pack_into(self._slot_bytes, first * _NUMBER_BYTES, *levels)
 
     # --- work alongside decodes -------------------------------------------------------------------
 
@@ -331,18 +359,25 @@ class Rows:
         return least_s
 
     def promise_margins(
-        self, count: int, start: float, overhead_s: float, inflation: float, most: int
+        self,
+        count: int,
+        start: float,
+        overhead_s: float,
+        inflation: float,
+        most: int,
+        after_s: float = 0.0,
     ) -> tuple[list[float], list[float]]:
         """Return the times until due and the margins of all `count` promises, by `trial_s`.
 
         At most `most` of them: then each is of a run of promises, as if all its work were due with
-        the first.
+        the first. Times until due count from `after_s` before `start`.
         """
-        margins = (ctypes.c_double * (2 * most))()
+        values = (ctypes.c_double * (2 * most))()
         runs = self._kernel.medha_promises(
-            self._at, count, start, overhead_s, inflation, most, margins
+            self._at, count, start, overhead_s, inflation, most, values
         )
-        return margins[:runs], margins[most : most + runs]
+        margins = np.frombuffer(memoryview(values))
+        return (margins[:runs] + after_s).tolist(), margins[most : most + runs].tolist()
 
     def is_tight(
         self,
@@ -382,6 +417,11 @@ class Rows:
             self._at, long_s, now, drain_s, overhead_s, inflation, expected, coming
         )
         return place
+
+    def promise_needs_pages(self) -> bool:
+        """Return whether a promised row needs pages."""
+        needs: int = self._kernel.medha_promise_needs(self._at)
+        return needs > 0
 
     def work_before_s(self, place: int) -> float:
         """Return the work of the rows before a place."""
@@ -490,6 +530,12 @@ class Rows:
             slots[: len(self.slots)], slot[:count] = self.slots, self.slot[:count]
         self._free += range(capacity - 1, count - 1, -1)
         self.columns, self.flags, self.slots, self.slot = columns, flags, slots, slot
+        self.column_cells, self.flag_cells = (
+            [row.data for row in columns],
+            [row.data for row in flags],
+        )
+        self._slot_bytes, self._slot_of = slots.data.cast("B"), slot.data
+        self.slot_cells = self._slot_bytes.cast("d")
         self._scratch = np.zeros((SCRATCH, capacity))
         self._marks = np.zeros((MARKS, capacity), dtype=np.int8)
         self._lists = np.zeros((2, capacity + 1), dtype=np.int32)  # rows, with one spare

@@ -111,8 +111,10 @@ class DecodeAccount:
 
     def count(self, sequence: Sequence, now: float) -> None:
         """Count the decode of a prompt that has started."""
-        cost_s = self._cost_s(sequence)
-        if not cost_s or sequence.number in self._counted or sequence.number in self._coming:
+        if sequence.number in self._counted or sequence.number in self._coming:
+            return
+        cost_s = self.cost_s(sequence)
+        if not cost_s:
             return
         if self._is_long(sequence):
             self._coming[sequence.number] = ComingDecode(sequence, cost_s, self._length_s(sequence))
@@ -125,7 +127,7 @@ class DecodeAccount:
         self._coming.pop(sequence.number, None)
         for group in self._counted.pop(sequence.number, ()):
             self.decodes[group].remove(sequence.number)
-        self._run(sequence, self._cost_s(sequence), now)
+        self._run(sequence, self.cost_s(sequence), now)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that stopped."""
@@ -158,7 +160,7 @@ class DecodeAccount:
             self.decodes[group].add(sequence.number, seconds, ends_s)
         self._counted[sequence.number] = tuple(cost_s)
 
-    def _cost_s(self, sequence: Sequence) -> dict[int, float]:
+    def cost_s(self, sequence: Sequence) -> dict[int, float]:
         """Return what the decode takes of a batch in each group; empty if there is none.
 
         In a pipeline a batch holds one in `spp` of the decodes.
@@ -169,6 +171,8 @@ class DecodeAccount:
             return {}
         size, count = self.groups.tokens_per_group, len(groups)
         tokens = sequence.target_tokens + int(self.settings.output_reserve * output)
+        if count == 1:
+            return {groups[0]: self.predictor.decode_s(tokens, 1) / self.spp}
         keys = [
             max(0, tokens - turn * size if turn == count - 1 else min(size, tokens - turn * size))
             for turn in range(count)
@@ -284,27 +288,36 @@ class DecodeAccount:
         share = max(self.settings.relegated_share, 1e-3)
         return added_decode(kind, row, coming.cost_s[group], coming.length_s, share)
 
-    def try_promise(self, sequence: Sequence, group: int, now: float) -> None:
+    def try_promise(
+        self, sequence: Sequence, cost_s: dict[int, float], group: int, now: float
+    ) -> None:
         """Compute what each row's work becomes with a new promise.
 
-        Decodes alongside include its own, alongside the others, and those of the prompt held back
-        longest.
+        Decodes alongside include its own (`cost_s`), alongside the others, and those of the prompt
+        held back longest.
         """
         plus = 0.0
         if self._next is not None:
-            plus = self._part(self._cost_s(self._next).get(group, 0.0))
-        self._try(sequence, group, plus, self.promise_part(), now)
+            plus = self._part(self.cost_s(self._next).get(group, 0.0))
+        self._try(sequence, cost_s, group, plus, self.promise_part(), now)
 
     def try_nothing(self, group: int, now: float) -> None:
         """Compute what the work of each promise is for a new promise of next to no work."""
         rows, part = self.waiting[group].rows, self._part(1.0)
         rows.try_decode(-1, 0.0, self.promise_part(), NONE_ADDED, now, self.budget_s, part)
 
-    def _try(self, sequence: Sequence, group: int, plus: float, least: float, now: float) -> None:
+    def _try(
+        self,
+        sequence: Sequence,
+        cost_s: dict[int, float],
+        group: int,
+        plus: float,
+        least: float,
+        now: float,
+    ) -> None:
         """Compute what each row's work becomes alongside the sequence's decode, too."""
         queue, decode = self.waiting[group], NONE_ADDED
         row = queue.find(sequence)
-        cost_s = self._cost_s(sequence)
         if group in cost_s and sequence.number not in self._coming:
             length_s = self._length_s(sequence)
             if self._is_long(sequence):
@@ -325,9 +338,8 @@ class DecodeAccount:
         total_s = max((decodes.total_s for decodes in self.decodes.values()), default=0.0)
         return max(0.0, self.capacity_s - total_s)
 
-    def has_room(self, sequence: Sequence, group: int, first_token_s: float) -> bool:
-        """Return whether the capacity holds the sequence's decode at its first token."""
-        cost_s = self._cost_s(sequence).get(group, 0.0)
+    def has_room(self, cost_s: float, group: int, first_token_s: float) -> bool:
+        """Return whether the capacity holds a decode of that cost at its first token."""
         if not cost_s or group not in self.decodes:
             return True
         total_s = self.decodes[group].at_s(first_token_s)
@@ -344,10 +356,11 @@ class DecodeAccount:
         pages = self.queues.pages_needed(sequence)
         if any(pages >= self.closed.get(group, pages + 1) for group in groups):
             return False
-        if self._cost_s(sequence):
+        cost_s = self.cost_s(sequence)
+        if cost_s:
             checked = self.waiting if self.groups.shared else groups
             for group in checked:
-                self._try(sequence, group, 0.0, 0.0, now)
+                self._try(sequence, cost_s, group, 0.0, 0.0, now)
                 margin_s = self.promises.least_margin_s(group, now, tried=True)
                 if margin_s < 0.0 and margin_s < self.promises.least_margin_s(group, now):
                     self._next = self._next or sequence
@@ -445,5 +458,4 @@ class PrefillAdmission:
 
     def _promise_waits_for_pages(self, group: int) -> bool:
         """Return whether a promise given elsewhere has no pages here yet."""
-        queue = self.queues.by_group[group]
-        return bool((queue.promised & (queue.need > 0.0)).any())
+        return bool(self.queues.by_group[group].rows.promise_needs_pages())

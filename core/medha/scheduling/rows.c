@@ -4,7 +4,8 @@
  *     decodes          medha_begin, medha_end, medha_decodes_at
  *     work             medha_mean, medha_coming, medha_apply   after a batch
  *                      medha_try                               for a newcomer or a new decode
- *     promises         medha_room, medha_least, medha_promises, medha_tight, medha_crowding
+ *     promises         medha_room, medha_least, medha_promises, medha_tight, medha_crowding,
+ *                      medha_promise_needs
  *     one decision     medha_margins, medha_relegate, medha_open, medha_fitting, medha_keep,
  *                      medha_order, medha_few                  with the policy `lars`
  *     several groups   medha_spans_fit, medha_spans_least, medha_spans_lower
@@ -140,8 +141,8 @@ static void shift(struct rows *rows, int64_t at, int64_t from, int64_t to)
     memmove(rows->slot + to, rows->slot + from, (size_t)count * sizeof *rows->slot);
 }
 
-/* Inserts a row whose slot is filled; its flags are not set. */
-void medha_insert(struct rows *rows, int64_t at, int32_t slot, double due, double work,
+/* Inserts a row whose slot is filled. `flags`: bit k is flag k. */
+void medha_insert(struct rows *rows, int64_t at, int32_t slot, int flags, double due, double work,
                   double alongside, double need, double norm)
 {
     const double values[] = {due, work, alongside, need, norm};
@@ -149,7 +150,7 @@ void medha_insert(struct rows *rows, int64_t at, int32_t slot, double due, doubl
     for (int column = DUE; column < COLUMNS; column++)
         rows->columns[column * rows->capacity + at] = values[column];
     for (int flag = KEPT; flag < FLAGS; flag++)
-        rows->flags[flag * rows->capacity + at] = 0;
+        rows->flags[flag * rows->capacity + at] = flags >> flag & 1;
     rows->slot[at] = slot;
     rows->count++;
 }
@@ -442,6 +443,17 @@ int64_t medha_crowding(const struct rows *rows, double long_above, double now, d
         largest = i;
     }
     return largest;
+}
+
+/* Whether a promised row needs pages. */
+int medha_promise_needs(const struct rows *rows)
+{
+    const double *need = rows->columns + NEED * rows->capacity;
+    struct walk walk = walk_over(rows->flags + PROMISED * rows->capacity, rows->count);
+    for (int64_t i = next_row(&walk); i < rows->count; i = next_row(&walk))
+        if (need[i] > 0.0)
+            return 1;
+    return 0;
 }
 
 double medha_work_before(const struct rows *rows, int64_t row)

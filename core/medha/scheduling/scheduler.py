@@ -91,9 +91,9 @@ class Scheduler:
         )
         sequence.set_work(work_s, norm_s)
         sequence.set_rank(promised, promised)
-        self._queues.enqueue(sequence, cached)
+        work_by_group = self._queues.enqueue(sequence, cached)
         self._promises.loss_cap.count_decided(sequence, now)
-        promised = self._promise(sequence, now, cached)
+        promised = self._promise(sequence, work_by_group, now)
         if promised:
             self._promised_work.charge(request.tenant, work_s, now)
         return Admitted(sequence.number, cached, promised, self._expected_ttft_s(sequence, now))
@@ -117,15 +117,15 @@ class Scheduler:
                 f" most {most} (context {self.max_context_tokens}, KV {capacity}); shorten it",
             )
 
-    def _promise(self, sequence: Sequence, now: float, cached: int) -> bool:
+    def _promise(self, sequence: Sequence, work_s: dict[int, float], now: float) -> bool:
         """Return whether the sequence gets a promise: from admission, or because it fits now.
 
         It must fit in time and in pages. A promise reserves its pages and cached pages at once.
+        `work_s`: its work by group.
         """
         promises, admission = self._promises, self._admission
         if not promises.promising or not sequence.assigned_groups:
             return sequence.promised
-        work_s = self._queues.work_by_group(sequence, cached)
         promises.count_arrival(work_s, now)
         if sequence.promised:
             admission.try_start(sequence, now)
@@ -158,12 +158,15 @@ class Scheduler:
         )
         if any(passed_over):
             return False
+        cost_s = account.cost_s(sequence)
         for group in self._waiting:
-            account.try_promise(sequence, group, now)
+            account.try_promise(sequence, cost_s, group, now)
         if not promises.fits(sequence, starts):
             return False
         return all(
-            account.has_room(sequence, group, start + self._waiting[group].least_work_s(sequence))
+            account.has_room(
+                cost_s.get(group, 0.0), group, start + self._waiting[group].least_work_s(sequence)
+            )
             for group, start in starts.items()
         )
 
@@ -173,7 +176,8 @@ class Scheduler:
             return sequence.total_work_s
         group = sequence.assigned_groups[0]
         waiting = self._waiting[group]
-        before_s = waiting.rows.work_before_s(waiting.place(sequence.key))
+        row = waiting.find(sequence)
+        before_s = waiting.rows.work_before_s(row if row >= 0 else waiting.place(sequence.key))
         return self._in_flight.free_in_s(group, now) + before_s + sequence.total_work_s
 
     # --- batches ----------------------------------------------------------------------------------

@@ -157,8 +157,15 @@ class WaitingQueue:
         return row
 
     def add(self, sequence: Sequence, levels: list[float], need: int) -> None:
+        """Add a row, unless the sequence waits here already."""
         at = self.place(sequence.key)
+        if at < len(self.sequences) and self.sequences[at] is sequence:
+            return
         due_s, arrival_s, id_ = sequence.key
+        ready = sequence.ready
+        flags = sequence.kept << KEPT | sequence.promised << PROMISED | ready << READY
+        if sequence.request.beyond_share:
+            flags |= 1 << BEYOND
         values = (
             arrival_s,
             float(sequence.remaining_tokens),
@@ -168,16 +175,17 @@ class WaitingQueue:
             *levels,
         )
         work_s, alongside = between(levels, self.typical), self.typical
-        self.rows.insert(at, values, due_s, work_s, alongside, need, sequence.norm_s)
+        self.rows.insert(at, values, flags, due_s, work_s, alongside, need, sequence.norm_s)
         self._keys.insert(at, sequence.key)
         self.sequences.insert(at, sequence)
         sequence.set_row(at)
-        self._set_flags(at, sequence.kept, sequence.promised, sequence.ready)
-        self.rows.flags[BEYOND, at] = sequence.request.beyond_share
+        self.kept_count += sequence.kept
+        self.promised_count += sequence.promised
+        self.ready_count += ready
 
     def remove(self, sequence: Sequence) -> None:
         at = self.row_of(sequence)
-        self.freed = self.freed or bool(self.rows.columns[WORK, at] > 0.0)
+        self.freed = self.freed or self._cell(WORK, at) > 0.0
         self._set_flags(at, kept=False, promised=False, ready=False)
         _, arrival_s, id_ = self._keys[at]
         del self._arrivals[bisect.bisect_left(self._arrivals, (arrival_s, id_))]
@@ -187,13 +195,12 @@ class WaitingQueue:
     def update_work(self, sequence: Sequence, levels: list[float]) -> None:
         """Update a row after the sequence's cursors moved."""
         rows, at = self.rows, self.row_of(sequence)
-        rows.columns[WORK, at] = between(levels, float(rows.columns[ALONGSIDE, at]))
-        slot = rows.slots[rows.slot[at]]
-        slot[LEVEL:] = levels
-        slot[TOKENS] = sequence.target_tokens - sequence.scheduled_tokens
-        ready = sequence.past_stage0_tokens == sequence.scheduled_tokens
-        self.ready_count += ready - bool(rows.flags[READY, at])
-        rows.flags[READY, at] = ready
+        rows.column_cells[WORK][at] = between(levels, self._cell(ALONGSIDE, at))
+        rows.set_levels(at, levels)
+        rows.set_value(at, TOKENS, float(sequence.target_tokens - sequence.scheduled_tokens))
+        self.ready_count += self._set_flag(
+            READY, at, sequence.past_stage0_tokens == sequence.scheduled_tokens
+        )
 
     def update_flags(self, sequence: Sequence) -> None:
         """Update a row after the sequence's rank or readiness changed."""
@@ -202,7 +209,8 @@ class WaitingQueue:
     def mark_started(self, sequence: Sequence) -> None:
         """Record that the sequence has its pages."""
         rows, at = self.rows, self.row_of(sequence)
-        rows.columns[NEED, at], rows.slots[rows.slot[at], PASSED] = 0.0, np.inf
+        rows.column_cells[NEED][at] = 0.0
+        rows.set_value(at, PASSED, np.inf)
 
     def set_typical(self, alongside: float, expected: float) -> None:
         self.typical, self.expected = alongside, expected
@@ -231,14 +239,13 @@ class WaitingQueue:
 
     def levels_of(self, sequence: Sequence) -> list[float]:
         """Return the seconds of the sequence's work, by level of decodes."""
-        rows = self.rows
-        levels: list[float] = rows.slots[rows.slot[self.row_of(sequence)], LEVEL:].tolist()
+        levels: list[float] = self.rows.levels(self.row_of(sequence))
         return levels
 
     def least_work_s(self, sequence: Sequence) -> float:
         """Return the seconds that the sequence takes with no decodes alongside it."""
-        rows = self.rows
-        return float(rows.slots[rows.slot[self.row_of(sequence)], LEVEL])
+        seconds: float = self.rows.value(self.row_of(sequence), LEVEL)
+        return seconds
 
     def _take_turn(self, arrival_s: float, id_: str) -> float:
         """Return a number between those of the arrivals before and after."""
@@ -263,11 +270,21 @@ class WaitingQueue:
             self.rows.slots[slot, TURN] = turns[arrival_s, id_]
 
     def _set_flags(self, at: int, kept: bool, promised: bool, ready: bool) -> None:
-        flags = self.rows.flags
-        self.kept_count += kept - bool(flags[KEPT, at])
-        self.promised_count += promised - bool(flags[PROMISED, at])
-        self.ready_count += ready - bool(flags[READY, at])
-        flags[KEPT, at], flags[PROMISED, at], flags[READY, at] = kept, promised, ready
+        self.kept_count += self._set_flag(KEPT, at, kept)
+        self.promised_count += self._set_flag(PROMISED, at, promised)
+        self.ready_count += self._set_flag(READY, at, ready)
+
+    def _set_flag(self, flag: int, at: int, value: bool) -> int:
+        """Set a flag of a row; return by how much fewer or more rows have it."""
+        cells = self.rows.flag_cells[flag]
+        if bool(cells[at]) == value:
+            return 0
+        cells[at] = value
+        return 1 if value else -1
+
+    def _cell(self, column: int, at: int) -> float:
+        cell: float = self.rows.column_cells[column][at]
+        return cell
 
 
 class WaitingQueues:
@@ -337,19 +354,23 @@ class WaitingQueues:
         }.values():
             self.update_work(sequence)
 
-    def enqueue(self, sequence: Sequence, cached: int = 0) -> None:
-        """Add the sequence to the queue of every assigned group."""
+    def enqueue(self, sequence: Sequence, cached: int = 0) -> dict[int, float]:
+        """Add the sequence to the queue of every assigned group; return `work_by_group`."""
         alone = len(sequence.assigned_groups) == 1
         need = self.pages_needed(sequence) if alone and not sequence.started else 0
+        work_s: dict[int, float] = {}
         for group, levels in self.levels_by_group(sequence, cached).items():
-            if sequence not in self.by_group[group]:
-                self.by_group[group].add(sequence, levels, need)
+            queue = self.by_group[group]
+            queue.add(sequence, levels, need)
+            work_s[group] = between(levels, queue.typical)
+        return work_s
 
     def dequeue(self, sequence: Sequence) -> None:
         """Remove the sequence from every queue."""
         for group in sequence.assigned_groups:
-            if group in self.by_group and sequence in self.by_group[group]:
-                self.by_group[group].remove(sequence)
+            queue = self.by_group.get(group)
+            if queue is not None and sequence in queue:
+                queue.remove(sequence)
 
     def transfer(self, sequence: Sequence, source: int, target: int) -> None:
         """Move a waiting sequence of one group to another."""
