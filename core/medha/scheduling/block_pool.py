@@ -110,6 +110,12 @@ class GroupPages:
         Pass a sequence's pages last first, so that its tail is evicted first.
         """
         shared, hash_of, cached = self._shared, self._hash_of, self._cached
+        pages = list(pages)
+        if not shared and not hash_of and len(pages) <= self._held:
+            self._held -= len(pages)
+            self.available += len(pages)
+            self._free.extend(pages)
+            return
         for page in pages:
             if page in shared:
                 shared[page] -= 1

@@ -368,9 +368,13 @@ class KvGroups:
         self.pool.claim(-sequence.growth_claim)
         sequence.clear_reserve()
         by_group: dict[int, list[int]] = {}
-        for logical in range(len(sequence.page_of) - 1, sequence.first_page - 1, -1):
-            held = by_group.setdefault(sequence.group_of[logical], [])
-            held.append(sequence.page_of[logical])
+        held_pages = sequence.page_of[sequence.first_page :]
+        if sequence.group_of.count(sequence.tail) == len(held_pages):
+            by_group[sequence.tail] = held_pages[::-1]
+        else:
+            for logical in range(len(sequence.page_of) - 1, sequence.first_page - 1, -1):
+                held = by_group.setdefault(sequence.group_of[logical], [])
+                held.append(sequence.page_of[logical])
         for group, page_ids in by_group.items():
             if group in self.pool.groups:
                 self.pool[group].release(page_ids)

@@ -66,7 +66,8 @@ class Lifecycle:
         self.groups, self.queues, self.running = state.groups, state.queues, state.running
         self.admission, self.account = admission, account
         self.max_context_tokens = max_context_tokens
-        self._slides = state.pool.slides
+        self._slides, self._caches = state.pool.slides, state.settings.prefix_cache
+        self._page_tokens = state.pool.page_tokens
         self.preempted_count = 0
         self.ended: list[int] = []
         self._failed: list[Failure] = []
@@ -150,9 +151,9 @@ class Lifecycle:
 
         `like`: the decodes that the token's was of.
         """
-        hash_ = outcome.block_hash
-        if hash_ is not None and self.settings.prefix_cache:
-            self._cache_last(sequence, hash_)
+        computed = sequence.scheduled_tokens - sequence.in_flight  # decodes of one token each
+        if self._caches and not computed % self._page_tokens:
+            self._cache_last(sequence, outcome.block_hash, computed)
         reason = self._count_token(sequence, outcome.finished, now)
         if reason is not None:
             return reason
@@ -207,11 +208,10 @@ class Lifecycle:
             sequence.set_decode_due(first_s + output * sequence.tpot_s)
         return self._prepare(sequence, like)
 
-    def _cache_last(self, sequence: Sequence, hash_: bytes) -> None:
-        """Cache the page that the computed tokens have just filled."""
-        computed = sequence.scheduled_tokens - sequence.in_flight  # decodes of one token each
-        logical = computed // self.groups.pool.page_tokens - 1
-        if logical >= 0:
+    def _cache_last(self, sequence: Sequence, hash_: bytes | None, computed: int) -> None:
+        """Cache the page that the computed tokens have just filled, if it has a hash."""
+        logical = computed // self._page_tokens - 1
+        if hash_ is not None and logical >= 0:
             self.groups.pool[sequence.group_of[logical]].cache(sequence.page_of[logical], hash_)
 
     def _slide(self, sequence: Sequence) -> None:
@@ -224,7 +224,7 @@ class Lifecycle:
 
         `like`: the decodes that its last one was of.
         """
-        if sequence.scheduled_tokens % self.groups.pool.page_tokens and not sequence.moving:
+        if sequence.scheduled_tokens % self._page_tokens and not sequence.moving:
             sequence.schedule_decode()
             if like is not None and sequence.alone and like.alone == sequence.tail:
                 like.add(sequence)

@@ -151,9 +151,7 @@ def _margins(
     """
     promises = state.promises
     account.try_nothing(group, now)
-    due_in_s, margins_s = promises.margins(group, now + lead_s, max(1, most))
-    after_s = lead_s + promises.drain_s
-    return [due_s + after_s for due_s in due_in_s], margins_s
+    return promises.margins(group, now + lead_s, max(1, most), lead_s + promises.drain_s)
 
 
 def _least_margins(

@@ -21,6 +21,7 @@ import bisect
 import functools
 import math
 from collections import abc
+from typing import Final
 
 import numpy as np
 
@@ -45,6 +46,7 @@ LOSS_MEMORY_S = 600.0
 FREE = len(LENGTH_LABELS)
 """The bucket of requests whose loss does not count."""
 ROUNDING = 1e-9
+EVERY: Final = slice(None)
 
 
 class BucketLossCap:
@@ -113,7 +115,7 @@ class BucketLossCap:
     def drop(
         self,
         waiting: WaitingQueue,
-        terms: abc.Callable[[], tuple[Floats, Floats]],
+        terms: abc.Callable[[Places | slice], tuple[Floats, Floats]],
         now: float,
         most: int,
         lower: abc.Callable[[Sequence], None],
@@ -121,18 +123,19 @@ class BucketLossCap:
     ) -> int:
         """Call `lower` for at most `most` victims; return their number.
 
-        `terms` returns (due in, cost) of the rows; `victims(count, protected)` returns rows. With a
+        `terms` returns (due in, cost) of rows; `victims(count, protected)` returns rows. With a
         cap there is one victim at a time, as each may protect the next.
         """
         count, step = 0, 1 if self.capped else most
         while count < most:
-            protected = self.protected(waiting, *terms(), now) if self.capped else None
+            protected = self.protected(waiting, *terms(EVERY), now) if self.capped else None
             places = victims(step, protected)
-            due_in_s, cost_s = terms() if places else (waiting.due_s, waiting.work_s)
-            for place in places:
-                lower(waiting.sequences[place])
-                if cost_s[place] <= due_in_s[place]:
-                    self.count_displaced(waiting.sequences[place], now)
+            if places:
+                due_in_s, cost_s = terms(np.array(places))
+                for place, in_time in zip(places, (cost_s <= due_in_s).tolist(), strict=True):
+                    lower(waiting.sequences[place])
+                    if in_time:
+                        self.count_displaced(waiting.sequences[place], now)
             count += len(places)
             if len(places) < step:
                 break
@@ -290,14 +293,17 @@ class PromiseSet:
         sequence.set_rank(kept, promised)
         self.groups.queues.update_flags(sequence)
 
-    def margins(self, group: int, start: float, most: int) -> tuple[list[float], list[float]]:
+    def margins(
+        self, group: int, start: float, most: int, after_s: float = 0.0
+    ) -> tuple[list[float], list[float]]:
         """Return the times until due and margins of a group's promises, by the works tried last.
 
         From `start` on, by deadline; at most `most`, each of a run of promises if there are more.
+        Times until due count from `after_s` before.
         """
         waiting, start = self.waiting[group], start + self.drain_s
         return waiting.rows.promise_margins(
-            waiting.promised_count, start, self.overhead_s, self._inflation, most
+            waiting.promised_count, start, self.overhead_s, self._inflation, most, after_s
         )
 
     def room_s(self, group: int, due_s: float, start: float) -> float:
@@ -408,10 +414,12 @@ class PromiseSet:
             self.groups.spans.lower(group, start, self.overhead_s, self._inflation)
         return rows
 
-    def _terms(self, group: int, start: float) -> tuple[Floats, Floats]:
-        """Return (due in, bare cost) of the group's rows from `start` on."""
+    def _terms(
+        self, group: int, start: float, rows: Places | slice = EVERY
+    ) -> tuple[Floats, Floats]:
+        """Return (due in, bare cost) of the group's rows from `start` on, of all by default."""
         waiting = self.waiting[group]
-        return waiting.due_s - (start + self.drain_s), waiting.work_s + self.overhead_s
+        return waiting.due_s[rows] - (start + self.drain_s), waiting.work_s[rows] + self.overhead_s
 
     def _credit_is_due(self, group: int, rows: native.Rows) -> bool:
         """Return whether the relegated get the batch owed to them now.
@@ -448,8 +456,8 @@ class PromiseSet:
         """
         waiting = self.waiting[group]
 
-        def terms() -> tuple[Floats, Floats]:
-            return self._terms(group, start)
+        def terms(rows: Places | slice) -> tuple[Floats, Floats]:
+            return self._terms(group, start, rows)
 
         drop = functools.partial(
             self.loss_cap.drop, waiting, terms, start, CHANGES_PER_ROUND, self._relegate_one
@@ -475,13 +483,13 @@ class PromiseSet:
     def _broken(
         self,
         promised: Mask,
-        terms: abc.Callable[[], tuple[Floats, Floats]],
+        terms: abc.Callable[[Places | slice], tuple[Floats, Floats]],
         error: float,
         most: int,
         protected: Mask | None,
     ) -> list[int]:
         """Return at most `most` rows whose promise must be withdrawn."""
-        due_in, bare = terms()
+        due_in, bare = terms(EVERY)
         sure = (bare * promised).cumsum() * (1.0 - min(0.9, 2.0 * error))
         left = np.where(promised, due_in - sure, np.inf)
         if left.min() >= -self.longest_s:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import abc
 from math import inf
 
-from medha.batch import Batch, BatchResult, Move
+from medha.batch import Batch, BatchResult, Chunk, Move
 from medha.config import Scheduling
 from medha.errors import ProtocolError, Refusal
 from medha.messages.fields import Load
@@ -33,7 +33,7 @@ from medha.scheduling.policies import normaliser_s
 from medha.scheduling.prefill_admission import DecodeAccount, PrefillAdmission
 from medha.scheduling.rebalance import Rebalance
 from medha.scheduling.running import InFlightBatch
-from medha.scheduling.sequence import Sequence
+from medha.scheduling.sequence import Sequence, take_decodes
 from medha.scheduling.state import SchedulerState
 from medha.tenants import PromisedWork
 from medha.topology import Topology
@@ -249,7 +249,9 @@ class Scheduler:
         heaviest = max(draft.loads.values(), key=_rows)
         ended = self._lifecycle.take_ended() if self._lifecycle.ended else ()
         decodes = [self._running.take(groups, count) for groups, count in draft.decodes]
-        chunks = [sequence.take_decode() for _, sequences in decodes for sequence in sequences]
+        chunks: list[Chunk] = []
+        for _, sequences in decodes:
+            chunks += take_decodes(sequences)
         prefill_chunks = self._builder.commit(draft, predicted_s)
         prefilled = [chunk_draft.sequence for chunk_draft in draft.chunks]
         prefills = [*zip(prefilled, prefill_chunks, strict=True)]
