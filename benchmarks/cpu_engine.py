@@ -21,7 +21,7 @@ import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,7 +124,7 @@ def prefill(engine: SoloEngine, model: Any, rounds: int) -> Row:
 
     def theirs() -> Clock:
         begin = Clock.now()
-        _generate(model, [prompt], 1, [])
+        generate(model, [prompt], 1, [])
         return Clock.now().since(begin)
 
     what = f"prefill of {PROMPT_TOKENS} tokens, pages of 64, chunks of {CHUNK_TOKENS}"
@@ -142,7 +142,7 @@ def decode(engine: SoloEngine, model: Any, context_tokens: int, rounds: int) -> 
 
     def theirs() -> Clock:
         stamps: list[Clock] = []
-        _generate(model, prompts, STEPS, stamps)
+        generate(model, prompts, STEPS, stamps)
         return stamps[-1].since(stamps[0], len(stamps) - 1)
 
     what = f"decode, batch {DECODES}, contexts of {context_tokens} tokens"
@@ -190,9 +190,13 @@ class _Stamp(LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
-def _generate(model: Any, prompts: list[Tokens], count: int, stamps: list[Clock]) -> None:
+def generate(
+    model: Any, prompts: Sequence[Tokens], count: int, stamps: list[Clock]
+) -> list[list[int]]:
+    """Return `count` greedy tokens of transformers after each prompt; add each step's end to
+    `stamps`."""
     ids = torch.from_numpy(np.stack(prompts).astype(np.int64))
-    model.generate(
+    answers = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=count,
@@ -201,6 +205,8 @@ def _generate(model: Any, prompts: list[Tokens], count: int, stamps: list[Clock]
         pad_token_id=0,
         logits_processor=LogitsProcessorList([_Stamp(stamps)]),
     )
+    tokens: list[list[int]] = answers[:, ids.shape[1] :].tolist()
+    return tokens
 
 
 def show(rows: list[Row]) -> None:
