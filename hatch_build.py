@@ -27,6 +27,7 @@ WORKER = pathlib.Path("worker/medha_worker")
 SOURCES = (
     WORKER / "attention/singles.c",
     WORKER / "attention/chunks.c",
+    WORKER / "model/arithmetic.c",
     pathlib.Path("core/medha/scheduling/rows.c"),
 )
 COMPILERS = ("cc", "gcc", "clang")

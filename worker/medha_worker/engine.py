@@ -43,6 +43,7 @@ from medha_worker.model.decoder import Decoder
 from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.layers import Arithmetic, FusedArithmetic, TorchArithmetic
 from medha_worker.model.low_rank import load_adapter
+from medha_worker.model.native_arithmetic import NativeArithmetic
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.collectives import SoloTensorParallel, TensorParallel
 from medha_worker.parallel.communicator import ShardGroup
@@ -274,10 +275,10 @@ def check_grouped_products(capability: tuple[int, int]) -> None:
 
 
 def arithmetic_for(attention: Attention, eps: float, device: ComputeDevice) -> Arithmetic:
-    """Return plain torch arithmetic, or FlashInfer's kernels on a GPU."""
+    """Return FlashInfer's kernels on a GPU, and compiled ones on a CPU."""
     if isinstance(attention, PagedAttention | LatentPagedAttention):
         return FusedArithmetic(attention.library, eps, device.at)
-    return TorchArithmetic(eps, device.at)
+    return TorchArithmetic(eps, device.at) if device.at.type != "cpu" else NativeArithmetic(eps)
 
 
 def _pool(

@@ -28,7 +28,7 @@ struct state {
 };
 
 /* out / total, and log(sum of e^score); (0, -inf) where every score is -inf. */
-static void finish(int64_t heads, int64_t dim, const struct state *state, float *out, float *lse)
+static inline void finish(int64_t heads, int64_t dim, const struct state *state, float *out, float *lse)
 {
     for (int64_t h = 0; h < heads; h++) {
         float inverse = state[h].total == 0 ? 0 : 1 / state[h].total;

@@ -63,7 +63,7 @@ def load(library: pathlib.Path, name: str, *arguments: Any) -> Kernel:
         kernel = ctypes.CDLL(str(library))[name]
     except (OSError, AttributeError) as error:
         raise SetupError(
-            f"{library} is a compiled attention kernel and cannot be loaded ({error}); run `make"
+            f"{library} is a compiled kernel and cannot be loaded ({error}); run `make"
             " setup`, or install medha again where there is a C compiler"
         ) from None
     kernel.argtypes = arguments
