@@ -173,6 +173,14 @@ class ModelShape(
         of_heads = latent.kv_rank * (latent.nope_dim + latent.value_dim)
         return into + queries_params + heads * (of_heads + latent.value_dim * self.hidden)
 
+    def absorbed_params_of(self, tp: int) -> float:
+        """Return those `attention_params_of` a shard that never stay packed: of a head's products
+        with latents."""
+        latent = self.latent
+        if latent is None:
+            return 0.0
+        return self.heads / tp * latent.kv_rank * (latent.nope_dim + latent.value_dim)
+
     @property
     def mlp_params(self) -> int:
         """Parameters of gate, up and down projections in a layer without experts."""
@@ -205,7 +213,8 @@ class ModelShape(
 
     @property
     def projection_bytes(self) -> float:
-        """Bytes in memory per weight of attention and MLPs."""
+        """Bytes in memory per weight of attention and MLPs, but `absorbed_params_of` and
+        routers."""
         return self.packed_bytes or self.param_bytes
 
     @property
@@ -213,7 +222,8 @@ class ModelShape(
         """Bytes of the whole model in memory."""
         dense = (self.layers - self.expert_layers) * self.mlp_params
         experts = self.shared_params + self.experts * self.expert_params
-        projections = self.layers * self.attention_params + dense + self.expert_layers * experts
+        attention = self.layers * (self.attention_params - self.absorbed_params_of(1))
+        projections = attention + dense + self.expert_layers * experts
         saved = self.param_bytes - self.projection_bytes
         return self.params * self.param_bytes - projections * saved
 

@@ -34,6 +34,8 @@ TYPICAL_ROWS, TYPICAL_DECODES = 512, 64
 
 # Uncorrected seconds of all but attention, and of attention.
 Parts = tuple[float, float]
+# Depth, columns, groups, and seconds to read a weight.
+Product = tuple[float, float, float, float]
 
 
 class Products:
@@ -92,9 +94,10 @@ class Products:
         self._bytes_s = shape.projection_bytes / profile.linear_bytes_per_s
         self._head_bytes_s = shape.param_bytes / profile.linear_bytes_per_s
         weights = shape.attention_params_of(tp) + shape.mlp_params / tp
+        plain_s = shape.absorbed_params_of(tp) * (self._head_bytes_s - self._bytes_s)
         head = shape.vocab / tp
         head_weights = head * shape.hidden
-        self.mem = power(weights * self._bytes_s, self._p)
+        self.mem = power(weights * self._bytes_s + plain_s, self._p)
         self.flop = self._dense_flop = 2.0 * weights / profile.linear_flops_per_s
         self.head_mem = power(head_weights * self._head_bytes_s, self._p)
         self.head_flop = 2.0 * head_weights / profile.linear_flops_per_s
@@ -115,10 +118,13 @@ class Products:
         )
         self._steps = min((tile.rows for tile in profile.tiles), default=1)
         hidden, inner = float(shape.hidden), shape.intermediate / tp
-        # (depth, columns, groups): of attention, into the gated MLP, out of it; the head
-        self._of_attention = _attention_products(shape, tp)
-        self._of_layer = (*self._of_attention, (hidden, 2.0 * inner, 1.0), (inner, hidden, 1.0))
-        self._of_head = ((hidden, head, 1.0),)
+        # (depth, columns, groups, seconds to read a weight): of attention, into the gated MLP, out
+        # of it; the head
+        read_s, head_read_s = self._bytes_s, self._head_bytes_s
+        self._of_attention = _attention_products(shape, tp, read_s, head_read_s)
+        into, out_of = (hidden, 2.0 * inner, 1.0, read_s), (inner, hidden, 1.0, read_s)
+        self._of_layer = (*self._of_attention, into, out_of)
+        self._of_head = ((hidden, head, 1.0, head_read_s),)
         self._layer: dict[int, float] = {}
         self._heads: dict[int, float] = {}
         self._shape, self._expert_share = shape, shape.expert_share
@@ -131,15 +137,19 @@ class Products:
         hidden = float(shape.hidden)
         shared = shape.shared_intermediate / tp
         rest = shape.attention_params_of(tp) + shape.router_params + shape.shared_params / tp
+        plain = shape.absorbed_params_of(tp) + shape.router_params
         expert = shape.expert_params / tp
-        self._routed_mem, self._expert_mem = rest * self._bytes_s, expert * self._bytes_s
+        self._routed_mem = (rest - plain) * self._bytes_s + plain * self._head_bytes_s
+        self._expert_mem = expert * self._bytes_s
         self._expert_flop = 2.0 * (rest + selected * expert) / profile.linear_flops_per_s
         moved = selected * (4.0 * hidden + 3.0 * inner) + 3.0 * shared
         moved *= max(shape.param_bytes, 2.0)
         self._moved = moved / profile.elementwise_bytes_per_s
-        self._of_routed = (*self._of_attention, (hidden, float(shape.experts), 1.0))
+        router = (hidden, float(shape.experts), 1.0, self._head_bytes_s)
+        self._of_routed = (*self._of_attention, router)
         if shared:
-            into, out_of = (hidden, 2.0 * shared, 1.0), (shared, hidden, 1.0)
+            read_s = self._bytes_s
+            into, out_of = (hidden, 2.0 * shared, 1.0, read_s), (shared, hidden, 1.0, read_s)
             self._of_routed = (*self._of_routed, into, out_of)
         self._of_expert = ((hidden, 2.0 * inner), (inner, hidden))
         self._routed: dict[int, float] = {}
@@ -165,7 +175,7 @@ class Products:
         """Seconds of a layer without experts."""
         if not self._tiles:
             return power(self.mem + power(rows * self._dense_flop, self._p), self._inverse)
-        return self._looked_up(self._layer, self._of_layer, -(-rows // self._steps), self._bytes_s)
+        return self._looked_up(self._layer, self._of_layer, -(-rows // self._steps))
 
     def _experts(self, rows: int) -> float:
         """Seconds of a layer with experts."""
@@ -175,7 +185,7 @@ class Products:
             mem = power(self._routed_mem + read * self._expert_mem, self._p)
             return power(mem + power(rows * self._expert_flop, self._p), self._inverse) + moved_s
         step = -(-rows // self._steps)
-        seconds = self._looked_up(self._routed, self._of_routed, step, self._bytes_s)
+        seconds = self._looked_up(self._routed, self._of_routed, step)
         rows_each = rows * self._shape.experts_per_token / read
         for depth, columns in self._of_expert:
             seconds += self._product(depth, columns, rows_each, self._bytes_s, read)
@@ -186,21 +196,20 @@ class Products:
         if not self._tiles:
             return power(self.head_mem + power(rows * self.head_flop, self._p), self._inverse)
         step = -(-rows // self._steps)
-        return self._looked_up(self._heads, self._of_head, step, self._head_bytes_s)
+        return self._looked_up(self._heads, self._of_head, step)
 
     def _looked_up(
         self,
         known: dict[int, float],
-        products: tuple[tuple[float, float, float], ...],
+        products: tuple[Product, ...],
         step: int,
-        bytes_s: float,
     ) -> float:
         seconds = known.get(step)
         if seconds is None:
             if len(known) >= REMEMBERED:
                 known.clear()
             seconds = 0.0
-            for depth, columns, groups in products:
+            for depth, columns, groups, bytes_s in products:
                 seconds += self._product(depth, columns, step * self._steps, bytes_s, groups)
             known[step] = seconds
         return seconds
@@ -220,8 +229,11 @@ class Products:
         return power(mem + power(best_s, self._p), self._inverse) + self._product_s
 
 
-def _attention_products(shape: ModelShape, tp: int) -> tuple[tuple[float, float, float], ...]:
-    """Return (depth, columns, groups) of a shard's products around attention.
+def _attention_products(
+    shape: ModelShape, tp: int, read_s: float, plain_s: float
+) -> tuple[Product, ...]:
+    """Return a shard's products around attention; `plain_s` to read a weight that never stays
+    packed.
 
     With a latent, each head has two of its own: its query onto the latent's entries, its output
     from them.
@@ -230,17 +242,17 @@ def _attention_products(shape: ModelShape, tp: int) -> tuple[tuple[float, float,
     if latent is None:
         queries = heads * shape.head_dim
         kept = 2.0 * shape.kv_heads * shape.head_dim / tp
-        return ((hidden, queries + kept, 1.0), (queries, hidden, 1.0))
+        return ((hidden, queries + kept, 1.0, read_s), (queries, hidden, 1.0, read_s))
     queries = heads * (latent.nope_dim + latent.rope_dim)
     first = float(latent.q_rank) or queries
-    products = [(hidden, first + latent.kv_rank + latent.rope_dim, 1.0)]
+    products = [(hidden, first + latent.kv_rank + latent.rope_dim, 1.0, read_s)]
     if latent.q_rank:
-        products.append((float(latent.q_rank), queries, 1.0))
+        products.append((float(latent.q_rank), queries, 1.0, read_s))
     return (
         *products,
-        (float(latent.nope_dim), float(latent.kv_rank), heads),
-        (float(latent.kv_rank), float(latent.value_dim), heads),
-        (heads * latent.value_dim, hidden, 1.0),
+        (float(latent.nope_dim), float(latent.kv_rank), heads, plain_s),
+        (float(latent.kv_rank), float(latent.value_dim), heads, plain_s),
+        (heads * latent.value_dim, hidden, 1.0, read_s),
     )
 
 

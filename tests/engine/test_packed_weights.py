@@ -423,8 +423,7 @@ def fitting(
 @pytest.mark.parametrize(
     ("packing", "more", "named"),
     [
-        (None, {}, "needs 4-bit weights"),
-        (Quantization(method="fp8"), {}, "needs 4-bit weights"),
+        (None, {}, "needs FP8 or 4-bit weights"),
         (Quantization(method="awq"), {}, "needs groups of 32, 64, 128, 256 neighbouring inputs"),
         (Quantization(method="awq", group=16), {}, "needs groups of 32"),
         (Quantization(method="gptq", group=32, ordered=True), {}, "without desc_act"),

@@ -26,6 +26,8 @@ MODEL = TinyModel()
 Oracle = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
 # The folder of a family's checkpoint, and transformers' logits for it.
 Families = Callable[[str], tuple[pathlib.Path, Oracle]]
+# The same for a format of packed weights, of a dense model or of that family.
+Formats = Callable[..., tuple[pathlib.Path, Oracle]]
 MakeRig = Callable[..., Rig]
 # A base checkpoint of that format ("": plain), its adapters, and the oracle of each.
 Adapted = Callable[[str], tuple[pathlib.Path, tuple[AdapterFolder, ...], dict[str, Oracle]]]
@@ -65,12 +67,13 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
 
 
 @pytest.fixture(scope="session")
-def formats(tmp_path_factory: pytest.TempPathFactory) -> Families:
+def formats(tmp_path_factory: pytest.TempPathFactory) -> Formats:
     """Folders of packed checkpoints; the oracle has the weights that they stand for."""
-    checkpoint = write_checkpoint(tmp_path_factory.mktemp("model"), TinyModel(intermediate=384))
 
     @functools.cache
-    def made(name: str) -> tuple[pathlib.Path, Oracle]:
+    def made(name: str, family: str = "") -> tuple[pathlib.Path, Oracle]:
+        model = FAMILIES[family] if family else TinyModel(intermediate=384)
+        checkpoint = write_checkpoint(tmp_path_factory.mktemp("model"), model)
         target = tmp_path_factory.mktemp("format")
         packed, plain = quantise(checkpoint, target, FORMATS[name])
         return packed, oracle_of(plain)

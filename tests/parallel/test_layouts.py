@@ -23,6 +23,7 @@ CUT, WRONG = (pathlib.Path(__file__).parent / name for name in ("cut.py", "wrong
 
 Oracle = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
 Families = Callable[[str], tuple[pathlib.Path, Oracle]]
+Formats = Callable[..., tuple[pathlib.Path, Oracle]]
 Adapted = Callable[[str], tuple[pathlib.Path, tuple[AdapterFolder, ...], dict[str, Oracle]]]
 MakeRig = Callable[..., Rig]
 
@@ -190,7 +191,7 @@ def test_each_family_matches_transformers_in_shards_stages_and_groups(
 )
 @pytest.mark.parametrize("tp, spp, kvp", [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
 def test_packed_weights_match_transformers_on_the_dequantised_in_each_layout(
-    make_rig: MakeRig, formats: Families, name: str, tp: int, spp: int, kvp: int
+    make_rig: MakeRig, formats: Formats, name: str, tp: int, spp: int, kvp: int
 ) -> None:
     folder, oracle = formats(name)
     rig = make_rig(tp, spp, kvp, checkpoint=str(folder))
@@ -228,10 +229,10 @@ def test_latents_through_a_gpus_calls_and_pieces_match_transformers(
     assert not rig.failed
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq"])
+@pytest.mark.parametrize("name", ["awq", "gptq", "fp8, blocks", "fp8, narrow blocks"])
 @pytest.mark.parametrize("tp, spp, kvp", [(2, 1, 2), (1, 2, 2)])
 def test_weights_that_stay_packed_match_transformers_in_each_layout(
-    make_rig: MakeRig, formats: Families, name: str, tp: int, spp: int, kvp: int
+    make_rig: MakeRig, formats: Formats, name: str, tp: int, spp: int, kvp: int
 ) -> None:
     folder, oracle = formats(name)
     rig = make_rig(tp, spp, kvp, checkpoint=str(folder), packed_weights=True)
@@ -240,6 +241,42 @@ def test_weights_that_stay_packed_match_transformers_in_each_layout(
     driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1)
     assert differences(play(driver, kvp, 400, seed=tp + 10 * spp), oracle) == []
     assert all_free(driver) and not rig.failed
+
+
+@pytest.mark.parametrize(
+    "family, tp, spp, kvp",
+    [("qwen3_moe", 2, 2, 1), ("qwen3_moe", 4, 1, 1), ("deepseek_v3", 2, 1, 2)],
+)
+def test_experts_and_latents_that_stay_fp8_match_transformers(
+    make_rig: MakeRig, formats: Formats, family: str, tp: int, spp: int, kvp: int
+) -> None:
+    folder, oracle = formats("fp8, narrow blocks", family)
+    rig = make_rig(tp, spp, kvp, checkpoint=str(folder), packed_weights=True)
+    rig.start(range(kvp))
+    rig.form(1, tuple(range(kvp)))
+    driver = Driver(rig, PAGE_TOKENS, PAGES, generation=1)
+    assert differences(play(driver, kvp, 400, seed=tp + 10 * spp), oracle) == []
+    assert all_free(driver) and not rig.failed
+
+
+def test_shards_with_fp8_weights_replay_graphs(make_rig: MakeRig, formats: Formats) -> None:
+    folder, oracle = formats("fp8, narrow blocks")
+    rig = make_rig(2, 1, 1, checkpoint=str(folder), packed_weights=True, change=f"{CUT}:in_graphs")
+    rig.start(range(1))
+    rig.form(1, (0,))
+    runs = play(Driver(rig, PAGE_TOKENS, PAGES, generation=1), 1, 300, seed=1)
+    assert differences(runs, oracle) == []
+    assert not rig.failed
+
+
+@pytest.mark.parametrize("mutant", ["scales_from_the_next_block", "cuts_scales_at_the_first_shard"])
+def test_a_wrong_scale_is_found(make_rig: MakeRig, formats: Formats, mutant: str) -> None:
+    folder, oracle = formats("fp8, narrow blocks")
+    rig = make_rig(2, 1, 1, checkpoint=str(folder), packed_weights=True, change=f"{WRONG}:{mutant}")
+    rig.start(range(1))
+    rig.form(1, (0,))
+    runs = play(Driver(rig, PAGE_TOKENS, PAGES, generation=1), 1, 300, seed=1)
+    assert differences(runs, oracle) != []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from medha_worker import engine, inputs, sequences
 from medha_worker.attention.kernel_interface import Partial
-from medha_worker.model import low_rank
+from medha_worker.model import low_rank, packed_weights
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel import kvp
 from medha_worker.sequences import PageTable
@@ -102,3 +102,29 @@ def takes_the_adapter_of_the_first_stage() -> None:
         return right(lora, config, range(len(layers)), *rest)
 
     setattr(engine, "load_adapter", loaded)  # noqa: B010
+
+
+def scales_from_the_next_block() -> None:
+    """Multiply each output by the scale of the block after its own."""
+    right = packed_weights.Fp8Weight.parts
+
+    def parts(self, cut):  # type: ignore[no-untyped-def]
+        own = right(self, cut)
+        of_output = (own.of_output + 1) % len(own.scales)
+        return packed_weights.Fp8Parts(own.numbers, own.scales, of_output)
+
+    packed_weights.Fp8Weight.parts = parts  # type: ignore[method-assign]
+
+
+def cuts_scales_at_the_first_shard() -> None:
+    """Take the scales of a shard's inputs from those of the first shard."""
+    right = packed_weights.Fp8Weight.parts
+
+    def parts(self, cut):  # type: ignore[no-untyped-def]
+        outputs, inputs = cut
+        own, width = right(self, cut), inputs.stop - inputs.start
+        first = right(self, (outputs, slice(0, width))).scales
+        scales = first.repeat_interleave(width // first.shape[1], dim=1)
+        return packed_weights.Fp8Parts(own.numbers, scales, own.of_output)
+
+    packed_weights.Fp8Weight.parts = parts  # type: ignore[method-assign]

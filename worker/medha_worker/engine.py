@@ -166,7 +166,7 @@ class RankEngine:
         )
         stage: Decoder | PiecewiseGraphs = model
         on_gpu_kernels = isinstance(attention, PagedAttention | LatentPagedAttention)
-        if on_gpu_kernels and not config.deterministic:
+        if on_gpu_kernels and not config.deterministic and self.weights.on_device:
             record = CudaGraphRecorder(tp)
             if isinstance(attention, PagedAttention):
                 inputs.choose = self._graphs(model, attention, inputs, record).choose

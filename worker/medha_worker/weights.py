@@ -28,11 +28,13 @@ from medha.topology import check_tp, kv_heads_of
 from medha_worker.attention.fp8_scales import Scales, of_layer
 from medha_worker.model.dummy import DummyCheckpoint
 from medha_worker.model.experts import Experts
-from medha_worker.model.int4_linear import Int4Linear, int4_linear
+from medha_worker.model.fp8_linear import Scratch, fp8_linear
+from medha_worker.model.int4_linear import int4_linear
 from medha_worker.model.latent_projections import LatentProjections
 from medha_worker.model.layers import GatedMlp, Mlp, Projection, linear
 from medha_worker.model.packed_weights import (
     FLOATS,
+    Fp8Parts,
     Fp8Weight,
     Int4Parts,
     Int4Weight,
@@ -87,6 +89,12 @@ class Weights:
     def at(self) -> torch.device:
         """The device of the weights."""
         return self.layers[0].attention_norm.device
+
+    @property
+    def on_device(self) -> bool:
+        """True if the host needs no numbers of the device, so that CUDA graphs hold the layers."""
+        mlps = [layer.mlp for layer in self.layers]
+        return all(mlp.on_device for mlp in mlps if isinstance(mlp, Experts))
 
 
 def in_blocks(held: Weights, rows: int) -> Weights:
@@ -207,13 +215,14 @@ def load(
 ) -> Weights:
     """Load the weights of `layers` for shard `shard` of `tp`, in `dtype` on `device`.
 
-    `packed`: 4-bit weights stay so; `check_packed` says for which models and layouts.
+    `packed`: FP8 and 4-bit weights stay so; `check_packed` says for which models and layouts.
     `progress(done_bytes, total_bytes)` is called as tensors arrive. Raises CheckpointError, or
     SpecError if `tp` does not divide the model.
     """
     check_tp(tp, config.heads, config.kv_heads, config.divided_width)
     loader = _Loader(checkpoint, config, layers, shard, tp, dtype, progress, device)
-    loader.packed = packed
+    if packed:
+        loader.scratch = Scratch(dtype, device)
     return loader.load()
 
 
@@ -261,7 +270,8 @@ class _Loader:
         self.q_rows = self._of_heads(D)
         self.kv_rows = range(kv.start * D, kv.stop * D)
         self.vocab_rows = -(-config.vocab // tp)
-        self.packed = False
+        # Of packed weights; None: weights are dequantised.
+        self.scratch: Scratch | None = None
         self.done_bytes = 0
         self._lock = threading.Lock()
         self.total_bytes = self._total_bytes()
@@ -314,8 +324,7 @@ class _Loader:
         return LayerWeights(
             attention_norm=self._vector(prefix + "input_layernorm.weight"),
             qkv=qkv,
-            out=self._kept_row(attention + "o_proj", q_all, out_rows, c.out_bias)
-            or self._row(attention + "o_proj", q_all, out_rows, c.out_bias),
+            out=self._row(attention + "o_proj", q_all, out_rows, c.out_bias),
             mlp_norm=self._vector(prefix + "post_attention_layernorm.weight"),
             mlp=self._experts(mlp, experts) if experts else self._mlp(mlp, c.intermediate),
             head_norms=self._head_norms(attention) if c.head_norms else None,
@@ -331,8 +340,7 @@ class _Loader:
             (attention + "v_proj", kv_all, self.kv_rows),
         ]
         turned = [lambda own: interleaved(own, D)] * 2
-        kept = self._kept_columns(parts, c.qkv_bias, turned)
-        return kept or self._columns(parts, c.qkv_bias, turned=turned)
+        return self._columns(parts, c.qkv_bias, turned=turned)
 
     def _first_product(self, attention: str, latent: LatentAttention) -> Projection:
         """Load the projections to queries or their latents, and to the token's latent and key."""
@@ -373,11 +381,10 @@ class _Loader:
 
     def _mlp(self, prefix: str, width: int) -> GatedMlp:
         """Load the slice of an MLP of `width`."""
-        share, biased = self._share(width), self.config.mlp_bias
-        gate_up, name = self._gate_up(prefix, width), prefix + "down_proj"
+        biased = self.config.mlp_bias
         return GatedMlp(
-            self._kept_columns(gate_up, biased) or self._columns(gate_up, biased),
-            self._kept_row(name, width, share, biased) or self._row(name, width, share, biased),
+            self._columns(self._gate_up(prefix, width), biased),
+            self._row(prefix + "down_proj", width, self._share(width), biased),
         )
 
     def _gate_up(self, prefix: str, width: int) -> list[Outputs]:
@@ -432,7 +439,11 @@ class _Loader:
 
         Rows of part i are ordered by `turned[i]`, if given.
         """
-        inputs, dtype = inputs or self.config.hidden, dtype or self.dtype
+        inputs = inputs or self.config.hidden
+        kept = None if dtype else self._kept_columns(parts, biased, turned, inputs)
+        if kept is not None:
+            return kept
+        dtype = dtype or self.dtype
         width = sum(len(rows) for _, _, rows in parts)
         weight = torch.empty(width, inputs, dtype=dtype, device=self.device)
         at = 0
@@ -457,44 +468,43 @@ class _Loader:
     def _row(self, name: str, inputs: int, columns: range, biased: bool) -> Projection:
         """Load a row-parallel projection: input columns `columns`; its bias is added once, on
         shard 0."""
-        outputs = range(self.config.hidden)
-        part = self._weight(name, (self.config.hidden, inputs), outputs, columns)
-        bias = self._row_bias(name, biased)
+        shape = (self.config.hidden, inputs)
+        bias = self._vector(name + ".bias") if biased and self.shard == 0 else None
+        kept = self._kept(name, shape)
+        if kept is not None:
+            cut = slice(0, self.config.hidden), slice(columns.start, columns.stop)
+            return self._packed_linear([kept.parts(cut)], bias)
+        part = self._weight(name, shape, range(self.config.hidden), columns)
         return linear(part.to(self.dtype), bias)
 
-    def _row_bias(self, name: str, biased: bool) -> torch.Tensor | None:
-        return self._vector(name + ".bias") if biased and self.shard == 0 else None
-
     def _kept_columns(
-        self, parts: list[Outputs], biased: bool, turned: Sequence[Turn] = ()
-    ) -> Int4Linear | None:
+        self, parts: list[Outputs], biased: bool, turned: Sequence[Turn], inputs: int
+    ) -> Projection | None:
         """Load column-parallel projections whose weights stay packed; None if they do not."""
-        inputs = self.config.hidden
         weights = [self._kept(name, (outputs, inputs)) for name, outputs, _ in parts]
-        own: list[Int4Parts] = []
+        own: list[Fp8Parts | Int4Parts] = []
         for number, (weight, (_, _, rows)) in enumerate(zip(weights, parts, strict=True)):
             if weight is None:
                 return None
             part = weight.parts((slice(rows.start, rows.stop), slice(0, inputs)))
             own.append(part.by_output(turned[number]) if number < len(turned) else part)
-        bias = self._column_bias(parts, turned) if biased else None
-        return int4_linear(own, self.dtype, bias)
+        return self._packed_linear(own, self._column_bias(parts, turned) if biased else None)
 
-    def _kept_row(self, name: str, inputs: int, columns: range, biased: bool) -> Int4Linear | None:
-        """Load a row-parallel projection whose weights stay packed; None if they do not."""
-        outputs = self.config.hidden
-        weight = self._kept(name, (outputs, inputs))
-        if weight is None:
-            return None
-        own = weight.parts((slice(0, outputs), slice(columns.start, columns.stop)))
-        return int4_linear([own], self.dtype, self._row_bias(name, biased))
+    def _packed_linear(
+        self, parts: Sequence[Fp8Parts | Int4Parts], bias: torch.Tensor | None
+    ) -> Projection:
+        """Return projections of one format side by side."""
+        assert self.scratch is not None
+        narrow = [part for part in parts if isinstance(part, Int4Parts)]
+        if narrow:
+            return int4_linear(narrow, self.dtype, bias)
+        own = [part for part in parts if isinstance(part, Fp8Parts)]
+        return fp8_linear(own, self.scratch, bias)
 
-    def _kept(self, name: str, shape: tuple[int, int]) -> Int4Weight | None:
+    def _kept(self, name: str, shape: tuple[int, int]) -> Fp8Weight | Int4Weight | None:
         """Return a projection's weight if it stays packed."""
-        weight = self._packed(name, shape) if self.packed else None
-        if not isinstance(weight, Int4Weight):
-            return None
-        if not weight.in_order:
+        weight = None if self.scratch is None else self._packed(name, shape)
+        if isinstance(weight, Int4Weight) and not weight.in_order:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: {name}.g_idx orders inputs, though config.json does not"
                 " say desc_act: such weights cannot stay packed; set spec.engine.packedWeights to"

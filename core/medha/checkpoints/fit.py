@@ -163,10 +163,14 @@ def check_packed(model: DecoderConfig, config: WorkerConfig) -> None:
     packing = model.quantization
     if not config.packed_weights:
         return
-    if packing is None or packing.method == "fp8":
-        _refuse_packed("needs 4-bit weights (awq, gptq), which the checkpoint does not have")
+    if packing is None:
+        _refuse_packed("needs FP8 or 4-bit weights, which the checkpoint does not have")
+    if config.dummy_weights:
+        _refuse_packed("needs a checkpoint's weights, as random ones (--dummy-weights) are plain")
+    if packing.method == "fp8":
+        return
     if model.experts is not None or model.latent is not None:
-        _refuse_packed("needs a model without experts and latent attention")
+        _refuse_packed("needs a model without experts and latent attention, or FP8 weights")
     if packing.ordered or packing.group not in PACKED_GROUPS:
         _refuse_packed(
             f"needs groups of {', '.join(map(str, PACKED_GROUPS))} neighbouring inputs (group_size,"

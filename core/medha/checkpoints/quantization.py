@@ -40,7 +40,11 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         return 1.0 if self.method == "fp8" else 0.5
 
     def held_bytes(self, scalar_bytes: float) -> float:
-        """Bytes of a weight that stays packed in memory, with its share of a scale and a zero."""
+        """Bytes of a weight that stays packed in memory, with its share of a scale and a zero; FP8
+        scales are float32, those of outputs and tensors not counted."""
+        if self.method == "fp8":
+            shared = 4.0 / (self.block[0] * self.block[1]) if self.block else 0.0
+            return self.stored_bytes + shared
         return self.stored_bytes + 2.0 * scalar_bytes / self.group
 
 

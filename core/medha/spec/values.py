@@ -342,8 +342,9 @@ class EngineSpec(SpecSection, frozen=True):
     """Deterministic: the same prompt gives the same bits whatever it is batched with, at some
     cost."""
     packed_weights: Switch = "Disabled"
-    """4-bit weights (AWQ, GPTQ) that stay packed in memory: 27 % of the memory, faster decodes,
-    slower prefills. Needs groups of 32 to 256 inputs without desc_act; use bfloat16."""
+    """Weights that stay packed in memory, of bfloat16's: FP8 half, 4 bits (AWQ, GPTQ) 27 %. FP8 is
+    dequantised at each use, which takes time. 4 bits: faster decodes, slower prefills; need a dense
+    model and groups of 32 to 256 inputs without desc_act."""
     checked_transfers: Switch = "Enabled"
     """Whether pages that moved between ranks are compared with their digests before use."""
     standby_ranks: Switch = "Enabled"

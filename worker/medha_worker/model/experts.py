@@ -14,17 +14,20 @@ of a dense MLP. With whole experts per shard, a batch would take as long as its 
 A row's result depends on no other row: each product is of one row with one expert, and a row's
 experts are added in ascending order. The rows of an expert are computed together (`_by_expert`), or
 all of a layer in one grouped product that needs no numbers on the host, so that CUDA graphs hold it
-(`_grouped`).
+(`_grouped`). Weights that stay FP8 are dequantised for a few selected experts at a time
+(`_in_tiles`), whose numbers the host needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 from torch.nn import functional
 
 from medha.checkpoints.routed_experts import RoutedExperts
+from medha_worker.model.fp8_linear import Fp8Linear, Fp8Stack
 from medha_worker.model.layers import Arithmetic, GatedMlp, Linear, Projection
 
 
@@ -35,7 +38,7 @@ class Experts:
     `router` [hidden, experts]; `gate_up` and `down`: of each expert, as in a GatedMlp. `bias`
     [experts] float32: see RoutedExperts. `shared`: the MLP of all rows. `stacked`, only where
     products are grouped: the same weights as [experts, hidden, 2·intermediate] and [experts,
-    intermediate, hidden].
+    intermediate, hidden]; `packed`: the same of weights that stay FP8.
     """
 
     router: Projection
@@ -45,11 +48,21 @@ class Experts:
     bias: torch.Tensor | None = None
     shared: GatedMlp | None = None
     stacked: tuple[torch.Tensor, torch.Tensor] | None = None
+    packed: tuple[Fp8Stack, Fp8Stack] | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """True if the host needs no numbers of the device, so that CUDA graphs hold the layer."""
+        return self.stacked is not None
 
     def __call__(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         weights, selected = self.route(x)
         order = selected.flatten().argsort(stable=True)  # by expert, then by row
-        compute = self._by_expert if self.stacked is None else self._grouped
+        compute = self._by_expert
+        if self.stacked is not None:
+            compute = self._grouped
+        elif self.packed is not None:
+            compute = self._in_tiles
         out = compute(x, weights, selected, order, arithmetic)
         if self.shared is not None:
             self.shared.onto(x, out, arithmetic)
@@ -67,10 +80,22 @@ class Experts:
             down=tuple(linear.in_blocks(rows) for linear in self.down),
             shared=None if self.shared is None else self.shared.in_blocks(rows),
             stacked=None,
+            packed=None,
         )
 
     def grouped(self) -> Experts:
         """Return experts whose products are grouped, over one copy of the weights."""
+        both = (self.gate_up, self.down)
+        kept = [[own for own in side if isinstance(own, Fp8Linear)] for side in both]
+        if [len(side) for side in kept] == [len(side) for side in both]:
+            into, out_of = map(Fp8Stack.of, kept)
+            numbers = range(len(self.down))
+            return dataclasses.replace(
+                self,
+                gate_up=tuple(into[number] for number in numbers),
+                down=tuple(out_of[number] for number in numbers),
+                packed=(into, out_of),
+            )
         gate_up = torch.stack([linear.by_output() for linear in self.gate_up])
         down = torch.stack([linear.by_output() for linear in self.down])
         return dataclasses.replace(
@@ -151,6 +176,41 @@ class Experts:
         ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
         both = functional.grouped_mm(x[order // self.routing.per_token], gate_up, offs=ends)
         product = functional.grouped_mm(arithmetic.activated(both), down, offs=ends)
+        return self._by_row(product, weights, selected, order)
+
+    def _in_tiles(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        selected: torch.Tensor,
+        order: torch.Tensor,
+        arithmetic: Arithmetic,
+    ) -> torch.Tensor:
+        """Compute the rows of a few experts in a grouped product, then those of the next few."""
+        assert self.packed is not None
+        into, out_of = self.packed
+        counts = selected.flatten().bincount(minlength=len(self.down)).tolist()
+        chosen = [number for number, count in enumerate(counts) if count]
+        rows = torch.split(order // self.routing.per_token, [counts[n] for n in chosen])
+        size, parts = min(into.at_once, out_of.at_once), []
+        for first in range(0, len(chosen), size):
+            tile = chosen[first : first + size]
+            ends = list(itertools.accumulate(counts[number] for number in tile))
+            offs = torch.tensor(ends, dtype=torch.int32, device=x.device)
+            own = x.index_select(0, torch.cat(rows[first : first + size]))
+            both = functional.grouped_mm(own, into.dequantised(tile), offs=offs)
+            inner = arithmetic.activated(both)
+            parts.append(functional.grouped_mm(inner, out_of.dequantised(tile), offs=offs))
+        return self._by_row(torch.cat(parts), weights, selected, order)
+
+    def _by_row(
+        self,
+        product: torch.Tensor,
+        weights: torch.Tensor,
+        selected: torch.Tensor,
+        order: torch.Tensor,
+    ) -> torch.Tensor:
+        """Add each row's results, from `product` by expert."""
         by_row = torch.empty_like(product).index_copy_(0, order, product)
         by_row = by_row.view(*selected.shape, -1)
         return by_row.mul_(weights.unsqueeze(2)).sum(1)

@@ -19,7 +19,7 @@ from medha_worker.model.rope import rotate
 
 
 class Projection(Protocol):
-    """x·W + b: a Linear, a OneDnnLinear, or an Int4Linear, whose weights are packed."""
+    """x·W + b: a Linear, a OneDnnLinear, or with packed weights an Fp8Linear or an Int4Linear."""
 
     @property
     def bias(self) -> torch.Tensor | None: ...

@@ -14,6 +14,7 @@ together are the same weights as in one piece, bit by bit. Products are float32,
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -59,6 +60,29 @@ def packed_weight(
     return Int4Weight(files, name, shape, packing, place)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fp8Parts:
+    """FP8 weights, not yet multiplied: `numbers` [outputs, inputs], and `scales` [blocks, parts] of
+    equal parts of the inputs; `of_output` [outputs]: the block of each output.
+
+    If a cut begins or ends inside a block, parts of inputs are as narrow as both allow.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    of_output: torch.Tensor
+
+    def by_output(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Fp8Parts:
+        """Return the weights with their outputs reordered by `change`."""
+        return Fp8Parts(change(self.numbers), self.scales, change(self.of_output))
+
+    def dequantised(self) -> torch.Tensor:
+        weight, (_, parts) = self.numbers.float(), self.scales.shape
+        by_part = weight.view(len(weight), parts, -1)
+        by_part.mul_(self.scales.index_select(0, self.of_output).unsqueeze(2))
+        return weight
+
+
 class Fp8Weight:
     """An FP8 weight, and the scales of its blocks; without blocks, of the tensor or its outputs."""
 
@@ -84,12 +108,23 @@ class Fp8Weight:
 
     def __getitem__(self, cut: Cut) -> torch.Tensor:
         """Return a part in float32, on the device."""
-        weight = self._place(self._weight[cut]).float()
-        scales = self._scales.to(weight.device).float()
-        for axis, (part, size) in enumerate(zip(cut, self._block, strict=True)):
-            blocks = torch.arange(part.start, part.stop, device=weight.device) // size
-            scales = scales.index_select(axis, blocks)
-        return weight.mul_(scales)
+        return self.parts(cut).dequantised()
+
+    def parts(self, cut: Cut) -> Fp8Parts:
+        """Return a part, not yet multiplied."""
+        outputs, inputs = cut
+        rows, columns = self._block
+        numbers = self._place(self._weight[cut])
+        step = inputs.stop - inputs.start
+        if inputs.start // columns != (inputs.stop - 1) // columns:
+            step = math.gcd(inputs.start, inputs.stop, columns)
+        of_input = torch.arange(inputs.start, inputs.stop, step) // columns
+        of_output = torch.arange(outputs.start, outputs.stop, dtype=torch.int32) // rows
+        first, last = int(of_output[0]), int(of_output[-1])
+        scales = self._scales[first : last + 1].float().index_select(1, of_input)
+        return Fp8Parts(
+            numbers, scales.to(numbers.device), of_output.sub_(first).to(numbers.device)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
