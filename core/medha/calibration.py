@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.model import ModelShape
-from medha.predictor import Costs, Predictor
+from medha.predictor import Costs, Predictor, all_reduce_share
 from medha.profile import CPU_CORE, Profile
 from medha.topology import Topology
 
@@ -40,6 +40,8 @@ Floats = npt.NDArray[np.float64]
 
 Entries = tuple[tuple[int, int, bool], ...]
 K = TypeVar("K", bound=Hashable)
+ExchangeKind = Literal["all-reduce", "point-to-point"]
+EXCHANGES: tuple[ExchangeKind, ...] = ("all-reduce", "point-to-point")
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,6 +66,25 @@ class Operator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: int
     keys: int = 0
     tp: int = 1
+
+
+class TimedExchange(msgspec.Struct, frozen=True):
+    """Seconds of an exchange of a tensor: summed over `ranks`, or sent from one to another.
+
+    `unseen`: for validation only.
+    """
+
+    kind: ExchangeKind
+    ranks: int
+    size_bytes: int
+    seconds: float
+    unseen: bool = False
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes that a rank sends, as the predictor's law counts them."""
+        share = all_reduce_share(self.ranks) if self.kind == "all-reduce" else 1.0
+        return share * self.size_bytes
 
 
 def operator_s(operator: Operator, costs: Costs) -> float:
@@ -130,6 +151,59 @@ def fit(
         valid_keys=max(keys),
         error=float(np.sqrt(np.mean(residual[: len(batches)] ** 2))),
     )
+
+
+class Link(msgspec.Struct, frozen=True):
+    """Law of an exchange: `latency_s` + bytes / `bytes_per_s`. `errors`: relative, of sizes that
+    the fit has not seen."""
+
+    kind: ExchangeKind
+    ranks: int
+    latency_s: float
+    bytes_per_s: float
+    errors: tuple[float, ...]
+
+
+def fit_link(exchanges: Sequence[TimedExchange]) -> Link:
+    """Fit the law of one kind of exchange by least squares of relative errors.
+
+    Huber's weights, recomputed in each round, bound the influence of sizes that miss the law.
+    """
+    moved = np.array([own.moved_bytes for own in exchanges])
+    took = np.array([own.seconds for own in exchanges])
+    seen = np.array([not own.unseen for own in exchanges])
+    rows: Floats = np.stack((1.0 / took, moved / took), axis=1)
+    weight: Floats = np.ones(int(seen.sum()))
+    law = _positive_law(rows[seen], weight)
+    for _ in range(20):
+        law = _positive_law(rows[seen], weight)
+        weight[:] = NOISE / np.maximum(np.abs(rows[seen] @ law - 1.0), NOISE)
+    errors = rows[~seen] @ law - 1.0
+    first = exchanges[0]
+    return Link(first.kind, first.ranks, float(law[0]), float(1.0 / law[1]), tuple(errors.tolist()))
+
+
+def _positive_law(rows: Floats, weight: Floats) -> Floats:
+    """Return (seconds, seconds per byte) that minimise Σ weight · (rows · law − 1)²; the first is
+    at least 0, the second above it."""
+    root = np.sqrt(weight)
+    law: Floats = np.linalg.lstsq(rows * root[:, None], root, rcond=None)[0].astype(np.float64)
+    if law[0] >= 0.0 and law[1] > 0.0:
+        return law
+    alone = 0 if law[1] <= 0.0 else 1
+    column = rows[:, alone]
+    only = np.array([0.0, 1e-15])
+    only[alone] = float((weight * column).sum() / (weight * column * column).sum())
+    return only
+
+
+def with_links(profile: Profile, links: Iterable[Link]) -> Profile:
+    """Return the profile with measured exchanges in the place of its own."""
+    for link in links:
+        field = "all_reduce" if link.kind == "all-reduce" else "p2p"
+        values = {f"{field}_latency_s": link.latency_s, f"{field}_bytes_per_s": link.bytes_per_s}
+        profile = msgspec.structs.replace(profile, **values)
+    return profile
 
 
 def misses(

@@ -84,6 +84,14 @@ def plan_for(shape: ModelShape, bounds: Bounds) -> MeasurementPlan:
     )
 
 
+def exchange_sizes(largest_bytes: int) -> Iterator[tuple[int, bool]]:
+    """Yield the bytes of exchanged tensors, and whether the fit must not see them."""
+    for size in _powers(4 << 10, largest_bytes):
+        yield size, False
+        if 3 * size // 2 < largest_bytes:
+            yield 3 * size // 2, True
+
+
 def _operators(shape: ModelShape, bounds: Bounds) -> Iterator[Operator]:
     rows = _powers(1, bounds.rows)
     for count in rows:

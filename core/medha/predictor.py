@@ -256,6 +256,12 @@ def _attention_products(
     )
 
 
+def all_reduce_share(ranks: int) -> float:
+    """Return the part of a tensor that each rank sends to sum it over all: in a ring, twice all but
+    its own part."""
+    return 2.0 * (ranks - 1) / ranks
+
+
 class Costs:
     """Seconds per unit of work of one rank: a profile applied to a shape and a topology."""
 
@@ -308,9 +314,10 @@ class Costs:
         self.windowed, self.window = shape.windowed_share, shape.window_tokens
 
         row_bytes = shape.hidden * activation
-        ring = 2.0 * (tp - 1) / tp
         self.all_reduce_s = 2.0 * profile.all_reduce_latency_s if tp > 1 else 0.0
-        self.all_reduce_row = 2.0 * ring * row_bytes / profile.all_reduce_bytes_per_s
+        self.all_reduce_row = (
+            2.0 * all_reduce_share(tp) * row_bytes / profile.all_reduce_bytes_per_s
+        )
         piped = topology.spp > 1
         self.p2p_s = profile.p2p_latency_s if piped else 0.0
         self.p2p_row = row_bytes / profile.p2p_bytes_per_s if piped else 0.0

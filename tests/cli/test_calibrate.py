@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from medha.profile import decode
+from medha.profile import CPU_CORE, decode
 from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 SMALL = ("--rows", "64", "--keys", "1024", "--page-tokens", "16", "--seconds", "1")
@@ -40,11 +40,16 @@ def test_a_profile_is_written_and_judged_by_batches_not_fitted(
     config: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     out = tmp_path / "here.json"
-    done = calibrate(config, "--out", out, "--name", "here", "--tolerance", 1e6, *SMALL)
+    few = ("--ranks", 2, *SMALL)
+    done = calibrate(config, "--out", out, "--name", "here", "--tolerance", 1e6, *few)
     assert done.returncode == 0, done.stderr
     profile = decode(out.read_bytes())
     assert profile.name == "here" and profile.error > 0
     assert profile.valid_rows == 64 and profile.valid_keys >= 1024
+    assert profile.all_reduce_bytes_per_s != CPU_CORE.all_reduce_bytes_per_s
+    assert profile.p2p_latency_s != CPU_CORE.p2p_latency_s
+    assert profile.kvp_bytes_per_s == CPU_CORE.kvp_bytes_per_s
+    assert "all-reduce of 2 ranks" in done.stdout and "point-to-point of 2" in done.stdout
     for word in ("GFLOP/s", "GB/s", "decodes over", "p50", "p95", "unseen", str(out)):
         assert word in done.stdout
 
@@ -53,9 +58,12 @@ def test_a_profile_that_misses_the_tolerance_is_written_with_status_one(
     config: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     out = tmp_path / "rough.json"
-    done = calibrate(config, "--out", out, "--tolerance", 0.001, *SMALL)
+    done = calibrate(config, "--out", out, "--tolerance", 0.001, "--ranks", 1, *SMALL)
     assert done.returncode == 1 and "NOT within --tolerance 0.1 %" in done.stdout
-    assert decode(out.read_bytes()).linear_flops_per_s > 0
+    profile = decode(out.read_bytes())
+    assert profile.linear_flops_per_s > 0
+    assert profile.all_reduce_latency_s == CPU_CORE.all_reduce_latency_s
+    assert "one rank here" in done.stdout
 
 
 @pytest.mark.parametrize(

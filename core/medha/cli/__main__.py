@@ -206,6 +206,9 @@ def run_calibrate(
     tolerance: Annotated[
         float, typer.Option(min=0.001, help="maximum error of 95 % of unseen batches")
     ] = 0.08,
+    ranks: Annotated[
+        int, typer.Option(min=0, help="that exchange tensors; 0: all GPUs, or two cores")
+    ] = 0,
 ) -> None:
     """Measure this machine, fit a profile, and report its prediction error."""
     from medha.cli.calibrate import CalibrateOptions, calibrate
@@ -222,6 +225,7 @@ def run_calibrate(
         page_tokens=page_tokens,
         seconds=seconds,
         tolerance=tolerance,
+        ranks=ranks,
     )
     if not calibrate(options, Console(stderr=True), Console()):
         raise typer.Exit(1)

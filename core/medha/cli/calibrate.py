@@ -2,7 +2,9 @@
 
 The process with the device follows the plan of `medha.measurement_plan` and reports on stdout. This
 process shows the progress, fits a profile, and compares predicted with measured times of mixed
-batches that the fit did not use. The profile is one JSON file, with its measured range.
+batches that the fit did not use. Then several ranks exchange tensors, if this machine has several
+GPUs or cores, and the profile's collectives are fitted to that. The profile is one JSON file, with
+its measured range.
 """
 
 from __future__ import annotations
@@ -20,7 +22,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from medha.calibration import Entries, Operator, Sample, fit, misses
+from medha.calibration import (
+    EXCHANGES,
+    Entries,
+    Link,
+    Operator,
+    Sample,
+    TimedExchange,
+    fit,
+    fit_link,
+    misses,
+    with_links,
+)
 from medha.errors import EngineError, SetupError, SpecError
 from medha.measurement_plan import Begun, Chunks, Measured, MeasurementMessage, Rounds
 from medha.model import ModelShape, pairs
@@ -44,6 +57,7 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int = 64
     seconds: float = 60.0
     tolerance: float = 0.08
+    ranks: int = 0
 
 
 class Figures(msgspec.Struct, kw_only=True):
@@ -79,13 +93,16 @@ def calibrate(options: CalibrateOptions, progress: Console, console: Console) ->
     """Measure, fit, write and report; returns True if the error is within the tolerance."""
     check(options)
     figures = _measured(options, progress)
+    links = _links(options)
     shape, guess = figures.begun.shape, guess_for(options.device)
     name = options.name or re.sub(r"[^a-z0-9]+", "-", figures.begun.machine.lower()).strip("-")
     fitted = fit(figures.batches, shape, Topology(), guess, name, figures.operators)
     judged = misses(fitted, figures.unseen, shape, Topology())
     errors = np.abs([miss for _, miss in judged])
     profile = msgspec.structs.replace(
-        fitted, error=float(np.sqrt(np.mean(errors**2))), chunk_kernels=figures.chunk_kernels
+        with_links(fitted, links),
+        error=float(np.sqrt(np.mean(errors**2))),
+        chunk_kernels=figures.chunk_kernels,
     )
     try:
         options.out.write_bytes(encode(profile) + b"\n")
@@ -94,6 +111,7 @@ def calibrate(options: CalibrateOptions, progress: Console, console: Console) ->
             "--out", str(options.out), f"must be writable ({error.strerror})", "name another file"
         ) from None
     _show(options, figures, profile, judged, console)
+    _show_links(links, console)
     return float(np.quantile(errors, 0.95)) <= options.tolerance
 
 
@@ -161,12 +179,31 @@ def _measured(options: CalibrateOptions, console: Console) -> Figures:
         status = process.wait()
         errors_file.seek(0)
         words = errors_file.read().decode(errors="replace").strip()
+    _check_status(status, words)
+    if figures is None:
+        raise EngineError("the measuring process ended without output")
+    return figures
+
+
+def _check_status(status: int, words: str) -> None:
+    """Raise the error of a measuring process that failed."""
     if status == 2:
         raise SetupError(words.splitlines()[-1] if words else "the measuring process failed")
-    if status or figures is None:
+    if status:
         last = words.splitlines()[-1] if words else "no output"
         raise EngineError(f"the measuring process ended with status {status}: {last}")
-    return figures
+
+
+def _links(options: CalibrateOptions) -> list[Link]:
+    """Measure exchanges of `ranks` processes, and fit their laws; none for a single rank."""
+    argv = [sys.executable, "-m", "medha_worker.parallel.link_profiler"]
+    argv += ["--device", options.device, "--ranks", str(options.ranks)]
+    argv += ["--seconds", str(options.seconds / 6)]
+    done = subprocess.run(argv, capture_output=True, check=False)
+    _check_status(done.returncode, done.stderr.decode(errors="replace").strip())
+    exchanges = [msgspec.json.decode(line, type=TimedExchange) for line in done.stdout.splitlines()]
+    by_kind = ([own for own in exchanges if own.kind == kind] for kind in EXCHANGES)
+    return [fit_link(own) for own in by_kind if own]
 
 
 def _show(
@@ -207,6 +244,20 @@ def _show(
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _show_links(links: Sequence[Link], console: Console) -> None:
+    if not links:
+        console.print("one rank here: exchanges between ranks stay those of the shipped profile")
+    for link in links:
+        p50, worst = np.quantile(np.abs(link.errors), (0.5, 1.0))
+        console.print(
+            f"{link.kind} of {link.ranks} ranks on this machine: {1e6 * link.latency_s:.1f} µs +"
+            f" bytes / {link.bytes_per_s / 1e9:.2f} GB/s; error of {len(link.errors)} unseen sizes:"
+            f" p50 {100 * p50:.0f} %, worst {100 * worst:.0f} %",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _rates(figures: Figures) -> list[str]:
