@@ -10,6 +10,10 @@ all the router's processes, so they hold on a busy machine; times are wall times
 Requests are chats of 1 KB, each another text. Peers are routers that forward HTTP to a worker that
 answers at once; they neither tokenize nor admit. The table has the medians of all rounds.
 
+TTFT ends when the kernel receives the first byte for the client, and is less the median of the same
+client at a worker without a router. On a machine with other programs, run it as
+`chrt -f 1 python -m benchmarks.router`.
+
 Loads are shares of the rate at which 64 connections are served. A core does less at a lower rate:
 code that runs after a pause finds the caches cold, so "cores in use" exceed the share.
 """
@@ -19,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import http.client
 import os
 import pathlib
@@ -127,18 +132,42 @@ class Target:
         return float(self._process.memory_info().rss) / 1e6
 
 
+def _place(cpus: list[int], first: bool) -> None:
+    """Move this process to some cores; under SCHED_FIFO, put it ahead of the client if `first`."""
+    os.sched_setaffinity(0, cpus)
+    if first:
+        _advance(0)
+
+
+def _advance(thread: int) -> None:
+    """Put a thread ahead of the others under SCHED_FIFO."""
+    if os.sched_getscheduler(0) == os.SCHED_FIFO:
+        priority = os.sched_getparam(0).sched_priority + 1
+        os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(priority))
+
+
+def _advance_io(process: int) -> None:
+    """Put the I/O threads of ZeroMQ ahead, which a fair scheduler lets in at once.
+
+    SCHED_FIFO alone lets none in before the event loop and the tokenizers have nothing to do.
+    """
+    for task in pathlib.Path(f"/proc/{process}/task").iterdir():
+        if (task / "comm").read_text().startswith("ZMQbg/IO"):
+            _advance(int(task.name))
+
+
 @contextlib.contextmanager
 def running(
-    command: list[str], cpus: list[int], log: pathlib.Path
+    command: list[str], cpus: list[int], log: pathlib.Path, *, first: bool = False
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process on some cores, and end it with its children."""
+    """Run a process on some cores, ahead of the client if `first`; end it with its children."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
             stdout=out,
             stderr=out,
             cwd=ROOT,
-            preexec_fn=lambda: os.sched_setaffinity(0, cpus),
+            preexec_fn=functools.partial(_place, cpus, first),
         )
         try:
             yield process
@@ -215,26 +244,45 @@ def medha(
     router = [sys.executable, "-m", "medha_router", "--config", str(folder / "router.json")]
     with (
         running(router, USABLE[:processes], folder / "router.log") as process,
-        running([*replica, config.fleet_bind, str(folder)], OTHER_CORES, folder / "replica.log"),
+        running(
+            [*replica, config.fleet_bind, str(folder)],
+            OTHER_CORES,
+            folder / "replica.log",
+            first=True,
+        ),
     ):
         until_open(ops_port, processes, folder / "router.log")
+        _advance_io(process.pid)
+        for child in psutil.Process(process.pid).children():
+            _advance_io(child.pid)
         yield Target(process, port)
+
+
+@contextlib.contextmanager
+def instant_worker() -> Iterator[int]:
+    """Run an HTTP worker that answers at once, where replicas run; yields its port."""
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.router", "--worker", str(port)]
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder, "worker.log")
+        with running(command, OTHER_CORES, log, first=True):
+            until_ready(port, "/health", log)
+            yield port
 
 
 @contextlib.contextmanager
 def peer(command: str, folder: pathlib.Path) -> Iterator[Target]:
     """Run another router with an instant HTTP worker."""
-    port, worker, name = free_port(), free_port(), pathlib.Path(command).name
+    port, name = free_port(), pathlib.Path(command).name
     launch = [command, *(["launch"] if name == "sglang-router" else [])]
     launch += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
-    launch += ["--worker-urls", f"http://127.0.0.1:{worker}", "--log-level", "error"]
-    launch += ["--prometheus-port", str(free_port())]
-    serve = [sys.executable, "-m", "benchmarks.router", "--worker", str(worker)]
+    launch += ["--log-level", "error", "--prometheus-port", str(free_port())]
     with (
-        running(serve, OTHER_CORES, folder / "worker.log"),
-        running(launch, CORE, folder / f"{name}.log") as process,
+        instant_worker() as worker,
+        running(
+            [*launch, "--worker-urls", f"http://127.0.0.1:{worker}"], CORE, folder / f"{name}.log"
+        ) as process,
     ):
-        until_ready(worker, "/health", folder / "worker.log")
         until_ready(port, "/v1/models", folder / f"{name}.log")
         yield Target(process, port)
 
@@ -308,23 +356,27 @@ async def chats(target: Target, texts: Texts, requests: int) -> dict[str, float]
     }
 
 
-async def first_tokens(
+def first_tokens(
     target: Target, texts: Texts, share: float, rate: float, seconds: float
 ) -> dict[str, float]:
-    """TTFT of streamed chats that arrive at random, at a share of the saturated rate."""
+    """TTFT that the router adds to streamed chats, which arrive at a share of the saturated rate.
+
+    The median TTFT of a worker that answers at once, without a router, is subtracted.
+    """
     requests = int(share * rate * seconds)
     bodies = [texts.chat(1024, stream=True) for _ in range(requests)]
-    connections = await connect("127.0.0.1", target.port, 256)
+    with instant_worker() as port:
+        direct = arrive(("127.0.0.1", port), CHAT, bodies, share * rate, 3)
     before, began_s = target.cpu_s(), time.monotonic()
-    replies = await arrive(connections, CHAT, bodies.__getitem__, requests, share * rate, 3)
+    replies = arrive(("127.0.0.1", target.port), CHAT, bodies, share * rate, 3)
     after, took_s = target.cpu_s(), time.monotonic() - began_s
-    for connection in connections:
-        connection.close()
-    first_ms = [1e3 * reply.first_s for reply in _checked(replies, b"quick")]
+    direct_ms = percentile([1e3 * reply.first_s for reply in _checked(direct, b"quick")], 0.5)
+    added_ms = [1e3 * reply.first_s - direct_ms for reply in _checked(replies, b"quick")]
     load = f"at {share:.0%} load"
     return {
-        f"TTFT p50 {load}, ms": percentile(first_ms, 0.5),
-        f"TTFT p99 {load}, ms": percentile(first_ms, 0.99),
+        f"TTFT without a router {load}, ms": direct_ms,
+        f"added TTFT p50 {load}, ms": percentile(added_ms, 0.5),
+        f"added TTFT p99 {load}, ms": percentile(added_ms, 0.99),
         f"cores in use {load}": sum(after[key] - before[key] for key in after) / took_s,
     }
 
@@ -389,7 +441,7 @@ async def measure(target: Target, texts: Texts, scenarios: list[str], requests: 
     if "ttft" in scenarios:
         rate = values.get("requests per second", 500.0)
         for share in (0.25, 0.75):
-            values |= await first_tokens(target, texts, share, rate, 5.0)
+            values |= first_tokens(target, texts, share, rate, 5.0)
     if "stream" in scenarios:
         values |= await streams(target, texts, 2)
     if "long" in scenarios:

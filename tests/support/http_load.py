@@ -1,18 +1,27 @@
-"""HTTP/1.1 clients of little cost: raw requests over kept connections, on one event loop.
+"""HTTP/1.1 clients of little cost: raw requests over kept connections.
 
-closed loop   `saturate`: each connection sends its next request after the last answer
-open loop     `arrive`: requests at Poisson times, each on a free connection
+closed loop   `saturate`: each connection sends its next request after the last answer; asyncio
+open loop     `arrive`: requests at Poisson times, each on a free connection; system calls only
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import random
+import select
+import socket
+import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+
+OPEN_CONNECTIONS = 256
+LAST_REPLY_S = 60.0
+SO_TIMESTAMPNS = 35
+TIMESPEC = struct.Struct("@ll")
 
 Body = Callable[[int], bytes]
 
@@ -82,13 +91,7 @@ class Connection(asyncio.Protocol):
         if not self._first_s and len(self._data) > head + 4:
             self._first_s = time.monotonic()
         top = bytes(self._data[:head]).lower()
-        at = top.find(b"content-length:")
-        if at >= 0:
-            size = int(top[at + 15 :].split(b"\r\n", 1)[0])
-            ended = len(self._data) >= head + 4 + size
-        else:
-            ended = self._data.endswith(b"0\r\n\r\n")
-        if ended and not self._answered.done():
+        if _ended(top, self._data, head) and not self._answered.done():
             now = time.monotonic()
             self._answered.set_result(
                 Reply(
@@ -121,46 +124,101 @@ async def saturate(
     return replies
 
 
-async def arrive(
-    connections: list[Connection], path: str, body: Body, requests: int, rate: float, seed: int
+def arrive(
+    address: tuple[str, int], path: str, bodies: Sequence[bytes], rate: float, seed: int
 ) -> list[Reply]:
-    """Send `requests` requests at Poisson times, `rate` a second; waits for all replies.
+    """Send each body at a Poisson time, `rate` a second; waits for all replies.
 
-    Time that a request waits for a free connection counts in its reply.
+    Blocks its thread. `first_s` ends when the kernel receives the first byte of content, so that a
+    client that waits for a CPU adds nothing. Time that a request waits for a free connection counts
+    in its reply.
     """
-    random_ = random.Random(seed)
-    free = collections.deque(connections)
-    waiting: collections.deque[tuple[int, float]] = collections.deque()
+    with contextlib.ExitStack() as stack:
+        free = [_Exchange(stack.enter_context(_opened(address))) for _ in range(OPEN_CONNECTIONS)]
+        return _arrive(free, [request_of(path, body) for body in bodies], rate, random.Random(seed))
+
+
+def _arrive(
+    free: list[_Exchange], requests: Sequence[bytes], rate: float, random_: random.Random
+) -> list[Reply]:
+    busy: dict[socket.socket, _Exchange] = {}
     replies: list[Reply] = []
-    ended = asyncio.get_running_loop().create_future()
-
-    def start(number: int, due_s: float) -> None:
-        connection = free.popleft()
-        late_s = time.monotonic() - due_s
-        connection.send(request_of(path, body(number))).add_done_callback(
-            lambda future: finish(connection, future, late_s)
-        )
-
-    def finish(connection: Connection, future: asyncio.Future[Reply], late_s: float) -> None:
-        reply = future.result()
-        replies.append(
-            msgspec.structs.replace(
-                reply, first_s=reply.first_s + late_s, total_s=reply.total_s + late_s
-            )
-        )
-        free.append(connection)
-        if waiting:
-            start(*waiting.popleft())
-        if len(replies) == requests:
-            ended.set_result(None)
-
+    due: collections.deque[tuple[float, bytes]] = collections.deque()
     due_s = time.monotonic()
-    for number in range(requests):
+    for request in requests:
         due_s += random_.expovariate(rate)
-        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-        if free:
-            start(number, due_s)
-        else:
-            waiting.append((number, due_s))
-    await ended
+        due.append((due_s, request))
+    waits = False
+    until_s = due_s + LAST_REPLY_S
+    while len(replies) < len(requests):
+        while due and due[0][0] <= time.monotonic() and free:
+            due_s, request = due.popleft()
+            exchange = free.pop()
+            exchange.send(request, time.monotonic() - due_s if waits else 0.0)
+            busy[exchange.link] = exchange
+            waits = False
+        waits = not free
+        next_s = due[0][0] if due and free else until_s
+        ready, _, _ = select.select(list(busy), (), (), max(0.0, next_s - time.monotonic()))
+        if not ready and time.monotonic() > until_s:
+            raise TimeoutError(f"{len(requests) - len(replies)} requests have no reply")
+        for link in ready:
+            reply = busy[link].receive()
+            if reply is not None:
+                replies.append(reply)
+                free.append(busy.pop(link))
     return replies
+
+
+def _opened(address: tuple[str, int]) -> socket.socket:
+    link = socket.create_connection(address)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+    return link
+
+
+class _Exchange:
+    """Kept connection of `arrive`, with at most one request under way. Times are Unix times."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.link = link
+        self._data = bytearray()
+        self._sent_s = self._first_s = 0.0
+
+    def send(self, request: bytes, late_s: float) -> None:
+        self._data.clear()
+        self._first_s, self._sent_s = 0.0, time.time() - late_s
+        self.link.sendall(request)
+
+    def receive(self) -> Reply | None:
+        """Receive what has arrived; return the reply once it is whole."""
+        data, control, _, _ = self.link.recvmsg(1 << 18, socket.CMSG_SPACE(TIMESPEC.size))
+        if not data:
+            raise ConnectionError("the server closed")
+        self._data += data
+        head = self._data.find(b"\r\n\r\n")
+        if head < 0 or len(self._data) == head + 4:
+            return None
+        arrived_s = time.time()
+        for _, _, stamp in control:  # absent from a packet that came before the option was set
+            seconds, nanoseconds = TIMESPEC.unpack(stamp)
+            arrived_s = seconds + nanoseconds / 1e9
+        self._first_s = self._first_s or arrived_s
+        top = bytes(self._data[:head]).lower()
+        if not _ended(top, self._data, head):
+            return None
+        return Reply(
+            int(top[9:12]),
+            self._first_s - self._sent_s,
+            arrived_s - self._sent_s,
+            top,
+            bytes(self._data[head + 4 :]),
+        )
+
+
+def _ended(top: bytes, data: bytearray, head: int) -> bool:
+    """Return True if a response is whole; its head `top` has `head` bytes."""
+    at = top.find(b"content-length:")
+    if at < 0:
+        return data.endswith(b"0\r\n\r\n")
+    return len(data) >= head + 4 + int(top[at + 15 :].split(b"\r\n", 1)[0])
