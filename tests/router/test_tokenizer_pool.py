@@ -71,7 +71,8 @@ def test_frames_arrive_as_they_were_sent_however_they_are_cut(
     out = Segments(b"", [])
     for message, size in frames:
         send_frame(out, message, [b"x" * (size // 2), b"y" * (size - size // 2)])  # type: ignore[arg-type]
-    reader = FrameReader(Segments(out.sent, cuts), bytearray)  # type: ignore[arg-type]
+    segments = Segments(out.sent, cuts)
+    reader = FrameReader(segments, bytearray, bytearray)  # type: ignore[arg-type]
     for message, size in frames:
         payload = b"x" * (size // 2) + b"y" * (size - size // 2)
         assert [*map(bytes, reader.receive())] == [message, payload]

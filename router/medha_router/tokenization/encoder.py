@@ -12,7 +12,9 @@ the inherited socket FD, so the router may kill it at any time. It ends when the
 from __future__ import annotations
 
 import datetime
+import gc
 import json
+import select
 import signal
 import socket
 import sys
@@ -45,6 +47,7 @@ TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 MAX_MESSAGES = 4096
 LARGE_BYTES = 64 << 10
+COLLECT_AFTER = 20_000  # objects
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -419,6 +422,7 @@ class TokenizerProcess:
         match job:
             case wire.LoadFiles():
                 self._encoders[job.files.key] = Encoder(job.files)
+                _collect_seldom()
                 return wire.Loaded(), b""
             case wire.Encode():
                 outcome, stepped = self._encoders[job.key].encode(job, payload)
@@ -438,6 +442,13 @@ class TokenizerProcess:
         return outcome, b""
 
 
+def _collect_seldom() -> None:
+    """Make garbage collections rare and short: encoders live as long as the process."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, 50, 100)
+
+
 def read_large(kind: str, body: bytearray) -> tuple[wire.BodyRead, bytes]:
     """Read a body in which `raw` alone is large; raises RequestError."""
     check_body(body)
@@ -450,9 +461,13 @@ def serve(link: socket.socket) -> None:
     """Answer jobs until the link closes; short answers to jobs that came together leave so too."""
     decoder = msgspec.msgpack.Decoder(wire.Job)
     process = TokenizerProcess()
-    frames = wire.FrameReader(link, bytearray)
+    frames = wire.FrameReader(link, bytearray, bytearray)
     answers: list[bytes] = []
+    arrivals = select.poll()
+    arrivals.register(link, select.POLLIN)
     while True:
+        if not frames.ready:
+            arrivals.poll()  # `recv` would also wake up whenever the router takes an answer
         try:
             message, payload = frames.receive()
         except ConnectionResetError:

@@ -355,7 +355,7 @@ class Lane(threading.Thread):
         """Return the link to the process and its frames; start the process if there is none."""
         if self._link is None or self._frames is None:
             self._link = self._start_process()
-            self._frames = wire.FrameReader(self._link, buffer)
+            self._frames = wire.FrameReader(self._link, buffer, memoryview)
         return self._link, self._frames
 
     def _send(self, message: bytes, payload: Sequence[wire.Bytes], limit_s: float) -> None:

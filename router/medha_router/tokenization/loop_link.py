@@ -69,12 +69,14 @@ class LoopLink:
         self._check_due: asyncio.Handle | None = None
 
     def wake(self) -> None:
-        """Send what waits once the loop's turn is over."""
+        """Send what waits: at once if the process is idle, else once the loop's turn is over."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._move(loop)
-        if self._due is None:
+        if self._due is None and self._sent:
             self._due = loop.call_soon(self._pull)
+        elif self._due is None:
+            self._pull()
 
     def close(self) -> None:
         """Stop to use the lane; callable from any thread. The process is about to end."""
@@ -108,7 +110,7 @@ class LoopLink:
             except OSError:  # no descriptor is left, and the thread needs none
                 self._lending.give_back(self._lane, tickets, failed=False)
                 return
-            self._frames = wire.FrameReader(self._link, buffer)
+            self._frames = wire.FrameReader(self._link, buffer, memoryview)
             self._loop.add_reader(self._link, self._read)
         if not self._sent:
             self._sent_s = time.monotonic()

@@ -201,11 +201,14 @@ def send_frame(link: socket.socket, message: bytes, payload: Sequence[Bytes] = (
 class FrameReader(Generic[B]):
     """Receives the frames of a link, small ones in one call of the kernel.
 
-    `make` returns a buffer of a size. Raises OSError if the link closed or a length is too large.
+    `make` returns a buffer of a size, and `wrap` one with some bytes. Raises OSError if the link
+    closed or a length is too large.
     """
 
-    def __init__(self, link: socket.socket, make: Callable[[int], B]) -> None:
-        self._link, self._make = link, make
+    def __init__(
+        self, link: socket.socket, make: Callable[[int], B], wrap: Callable[[bytes], B]
+    ) -> None:
+        self._link, self._make, self._wrap = link, make, wrap
         self._held = b""
 
     @property
@@ -230,6 +233,11 @@ class FrameReader(Generic[B]):
         while len(self._held) < LENGTHS.size:
             self._held += self._read()
         sizes = LENGTHS.unpack_from(self._held)
+        middle = LENGTHS.size + sizes[0]
+        end = middle + sizes[1]
+        if end <= len(self._held):
+            held, self._held = self._held, self._held[end:]
+            return self._wrap(held[LENGTHS.size : middle]), self._wrap(held[middle:end])
         self._held = self._held[LENGTHS.size :]
         if max(sizes) > MAX_FRAME_BYTES:
             raise OSError(f"frame of {max(sizes)} bytes: at most {MAX_FRAME_BYTES}")
