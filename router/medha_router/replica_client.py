@@ -315,9 +315,10 @@ class ReplicaClient:
         delta = generation.output.push(tokens, message.logprobs[known - message.first :])
         if delta.finish is not None:
             self._requests.abort(generation, now)
-            self._requests.finish(generation, now)
         if delta.text or delta.logprobs or delta.finish is not None:
             generation.client_request.push(generation.index, delta)
+        if delta.finish is not None:
+            self._requests.finish(generation, now)
 
     def _on_finished(self, replica: ConnectedReplica, message: Finished, now: float) -> None:
         generation = self._requests.find(replica, message.id)
@@ -329,8 +330,8 @@ class ReplicaClient:
             return
         self._requests.release(generation, now)
         delta = generation.output.end("stop" if message.reason == "stop" else "length")
-        self._requests.finish(generation, now)
         generation.client_request.push(generation.index, delta)
+        self._requests.finish(generation, now)
 
     def _on_failed(self, replica: ConnectedReplica, message: Failed, now: float) -> None:
         """Queue a failed request again if it is retriable; else fail the client request."""

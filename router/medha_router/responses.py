@@ -121,7 +121,8 @@ class GenerationResponse(Response, abc.ABC):
                 await _send_last(send)
 
     async def _stream(self, request: ClientRequest, send: Send) -> None:
-        opening, ended = self._opening(request), False
+        await asyncio.sleep(0)  # the request is published first
+        opening, headers, ended = self._opening(request), _event_headers(request), False
         while not ended:
             deltas = await request.next(self._keepalive_s)
             events, ended = self._events(request, deltas)
@@ -133,16 +134,7 @@ class GenerationResponse(Response, abc.ABC):
                     continue
                 opening = b""
             if not self._started:
-                await self._start(
-                    send,
-                    200,
-                    _headers(request)
-                    | {
-                        "content-type": "text/event-stream; charset=utf-8",
-                        "cache-control": "no-cache",
-                        "x-accel-buffering": "no",
-                    },
-                )
+                await self._start(send, 200, headers)
             if ended:
                 self._ended = True
                 await _send_last(send, events)
@@ -277,6 +269,14 @@ def _headers(request: ClientRequest) -> dict[str, str]:
     if request.predicted_s is not None:
         headers["x-medha-predicted-ttft-ms"] = _ms(request.predicted_s)
     return headers
+
+
+def _event_headers(request: ClientRequest) -> dict[str, str]:
+    return _headers(request) | {
+        "content-type": "text/event-stream; charset=utf-8",
+        "cache-control": "no-cache",
+        "x-accel-buffering": "no",
+    }
 
 
 def timing(request: ClientRequest) -> Timing:
