@@ -1,6 +1,8 @@
 """Short texts go from the event loop to a tokenizer process directly, while its lane is idle.
 
-    waiting ── the window has room, one write per turn ──> sent ── in order ──> settled
+    waiting ── the window has room ──> sent ── in order ──> settled
+
+What comes while the process is idle is sent at once, all else in one write per turn.
 
 A text of 1 KB takes a process 0.2 ms. Each change between threads takes as long, and while the loop
 is busy a thread waits up to 5 ms for the interpreter. So the short lane lends its process to the
