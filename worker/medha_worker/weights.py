@@ -92,7 +92,7 @@ class Weights:
 
     @property
     def on_device(self) -> bool:
-        """True if the host needs no numbers of the device, so that CUDA graphs hold the layers."""
+        """True if a GPU needs no numbers on the host, so that CUDA graphs hold the layers."""
         mlps = [layer.mlp for layer in self.layers]
         return all(mlp.on_device for mlp in mlps if isinstance(mlp, Experts))
 

@@ -52,8 +52,9 @@ class Experts:
 
     @property
     def on_device(self) -> bool:
-        """True if the host needs no numbers of the device, so that CUDA graphs hold the layer."""
-        return self.stacked is not None
+        """True if a GPU needs no numbers on the host, so that CUDA graphs hold the layer: its
+        products are grouped, and no weights stay FP8."""
+        return self.packed is None
 
     def __call__(self, x: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
         weights, selected = self.route(x)
