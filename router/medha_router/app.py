@@ -43,7 +43,6 @@ from medha_router.tokenization.tokenizer_files import FileStore
 
 MEASURE_S = 1.0
 MEMORY_S = 0.1
-RECORD_S = 0.01
 DRAWN_BYTES = 4096
 COLLECT_AFTER = 50_000  # objects
 
@@ -82,12 +81,7 @@ class Router:
         published = pathlib.Path(config.models_file) if config.models_file else None
         self._models = ModelRegistry(config.models, config.forget_model_s, published)
         self._requests = RequestTable(
-            self._models,
-            self._replicas,
-            self._metrics,
-            link.send,
-            self._changed,
-            functools.partial(asyncio.get_running_loop().call_later, RECORD_S),
+            self._models, self._replicas, self._metrics, link.send, self._changed
         )
         folder = pathlib.Path(config.run_dir, "tokenizers") if config.run_dir else None
         state = RouterState(
@@ -157,7 +151,6 @@ class Router:
         await self._retokenizer.stop()
         await self._client.settled()
         await self._grammars.close()
-        self._requests.record_finished()
 
     def _changed(self) -> None:
         self._link_loop.changed()

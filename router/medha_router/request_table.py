@@ -27,19 +27,13 @@ from medha_router.replicas import ConnectedReplica, ReplicaTable
 from medha_router.router_metrics import RouterMetrics
 
 Send = Callable[[bytes, RouterMessage], bool]
-Later = Callable[[Callable[[], None]], object]
-
-
-def _at_once(call: Callable[[], None]) -> None:
-    call()
 
 
 class RequestTable:
     """Client requests and generations by id.
 
     `send` puts a message on the link and returns False if it cannot. `changed` is called when heads
-    may have changed. `later` calls a function soon: metrics and logs of finished requests wait for
-    their responses, and take less time together.
+    may have changed.
     """
 
     def __init__(
@@ -49,12 +43,9 @@ class RequestTable:
         metrics: RouterMetrics,
         send: Send,
         changed: Callable[[], None],
-        later: Later = _at_once,
     ) -> None:
         self._models, self._replicas, self._metrics = models, replicas, metrics
-        self._send, self.changed, self._later = send, changed, later
-        # Finished generations, and the number of all tokens with the last one of a client request.
-        self._finished: list[tuple[Generation, float, int | None]] = []
+        self._send, self.changed = send, changed
         self._log = logging.getLogger("medha.router")
         self._client_requests: dict[str, ClientRequest] = {}
         self._generations: dict[str, Generation] = {}
@@ -130,21 +121,14 @@ class RequestTable:
         """End a generation that has all tokens; the last one ends its client request."""
         generation.done = True
         self._generations.pop(generation.id, None)
-        client_request, tokens = generation.client_request, None
+        self._metrics.finished(generation, now)
+        client_request = generation.client_request
         if client_request.done and self._client_requests.pop(client_request.id, None) is not None:
-            tokens = client_request.output_tokens
-        self._finished.append((generation, now, tokens))
-        if len(self._finished) == 1:
-            self._later(self.record_finished)
-
-    def record_finished(self) -> None:
-        """Count and log the generations that have finished since the last call."""
-        finished, self._finished = self._finished, []
-        for generation, now, tokens in finished:
-            self._metrics.finished(generation, now)
-            if tokens is not None:
-                fields = generation.client_request.log_fields
-                self._log.info("finished with %d tokens", tokens, extra={"fields": fields})
+            self._log.info(
+                "finished with %d tokens",
+                client_request.output_tokens,
+                extra={"fields": client_request.log_fields},
+            )
 
     def fail(self, client_request: ClientRequest, error: MedhaError, now: float) -> None:
         """End a client request and its generations with an error, unless it has ended."""
