@@ -138,13 +138,13 @@ def chat(running: Fleet) -> str:
 
 
 class Play:
-    """Requests sent to a fleet, each at its time; `start_s` is time zero on the monotonic clock.
+    """Requests sent to a server, each at its time; `start_s` is time zero on the monotonic clock.
 
     `alone_s`: scale of the deadlines; None: those of the class.
     """
 
-    def __init__(self, running: Fleet, alone_s: float | None = None) -> None:
-        self._target = Target(url=running.url, model="tiny", tpot_s=TPOT_S, unpromised_ttft_s=60.0)
+    def __init__(self, url: str, alone_s: float | None = None) -> None:
+        self._target = Target(url=url, model="tiny", tpot_s=TPOT_S, unpromised_ttft_s=60.0)
         self._alone_s = alone_s
         self.start_s = 0.0
 
@@ -172,10 +172,10 @@ class Play:
             return await asyncio.gather(*map(due, planned))
 
 
-def alone(running: Fleet, name: str, tokens: int) -> float:
-    """Time to the first token of a prompt that has the fleet for itself."""
+def alone(url: str, name: str, tokens: int) -> float:
+    """Time to the first token of a prompt that has the server at `url` for itself."""
     arrival = Arrival(id=name, arrival_s=0.0, prompt_tokens=tokens, output_tokens=8)
-    first_s = Play(running).send([arrival])[0].first_token_s
+    first_s = Play(url).send([arrival])[0].first_token_s
     assert first_s is not None
     return first_s
 
@@ -250,8 +250,8 @@ class Demo:
         """Start a fleet with this policy and play the arrivals."""
         with fleet(name, POLICIES[name], self._console) as running:
             with self._console.status(f"{name}: a long prompt alone"):
-                alone_s = alone(running, "alone", LOOSE_TOKENS)
-            planned, play = arrivals(alone_s), Play(running, alone_s)
+                alone_s = alone(running.url, "alone", LOOSE_TOKENS)
+            planned, play = arrivals(alone_s), Play(running.url, alone_s)
             with self._console.status(f"{name}: {len(planned)} requests"):
                 records = play.send(planned)
             if name == "lars":
@@ -272,7 +272,7 @@ class Demo:
             self._console.status("lars: a prompt outgrows a KVP group"),
             Growth(running.controller) as growth,
         ):
-            self.grown_s = alone(running, "grown", GROWN_TOKENS)
+            self.grown_s = alone(running.url, "grown", GROWN_TOKENS)
         self.joined, self.moved_bytes = growth.joined_s is not None, growth.moved_bytes
 
 
