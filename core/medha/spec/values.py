@@ -348,8 +348,8 @@ class EngineSpec(SpecSection, frozen=True):
     checked_transfers: Switch = "Enabled"
     """Whether pages that moved between ranks are compared with their digests before use."""
     standby_ranks: Switch = "Enabled"
-    """Whether each rank has a process in standby, which takes over without importing its libraries
-    if the rank fails: some 0.3 GiB of host memory each."""
+    """Keep a process in standby for each rank, which takes over without importing its libraries if
+    the rank fails: some 0.3 GiB of host memory each."""
 
     @property
     def kv_bytes(self) -> int:
