@@ -1,10 +1,12 @@
 """The router's side of the conversation with registered controllers.
 
     Heads -> Grant -> Submit -> Accepted -> Tokens ... -> Finished | Failed        Abort
+    Heads with Submit        -> Accepted ...
 
 Publishes the heads of each model's queue, submits what a replica grants, and turns its tokens into
-deltas of the client request. `registration` handles Hello and tokenizer files. The link's loop
-calls `receive` with each message, and `tick` and `publish` regularly.
+deltas of the client request. If few wait, the Submit of a short prompt goes with its head, so that
+a replica with room begins it a round trip sooner. `registration` handles Hello and tokenizer files.
+The link's loop calls `receive` with each message, and `tick` and `publish` regularly.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import msgspec
 from medha.config import STALL_S
 from medha.errors import MedhaError, Refusal
 from medha.messages import (
+    MAX_EARLY_SUBMITS,
     Abort,
     Accepted,
     Failed,
@@ -32,6 +35,7 @@ from medha.messages import (
     Rejected,
     ReplicaMessage,
     RouterBeat,
+    Submit,
     TenantCounts,
     Tokens,
     Welcome,
@@ -50,6 +54,8 @@ SNAPSHOT_RETRY_S = 1.0
 MOVED_WORK_S = 2.0
 """Predicted seconds to compute a request's tokens again, up to which it leaves a replica that may
 hang: about as long as it takes until that is certain."""
+EARLY_BYTES = 32 << 10
+"""Longest prompt whose Submit goes with its head, with the names of its pages and its grammar."""
 COUNTS_THROUGH = 2  # controllers, so that the loss of one loses no report
 
 
@@ -65,6 +71,7 @@ class ReplicaClient:
         self._log = logging.getLogger("medha.router")
         # By name of the replica: its heads, as (id, promised), and when they were sent.
         self._published: dict[str, tuple[tuple[tuple[str, bool], ...], float]] = {}
+        self._early: dict[str, set[str]] = {}  # by name: heads whose Submit went with them
         self._snapshot_requested_s: dict[str, float] = {}
         self._reported: set[bytes] = set()  # peers whose latest load the dispatcher lacks
         self._ticked_s = self._clock()
@@ -130,7 +137,7 @@ class ReplicaClient:
             case Grant():
                 self._on_grant(replica, message, now)
             case Accepted():
-                self._on_accepted(replica, message)
+                self._on_accepted(replica, message, now)
             case PromptLogprobs():
                 self._on_prompt_logprobs(replica, message, now)
             case Finished():
@@ -164,25 +171,54 @@ class ReplicaClient:
             model.dispatcher.place_waiting(now)
             heads = model.dispatcher.heads(now)
             for replica in self._replicas.of(model.name):
-                self._publish_to(replica, heads.get(replica.name, ()), now)
+                self._publish_to(replica, model, heads.get(replica.name, ()), now)
         return any(len(model.dispatcher) for model in self._models.values())
 
-    def _publish_to(self, replica: ConnectedReplica, heads: tuple[Head, ...], now: float) -> None:
+    def _publish_to(
+        self, replica: ConnectedReplica, model: ServedModel, heads: tuple[Head, ...], now: float
+    ) -> None:
         published = tuple((head.id, head.promised) for head in heads)
         before, published_s = self._published.get(replica.name, ((), now))
         if published == before and (not heads or now - published_s < REPUBLISH_HEADS_S):
             return
-        if self._send(replica.peer, Heads(heads)):
+        submits: tuple[Submit, ...] = ()
+        if len(published) <= MAX_EARLY_SUBMITS:
+            fresh = [model.dispatcher.get(head[0]) for head in published if head not in before]
+            early = [generation.submit(now) for generation in fresh if generation is not None]
+            submits = tuple(submit for submit in early if _bytes_of(submit) <= EARLY_BYTES)
+        if self._send(replica.peer, Heads(heads, submits)):
             self._published[replica.name] = (published, now)
+            known = self._early.get(replica.name, set()).intersection(head[0] for head in published)
+            self._early[replica.name] = known.union(submit.id for submit in submits)
 
     def _submitted(self, replica: ConnectedReplica, ids: set[str]) -> None:
         """Note that a replica drops the heads of these requests without a further message."""
         published, published_s = self._published.get(replica.name, ((), 0.0))
         left = tuple(head for head in published if head[0] not in ids)
         self._published[replica.name] = left, published_s
+        self._early.get(replica.name, set()).difference_update(ids)
 
     def _forget_heads(self, name: str) -> None:
         self._published.pop(name, None)
+        self._early.pop(name, None)
+
+    def _served(self, replica: ConnectedReplica, id: str, now: float) -> Generation | None:
+        """Return the generation if the replica serves it; else send Abort for the id.
+
+        It serves a generation that it began without a Grant, if that is still placed on it.
+        """
+        if id in self._early.get(replica.name, ()):
+            dispatcher = self._models[replica.hello.model].dispatcher
+            generation = dispatcher.take(id, replica.name, now)
+            if generation is not None:
+                self._sent(replica, generation, now)
+                self._submitted(replica, {id})
+        return self._requests.find(replica, id)
+
+    def _sent(self, replica: ConnectedReplica, generation: Generation, now: float) -> None:
+        generation.peer = replica.peer
+        replica.sent.add(generation.id)
+        self._metrics.dispatched(generation, now)
 
     def _on_load(self, replica: ConnectedReplica, report: LoadReport, now: float) -> None:
         """Take over a load report.
@@ -265,19 +301,17 @@ class ReplicaClient:
             generation = dispatcher.take(granted, replica.name, now)
             if generation is None:
                 continue
-            generation.peer = replica.peer
-            replica.sent.add(generation.id)
             if self._send(replica.peer, generation.submit(now)):
                 submitted.add(granted)
-                self._metrics.dispatched(generation, now)
+                self._sent(replica, generation, now)
             else:
                 self._requests.requeue(generation, now)
         self._submitted(replica, submitted)
         if len(dispatcher):  # others move up
             self._requests.changed()
 
-    def _on_accepted(self, replica: ConnectedReplica, message: Accepted) -> None:
-        generation = self._requests.find(replica, message.id)
+    def _on_accepted(self, replica: ConnectedReplica, message: Accepted, now: float) -> None:
+        generation = self._served(replica, message.id, now)
         if generation is None:
             return
         self._models[replica.hello.model].dispatcher.accepted(message.id, replica.name)
@@ -288,7 +322,7 @@ class ReplicaClient:
         self, replica: ConnectedReplica, message: PromptLogprobs, now: float
     ) -> None:
         """Add log probabilities of the prompt; a later attempt sends again what is known."""
-        generation = self._requests.find(replica, message.id)
+        generation = self._served(replica, message.id, now)
         if generation is None:
             return
         known = 1 + len(generation.prompt_logprobs)
@@ -300,7 +334,7 @@ class ReplicaClient:
 
     def _on_tokens(self, replica: ConnectedReplica, message: Tokens, now: float) -> None:
         """Add new tokens. After a gap, tokens are lost and the request is queued again."""
-        generation = self._requests.find(replica, message.id)
+        generation = self._served(replica, message.id, now)
         if generation is None:
             return
         known = len(generation.output.tokens)
@@ -321,7 +355,7 @@ class ReplicaClient:
             self._requests.finish(generation, now)
 
     def _on_finished(self, replica: ConnectedReplica, message: Finished, now: float) -> None:
-        generation = self._requests.find(replica, message.id)
+        generation = self._served(replica, message.id, now)
         if generation is None:
             return
         if message.output_tokens != len(generation.output.tokens):
@@ -335,7 +369,7 @@ class ReplicaClient:
 
     def _on_failed(self, replica: ConnectedReplica, message: Failed, now: float) -> None:
         """Queue a failed request again if it is retriable; else fail the client request."""
-        generation = self._requests.find(replica, message.id)
+        generation = self._served(replica, message.id, now)
         if generation is None:
             return
         self._log.warning(
@@ -360,6 +394,11 @@ class ReplicaClient:
         if now - requested_s >= SNAPSHOT_RETRY_S:
             self._snapshot_requested_s[replica.name] = now
             self._send(replica.peer, Welcome(self._router))
+
+
+def _bytes_of(submit: Submit) -> int:
+    """Return the size of what may be long in a Submit."""
+    return len(submit.tokens) + len(submit.hashes) + len(submit.sampling.grammar)
 
 
 def _error_of(message: Failed) -> MedhaError:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 import pytest
+from tests.support.virtual_ranks import Client
 from tests.support.virtual_replica import VirtualReplica
 
 from medha import PROTOCOL
@@ -186,6 +187,20 @@ def test_no_head_is_granted_while_draining(make_replica: Make) -> None:
     replica.send_at(1.0, m.Heads((head("one"),)))
     replica.run(2.0)
     assert replica.grants == []
+
+
+def test_a_request_that_came_with_its_head_runs_without_a_grant_and_once(
+    make_replica: Make, make_submit: Submit
+) -> None:
+    replica = make_replica()
+    client = replica.clients["one"] = Client()
+    early = m.Heads((head("one"),), (make_submit("one", 200, outputs=20),))
+    for time_s in (1.0, 1.0, 1.01):
+        replica.send_at(time_s, early)
+    replica.run(1.02)
+    assert replica.controller.running_requests == 1
+    replica.run(3.0)
+    assert replica.grants == [] and client.finished is not None and len(client.tokens) == 20
 
 
 def test_an_idle_replica_reports_its_load_twice_a_second_and_a_busy_one_when_it_changes(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from medha.config import POLICIES, QueueOrder
 from medha.fleet.grants import GrantQueue
 from medha.fleet.request_queue import QueuedRequest, RequestQueue
-from medha.messages import Head, Load
+from medha.messages import Head, Load, Submit
 
 NOW_S = 8.0
 
@@ -106,6 +106,37 @@ def test_a_router_that_is_gone_leaves_no_heads_and_no_leases() -> None:
     assert grants.grant(Load(), 0.0) and grants.outstanding == 1
     grants.forget("a")
     assert not grants.outstanding and not grants.waiting
+
+
+def test_a_request_that_came_with_its_head_begins_when_there_is_room() -> None:
+    grants = GrantQueue(window_s=0.1)
+    heads = tuple(head(request(name, due_s=9.0), 0.0) for name in ("first", "second"))
+    early = Submit(id="second", tokens=bytes(4), age_s=0.25)
+    grants.heads("a", heads, 0.0, (early,))
+    full = Load(ahead_s=0.2)
+    assert grants.begin(full, 0.5) == []
+    assert grants.begin(Load(), 0.5) == [], "the first one fills the window"
+    grants.submitted("first", 0.5)
+    [(router, begun)] = grants.begin(Load(), 0.75)
+    assert (router, begun.id, begun.age_s) == ("a", "second", 1.0)
+    assert not grants.waiting and not grants.outstanding
+
+
+def test_an_early_request_is_dropped_with_its_head_or_its_promise() -> None:
+    grants = GrantQueue(window_s=0.1)
+    early = Submit(id="r", tokens=bytes(4), promised=True)
+    kept = head(request("r", promised=True), 0.0)
+    relegated = head(request("r"), 0.0)
+    for later in ((), (relegated,)):
+        grants.heads("a", (kept,), 0.0, (early,))
+        grants.heads("a", later, 0.1)
+        grants.heads("a", (kept,), 0.2)
+        assert grants.begin(Load(), 0.2) == []
+        assert grants.grant(Load(), 0.2)["a"].ids == ("r",)
+        grants.forget("a")
+    grants.heads("a", (kept,), 0.3, (early,))
+    grants.heads("a", (kept,), 0.4)
+    assert [begun.id for _, begun in grants.begin(Load(), 0.4)] == ["r"]
 
 
 def test_requests_beyond_a_share_wait_for_late_work_and_not_for_kept_work() -> None:

@@ -170,6 +170,7 @@ class Controller(threading.Thread):
         self.rejected: list[str] = []
         self.fails: Failed | None = None
         self.silent = self.draining = self.quiet = False
+        self.takes_early = False
         self._running: dict[str, tuple[Submit, list[int], int]] = {}
         self._granted: dict[str, float] = {}  # id -> when its lease ends
         self._extra: queue.SimpleQueue[ReplicaMessage] = queue.SimpleQueue()
@@ -230,6 +231,8 @@ class Controller(threading.Thread):
             case Heads(heads=heads):
                 self.heads = heads
                 self.head_log.append(tuple(head.id for head in heads))
+                for submit in message.submits if self.takes_early else ():
+                    self._submit(submit)
             case TenantCounts():
                 self.counts.append(message)
             case Submit():

@@ -188,11 +188,14 @@ class InstantReplica:
             case TenantCounts():
                 for other in self._welcome - {router}:
                     self._links[other].send(message)
-            case Heads(heads=heads):
-                ids = {head.id for head in heads}
-                if fresh := ids - self._granted.get(router, set()):
+            case Heads():
+                ids = {head.id for head in message.heads}
+                early = {submit.id for submit in message.submits}
+                if fresh := ids - early - self._granted.get(router, set()):
                     link.send(Grant(tuple(fresh)))
                 self._granted[router] = ids
+                for submit in message.submits:
+                    self._submit(router, submit)
             case Submit():
                 self._submit(router, message)
             case Abort(id=name):

@@ -87,6 +87,8 @@ class TimedReplica(InstantReplica):
             now = time.monotonic()
             if self._batch is not None and now >= self._batch[1]:
                 self._complete(self._batch[0], now)
+            for router, early in self._grants.begin(self._scheduler.load(now), now):
+                self._admit(router, early, now)
             for router, grant in self._grants.grant(self._scheduler.load(now), now).items():
                 self._links[router].send(grant)
             if self._batch is None and (batch := self._scheduler.next_batch(now, frozenset({0}))):
@@ -98,8 +100,8 @@ class TimedReplica(InstantReplica):
     def _take(self, router: str, message: RouterMessage) -> None:
         now = time.monotonic()
         match message:
-            case Heads(heads=heads):
-                self._grants.heads(router, heads, now)
+            case Heads():
+                self._grants.heads(router, message.heads, now, message.submits)
             case Submit():
                 self._grants.submitted(message.id, now)
                 self._admit(router, message, now)

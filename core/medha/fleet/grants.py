@@ -11,16 +11,19 @@ place them elsewhere:
 A late request, without a promise and without time enough or beyond the share of its tenant, so
 waits for late work alone. The replica gives that work its guaranteed share of time.
 
-A grant is a lease. If no Submit arrives in time it expires, and the head may be granted again.
+A grant is a lease. If no Submit arrives in time it expires, and the head may be granted again. If
+the Submit came with its head, the replica begins the request instead.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
 from medha.config import QueueOrder
 from medha.fleet.request_queue import QueuedRequest, RequestQueue
-from medha.messages import Grant, Head, Load
+from medha.messages import Grant, Head, Load, Submit
 from medha.scheduling.interface import Ahead
 
 MAX_GRANTS = 256
@@ -48,6 +51,7 @@ class GrantQueue:
         self._promises = order.keeps_promises
         self._heads = RequestQueue(order)  # placed on the router that published them
         self._leases: dict[str, _Lease] = {}
+        self._early: dict[str, tuple[Submit, float]] = {}  # of heads; with its time of arrival
 
     @property
     def outstanding(self) -> int:
@@ -58,12 +62,17 @@ class GrantQueue:
         """True if a router has a queued head."""
         return bool(len(self._heads))
 
-    def heads(self, router: str, heads: tuple[Head, ...], now: float) -> None:
-        """Replace the heads of one router."""
-        ids = {head.id for head in heads}
+    def heads(
+        self, router: str, heads: tuple[Head, ...], now: float, submits: Sequence[Submit] = ()
+    ) -> None:
+        """Replace the heads of one router; `submits`: early ones of some of them."""
+        promised = {head.id: head.promised for head in heads}
         for queued in self._heads.placed_on(router):
-            if queued.id not in ids:
+            if queued.id not in promised:
                 self._heads.remove(queued.id)
+            if promised.get(queued.id) is not queued.promised:
+                self._early.pop(queued.id, None)
+        self._early.update((early.id, (early, now)) for early in submits if early.id in promised)
         for head in heads:
             self._heads.note_elsewhere(router, head.tenant, head.elsewhere_s, now)
             self._heads.add(
@@ -81,14 +90,32 @@ class GrantQueue:
                 )
             )
 
+    def begin(self, load: Ahead | Load, now: float) -> list[tuple[str, Submit]]:
+        """Return the requests to begin now, with their routers, most urgent first.
+
+        They are those that came with a head that the replica has room for.
+        """
+        if not self._early:
+            return []
+        begun: list[tuple[str, Submit]] = []
+        for queued in self.grantable(load, now):
+            early, received_s = self._early.get(queued.id, (None, now))
+            if early is not None:
+                self.submitted(queued.id, now)
+                aged = msgspec.structs.replace(early, age_s=early.age_s + now - received_s)
+                begun.append((queued.replica, aged))
+        return begun
+
     def submitted(self, id: str, now: float) -> None:
         """Remove the lease and the head of a submitted request."""
         self._leases.pop(id, None)
+        self._early.pop(id, None)
         self._heads.serve(id, now)
 
     def forget(self, router: str) -> None:
         for queued in self._heads.placed_on(router):
             self._heads.remove(queued.id)
+            self._early.pop(queued.id, None)
         self._heads.forget(router)
         self._leases = {key: lease for key, lease in self._leases.items() if lease.router != router}
 

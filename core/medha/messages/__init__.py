@@ -60,6 +60,7 @@ from medha.messages.ranks import (
     Withdrawn,
 )
 from medha.messages.routing import (
+    MAX_EARLY_SUBMITS,
     MAX_TENANT_COUNTS,
     Abort,
     Accepted,
@@ -95,6 +96,7 @@ from medha.messages.status import (
 )
 
 __all__ = [
+    "MAX_EARLY_SUBMITS",
     "MAX_MESSAGE_BYTES",
     "MAX_TENANT_COUNTS",
     "MAX_TOKENS_BYTES",

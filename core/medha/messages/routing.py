@@ -26,6 +26,8 @@ from medha.request import Request, SloClass
 from medha.topology import Topology
 
 MAX_TENANT_COUNTS = 256
+MAX_EARLY_SUBMITS = 8
+"""Heads of a message whose requests may come with them."""
 Use = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
 
 
@@ -93,17 +95,8 @@ class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     elsewhere_s: float = 0.0
 
 
-class Heads(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The requests placed on a controller, most urgent first; replaces earlier heads.
-
-    A Submit removes its head, so that none follows for that alone.
-    """
-
-    heads: Annotated[tuple[Head, ...], msgspec.Meta(max_length=256)]
-
-
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """A granted request. `hashes` are the names of its full pages (see `fleet.prefix_index`).
+    """A request to compute. `hashes` are the names of its full pages (see `fleet.prefix_index`).
 
     `emitted` of the tokens are output of an earlier attempt: sampling goes on after them.
     `adapter`: name of the adapter that computes the tokens, or empty.
@@ -151,6 +144,17 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown
             promised=self.promised,
             beyond_share=self.beyond_share,
         )
+
+
+class Heads(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The requests placed on a controller, most urgent first; replaces earlier heads.
+
+    A Submit removes its head, so that none follows for that alone. `submits`: early ones of some
+    heads. The controller begins such a request where it would grant it, and sends no Grant.
+    """
+
+    heads: Annotated[tuple[Head, ...], msgspec.Meta(max_length=256)]
+    submits: Annotated[tuple[Submit, ...], msgspec.Meta(max_length=MAX_EARLY_SUBMITS)] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -140,7 +140,7 @@ class Controller:
             return
         match message:
             case m.Heads():
-                self.grants.heads(router, message.heads, now)
+                self.grants.heads(router, message.heads, now, message.submits)
             case m.Submit() if self.draining:
                 text = f"replica {self.config.replica} is draining: send it elsewhere"
                 self._outbox.to_router(router, m.Failed(message.id, "draining", text, True))
@@ -210,6 +210,9 @@ class Controller:
 
     def _serve(self, engine: EngineCore, now: float) -> None:
         running = self.groups.running
+        if self.grants.waiting and not self.draining and running:
+            for router, early in self.grants.begin(engine.scheduler.ahead(now), now):
+                engine.submit_early(router, early, now)
         engine.dispatch(running, self._columns_healthy, now)
         engine.start_moves(now)
         engine.report_failed()

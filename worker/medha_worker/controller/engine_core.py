@@ -297,6 +297,14 @@ class EngineCore:
         accepted = Accepted(message.id, admitted.cached_tokens, admitted.predicted_ttft_s)
         self._outbox.to_router(router, accepted)
 
+    def submit_early(self, router: str, message: Submit, now: float) -> None:
+        """Accept a request that came with its head, unless it runs here already.
+
+        Its router may have published the head again before it received Accepted.
+        """
+        if self.requests.get(message.id) is None:
+            self.submit(router, message, now)
+
     def _check_tokens(self, state: RequestState) -> None:
         ids, vocab = np.frombuffer(state.tokens, dtype="<i4"), self.predictor.shape.vocab
         if int(ids.min()) < 0 or int(ids.max()) >= vocab:
