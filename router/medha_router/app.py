@@ -43,6 +43,8 @@ from medha_router.tokenization.tokenizer_files import FileStore
 
 MEASURE_S = 1.0
 MEMORY_S = 0.1
+LATER_S = 0.005
+"""Time from one group of later steps to the next."""
 DRAWN_BYTES = 4096
 COLLECT_AFTER = 50_000  # objects
 
@@ -65,6 +67,43 @@ class SystemBits:
         return int.from_bytes(drawn) >> (8 * size - bits)
 
 
+class LaterSteps:
+    """Steps that nothing waits for, run in groups on the running loop, after what clients wait for.
+
+    The first of a group finds cold caches, and the others warm ones.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._steps: list[Callable[[], None]] = []
+        self._due: asyncio.Handle | None = None
+        self._not_before_s = 0.0
+
+    def __call__(self, step: Callable[[], None]) -> None:
+        """Run a step once the loop's turn is over, or LATER_S after the group before it."""
+        self._steps.append(step)
+        if self._due is None:
+            wait_s = self._not_before_s - self._loop.time()
+            self._due = (
+                self._loop.call_later(wait_s, self.run)
+                if wait_s > 0.0
+                else self._loop.call_soon(self.run)
+            )
+
+    def run(self) -> None:
+        """Run all waiting steps now."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        self._not_before_s = self._loop.time() + LATER_S
+        steps, self._steps = self._steps, []
+        for step in steps:
+            try:
+                step()
+            except Exception:
+                logging.getLogger("medha.router").exception("a later step failed")
+
+
 class Router:
     """The parts of one router, on the running event loop."""
 
@@ -80,8 +119,14 @@ class Router:
         self._replicas = ReplicaTable(names, config.replica_timeout_s)
         published = pathlib.Path(config.models_file) if config.models_file else None
         self._models = ModelRegistry(config.models, config.forget_model_s, published)
+        self._later = LaterSteps()
         self._requests = RequestTable(
-            self._models, self._replicas, self._metrics, link.send, self._changed
+            self._models,
+            self._replicas,
+            self._metrics,
+            link.send,
+            self._changed,
+            self._later,
         )
         folder = pathlib.Path(config.run_dir, "tokenizers") if config.run_dir else None
         state = RouterState(
@@ -132,6 +177,7 @@ class Router:
         return ops.queue_page(self._models, self._replicas, self._clock())
 
     def demand(self) -> RouterDemand:
+        self._later.run()
         return ops.demand_page(self._models, self._replicas, self._demand, self._clock())
 
     def start(self, busy: Callable[[], bool]) -> None:
@@ -144,6 +190,7 @@ class Router:
 
     async def stop(self) -> None:
         await self._link_loop.stop()
+        self._later.run()
         for following in (self._following, self._watching):
             if following is not None:
                 following.cancel()

@@ -27,7 +27,7 @@ import math
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import msgspec
 from starlette.datastructures import Headers
@@ -219,16 +219,13 @@ class ClientMiddleware:
             _by_key(keys) if keys is not None else _anybody if shares_cache else _by_address
         )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            scope.setdefault("state", {})["client"] = self._find(scope)
-        except Unauthorised as error:
-            await api_errors.response(error.api_error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        if scope["type"] == "http":
+            try:
+                scope.setdefault("state", {})["client"] = self._find(scope)
+            except Unauthorised as error:
+                return api_errors.response(error.api_error)(scope, receive, send)
+        return self._app(scope, receive, send)
 
 
 class Unauthorised(Exception):

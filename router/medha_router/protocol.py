@@ -498,7 +498,7 @@ def refuse_unsupported(
     """Raise RequestError if a field of the table, raw JSON, has a value that it does not list."""
     for field, defaults in table.items():
         raw: RawJson = getattr(body, field)
-        if isinstance(raw, msgspec.UnsetType):
+        if raw is msgspec.UNSET:
             continue
         size = memoryview(raw).nbytes
         if size > MAX_DEFAULT_BYTES or not _is_default(msgspec.json.decode(raw), defaults):

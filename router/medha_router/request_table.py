@@ -8,6 +8,7 @@ cancelled.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping
 
@@ -27,13 +28,19 @@ from medha_router.replicas import ConnectedReplica, ReplicaTable
 from medha_router.router_metrics import RouterMetrics
 
 Send = Callable[[bytes, RouterMessage], bool]
+Later = Callable[[Callable[[], None]], object]
+
+
+def at_once(step: Callable[[], None]) -> None:
+    """Run a step that may be run later."""
+    step()
 
 
 class RequestTable:
     """Client requests and generations by id.
 
     `send` puts a message on the link and returns False if it cannot. `changed` is called when heads
-    may have changed.
+    may have changed. `later` runs a step that nothing waits for.
     """
 
     def __init__(
@@ -43,9 +50,10 @@ class RequestTable:
         metrics: RouterMetrics,
         send: Send,
         changed: Callable[[], None],
+        later: Later = at_once,
     ) -> None:
         self._models, self._replicas, self._metrics = models, replicas, metrics
-        self._send, self.changed = send, changed
+        self._send, self.changed, self._later = send, changed, later
         self._log = logging.getLogger("medha.router")
         self._client_requests: dict[str, ClientRequest] = {}
         self._generations: dict[str, Generation] = {}
@@ -121,14 +129,18 @@ class RequestTable:
         """End a generation that has all tokens; the last one ends its client request."""
         generation.done = True
         self._generations.pop(generation.id, None)
-        self._metrics.finished(generation, now)
         client_request = generation.client_request
+        output_tokens: int | None = None
         if client_request.done and self._client_requests.pop(client_request.id, None) is not None:
-            self._log.info(
-                "finished with %d tokens",
-                client_request.output_tokens,
-                extra={"fields": client_request.log_fields},
-            )
+            output_tokens = client_request.output_tokens
+        self._later(functools.partial(self._record_end, generation, output_tokens, now))
+
+    def _record_end(self, generation: Generation, output_tokens: int | None, now: float) -> None:
+        """Record the end of a generation, and of its client request if it has all its tokens."""
+        self._metrics.finished(generation, now)
+        if output_tokens is not None:
+            fields = generation.client_request.log_fields
+            self._log.info("finished with %d tokens", output_tokens, extra={"fields": fields})
 
     def fail(self, client_request: ClientRequest, error: MedhaError, now: float) -> None:
         """End a client request and its generations with an error, unless it has ended."""

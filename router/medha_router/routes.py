@@ -257,10 +257,9 @@ class RequestIds:
     def __init__(self, app: ASGIApp, new_id: Callable[[], str]) -> None:
         self._app, self._new_id = app, new_id
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         state = scope.setdefault("state", {})
         state["request_id"], state["client_id"] = self._new_id(), _client_id(scope)
         request_id = state["request_id"].encode()
@@ -268,7 +267,7 @@ class RequestIds:
             REQUEST_ID.encode(): request_id,
             CLIENT_REQUEST_ID.encode(): state["client_id"].encode() or request_id,
         }
-        await self._app(scope, receive, send)
+        return self._app(scope, receive, send)
 
 
 class DirectRoutes:

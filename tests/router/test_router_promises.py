@@ -259,13 +259,14 @@ def test_a_router_without_a_token_takes_no_drain_request(served: Any) -> None:
     assert served.ops.get("/readyz").status_code == 200
 
 
-def test_metrics_show_promises_refusals_and_latencies(served: Any) -> None:
+def test_metrics_show_promises_refusals_and_latencies(served: Any, eventually: Any) -> None:
     served.http.post("/v1/completions", json=BODY)
     served.http.post("/v1/completions", json=BODY, headers={"x-medha-class": "eager"})
-    text = served.ops.get("/metrics").text
     labels = '{class="default",length="1k",model="tiny"}'
+    ended = f"medha_request_e2e_seconds_count{labels}"
+    eventually(lambda: ended in served.ops.get("/metrics").text)
+    text = served.ops.get("/metrics").text
     assert f"medha_request_ttft_seconds_count{labels}" in text
-    assert f"medha_request_e2e_seconds_count{labels}" in text
     assert f"medha_slo_attained_total{labels}" in text
     assert 'medha_promises_total{class="default",model="tiny",outcome="kept"}' in text
     assert 'reason="deadline_infeasible"' in text

@@ -34,6 +34,9 @@ from medha.tenants import ServedWork
 FIELDS = 6  # arrival, due, work, normaliser, promised, weight: columns of the table
 ARRIVAL, DUE, WORK, NORM, PROMISED, WEIGHT = range(FIELDS)
 
+FEW = 8
+"""Rows up to which a loop is faster than numpy."""
+
 Rows = npt.NDArray[np.intp]
 
 
@@ -208,6 +211,11 @@ class RequestQueue:
 
     def late(self, now: float) -> tuple[str, ...]:
         """Promised requests that would miss their deadline even if they started now."""
+        if len(self._ids) <= FEW:
+            items = map(self._item, range(len(self._ids)))
+            return tuple(
+                item.id for item in items if item.promised and item.due_s - now < item.work_s
+            )
         table = self._table[: len(self._ids)]
         missed = (table[:, PROMISED] > 0) & (table[:, DUE] - now < table[:, WORK])
         return tuple(self._ids[row] for row in np.flatnonzero(missed).tolist())

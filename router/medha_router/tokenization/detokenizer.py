@@ -145,6 +145,14 @@ class Detokenizer:
             return self._stream.push(token)
         return self._stripped(self._decoder.decode(self._vocabulary.bytes_of(token)))
 
+    def push_all(self, tokens: Iterable[int]) -> str:
+        """Return the text that `tokens` complete together."""
+        if self._stream is not None:
+            return "".join(map(self.push, tokens))
+        hidden, bytes_of = self._hidden, self._vocabulary.bytes_of
+        printed = b"".join([bytes_of(token) for token in tokens if token not in hidden])
+        return self._stripped(self._decoder.decode(printed))
+
     def end(self) -> str:
         """Return the rest after the last token: an unfinished character becomes U+FFFD."""
         if self._stream is not None:
@@ -215,7 +223,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
+        self.stops = tuple(stop for stop in stops if stop)
         self._held = ""
         self.released_chars = 0
         self.matched: str | None = None
@@ -224,7 +232,7 @@ class StopMatcher:
         """Add `text` and return the text to release; empty once a stop string has matched."""
         if self.matched is not None or not text:
             return ""
-        if not self._stops:
+        if not self.stops:
             self.released_chars += len(text)
             return text
         whole = self._held + text
@@ -244,7 +252,7 @@ class StopMatcher:
     def _first(self, text: str) -> tuple[int, str | None]:
         """Return position and stop string of the first to be complete; of two, the longer."""
         best: tuple[int, int, str] | None = None
-        for stop in self._stops:
+        for stop in self.stops:
             at = text.find(stop)
             if at >= 0 and (best is None or (at + len(stop), at) < best[:2]):
                 best = (at + len(stop), at, stop)
@@ -253,7 +261,7 @@ class StopMatcher:
     def _tail(self, text: str) -> int:
         """Return the length of the longest tail of `text` that begins a stop string."""
         longest = 0
-        for stop in self._stops:
+        for stop in self.stops:
             for size in range(min(len(stop) - 1, len(text)), longest, -1):
                 if text.endswith(stop[:size]):
                     longest = size
@@ -319,6 +327,12 @@ class OutputStream:
         """Add tokens. After a stop string, `finish` is `stop` and the rest is ignored."""
         if self._empty:
             self.finish = "length"
+        if not (logprobs or self._matcher.stops or self.finish):
+            self.tokens += tokens
+            hidden = self._stop_tokens
+            text = self._detokenizer.push_all([token for token in tokens if token not in hidden])
+            self._received_chars += len(text)
+            return Delta(self._matcher.push(text), self._released())
         texts: list[str] = []
         for index, token in enumerate(tokens):
             if self.finish is not None:
