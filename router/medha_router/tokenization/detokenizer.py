@@ -327,7 +327,7 @@ class OutputStream:
         """Add tokens. After a stop string, `finish` is `stop` and the rest is ignored."""
         if self._empty:
             self.finish = "length"
-        if not (logprobs or self._matcher.stops or self.finish):
+        if len(tokens) > 1 and not (logprobs or self._matcher.stops or self.finish):
             self.tokens += tokens
             hidden = self._stop_tokens
             text = self._detokenizer.push_all([token for token in tokens if token not in hidden])
