@@ -14,7 +14,7 @@ CODE   := $(wildcard core operator router worker tests examples demos benchmarks
               hatch_build.py)
 # Installation compiles the kernels; it runs again if one is missing or older than its sources.
 KERNELS := $(addprefix worker/medha_worker/attention/,singles.kernel.so chunks.kernel.so) \
-        worker/medha_worker/model/arithmetic.kernel.so core/medha/scheduling/rows.kernel.so
+        worker/medha_worker/model/arithmetic.kernel.so core/medha/scheduling/rows.abi3.so
 
 # What `make prometheus` unpacks.
 PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/medha-prometheus

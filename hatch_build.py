@@ -1,8 +1,9 @@
 """Compile the kernels of worker and scheduler, and the deciding modules with mypyc, at install.
 
-The kernels are plain C and need a C compiler only: $CC, or the first of those below. Each library
-lies next to its source. The modules need mypyc and Python's headers, and run uncompiled without
-them. Images without the worker run no scheduler and have nothing to compile.
+The kernels are plain C and need a C compiler: $CC, or the first of those below; that of the
+scheduler is an extension module and needs Python's headers. Each library lies next to its source.
+The deciding modules need mypyc, and run uncompiled without it. Images without the worker run no
+scheduler and have nothing to compile.
 
     python hatch_build.py       compiles all of it again, after a change
 """
@@ -24,21 +25,22 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 WORKER = pathlib.Path("worker/medha_worker")
+ROWS = pathlib.Path("core/medha/scheduling/rows.c")
 SOURCES = (
     WORKER / "attention/singles.c",
     WORKER / "attention/chunks.c",
     WORKER / "model/arithmetic.c",
-    pathlib.Path("core/medha/scheduling/rows.c"),
+    ROWS,
 )
+# Python takes a library of two dots for no module; one extension fits every Python from 3.11 on.
+SUFFIX, MODULE_SUFFIX = ".kernel.so", ".abi3.so"
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared")
 # A decision is the same on every machine and in a replay: no fused multiply-add.
 CONTRACT = "-ffp-contract=off"
-EXACT = {"rows.c": (CONTRACT,)}
 
 CORE, COMPILED = pathlib.Path("core"), pathlib.Path("core/medha/compiled")
-# Modules that take part in a decision or complete a batch. (mypyc cannot compile `native`, which
-# has a ctypes structure; `interface` holds msgspec structs.)
+# Modules that take part in a decision or complete a batch. (`interface` holds msgspec structs.)
 MODULES = (
     "medha.corrections",
     "medha.predictor",
@@ -54,6 +56,7 @@ MODULES = (
             "lifecycle",
             "load_report",
             "membership",
+            "native",
             "policies",
             "prefill_admission",
             "promises",
@@ -93,7 +96,15 @@ class Kernels(BuildHookInterface):  # type: ignore[type-arg]
 
 def compile_kernels(root: pathlib.Path) -> list[str]:
     """Compile all kernels; return the paths of their libraries in `root`."""
-    libraries = [source.with_suffix(".kernel.so") for source in SOURCES]
+    headers = pathlib.Path(sysconfig.get_path("include"), "Python.h")
+    if not headers.exists():
+        raise SystemExit(
+            f"{headers} is missing: the scheduler's kernel needs Python's headers; install them"
+            " (python3-dev)"
+        )
+    libraries = [
+        source.with_suffix(MODULE_SUFFIX if source == ROWS else SUFFIX) for source in SOURCES
+    ]
     for source, library in zip(SOURCES, libraries, strict=True):
         compile_kernel(root / source, root / library)
     return [library.as_posix() for library in libraries]
@@ -102,7 +113,9 @@ def compile_kernels(root: pathlib.Path) -> list[str]:
 def compile_kernel(source: pathlib.Path, library: pathlib.Path) -> None:
     """Compile `library`; processes that have loaded the previous one keep it."""
     fresh = library.with_suffix(f".{os.getpid()}.so")
-    flags = FLAGS + EXACT.get(source.name, ())
+    flags = [*FLAGS]
+    if source.name == ROWS.name:
+        flags += [CONTRACT, "-I", sysconfig.get_path("include")]
     command = [*compiler(), *flags, "-o", str(fresh), str(source), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -116,9 +129,8 @@ def compile_kernel(source: pathlib.Path, library: pathlib.Path) -> None:
 def compile_modules(root: pathlib.Path) -> bool:
     """Compile MODULES and record their sources; False, with a message, if that is impossible."""
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    headers = pathlib.Path(sysconfig.get_path("include"), "Python.h")
-    if lacking or not headers.exists():
-        missing = ", ".join(lacking) or headers
+    if lacking:
+        missing = ", ".join(lacking)
         sys.stderr.write(f"the scheduler is not compiled, and slower: {missing} is missing\n")
         return False
     door = _door(root)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -328,9 +327,34 @@ def test_a_prompt_may_be_long_by_its_tokens() -> None:
         assert kernel.few(0.0, False) == [(0, ABSORBED if not long else RELEGATED, long)]
 
 
-def test_a_library_that_was_not_built_is_an_error_with_its_remedy(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"none\.so is the compiled part .* run `make setup`"):
-        native.load(tmp_path / "none.so")
+def test_a_module_that_was_not_built_is_an_error_with_its_remedy() -> None:
+    with pytest.raises(SetupError, match=r"rows2 is the compiled part .* run `make setup`"):
+        native.load("medha.scheduling.rows2")
+
+
+def test_what_is_outside_the_rows_is_refused() -> None:
+    waiting, _ = levelled(0, 3)
+    rows, kernel = waiting.rows, waiting.rows.kernel
+    for row in (-1, 3, 1 << 40):
+        for method in (kernel.remove, kernel.work, kernel.levels, kernel.tried, kernel.start):
+            with pytest.raises(IndexError, match=f"row {row} of 3"):
+                method(row)
+    assert rows.work_before_s(3) == pytest.approx(waiting.work_s.sum())
+    with pytest.raises(IndexError):
+        rows.work_before_s(4)
+    with pytest.raises(IndexError):
+        rows.try_decode(0, 0.0, 0.0, (native.RUNS, 3, 1.0, 1.0, 1.0), 0.0, 1.0, 1.0)
+    with pytest.raises(TypeError):
+        kernel.margins(0.0, "1.0", 1.0)
+    with pytest.raises(TypeError, match="3 arguments, not 2"):
+        kernel.margins(0.0, 1.0)
+    with pytest.raises(ValueError, match="6 numbers, not 5"):
+        rows.update(0, True, 1, [1.0] * 5)
+    with pytest.raises(ValueError, match="array 0 has another capacity"):
+        kernel.allot(*[np.zeros(64)] * 8)
+    with pytest.raises(KeyError, match="decode 7"):
+        native.Decodes().kernel.remove(7, 1.0)
+    assert len(waiting) == len(rows) == 3
 
 
 # --- decodes, and work alongside them -------------------------------------------------------------
@@ -408,10 +432,7 @@ def test_a_coming_decode_is_alongside_rows_that_run_after_its_prompt(
     coming = [decode._replace(row=min(decode.row, count - 1)) for decode in coming]
     kind, share = native.AFTER_KEPT if kept else native.AFTER_RELEGATED, 0.1
     windows_s = [max(due_s - NOW_S, BUDGET_S) for due_s in waiting.due_s.tolist()]
-    added = [
-        native.added_decode(kind, decode.row, decode.cost_s, decode.length_s, share)
-        for decode in coming
-    ]
+    added = [(kind, decode.row, decode.cost_s, decode.length_s, share) for decode in coming]
     waiting.rows.set_alongside([native.Decodes()], added, NOW_S, BUDGET_S, LEAST_S, PART)
     for row, window_s in enumerate(windows_s):
         mean_s = 0.0
@@ -434,7 +455,7 @@ def test_a_promise_is_tried_alongside_its_own_decode(
     waiting, work_s = levelled(seed, count)
     rows, place, length_s = waiting.rows, min(place, count - 1), 7.0
     rows.set_alongside([decoding(running)], [], NOW_S, BUDGET_S, LEAST_S, PART)
-    decode = native.added_decode(native.RUNS, place, cost_s, length_s, 1.0)
+    decode = native.RUNS, place, cost_s, length_s, 1.0
     rows.try_decode(place, 0.125, 0.25, decode, NOW_S, BUDGET_S, PART)
     promised = waiting.promised.tolist()
     tried, cost = {}, {}
@@ -467,7 +488,7 @@ def test_a_promise_is_tried_alongside_its_own_decode(
     if promised[place]:
         least_s = rows.least_margin_s(True, 0.0, OVERHEAD_S, INFLATION)
         assert least_s == pytest.approx(min(alone))
-        due_s, margins_s = rows.promise_margins(len(joined), 0.0, OVERHEAD_S, INFLATION, 70)
+        due_s, margins_s = rows.promise_margins(70, 0.0, OVERHEAD_S, INFLATION)
         assert due_s == [float(waiting.due_s[row]) for row in sorted(joined)]
         assert margins_s == pytest.approx(alone)
 

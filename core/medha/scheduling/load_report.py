@@ -6,8 +6,6 @@ what delays one of its groups delays such a promise.
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 
 from medha.messages.fields import GroupMargins, Load
@@ -18,7 +16,6 @@ from medha.scheduling.state import SchedulerState
 from medha.tenants import TenantWork
 
 BANDS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 1e9)
-EDGES = struct.pack("8d", *BANDS)
 MARGINS = 256
 
 
@@ -91,8 +88,7 @@ def work_sums(state: SchedulerState, now: float) -> dict[int, WorkSums]:
     promises, queues = state.promises, state.queues.by_group
     short_s, all_kept = 8.0 * promises.longest_s, not promises.promising
     return {
-        group: queues[group].rows.sums(now, short_s, EDGES, all_kept=all_kept)
-        for group in sorted(queues)
+        group: queues[group].rows.sums(now, short_s, BANDS, all_kept) for group in sorted(queues)
     }
 
 

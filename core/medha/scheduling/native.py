@@ -1,16 +1,14 @@
 """The compiled arithmetic over waiting prefills and decodes (rows.c): its only entry.
 
-The library is built with the project, lies next to this file and does not depend on Python. Its
-calls last microseconds, so that they keep the interpreter's lock. Memory belongs to the objects of
-this module; rows.c describes its layout.
+The extension module is built with the project and lies next to this file. Its calls last
+microseconds, so that they keep the interpreter's lock. Arrays belong to the objects of this module;
+rows.c describes their layout.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import pathlib
-import struct
+import importlib
 from collections import abc
 from typing import Any, NamedTuple
 
@@ -23,111 +21,43 @@ from medha.prefill_times import LEVELS
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
-# Two dots, so that Python does not take it for a module.
-LIBRARY = pathlib.Path(__file__).with_name("rows.kernel.so")
+MODULE = "medha.scheduling.rows"
 # Columns and flags of a row, and where a slot holds the rest; see rows.c.
 DUE, WORK, ALONGSIDE, NEED, NORM, COLUMNS = range(6)
 KEPT, PROMISED, READY, BEYOND, FLAGS = range(5)
 ARRIVAL, TOKENS, PASSED, TURN, NUMBER, LEVEL = range(6)
 SLOT = LEVEL + LEVELS
-# Numbers of scratch and mark columns, and the one with margins.
-SCRATCH, MARKS, LEFT, TRIAL = 7, 3, 1, 6
+# Numbers of scratch and mark columns.
+SCRATCH, MARKS = 7, 3
 # The mark column of the rank, and its values for kept and protected rows without a promise.
 RANK, BARELY_KEPT, PROTECTED = 0, 1, 3
 # Kinds of a decode that is added.
 NO_DECODE, RUNS, AFTER_KEPT, AFTER_RELEGATED = range(4)
-# Eight-byte numbers of a group in `struct spans`.
-REACH = 8
-# Rows returned at a time: most batches hold one prompt or two.
+# Rows that `Rows.few` returns at most.
 FEW = 8
-# The turn of the relegated, as an argument of `medha_order`.
+# The turn of the relegated, as an argument of `Rows.order`.
 NOTHING, FIRST_DUE, SHORT_ONES = range(3)
-# Sums of a report, and how many of them are by relative slack.
-SUMS, BANDS = 12, 8
-_DECODE = struct.Struct("@qqddd")
-_SLOT, _LEVELS, _NUMBER_BYTES = struct.Struct(f"@{SLOT}d"), struct.Struct(f"@{LEVELS}d"), 8
+# How many sums of a report are by relative slack.
+BANDS = 8
 
 # (place, tier, is long)
 Next = tuple[int, int, int]
-
-
-class _Rows(ctypes.Structure):
-    """`struct rows` of rows.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("columns", "flags", "slots", "slot")),
-        *((name, ctypes.c_void_p) for name in ("scratch", "marks", "held", "able")),
-        *((name, ctypes.c_int64) for name in ("capacity", "count", "kept", "left")),
-        *((name, ctypes.c_double) for name in ("least", "least_promised", "least_bare", "last")),
-    )
-
-
-class _Decodes(ctypes.Structure):
-    """`struct decodes` of rows.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("ends", "cost", "numbers")),
-        ("count", ctypes.c_int64),
-    )
-
-
-class _Spans(ctypes.Structure):
-    """`struct spans` of rows.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("groups", "numbers", "first", "parts", "due")),
-        *((name, ctypes.c_void_p) for name in ("row", "spare", "before", "reach")),
-        *((name, ctypes.c_int64) for name in ("count", "group_count")),
-    )
-
-
-_POINTER, _NUMBER, _COUNT = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
-# Arguments of each function, and what it returns.
-_SIGNATURES = {
-    "insert": ([_POINTER, _COUNT, ctypes.c_int32, ctypes.c_int, *[_NUMBER] * 5], None),
-    "remove": ([_POINTER, _COUNT], None),
-    "begin": ([_POINTER, _COUNT, _NUMBER, _NUMBER], None),
-    "end": ([_POINTER, _COUNT, _NUMBER], _NUMBER),
-    "decodes_at": ([_POINTER, _NUMBER], _NUMBER),
-    "mean": ([_POINTER, _POINTER, *[_NUMBER] * 3, ctypes.c_int], None),
-    "coming": ([_POINTER, ctypes.c_char_p, _COUNT, _NUMBER, _NUMBER], None),
-    "apply": ([_POINTER, _NUMBER], None),
-    "try": ([_POINTER, _COUNT, _NUMBER, _NUMBER, ctypes.c_char_p, *[_NUMBER] * 3], None),
-    "room": ([_POINTER, _COUNT, ctypes.c_int, *[_NUMBER] * 5], _NUMBER),
-    "least": ([_POINTER, ctypes.c_int, *[_NUMBER] * 3], _NUMBER),
-    "promises": ([_POINTER, _COUNT, *[_NUMBER] * 3, _COUNT, _POINTER], _COUNT),
-    "tight": ([_POINTER, _COUNT, *[_NUMBER] * 6], _COUNT),
-    "crowding": ([_POINTER, *[_NUMBER] * 7], _COUNT),
-    "promise_needs": ([_POINTER], ctypes.c_int),
-    "work_before": ([_POINTER, _COUNT], _NUMBER),
-    "spans_fit": ([_POINTER, _COUNT, *[_NUMBER] * 5], ctypes.c_int),
-    "spans_least": ([_POINTER, _COUNT, ctypes.c_int, *[_NUMBER] * 3], _NUMBER),
-    "spans_lower": ([_POINTER, _COUNT, *[_NUMBER] * 3], None),
-    "report": ([_POINTER, _NUMBER, _NUMBER, ctypes.c_char_p, ctypes.c_int, _POINTER], None),
-    "margins": ([_POINTER, *[_NUMBER] * 3], None),
-    "relegate": ([_POINTER, _NUMBER, _COUNT, _POINTER], _COUNT),
-    "open": ([_POINTER, *[_NUMBER] * 3], None),
-    "fitting": ([_POINTER, _NUMBER, _COUNT], _COUNT),
-    "keep": ([_POINTER, _COUNT], None),
-    "order": ([_POINTER, *[_NUMBER] * 3, ctypes.c_int, _NUMBER, ctypes.c_int], None),
-    "few": ([_POINTER, _NUMBER, ctypes.c_int, _COUNT, _POINTER], _COUNT),
-}
+# (kind, row of its prompt or -1, seconds of each batch, for how many seconds, share of the time)
+Added = tuple[int, int, float, float, float]
+NONE_ADDED: Added = (NO_DECODE, -1, 0.0, 0.0, 1.0)
 
 
 @functools.cache
-def load(library: pathlib.Path = LIBRARY) -> ctypes.PyDLL:
-    """Load the library; raise SetupError if it was not built for this machine."""
+def load(module: str = MODULE) -> Any:
+    """Load the extension module; raise SetupError if it was not built for this machine."""
     try:
-        kernel = ctypes.PyDLL(str(library))
-        for name, (arguments, result) in _SIGNATURES.items():
-            function = getattr(kernel, f"medha_{name}")
-            function.argtypes, function.restype = arguments, result
-    except (OSError, AttributeError) as error:
+        return importlib.import_module(module)
+    except ImportError as error:
         raise SetupError(
-            f"{library} is the compiled part of the scheduler and cannot be loaded ({error}); run"
-            " `make setup`, or install medha with its worker where there is a C compiler"
+            f"{module} is the compiled part of the scheduler and cannot be loaded ({error}); run"
+            " `make setup`, or install medha with its worker where there are a C compiler and"
+            " Python's headers"
         ) from None
-    return kernel
 
 
 class WorkSums(NamedTuple):
@@ -151,23 +81,16 @@ class Decodes:
     """
 
     def __init__(self) -> None:
-        self._kernel = load()
+        self.kernel: Any = load().Decodes()
         self.total_s = 0.0
         self._ends_s: dict[int, float] = {}
-        self._numbers = np.zeros(0, dtype=np.int64)
-        self._values = np.zeros((2, 0))
-        self._struct = _Decodes()
-        self.at = ctypes.addressof(self._struct)
 
     def __len__(self) -> int:
         return len(self._ends_s)
 
     def add(self, number: int, cost_s: float, ends_s: float) -> None:
         """Add a decode that takes `cost_s` of each batch until `ends_s`."""
-        count = len(self._ends_s)
-        if count == len(self._numbers):
-            self._grow(count + max(64, count))
-        self._kernel.medha_begin(self.at, number, cost_s, ends_s)
+        self.kernel.add(number, cost_s, ends_s)
         self._ends_s[number] = ends_s
         self.total_s += cost_s
 
@@ -175,30 +98,13 @@ class Decodes:
         """Remove a decode, if it is there."""
         ends_s = self._ends_s.pop(number, None)
         if ends_s is not None:
-            cost_s: float = self._kernel.medha_end(self.at, number, ends_s)
+            cost_s: float = self.kernel.remove(number, ends_s)
             self.total_s = max(0.0, self.total_s - cost_s) if self._ends_s else 0.0
 
     def at_s(self, time_s: float) -> float:
         """Return the decode time of a batch at that time."""
-        cost_s: float = self._kernel.medha_decodes_at(self.at, time_s)
+        cost_s: float = self.kernel.at(time_s)
         return cost_s
-
-    def _grow(self, capacity: int) -> None:
-        count = len(self._ends_s)
-        values, numbers = np.zeros((2, capacity)), np.zeros(capacity, dtype=np.int64)
-        values[:, :count], numbers[:count] = self._values[:, :count], self._numbers[:count]
-        self._values, self._numbers = values, numbers
-        row = self._struct
-        row.ends, row.cost = values[0].ctypes.data, values[1].ctypes.data
-        row.numbers = numbers.ctypes.data
-
-
-def added_decode(kind: int, row: int, cost_s: float, length_s: float, share: float) -> bytes:
-    """Return a decode as `struct decode` of rows.c."""
-    return _DECODE.pack(kind, row, cost_s, length_s, share)
-
-
-NONE_ADDED = added_decode(NO_DECODE, -1, 0.0, 0.0, 1.0)
 
 
 class Rows:
@@ -207,78 +113,96 @@ class Rows:
     `columns`, `flags`, `slot`, `slots`: arrays of [COLUMNS, n], [FLAGS, n], [n] and
     [slot, LEVEL + LEVELS], with room for more rows than there are. For a decision
     call `margins` first, then `relegate`, `open` and `fitting`, `order`, and `few` repeatedly.
-    `column_cells`, `flag_cells`, `slot_cells`: the same memory, faster to read one by one.
     """
 
-    yields = None  # no row leaves a part of the budget to others
     columns: Floats
     flags: Mask
     slots: Floats
     slot: npt.NDArray[np.int32]
-    column_cells: list[Any]  # memory views: the type checker expects integers in them
-    flag_cells: list[Any]
-    slot_cells: Any
 
     def __init__(self) -> None:
-        self._kernel, self._few = load(), (ctypes.c_int64 * (3 * FEW))()
-        self._sums = (ctypes.c_double * SUMS)()
-        self._rows, self.count = _Rows(), 0
-        self.at = self._at = ctypes.addressof(self._rows)
-        self._free: list[int] = []
+        self.kernel: Any = load().Rows()
+        self.yields: Floats | None = None  # no row leaves a part of the budget to others
+        self._capacity = 0
         self._allot(64)
 
+    def __len__(self) -> int:
+        count: int = self.kernel.count
+        return count
+
     # --- rows -------------------------------------------------------------------------------------
+
+    @property
+    def kept_count(self) -> int:
+        count: int = self.kernel.kept_count
+        return count
+
+    @property
+    def promised_count(self) -> int:
+        count: int = self.kernel.promised_count
+        return count
+
+    @property
+    def ready_count(self) -> int:
+        count: int = self.kernel.ready_count
+        return count
+
+    def first_due(self, due_s: float) -> int:
+        """Return the first row that is due at that time or later."""
+        place: int = self.kernel.first_due(due_s)
+        return place
 
     def insert(
         self,
         place: int,
-        values: tuple[float, ...],
         flags: int,
         due_s: float,
-        work_s: float,
         alongside: float,
         need: int,
         norm_s: float,
+        arrival_s: float,
+        tokens: int,
+        turn: float,
+        number: int,
+        levels: list[float],
     ) -> None:
-        """Insert a row; `values` are those of its slot. Bit k of `flags` is flag k."""
-        if not self._free:
-            self._allot(2 * self.columns.shape[1])
-        slot = self._free.pop()
-        _SLOT.pack_into(self._slot_bytes, slot * _SLOT.size, *values)
-        self._kernel.medha_insert(
-            self._at, place, slot, flags, due_s, work_s, alongside, need, norm_s
+        """Insert a row; bit k of `flags` is flag k."""
+        if len(self) == self._capacity:
+            self._allot(2 * self._capacity)
+        self.kernel.insert(
+            place, flags, due_s, alongside, need, norm_s, arrival_s, tokens, turn, number, levels
         )
-        self.count += 1
 
     def remove(self, place: int) -> None:
-        self._free.append(self._slot_of[place])
-        self._kernel.medha_remove(self._at, place)
-        self.count -= 1
+        self.kernel.remove(place)
 
-    def value(self, place: int, value: int) -> float:
-        """Return a value of the slot of the row at `place`."""
-        cell: float = self.slot_cells[self._slot_of[place] * SLOT + value]
-        return cell
+    def update(self, place: int, ready: bool, tokens: int, levels: list[float]) -> None:
+        """Set whether the row at `place` is ready, its tokens, and its work by level of decodes."""
+        self.kernel.update(place, ready, tokens, levels)
 
-    def set_value(self, place: int, value: int, number: float) -> None:
-        self.slot_cells[self._slot_of[place] * SLOT + value] = number
+    def set_flags(self, place: int, kept: bool, promised: bool, ready: bool) -> None:
+        self.kernel.set_flags(place, kept, promised, ready)
+
+    def start(self, place: int) -> None:
+        """The row needs no pages any more."""
+        self.kernel.start(place)
+
+    def work_s(self, place: int) -> float:
+        """Return the work of the row at `place`."""
+        work_s: float = self.kernel.work(place)
+        return work_s
 
     def levels(self, place: int) -> list[float]:
         """Return the seconds of the work of the row at `place`, by level of decodes."""
-        first = self._slot_of[place] * SLOT + LEVEL
-        levels: list[float] = self.slot_cells[first : first + LEVELS].tolist()
+        levels: list[float] = self.kernel.levels(place)
         return levels
-
-    def set_levels(self, place: int, levels: list[float]) -> None:
-        first = self._slot_of[place] * SLOT + LEVEL
-        _LEVELS.pack_into(self._slot_bytes, first * _NUMBER_BYTES, *levels)
 
     # --- work alongside decodes -------------------------------------------------------------------
 
     def set_alongside(
         self,
         decodes: list[Decodes],
-        coming: list[bytes],
+        coming: list[Added],
         now: float,
         budget_s: float,
         least_s: float,
@@ -287,42 +211,33 @@ class Rows:
         """Compute the decodes alongside each row until it is due, and its work alongside them.
 
         `decodes`: of its group, and of others if it waits for the slowest; `coming`: those that
-        come later, as from `added_decode`; `least_s`: what a late decode still takes; `part`: what
-        a second of a batch is of the decode capacity.
+        come later; `least_s`: what a late decode still takes; `part`: what a second of a batch is
+        of the decode capacity.
         """
-        kernel, at = self._kernel, self._at
-        for turn, group in enumerate(decodes):
-            kernel.medha_mean(at, group.at, now, budget_s, least_s, turn)
-        if coming:
-            kernel.medha_coming(at, b"".join(coming), len(coming), now, budget_s)
-        kernel.medha_apply(at, part)
+        kernels = [of_group.kernel for of_group in decodes]
+        self.kernel.set_alongside(kernels, coming, now, budget_s, least_s, part)
 
     def try_decode(
         self,
         place: int,
         plus: float,
         least: float,
-        decode: bytes,
+        decode: Added,
         now: float,
         budget_s: float,
         part: float,
     ) -> None:
-        """Compute `trial_s` of the promises, and of the row at `place` if it is not -1.
+        """Try the work of the promises, and of the row at `place` if it is not -1.
 
         That is the work alongside the decodes that are counted and `plus`, at least `least`, and
         one `decode` more.
         """
-        self._kernel.medha_try(self._at, place, plus, least, decode, now, budget_s, part)
-
-    @property
-    def trial_s(self) -> Floats:
-        """Work of the rows tried last; of other rows without meaning."""
-        trial_s: Floats = self._scratch[TRIAL, : self.count]
-        return trial_s
+        self.kernel.try_decode(place, plus, least, now, budget_s, part, decode)
 
     def tried_s(self, place: int) -> float:
         """Return the work of a row tried last."""
-        return float(self._scratch[TRIAL, place])
+        work_s: float = self.kernel.tried(place)
+        return work_s
 
     # --- promises ---------------------------------------------------------------------------------
 
@@ -337,47 +252,43 @@ class Rows:
     ) -> float:
         """Return what a promise for the row at `place` leaves; negative if it does not fit.
 
-        By `trial_s`. Works beyond `long_s` count `widened`.
+        By the works tried last. Works beyond `long_s` count `widened`.
         """
-        room_s: float = self._kernel.medha_room(
-            self._at, place, True, start, overhead_s, inflation, long_s, widened
-        )
+        room_s: float = self.kernel.room(place, True, start, overhead_s, inflation, long_s, widened)
         return room_s
 
     def room_with_kept_s(self, place: int, start: float, overhead_s: float) -> float:
         """Return what the row at `place` leaves if it is kept, too; negative if it does not fit."""
-        room_s: float = self._kernel.medha_room(
-            self._at, place, False, start, overhead_s, 1.0, 0.0, 1.0
-        )
+        room_s: float = self.kernel.room(place, False, start, overhead_s, 1.0, 0.0, 1.0)
         return room_s
 
     def least_margin_s(
         self, tried: bool, start: float, overhead_s: float, inflation: float
     ) -> float:
-        """Return the least margin of a promise; infinite with none. By `trial_s` if `tried`."""
-        least_s: float = self._kernel.medha_least(self._at, tried, start, overhead_s, inflation)
+        """Return the least margin of a promise; infinite with none.
+
+        `tried`: by the works tried last.
+        """
+        least_s: float = self.kernel.least_margin(tried, start, overhead_s, inflation)
         return least_s
 
     def promise_margins(
         self,
-        count: int,
+        most: int,
         start: float,
         overhead_s: float,
         inflation: float,
-        most: int,
         after_s: float = 0.0,
     ) -> tuple[list[float], list[float]]:
-        """Return the times until due and the margins of all `count` promises, by `trial_s`.
+        """Return the times until due and the margins of all promises, by the works tried last.
 
         At most `most` of them: then each is of a run of promises, as if all its work were due with
         the first. Times until due count from `after_s` before `start`.
         """
-        values = (ctypes.c_double * (2 * most))()
-        runs = self._kernel.medha_promises(
-            self._at, count, start, overhead_s, inflation, most, values
+        margins: tuple[list[float], list[float]] = self.kernel.promises(
+            most, start, overhead_s, inflation, after_s
         )
-        margins = np.frombuffer(memoryview(values))
-        return (margins[:runs] + after_s).tolist(), margins[most : most + runs].tolist()
+        return margins
 
     def is_tight(
         self,
@@ -394,9 +305,7 @@ class Rows:
         Short prompts to come take the part `coming` of the time until it is due. Works are those
         alongside at least `expected`, a part of the decode capacity.
         """
-        tight: int = self._kernel.medha_tight(
-            self._at, place, now, drain_s, overhead_s, inflation, expected, coming
-        )
+        tight: int = self.kernel.tight(place, now, drain_s, overhead_s, inflation, expected, coming)
         return tight >= 0
 
     def crowding(
@@ -413,28 +322,29 @@ class Rows:
 
         -1 if there is none; tight as in `is_tight`.
         """
-        place: int = self._kernel.medha_crowding(
-            self._at, long_s, now, drain_s, overhead_s, inflation, expected, coming
+        place: int = self.kernel.crowding(
+            long_s, now, drain_s, overhead_s, inflation, expected, coming
         )
         return place
 
     def promise_needs_pages(self) -> bool:
         """Return whether a promised row needs pages."""
-        needs: int = self._kernel.medha_promise_needs(self._at)
-        return needs > 0
+        needs: bool = self.kernel.promise_needs()
+        return needs
 
     def work_before_s(self, place: int) -> float:
         """Return the work of the rows before a place."""
-        work_s: float = self._kernel.medha_work_before(self._at, place)
+        work_s: float = self.kernel.work_before(place)
         return work_s
 
-    def sums(self, now: float, short_below_s: float, edges: bytes, *, all_kept: bool) -> WorkSums:
+    def sums(
+        self, now: float, short_below_s: float, edges: tuple[float, ...], all_kept: bool
+    ) -> WorkSums:
         """Return sums of work. `short_below_s`: divisor of slack up to which a prompt is short.
 
-        `edges`: upper edges of BANDS bands of relative slack, packed. `all_kept`: at any rank.
+        `edges`: upper edges of BANDS bands of relative slack. `all_kept`: at any rank.
         """
-        self._kernel.medha_report(self._at, now, short_below_s, edges, all_kept, self._sums)
-        sums = self._sums[:]
+        sums: list[float] = self.kernel.report(now, short_below_s, all_kept, edges)
         bands = tuple(sums[:BANDS])
         relegated_s, kept_short_s, relegated_short_s, needy = sums[BANDS:]
         return WorkSums(sum(bands), bands, relegated_s, kept_short_s, relegated_short_s, int(needy))
@@ -444,61 +354,61 @@ class Rows:
     @property
     def least_s(self) -> float:
         """Smallest margin of a kept row; infinite if none."""
-        least: float = self._rows.least
+        least: float = self.kernel.least
         return least
 
     @property
     def least_promised_s(self) -> float:
         """Smallest margin of a promise; infinite if none."""
-        least: float = self._rows.least_promised
+        least: float = self.kernel.least_promised
         return least
 
     @property
     def least_bare_s(self) -> float:
         """The same at bare costs, if only promises were kept."""
-        least: float = self._rows.least_bare
+        least: float = self.kernel.least_bare
         return least
 
     @property
     def last_s(self) -> float:
         """Time for which the row due last may run out of order; set by `order`."""
-        last: float = self._rows.last
+        last: float = self.kernel.last
         return last
 
     def margins(self, start: float, overhead_s: float, inflation: float) -> None:
         """Compute the margins of kept rows from `start` on, which includes the drain."""
-        self._kernel.medha_margins(self._at, start, overhead_s, inflation)
+        self.kernel.margins(start, overhead_s, inflation)
 
     def margin_s(self, place: int) -> float:
         """Return the margin of a kept row."""
-        return float(self._scratch[LEFT, place])
+        margin_s: float = self.kernel.margin(place)
+        return margin_s
 
     def relegate(self, tolerance_s: float, most: int, protected: Mask | None = None) -> list[int]:
         """Return the rows without a promise and not protected that give way, in that order."""
-        lost = (ctypes.c_int64 * most)()
-        if protected is None:
-            return lost[: self._kernel.medha_relegate(self._at, tolerance_s, most, lost)]
-        ranks = self._marks[RANK, : len(protected)]
-        ranks[protected & (ranks == BARELY_KEPT)] = PROTECTED
-        places = lost[: self._kernel.medha_relegate(self._at, tolerance_s, most, lost)]
-        ranks[ranks == PROTECTED] = BARELY_KEPT
+        ranks = self._marks[RANK, : len(self)]
+        if protected is not None:
+            ranks[protected & (ranks == BARELY_KEPT)] = PROTECTED
+        places: list[int] = self.kernel.relegate(tolerance_s, most)
+        if protected is not None:
+            ranks[ranks == PROTECTED] = BARELY_KEPT
         return places
 
     def open(self, start: float, overhead_s: float, inflation: float) -> None:
         """Prepare `fitting`; requires `margins` before, and does not change them."""
-        self._kernel.medha_open(self._at, start, overhead_s, inflation)
+        self.kernel.open(start, overhead_s, inflation)
 
     def fitting(self, guard_s: float, after: int = -1) -> int:
         """Return the smallest row not kept that fits with `guard_s` to spare; -1 if none.
 
         Rows up to `after` in size are skipped.
         """
-        place: int = self._kernel.medha_fitting(self._at, guard_s, after)
+        place: int = self.kernel.fitting(guard_s, after)
         return place
 
     def keep(self, place: int) -> None:
         """Keep the row at `place`: others find less room."""
-        self._kernel.medha_keep(self._at, place)
+        self.kernel.keep(place)
 
     def order(
         self,
@@ -510,42 +420,30 @@ class Rows:
         owed: int,
     ) -> None:
         """Order the ready rows that need at most `pages`; `owed` is a turn of the relegated."""
-        self._kernel.medha_order(self._at, pages, start, long_above, by_tokens, guard_s, owed)
+        self.kernel.order(pages, start, long_above, by_tokens, guard_s, owed)
 
     def few(self, pages: float, only_short: bool) -> list[Next]:
         """Return the next rows in order; none are left if it is empty."""
-        count = self._kernel.medha_few(self._at, pages, only_short, FEW, self._few)
-        few = self._few[:]
-        return list(zip(few[:count], few[FEW : FEW + count], few[2 * FEW :], strict=False))
+        few: list[Next] = self.kernel.few(pages, only_short)
+        return few
 
     # --- memory -----------------------------------------------------------------------------------
 
     def _allot(self, capacity: int) -> None:
         """Move all rows to larger arrays."""
-        count = self.count
-        columns, slots = np.zeros((COLUMNS, capacity)), np.zeros((capacity, LEVEL + LEVELS))
-        flags, slot = np.zeros((FLAGS, capacity), np.bool_), np.zeros(capacity, np.int32)
+        count = self._capacity
+        columns, slots = np.zeros((COLUMNS, capacity)), np.zeros((capacity, SLOT))
+        flags = np.zeros((FLAGS, capacity), np.bool_)
+        slot = np.arange(capacity, dtype=np.int32)
         if count:
-            columns[:, :count], flags[:, :count] = self.columns[:, :count], self.flags[:, :count]
-            slots[: len(self.slots)], slot[:count] = self.slots, self.slot[:count]
-        self._free += range(capacity - 1, count - 1, -1)
+            columns[:, :count], flags[:, :count] = self.columns, self.flags
+            slots[:count], slot[:count] = self.slots, self.slot
         self.columns, self.flags, self.slots, self.slot = columns, flags, slots, slot
-        self.column_cells, self.flag_cells = (
-            [row.data for row in columns],
-            [row.data for row in flags],
-        )
-        self._slot_bytes, self._slot_of = slots.data.cast("B"), slot.data
-        self.slot_cells = self._slot_bytes.cast("d")
-        self._scratch = np.zeros((SCRATCH, capacity))
         self._marks = np.zeros((MARKS, capacity), dtype=np.int8)
-        self._lists = np.zeros((2, capacity + 1), dtype=np.int32)  # rows, with one spare
-        arrays = columns, flags, slots, slot, self._scratch, self._marks, *self._lists
-        for name, array in zip(_NAMES, arrays, strict=True):
-            setattr(self._rows, name, array.ctypes.data)
-        self._rows.capacity = capacity
-
-
-_NAMES = ("columns", "flags", "slots", "slot", "scratch", "marks", "held", "able")
+        held, able = np.zeros((2, capacity), dtype=np.int32)
+        scratch = np.zeros((SCRATCH, capacity))
+        self.kernel.allot(columns, flags, slots, slot, scratch, self._marks, held, able)
+        self._capacity = capacity
 
 
 class Spans:
@@ -568,29 +466,12 @@ class Spans:
         groups: abc.Mapping[int, Rows],
         prompts: list[tuple[tuple[float, float, str], int, tuple[int, ...]]],
     ) -> None:
-        self._kernel, self._rows = load(), [*groups.values()]
         self._place = {group: place for place, group in enumerate(groups)}
-        first, parts = [0], []
-        prompts = sorted(prompts)
-        for _, _, held in prompts:
-            parts += [self._place[group] for group in held if group in self._place]
-            first.append(len(parts))
-        count = len(prompts)
-        self._arrays = {
-            "groups": np.array([rows.at for rows in self._rows], dtype=np.uintp),
-            "numbers": np.array([number for _, number, _ in prompts], dtype=np.int64),
-            "first": np.array(first, dtype=np.int64),
-            "parts": np.array(parts, dtype=np.int64),
-            "due": np.array([key[0] for key, _, _ in prompts]),
-            "row": np.zeros(count, dtype=np.int64),
-            "spare": np.zeros(count),
-            "before": np.zeros(count),
-            "reach": np.zeros((len(self._rows), REACH)),
-        }
-        self._struct = _Spans(count=count, group_count=len(self._rows))
-        for name, array in self._arrays.items():
-            setattr(self._struct, name, array.ctypes.data)
-        self._at = ctypes.addressof(self._struct)
+        places = [
+            (key[0], number, tuple(self._place[of] for of in held if of in self._place))
+            for key, number, held in sorted(prompts)
+        ]
+        self._kernel: Any = load().Spans(tuple(rows.kernel for rows in groups.values()), places)
 
     def fit(
         self,
@@ -607,10 +488,8 @@ class Spans:
         now, plus the time lost behind stage 0. A promise that is too late already, and no later
         with the newcomer, is no reason to refuse.
         """
-        fit: int = self._kernel.medha_spans_fit(
-            self._at, number, due_s, guard_s, by_s, overhead_s, inflation
-        )
-        return fit > 0
+        fit: bool = self._kernel.fit(number, due_s, guard_s, by_s, overhead_s, inflation)
+        return fit
 
     def least_s(
         self, group: int, tried: bool, by_s: float, overhead_s: float, inflation: float
@@ -619,11 +498,10 @@ class Spans:
 
         `tried`: by the works tried last there.
         """
-        least_s: float = self._kernel.medha_spans_least(
-            self._at, self._place[group], tried, by_s, overhead_s, inflation
-        )
+        place = self._place[group]
+        least_s: float = self._kernel.least(place, tried, by_s, overhead_s, inflation)
         return least_s
 
     def lower(self, group: int, by_s: float, overhead_s: float, inflation: float) -> None:
         """Limit the margins of `group`, just computed, to those across groups."""
-        self._kernel.medha_spans_lower(self._at, self._place[group], by_s, overhead_s, inflation)
+        self._kernel.lower(self._place[group], False, by_s, overhead_s, inflation)

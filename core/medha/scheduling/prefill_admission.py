@@ -31,8 +31,8 @@ from medha.scheduling.native import (
     AFTER_RELEGATED,
     NONE_ADDED,
     RUNS,
+    Added,
     Decodes,
-    added_decode,
 )
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.state import SchedulerState
@@ -275,7 +275,7 @@ class DecodeAccount:
     def _part(self, seconds: float) -> float:
         return seconds / self.capacity_s if self.capacity_s else 0.0
 
-    def _added(self, coming: ComingDecode, group: int) -> bytes:
+    def _added(self, coming: ComingDecode, group: int) -> Added:
         """Return the decode that comes after a prompt, as it is added to the rows of a group.
 
         Alongside a row that is due later, if the prompt is kept; a relegated prompt only has its
@@ -286,7 +286,7 @@ class DecodeAccount:
         row = self.waiting[group].find(sequence)
         kind = AFTER_KEPT if sequence.kept else AFTER_RELEGATED
         share = max(self.settings.relegated_share, 1e-3)
-        return added_decode(kind, row, coming.cost_s[group], coming.length_s, share)
+        return kind, row, coming.cost_s[group], coming.length_s, share
 
     def try_promise(
         self, sequence: Sequence, cost_s: dict[int, float], group: int, now: float
@@ -323,7 +323,7 @@ class DecodeAccount:
             if self._is_long(sequence):
                 decode = self._added(ComingDecode(sequence, cost_s, length_s), group)
             else:
-                decode = added_decode(RUNS, row, cost_s[group], length_s, 1.0)
+                decode = RUNS, row, cost_s[group], length_s, 1.0
         part = self._part(1.0)
         queue.rows.try_decode(row, plus, least, decode, now, self.budget_s, part)
 
@@ -458,4 +458,4 @@ class PrefillAdmission:
 
     def _promise_waits_for_pages(self, group: int) -> bool:
         """Return whether a promise given elsewhere has no pages here yet."""
-        return bool(self.queues.by_group[group].rows.promise_needs_pages())
+        return self.queues.by_group[group].rows.promise_needs_pages()

@@ -302,9 +302,7 @@ class PromiseSet:
         Times until due count from `after_s` before.
         """
         waiting, start = self.waiting[group], start + self.drain_s
-        return waiting.rows.promise_margins(
-            waiting.promised_count, start, self.overhead_s, self._inflation, most, after_s
-        )
+        return waiting.rows.promise_margins(most, start, self.overhead_s, self._inflation, after_s)
 
     def room_s(self, group: int, due_s: float, start: float) -> float:
         """Return the work due at `due_s` that fits with a group's promises, by the works tried."""

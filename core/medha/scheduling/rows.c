@@ -1,4 +1,5 @@
-/* The arithmetic over the waiting prefills of one KVP group, and over the decodes alongside them.
+/* The arithmetic over the waiting prefills of one KVP group, and over the decodes alongside them:
+ * the extension module `rows`, of which native.py is the only caller.
  *
  *     rows             medha_insert, medha_remove
  *     decodes          medha_begin, medha_end, medha_decodes_at
@@ -12,11 +13,15 @@
  *     reports          medha_report
  *
  * Rows stand in order of deadline. What every pass reads lies in columns of that order; the rest of
- * a row stays in its slot while rows are inserted before it. No object, no allocation, no state but
- * what the caller owns; native.py is the only caller and checks what crosses. Sums run from the
- * first row to the last and nothing is contracted or reordered (hatch_build.py), so that the same
- * input gives the same decision on every machine.
+ * a row stays in its slot while rows are inserted before it. The passes see no object; the types at
+ * the end hold their memory and check what crosses. Sums run from the first row to the last and
+ * nothing is contracted or reordered (hatch_build.py), so that the same input gives the same
+ * decision on every machine.
  */
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+#include <structmember.h>
+
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -25,14 +30,16 @@ enum { LEVELS = 6, BANDS = 8 };                          /* prefill_times.py, lo
 enum { DUE, WORK, ALONGSIDE, NEED, NORM, COLUMNS };      /* columns, by row */
 enum { KEPT, PROMISED, READY, BEYOND, FLAGS };           /* flags, by row */
 enum { ARRIVAL, TOKENS, PASSED, TURN, NUMBER, LEVEL, SLOT = LEVEL + LEVELS }; /* by slot */
-enum { BARE, LEFT, KEY, OWN, OTHERS, MEAN, TRIAL };      /* scratch, in seconds; MEAN: see below */
-enum { RANK, TIER, LONG };                               /* marks */
+enum { BARE, LEFT, KEY, OWN, OTHERS, MEAN, TRIAL, SCRATCH }; /* scratch, in seconds */
+enum { RANK, TIER, LONG, MARKS };                        /* marks */
+enum { FEW = 8 }; /* rows handed out at a time: most batches hold one prompt or two */
 enum { OWED = -1, ABSORBED, SLACK, DEADLINE, RELEGATED, NONE };
 
-/* `struct _Rows` of native.py. `held`: the rows that are kept, so many of them; `able`: those that
- * were put in order, so many are `left`; those handed out are of tier NONE. `least`: smallest margin of all,
- * `least_promised` of a promise, `least_bare` of a promise if promises were all, at bare cost;
- * `last`: what may be done out of order by whoever is due last. All are infinite with nobody. */
+/* `slot`: that of each row, and behind them those that are free. `counts`: rows with each flag.
+ * `held`: the rows that are kept, so many of them; `able`: those that were put in order, so many are
+ * `left`; those handed out are of tier NONE. `least`: smallest margin of all, `least_promised` of a
+ * promise, `least_bare` of a promise if promises were all, at bare cost; `last`: what may be done out
+ * of order by whoever is due last. All are infinite with nobody. */
 struct rows {
     double *columns;
     uint8_t *flags;
@@ -41,16 +48,15 @@ struct rows {
     double *scratch;
     int8_t *marks;
     int32_t *held, *able;
-    int64_t capacity, count, kept, left;
+    int64_t capacity, count, kept, left, counts[FLAGS];
     double least, least_promised, least_bare, last;
 };
 
-/* `struct _Decodes` of native.py: decodes of one group in the order of their ends. `cost`: seconds
- * that each takes of a batch. */
+/* Decodes of one group in the order of their ends. `cost`: seconds that each takes of a batch. */
 struct decodes {
     double *ends, *cost;
     int64_t *numbers;
-    int64_t count;
+    int64_t count, capacity;
 };
 
 /* What a decode adds to the rows: `cost` seconds of each batch for `length` seconds. `row`: the row
@@ -126,10 +132,10 @@ static inline int64_t next_row(struct walk *walk)
 
 /* --- rows ------------------------------------------------------------------------------------- */
 
-/* The rows from `at` on move one place towards the end, or from the end over `at`. */
-static void shift(struct rows *rows, int64_t at, int64_t from, int64_t to)
+/* The rows from `from` on move to `to`, one place on or back. */
+static void shift(struct rows *rows, int64_t from, int64_t to)
 {
-    const int64_t count = rows->count - at;
+    const int64_t count = rows->count - from;
     for (int column = DUE; column < COLUMNS; column++) {
         double *values = rows->columns + column * rows->capacity;
         memmove(values + to, values + from, (size_t)count * sizeof *values);
@@ -141,24 +147,52 @@ static void shift(struct rows *rows, int64_t at, int64_t from, int64_t to)
     memmove(rows->slot + to, rows->slot + from, (size_t)count * sizeof *rows->slot);
 }
 
-/* Inserts a row whose slot is filled. `flags`: bit k is flag k. */
-void medha_insert(struct rows *rows, int64_t at, int32_t slot, int flags, double due, double work,
-                  double alongside, double need, double norm)
+static void set_flag(struct rows *rows, int64_t row, int flag, int value)
 {
-    const double values[] = {due, work, alongside, need, norm};
-    shift(rows, at, at, at + 1);
-    for (int column = DUE; column < COLUMNS; column++)
-        rows->columns[column * rows->capacity + at] = values[column];
-    for (int flag = KEPT; flag < FLAGS; flag++)
-        rows->flags[flag * rows->capacity + at] = flags >> flag & 1;
-    rows->slot[at] = slot;
-    rows->count++;
+    uint8_t *cell = rows->flags + flag * rows->capacity + row;
+    rows->counts[flag] += value - *cell;
+    *cell = (uint8_t)value;
 }
 
-void medha_remove(struct rows *rows, int64_t at)
+/* Inserts a row, where there is room for one more. `flags`: bit k is flag k. */
+static void medha_insert(struct rows *rows, int64_t at, int64_t flags, const double *columns,
+                         const double *values)
 {
-    rows->count--;
-    shift(rows, at, at + 1, at);
+    const int32_t slot = rows->slot[rows->count];
+    shift(rows, at, at + 1);
+    for (int column = DUE; column < COLUMNS; column++)
+        rows->columns[column * rows->capacity + at] = columns[column];
+    for (int flag = KEPT; flag < FLAGS; flag++) {
+        rows->flags[flag * rows->capacity + at] = 0;
+        set_flag(rows, at, flag, flags >> flag & 1);
+    }
+    rows->slot[at] = slot;
+    rows->count++;
+    memcpy(slot_of(rows, at), values, SLOT * sizeof *values);
+}
+
+static void medha_remove(struct rows *rows, int64_t at)
+{
+    const int32_t slot = rows->slot[at];
+    for (int flag = KEPT; flag < FLAGS; flag++)
+        set_flag(rows, at, flag, 0);
+    shift(rows, at + 1, at);
+    rows->slot[--rows->count] = slot;
+}
+
+/* The first row that is due at `due` or later. */
+static int64_t medha_first_due(const struct rows *rows, double due)
+{
+    const double *all_due = rows->columns + DUE * rows->capacity;
+    int64_t low = 0, high = rows->count;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (all_due[middle] < due)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
 }
 
 /* --- decodes ---------------------------------------------------------------------------------- */
@@ -185,7 +219,7 @@ static void move_decodes(struct decodes *decodes, int64_t from, int64_t to, int6
     memmove(decodes->numbers + to, decodes->numbers + from, size);
 }
 
-void medha_begin(struct decodes *decodes, int64_t number, double cost, double ends)
+static void medha_begin(struct decodes *decodes, int64_t number, double cost, double ends)
 {
     const int64_t at = ended(decodes, ends);
     move_decodes(decodes, at, at + 1, decodes->count - at);
@@ -193,12 +227,18 @@ void medha_begin(struct decodes *decodes, int64_t number, double cost, double en
     decodes->count++;
 }
 
-/* Removes a decode that is there; returns its cost. */
-double medha_end(struct decodes *decodes, int64_t number, double ends)
+/* The place of a decode, -1 if it is not there. */
+static int64_t medha_find(const struct decodes *decodes, int64_t number, double ends)
 {
-    int64_t at = ended(decodes, ends);
-    while (decodes->numbers[at] != number)
-        at++;
+    for (int64_t at = ended(decodes, ends); at < decodes->count && decodes->ends[at] == ends; at++)
+        if (decodes->numbers[at] == number)
+            return at;
+    return -1;
+}
+
+/* Removes the decode at a place; returns its cost. */
+static double medha_end(struct decodes *decodes, int64_t at)
+{
     const double cost = decodes->cost[at];
     decodes->count--;
     move_decodes(decodes, at + 1, at, decodes->count - at);
@@ -206,7 +246,7 @@ double medha_end(struct decodes *decodes, int64_t number, double ends)
 }
 
 /* The decode time of a batch at `time`. */
-double medha_decodes_at(const struct decodes *decodes, double time)
+static double medha_decodes_at(const struct decodes *decodes, double time)
 {
     double sum = 0.0;
     for (int64_t i = ended(decodes, time); i < decodes->count; i++)
@@ -230,8 +270,8 @@ static double between(const double *slot, double part)
 /* MEAN of every row: the mean decode time of a batch from now until the row is due, at least
  * `budget` from now. A decode that is behind its pace goes on for another `least`. With `also` it is
  * the larger of that and what MEAN is already: a batch that spans groups waits for the slowest. */
-void medha_mean(struct rows *rows, const struct decodes *decodes, double now, double budget,
-                double least, int also)
+static void medha_mean(struct rows *rows, const struct decodes *decodes, double now, double budget,
+                       double least, int also)
 {
     const double *due = rows->columns + DUE * rows->capacity;
     double *mean = rows->scratch + MEAN * rows->capacity;
@@ -276,24 +316,20 @@ static double part_of(const struct rows *rows, int64_t row, double window, doubl
     return smaller(length, window) / larger(run, 1e-9);
 }
 
-/* Adds decodes that are to come to MEAN. */
-void medha_coming(struct rows *rows, const struct decode *coming, int64_t count, double now,
-                  double budget)
+/* Adds a decode that is to come to MEAN. */
+static void medha_coming(struct rows *rows, const struct decode *decode, double now, double budget)
 {
     const double *due = rows->columns + DUE * rows->capacity;
-    double *mean = rows->scratch + MEAN * rows->capacity;
-    for (const struct decode *decode = coming; decode < coming + count; decode++) {
-        double begin;
-        for (int64_t i = after(rows, decode, now, budget, &begin); i < rows->count; i++) {
-            const double window = larger(due[i] - now, budget) - begin;
-            if (window > 0.0)
-                mean[i] += decode->cost * part_of(rows, i, window, decode->length);
-        }
+    double *mean = rows->scratch + MEAN * rows->capacity, begin;
+    for (int64_t i = after(rows, decode, now, budget, &begin); i < rows->count; i++) {
+        const double window = larger(due[i] - now, budget) - begin;
+        if (window > 0.0)
+            mean[i] += decode->cost * part_of(rows, i, window, decode->length);
     }
 }
 
 /* MEAN, times `part`, is alongside each row from now on. */
-void medha_apply(struct rows *rows, double part)
+static void medha_apply(struct rows *rows, double part)
 {
     const double *mean = rows->scratch + MEAN * rows->capacity;
     double *alongside = rows->columns + ALONGSIDE * rows->capacity;
@@ -307,8 +343,8 @@ void medha_apply(struct rows *rows, double part)
 /* TRIAL: the work of every promise, and of the row `place` if it is not -1, alongside the decodes
  * that are counted and `plus`, at least `least` (parts of the capacity), and one decode more, which
  * is not alongside its own row. */
-void medha_try(struct rows *rows, int64_t place, double plus, double least,
-               const struct decode *decode, double now, double budget, double part)
+static void medha_try(struct rows *rows, int64_t place, double plus, double least,
+                      const struct decode *decode, double now, double budget, double part)
 {
     const int64_t size = rows->capacity, count = rows->count;
     const double *due = rows->columns + DUE * size, *counted = rows->columns + ALONGSIDE * size;
@@ -332,8 +368,8 @@ void medha_try(struct rows *rows, int64_t place, double plus, double least,
 /* What is left of the time of a newcomer at `place`, or of a row due later, if the newcomer joins
  * the promises (`firm`: by TRIAL), or else the kept ones: negative if it does not fit. Works beyond
  * `long_above` count `widened`. */
-double medha_room(const struct rows *rows, int64_t place, int firm, double start, double overhead,
-                  double inflation, double long_above, double widened)
+static double medha_room(const struct rows *rows, int64_t place, int firm, double start,
+                         double overhead, double inflation, double long_above, double widened)
 {
     const int64_t size = rows->capacity, count = rows->count;
     const double *due = rows->columns + DUE * size;
@@ -356,8 +392,8 @@ double medha_room(const struct rows *rows, int64_t place, int firm, double start
 
 /* The least margin of a promise if everything else gives way, infinite with none: by TRIAL with
  * `tried`, else by WORK. */
-double medha_least(const struct rows *rows, int tried, double start, double overhead,
-                   double inflation)
+static double medha_least(const struct rows *rows, int tried, double start, double overhead,
+                          double inflation)
 {
     const int64_t size = rows->capacity, count = rows->count;
     const double *due = rows->columns + DUE * size;
@@ -381,8 +417,8 @@ static int64_t first_of_run(int64_t run, int64_t promises, int64_t runs)
 /* The promises by deadline: their times until due from `start` on, and `most` behind them their
  * margins by TRIAL. Where there are more than `most`, each is of a run of promises, as if all its
  * work were due with the first. Returns how many. */
-int64_t medha_promises(const struct rows *rows, int64_t promises, double start, double overhead,
-                       double inflation, int64_t most, double *found)
+static int64_t medha_promises(const struct rows *rows, int64_t promises, double start,
+                              double overhead, double inflation, int64_t most, double *found)
 {
     const int64_t size = rows->capacity, count = rows->count;
     const double *due = rows->columns + DUE * size, *trial = rows->scratch + TRIAL * size;
@@ -403,8 +439,8 @@ int64_t medha_promises(const struct rows *rows, int64_t promises, double start, 
 /* The first promise, at or after the row `place` if that is not -1, that lacks room for short prompts
  * to come: they take the part `coming` of its time. `place` counts as kept. Works are those alongside
  * at least `expected` (a part of the capacity). Returns its row, or -1. */
-int64_t medha_tight(const struct rows *rows, int64_t place, double now, double drain,
-                    double overhead, double inflation, double expected, double coming)
+static int64_t medha_tight(const struct rows *rows, int64_t place, double now, double drain,
+                           double overhead, double inflation, double expected, double coming)
 {
     const int64_t size = rows->capacity, count = rows->count;
     const double *due = rows->columns + DUE * size;
@@ -424,8 +460,8 @@ int64_t medha_tight(const struct rows *rows, int64_t place, double now, double d
 
 /* The largest row, with work beyond `long_above`, that is kept without a promise and due before a
  * promise that lacks room as in `medha_tight`. Returns -1 if there is none. */
-int64_t medha_crowding(const struct rows *rows, double long_above, double now, double drain,
-                       double overhead, double inflation, double expected, double coming)
+static int64_t medha_crowding(const struct rows *rows, double long_above, double now, double drain,
+                              double overhead, double inflation, double expected, double coming)
 {
     const double *work = rows->columns + WORK * rows->capacity;
     const uint8_t *kept = rows->flags + KEPT * rows->capacity;
@@ -446,7 +482,7 @@ int64_t medha_crowding(const struct rows *rows, double long_above, double now, d
 }
 
 /* Whether a promised row needs pages. */
-int medha_promise_needs(const struct rows *rows)
+static int medha_promise_needs(const struct rows *rows)
 {
     const double *need = rows->columns + NEED * rows->capacity;
     struct walk walk = walk_over(rows->flags + PROMISED * rows->capacity, rows->count);
@@ -456,7 +492,7 @@ int medha_promise_needs(const struct rows *rows)
     return 0;
 }
 
-double medha_work_before(const struct rows *rows, int64_t row)
+static double medha_work_before(const struct rows *rows, int64_t row)
 {
     const double *work = rows->columns + WORK * rows->capacity;
     double sum = 0.0;
@@ -471,8 +507,8 @@ double medha_work_before(const struct rows *rows, int64_t row)
  * of those that are not; and the number of rows in need of pages. What is beyond the share of its tenant
  * runs last, as if it had infinite slack. */
 enum { LOST = BANDS, KEPT_SHORT, LOST_SHORT, NEEDY, SUMS };
-void medha_report(const struct rows *rows, double now, double short_below, const double *edges,
-                  int all_kept, double *sums)
+static void medha_report(const struct rows *rows, double now, double short_below,
+                         const double *edges, int all_kept, double *sums)
 {
     const int64_t size = rows->capacity;
     const double *due = rows->columns + DUE * size, *work = rows->columns + WORK * size;
@@ -506,16 +542,14 @@ void medha_report(const struct rows *rows, double now, double short_below, const
 
 /* --- promises that span groups ---------------------------------------------------------------- */
 
-/* `struct _Spans` of native.py: the `count` prompts that several groups work on, in order of (due,
+/* The `count` prompts that several groups work on, in order of (due,
  * arrival, id). Those of the k-th are `parts`, indices of `groups`, from `first[k]` to `first[k + 1]`
  * in the order in which it works in them. `row`: of each prompt in one group, or -1. Of each group:
  * how far it is `summed`, and scratch. */
 struct spans {
     struct rows **groups;
-    const int64_t *numbers, *first, *parts;
-    const double *due;
-    int64_t *row;
-    double *spare, *before;
+    int64_t *numbers, *first, *parts, *row;
+    double *due, *spare, *before;
     struct reach { int64_t at, newcomer; double sum, free, laid, own, single, least; } *reach;
     int64_t count, group_count;
 };
@@ -645,8 +679,8 @@ static void lay_out(const struct spans *spans, int64_t focus, int64_t newcomer, 
 
 /* Whether promises that span groups keep `guard` to spare with the newcomer, by TRIAL. One that is
  * too late already, and no later with the newcomer, is no reason to refuse. */
-int medha_spans_fit(const struct spans *spans, int64_t newcomer, double due, double guard,
-                    double by, double overhead, double inflation)
+static int medha_spans_fit(const struct spans *spans, int64_t newcomer, double due, double guard,
+                           double by, double overhead, double inflation)
 {
     const struct terms terms = {-1, by, overhead, inflation};
     int tight = 0;
@@ -664,8 +698,8 @@ int medha_spans_fit(const struct spans *spans, int64_t newcomer, double due, dou
 
 /* The least margin of a promise of `group` that spans groups, infinite with none: with `tried` by
  * TRIAL there, else by WORK. */
-double medha_spans_least(const struct spans *spans, int64_t group, int tried, double by,
-                         double overhead, double inflation)
+static double medha_spans_least(const struct spans *spans, int64_t group, int tried, double by,
+                                double overhead, double inflation)
 {
     const struct terms terms = {tried ? group : spans->group_count, by, overhead, inflation};
     double least = INFINITY;
@@ -677,8 +711,8 @@ double medha_spans_least(const struct spans *spans, int64_t group, int tried, do
 }
 
 /* Limits LEFT of promises of `group` to their margins across groups, after `medha_margins`. */
-void medha_spans_lower(const struct spans *spans, int64_t group, double by, double overhead,
-                       double inflation)
+static void medha_spans_lower(const struct spans *spans, int64_t group, double by, double overhead,
+                              double inflation)
 {
     const struct terms terms = {spans->group_count, by, overhead, inflation};
     struct rows *rows = spans->groups[group];
@@ -714,7 +748,7 @@ static void find_least(struct rows *rows)
  * are then `held`, have in BARE what they cost, and in LEFT their margin: the time until they are
  * due less the costs of the held due no later. Costs of a promise count in full for promises
  * (`inflation`), bare for who is merely kept. */
-void medha_margins(struct rows *rows, double start, double overhead, double inflation)
+static void medha_margins(struct rows *rows, double start, double overhead, double inflation)
 {
     const int64_t size = rows->capacity;
     const double *due = rows->columns + DUE * size, *work = rows->columns + WORK * size;
@@ -751,7 +785,7 @@ void medha_margins(struct rows *rows, double start, double overhead, double infl
  * way: by more than `tolerance` for those themselves, at all for a promise. At most `most` do, the
  * earliest overrun first; their rows go to `lost`. Those of RANK 3 are kept, and do not. Returns how
  * many. */
-int64_t medha_relegate(struct rows *rows, double tolerance, int64_t most, int64_t *lost)
+static int64_t medha_relegate(struct rows *rows, double tolerance, int64_t most, int64_t *lost)
 {
     const double *bare = rows->scratch + BARE * rows->capacity;
     double *left = rows->scratch + LEFT * rows->capacity;
@@ -785,7 +819,7 @@ int64_t medha_relegate(struct rows *rows, double tolerance, int64_t most, int64_
 /* Makes ready for `medha_fitting`: BARE and OWN of every row, what it costs and the time until it is
  * due less the bare costs of the kept due no later; OTHERS the margin of the kept, as LEFT before
  * anyone gave way. `medha_margins` comes before: LEFT is let be. */
-void medha_open(struct rows *rows, double start, double overhead, double inflation)
+static void medha_open(struct rows *rows, double start, double overhead, double inflation)
 {
     const int64_t size = rows->capacity;
     const double *due = rows->columns + DUE * size, *work = rows->columns + WORK * size;
@@ -807,7 +841,7 @@ void medha_open(struct rows *rows, double start, double overhead, double inflati
 
 /* The smallest, of equal ones the first, of who is not kept and would fit with `guard` to spare;
  * of those beyond `after` in that order if that is not -1. Returns its row, or -1. */
-int64_t medha_fitting(const struct rows *rows, double guard, int64_t after)
+static int64_t medha_fitting(const struct rows *rows, double guard, int64_t after)
 {
     const uint8_t *kept = rows->flags + KEPT * rows->capacity;
     const double *bare = rows->scratch + BARE * rows->capacity;
@@ -828,7 +862,7 @@ int64_t medha_fitting(const struct rows *rows, double guard, int64_t after)
 }
 
 /* The row is kept from now on: it leaves that much less to itself and to whoever is due later. */
-void medha_keep(struct rows *rows, int64_t row)
+static void medha_keep(struct rows *rows, int64_t row)
 {
     double *own = rows->scratch + OWN * rows->capacity;
     double *others = rows->scratch + OTHERS * rows->capacity;
@@ -846,8 +880,8 @@ void medha_keep(struct rows *rows, int64_t row)
  * `long_above`: work, or with `by_tokens` tokens, beyond which a prompt is long. `owed`: 0, or the
  * relegated have their share coming and it is the turn of 1: the one due first, 2: short ones.
  * What is beyond the share of its tenant has only what is left over. */
-void medha_order(struct rows *rows, double pages, double start, double long_above, int by_tokens,
-                 double guard, int owed)
+static void medha_order(struct rows *rows, double pages, double start, double long_above,
+                        int by_tokens, double guard, int owed)
 {
     const int64_t size = rows->capacity, count = rows->count;
     const double *due = rows->columns + DUE * size, *all_work = rows->columns + WORK * size;
@@ -925,7 +959,8 @@ static int precedes(const struct rows *rows, int64_t a, int64_t b)
 /* The next rows in order that need at most `pages` and, with `only_short`, are not long: the places
  * of at most `most` go to `few`, behind them `most` tiers and `most` times whether it is long.
  * Returns how many there are; they are not handed out again. */
-int64_t medha_few(struct rows *rows, double pages, int only_short, int64_t most, int64_t *few)
+static int64_t medha_few(struct rows *rows, double pages, int only_short, int64_t most,
+                         int64_t *few)
 {
     const double *need = rows->columns + NEED * rows->capacity;
     int8_t *tier = rows->marks + TIER * rows->capacity;
@@ -950,4 +985,724 @@ int64_t medha_few(struct rows *rows, double pages, int only_short, int64_t most,
         tier[few[at]] = NONE;
     }
     return found;
+}
+
+/* --- Python ----------------------------------------------------------------------------------- */
+
+enum { ARRAYS = 8 }; /* of `struct rows`, in this order */
+struct Rows {
+    PyObject_HEAD
+    struct rows rows;
+    Py_buffer buffers[ARRAYS];
+};
+
+struct Decodes {
+    PyObject_HEAD
+    struct decodes decodes;
+};
+
+/* `holders`: the tuple of Rows to which `spans.groups` points. `memory`: all its arrays. */
+struct Spans {
+    PyObject_HEAD
+    struct spans spans;
+    PyObject *holders;
+    void *memory;
+};
+
+static PyTypeObject *rows_type, *decodes_type;
+
+/* Takes a method's arguments, each as a letter says: `d` a double; `n` an int64_t; of `rows` a row
+ * `r`, a row or the place behind them `p`, or a row or -1 `o`. Returns 0 with an exception set. */
+static int take(PyObject *const *arguments, Py_ssize_t given, const struct rows *rows,
+                const char *letters, ...)
+{
+    va_list targets;
+    if (given != (Py_ssize_t)strlen(letters)) {
+        PyErr_Format(PyExc_TypeError, "%zd arguments, not %zd", strlen(letters), given);
+        return 0;
+    }
+    va_start(targets, letters);
+    for (Py_ssize_t at = 0; at < given; at++) {
+        if (letters[at] == 'd') {
+            *va_arg(targets, double *) = PyFloat_AsDouble(arguments[at]);
+            continue;
+        }
+        const int64_t value = PyLong_AsLongLong(arguments[at]);
+        const int64_t least = letters[at] == 'o' ? -1 : 0;
+        *va_arg(targets, int64_t *) = value;
+        if (letters[at] != 'n' && !(value == -1 && PyErr_Occurred()) &&
+            (value < least || value >= rows->count + (letters[at] == 'p'))) {
+            PyErr_Format(PyExc_IndexError, "row %lld of %lld", value, rows->count);
+            break;
+        }
+    }
+    va_end(targets);
+    return !PyErr_Occurred();
+}
+
+/* Takes the numbers of a sequence; returns 0 with an exception set if there are not `count`. */
+static int take_numbers(PyObject *sequence, double *numbers, Py_ssize_t count)
+{
+    const Py_ssize_t given = PySequence_Size(sequence);
+    if (given != count) {
+        if (given >= 0)
+            PyErr_Format(PyExc_ValueError, "%zd numbers, not %zd", count, given);
+        return 0;
+    }
+    for (Py_ssize_t at = 0; at < count; at++) {
+        PyObject *number = PySequence_GetItem(sequence, at);
+        numbers[at] = number ? PyFloat_AsDouble(number) : -1.0;
+        Py_XDECREF(number);
+    }
+    return !PyErr_Occurred();
+}
+
+/* Takes a decode from (kind, row, cost, length, share). */
+static int take_decode(PyObject *tuple, const struct rows *rows, struct decode *decode)
+{
+    PyObject *items[5];
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 5) {
+        PyErr_SetString(PyExc_TypeError, "a decode is a tuple of five");
+        return 0;
+    }
+    for (Py_ssize_t at = 0; at < 5; at++)
+        items[at] = PyTuple_GetItem(tuple, at);
+    return take(items, 5, rows, "noddd", &decode->kind, &decode->row, &decode->cost,
+                &decode->length, &decode->share);
+}
+
+static PyObject *list_of_numbers(const double *numbers, Py_ssize_t count)
+{
+    PyObject *list = PyList_New(count);
+    for (Py_ssize_t at = 0; list && at < count; at++)
+        if (PyList_SetItem(list, at, PyFloat_FromDouble(numbers[at])) < 0)
+            Py_CLEAR(list);
+    return list;
+}
+
+/* The methods of Rows. */
+#define ROWS_METHOD(name) \
+    static PyObject *rows_##name(struct Rows *self, PyObject *const *arguments, Py_ssize_t given)
+#define TAKE(...) \
+    if (!take(arguments, given, &self->rows, __VA_ARGS__)) \
+        return NULL
+
+/* Uses those arrays from now on: of one capacity, a multiple of eight, they hold all rows. */
+ROWS_METHOD(allot)
+{
+    static const Py_ssize_t widths[ARRAYS] = {COLUMNS * 8, FLAGS, SLOT * 8, 4, SCRATCH * 8, MARKS,
+                                              4, 4};
+    struct rows *rows = &self->rows;
+    Py_buffer buffers[ARRAYS];
+    Py_ssize_t at = 0, capacity = 0;
+    if (given != ARRAYS)
+        return PyErr_Format(PyExc_TypeError, "%d arrays, not %zd", ARRAYS, given);
+    for (; at < ARRAYS && !PyErr_Occurred(); at++) {
+        if (PyObject_GetBuffer(arguments[at], buffers + at, PyBUF_WRITABLE) < 0)
+            break;
+        capacity = buffers[0].len / widths[0];
+        if (buffers[at].len != capacity * widths[at] || capacity % 8 || capacity < rows->count)
+            PyErr_Format(PyExc_ValueError, "array %zd has another capacity", at);
+    }
+    if (PyErr_Occurred()) {
+        while (at)
+            PyBuffer_Release(buffers + --at);
+        return NULL;
+    }
+    for (at = 0; at < ARRAYS; at++)
+        PyBuffer_Release(self->buffers + at);
+    memcpy(self->buffers, buffers, sizeof buffers);
+    rows->columns = buffers[0].buf, rows->flags = buffers[1].buf, rows->slots = buffers[2].buf;
+    rows->slot = buffers[3].buf, rows->scratch = buffers[4].buf, rows->marks = buffers[5].buf;
+    rows->held = buffers[6].buf, rows->able = buffers[7].buf, rows->capacity = capacity;
+    Py_RETURN_NONE;
+}
+
+ROWS_METHOD(first_due)
+{
+    double due;
+    TAKE("d", &due);
+    return PyLong_FromLongLong(medha_first_due(&self->rows, due));
+}
+
+/* Inserts a row; its levels are the last argument, and its work is that alongside `alongside`. */
+ROWS_METHOD(insert)
+{
+    struct rows *rows = &self->rows;
+    double columns[COLUMNS], values[SLOT];
+    int64_t at, flags;
+    if (given != 11)
+        return PyErr_Format(PyExc_TypeError, "11 arguments, not %zd", given);
+    if (!take(arguments, 10, rows, "pndddddddd", &at, &flags, columns + DUE, columns + ALONGSIDE,
+              columns + NEED, columns + NORM, values + ARRIVAL, values + TOKENS, values + TURN,
+              values + NUMBER) ||
+        !take_numbers(arguments[10], values + LEVEL, LEVELS))
+        return NULL;
+    if (rows->count == rows->capacity)
+        return PyErr_Format(PyExc_IndexError, "no room beyond %lld rows", (long long)rows->count);
+    values[PASSED] = INFINITY;
+    columns[WORK] = between(values, columns[ALONGSIDE]);
+    medha_insert(rows, at, flags, columns, values);
+    Py_RETURN_NONE;
+}
+
+ROWS_METHOD(remove)
+{
+    int64_t row;
+    TAKE("r", &row);
+    medha_remove(&self->rows, row);
+    Py_RETURN_NONE;
+}
+
+/* update(row, ready, tokens, levels) */
+ROWS_METHOD(update)
+{
+    struct rows *rows = &self->rows;
+    double tokens, levels[LEVELS];
+    int64_t row, ready;
+    if (given != 4)
+        return PyErr_Format(PyExc_TypeError, "4 arguments, not %zd", given);
+    if (!take(arguments, 3, rows, "rnd", &row, &ready, &tokens) ||
+        !take_numbers(arguments[3], levels, LEVELS))
+        return NULL;
+    double *slot = slot_of(rows, row);
+    slot[TOKENS] = tokens;
+    memcpy(slot + LEVEL, levels, sizeof levels);
+    rows->columns[WORK * rows->capacity + row] =
+        between(slot, rows->columns[ALONGSIDE * rows->capacity + row]);
+    set_flag(rows, row, READY, ready != 0);
+    Py_RETURN_NONE;
+}
+
+ROWS_METHOD(set_flags)
+{
+    int64_t row, kept, promised, ready;
+    TAKE("rnnn", &row, &kept, &promised, &ready);
+    set_flag(&self->rows, row, KEPT, kept != 0);
+    set_flag(&self->rows, row, PROMISED, promised != 0);
+    set_flag(&self->rows, row, READY, ready != 0);
+    Py_RETURN_NONE;
+}
+
+/* The row needs no pages any more. */
+ROWS_METHOD(start)
+{
+    int64_t row;
+    TAKE("r", &row);
+    self->rows.columns[NEED * self->rows.capacity + row] = 0.0;
+    slot_of(&self->rows, row)[PASSED] = INFINITY;
+    Py_RETURN_NONE;
+}
+
+ROWS_METHOD(work)
+{
+    int64_t row;
+    TAKE("r", &row);
+    return PyFloat_FromDouble(self->rows.columns[WORK * self->rows.capacity + row]);
+}
+
+ROWS_METHOD(levels)
+{
+    int64_t row;
+    TAKE("r", &row);
+    return list_of_numbers(slot_of(&self->rows, row) + LEVEL, LEVELS);
+}
+
+/* set_alongside(decodes, coming, now, budget, least, part) */
+ROWS_METHOD(set_alongside)
+{
+    struct rows *rows = &self->rows;
+    struct decode coming;
+    double now, budget, least, part;
+    if (given != 6 || !PyList_Check(arguments[0]) || !PyList_Check(arguments[1])) {
+        PyErr_SetString(PyExc_TypeError, "two lists and four numbers");
+        return NULL;
+    }
+    if (!take(arguments + 2, 4, rows, "dddd", &now, &budget, &least, &part))
+        return NULL;
+    for (Py_ssize_t at = 0; at < PyList_Size(arguments[0]); at++) {
+        PyObject *of = PyList_GetItem(arguments[0], at);
+        if (!Py_IS_TYPE(of, decodes_type)) {
+            PyErr_SetString(PyExc_TypeError, "a list of Decodes");
+            return NULL;
+        }
+        medha_mean(rows, &((struct Decodes *)of)->decodes, now, budget, least, at > 0);
+    }
+    for (Py_ssize_t at = 0; at < PyList_Size(arguments[1]); at++) {
+        if (!take_decode(PyList_GetItem(arguments[1], at), rows, &coming))
+            return NULL;
+        medha_coming(rows, &coming, now, budget);
+    }
+    medha_apply(rows, part);
+    Py_RETURN_NONE;
+}
+
+/* try_decode(row, plus, least, now, budget, part, decode) */
+ROWS_METHOD(try_decode)
+{
+    struct decode decode;
+    double plus, least, now, budget, part;
+    int64_t row;
+    if (given != 7)
+        return PyErr_Format(PyExc_TypeError, "7 arguments, not %zd", given);
+    if (!take(arguments, 6, &self->rows, "oddddd", &row, &plus, &least, &now, &budget, &part) ||
+        !take_decode(arguments[6], &self->rows, &decode))
+        return NULL;
+    medha_try(&self->rows, row, plus, least, &decode, now, budget, part);
+    Py_RETURN_NONE;
+}
+
+ROWS_METHOD(tried)
+{
+    int64_t row;
+    TAKE("r", &row);
+    return PyFloat_FromDouble(self->rows.scratch[TRIAL * self->rows.capacity + row]);
+}
+
+ROWS_METHOD(room)
+{
+    double start, overhead, inflation, long_above, widened;
+    int64_t row, firm;
+    TAKE("rnddddd", &row, &firm, &start, &overhead, &inflation, &long_above, &widened);
+    return PyFloat_FromDouble(medha_room(&self->rows, row, firm != 0, start, overhead, inflation,
+                                         long_above, widened));
+}
+
+ROWS_METHOD(least_margin)
+{
+    double start, overhead, inflation;
+    int64_t tried;
+    TAKE("nddd", &tried, &start, &overhead, &inflation);
+    return PyFloat_FromDouble(medha_least(&self->rows, tried != 0, start, overhead, inflation));
+}
+
+/* Times until due, which count from `after` before `start`, and margins. */
+ROWS_METHOD(promises)
+{
+    double start, overhead, inflation, after_s;
+    int64_t most;
+    TAKE("ndddd", &most, &start, &overhead, &inflation, &after_s);
+    const int64_t promised = self->rows.counts[PROMISED];
+    most = most < promised ? most : promised;
+    double *found = PyMem_Calloc(2 * (size_t)(most > 0 ? most : 1), sizeof *found);
+    if (!found)
+        return PyErr_NoMemory();
+    if (most > 0)
+        medha_promises(&self->rows, promised, start, overhead, inflation, most, found);
+    for (int64_t at = 0; at < most; at++)
+        found[at] += after_s;
+    PyObject *due_in = list_of_numbers(found, most > 0 ? most : 0);
+    PyObject *margins = list_of_numbers(found + most, most > 0 ? most : 0);
+    PyObject *both = due_in && margins ? PyTuple_Pack(2, due_in, margins) : NULL;
+    PyMem_Free(found);
+    Py_XDECREF(due_in);
+    Py_XDECREF(margins);
+    return both;
+}
+
+ROWS_METHOD(tight)
+{
+    double now, drain, overhead, inflation, expected, coming;
+    int64_t row;
+    TAKE("odddddd", &row, &now, &drain, &overhead, &inflation, &expected, &coming);
+    return PyLong_FromLongLong(
+        medha_tight(&self->rows, row, now, drain, overhead, inflation, expected, coming));
+}
+
+ROWS_METHOD(crowding)
+{
+    double long_above, now, drain, overhead, inflation, expected, coming;
+    TAKE("ddddddd", &long_above, &now, &drain, &overhead, &inflation, &expected, &coming);
+    return PyLong_FromLongLong(medha_crowding(&self->rows, long_above, now, drain, overhead,
+                                              inflation, expected, coming));
+}
+
+ROWS_METHOD(promise_needs)
+{
+    TAKE("");
+    return PyBool_FromLong(medha_promise_needs(&self->rows));
+}
+
+ROWS_METHOD(work_before)
+{
+    int64_t row;
+    TAKE("p", &row);
+    return PyFloat_FromDouble(medha_work_before(&self->rows, row));
+}
+
+/* report(now, short below, all kept, edges) */
+ROWS_METHOD(report)
+{
+    double now, short_below, edges[BANDS], sums[SUMS];
+    int64_t all_kept;
+    if (given != 4)
+        return PyErr_Format(PyExc_TypeError, "4 arguments, not %zd", given);
+    if (!take(arguments, 3, &self->rows, "ddn", &now, &short_below, &all_kept) ||
+        !take_numbers(arguments[3], edges, BANDS))
+        return NULL;
+    medha_report(&self->rows, now, short_below, edges, all_kept != 0, sums);
+    return list_of_numbers(sums, SUMS);
+}
+
+ROWS_METHOD(margins)
+{
+    double start, overhead, inflation;
+    TAKE("ddd", &start, &overhead, &inflation);
+    medha_margins(&self->rows, start, overhead, inflation);
+    Py_RETURN_NONE;
+}
+
+ROWS_METHOD(margin)
+{
+    int64_t row;
+    TAKE("r", &row);
+    return PyFloat_FromDouble(self->rows.scratch[LEFT * self->rows.capacity + row]);
+}
+
+ROWS_METHOD(relegate)
+{
+    double tolerance;
+    int64_t most;
+    TAKE("dn", &tolerance, &most);
+    most = most < self->rows.kept ? most : self->rows.kept;
+    int64_t *lost = PyMem_Calloc((size_t)(most > 0 ? most : 1), sizeof *lost);
+    if (!lost)
+        return PyErr_NoMemory();
+    const int64_t count = medha_relegate(&self->rows, tolerance, most, lost);
+    PyObject *rows = PyList_New(count);
+    for (int64_t at = 0; rows && at < count; at++)
+        if (PyList_SetItem(rows, at, PyLong_FromLongLong(lost[at])) < 0)
+            Py_CLEAR(rows);
+    PyMem_Free(lost);
+    return rows;
+}
+
+ROWS_METHOD(open)
+{
+    double start, overhead, inflation;
+    TAKE("ddd", &start, &overhead, &inflation);
+    medha_open(&self->rows, start, overhead, inflation);
+    Py_RETURN_NONE;
+}
+
+ROWS_METHOD(fitting)
+{
+    double guard;
+    int64_t after;
+    TAKE("do", &guard, &after);
+    return PyLong_FromLongLong(medha_fitting(&self->rows, guard, after));
+}
+
+ROWS_METHOD(keep)
+{
+    int64_t row;
+    TAKE("r", &row);
+    medha_keep(&self->rows, row);
+    Py_RETURN_NONE;
+}
+
+ROWS_METHOD(order)
+{
+    double pages, start, long_above, guard;
+    int64_t by_tokens, owed;
+    TAKE("dddndn", &pages, &start, &long_above, &by_tokens, &guard, &owed);
+    medha_order(&self->rows, pages, start, long_above, by_tokens != 0, guard, (int)owed);
+    Py_RETURN_NONE;
+}
+
+/* few(pages, only_short): the next rows as (row, tier, is long). */
+ROWS_METHOD(few)
+{
+    double pages;
+    int64_t only_short, found[3 * FEW];
+    TAKE("dn", &pages, &only_short);
+    const int64_t count = medha_few(&self->rows, pages, only_short != 0, FEW, found);
+    PyObject *few = PyList_New(count);
+    for (int64_t at = 0; few && at < count; at++) {
+        PyObject *next = PyTuple_New(3);
+        for (int part = 0; next && part < 3; part++)
+            PyTuple_SetItem(next, part, PyLong_FromLongLong(found[part * FEW + at]));
+        if (!next || PyList_SetItem(few, at, next) < 0)
+            Py_CLEAR(few);
+    }
+    return few;
+}
+
+#define METHOD(type, name) {#name, (PyCFunction)(void (*)(void))type##_##name, METH_FASTCALL, NULL}
+static PyMethodDef rows_methods[] = {
+    METHOD(rows, allot),         METHOD(rows, first_due),     METHOD(rows, insert),
+    METHOD(rows, remove),        METHOD(rows, update),        METHOD(rows, set_flags),
+    METHOD(rows, start),         METHOD(rows, work),          METHOD(rows, levels),
+    METHOD(rows, set_alongside), METHOD(rows, try_decode),    METHOD(rows, tried),
+    METHOD(rows, room),          METHOD(rows, least_margin),  METHOD(rows, promises),
+    METHOD(rows, tight),         METHOD(rows, crowding),      METHOD(rows, promise_needs),
+    METHOD(rows, work_before),   METHOD(rows, report),        METHOD(rows, margins),
+    METHOD(rows, margin),        METHOD(rows, relegate),      METHOD(rows, open),
+    METHOD(rows, fitting),       METHOD(rows, keep),          METHOD(rows, order),
+    METHOD(rows, few),           {NULL, NULL, 0, NULL},
+};
+
+#define ROWS_MEMBER(name, field, type) \
+    {name, type, offsetof(struct Rows, rows) + offsetof(struct rows, field), READONLY, NULL}
+static PyMemberDef rows_members[] = {
+    ROWS_MEMBER("count", count, T_LONGLONG),
+    ROWS_MEMBER("kept_count", counts[KEPT], T_LONGLONG),
+    ROWS_MEMBER("promised_count", counts[PROMISED], T_LONGLONG),
+    ROWS_MEMBER("ready_count", counts[READY], T_LONGLONG),
+    ROWS_MEMBER("least", least, T_DOUBLE),
+    ROWS_MEMBER("least_promised", least_promised, T_DOUBLE),
+    ROWS_MEMBER("least_bare", least_bare, T_DOUBLE),
+    ROWS_MEMBER("last", last, T_DOUBLE),
+    {NULL, 0, 0, 0, NULL},
+};
+
+static void free_self(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static void rows_free(struct Rows *self)
+{
+    for (int at = 0; at < ARRAYS; at++)
+        PyBuffer_Release(self->buffers + at);
+    free_self((PyObject *)self);
+}
+
+static PyType_Slot rows_slots[] = {
+    {Py_tp_methods, rows_methods},
+    {Py_tp_members, rows_members},
+    {Py_tp_dealloc, rows_free},
+    {0, NULL},
+};
+
+/* The methods of Decodes. */
+#define DECODES_METHOD(name) \
+    static PyObject *decodes_##name(struct Decodes *self, PyObject *const *arguments, \
+                                    Py_ssize_t given)
+
+static int grow(struct decodes *decodes)
+{
+    const size_t capacity = 2 * (size_t)decodes->capacity + 64;
+    double *ends = PyMem_Realloc(decodes->ends, capacity * sizeof *ends);
+    decodes->ends = ends ? ends : decodes->ends;
+    double *cost = PyMem_Realloc(decodes->cost, capacity * sizeof *cost);
+    decodes->cost = cost ? cost : decodes->cost;
+    int64_t *numbers = PyMem_Realloc(decodes->numbers, capacity * sizeof *numbers);
+    decodes->numbers = numbers ? numbers : decodes->numbers;
+    if (ends && cost && numbers)
+        decodes->capacity = (int64_t)capacity;
+    return ends && cost && numbers;
+}
+
+DECODES_METHOD(add)
+{
+    int64_t number;
+    double cost, ends;
+    if (!take(arguments, given, NULL, "ndd", &number, &cost, &ends))
+        return NULL;
+    if (self->decodes.count == self->decodes.capacity && !grow(&self->decodes))
+        return PyErr_NoMemory();
+    medha_begin(&self->decodes, number, cost, ends);
+    Py_RETURN_NONE;
+}
+
+DECODES_METHOD(remove)
+{
+    int64_t number;
+    double ends;
+    if (!take(arguments, given, NULL, "nd", &number, &ends))
+        return NULL;
+    const int64_t at = medha_find(&self->decodes, number, ends);
+    if (at < 0)
+        return PyErr_Format(PyExc_KeyError, "decode %lld", (long long)number);
+    return PyFloat_FromDouble(medha_end(&self->decodes, at));
+}
+
+DECODES_METHOD(at)
+{
+    double time;
+    if (!take(arguments, given, NULL, "d", &time))
+        return NULL;
+    return PyFloat_FromDouble(medha_decodes_at(&self->decodes, time));
+}
+
+static PyMethodDef decodes_methods[] = {
+    METHOD(decodes, add), METHOD(decodes, remove), METHOD(decodes, at), {NULL, NULL, 0, NULL},
+};
+
+static void decodes_free(struct Decodes *self)
+{
+    PyMem_Free(self->decodes.ends);
+    PyMem_Free(self->decodes.cost);
+    PyMem_Free(self->decodes.numbers);
+    free_self((PyObject *)self);
+}
+
+static PyType_Slot decodes_slots[] = {
+    {Py_tp_methods, decodes_methods},
+    {Py_tp_dealloc, decodes_free},
+    {0, NULL},
+};
+
+/* The methods of Spans. */
+#define SPANS_METHOD(name) \
+    static PyObject *spans_##name(struct Spans *self, PyObject *const *arguments, Py_ssize_t given)
+
+/* Lays out the arrays of so many groups, prompts and parts, in one piece. */
+static int lay_arrays(struct Spans *self, int64_t groups, int64_t prompts, int64_t parts)
+{
+    struct spans *spans = &self->spans;
+    const int64_t words = groups * (1 + (int64_t)sizeof *spans->reach / 8) + 6 * prompts + 1 + parts;
+    char *memory = self->memory = PyMem_Calloc((size_t)words, 8);
+    if (!memory)
+        return 0;
+    spans->groups = (struct rows **)memory, memory += 8 * groups;
+    spans->reach = (struct reach *)memory, memory += sizeof *spans->reach * (size_t)groups;
+    spans->numbers = (int64_t *)memory, memory += 8 * prompts;
+    spans->row = (int64_t *)memory, memory += 8 * prompts;
+    spans->due = (double *)memory, memory += 8 * prompts;
+    spans->spare = (double *)memory, memory += 8 * prompts;
+    spans->before = (double *)memory, memory += 8 * prompts;
+    spans->first = (int64_t *)memory, memory += 8 * (prompts + 1);
+    spans->parts = (int64_t *)memory;
+    spans->count = prompts, spans->group_count = groups;
+    return 1;
+}
+
+/* Takes the k-th prompt, (due, number, indices of groups), whose parts follow those before it. */
+static int take_prompt(struct spans *spans, int64_t k, PyObject *prompt)
+{
+    PyObject *groups = PyTuple_GetItem(prompt, 2);
+    int64_t *parts = spans->parts + spans->first[k];
+    const Py_ssize_t count = PyTuple_Size(groups);
+    spans->due[k] = PyFloat_AsDouble(PyTuple_GetItem(prompt, 0));
+    spans->numbers[k] = PyLong_AsLongLong(PyTuple_GetItem(prompt, 1));
+    spans->first[k + 1] = spans->first[k] + count;
+    for (Py_ssize_t at = 0; at < count; at++) {
+        parts[at] = PyLong_AsLongLong(PyTuple_GetItem(groups, at));
+        if (parts[at] < 0 || parts[at] >= spans->group_count)
+            PyErr_Format(PyExc_IndexError, "group %lld", (long long)parts[at]);
+    }
+    return !PyErr_Occurred();
+}
+
+/* Spans(rows of each group, [(due, number, (index of a group, …)), …]) */
+static PyObject *spans_new(PyTypeObject *type, PyObject *arguments, PyObject *names)
+{
+    PyObject *holders, *prompts;
+    int64_t parts = 0;
+    (void)names;
+    if (!PyArg_ParseTuple(arguments, "O!O!", &PyTuple_Type, &holders, &PyList_Type, &prompts))
+        return NULL;
+    for (Py_ssize_t at = 0; at < PyTuple_Size(holders); at++)
+        if (!Py_IS_TYPE(PyTuple_GetItem(holders, at), rows_type))
+            return PyErr_Format(PyExc_TypeError, "a tuple of Rows");
+    for (Py_ssize_t k = 0; k < PyList_Size(prompts); k++) {
+        PyObject *prompt = PyList_GetItem(prompts, k);
+        if (!PyTuple_Check(prompt) || PyTuple_Size(prompt) != 3 ||
+            !PyTuple_Check(PyTuple_GetItem(prompt, 2)))
+            return PyErr_Format(PyExc_TypeError, "a list of (due, number, groups)");
+        parts += PyTuple_Size(PyTuple_GetItem(prompt, 2));
+    }
+    struct Spans *self = (struct Spans *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!self)
+        return NULL;
+    self->holders = Py_NewRef(holders);
+    if (!lay_arrays(self, PyTuple_Size(holders), PyList_Size(prompts), parts))
+        PyErr_NoMemory();
+    for (Py_ssize_t at = 0; !PyErr_Occurred() && at < self->spans.group_count; at++)
+        self->spans.groups[at] = &((struct Rows *)PyTuple_GetItem(holders, at))->rows;
+    for (Py_ssize_t k = 0; !PyErr_Occurred() && k < self->spans.count; k++)
+        take_prompt(&self->spans, k, PyList_GetItem(prompts, k));
+    if (PyErr_Occurred())
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+SPANS_METHOD(fit)
+{
+    double due, guard, by, overhead, inflation;
+    int64_t newcomer;
+    if (!take(arguments, given, NULL, "nddddd", &newcomer, &due, &guard, &by, &overhead,
+              &inflation))
+        return NULL;
+    return PyBool_FromLong(
+        medha_spans_fit(&self->spans, newcomer, due, guard, by, overhead, inflation));
+}
+
+/* Takes (index of a group, …). */
+static int take_group(struct Spans *self, PyObject *const *arguments, Py_ssize_t given,
+                      int64_t *group, int64_t *tried, double *by, double *overhead,
+                      double *inflation)
+{
+    if (!take(arguments, given, NULL, "nnddd", group, tried, by, overhead, inflation))
+        return 0;
+    if (*group >= 0 && *group < self->spans.group_count)
+        return 1;
+    PyErr_Format(PyExc_IndexError, "group %lld", (long long)*group);
+    return 0;
+}
+
+SPANS_METHOD(least)
+{
+    double by, overhead, inflation;
+    int64_t group, tried;
+    if (!take_group(self, arguments, given, &group, &tried, &by, &overhead, &inflation))
+        return NULL;
+    return PyFloat_FromDouble(
+        medha_spans_least(&self->spans, group, tried != 0, by, overhead, inflation));
+}
+
+SPANS_METHOD(lower)
+{
+    double by, overhead, inflation;
+    int64_t group, tried;
+    if (!take_group(self, arguments, given, &group, &tried, &by, &overhead, &inflation))
+        return NULL;
+    medha_spans_lower(&self->spans, group, by, overhead, inflation);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef spans_methods[] = {
+    METHOD(spans, fit), METHOD(spans, least), METHOD(spans, lower), {NULL, NULL, 0, NULL},
+};
+
+static void spans_free(struct Spans *self)
+{
+    PyMem_Free(self->memory);
+    Py_XDECREF(self->holders);
+    free_self((PyObject *)self);
+}
+
+static PyType_Slot spans_slots[] = {
+    {Py_tp_methods, spans_methods},
+    {Py_tp_new, spans_new},
+    {Py_tp_dealloc, spans_free},
+    {0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, .m_name = "medha.scheduling.rows", .m_size = -1};
+
+static PyTypeObject *add_type(PyObject *rows, const char *name, size_t size, PyType_Slot *slots)
+{
+    PyType_Spec spec = {name, (int)size, 0, Py_TPFLAGS_DEFAULT, slots};
+    PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(&spec);
+    return type && PyModule_AddType(rows, type) == 0 ? type : NULL;
+}
+
+PyMODINIT_FUNC PyInit_rows(void)
+{
+    PyObject *rows = PyModule_Create(&module);
+    if (!rows)
+        return NULL;
+    rows_type = add_type(rows, "medha.scheduling.rows.Rows", sizeof(struct Rows), rows_slots);
+    decodes_type =
+        add_type(rows, "medha.scheduling.rows.Decodes", sizeof(struct Decodes), decodes_slots);
+    if (!rows_type || !decodes_type ||
+        !add_type(rows, "medha.scheduling.rows.Spans", sizeof(struct Spans), spans_slots))
+        Py_CLEAR(rows);
+    return rows;
 }

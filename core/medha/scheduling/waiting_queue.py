@@ -20,13 +20,11 @@ from medha.scheduling.native import (
     BEYOND,
     DUE,
     KEPT,
-    LEVEL,
     NEED,
     NORM,
     PASSED,
     PROMISED,
     READY,
-    TOKENS,
     TURN,
     WORK,
     Floats,
@@ -48,9 +46,8 @@ class WaitingQueue:
     pages; `TURN`, which ascends with (arrival, id) and breaks ties.
 
     `rows`: the memory, and the compiled passes over it. `freed`: work was removed since the last
-    review of the promise set. `noted_s`: when to update `PASSED` next. `kept_count`,
-    `promised_count`, `ready_count`: rows with that flag. `typical`: decodes alongside a new row, as
-    a part of the decode capacity; `expected`: those that a new promise reckons with.
+    review of the promise set. `noted_s`: when to update `PASSED` next. `typical`: decodes alongside
+    a new row, as a part of the decode capacity; `expected`: those that a new promise reckons with.
     """
 
     __slots__ = (
@@ -59,10 +56,7 @@ class WaitingQueue:
         "_oldest_s",
         "expected",
         "freed",
-        "kept_count",
         "noted_s",
-        "promised_count",
-        "ready_count",
         "rows",
         "sequences",
         "typical",
@@ -74,7 +68,6 @@ class WaitingQueue:
         self._arrivals: list[tuple[float, str, float]] = []
         self.sequences: list[Sequence] = []
         self.freed, self.noted_s = False, 0.0
-        self.kept_count = self.promised_count = self.ready_count = 0
         self.typical = self.expected = 0.0
         self._oldest_s = np.inf  # lower bound of `PASSED`
 
@@ -83,6 +76,18 @@ class WaitingQueue:
 
     def __contains__(self, sequence: Sequence) -> bool:
         return self.find(sequence) >= 0
+
+    @property
+    def kept_count(self) -> int:
+        return self.rows.kept_count
+
+    @property
+    def promised_count(self) -> int:
+        return self.rows.promised_count
+
+    @property
+    def ready_count(self) -> int:
+        return self.rows.ready_count
 
     # --- columns ----------------------------------------------------------------------------------
 
@@ -136,14 +141,17 @@ class WaitingQueue:
 
     def place(self, key: tuple[float, float, str]) -> int:
         """Return the row of a key, or the row that it would get."""
-        return bisect.bisect_left(self._keys, key)
+        place = self.rows.first_due(key[0])
+        while place < len(self._keys) and self._keys[place] < key:
+            place += 1
+        return place
 
     def find(self, sequence: Sequence) -> int:
         """Return the row of a sequence, -1 if it does not wait here; near where it was last."""
         at, sequences = sequence.row, self.sequences
         if at < len(sequences) and sequences[at] is sequence:
             return at
-        at = bisect.bisect_left(self._keys, sequence.key)
+        at = self.place(sequence.key)
         if at == len(sequences) or sequences[at] is not sequence:
             return -1
         sequence.set_row(at)
@@ -162,31 +170,29 @@ class WaitingQueue:
         if at < len(self.sequences) and self.sequences[at] is sequence:
             return
         due_s, arrival_s, id_ = sequence.key
-        ready = sequence.ready
-        flags = sequence.kept << KEPT | sequence.promised << PROMISED | ready << READY
+        flags = sequence.kept << KEPT | sequence.promised << PROMISED | sequence.ready << READY
         if sequence.request.beyond_share:
             flags |= 1 << BEYOND
-        values = (
+        self.rows.insert(
+            at,
+            flags,
+            due_s,
+            self.typical,
+            need,
+            sequence.norm_s,
             arrival_s,
-            float(sequence.remaining_tokens),
-            np.inf,
+            sequence.remaining_tokens,
             self._take_turn(arrival_s, id_),
-            float(sequence.number),
-            *levels,
+            sequence.number,
+            levels,
         )
-        work_s, alongside = between(levels, self.typical), self.typical
-        self.rows.insert(at, values, flags, due_s, work_s, alongside, need, sequence.norm_s)
         self._keys.insert(at, sequence.key)
         self.sequences.insert(at, sequence)
         sequence.set_row(at)
-        self.kept_count += sequence.kept
-        self.promised_count += sequence.promised
-        self.ready_count += ready
 
     def remove(self, sequence: Sequence) -> None:
         at = self.row_of(sequence)
-        self.freed = self.freed or self._cell(WORK, at) > 0.0
-        self._set_flags(at, kept=False, promised=False, ready=False)
+        self.freed = self.freed or self.rows.work_s(at) > 0.0
         _, arrival_s, id_ = self._keys[at]
         del self._arrivals[bisect.bisect_left(self._arrivals, (arrival_s, id_))]
         self.rows.remove(at)
@@ -194,23 +200,17 @@ class WaitingQueue:
 
     def update_work(self, sequence: Sequence, levels: list[float]) -> None:
         """Update a row after the sequence's cursors moved."""
-        rows, at = self.rows, self.row_of(sequence)
-        rows.column_cells[WORK][at] = between(levels, self._cell(ALONGSIDE, at))
-        rows.set_levels(at, levels)
-        rows.set_value(at, TOKENS, float(sequence.target_tokens - sequence.scheduled_tokens))
-        self.ready_count += self._set_flag(
-            READY, at, sequence.past_stage0_tokens == sequence.scheduled_tokens
-        )
+        ready = sequence.past_stage0_tokens == sequence.scheduled_tokens
+        self.rows.update(self.row_of(sequence), ready, sequence.remaining_tokens, levels)
 
     def update_flags(self, sequence: Sequence) -> None:
         """Update a row after the sequence's rank or readiness changed."""
-        self._set_flags(self.row_of(sequence), sequence.kept, sequence.promised, sequence.ready)
+        row = self.row_of(sequence)
+        self.rows.set_flags(row, sequence.kept, sequence.promised, sequence.ready)
 
     def mark_started(self, sequence: Sequence) -> None:
         """Record that the sequence has its pages."""
-        rows, at = self.rows, self.row_of(sequence)
-        rows.column_cells[NEED][at] = 0.0
-        rows.set_value(at, PASSED, np.inf)
+        self.rows.start(self.row_of(sequence))
 
     def set_typical(self, alongside: float, expected: float) -> None:
         self.typical, self.expected = alongside, expected
@@ -239,13 +239,11 @@ class WaitingQueue:
 
     def levels_of(self, sequence: Sequence) -> list[float]:
         """Return the seconds of the sequence's work, by level of decodes."""
-        levels: list[float] = self.rows.levels(self.row_of(sequence))
-        return levels
+        return self.rows.levels(self.row_of(sequence))
 
     def least_work_s(self, sequence: Sequence) -> float:
         """Return the seconds that the sequence takes with no decodes alongside it."""
-        seconds: float = self.rows.value(self.row_of(sequence), LEVEL)
-        return seconds
+        return self.rows.levels(self.row_of(sequence))[0]
 
     def _take_turn(self, arrival_s: float, id_: str) -> float:
         """Return a number between those of the arrivals before and after."""
@@ -268,23 +266,6 @@ class WaitingQueue:
         turns = {arrival[:2]: arrival[2] for arrival in self._arrivals}
         for (_, arrival_s, id_), slot in zip(self._keys, self.rows.slot.tolist(), strict=False):
             self.rows.slots[slot, TURN] = turns[arrival_s, id_]
-
-    def _set_flags(self, at: int, kept: bool, promised: bool, ready: bool) -> None:
-        self.kept_count += self._set_flag(KEPT, at, kept)
-        self.promised_count += self._set_flag(PROMISED, at, promised)
-        self.ready_count += self._set_flag(READY, at, ready)
-
-    def _set_flag(self, flag: int, at: int, value: bool) -> int:
-        """Set a flag of a row; return by how much fewer or more rows have it."""
-        cells = self.rows.flag_cells[flag]
-        if bool(cells[at]) == value:
-            return 0
-        cells[at] = value
-        return 1 if value else -1
-
-    def _cell(self, column: int, at: int) -> float:
-        cell: float = self.rows.column_cells[column][at]
-        return cell
 
 
 class WaitingQueues:
