@@ -38,6 +38,8 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared")
 # A decision is the same on every machine and in a replay: no fused multiply-add.
 CONTRACT = "-ffp-contract=off"
+# Functions of one library may be inlined in each other: nothing else replaces them.
+INLINED = "-fno-semantic-interposition"
 
 CORE, COMPILED = pathlib.Path("core"), pathlib.Path("core/medha/compiled")
 # Modules that take part in a decision or complete a batch. (`interface` holds msgspec structs.)
@@ -77,7 +79,7 @@ found = mypycify([*flags, *{files!r}], debug_level="0", group_name="medha")
 """
 COMPILE = """
 for each in found:
-    each.extra_compile_args.append({contract!r})
+    each.extra_compile_args += {flags!r}
 setup(name="medha", ext_modules=found, script_args=["--quiet", "build_ext", "--inplace"])
 """
 
@@ -139,7 +141,7 @@ def compile_modules(root: pathlib.Path) -> bool:
         copy = pathlib.Path(folder, CORE)
         leave = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(root / CORE, copy, ignore=leave)
-        script = (TRANSLATE + COMPILE).format(files=[*sources.values()], contract=CONTRACT)
+        script = (TRANSLATE + COMPILE).format(files=[*sources.values()], flags=[CONTRACT, INLINED])
         environment = {**os.environ, "CC": shlex.join(compiler())}
         done = subprocess.run(
             [sys.executable, "-c", script],

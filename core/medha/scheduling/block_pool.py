@@ -84,8 +84,11 @@ class GroupPages:
             self.reserve(-reserved)
         if count > len(free):
             return [self.take() for _ in range(count)]
-        pages = free[-1 : -count - 1 : -1].tolist()
-        del free[len(free) - count :]
+        if count == 1:
+            pages = [free.pop()]
+        else:
+            pages = free[-1 : -count - 1 : -1].tolist()
+            del free[len(free) - count :]
         self._held += count
         self.available -= count
         return pages

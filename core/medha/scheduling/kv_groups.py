@@ -261,17 +261,17 @@ class KvGroups:
         """
         size = self.pool.page_tokens
         filled = sequence.scheduled_tokens % size
-        if len(sequence.assigned_groups) == 1 and len(sequence.tokens_by_group) <= 1 and not filled:
+        held = sequence.tokens_by_group
+        if len(sequence.assigned_groups) == 1 and len(held) <= 1 and not filled:
             tail = sequence.assigned_groups[0]
             room = self.obtainable(sequence, tail)
-            if room and (not sequence.tokens_by_group or tail in sequence.tokens_by_group):
+            if room and (not held or tail in held):
                 return tail, size * room
         if filled:
             tail = sequence.group_of[-1]
             return tail, size - filled + size * self.obtainable(sequence, tail)
         if self.pool.slides:
             return (sequence.assigned_groups or (-1,))[0], 0
-        held = sequence.tokens_by_group
         active = len(held)
         tail = -1
         if sequence.scheduled_tokens >= active * self.tokens_per_group or not active:
@@ -412,6 +412,8 @@ class KvGroups:
         The growth claim shrinks last.
         """
         reserved = sequence.reserved
+        if not sequence.growth_claim and not any(reserved.values()):
+            return
         for group in sorted(reserved, key=lambda group: -reserved[group]):
             fewer = min(pages, reserved[group])
             sequence.reserve(group, -fewer)

@@ -37,11 +37,14 @@ class Outcomes:
 
     def take(self, number: int) -> Sampled:
         """Return the outcome of a sequence; raise ProtocolError if there is none."""
-        while self._next < len(self.sampled):
-            outcome = self.sampled[self._next]
-            self._next += 1
+        sampled, at = self.sampled, self._next
+        while at < len(sampled):
+            outcome = sampled[at]
+            at += 1
             if outcome.seq == number:
+                self._next = at
                 return outcome
+        self._next = at
         if self._by_sequence is None:
             self._by_sequence = {outcome.seq: outcome for outcome in self.sampled}
         if number not in self._by_sequence:

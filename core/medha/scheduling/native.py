@@ -28,7 +28,7 @@ KEPT, PROMISED, READY, BEYOND, FLAGS = range(5)
 ARRIVAL, TOKENS, PASSED, TURN, NUMBER, LEVEL = range(6)
 SLOT = LEVEL + LEVELS
 # Numbers of scratch and mark columns.
-SCRATCH, MARKS = 7, 3
+SCRATCH, MARKS = 8, 3
 # The mark column of the rank, and its values for kept and protected rows without a promise.
 RANK, BARELY_KEPT, PROTECTED = 0, 1, 3
 # Kinds of a decode that is added.

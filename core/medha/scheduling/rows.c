@@ -30,12 +30,13 @@ enum { LEVELS = 6, BANDS = 8 };                          /* prefill_times.py, lo
 enum { DUE, WORK, ALONGSIDE, NEED, NORM, COLUMNS };      /* columns, by row */
 enum { KEPT, PROMISED, READY, BEYOND, FLAGS };           /* flags, by row */
 enum { ARRIVAL, TOKENS, PASSED, TURN, NUMBER, LEVEL, SLOT = LEVEL + LEVELS }; /* by slot */
-enum { BARE, LEFT, KEY, OWN, OTHERS, MEAN, TRIAL, SCRATCH }; /* scratch, in seconds */
+enum { BARE, LEFT, KEY, OWN, OTHERS, MEAN, TRIAL, BEFORE, SCRATCH }; /* scratch, in seconds */
 enum { RANK, TIER, LONG, MARKS };                        /* marks */
 enum { FEW = 8 }; /* rows handed out at a time: most batches hold one prompt or two */
 enum { OWED = -1, ABSORBED, SLACK, DEADLINE, RELEGATED, NONE };
 
 /* `slot`: that of each row, and behind them those that are free. `counts`: rows with each flag.
+ * `summed`: rows of which BEFORE holds the work up to each, itself included.
  * `held`: the rows that are kept, so many of them; `able`: those that were put in order, so many are
  * `left`; those handed out are of tier NONE. `least`: smallest margin of all, `least_promised` of a
  * promise, `least_bare` of a promise if promises were all, at bare cost; `last`: what may be done out
@@ -48,7 +49,7 @@ struct rows {
     double *scratch;
     int8_t *marks;
     int32_t *held, *able;
-    int64_t capacity, count, kept, left, counts[FLAGS];
+    int64_t capacity, count, kept, left, summed, counts[FLAGS];
     double least, least_promised, least_bare, last;
 };
 
@@ -87,9 +88,26 @@ static double larger(double a, double b)
     return a > b ? a : b;
 }
 
+/* `value` if `flag` is 1, 0 if it is 0; no branch. */
+static double only(int flag, double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    bits &= -(uint64_t)flag;
+    memcpy(&value, &bits, sizeof bits);
+    return value;
+}
+
 static double *slot_of(const struct rows *rows, int64_t row)
 {
     return rows->slots + (int64_t)rows->slot[row] * SLOT;
+}
+
+/* Slots lie in no order: a pass that reads them all asks for those that it will reach soon. */
+static void fetch_slot(const struct rows *rows, int64_t row)
+{
+    if (row + 12 < rows->count)
+        __builtin_prefetch(slot_of(rows, row + 12) + LEVEL);
 }
 
 /* Rows with a flag, in order: few of many have it, or any of them. `also`: and those of a rank, if it
@@ -132,9 +150,16 @@ static inline int64_t next_row(struct walk *walk)
 
 /* --- rows ------------------------------------------------------------------------------------- */
 
+/* The work of the row, or which row it is, has changed. */
+static void forget_sums(struct rows *rows, int64_t row)
+{
+    rows->summed = row < rows->summed ? row : rows->summed;
+}
+
 /* The rows from `from` on move to `to`, one place on or back. */
 static void shift(struct rows *rows, int64_t from, int64_t to)
 {
+    forget_sums(rows, from < to ? from : to);
     const int64_t count = rows->count - from;
     for (int column = DUE; column < COLUMNS; column++) {
         double *values = rows->columns + column * rows->capacity;
@@ -322,6 +347,7 @@ static void medha_coming(struct rows *rows, const struct decode *decode, double 
     const double *due = rows->columns + DUE * rows->capacity;
     double *mean = rows->scratch + MEAN * rows->capacity, begin;
     for (int64_t i = after(rows, decode, now, budget, &begin); i < rows->count; i++) {
+        fetch_slot(rows, i);
         const double window = larger(due[i] - now, budget) - begin;
         if (window > 0.0)
             mean[i] += decode->cost * part_of(rows, i, window, decode->length);
@@ -336,8 +362,11 @@ static void medha_apply(struct rows *rows, double part)
     double *work = rows->columns + WORK * rows->capacity;
     for (int64_t i = 0; i < rows->count; i++)
         alongside[i] = mean[i] * part;
-    for (int64_t i = 0; i < rows->count; i++)
+    for (int64_t i = 0; i < rows->count; i++) {
+        fetch_slot(rows, i);
         work[i] = between(slot_of(rows, i), alongside[i]);
+    }
+    rows->summed = 0;
 }
 
 /* TRIAL: the work of every promise, and of the row `place` if it is not -1, alongside the decodes
@@ -353,6 +382,7 @@ static void medha_try(struct rows *rows, int64_t place, double plus, double leas
     const int64_t first = decode->kind > RUNS ? after(rows, decode, now, budget, &begin) : 0;
     struct walk walk = walk_over(promised, count);
     for (int64_t i = place >= 0 ? place : next_row(&walk); i < count; i = next_row(&walk)) {
+        fetch_slot(rows, i);
         const double window = larger(due[i] - now, budget) - begin;
         double added = 0.0;
         if (decode->kind == RUNS && i != decode->row)
@@ -492,13 +522,16 @@ static int medha_promise_needs(const struct rows *rows)
     return 0;
 }
 
-static double medha_work_before(const struct rows *rows, int64_t row)
+/* The work of the rows before `row`, or before its end: sums that still hold are not added again. */
+static double medha_work_before(struct rows *rows, int64_t row)
 {
     const double *work = rows->columns + WORK * rows->capacity;
-    double sum = 0.0;
-    for (int64_t i = 0; i < row; i++)
-        sum += work[i];
-    return sum;
+    double *before = rows->scratch + BEFORE * rows->capacity;
+    double sum = rows->summed ? before[rows->summed - 1] : 0.0;
+    for (int64_t i = rows->summed; i < row; i++)
+        before[i] = sum += work[i];
+    rows->summed = row > rows->summed ? row : rows->summed;
+    return row ? before[row - 1] : 0.0;
 }
 
 /* --- reports ---------------------------------------------------------------------------------- */
@@ -507,6 +540,10 @@ static double medha_work_before(const struct rows *rows, int64_t row)
  * of those that are not; and the number of rows in need of pages. What is beyond the share of its tenant
  * runs last, as if it had infinite slack. */
 enum { LOST = BANDS, KEPT_SHORT, LOST_SHORT, NEEDY, SUMS };
+/* Two bands each: an index would wait for the sum that the row before has stored. */
+typedef double two_bands __attribute__((vector_size(16)));
+typedef int64_t which_bands __attribute__((vector_size(16)));
+static const two_bands NUMBERS[BANDS / 2] = {{0.0, 1.0}, {2.0, 3.0}, {4.0, 5.0}, {6.0, 7.0}};
 static void medha_report(const struct rows *rows, double now, double short_below,
                          const double *edges, int all_kept, double *sums)
 {
@@ -515,7 +552,8 @@ static void medha_report(const struct rows *rows, double now, double short_below
     const double *need = rows->columns + NEED * size, *norm = rows->columns + NORM * size;
     double *restrict band = rows->scratch + KEY * size;
     const uint8_t *kept = rows->flags + KEPT * size, *beyond = rows->flags + BEYOND * size;
-    double bands[BANDS] = {0.0}, lost = 0.0, kept_short = 0.0, lost_short = 0.0;
+    two_bands bands[BANDS / 2] = {{0.0, 0.0}};
+    double lost = 0.0, kept_short = 0.0, lost_short = 0.0;
     int64_t needy = 0;
     for (int64_t i = 0; i < rows->count; i++) {
         const double slack = (due[i] - now - work[i]) / norm[i];
@@ -524,13 +562,16 @@ static void medha_report(const struct rows *rows, double now, double short_below
             above += edges[upto] < slack ? 1.0 : 0.0;
         band[i] = above;
     }
+    for (int64_t i = 0; i < rows->count; i++)
+        band[i] = beyond[i] & !(kept[i] | all_kept) ? BANDS - 1 : band[i];
     for (int64_t i = 0; i < rows->count; i++) {
-        const int is_kept = kept[i] | all_kept;
-        const double brief = norm[i] <= short_below ? work[i] : 0.0;
-        bands[beyond[i] & !is_kept ? BANDS - 1 : (int)band[i]] += work[i];
-        lost += is_kept ? 0.0 : work[i];
-        kept_short += is_kept ? brief : 0.0;
-        lost_short += is_kept ? 0.0 : brief;
+        const int is_kept = kept[i] | all_kept, is_short = norm[i] <= short_below;
+        const two_bands own = {band[i], band[i]}, both = {work[i], work[i]};
+        for (int of = 0; of < BANDS / 2; of++)
+            bands[of] += (two_bands)((NUMBERS[of] == own) & (which_bands)both);
+        lost += only(!is_kept, work[i]);
+        kept_short += only(is_kept & is_short, work[i]);
+        lost_short += only(!is_kept & is_short, work[i]);
         needy += need[i] > 0.0;
     }
     memcpy(sums, bands, sizeof bands);
@@ -1115,6 +1156,7 @@ ROWS_METHOD(allot)
     rows->columns = buffers[0].buf, rows->flags = buffers[1].buf, rows->slots = buffers[2].buf;
     rows->slot = buffers[3].buf, rows->scratch = buffers[4].buf, rows->marks = buffers[5].buf;
     rows->held = buffers[6].buf, rows->able = buffers[7].buf, rows->capacity = capacity;
+    rows->summed = 0; /* scratch does not move along */
     Py_RETURN_NONE;
 }
 
@@ -1170,6 +1212,7 @@ ROWS_METHOD(update)
     memcpy(slot + LEVEL, levels, sizeof levels);
     rows->columns[WORK * rows->capacity + row] =
         between(slot, rows->columns[ALONGSIDE * rows->capacity + row]);
+    forget_sums(rows, row);
     set_flag(rows, row, READY, ready != 0);
     Py_RETURN_NONE;
 }

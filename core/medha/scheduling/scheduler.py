@@ -153,10 +153,9 @@ class Scheduler:
             return False
         if not admission.has_place(promised=True):
             return False
-        passed_over = (
+        if any(
             admission.longest_passed_over(self._waiting[group], now) is not None for group in starts
-        )
-        if any(passed_over):
+        ):
             return False
         cost_s = account.cost_s(sequence)
         for group in self._waiting:

@@ -52,7 +52,6 @@ class WaitingQueue:
 
     __slots__ = (
         "_arrivals",
-        "_keys",
         "_oldest_s",
         "expected",
         "freed",
@@ -64,7 +63,6 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.rows = Rows()
-        self._keys: list[tuple[float, float, str]] = []
         self._arrivals: list[tuple[float, str, float]] = []
         self.sequences: list[Sequence] = []
         self.freed, self.noted_s = False, 0.0
@@ -142,7 +140,7 @@ class WaitingQueue:
     def place(self, key: tuple[float, float, str]) -> int:
         """Return the row of a key, or the row that it would get."""
         place = self.rows.first_due(key[0])
-        while place < len(self._keys) and self._keys[place] < key:
+        while place < len(self.sequences) and self.sequences[place].key < key:
             place += 1
         return place
 
@@ -186,17 +184,16 @@ class WaitingQueue:
             sequence.number,
             levels,
         )
-        self._keys.insert(at, sequence.key)
         self.sequences.insert(at, sequence)
         sequence.set_row(at)
 
     def remove(self, sequence: Sequence) -> None:
         at = self.row_of(sequence)
         self.freed = self.freed or self.rows.work_s(at) > 0.0
-        _, arrival_s, id_ = self._keys[at]
+        _, arrival_s, id_ = sequence.key
         del self._arrivals[bisect.bisect_left(self._arrivals, (arrival_s, id_))]
         self.rows.remove(at)
-        del self._keys[at], self.sequences[at]
+        del self.sequences[at]
 
     def update_work(self, sequence: Sequence, levels: list[float]) -> None:
         """Update a row after the sequence's cursors moved."""
@@ -230,7 +227,7 @@ class WaitingQueue:
 
     def longest_passed_over(self, before_s: float) -> Sequence | None:
         """Return the unstarted sequence passed over for longest, if since before `before_s`."""
-        if self._oldest_s >= before_s or not self._keys:
+        if self._oldest_s >= before_s or not self.sequences:
             return None
         since_s = self.values(PASSED)
         oldest = since_s.argmin()
@@ -247,8 +244,9 @@ class WaitingQueue:
 
     def _take_turn(self, arrival_s: float, id_: str) -> float:
         """Return a number between those of the arrivals before and after."""
-        arrivals = self._arrivals
-        at = bisect.bisect_left(arrivals, (arrival_s, id_))
+        arrivals, at = self._arrivals, len(self._arrivals)
+        if at and arrivals[-1][:2] >= (arrival_s, id_):  # seldom: they come in this order
+            at = bisect.bisect_left(arrivals, (arrival_s, id_))
         before = arrivals[at - 1][2] if at else (arrivals[0][2] - 2.0 if arrivals else 0.0)
         after = arrivals[at][2] if at < len(arrivals) else before + 2.0
         turn = 0.5 * (before + after)
@@ -264,8 +262,8 @@ class WaitingQueue:
             (arrival_s, id_, float(turn)) for turn, (arrival_s, id_, _) in enumerate(self._arrivals)
         ]
         turns = {arrival[:2]: arrival[2] for arrival in self._arrivals}
-        for (_, arrival_s, id_), slot in zip(self._keys, self.rows.slot.tolist(), strict=False):
-            self.rows.slots[slot, TURN] = turns[arrival_s, id_]
+        for sequence, slot in zip(self.sequences, self.rows.slot.tolist(), strict=False):
+            self.rows.slots[slot, TURN] = turns[sequence.key[1:]]
 
 
 class WaitingQueues:
