@@ -72,38 +72,42 @@ class PromisedWork:
     """Promised seconds of the tenants that were active in the last minutes."""
 
     def __init__(self) -> None:
-        self._charges: dict[str, tuple[TenantWork, float]] = {}  # (work, as of), latest last
+        # (seconds, of these of short prompts, as of), latest last
+        self._charges: dict[str, tuple[float, float, float]] = {}
         self._report: tuple[TenantWork, ...] = ()
         self._reported_s = math.inf
 
     def charge(self, tenant: str, work_s: float, now: float) -> None:
         """Count the work of a promise."""
-        work, since = self._charges.pop(tenant, (TenantWork(tenant, 0.0, 0.0), now))
-        work = _faded(work, now - since)
-        short_s = work.short_s + (work_s if is_short(work_s) else 0.0)
-        self._charges[tenant] = TenantWork(tenant, work.seconds + work_s, short_s), now
+        seconds, short_s, since = self._charges.pop(tenant, (0.0, 0.0, now))
+        seconds, short_s = _faded(seconds, short_s, now - since)
+        if is_short(work_s):
+            short_s += work_s
+        self._charges[tenant] = seconds + work_s, short_s, now
         self._reported_s = math.inf
 
     def report(self, now: float) -> tuple[TenantWork, ...]:
         """Return the work of the tenants charged last; up to REFRESH_S old."""
         if not 0.0 <= now - self._reported_s < REFRESH_S:
             self._forget(now)
-            latest = itertools.islice(reversed(self._charges.values()), LISTED)
-            self._report = tuple(_faded(work, now - since) for work, since in latest)
+            latest = itertools.islice(reversed(self._charges.items()), LISTED)
+            self._report = tuple(
+                TenantWork(tenant, *_faded(seconds, short_s, now - since))
+                for tenant, (seconds, short_s, since) in latest
+            )
             self._reported_s = now
         return self._report
 
     def _forget(self, now: float) -> None:
         while self._charges:
-            tenant, (_, since) = next(iter(self._charges.items()))
+            tenant, (_, _, since) = next(iter(self._charges.items()))
             if now - since < ACTIVE_S:
                 return
             del self._charges[tenant]
 
 
-def _faded(work: TenantWork, age_s: float) -> TenantWork:
-    return TenantWork(
-        work.tenant,
-        work.seconds * math.exp2(-age_s / HALF_LIFE_S),
-        work.short_s * math.exp2(-age_s / SHORT_HALF_LIFE_S),
+def _faded(seconds: float, short_s: float, age_s: float) -> tuple[float, float]:
+    return (
+        seconds * math.exp2(-age_s / HALF_LIFE_S),
+        short_s * math.exp2(-age_s / SHORT_HALF_LIFE_S),
     )

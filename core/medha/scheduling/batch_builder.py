@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 from collections import abc
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -44,32 +43,31 @@ BEYOND_SHARE = 0.25
 Candidate = tuple[int, int, int, Sequence, bool, float]
 
 
-@dataclass(slots=True)
 class ChunkDraft:
     """A prefill's chunk in a draft: where its tokens go and which groups compute it.
 
     `cut`: the batch had no room for more of it. `guaranteed`: it runs on the relegated share.
     """
 
-    sequence: Sequence
-    length: int
-    tail: int
-    groups: tuple[int, ...]
-    cut: bool = False
-    guaranteed: bool = False
+    __slots__ = ("cut", "groups", "guaranteed", "length", "sequence", "tail")
+
+    def __init__(self, sequence: Sequence, length: int, tail: int, groups: tuple[int, ...]) -> None:
+        self.sequence, self.length, self.tail, self.groups = sequence, length, tail, groups
+        self.cut = self.guaranteed = False
 
 
-@dataclass(slots=True)
 class BatchDraft:
     """The batch that a group set would run. `decodes`: how many to take, by their groups."""
 
-    group_set: tuple[int, ...]
-    target_s: float
-    loads: dict[int, BatchLoad]
-    decodes: list[tuple[tuple[int, ...], int]]
-    chunks: list[ChunkDraft] = field(default_factory=list)
-    waits: dict[int, bool] = field(default_factory=dict)
-    escaped: bool = False
+    __slots__ = ("chunks", "decodes", "escaped", "group_set", "loads", "target_s", "waits")
+
+    def __init__(self, group_set: tuple[int, ...], target_s: float) -> None:
+        self.group_set, self.target_s = group_set, target_s
+        self.loads: dict[int, BatchLoad] = {}
+        self.decodes: list[tuple[tuple[int, ...], int]] = []
+        self.chunks: list[ChunkDraft] = []
+        self.waits: dict[int, bool] = {}
+        self.escaped = False
 
     @property
     def seconds(self) -> float:
@@ -239,7 +237,7 @@ class BatchBuilder:
     # --- decodes ----------------------------------------------------------------------------------
 
     def _draft_decodes(self, group_set: tuple[int, ...], target_s: float) -> BatchDraft:
-        draft = BatchDraft(group_set, target_s, {}, [])
+        draft = BatchDraft(group_set, target_s)
         for group in group_set:
             draft.loads[group] = self.predictor.load()
         for groups, decodes in self.running.by_groups.items():

@@ -247,7 +247,8 @@ class BlockPool:
 
     def pages_needed(self, tokens: int) -> int:
         """Return the pages that a context of `tokens` reserves, at most those that can exist."""
-        return min(self.kept.pages(tokens), self.most_pages)
+        pages = self.kept.pages(tokens) if self.slides else self.pages_for(tokens)
+        return min(pages, self.most_pages)
 
     def hit(
         self, hashes: abc.Sequence[bytes], groups: tuple[int, ...]

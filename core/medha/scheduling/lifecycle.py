@@ -133,15 +133,15 @@ class Lifecycle:
 
     def _on_chunk_done(self, sequence: Sequence, chunk: Chunk) -> None:
         """Cache the full pages of a prompt chunk that every stage has computed."""
-        pool = self.groups.pool
+        pool, end = self.groups.pool, chunk.end
         first = sequence.computed_tokens // pool.page_tokens
-        last = min(chunk.end // pool.page_tokens, len(sequence.hashes))
+        last = min(end // pool.page_tokens, len(sequence.hashes))
         for logical in range(first, last):
             group = sequence.group_of[logical]
             pool[group].cache(sequence.page_of[logical], sequence.hashes[logical])
-        sequence.complete(chunk.end)
+        sequence.complete(end)
         if self._slides:
-            self.groups.slide(sequence, chunk.end)
+            self.groups.slide(sequence, end)
 
     def _on_token(
         self,

@@ -72,9 +72,10 @@ class BucketLossCap:
         self._as_of_s = 0.0
 
     def count_decided(self, sequence: Sequence, now: float) -> None:
-        """Count an accepted request."""
-        self._fade(now)
-        self._decided[length_bucket(sequence.request.prompt_tokens)] += 1.0
+        """Count an accepted request, if there is a limit."""
+        if self.capped:
+            self._fade(now)
+            self._decided[length_bucket(sequence.request.prompt_tokens)] += 1.0
 
     def count_displaced(self, sequence: Sequence, now: float) -> None:
         """Count a request whose place others took."""

@@ -565,13 +565,13 @@ static void medha_report(const struct rows *rows, double now, double short_below
     for (int64_t i = 0; i < rows->count; i++)
         band[i] = beyond[i] & !(kept[i] | all_kept) ? BANDS - 1 : band[i];
     for (int64_t i = 0; i < rows->count; i++) {
-        const int is_kept = kept[i] | all_kept, is_short = norm[i] <= short_below;
+        const int is_lost = !(kept[i] | all_kept), is_short = norm[i] <= short_below;
         const two_bands own = {band[i], band[i]}, both = {work[i], work[i]};
         for (int of = 0; of < BANDS / 2; of++)
             bands[of] += (two_bands)((NUMBERS[of] == own) & (which_bands)both);
-        lost += only(!is_kept, work[i]);
-        kept_short += only(is_kept & is_short, work[i]);
-        lost_short += only(!is_kept & is_short, work[i]);
+        lost += only(is_lost, work[i]);
+        kept_short += only(is_short & (1 - is_lost), work[i]);
+        lost_short += only(is_short & is_lost, work[i]);
         needy += need[i] > 0.0;
     }
     memcpy(sums, bands, sizeof bands);

@@ -57,6 +57,7 @@ class Scheduler:
         self.predictor, self.max_context_tokens = predictor, max_context_tokens
         self.pages_per_group, self.page_tokens = pages_per_group, page_tokens
         pool = BlockPool(pages_per_group, shape.kept_pages(page_tokens), topology.kvp_max)
+        self._capacity_tokens = pool.most_tokens(max_context_tokens)
         self._state = state = SchedulerState(topology, predictor, settings, pool)
         self._groups, self._queues = state.groups, state.queues
         self._running, self._in_flight = state.running, state.in_flight
@@ -108,7 +109,7 @@ class Scheduler:
         return self.predictor.at_budget(budget_s).prefill_s(sequence.target_tokens, cached)
 
     def _check_fits(self, request: Request) -> None:
-        capacity = self._state.pool.most_tokens(self.max_context_tokens)
+        capacity = self._capacity_tokens
         most = min(self.max_context_tokens - 1, capacity)
         if request.prompt_tokens > most:
             raise Refusal(
