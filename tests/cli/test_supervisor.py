@@ -452,19 +452,20 @@ def test_once_the_fleet_serves_a_user_error_of_a_unit_is_a_failure_like_others(
     assert fleet.running == BASE
 
 
-def test_once_the_fleet_serves_a_unit_that_keeps_failing_waits_and_ends_nothing(
+def test_once_the_fleet_serves_a_unit_that_keeps_failing_waits_for_the_longest_back_off_at_most(
     fleet: Fleet,
 ) -> None:
     fleet.step()
     fleet.supervisor.served = True
-    for _ in range(4):
+    waits = []
+    for _ in range(7):
         fleet.child("router").kill()
         fleet.gone("router")
         fleet.settle()
-        fleet.step(5.0)
-    assert fleet.running == BASE - {"router"}
-    fleet.step(100.0)
-    assert fleet.running == BASE
+        waits.append(fleet.supervisor.singles[0].not_before_s - fleet.now)
+        fleet.step(4.0)
+        assert fleet.running == BASE
+    assert [round(wait, 1) for wait in waits] == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0]
 
 
 def test_a_unit_that_ran_steadily_restarts_at_once_however_often(fleet: Fleet) -> None:

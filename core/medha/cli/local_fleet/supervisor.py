@@ -40,7 +40,8 @@ class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Restart policy, grace period of a stop, and time limit of a start.
 
     A unit that fails after running for `steady_s` restarts at once, and its earlier failures are
-    forgotten. After `standby_s` its standbys start.
+    forgotten. Once the fleet serves, a vital unit restarts however often it fails. After
+    `standby_s` its standbys start.
     """
 
     restarts: RestartPolicy = RestartPolicy(first_backoff_s=0.5, longest_backoff_s=30.0)
@@ -155,8 +156,9 @@ class Supervisor:
             self.expect_back(unit, leader, len(group.ranks), now)
         for index in status.restart_groups:
             unit = replica.groups[index]
-            # A busy machine may start slowly: the limit doubles with each failure.
-            late = now - unit.started_s > self._settings.hung_s * 2 ** len(unit.failures)
+            # A busy machine may start slowly: the limit doubles with each failure of the budget.
+            doublings = min(len(unit.failures), self._settings.restarts.budget)
+            late = now - unit.started_s > self._settings.hung_s * 2**doublings
             if unit.state is UnitState.RUNNING and (unit.ran or late):
                 self._kill(unit, f"{unit.name} was lost by its controller", now)
 
@@ -258,7 +260,9 @@ class Supervisor:
                 )
             self._log.error("%s is given up (%s): the fleet continues without it", unit.name, why)
             return
-        unit.not_before_s = now if steady else policy.next_start_s(unit.failures, now)
+        # A fleet cannot serve without a vital unit, so that one never waits for the window.
+        wait_s = 0.0 if steady else policy.backoff_s(len(unit.failures))
+        unit.not_before_s = now + wait_s
         self._log.warning("%s: restarting in %.1f s", why, unit.not_before_s - now)
 
     def _kill(self, unit: Unit, why: str, now: float) -> None:
