@@ -285,17 +285,24 @@ def play(replicas: int, stages: int, kinds: list[str], seed: int, record: Record
             up.kill()
 
 
+def touched_by(fault: Fault, record: Record) -> list[Stream]:
+    """List the streams that a fault could touch; one that ended early is the last fault's only."""
+    later_s = [other.at_s for other in record.faults if other.run == fault.run]
+    next_s = min((at_s for at_s in later_s if at_s > fault.at_s), default=float("inf"))
+    return [
+        stream
+        for stream in record.streams
+        if stream.run == fault.run
+        and stream.began_s < fault.back_s
+        and fault.at_s < stream.ended_s
+        and (stream.end == "whole" or stream.ended_s < next_s)
+    ]
+
+
 def add_rows(table: Table, replicas: int, record: Record) -> None:
     for kind in dict.fromkeys(fault.kind for fault in record.faults):
         rows = [fault for fault in record.faults if fault.kind == kind]
-        touched = [
-            stream
-            for fault in rows
-            for stream in record.streams
-            if stream.run == fault.run
-            and stream.began_s < fault.back_s
-            and stream.ended_s > fault.at_s
-        ]
+        touched = [stream for fault in rows for stream in touched_by(fault, record)]
         ends = [stream.end for stream in touched]
         equal = sum(stream.equal for stream in touched)
         gaps = sorted(stream.gap_s for stream in touched)
