@@ -1,8 +1,8 @@
 """Compile the kernels of worker and scheduler, and the deciding modules with mypyc, at install.
 
-The kernels are plain C and need a C compiler: $CC, or the first of those below; that of the
-scheduler is an extension module and needs Python's headers. Each library lies next to its source.
-The deciding modules need mypyc, and run uncompiled without it. Images without the worker run no
+The kernels are plain C and need a C compiler only: $CC, or the first of those below; that of the
+scheduler is an extension module. Each library lies next to its source. The deciding modules need
+mypyc and Python's headers, and run uncompiled without them. Images without the worker run no
 scheduler and have nothing to compile.
 
     python hatch_build.py       compiles all of it again, after a change
@@ -98,12 +98,6 @@ class Kernels(BuildHookInterface):  # type: ignore[type-arg]
 
 def compile_kernels(root: pathlib.Path) -> list[str]:
     """Compile all kernels; return the paths of their libraries in `root`."""
-    headers = pathlib.Path(sysconfig.get_path("include"), "Python.h")
-    if not headers.exists():
-        raise SystemExit(
-            f"{headers} is missing: the scheduler's kernel needs Python's headers; install them"
-            " (python3-dev)"
-        )
     libraries = [
         source.with_suffix(MODULE_SUFFIX if source == ROWS else SUFFIX) for source in SOURCES
     ]
@@ -117,7 +111,7 @@ def compile_kernel(source: pathlib.Path, library: pathlib.Path) -> None:
     fresh = library.with_suffix(f".{os.getpid()}.so")
     flags = [*FLAGS]
     if source.name == ROWS.name:
-        flags += [CONTRACT, "-I", sysconfig.get_path("include")]
+        flags += [CONTRACT]
     command = [*compiler(), *flags, "-o", str(fresh), str(source), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -131,8 +125,9 @@ def compile_kernel(source: pathlib.Path, library: pathlib.Path) -> None:
 def compile_modules(root: pathlib.Path) -> bool:
     """Compile MODULES and record their sources; False, with a message, if that is impossible."""
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if lacking:
-        missing = ", ".join(lacking)
+    headers = pathlib.Path(sysconfig.get_path("include"), "Python.h")
+    if lacking or not headers.exists():
+        missing = ", ".join(lacking) or headers
         sys.stderr.write(f"the scheduler is not compiled, and slower: {missing} is missing\n")
         return False
     door = _door(root)

@@ -1,6 +1,6 @@
 """Machine code of the decision modules, used only if it matches their current sources.
 
-`hatch_build.py` compiles them with mypyc at installation, if that is installed. This
+`hatch_build.py` compiles them with mypyc at installation, if Python's headers are present. This
 folder holds the result, and RECORD the digests of its sources. If any source differs, the sources
 run instead: same decisions, half as much time again.
 """
@@ -52,7 +52,7 @@ def stale(folder: pathlib.Path = FOLDER) -> str | None:
     """Reason not to use the machine code in `folder`; None if it can be used."""
     record = folder / RECORD
     if not record.exists():
-        return "it was not compiled: run `make setup` where mypyc is installed"
+        return "it was not compiled: run `make setup` where Python's headers are installed"
     compiled = json.loads(record.read_text())
     if compiled["python"] != sys.implementation.cache_tag:
         return f"it was compiled for {compiled['python']}: run `make compile`"

@@ -55,8 +55,7 @@ def load(module: str = MODULE) -> Any:
     except ImportError as error:
         raise SetupError(
             f"{module} is the compiled part of the scheduler and cannot be loaded ({error}); run"
-            " `make setup`, or install medha with its worker where there are a C compiler and"
-            " Python's headers"
+            " `make setup`, or install medha with its worker where there is a C compiler"
         ) from None
 
 

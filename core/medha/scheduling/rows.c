@@ -18,11 +18,10 @@
  * nothing is contracted or reordered (hatch_build.py), so that the same input gives the same
  * decision on every machine.
  */
-#define Py_LIMITED_API 0x030b0000
-#include <Python.h>
-#include <structmember.h>
+#include "stable_abi.h"
 
 #include <math.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <string.h>
 
