@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medha_worker.model.layers import linear
-from medha_worker.model.onednn_linear import OneDnnLinear
+from medha_worker.model.onednn_linear import OneDnnLinear, padded_rows
 
 OFF = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -27,7 +27,7 @@ def test_a_product_is_exact_for_few_and_many_rows(
     weight, bias = drawn(outputs, inputs, dtype)
     product = linear(weight, bias)
     assert isinstance(product, OneDnnLinear) and product.dtype == dtype
-    for rows in (0, 1, 2, 7, 16, 300):
+    for rows in (0, 1, 2, 7, 16, 17, 45, 300):
         x = torch.randn(rows, inputs).to(dtype)
         expected = x.double() @ weight.double().t() + bias.double()
         off = OFF[dtype]
@@ -35,6 +35,21 @@ def test_a_product_is_exact_for_few_and_many_rows(
         sum_ = torch.ones(rows, outputs, dtype=dtype)
         product.onto(x, sum_)
         torch.testing.assert_close(sum_.double(), 1.0 + expected, atol=off, rtol=off)
+
+
+def test_products_have_few_numbers_of_rows_and_at_most_an_eighth_more_than_asked() -> None:
+    numbers = [padded_rows(rows) for rows in range(2049)]
+    assert len(set(numbers)) < 110
+    assert all(rows <= padded <= 1.125 * rows for rows, padded in enumerate(numbers))
+    assert all(padded_rows(rows) == rows for rows in (*range(17), *range(32, 2049, 32)))
+
+
+def test_added_rows_change_no_bit_of_the_others() -> None:
+    weight, bias = drawn(352, 128, torch.float32)
+    product, x = linear(weight, bias), torch.randn(288, 128)
+    whole = product(x)
+    for rows in (2, 15, 17, 31, 33, 65, 257, 287):
+        assert torch.equal(product(x[:rows]), whole[:rows])
 
 
 def test_rows_that_are_not_contiguous_give_the_same_product() -> None:

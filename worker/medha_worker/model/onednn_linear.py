@@ -11,6 +11,18 @@ import dataclasses
 
 import torch
 
+LARGEST_STEP = 32
+
+
+def padded_rows(rows: int) -> int:
+    """Return the rows that are multiplied for that many: at most an eighth more.
+
+    oneDNN compiles a kernel for each number of rows and keeps a thousand of them, 100 MiB. So eight
+    numbers are used of each power of two, and every multiple of 32.
+    """
+    step = min(1 << max(0, rows.bit_length() - 4), LARGEST_STEP)
+    return -(-rows // step) * step
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OneDnnLinear:
@@ -40,10 +52,15 @@ class OneDnnLinear:
         return self.weight.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x·W + b for `x` [rows, in]."""
+        rows = x.shape[0]
+        padded = padded_rows(rows)
+        if padded > rows:
+            x = torch.nn.functional.pad(x, (0, 0, 0, padded - rows))
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self.weight, self.bias, "none", [], ""
         )
-        return out
+        return out[:rows]
 
     def onto(self, x: torch.Tensor, sum_: torch.Tensor) -> None:
         """sum ← sum + x·W + b, in place."""
