@@ -210,21 +210,26 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
 # --- whole processes ------------------------------------------------------------------------------
 
 
-def test_the_ops_port_answers_for_all_processes(router: Processes) -> None:
+def test_the_ops_port_answers_for_all_processes(
+    router: Processes, eventually: Callable[..., None]
+) -> None:
     for index in (0, 1, 1):
         client = router.connect(index)
         client.send("hello", 8)
         assert list(client.events())[-1] == b"[DONE]"
-    families = {
-        family.name: family
-        for family in text_string_to_metric_families(router.ops.get("/metrics").text)
-    }
-    finished = {
-        sample.labels["process"]: sample.value
-        for sample in families["medha_requests"].samples
-        if sample.labels["outcome"] == "finished"
-    }
-    assert finished == {"0": 1.0, "1": 2.0}
+
+    def finished() -> dict[str, float]:
+        families = {
+            family.name: family
+            for family in text_string_to_metric_families(router.ops.get("/metrics").text)
+        }
+        return {
+            sample.labels["process"]: sample.value
+            for sample in families["medha_requests"].samples
+            if sample.labels["outcome"] == "finished"
+        }
+
+    eventually(lambda: finished() == {"0": 1.0, "1": 2.0})
     demand = msgspec.json.decode(router.ops.get("/demand").content, type=RouterDemand)
     assert sum(sum(model.slack_counts) for model in demand.models) == 3
     assert router.ops.get("/livez").status_code == 200
