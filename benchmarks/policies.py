@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 from benchmarks import fluid
-from benchmarks.policy_cells import Cell, cells, infeasible_combinations, workload
+from benchmarks.policy_cells import TRACES, Cell, cells, infeasible_combinations, workload
 from benchmarks.policy_runs import REFUSING, VARIANTS, Outcome, play, total
 from benchmarks.policy_verdict import FLUID, Results, table, verdict
 
@@ -213,6 +213,10 @@ def main() -> int:
         print("\n".join(f"{cell.number:3} {cell.name}" for cell in cells()))
         print("left out:", *infeasible_combinations(), sep="\n    ")
         return 0
+    if options.data:
+        missing = [name for name in TRACES if not (options.data / name).is_file()]
+        if missing:
+            parser.error(f"--data {options.data} lacks {' and '.join(missing)}; name their folder")
     planned = planned_jobs(options)
     results = by_cell(planned, make_runs(planned, options.out, options.processes))
     print(table(results))

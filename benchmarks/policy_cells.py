@@ -45,6 +45,10 @@ TPOTS_S = (0.03, 0.05, 0.1, 0.3)
 LOADS = (0.5, 0.8, 1.0, 1.4, 2.0)
 REPLICAS = (1, 8)
 CELLS = 60
+TRACES = (LENGTHS_TRACE, CONVERSATIONS_TRACE) = (
+    "medha_mixed_5pct_long.csv",
+    "mooncake_conversation.jsonl",
+)
 
 LONG_TOKENS = 32_768
 """Uncached prompt tokens from which a request counts as long."""
@@ -268,7 +272,7 @@ def _lengths(data: pathlib.Path | None, rng: np.random.Generator) -> tuple[Lengt
     with outputs around 520 (σ 0.5, 76 to 1,578).
     """
     if data is not None:
-        rows = read_lengths(data / "medha_mixed_5pct_long.csv")
+        rows = read_lengths(data / LENGTHS_TRACE)
         rows = [(prompt, max(1, output)) for prompt, output in rows]
         return (
             [row for row in rows if row[0] < LONG_TOKENS],
@@ -308,7 +312,7 @@ def _conversation(
     to 126 K in all; outputs median 350 (σ 0.8), up to 2,000.
     """
     if data is not None:
-        trace = read_mooncake(data / "mooncake_conversation.jsonl")
+        trace = read_mooncake(data / CONVERSATIONS_TRACE)
         first = seed * count % (len(trace) - count)
         part = trace[first : first + count]
         times = [a.arrival_s - part[0].arrival_s + rng.uniform(0.0, TRACE_STEP_S) for a in part]

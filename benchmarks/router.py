@@ -2,6 +2,7 @@
 
     python -m benchmarks.router
     python -m benchmarks.router --processes 1 2 --scenarios chat
+    python -m benchmarks.router --scenarios ttft --rate 1500
     python -m benchmarks.router --peers /venv/bin/sglang-router /venv/bin/vllm-router
 
 A replica that answers at once speaks the real protocol, with CURVE. Each process of the router has
@@ -15,8 +16,9 @@ client at a worker without a router. On a machine with other programs, run it as
 `chrt -f 1 python -m benchmarks.router`. Linux then stops the router for 50 ms once others have had
 nothing of its core for a second; so requests come in shorter bursts.
 
-Loads are shares of the rate at which 64 connections are served. A core does less at a lower rate:
-code that runs after a pause finds the caches cold, so "cores in use" exceed the share.
+Loads are shares of `--rate`, or of the rate at which 64 connections are served. A core does less
+at a lower rate: code that runs after a pause finds the caches cold, so "cores in use" exceed the
+share.
 """
 
 from __future__ import annotations
@@ -445,14 +447,16 @@ async def tokenizing(target: Target, texts: Texts, size: int = 4 << 20) -> dict[
     return {"MB tokenized a second by two lanes, each on a core": 2.0 * megabytes / cpu_s}
 
 
-async def measure(target: Target, texts: Texts, scenarios: list[str], requests: int) -> Round:
+async def measure(
+    target: Target, texts: Texts, scenarios: list[str], requests: int, rate: float | None
+) -> Round:
     values: dict[str, float] = {}
     if "chat" in scenarios:
         values |= await chats(target, texts, requests)
     if "ttft" in scenarios:
-        rate = values.get("requests per second", 500.0)
+        full = rate or values.get("requests per second", 500.0)
         for share in (0.25, 0.75):
-            values |= first_tokens(target, texts, share, rate, 5.0)
+            values |= first_tokens(target, texts, share, full, 5.0)
     if "stream" in scenarios:
         values |= await streams(target, texts, 2)
     if "long" in scenarios:
@@ -493,6 +497,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--scenarios", nargs="*", default=SCENARIOS)
+    parser.add_argument("--rate", type=float, help="requests per second that are a load of 100 %%")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker is not None:
@@ -507,7 +512,9 @@ def main() -> None:
             name = "Medha" if processes == 1 else f"{processes} processes"
             with medha(path, texts, processes=processes) as target:
                 for _ in range(given.rounds):
-                    own = uvloop.run(measure(target, texts, given.scenarios, given.requests))
+                    own = uvloop.run(
+                        measure(target, texts, given.scenarios, given.requests, given.rate)
+                    )
                     rounds.setdefault(name, []).append(own)
         for command in given.peers:
             name = pathlib.Path(command).name

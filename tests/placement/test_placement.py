@@ -152,6 +152,59 @@ def test_ties_go_to_the_replica_with_more_free_pages_then_by_name() -> None:
     assert chosen is not None and chosen.replica == "b"
 
 
+def with_pending(seconds: float, slack: float = 1.0) -> Load:
+    """A replica with work of no promise, that a request with less relative slack goes before."""
+    return msgspec.structs.replace(IDLE, pending_bands=((slack, seconds),), pending_s=seconds)
+
+
+def replicas(**loads: Load) -> list[ReplicaEstimate]:
+    found = []
+    for name, load in loads.items():
+        of = Predictor(A100, LLAMA_3_8B, Topology(tp=8))
+        replica = ReplicaEstimate(name, of, max_context_tokens=10_000_000, max_batch_s=0.1)
+        replica.update(load, 0.0)
+        found.append(replica)
+    return found
+
+
+def test_a_long_prompt_goes_to_an_idle_replica_though_it_would_be_first_at_a_busy_one() -> None:
+    at = replicas(busy=with_pending(20.0), idle=msgspec.structs.replace(IDLE, ahead_s=0.05))
+    long = request(prompt_tokens=300_000, due_s=1.5 * at[0].predictor.prefill_s(300_000))
+    busy, idle = (replica.assess(long, 0.0) for replica in at)
+    assert busy.finish_s < idle.finish_s and idle.clear_s < busy.clear_s <= long.due_s
+    chosen = place(long, at, {}, 0.0)
+    assert chosen is not None and chosen.replica == "idle"
+
+
+def test_work_that_is_late_whatever_happens_keeps_no_long_prompt_away() -> None:
+    at = replicas(late=with_pending(20.0, slack=0.0), idle=IDLE)
+    long = request(prompt_tokens=300_000, due_s=1.5 * at[0].predictor.prefill_s(300_000))
+    late, idle = (replica.assess(long, 0.0) for replica in at)
+    assert late.clear_s == idle.clear_s < long.due_s
+    beyond = msgspec.structs.replace(long, beyond_share=True)  # it runs after all else
+    late, idle = (replica.assess(beyond, 0.0) for replica in at)
+    assert idle.clear_s < late.clear_s
+
+
+def test_a_short_prompt_goes_where_its_first_token_is_sooner() -> None:
+    at = replicas(busy=with_pending(20.0, slack=100.0), idle=IDLE, late=IDLE)
+    at[1].update(msgspec.structs.replace(IDLE, ahead_s=0.2), 0.0)
+    at[2].update(msgspec.structs.replace(IDLE, ahead_s=0.3), 0.0)
+    chosen = place(request(due_s=0.5), at, {}, 0.0)
+    assert chosen is not None and chosen.replica == "busy" and chosen.clear_s == 0.0
+
+
+def test_a_long_prompt_that_no_replica_clears_in_time_goes_where_it_finishes_first() -> None:
+    at = replicas(
+        a=msgspec.structs.replace(with_pending(90.0), ahead_s=0.2),
+        b=msgspec.structs.replace(with_pending(99.0), ahead_s=0.1),
+    )
+    long = request(prompt_tokens=300_000, due_s=1.5 * at[0].predictor.prefill_s(300_000))
+    assert at[0].assess(long, 0.0).clear_s == at[1].assess(long, 0.0).clear_s == long.due_s
+    chosen = place(long, at, {}, 0.0)
+    assert chosen is not None and chosen.replica == "b"
+
+
 def test_what_was_placed_counts_until_a_load_counts_it() -> None:
     at = estimate()
     first = at.assess(request(), 0.0)

@@ -66,7 +66,8 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     first token. `work_s`: prefill seconds after `cached_tokens`, `cost_s` as promises count them.
     `decode_s`: what the decode takes of a batch.
     `roomy`: the pages of the request are free now. `group`: which list of margins in the Load a
-    promise is counted in, or ALL_GROUPS.
+    promise is counted in, or ALL_GROUPS. `clear_s`: of a long prompt, when the replica would have
+    done it and all else that it has, or its deadline if that is sooner; 0 of a short one.
     """
 
     replica: str
@@ -82,6 +83,7 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     free_pages: int
     decode_s: float = 0.0
     group: int = ALL_GROUPS
+    clear_s: float = 0.0
 
     def first_s(self, promised: bool) -> float:
         """Expected time of the first token, for the slack of the request at arrival.
@@ -306,6 +308,10 @@ class ReplicaEstimate:
         decode_s, decode_fits = self._decode(request, cost.is_long)
         ahead_s = max(load.ahead_s, self._before_s(slack, request.beyond_share))
         fits = room_s >= needed.cost_s and pages <= free and decode_fits and not self.closed
+        clear_s = 0.0
+        if cost.is_long:
+            queue_s = self._queue_s(request.beyond_share)
+            clear_s = min(queue_s + cost.work_s, request.due_s - now)
         margins = self._margins if group == ALL_GROUPS else [self._margins[group]]
         return PlacementOption(
             replica=self.name,
@@ -324,6 +330,7 @@ class ReplicaEstimate:
             free_pages=free,
             decode_s=decode_s,
             group=group,
+            clear_s=clear_s,
         )
 
     def _cost(self, start: int, end: int, inflation: float, now: float) -> _Cost:
@@ -435,6 +442,14 @@ class ReplicaEstimate:
             before += seconds
         return before
 
+    def _queue_s(self, beyond_share: bool) -> float:
+        """Pending seconds of a group that can still be in time, as if all had the same."""
+        if beyond_share:
+            return self.pending_s
+        groups = max(1, sum(pages >= 0 for pages in self.load.free_pages))
+        late_s = sum(seconds for upto, seconds in self.load.pending_bands if upto <= 0.0)
+        return (self.pending_s - self._beyond_s - late_s) / groups
+
     def _free_pages(self, tokens: int) -> int:
         """Free pages of the roomiest group, or of all groups if the request spans several."""
         running = [pages for pages in self.load.free_pages if pages >= 0]
@@ -482,8 +497,9 @@ def options(
 ) -> list[PlacementOption]:
     """Offers of all replicas that could ever hold the request, best first.
 
-    Order: offers that keep the promise, then those with free pages, then by predicted finish, free
-    pages and name. The order is total.
+    Order: offers that keep the promise, then those with free pages, then by `clear_s`, predicted
+    finish, free pages and name. The order is total. A long prompt may be first anywhere, but makes
+    late what waits there: where nothing does, it costs nobody.
     """
     offers = [
         estimate.assess(request, now, cached.get(estimate.name, 0), inflation)
@@ -494,6 +510,7 @@ def options(
         key=lambda offer: (
             not offer.fits,
             not offer.roomy,
+            offer.clear_s,
             offer.finish_s,
             -offer.free_pages,
             offer.replica,
