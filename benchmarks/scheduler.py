@@ -37,7 +37,6 @@ GRID = (
     *((waiting, decodes) for waiting in (100, 1_000, 10_000) for decodes in (64, 512, 2_048)),
     (1_000, 256),
 )
-GRID_ROUNDS = 200
 # Requests that arrive together while the population grows.
 TOGETHER = 64
 
@@ -194,7 +193,7 @@ def main() -> int:
     parser.add_argument("--decodes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=1_000)
     parser.add_argument("--policies", default="lars,lars-paper", help="the first has the targets")
-    parser.add_argument("--grid", action="store_true", help="all sizes, 200 rounds each")
+    parser.add_argument("--grid", action="store_true", help="all sizes")
     options = parser.parse_args()
     print(f"mypyc: {compiled.stale() or 'compiled'}")
     prediction_us = 1e6 * prediction_s(Population(0, 256, "fcfs"))
@@ -203,8 +202,7 @@ def main() -> int:
     print(f"{'p50 and p99 in us':25} submits{names}")
     sizes = GRID if options.grid else ((options.waiting, options.decodes),)
     for waiting, decodes in sizes:
-        rounds = GRID_ROUNDS if options.grid else options.rounds
-        measure(waiting, decodes, options.policies.split(","), rounds)
+        measure(waiting, decodes, options.policies.split(","), options.rounds)
     return 0
 
 

@@ -158,13 +158,13 @@ def with_pending(seconds: float, slack: float = 1.0) -> Load:
 
 
 def replicas(**loads: Load) -> list[ReplicaEstimate]:
-    found = []
+    estimates = []
     for name, load in loads.items():
         of = Predictor(A100, LLAMA_3_8B, Topology(tp=8))
         replica = ReplicaEstimate(name, of, max_context_tokens=10_000_000, max_batch_s=0.1)
         replica.update(load, 0.0)
-        found.append(replica)
-    return found
+        estimates.append(replica)
+    return estimates
 
 
 def test_a_long_prompt_goes_to_an_idle_replica_though_it_would_be_first_at_a_busy_one() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from medha.batch import BatchResult, Sampled
 from medha.config import Scheduling
-from medha.testing import Driven, leftovers, request, scheduler
+from medha.testing import Driven, leftovers, request, scheduler, topology
 
 G0 = frozenset({0})
 
@@ -178,3 +180,29 @@ def test_prompts_that_find_no_pages_are_not_tried_one_by_one() -> None:
     assert plan.next_batch(0.0, G0) is not None
     assert plan._admission.started_count >= 1
     assert plan._admission.tried - tried <= 4
+
+
+def two_groups(before: int) -> Driven:
+    """Let a prompt wait in the group that has its pages, and let the other group become idle."""
+    plan = scheduler(topology(kvp=2), Scheduling(policy="fcfs"))
+    names = [n.to_bytes(16) for n in range(64)]
+    driven = Driven(plan)
+    driven.submit([request("history", 4_096, promised=False)], names)
+    driven.submit([request("first", 4_096 + before, 1.0, promised=False, within_s=8.0)], names)
+    driven.submit([request("other", 60_000, 1.0, promised=False, within_s=20.0)])
+    driven.submit([request("turn", 4_200, 1.01, promised=False, within_s=9.0)], names)
+    driven.at(1.02, lambda: plan.abort("other", 1.02))
+    return driven
+
+
+@pytest.mark.parametrize(("before", "group"), [(2_500, 0), (20_000, 1)])
+def test_a_prompt_leaves_its_cached_pages_only_for_a_group_that_ends_it_sooner(
+    before: int, group: int
+) -> None:
+    driven = two_groups(before)
+    driven.run()
+    assert driven.admitted["turn"].cached_tokens == 4_096
+    seq = driven.admitted["turn"].seq
+    chunks = [chunk for _, batch in driven.batches for chunk in batch.chunks if chunk.seq == seq]
+    assert (chunks[0].start, chunks[0].groups) == (0 if group else 4_096, (group,))
+    assert leftovers(driven.plan) == {}  # type: ignore[arg-type]

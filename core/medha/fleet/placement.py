@@ -1,4 +1,4 @@
-"""Placement: the replica with the earliest predicted finish among those that can keep the promise.
+"""Placement: a replica that keeps the promise, where a prompt delays the least and finishes first.
 
 Decides from the last Load of each replica, the requests placed there since, and prefix hits.
 
@@ -498,8 +498,8 @@ def options(
     """Offers of all replicas that could ever hold the request, best first.
 
     Order: offers that keep the promise, then those with free pages, then by `clear_s`, predicted
-    finish, free pages and name. The order is total. A long prompt may be first anywhere, but makes
-    late what waits there: where nothing does, it costs nobody.
+    finish, free pages and name. The order is total. A long prompt may be first anywhere, but
+    delays what waits there.
     """
     offers = [
         estimate.assess(request, now, cached.get(estimate.name, 0), inflation)

@@ -20,6 +20,9 @@ from medha.scheduling.native import Spans
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.waiting_queue import WaitingQueues
 
+MOST_CACHED = 8
+"""Prompts that better stay with their cached pages, before no other is tried in an idle group."""
+
 
 class KvGroups:
     """The running groups of a replica, and the sequences that live in them.
@@ -216,7 +219,10 @@ class KvGroups:
         return True
 
     def steal_work(self, group: int) -> Sequence | None:
-        """Move an unstarted prompt from the busiest group to an idle one; return the prompt."""
+        """Move an unstarted prompt from the busiest group to an idle one; return the prompt.
+
+        What a prompt finds cached stays where it is: it moves if it ends sooner all the same.
+        """
         queues = self.running
         if len(queues) == 1 or len(queues[group]):
             return None
@@ -224,14 +230,35 @@ class KvGroups:
             (other for other in queues if other != group),
             key=lambda other: (self.queues.pending_s(other), -other),
         )
-        for sequence in queues[busiest].sequences:
+        most_cached = MOST_CACHED
+        for row, sequence in enumerate(queues[busiest].sequences):
             movable = len(sequence.assigned_groups) == 1 and not sequence.started
             movable = movable and not sequence.preempted and self.groups_needed(sequence) == 1
             needed = self.queues.pages_needed(sequence) if movable else 0
-            if movable and needed <= self.pool[group].available:
-                self.queues.transfer(sequence, busiest, group)
+            if not movable or needed > self.pool[group].available:
+                continue
+            before_s = queues[busiest].rows.work_before_s(row)
+            if self._ends_sooner(sequence, busiest, before_s, group):
+                self.queues.transfer(sequence, group, self._cached_in(sequence, group))
                 return sequence
+            most_cached -= 1
+            if not most_cached:
+                break
         return None
+
+    def _ends_sooner(self, sequence: Sequence, source: int, before_s: float, target: int) -> bool:
+        """Return whether a prompt that waits `before_s` in a group ends sooner in an idle one."""
+        if not sequence.hashes:
+            return True
+        times, tokens = self.queues.times, sequence.target_tokens
+        here_s = times.alongside_s(self._cached_in(sequence, source), tokens, 0.0)
+        there_s = times.alongside_s(self._cached_in(sequence, target), tokens, 0.0)
+        return there_s <= before_s + here_s
+
+    def _cached_in(self, sequence: Sequence, group: int) -> int:
+        """Return how many of the tokens a group has cached by itself."""
+        unseen, pages = self.find_cached(sequence, (group,))
+        return (unseen + len(pages)) * self.pool.page_tokens
 
     def releasable(self, least: int, before_s: float) -> tuple[int, ...]:
         """Return the topmost groups from `least` on that are empty and unused since `before_s`."""

@@ -234,10 +234,6 @@ class WaitingQueue:
         self._oldest_s = float(since_s[oldest])
         return self.sequences[oldest] if self._oldest_s < before_s else None
 
-    def levels_of(self, sequence: Sequence) -> list[float]:
-        """Return the seconds of the sequence's work, by level of decodes."""
-        return self.rows.levels(self.row_of(sequence))
-
     def least_work_s(self, sequence: Sequence) -> float:
         """Return the seconds that the sequence takes with no decodes alongside it."""
         return self.rows.levels(self.row_of(sequence))[0]
@@ -351,12 +347,11 @@ class WaitingQueues:
             if queue is not None and sequence in queue:
                 queue.remove(sequence)
 
-    def transfer(self, sequence: Sequence, source: int, target: int) -> None:
-        """Move a waiting sequence of one group to another."""
-        levels = self.by_group[source].levels_of(sequence)
+    def transfer(self, sequence: Sequence, target: int, cached: int) -> None:
+        """Move a waiting sequence of one group to another, which has `cached` of its tokens."""
         self.dequeue(sequence)
         sequence.assign((target,))
-        self.by_group[target].add(sequence, levels, self.pages_needed(sequence))
+        self.enqueue(sequence, cached)
 
     def update_all(self, sequences: list[Sequence]) -> None:
         """Update the rows of sequences that a batch has just scheduled."""
