@@ -247,13 +247,19 @@ class KvGroups:
         return None
 
     def _ends_sooner(self, sequence: Sequence, source: int, before_s: float, target: int) -> bool:
-        """Return whether a prompt that waits `before_s` in a group ends sooner in an idle one."""
+        """Return whether a prompt that waits `before_s` in a group ends sooner in an idle one.
+
+        It does if its group has no pages for it.
+        """
         if not sequence.hashes:
             return True
+        found = self._cached_in(sequence, source)
+        missing = self.queues.pages_needed(sequence) - found // self.pool.page_tokens
+        if missing > self.pool[source].available:
+            return True
         times, tokens = self.queues.times, sequence.target_tokens
-        here_s = times.alongside_s(self._cached_in(sequence, source), tokens, 0.0)
         there_s = times.alongside_s(self._cached_in(sequence, target), tokens, 0.0)
-        return there_s <= before_s + here_s
+        return there_s <= before_s + times.alongside_s(found, tokens, 0.0)
 
     def _cached_in(self, sequence: Sequence, group: int) -> int:
         """Return how many of the tokens a group has cached by itself."""
