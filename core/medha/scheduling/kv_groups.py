@@ -253,13 +253,13 @@ class KvGroups:
         """
         if not sequence.hashes:
             return True
-        found = self._cached_in(sequence, source)
-        missing = self.queues.pages_needed(sequence) - found // self.pool.page_tokens
+        cached = self._cached_in(sequence, source)
+        missing = self.queues.pages_needed(sequence) - cached // self.pool.page_tokens
         if missing > self.pool[source].available:
             return True
         times, tokens = self.queues.times, sequence.target_tokens
         there_s = times.alongside_s(self._cached_in(sequence, target), tokens, 0.0)
-        return there_s <= before_s + times.alongside_s(found, tokens, 0.0)
+        return there_s <= before_s + times.alongside_s(cached, tokens, 0.0)
 
     def _cached_in(self, sequence: Sequence, group: int) -> int:
         """Return how many of the tokens a group has cached by itself."""
