@@ -38,10 +38,15 @@ def estimate(
 
 
 def shaped(
-    shape: ModelShape, name: str = "r0", load: Load = IDLE, now: float = 0.0, **topology: int
+    shape: ModelShape,
+    name: str = "r0",
+    load: Load = IDLE,
+    now: float = 0.0,
+    max_batch_s: float = 0.0,
+    **topology: int,
 ) -> ReplicaEstimate:
     of = Predictor(A100, shape, Topology(**{"tp": 8, **topology}))
-    replica = ReplicaEstimate(name, of, max_context_tokens=10_000_000, max_batch_s=0.0)
+    replica = ReplicaEstimate(name, of, max_context_tokens=10_000_000, max_batch_s=max_batch_s)
     replica.update(load, now)
     return replica
 
@@ -158,13 +163,7 @@ def with_pending(seconds: float, slack: float = 1.0) -> Load:
 
 
 def replicas(**loads: Load) -> list[ReplicaEstimate]:
-    estimates = []
-    for name, load in loads.items():
-        of = Predictor(A100, LLAMA_3_8B, Topology(tp=8))
-        replica = ReplicaEstimate(name, of, max_context_tokens=10_000_000, max_batch_s=0.1)
-        replica.update(load, 0.0)
-        estimates.append(replica)
-    return estimates
+    return [shaped(LLAMA_3_8B, name, load, max_batch_s=0.1) for name, load in loads.items()]
 
 
 def test_a_long_prompt_goes_to_an_idle_replica_though_it_would_be_first_at_a_busy_one() -> None:
@@ -187,9 +186,11 @@ def test_work_that_is_late_whatever_happens_keeps_no_long_prompt_away() -> None:
 
 
 def test_a_short_prompt_goes_where_its_first_token_is_sooner() -> None:
-    at = replicas(busy=with_pending(20.0, slack=100.0), idle=IDLE, late=IDLE)
-    at[1].update(msgspec.structs.replace(IDLE, ahead_s=0.2), 0.0)
-    at[2].update(msgspec.structs.replace(IDLE, ahead_s=0.3), 0.0)
+    at = replicas(
+        busy=with_pending(20.0, slack=100.0),
+        idle=msgspec.structs.replace(IDLE, ahead_s=0.2),
+        last=msgspec.structs.replace(IDLE, ahead_s=0.3),
+    )
     chosen = place(request(due_s=0.5), at, {}, 0.0)
     assert chosen is not None and chosen.replica == "busy" and chosen.clear_s == 0.0
 

@@ -182,8 +182,12 @@ def test_prompts_that_find_no_pages_are_not_tried_one_by_one() -> None:
     assert plan._admission.tried - tried <= 4
 
 
-def two_groups(before: int, pages: int = 10_000) -> Driven:
-    """Let a prompt wait in the group that has its pages, and let the other group become idle."""
+@pytest.mark.parametrize(
+    ("before", "pages", "group"), [(2_500, 10_000, 0), (20_000, 10_000, 1), (2_500, 104, 1)]
+)
+def test_a_prompt_leaves_its_cached_pages_only_for_a_group_that_ends_it_sooner(
+    before: int, pages: int, group: int
+) -> None:
     plan = scheduler(topology(kvp=2), Scheduling(policy="fcfs"), pages=pages)
     names = [n.to_bytes(16) for n in range(64)]
     driven = Driven(plan)
@@ -191,20 +195,10 @@ def two_groups(before: int, pages: int = 10_000) -> Driven:
     driven.submit([request("first", 4_096 + before, 1.0, promised=False, within_s=8.0)], names)
     driven.submit([request("other", min(60_000, 60 * pages), 1.0, promised=False, within_s=20.0)])
     driven.submit([request("turn", 4_200, 1.01, promised=False, within_s=9.0)], names)
-    driven.at(1.02, lambda: plan.abort("other", 1.02))
-    return driven
-
-
-@pytest.mark.parametrize(
-    ("before", "pages", "group"), [(2_500, 10_000, 0), (20_000, 10_000, 1), (2_500, 104, 1)]
-)
-def test_a_prompt_leaves_its_cached_pages_only_for_a_group_that_ends_it_sooner(
-    before: int, pages: int, group: int
-) -> None:
-    driven = two_groups(before, pages)
+    driven.at(1.02, lambda: plan.abort("other", 1.02))  # its group becomes idle
     driven.run()
     assert driven.admitted["turn"].cached_tokens == 4_096
     seq = driven.admitted["turn"].seq
     chunks = [chunk for _, batch in driven.batches for chunk in batch.chunks if chunk.seq == seq]
     assert (chunks[0].start, chunks[0].groups) == (0 if group else 4_096, (group,))
-    assert leftovers(driven.plan) == {}  # type: ignore[arg-type]
+    assert leftovers(plan) == {}

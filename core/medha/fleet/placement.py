@@ -444,9 +444,9 @@ class ReplicaEstimate:
 
     def _queue_s(self, beyond_share: bool) -> float:
         """Pending seconds of a group that can still be in time, as if all had the same."""
-        if beyond_share:
-            return self.pending_s
         groups = max(1, sum(pages >= 0 for pages in self.load.free_pages))
+        if beyond_share:
+            return self.pending_s / groups
         late_s = sum(seconds for upto, seconds in self.load.pending_bands if upto <= 0.0)
         return (self.pending_s - self._beyond_s - late_s) / groups
 

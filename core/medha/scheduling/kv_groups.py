@@ -21,7 +21,7 @@ from medha.scheduling.sequence import Sequence
 from medha.scheduling.waiting_queue import WaitingQueues
 
 MOST_CACHED = 8
-"""Prompts that better stay with their cached pages, before no other is tried in an idle group."""
+"""Prompts that better stay with their cached pages, after which an idle group looks no further."""
 
 
 class KvGroups:
@@ -93,9 +93,7 @@ class KvGroups:
         assigned. `room_s(group, cached tokens)`: what is left to promises in a group with the
         sequence among them. A sequence of one group goes where that is most.
         """
-        size = self.pool.page_tokens
         cached = self._cached_tokens(sequence)
-
         due_s = sequence.request.due_s if sequence.request.promised else float("inf")
         needed = self.groups_needed(sequence)
 
@@ -111,8 +109,7 @@ class KvGroups:
         order = sorted(self.running, key=cost) if len(self.running) > 1 else [*self.running]
         sequence.assign(tuple(order[:needed]))
         self.update_shared(sequence)
-        unseen, pages = self.find_cached(sequence, sequence.assigned_groups)
-        return (unseen + len(pages)) * size
+        return self._cached_in(sequence, sequence.assigned_groups)
 
     def find_cached(
         self, sequence: Sequence, groups: tuple[int, ...]
@@ -237,33 +234,34 @@ class KvGroups:
             needed = self.queues.pages_needed(sequence) if movable else 0
             if not movable or needed > self.pool[group].available:
                 continue
-            before_s = queues[busiest].rows.work_before_s(row)
-            if self._ends_sooner(sequence, busiest, before_s, group):
-                self.queues.transfer(sequence, group, self._cached_in(sequence, group))
+            cached = self._cached_in(sequence, (group,))
+            if self._ends_sooner(sequence, busiest, row, cached):
+                self.queues.transfer(sequence, group, cached)
                 return sequence
             most_cached -= 1
             if not most_cached:
                 break
         return None
 
-    def _ends_sooner(self, sequence: Sequence, source: int, before_s: float, target: int) -> bool:
-        """Return whether a prompt that waits `before_s` in a group ends sooner in an idle one.
+    def _ends_sooner(self, sequence: Sequence, source: int, row: int, there: int) -> bool:
+        """Return whether a row of a group ends sooner in an idle one, which has `there` cached.
 
-        It does if its group has no pages for it.
+        It does if its own group has no pages for it.
         """
         if not sequence.hashes:
             return True
-        cached = self._cached_in(sequence, source)
-        missing = self.queues.pages_needed(sequence) - cached // self.pool.page_tokens
+        here = self._cached_in(sequence, (source,))
+        missing = self.queues.pages_needed(sequence) - here // self.pool.page_tokens
         if missing > self.pool[source].available:
             return True
         times, tokens = self.queues.times, sequence.target_tokens
-        there_s = times.alongside_s(self._cached_in(sequence, target), tokens, 0.0)
-        return there_s <= before_s + times.alongside_s(cached, tokens, 0.0)
+        before_s = self.running[source].rows.work_before_s(row)
+        there_s = times.alongside_s(there, tokens, 0.0)
+        return there_s <= before_s + times.alongside_s(here, tokens, 0.0)
 
-    def _cached_in(self, sequence: Sequence, group: int) -> int:
-        """Return how many of the tokens a group has cached by itself."""
-        unseen, pages = self.find_cached(sequence, (group,))
+    def _cached_in(self, sequence: Sequence, groups: tuple[int, ...]) -> int:
+        """Return how many of the tokens those groups have cached together."""
+        unseen, pages = self.find_cached(sequence, groups)
         return (unseen + len(pages)) * self.pool.page_tokens
 
     def releasable(self, least: int, before_s: float) -> tuple[int, ...]:
