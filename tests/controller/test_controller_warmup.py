@@ -79,7 +79,14 @@ def test_a_group_lost_while_it_is_measured_is_measured_again(
 
 def warmup() -> Warmup:
     return Warmup(
-        group=0, spp=1, pages=4096, page_tokens=64, max_context_tokens=4096, vocab=256, budget_s=2.0
+        group=0,
+        spp=1,
+        pages=4096,
+        page_tokens=64,
+        max_context_tokens=4096,
+        vocab=256,
+        budget_s=2.0,
+        longest_s=10.0,
     )
 
 
@@ -101,3 +108,18 @@ def test_all_batches_run_if_there_is_time() -> None:
         dummies.done(batch.number, 0.01)
     lengths = {sum(length for length, _, _ in sample.entries) for sample in dummies.samples}
     assert {1, 4, 16, 32, 128, 256, 512} <= lengths
+
+
+def test_a_machine_too_slow_for_large_batches_is_measured_with_small_ones(
+    make_replica: Make,
+) -> None:
+    dummies, sizes = warmup(), []
+    while (batch := dummies.next(0.0)) is not None:
+        sizes.append(sum(chunk.length for chunk in batch.chunks))
+        dummies.done(batch.number, 0.03 * sizes[-1])
+    assert {1, 4, 32, 128} <= set(sizes)
+    assert max(sizes) * 0.03 < 10.0
+    replica = make_replica(slowness=lambda number, stage, regime: 3000.0, measure=True)
+    replica.run(60.0)
+    assert replica.hello is not None
+    assert replica.hellos[0][0] < 30.0

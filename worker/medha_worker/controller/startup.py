@@ -27,6 +27,8 @@ from medha_worker.controller.batches import BatchTracker
 from medha_worker.controller.groups import RankGroups
 
 WARMUP_S = 3.0
+# Of what ranks wait for each other.
+LONGEST = 1 / 3
 FIRST_SEQ = 1 << 40
 CHUNKS = (32, 128, 512)
 PREFIX_CHUNK = 256
@@ -67,8 +69,9 @@ class Warmup:
     Prefills of several lengths and prefixes and decodes of several batch sizes, small kinds first.
     First one batch at a time (the first of each kind also warms libraries up and is repeated), then
     `spp` at a time, as in serving. Ends after the last batch, or `budget_s` after the end of the
-    very first batch, which pages code in and is not measured. Uses the first of `pages` of a pool
-    that holds nothing yet. Batches are numbered from 1.
+    very first batch, which pages code in and is not measured, or before a batch that would last
+    longer than `longest_s`: a large model on a CPU takes minutes for 512 tokens. Uses the first of
+    `pages` of a pool that holds nothing yet. Batches are numbered from 1.
     """
 
     def __init__(
@@ -81,10 +84,11 @@ class Warmup:
         max_context_tokens: int,
         vocab: int,
         budget_s: float,
+        longest_s: float,
     ) -> None:
         self.group, self._spp, self._page_tokens = group, spp, page_tokens
         self._pages, self._context, self._vocab = pages, max_context_tokens, vocab
-        self._budget_s, self._ends_s = budget_s, math.inf
+        self._budget_s, self._longest_s, self._ends_s = budget_s, longest_s, math.inf
         self._cold = True
         self._free_page = 0
         self._seqs = 0
@@ -111,7 +115,7 @@ class Warmup:
         """The next batch to run, or None if none may enter stage 0 now."""
         if not self._cold:
             self._ends_s = min(self._ends_s, now + self._budget_s)
-        if now >= self._ends_s and self.samples:
+        if (now >= self._ends_s and self.samples) or self._too_long():
             self._next = None
         max_in_flight = 1 if self._one_at_a_time else self._spp
         if self._next is None or len(self._in_flight) >= max_in_flight:
@@ -125,6 +129,13 @@ class Warmup:
         self._blocked |= {chunk.seq for chunk in chunks if chunk.yields}
         self._next = next(self._remaining, None)
         return Batch(self.number, 0, chunks, ended=ended)
+
+    def _too_long(self) -> bool:
+        """Return True if the next batch takes more than `longest_s` at the best pace measured."""
+        if self._next is None or not self.samples:
+            return False
+        best_s = min(s.seconds / sum(length for length, _, _ in s.entries) for s in self.samples)
+        return sum(chunk.length for chunk in self._next) * best_s > self._longest_s
 
     def done(self, number: int, elapsed_s: float) -> None:
         """Record that a batch left the last stage; `elapsed_s` of its slowest stage."""
@@ -148,24 +159,23 @@ class Warmup:
         """Chunks of each batch, in order; small kinds first, so that a short budget covers them."""
         for round_ in range(ROUNDS):
             self._one_at_a_time = round_ < ROUNDS - 1 or self._spp == 1
-            for length in CHUNKS:
+            for length, decodes in zip(CHUNKS, DECODES, strict=True):
                 seq = self._begin()
                 if self._fits(length):
                     yield (self._chunk(seq, 0, length, yields=True),)
                 self._end_all()
-            yield from self._decodes()
+                yield from self._decodes(decodes)
             yield from self._prefix()
 
-    def _decodes(self) -> Iterator[tuple[Chunk, ...]]:
-        for size in DECODES:
-            if not self._fits(size * (DECODE_CONTEXT + self._page_tokens)):
-                return
-            seqs = [self._begin() for _ in range(size)]
-            yield tuple(self._chunk(seq, 0, DECODE_CONTEXT, yields=True) for seq in seqs)
-            for step in range(2):
-                at = DECODE_CONTEXT + step
-                yield tuple(self._chunk(s, at, 1, yields=True, decode=True) for s in seqs)
-            self._end_all()
+    def _decodes(self, count: int) -> Iterator[tuple[Chunk, ...]]:
+        if not self._fits(count * (DECODE_CONTEXT + self._page_tokens)):
+            return
+        seqs = [self._begin() for _ in range(count)]
+        yield tuple(self._chunk(seq, 0, DECODE_CONTEXT, yields=True) for seq in seqs)
+        for step in range(2):
+            at = DECODE_CONTEXT + step
+            yield tuple(self._chunk(s, at, 1, yields=True, decode=True) for s in seqs)
+        self._end_all()
 
     def _prefix(self) -> Iterator[tuple[Chunk, ...]]:
         seq = self._begin()
@@ -236,6 +246,7 @@ class Startup:
             max_context_tokens=config.max_context_tokens,
             vocab=self._identity.shape.vocab,
             budget_s=WARMUP_S,
+            longest_s=LONGEST * config.collective_timeout_s,
         )
 
     def group_lost(self, group: int) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import torch
 
 from medha_worker.model.layers import Arithmetic, Projection
+from medha_worker.model.widened_linear import products_of_each
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class LatentProjections:
         arithmetic.rotate(turned, heads, turns)
         rows = projected.new_empty(count, heads + 1, rank + self.rope_dim)
         absorbed = rows[:, :heads, :rank].transpose(0, 1)
-        torch.bmm(query[..., :nope].transpose(0, 1), self.key_up, out=absorbed)
+        products_of_each(query[..., :nope].transpose(0, 1), self.key_up, absorbed)
         rows[:, heads, :rank] = arithmetic.norm(latent.contiguous(), self.latent_norm)
         rows[..., rank:] = turned
         return rows
@@ -57,5 +58,5 @@ class LatentProjections:
         heads, rank, value = self.value_up.shape
         sums = attended.view(-1, heads, rank).transpose(0, 1)
         out = attended.new_empty(len(attended), heads, value)
-        torch.bmm(sums, self.value_up, out=out.transpose(0, 1))
+        products_of_each(sums, self.value_up, out.transpose(0, 1))
         return out.flatten(1)

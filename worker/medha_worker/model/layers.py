@@ -1,8 +1,8 @@
 """Weights of a decoder layer's TP shard, and the arithmetic on them in torch or FlashInfer.
 
-On a CPU, projections are oneDNN's (`onednn_linear`) in types that it multiplies. Elsewhere their
-weights are [in, out]: on a GPU a transposed view of the checkpoint's layout, which its kernels are
-tuned for.
+On a CPU, projections are oneDNN's (`onednn_linear`) in types that it multiplies, and float32's
+(`widened_linear`) in other narrow ones. Elsewhere their weights are [in, out]: on a GPU a
+transposed view of the checkpoint's layout, which its kernels are tuned for.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch.nn import functional
 from medha_worker.flashinfer import Library
 from medha_worker.model.onednn_linear import OneDnnLinear
 from medha_worker.model.rope import rotate
+from medha_worker.model.widened_linear import WidenedLinear, widens
 
 
 class Projection(Protocol):
-    """x·W + b: a Linear, a OneDnnLinear, or with packed weights an Fp8Linear or an Int4Linear."""
+    """x·W + b: a Linear, OneDnnLinear or WidenedLinear, with packed weights Fp8Linear or
+    Int4Linear."""
 
     @property
     def bias(self) -> torch.Tensor | None: ...
@@ -95,11 +97,13 @@ class Linear:
 
 def linear(
     weight: torch.Tensor, bias: torch.Tensor | None = None, *, shared: bool = False
-) -> Linear | OneDnnLinear:
+) -> Linear | OneDnnLinear | WidenedLinear:
     """Return a projection with `weight` [out, in] in the layout that suits its device; `shared`: in
     that memory."""
     if OneDnnLinear.serves(weight):
         return OneDnnLinear(weight, bias) if shared else OneDnnLinear.of(weight, bias)
+    if widens(weight):
+        return WidenedLinear(weight if shared else weight.contiguous(), bias)
     if weight.is_cpu and not shared:  # products of few rows are 1.4 times as fast that way
         return Linear(weight.t().contiguous(), bias)
     return Linear(weight.contiguous().t(), bias)

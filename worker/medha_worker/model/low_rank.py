@@ -24,6 +24,7 @@ from medha.errors import CheckpointError, EngineError
 from medha.topology import kv_heads_of
 from medha_worker.model.layers import GatedMlp, Linear, Projection
 from medha_worker.model.rope import interleaved
+from medha_worker.model.widened_linear import WidenedLinear, widens
 from medha_worker.weights import LayerWeights
 
 # Rows of one adapter in a batch.
@@ -38,8 +39,8 @@ class LowRank:
     its B [r, outputs].
     """
 
-    down: Linear
-    ups: tuple[tuple[slice, slice, Linear], ...]
+    down: Projection
+    ups: tuple[tuple[slice, slice, Projection], ...]
 
     def onto(self, x: torch.Tensor, sum_: torch.Tensor) -> None:
         """sum ← sum + x·A·B, in place."""
@@ -202,7 +203,7 @@ class _AdapterLoader:
     def _columns(self, layer: int, names: tuple[str, ...]) -> LowRank | None:
         """Load column-parallel projections side by side; some may have no adapter."""
         downs: list[torch.Tensor] = []
-        ups: list[tuple[slice, slice, Linear]] = []
+        ups: list[tuple[slice, slice, Projection]] = []
         at, rank = 0, self._lora.rank
         for name in names:
             cut = self._cuts[name]
@@ -230,9 +231,11 @@ class _AdapterLoader:
         """Return a lazy slice of a tensor."""
         return self._tensors.get_slice(tensor_name(layer, name, part))
 
-    def _linear(self, weight: torch.Tensor, scale: float = 1.0) -> Linear:
+    def _linear(self, weight: torch.Tensor, scale: float = 1.0) -> Projection:
         """Return x·Wᵀ·scale for `weight` [outputs, inputs], which is scaled before rounding."""
         weight = weight.to(self._device, torch.float32).mul(scale).to(self._dtype)
+        if widens(weight):
+            return WidenedLinear(weight)
         turned = weight.t().contiguous() if weight.is_cpu else weight.contiguous().t()
         return Linear(turned, rows=self._rows)
 

@@ -1,8 +1,9 @@
 """Projections on a CPU by oneDNN, which comes with torch, with weights in the library's own layout.
 
 torch's own products are MKL's, which keeps AVX-512 to Intel's processors: on others oneDNN takes
-less than half the time for few and for many rows. A row's bits do not depend on other rows, but for
-products of a single row.
+less than half the time for few and for many rows. Without AVX-512 both take the same time, and in
+oneDNN's products a row's bits depend on the number of rows, so MKL's are used. With it they do not,
+but for products of a single row.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class OneDnnLinear:
 
     @staticmethod
     def serves(weight: torch.Tensor) -> bool:
-        """Return True if this machine's oneDNN multiplies weights of that type."""
-        if not weight.is_cpu or not torch._C._has_mkldnn:
+        """Return True if this machine's oneDNN multiplies weights of that type with AVX-512."""
+        wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+        if not weight.is_cpu or not wide or not torch._C._has_mkldnn:
             return False
         if weight.dtype == torch.bfloat16:
             return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
