@@ -94,6 +94,23 @@ def test_decodes_come_first_and_their_tpot_sets_the_budget() -> None:
     assert drawn == ["d1:65+1!", "2:256+288"] and third.chunks[0].pages == ()
 
 
+@pytest.mark.parametrize(
+    ("outputs", "prefill"),
+    [(100, "2:0+224"), (9, "2:0+224"), (4, "2:0+192"), (2, "2:0+128")],
+)
+def test_a_late_decode_is_on_time_again_within_the_tokens_that_it_has_left(
+    outputs: int, prefill: str
+) -> None:
+    plan = scheduler()
+    plan.submit(request("talk", 64, within_s=1.0, output_tokens=outputs, tpot_s=0.03), 0.0)
+    first, _ = step(plan, 0.0)
+    finish(plan, first, 0.0064)
+    plan.submit(request("long", 100_000, 0.0064, within_s=30.0), 0.0224)
+    # 16 ms late: 2 of each of eight tokens, or 5.3 of three, or half of the TPOT of the last one;
+    # nine tenths of 28, of 24.7 and of 14, at least 15 ms.
+    assert step(plan, 0.0224)[1] == ["d1:64+1!", prefill]
+
+
 def test_stage_0_takes_the_next_chunk_while_the_first_is_under_way() -> None:
     plan = scheduler(topology(spp=2))
     plan.submit(request("long", 10_000, within_s=30.0), 0.0)

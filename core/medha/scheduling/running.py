@@ -17,6 +17,8 @@ from medha.scheduling.sequence import Sequence
 
 # However short the batches: another one costs every stage its messages.
 MOST_PER_STAGE = 2
+# Tokens within which a decode that is behind is on time again.
+CATCH_UP = 8
 # With decodes in flight a pipeline is full at this part of its time: another batch would go without
 # the decodes that are about to complete, and they would wait for a whole round.
 FULL = 0.6
@@ -173,20 +175,31 @@ class RunningDecodes:
     def least_credit(self, now: float) -> tuple[float, float]:
         """Return the shortest time that a token has to pass the stages, and the tightest TPOT.
 
-        The time until it is due; after a token in flight, from when that is complete. Both are of
-        the running decodes that expect another token; infinite with none.
+        The time until it is due; after a token in flight, from when that is complete. A decode that
+        is behind spreads the time that it lacks over `CATCH_UP` tokens, or those that are left:
+        in a pipeline, every answer's second token is late, as it waits for a place in the next
+        batch. Both are of the running decodes that expect another token; infinite with none.
         """
-        due_s = tpot_s = inf
+        least_s = tpot_s = inf
         for sequence in list(self.running.values()):  # faster than the dict, compiled
             until_s = sequence.credit_until_s
             if until_s < inf:
-                if sequence.token_at_s > now:
-                    until_s -= sequence.token_at_s - now
-                if until_s < due_s:
-                    due_s = until_s
+                from_s = sequence.token_at_s
+                credit_s = until_s - (from_s if from_s > now else now)
+                if credit_s < least_s:
+                    if credit_s < sequence.tpot_s:
+                        credit_s = self._spread(sequence, credit_s)
+                    if credit_s < least_s:
+                        least_s = credit_s
                 if sequence.tpot_s < tpot_s:
                     tpot_s = sequence.tpot_s
-        return due_s - now, tpot_s
+        return least_s, tpot_s
+
+    def _spread(self, sequence: Sequence, credit_s: float) -> float:
+        """Return the time per token with which a decode is on time some tokens later."""
+        after = sequence.output_tokens + sequence.in_flight
+        tokens = max(min(CATCH_UP, sequence.max_output_tokens - after), 1)
+        return sequence.tpot_s - (sequence.tpot_s - credit_s) / tokens
 
 
 class InFlightBatch:
