@@ -30,7 +30,7 @@ from medha.errors import CheckpointError, EngineError, SpecError
 from medha.topology import Topology
 from medha_worker.model import low_rank as products
 from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
-from medha_worker.model.layers import GatedMlp, Linear
+from medha_worker.model.layers import GatedMlp, Linear, Projection
 from medha_worker.model.low_rank import AdaptedProjection, load_adapter
 from medha_worker.weights import Checkpoint, load
 
@@ -440,8 +440,18 @@ def test_fp8_pages_take_no_adapter_of_keys_or_values(
 # --- mutants --------------------------------------------------------------------------------------
 
 
+def _weight(up: Projection) -> torch.Tensor:
+    """B as [r, outputs]."""
+    return up.by_output().t().contiguous()
+
+
+def _halves(weight: torch.Tensor) -> torch.Tensor:
+    """The halves of each head of 32 one after the other."""
+    return weight.view(len(weight), -1, 16, 2).transpose(-1, -2).flatten(1)
+
+
 def _unscaled(adapter: products.LayerAdapter) -> products.LayerAdapter:
-    return _changed(adapter, lambda up: Linear(up.weight * 0.5))
+    return _changed(adapter, lambda up: Linear(_weight(up) * 0.5))
 
 
 def _unordered(adapter: products.LayerAdapter) -> products.LayerAdapter:
@@ -453,7 +463,7 @@ def _unordered(adapter: products.LayerAdapter) -> products.LayerAdapter:
         (
             columns,
             outputs,
-            Linear(up.weight.view(len(up.weight), -1, 16, 2).transpose(-1, -2).flatten(1)),
+            Linear(_halves(_weight(up))),
         )
         for columns, outputs, up in qkv.ups
     )
@@ -471,7 +481,7 @@ def _swapped(adapter: products.LayerAdapter) -> products.LayerAdapter:
 
 
 def _changed(
-    adapter: products.LayerAdapter, change: Callable[[Linear], Linear]
+    adapter: products.LayerAdapter, change: Callable[[Projection], Projection]
 ) -> products.LayerAdapter:
     def of(low: products.LowRank | None) -> products.LowRank | None:
         if low is None:
