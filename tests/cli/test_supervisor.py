@@ -54,7 +54,7 @@ STANDBY = "import os; os.write(0, b'\\n'); " + SLOW_STANDBY + SLEEPER
 QUICK = SupervisorSettings(
     restarts=RestartPolicy(first_backoff_s=0.5, longest_backoff_s=4.0, budget=3, window_s=100.0),
     grace_s=0.5,
-    hung_s=10.0,
+    hung_s=30.0,
     steady_s=20.0,
     standby_s=5.0,
 )
@@ -333,9 +333,12 @@ def test_a_killed_rank_restarts_its_group_in_the_next_generation(fleet: Fleet) -
     assert [g for name, g in fleet.started if name.startswith("g0")] == [1, 1, 2, 2]
 
 
-def killed_controller(fleet: Fleet) -> list[int]:
-    """Kill the controller of a running fleet, let it restart, and return the pids of its ranks."""
+def killed_controller(fleet: Fleet, *, joined: int = 2) -> list[int]:
+    """Kill the controller of a fleet that `joined` ranks have joined, let it restart, and return
+    the pids of its ranks."""
     fleet.step()
+    fleet.now += 2.0
+    fleet.status(wanted=1, present=joined)
     pids = [fleet.child(name).pid for name in RANKS]
     fleet.child("c").kill()
     fleet.gone("c")
@@ -363,6 +366,25 @@ def test_ranks_that_do_not_join_the_restarted_controller_are_killed(fleet: Fleet
     fleet.status(wanted=1, present=1)
     fleet.settle()
     assert [fleet.child(name).pid for name in RANKS] == pids, "they have time until now"
+    fleet.now += 1.0
+    fleet.status(wanted=1, present=1)
+    fleet.settle()
+    fleet.step(1.0)
+    assert fleet.running == BASE
+    assert not {fleet.child(name).pid for name in RANKS} & set(pids)
+
+
+def test_ranks_that_still_start_when_their_controller_restarts_have_the_time_of_a_start(
+    fleet: Fleet,
+) -> None:
+    pids = killed_controller(fleet, joined=1)
+    started = fleet.replica.groups[0].started_s
+    fleet.now += 1.0
+    fleet.status(wanted=1, present=1)
+    fleet.now = started + QUICK.hung_s
+    fleet.status(wanted=1, present=1)
+    fleet.settle()
+    assert [fleet.child(name).pid for name in RANKS] == pids
     fleet.now += 1.0
     fleet.status(wanted=1, present=1)
     fleet.settle()

@@ -156,16 +156,15 @@ class Supervisor:
             self.expect_back(unit, leader, len(group.ranks), now)
         for index in status.restart_groups:
             unit = replica.groups[index]
-            # A busy machine may start slowly: the limit doubles with each failure of the budget.
-            doublings = min(len(unit.failures), self._settings.restarts.budget)
-            late = now - unit.started_s > self._settings.hung_s * 2**doublings
+            late = now > self._starts_by(unit)
             if unit.state is UnitState.RUNNING and (unit.ran or late):
                 self._kill(unit, f"{unit.name} was lost by its controller", now)
 
     def expect_back(self, unit: Unit, leader: Unit, present: int, now: float) -> None:
         """Restart ranks that do not join the restarted controller `leader`, which reports.
 
-        `present`: ranks of the unit that the controller knows.
+        `present`: ranks of the unit that the controller knows. Ranks that joined no controller yet
+        are still starting, and have the time of a start.
         """
         if now - leader.started_s < FIRST_STATUS_S:
             return  # the status is from the previous controller
@@ -174,7 +173,7 @@ class Supervisor:
             unit.joined = leader.generation
         waits = unit.state is UnitState.RUNNING and unit.started_s < leader.started_s
         late = now - leader.reports_since_s > REJOIN_S and unit.joined < leader.generation
-        if waits and late:
+        if waits and late and (unit.joined or now > self._starts_by(unit)):
             self._kill(unit, f"{unit.name} does not join its restarted controller", now)
 
     def hangs(self, unit: Unit, answered_s: float, now: float) -> None:
@@ -195,6 +194,14 @@ class Supervisor:
                     child.kill()
 
     # --- one unit -------------------------------------------------------------------------------
+
+    def _starts_by(self, unit: Unit) -> float:
+        """Time by which a unit has started, unless it hangs.
+
+        A busy machine may start slowly: the limit doubles with each failure of the budget.
+        """
+        doublings = min(len(unit.failures), self._settings.restarts.budget)
+        return unit.started_s + self._settings.hung_s * 2**doublings
 
     def _begin(self, unit: Unit, now: float) -> None:
         unit.generation += 1
