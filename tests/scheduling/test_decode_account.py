@@ -98,6 +98,54 @@ def test_a_prompt_waits_for_no_promise_that_is_gone(leave: bool) -> None:
     assert leftovers(plan) == {}
 
 
+def test_a_decode_costs_a_promise_in_another_group_no_more_than_was_tried() -> None:
+    # Batches that span both groups wait for the slower one. The decode begins earlier than it
+    # should, as its prompt has the gaps of others.
+    plan = scheduler(topology(kvp=2, tokens_per_group=20_000), SETTINGS, batch_s=0.003, key_s=5e-7)
+    account, promises = plan._account, plan._promises
+    plan.submit(request("spans", 30_000, within_s=90.0, promised=False), 0.0)
+    plan.submit(request("kept", 2_000, within_s=9.0, promised=True), 0.0)
+    plan.submit(
+        request("long", 15_000, within_s=1.0, output_tokens=2000, tpot_s=0.05, promised=False), 0.0
+    )
+    kept, long = plan._state.by_id["kept"], plan._state.by_id["long"]
+    (group,), (other,) = kept.assigned_groups, long.assigned_groups
+    assert group != other
+
+    def margin_s(*, tried: bool = False) -> float:
+        return promises.least_margin_s(group, 0.0, tried=tried)
+
+    account.refresh(0.0)
+    before_s = margin_s()
+    account._try(long, account.cost_s(long), group, 0.0, 0.0, 0.0)
+    tried_s = margin_s(tried=True)
+    assert tried_s < before_s
+    account.count(long, 0.0)
+    account.refresh(0.0)
+    assert margin_s() == pytest.approx(tried_s)
+    account.begin(long, 0.0)
+    account.refresh(0.0)
+    assert margin_s() == pytest.approx(tried_s)
+
+
+@pytest.mark.parametrize("spans", [False, True])
+def test_a_promise_counts_its_decode_in_other_groups_while_batches_span(spans: bool) -> None:
+    # 90 ms are left to the promise of the other group, fewer than the decode costs it.
+    plan = scheduler(
+        topology(kvp=2, tokens_per_group=20_000),
+        Scheduling(max_batch_s=0.05, decode_room=0.0),
+        batch_s=0.003,
+        key_s=1e-7,
+    )
+    if spans:
+        plan.submit(request("spans", 30_000, within_s=90.0, promised=False), 0.0)
+    kept = request("kept", 9_000, within_s=6.2, output_tokens=2, tpot_s=0.05, promised=True)
+    plan.submit(kept, 0.0)
+    plan._account.refresh(0.0)
+    long = request("long", 10_000, within_s=40.0, output_tokens=2000, tpot_s=0.05)
+    assert plan.submit(long, 0.0).promised is not spans
+
+
 def test_a_tight_tpot_is_granted_only_as_far_as_promises_allow() -> None:
     # At 11 ms a token, batches of 10 ms would double the time of the promised prompt.
     plan = scheduler(settings=SETTINGS, batch_s=0.005)

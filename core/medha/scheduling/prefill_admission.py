@@ -7,7 +7,7 @@ With promises, what a prompt's answer will take counts too. The account of decod
 2. A decode takes c(depth) of each batch, from its first token to its last at the pace of its TPOT.
 3. A waiting prompt's work is the time that it takes alongside the decodes until it is due: those
    that run, those of started prompts, and those of promised long prompts due earlier. Never its
-   own.
+   own. While batches span groups, they wait for the slowest: then those of the group with most.
 4. A promise is given if every promised work fits its deadline, with `decode_room` or the recent
    peak of decodes left free for others, and if C holds its own decode at its first token.
 5. A prompt without a promise starts if every promise still fits alongside its decode.
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Container
 
 from medha.prefill_times import PrefillTimes, decode_capacity_s
 from medha.request import SloClass
@@ -77,7 +78,7 @@ class DecodeAccount:
         self._next: Sequence | None = None
         self._starts = 0
         self._peak_s, self._peak_as_of_s = 0.0, 0.0
-        self._changed = False
+        self._changed = self.spanning = False
 
     @property
     def capacity_s(self) -> float:
@@ -248,13 +249,21 @@ class DecodeAccount:
 
     def refresh(self, now: float) -> None:
         """Compute again what runs alongside each prompt, after a batch and before the next."""
-        self._changed = False
         self._starts = 0
         self.closed.clear()
         if self._next is not None and self._next.started:
             self._next = None
         if self.queues.times.outdated:
             self.queues.set_times(self._times(self.tpot_s))
+        self._recount(now)
+
+    def follow_spans(self, now: float) -> None:
+        """Compute it again if a sequence spans groups now and none did before, or the reverse."""
+        if self.spanning != bool(self.groups.shared):
+            self._recount(now)
+
+    def _recount(self, now: float) -> None:
+        self._changed, self.spanning = False, bool(self.groups.shared)
         total_s = max((decodes.total_s for decodes in self.decodes.values()), default=0.0)
         faded = math.exp(min(0.0, self._peak_as_of_s - now) / PEAK_MEMORY_S)
         self._peak_s, self._peak_as_of_s = max(total_s, faded * self._peak_s), now
@@ -262,18 +271,35 @@ class DecodeAccount:
         least_s = self.spp * self.budget_s
         for group, queue in self.waiting.items():
             decodes = [self.decodes[group]]
-            if self.groups.shared:  # a batch that spans groups waits for the slowest of them
+            if self.spanning:  # a batch that spans groups waits for the slowest of them
                 decodes += [self.decodes[other] for other in self.waiting if other != group]
             coming = [
                 self._added(coming, group)
                 for coming in self._coming.values()
                 if group in coming.cost_s
             ]
+            if self.spanning:
+                coming.append(_from_now(self._elsewhere_s(group, {})))
             queue.rows.set_alongside(decodes, coming, now, self.budget_s, least_s, part)
             queue.set_typical(typical, self.promise_part())
 
     def _part(self, seconds: float) -> float:
         return seconds / self.capacity_s if self.capacity_s else 0.0
+
+    def _elsewhere_s(self, group: int, more_s: dict[int, float]) -> float:
+        """Return what decodes to come in other groups only add to the slowest group's.
+
+        `more_s`: cost of a decode in question, by group.
+        """
+        running_s = slowest_s = max(decodes.total_s for decodes in self.decodes.values())
+        for other in self.waiting:
+            if other != group:
+                total_s = self.decodes[other].total_s + more_s.get(other, 0.0)
+                for coming in self._coming.values():
+                    if group not in coming.cost_s:
+                        total_s += coming.cost_s.get(other, 0.0)
+                slowest_s = max(slowest_s, total_s)
+        return slowest_s - running_s
 
     def _added(self, coming: ComingDecode, group: int) -> Added:
         """Return the decode that comes after a prompt, as it is added to the rows of a group.
@@ -301,6 +327,14 @@ class DecodeAccount:
             plus = self._part(self.cost_s(self._next).get(group, 0.0))
         self._try(sequence, cost_s, group, plus, self.promise_part(), now)
 
+    def breaks_elsewhere(self, groups: Container[int], now: float) -> bool:
+        """Return whether the decode tried last costs a promise outside its groups."""
+        return self.spanning and any(
+            self.promises.least_margin_s(group, now, tried=True) < 0.0
+            for group in self.waiting
+            if group not in groups
+        )
+
     def try_nothing(self, group: int, now: float) -> None:
         """Compute what the work of each promise is for a new promise of next to no work."""
         rows, part = self.waiting[group].rows, self._part(1.0)
@@ -324,6 +358,9 @@ class DecodeAccount:
                 decode = self._added(ComingDecode(sequence, cost_s, length_s), group)
             else:
                 decode = RUNS, row, cost_s[group], length_s, 1.0
+        elif cost_s and self.spanning and sequence.number not in self._coming:
+            added_s = self._elsewhere_s(group, cost_s) - self._elsewhere_s(group, {})
+            decode = _from_now(added_s)
         part = self._part(1.0)
         queue.rows.try_decode(row, plus, least, decode, now, self.budget_s, part)
 
@@ -358,8 +395,8 @@ class DecodeAccount:
             return False
         cost_s = self.cost_s(sequence)
         if cost_s:
-            checked = self.waiting if self.groups.shared else groups
-            for group in checked:
+            self.follow_spans(now)
+            for group in self.waiting if self.spanning else groups:
                 self._try(sequence, cost_s, group, 0.0, 0.0, now)
                 margin_s = self.promises.least_margin_s(group, now, tried=True)
                 if margin_s < 0.0 and margin_s < self.promises.least_margin_s(group, now):
@@ -380,6 +417,11 @@ class DecodeAccount:
 
     def _has_promises(self) -> bool:
         return any(queue.promised_count for queue in self.waiting.values())
+
+
+def _from_now(cost_s: float) -> Added:
+    """Return a decode of that cost, alongside every row until it is due."""
+    return AFTER_KEPT, -1, cost_s, math.inf, 1.0
 
 
 class PrefillAdmission:

@@ -159,9 +159,10 @@ class Scheduler:
         ):
             return False
         cost_s = account.cost_s(sequence)
+        account.follow_spans(now)
         for group in self._waiting:
             account.try_promise(sequence, cost_s, group, now)
-        if not promises.fits(sequence, starts):
+        if not promises.fits(sequence, starts) or account.breaks_elsewhere(starts, now):
             return False
         return all(
             account.has_room(

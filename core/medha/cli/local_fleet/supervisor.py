@@ -201,7 +201,7 @@ class Supervisor:
         A busy machine may start slowly: the limit doubles with each failure of the budget.
         """
         doublings = min(len(unit.failures), self._settings.restarts.budget)
-        return unit.started_s + self._settings.hung_s * 2**doublings
+        return unit.started_s + self._settings.hung_s * 2.0**doublings
 
     def _begin(self, unit: Unit, now: float) -> None:
         unit.generation += 1
