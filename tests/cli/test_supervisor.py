@@ -333,11 +333,11 @@ def test_a_killed_rank_restarts_its_group_in_the_next_generation(fleet: Fleet) -
     assert [g for name, g in fleet.started if name.startswith("g0")] == [1, 1, 2, 2]
 
 
-def killed_controller(fleet: Fleet, *, joined: int = 2) -> list[int]:
+def killed_controller(fleet: Fleet, *, joined: int = 2, after_s: float = 6.0) -> list[int]:
     """Kill the controller of a fleet that `joined` ranks have joined, let it restart, and return
     the pids of its ranks."""
     fleet.step()
-    fleet.now += 2.0
+    fleet.now += after_s
     fleet.status(wanted=1, present=joined)
     pids = [fleet.child(name).pid for name in RANKS]
     fleet.child("c").kill()
@@ -374,10 +374,12 @@ def test_ranks_that_do_not_join_the_restarted_controller_are_killed(fleet: Fleet
     assert not {fleet.child(name).pid for name in RANKS} & set(pids)
 
 
+@pytest.mark.parametrize("joined, after_s", [(1, 6.0), (2, 2.0)])
 def test_ranks_that_still_start_when_their_controller_restarts_have_the_time_of_a_start(
-    fleet: Fleet,
+    fleet: Fleet, joined: int, after_s: float
 ) -> None:
-    pids = killed_controller(fleet, joined=1)
+    # Two ranks that are known soon after the start are those before it.
+    pids = killed_controller(fleet, joined=joined, after_s=after_s)
     started = fleet.replica.groups[0].started_s
     fleet.now += 1.0
     fleet.status(wanted=1, present=1)

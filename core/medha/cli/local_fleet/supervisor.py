@@ -169,7 +169,7 @@ class Supervisor:
         if now - leader.started_s < FIRST_STATUS_S:
             return  # the status is from the previous controller
         leader.reports_since_s = min(leader.reports_since_s, now)
-        if present >= len(unit.children):
+        if present >= len(unit.children) and now - unit.started_s > SETTLED_STATUS_S:
             unit.joined = leader.generation
         waits = unit.state is UnitState.RUNNING and unit.started_s < leader.started_s
         late = now - leader.reports_since_s > REJOIN_S and unit.joined < leader.generation
