@@ -22,9 +22,10 @@ PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/medha-prometheus
 # Short forms of the campaigns of `make test-api`, if an API server's programs are installed.
 QUICK := tests/api/test_crash_points.py tests/api/test_edit_fuzz.py
 
-# Tests run one worker per core of a small machine; torch gets one thread in each. Those of the
-# operator mostly wait for a server and its clocks; their long campaigns start first.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
+# Tests run three workers, as some wait for processes while others compute; torch gets one thread in
+# each. Those of the operator mostly wait for a server and its clocks; their long campaigns start
+# first.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile
 WAITING := -n 4 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
@@ -71,8 +72,8 @@ test: $(READY) ## run every test that needs neither a GPU nor a cluster
 # Full length of the long campaigns of tests/api; without it they are short, or skipped.
 WHOLE := MEDHA_CRASH_POINTS=whole MEDHA_EDIT_FUZZ=whole MEDHA_OUTAGES=whole
 
-test-api: $(READY) ## run all tests that need a Kubernetes API server (SHORT=1: short campaigns)
-	$(if $(SHORT),,$(WHOLE)) $(PYTEST) $(WAITING) tests/api
+test-api: $(READY) ## run all tests that need a Kubernetes API server (SHORT=1: what `test` has not run)
+	$(if $(SHORT),,$(WHOLE)) $(PYTEST) $(WAITING) tests/api $(if $(SHORT),$(QUICK:%=--ignore=%))
 
 outages: $(READY) ## leave the operator ten minutes without an API server, on a clock ten times as fast
 	MEDHA_OUTAGES=whole $(PY) -m pytest -s tests/api/test_long_outages.py

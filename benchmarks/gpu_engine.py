@@ -185,7 +185,8 @@ def convoy(bench: Workbench) -> Iterator[Row]:
     """32 decodes run, a 128 K prompt arrives, and 2 K prompts every 0.7 s."""
     served = bench.served()
     apart_s, count = (0.7, 24) if bench.timed else (0.0, 4)
-    decodes = [Wish(prompt_tokens=bench.tokens(1024), output_tokens=1 << 12, filled=True)] * 32
+    lasting = max(256, bench.tokens(1 << 12))
+    decodes = [Wish(prompt_tokens=bench.tokens(1024), output_tokens=lasting, filled=True)] * 32
     long = Wish(prompt_tokens=bench.tokens(131_072), output_tokens=1, arrival_s=apart_s)
     short = [
         Wish(prompt_tokens=bench.tokens(2048), output_tokens=1, arrival_s=(2 + i) * apart_s)
