@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container
 
 from medha.prefill_times import PrefillTimes, decode_capacity_s
 from medha.request import SloClass
@@ -327,12 +326,13 @@ class DecodeAccount:
             plus = self._part(self.cost_s(self._next).get(group, 0.0))
         self._try(sequence, cost_s, group, plus, self.promise_part(), now)
 
-    def breaks_elsewhere(self, groups: Container[int], now: float) -> bool:
-        """Return whether the decode tried last costs a promise outside its groups."""
+    def breaks_elsewhere(self, cost_s: dict[int, float], now: float) -> bool:
+        """Return whether the decode tried last breaks a promise outside the groups of its cost."""
         return self.spanning and any(
-            self.promises.least_margin_s(group, now, tried=True) < 0.0
+            self._elsewhere_s(group, cost_s) > self._elsewhere_s(group, {})
+            and self.promises.least_margin_s(group, now, tried=True) < 0.0
             for group in self.waiting
-            if group not in groups
+            if group not in cost_s
         )
 
     def try_nothing(self, group: int, now: float) -> None:

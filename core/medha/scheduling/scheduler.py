@@ -162,7 +162,7 @@ class Scheduler:
         account.follow_spans(now)
         for group in self._waiting:
             account.try_promise(sequence, cost_s, group, now)
-        if not promises.fits(sequence, starts) or account.breaks_elsewhere(starts, now):
+        if not promises.fits(sequence, starts) or account.breaks_elsewhere(cost_s, now):
             return False
         return all(
             account.has_room(
