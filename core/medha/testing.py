@@ -17,7 +17,7 @@ from medha.config import Scheduling
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import Profile
-from medha.request import Request
+from medha.request import Request, SloClass
 from medha.scheduling.interface import Admitted, Completed, SchedulerInterface
 from medha.scheduling.scheduler import Scheduler
 from medha.topology import Topology
@@ -119,6 +119,7 @@ def scheduler(
     batch_s: float = 0.0,
     window_tokens: int = 0,
     join: bool = True,
+    classes: tuple[SloClass, ...] = (),
 ) -> Scheduler:
     """A scheduler whose groups 0 .. kvp_min-1 have joined at time 0 with generation 1."""
     layout, settings = layout or topology(), settings or Scheduling()
@@ -131,7 +132,9 @@ def scheduler(
         budget_s=budget_s,
         window_tokens=window_tokens,
     )
-    built = Scheduler(layout, times.shape, times, settings, pages, page_tokens, max_context_tokens)
+    built = Scheduler(
+        layout, times.shape, times, settings, pages, page_tokens, max_context_tokens, classes
+    )
     for group in range(layout.kvp_min if join else 0):
         built.group_joined(group, 1, 0.0)
     return built

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from medha.config import Scheduling
-from medha.request import Request
+from medha.request import Request, SloClass
 from medha.testing import Driven, leftovers, request, scheduler, topology
 
 # A batch costs 3 ms, a prompt token 0.1 ms, and so does a decode.
@@ -163,10 +163,14 @@ def test_a_tight_tpot_is_granted_only_as_far_as_promises_allow() -> None:
     assert free._state.by_id["tight"].tpot_s == 0.011
 
 
+@pytest.mark.parametrize("when_infeasible", ["refuse", "relegate"])
 @pytest.mark.parametrize("output_tokens", [20, 100])
-def test_prompts_without_a_promise_are_not_shut_out_by_decodes(output_tokens: int) -> None:
+def test_prompts_without_a_promise_are_not_shut_out_by_decodes(
+    output_tokens: int, when_infeasible: str
+) -> None:
     # Short prompts alone offer 130 % load and decode; the long one has no chance to be in time.
-    plan = scheduler(settings=SETTINGS, batch_s=0.003, key_s=1e-9)
+    classes = (SloClass(when_infeasible=when_infeasible),)
+    plan = scheduler(settings=SETTINGS, batch_s=0.003, key_s=1e-9, classes=classes)
     driven = Driven(plan)
     driven.submit(
         request(f"s{n}", 500, n / 26.0, within_s=0.5, output_tokens=output_tokens, tpot_s=0.05)

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from medha.request import SloClass
 from medha.scheduling.feasibility import (
     largest_feasible,
     select_victims,
 )
 from medha.scheduling.policies import relative_slack, yielded
-from medha.testing import scheduler
+from medha.testing import Driven, request, scheduler
 
 JOBS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=0, max_size=9).map(
     sorted
@@ -86,3 +87,20 @@ def test_the_time_for_short_prompts_to_come_is_known_soon_after_a_start(after_s:
     promises.join(0)
     promises.count_arrival({0: 0.3}, 2000.0)
     assert promises.coming(0, 2000.0) < 0.03
+
+
+@pytest.mark.parametrize("when_infeasible", ["refuse", "relegate"])
+def test_time_is_set_aside_only_where_prompts_may_be_relegated(when_infeasible: str) -> None:
+    plan = scheduler(classes=(SloClass(when_infeasible=when_infeasible),))
+    tight = request("tight", 10_000, within_s=1.06)  # one second of work
+    assert plan.submit(tight, 0.0).promised is (when_infeasible == "refuse")
+
+
+def test_time_is_set_aside_while_a_relegated_prompt_waits() -> None:
+    plan = scheduler(classes=(SloClass(when_infeasible="refuse"),))
+    driven = Driven(plan)
+    lost = request("lost", 20_000, within_s=0.1, promised=False)
+    tight = [request(f"t{n}", 10_000, n, within_s=1.06) for n in (1.0, 9.0)]
+    driven.submit([lost, *tight])
+    driven.run()
+    assert [driven.admitted[answer.id].promised for answer in tight] == [False, True]

@@ -14,6 +14,7 @@ from benchmarks.policy_runs import Outcome, Run, Served, play, spread, total
 from benchmarks.policy_verdict import table, verdict
 
 from medha.config import Scheduling
+from medha.sim.replica import SimReplica
 from medha.sim.workload import Arrival
 
 CELL = Cell(
@@ -115,7 +116,18 @@ def test_replayed_refusals_are_spread_evenly_over_a_run() -> None:
     assert spread(ids[:3], 24) == ids[:3] and spread([], 24) == []
 
 
-class OneReplay(Run):
+class SetAside(Run):
+    """A run that refuses though it relegates, so that it refuses what would be in time."""
+
+    def _replica(self, index: int) -> SimReplica:
+        replica = super()._replica(index)
+        promises = replica.scheduler._promises
+        promises.relegates = True
+        promises.set_aside()
+        return replica
+
+
+class OneReplay(SetAside):
     """A run that replays one refusal in its own process, and then stops."""
 
     made_it: bool | None = None
@@ -138,7 +150,7 @@ def test_a_refusal_was_right_if_the_request_costs_another_its_deadline() -> None
         ),
         deadlines_s={"document": 1.13 * work_s, "first": 0.5, "second": 0.5},
     )
-    run = Run(CELL, "lars-refuse", load, 0)
+    run = SetAside(CELL, "lars-refuse", load, 0)
     run.play(60.0)
     assert run.served() == Served(("first",), frozenset({"document", "second"}))
 

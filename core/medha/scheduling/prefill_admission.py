@@ -254,6 +254,7 @@ class DecodeAccount:
             self._next = None
         if self.queues.times.outdated:
             self.queues.set_times(self._times(self.tpot_s))
+        self.promises.set_aside()
         self._recount(now)
 
     def follow_spans(self, now: float) -> None:

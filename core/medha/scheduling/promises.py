@@ -9,6 +9,9 @@ Each group is one server; a request that needs several groups must fit in each o
     bare cost = work + overhead                  overhead: it may be cut once more than T(n) assumes
     full cost = bare cost / (1 − relegated share)
 
+The share is set aside where a class relegates or while a relegated prompt waits: a replica whose
+classes all refuse promises all its time.
+
 `work` is the time that a prompt takes alongside the decodes until it is due (prefill_admission.py).
 A promise is withdrawn only when even the bare costs of the promised overrun a deadline by more than
 the hysteresis: one batch, and twice the predictor's error. Without `commit` there are no promises:
@@ -167,13 +170,19 @@ class PromiseSet:
     `drain_s`: upper bound of what a chunk still needs behind stage 0. `overhead_s`: cost of a batch
     that holds next to nothing. `relegated_credit_s`: time owed to the relegated, per group.
     `broken_count`: promises withdrawn. `guard_s`: slack that does not count, a part of the longest
-    batch. `long_s`: work beyond which a prompt is long.
+    batch. `long_s`: work beyond which a prompt is long. `relegates`: a class does.
     """
 
     def __init__(
-        self, settings: Scheduling, groups: KvGroups, predictor: Predictor, spp: int
+        self,
+        settings: Scheduling,
+        groups: KvGroups,
+        predictor: Predictor,
+        spp: int,
+        *,
+        relegates: bool,
     ) -> None:
-        self.settings, self.groups = settings, groups
+        self.settings, self.groups, self.relegates = settings, groups, relegates
         self.waiting = groups.running
         self.longest_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
         self.drain_s = (spp - 1) * self.longest_s
@@ -187,7 +196,7 @@ class PromiseSet:
         self.broken_count, self.loss_cap = 0, BucketLossCap(settings.max_bucket_loss)
         self.guard_s = settings.margin_guard * self.longest_s
         self.long_s = 8.0 * self.longest_s
-        self._inflation = 1.0 / (1.0 - settings.relegated_share)
+        self.set_aside()
 
     def join(self, group: int) -> None:
         self._arrivals[group] = 0.0, 0.0, math.inf
@@ -197,6 +206,13 @@ class PromiseSet:
     def leave(self, group: int) -> None:
         del self._arrivals[group], self.relegated_credit_s[group]
         del self._rounds[group], self._turns[group]
+
+    def set_aside(self) -> None:
+        """Set the relegated share aside if a prompt is relegated now, or may be."""
+        relegated = self.relegates or any(
+            queue.kept_count < len(queue) for queue in self.waiting.values()
+        )
+        self._inflation = 1.0 / (1.0 - self.settings.relegated_share) if relegated else 1.0
 
     def full_cost_s(self, work_s: float) -> float:
         """Return the time that a promise for that much work takes up."""
@@ -280,7 +296,7 @@ class PromiseSet:
 
     def widened(self, coming: float) -> float:
         """Return the factor on a full cost that leaves room for short arrivals."""
-        kept = 1.0 - self.settings.relegated_share
+        kept = 1.0 / self._inflation
         return kept / (kept - coming)
 
     def relegate_for_promise(self, group: int, start: float, error: float) -> None:
@@ -400,6 +416,7 @@ class PromiseSet:
         credit = self.relegated_credit_s[group] - relegated_s
         self._turns[group] += relegated_s > 0.0
         if relegated_waits:
+            self.set_aside()
             credit += self.settings.relegated_share * batch_s
         self.relegated_credit_s[group] = min(max(credit, -self.longest_s), 3.0 * self.longest_s)
 

@@ -58,7 +58,10 @@ class Scheduler:
         self.pages_per_group, self.page_tokens = pages_per_group, page_tokens
         pool = BlockPool(pages_per_group, shape.kept_pages(page_tokens), topology.kvp_max)
         self._capacity_tokens = pool.most_tokens(max_context_tokens)
-        self._state = state = SchedulerState(topology, predictor, settings, pool)
+        relegates = not classes or any(of.when_infeasible == "relegate" for of in classes)
+        self._state = state = SchedulerState(
+            topology, predictor, settings, pool, relegates=relegates
+        )
         self._groups, self._queues = state.groups, state.queues
         self._running, self._in_flight = state.running, state.in_flight
         self._promises, self._waiting = state.promises, state.queues.by_group

@@ -22,11 +22,18 @@ class SchedulerState:
     """The parts, and the sequences by number and by request id.
 
     `unassigned`: sequences that wait for any group to run. `generation`: generation of the KVP
-    columns that shared chunks use; `columns_ready`: shared chunks can run now.
+    columns that shared chunks use; `columns_ready`: shared chunks can run now. `relegates`: a class
+    accepts requests without a promise.
     """
 
     def __init__(
-        self, topology: Topology, predictor: Predictor, settings: Scheduling, pool: BlockPool
+        self,
+        topology: Topology,
+        predictor: Predictor,
+        settings: Scheduling,
+        pool: BlockPool,
+        *,
+        relegates: bool,
     ) -> None:
         self.topology, self.predictor, self.settings = topology, predictor, settings
         self.pool = pool
@@ -35,7 +42,9 @@ class SchedulerState:
         self.groups = KvGroups(pool, self.queues)
         self.running = RunningDecodes(pool.kept.window_tokens)
         self.in_flight = InFlightBatches(topology.spp)
-        self.promises = PromiseSet(settings, self.groups, predictor, topology.spp)
+        self.promises = PromiseSet(
+            settings, self.groups, predictor, topology.spp, relegates=relegates
+        )
         self.sequences: dict[int, Sequence] = {}
         self.by_id: dict[str, Sequence] = {}
         self.unassigned: dict[int, Sequence] = {}
