@@ -299,7 +299,8 @@ class SchedulingSpec(SpecSection, frozen=True):
     max_yield_percent: Percent = 40
     """How much of a batch a long prefill may cede to short ones, in proportion to its slack."""
     relegated_percent: Annotated[int, msgspec.Meta(ge=0, le=40)] = 10
-    """Part of the time kept for requests without a promise, so that they progress."""
+    """Part of the time kept for requests without a promise, so that they progress: where a class
+    relegates, or while one of them waits."""
     max_bucket_loss_percent: Percent = 100
     """Of the prompts of a length (up to 1k, 8k, 32k, 128k, 384k, 1m tokens, or more), over ten
     minutes, at most this part gives way to others. 100: with more work than can be done in time
