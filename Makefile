@@ -22,10 +22,10 @@ PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/medha-prometheus
 # Short forms of the campaigns of `make test-api`, if an API server's programs are installed.
 QUICK := tests/api/test_crash_points.py tests/api/test_edit_fuzz.py
 
-# Tests run three workers, as some wait for processes while others compute; torch gets one thread in
-# each. Those of the operator mostly wait for a server and its clocks; their long campaigns start
-# first.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile
+# Tests run one worker per core of a small machine (a third one wins 3 % of the time); torch gets one
+# thread in each. Those of the operator mostly wait for a server and its clocks; their long campaigns
+# start first.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 WAITING := -n 4 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
