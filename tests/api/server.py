@@ -20,7 +20,7 @@ import msgspec
 from medha.cli.local_fleet.child_process import killed_with_parent
 from medha.cli.local_fleet.preflight import free_ports
 
-START_S = 120.0
+START_S, ATTEMPTS = 120.0, 3
 
 
 AUDIT = {
@@ -193,9 +193,22 @@ class Server:
 @contextlib.contextmanager
 def running_server(folder: Path, programs: tuple[Path, Path]) -> Iterator[Server]:
     """Start a server whose data is in `folder`, and end it at the end."""
-    server = Server(folder, programs)
+    server = _started(folder, programs)
     try:
-        server.start()
         yield server
     finally:
         server.end()
+
+
+def _started(folder: Path, programs: tuple[Path, Path]) -> Server:
+    """Start a server; with other ports if another process took one before it was bound."""
+    for left in reversed(range(ATTEMPTS)):
+        server = Server(folder, programs)
+        try:
+            server.start()
+            return server
+        except BaseException as error:
+            server.end()
+            if not left or "address already in use" not in str(error):
+                raise
+    raise AssertionError(f"no free ports in {ATTEMPTS} attempts")
