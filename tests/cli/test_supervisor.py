@@ -357,6 +357,15 @@ def test_ranks_outlive_their_controller(fleet: Fleet) -> None:
     assert [fleet.child(name).pid for name in RANKS] == pids
 
 
+def assert_replaced(fleet: Fleet, pids: list[int]) -> None:
+    """Report one rank, and check that other processes take the place of both."""
+    fleet.status(wanted=1, present=1)
+    fleet.settle()
+    fleet.step(1.0)
+    assert fleet.running == BASE
+    assert not {fleet.child(name).pid for name in RANKS} & set(pids)
+
+
 def test_ranks_that_do_not_join_the_restarted_controller_are_killed(fleet: Fleet) -> None:
     pids = killed_controller(fleet)
     psutil.Process(pids[0]).suspend()
@@ -367,11 +376,7 @@ def test_ranks_that_do_not_join_the_restarted_controller_are_killed(fleet: Fleet
     fleet.settle()
     assert [fleet.child(name).pid for name in RANKS] == pids, "they have time until now"
     fleet.now += 1.0
-    fleet.status(wanted=1, present=1)
-    fleet.settle()
-    fleet.step(1.0)
-    assert fleet.running == BASE
-    assert not {fleet.child(name).pid for name in RANKS} & set(pids)
+    assert_replaced(fleet, pids)
 
 
 @pytest.mark.parametrize("joined, after_s", [(1, 6.0), (2, 2.0)])
@@ -388,11 +393,7 @@ def test_ranks_that_still_start_when_their_controller_restarts_have_the_time_of_
     fleet.settle()
     assert [fleet.child(name).pid for name in RANKS] == pids
     fleet.now += 1.0
-    fleet.status(wanted=1, present=1)
-    fleet.settle()
-    fleet.step(1.0)
-    assert fleet.running == BASE
-    assert not {fleet.child(name).pid for name in RANKS} & set(pids)
+    assert_replaced(fleet, pids)
 
 
 def test_ranks_that_joined_the_restarted_controller_may_leave_it(fleet: Fleet) -> None:

@@ -264,7 +264,7 @@ class DecodeAccount:
 
     def _recount(self, now: float) -> None:
         self._changed, self.spanning = False, bool(self.groups.shared)
-        total_s = max((decodes.total_s for decodes in self.decodes.values()), default=0.0)
+        total_s = self._fullest_s()
         faded = math.exp(min(0.0, self._peak_as_of_s - now) / PEAK_MEMORY_S)
         self._peak_s, self._peak_as_of_s = max(total_s, faded * self._peak_s), now
         part, typical = self._part(1.0), self._part(total_s)
@@ -286,12 +286,16 @@ class DecodeAccount:
     def _part(self, seconds: float) -> float:
         return seconds / self.capacity_s if self.capacity_s else 0.0
 
+    def _fullest_s(self) -> float:
+        """Return what the decodes that run take of a batch, in the fullest group."""
+        return max((decodes.total_s for decodes in self.decodes.values()), default=0.0)
+
     def _elsewhere_s(self, group: int, more_s: dict[int, float]) -> float:
         """Return what decodes to come in other groups only add to the slowest group's.
 
         `more_s`: cost of a decode in question, by group.
         """
-        running_s = slowest_s = max(decodes.total_s for decodes in self.decodes.values())
+        running_s = slowest_s = self._fullest_s()
         for other in self.waiting:
             if other != group:
                 total_s = self.decodes[other].total_s + more_s.get(other, 0.0)
@@ -300,6 +304,10 @@ class DecodeAccount:
                         total_s += coming.cost_s.get(other, 0.0)
                 slowest_s = max(slowest_s, total_s)
         return slowest_s - running_s
+
+    def _added_elsewhere_s(self, group: int, cost_s: dict[int, float]) -> float:
+        """Return what a decode of other groups adds to the slowest group's."""
+        return self._elsewhere_s(group, cost_s) - self._elsewhere_s(group, {})
 
     def _added(self, coming: ComingDecode, group: int) -> Added:
         """Return the decode that comes after a prompt, as it is added to the rows of a group.
@@ -330,7 +338,7 @@ class DecodeAccount:
     def breaks_elsewhere(self, cost_s: dict[int, float], now: float) -> bool:
         """Return whether the decode tried last breaks a promise outside the groups of its cost."""
         return self.spanning and any(
-            self._elsewhere_s(group, cost_s) > self._elsewhere_s(group, {})
+            self._added_elsewhere_s(group, cost_s) > 0.0
             and self.promises.least_margin_s(group, now, tried=True) < 0.0
             for group in self.waiting
             if group not in cost_s
@@ -360,8 +368,7 @@ class DecodeAccount:
             else:
                 decode = RUNS, row, cost_s[group], length_s, 1.0
         elif cost_s and self.spanning and sequence.number not in self._coming:
-            added_s = self._elsewhere_s(group, cost_s) - self._elsewhere_s(group, {})
-            decode = _from_now(added_s)
+            decode = _from_now(self._added_elsewhere_s(group, cost_s))
         part = self._part(1.0)
         queue.rows.try_decode(row, plus, least, decode, now, self.budget_s, part)
 
@@ -373,8 +380,7 @@ class DecodeAccount:
 
     def room_s(self) -> float:
         """Return what the capacity holds alongside the decodes that run, in the fullest group."""
-        total_s = max((decodes.total_s for decodes in self.decodes.values()), default=0.0)
-        return max(0.0, self.capacity_s - total_s)
+        return max(0.0, self.capacity_s - self._fullest_s())
 
     def has_room(self, cost_s: float, group: int, first_token_s: float) -> bool:
         """Return whether the capacity holds a decode of that cost at its first token."""
