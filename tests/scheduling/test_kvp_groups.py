@@ -352,3 +352,27 @@ def test_margins_are_one_list_while_a_promise_spans_groups() -> None:
     assert len(least) == 2 and len(plan.load(0.0).lead_s) == 1
     plan.abort("spans", 0.0)
     assert len(plan.load(0.0).margins) == 2
+
+
+def test_relegated_work_sends_no_prompt_to_a_group_where_it_waits() -> None:
+    #   g0  |-- kept, 2 s --|                 g1  |------------- relegated, 15 s -------------|
+    layout = topology(kvp=2, tokens_per_group=400_000)
+    plan = scheduler(layout, Scheduling(max_batch_s=0.05))
+    plan.submit(request("late", 150_000, within_s=1.0, promised=False), 0.0)
+    plan.submit(request("kept", 20_000, within_s=9.0, promised=False), 0.0)
+    plan.submit(request("next", 20_000, within_s=10.0, promised=False), 0.0)
+    by_id = plan._state.by_id
+    assert [by_id[name].kept for name in ("late", "kept", "next")] == [False, True, True]
+    (late,), (kept,) = by_id["late"].assigned_groups, by_id["kept"].assigned_groups
+    assert late != kept and by_id["next"].assigned_groups == (late,)
+
+
+def test_a_promise_goes_to_the_group_that_has_pages_for_it() -> None:
+    layout = topology(kvp=2, tokens_per_group=400_000)
+    plan = scheduler(layout, Scheduling(max_batch_s=0.05), pages=100)
+    size = plan.page_tokens
+    plan.submit(request("large", 95 * size, within_s=900.0, promised=True), 0.0)
+    plan.submit(request("soon", 20 * size, within_s=2.0, promised=True), 0.0)
+    (large,), (soon,) = (plan._state.by_id[name].assigned_groups for name in ("large", "soon"))
+    plan.submit(request("next", 20 * size, within_s=2.5, promised=True), 0.0)
+    assert large != soon and plan._state.by_id["next"].assigned_groups == (soon,)

@@ -31,8 +31,8 @@ class KvGroups:
     need several when they start.
     """
 
-    def __init__(self, pool: BlockPool, queues: WaitingQueues) -> None:
-        self.pool, self.queues = pool, queues
+    def __init__(self, pool: BlockPool, queues: WaitingQueues, *, ranked: bool) -> None:
+        self.pool, self.queues, self.ranked = pool, queues, ranked
         self.tokens_per_group = queues.tokens_per_group
         self.running = queues.by_group
         self.last_used_s: dict[int, float] = {}
@@ -88,23 +88,26 @@ class KvGroups:
     def assign(self, sequence: Sequence, room_s: Callable[[int, int], float] | None = None) -> int:
         """Assign groups to the sequence; return how many of its tokens they have cached.
 
-        Groups where its prefill would end earliest come first (pending work, and its own work
-        behind the cached tokens), then those with most free pages. If no group runs, none is
-        assigned. `room_s(group, cached tokens)`: what is left to promises in a group with the
-        sequence among them. A sequence of one group goes where that is most.
+        Groups where its prefill would end earliest come first (kept work that is due sooner, and
+        its own behind the cached tokens), then those with least pending work and most free pages.
+        If no group runs, none is assigned. `room_s(group, cached tokens)`: what is left to promises
+        in a group with the sequence among them. A sequence of one group goes where that is most, if
+        there are pages.
         """
         cached = self._cached_tokens(sequence)
-        due_s = sequence.request.due_s if sequence.request.promised else float("inf")
-        needed = self.groups_needed(sequence)
+        due_s = sequence.request.due_s
+        needed, pages = self.groups_needed(sequence), self.queues.pages_needed(sequence)
 
-        def cost(group: int) -> tuple[float, int, int]:
+        def cost(group: int) -> tuple[float, float, int, int]:
             here, free = cached.get(group, 0), self.pool[group].available
             if room_s is not None and needed == 1:
-                return -room_s(group, here), -free, group
+                lacks = pages - here // self.pool.page_tokens > free
+                return lacks, -room_s(group, here), -free, group
             own_s = (
                 self.queues.times.alongside_s(here, sequence.target_tokens, 0.0) if cached else 0.0
             )
-            return self.queues.ahead_s(group, due_s) + own_s, -free, group
+            ahead_s = self.queues.ahead_s(group, due_s, self.ranked) + own_s
+            return ahead_s, self.queues.pending_s(group), -free, group
 
         order = sorted(self.running, key=cost) if len(self.running) > 1 else [*self.running]
         sequence.assign(tuple(order[:needed]))

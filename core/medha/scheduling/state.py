@@ -39,7 +39,7 @@ class SchedulerState:
         self.pool = pool
         times = PrefillTimes(predictor, settings.max_batch_s, 0.0)  # nothing decodes yet
         self.queues = WaitingQueues(pool, times, settings.output_reserve)
-        self.groups = KvGroups(pool, self.queues)
+        self.groups = KvGroups(pool, self.queues, ranked=settings.policy == "lars")
         self.running = RunningDecodes(pool.kept.window_tokens)
         self.in_flight = InFlightBatches(topology.spp)
         self.promises = PromiseSet(
