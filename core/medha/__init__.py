@@ -2,7 +2,7 @@
 
 from medha import compiled
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of the ZeroMQ messages; a peer with another version is refused."""
 
 COMPILED = compiled.install()

@@ -85,13 +85,39 @@ def test_without_a_promise_the_first_token_waits_for_promises_and_not_for_a_guar
 def test_forecasts_that_were_extended_in_steps_are_those_of_one_step(
     tokens: int, topology: dict[str, int], part: float
 ) -> None:
-    load = msgspec.structs.replace(IDLE, budget_s=0.05, decode_capacity_s=0.02, decode_part=part)
+    load = msgspec.structs.replace(
+        IDLE, budget_s=0.05, decode_capacity_s=0.02, decode_parts=((1.0, part),)
+    )
     stepped, fresh = (estimate("r0", load, 0.0, **topology) for _ in range(2))
     for step in forecast_steps(tokens):
         stepped.extend(step, 0.03)
     of = request(prompt_tokens=tokens)
     assert stepped.assess(of, 0.0) == fresh.assess(of, 0.0)
     assert stepped.reference_work_s(tokens, 0, 0.03) == fresh.reference_work_s(tokens, 0, 0.03)
+
+
+def test_a_prompt_costs_what_decodes_leave_it_until_it_is_due() -> None:
+    load = msgspec.structs.replace(
+        IDLE,
+        budget_s=0.05,
+        decode_capacity_s=0.02,
+        decode_parts=((1.0, 0.1), (8.0, 0.5), (64.0, 0.2)),
+        spanning_parts=((64.0, 0.9),),
+    )
+
+    def work_s(due_in_s: float, tokens: int = 1000) -> float:
+        at = estimate(load=load, now=3.0, kvp_max=2)
+        return at.assess(request(3.0 + due_in_s, tokens), 3.0).work_s
+
+    soon_s, next_s, late_s = work_s(1.0), work_s(1.1), work_s(64.0)
+    assert soon_s < late_s < next_s == work_s(8.0) and late_s == work_s(1e6)
+    at = estimate(load=load, kvp_max=2)
+    assert groups_needed(3_000_000, at.predictor) > 1
+    alone = estimate(
+        load=msgspec.structs.replace(load, spanning_parts=load.decode_parts), kvp_max=2
+    )
+    of = request(1e6, 3_000_000)
+    assert at.assess(of, 0.0).work_s > alone.assess(of, 0.0).work_s
 
 
 def test_the_steps_of_forecasts_grow_by_half_up_to_the_prompt() -> None:

@@ -409,7 +409,7 @@ def test_work_is_that_alongside_the_decodes_until_the_row_is_due(
 ) -> None:
     waiting, work_s = levelled(seed, count)
     groups = [decoding(running), decoding(others)]
-    waiting.rows.set_alongside(groups, [], NOW_S, BUDGET_S, LEAST_S, PART)
+    waiting.rows.set_alongside(groups, [], -1, NOW_S, BUDGET_S, LEAST_S, PART)
     for row, due_s in enumerate(waiting.due_s.tolist()):
         window_s = max(due_s - NOW_S, BUDGET_S)
         mean_s = max(plain_mean_s(group, window_s, LEAST_S) for group in (running, others))
@@ -433,7 +433,7 @@ def test_a_coming_decode_is_alongside_rows_that_run_after_its_prompt(
     kind, share = native.AFTER_KEPT if kept else native.AFTER_RELEGATED, 0.1
     windows_s = [max(due_s - NOW_S, BUDGET_S) for due_s in waiting.due_s.tolist()]
     added = [(kind, decode.row, decode.cost_s, decode.length_s, share) for decode in coming]
-    waiting.rows.set_alongside([native.Decodes()], added, NOW_S, BUDGET_S, LEAST_S, PART)
+    waiting.rows.set_alongside([native.Decodes()], added, -1, NOW_S, BUDGET_S, LEAST_S, PART)
     for row, window_s in enumerate(windows_s):
         mean_s = 0.0
         for decode in coming:
@@ -448,13 +448,44 @@ def test_a_coming_decode_is_alongside_rows_that_run_after_its_prompt(
         assert waiting.alongside[row] == pytest.approx(PART * mean_s)
 
 
+@given(
+    st.integers(0, 1 << 32),
+    st.integers(1, 70),
+    RUNNING,
+    st.lists(st.builds(Decode, EIGHTHS, st.floats(0.0, 60.0), st.integers(-1, 69)), max_size=6),
+    st.integers(0, 69),
+    st.booleans(),
+)
+def test_a_prompt_without_a_row_has_alongside_it_what_a_row_due_then_would_have(
+    seed: int, count: int, running: list[Decode], coming: list[Decode], place: int, kept: bool
+) -> None:
+    waiting, _ = levelled(seed, count)
+    rows, place = waiting.rows, min(place, count - 1)
+    kind = native.AFTER_KEPT if kept else native.AFTER_RELEGATED
+    added = [
+        (kind, min(decode.row, count - 1), decode.cost_s, decode.length_s, 0.1) for decode in coming
+    ]
+    # The row has no work of its own, as the prompt has none: a coming decode fills their window.
+    rows.slots[rows.slot[place], native.LEVEL :] = 0.0
+    before = waiting.alongside.tolist()
+    groups = [decoding(running), native.Decodes()]
+    rows.set_alongside(groups, added, place, NOW_S, BUDGET_S, LEAST_S, PART)
+    changed = [row for row, part in enumerate(waiting.alongside) if part != before[row]]
+    assert changed in ([], [place])
+    due_s = [float(waiting.due_s[place])]
+    if waiting.due_s.tolist().count(due_s[0]) > 1 or any(row == place for _, row, *_ in added):
+        return  # another row may be due then, or it is behind itself
+    (mean_s,) = rows.alongside_until_s(groups, added, due_s, NOW_S, BUDGET_S, LEAST_S)
+    assert PART * mean_s == pytest.approx(float(waiting.alongside[place]))
+
+
 @given(st.integers(0, 1 << 32), st.integers(1, 70), RUNNING, st.integers(0, 69), EIGHTHS)
 def test_a_promise_is_tried_alongside_its_own_decode(
     seed: int, count: int, running: list[Decode], place: int, cost_s: float
 ) -> None:
     waiting, work_s = levelled(seed, count)
     rows, place, length_s = waiting.rows, min(place, count - 1), 7.0
-    rows.set_alongside([decoding(running)], [], NOW_S, BUDGET_S, LEAST_S, PART)
+    rows.set_alongside([decoding(running)], [], -1, NOW_S, BUDGET_S, LEAST_S, PART)
     decode = native.RUNS, place, cost_s, length_s, 1.0
     rows.try_decode(place, 0.125, 0.25, decode, NOW_S, BUDGET_S, PART)
     promised = waiting.promised.tolist()

@@ -98,12 +98,15 @@ def test_a_prompt_waits_for_no_promise_that_is_gone(leave: bool) -> None:
     assert leftovers(plan) == {}
 
 
-def test_a_decode_costs_a_promise_in_another_group_no_more_than_was_tried() -> None:
-    # Batches that span both groups wait for the slower one. The decode begins earlier than it
-    # should, as its prompt has the gaps of others.
+@pytest.mark.parametrize("spans", [False, True])
+def test_a_decode_costs_a_promise_in_another_group_no_more_than_was_tried(spans: bool) -> None:
+    # While a decode spans both groups, all batches wait for the slower one. The decode begins
+    # earlier than it should, as its prompt has the gaps of others.
     plan = scheduler(topology(kvp=2, tokens_per_group=20_000), SETTINGS, batch_s=0.003, key_s=5e-7)
     account, promises = plan._account, plan._promises
-    plan.submit(request("spans", 30_000, within_s=90.0, promised=False), 0.0)
+    plan.submit(
+        request("both", 30_000, within_s=90.0, output_tokens=900, tpot_s=0.05, promised=False), 0.0
+    )
     plan.submit(request("kept", 2_000, within_s=9.0, promised=True), 0.0)
     plan.submit(
         request("long", 15_000, within_s=1.0, output_tokens=2000, tpot_s=0.05, promised=False), 0.0
@@ -115,17 +118,39 @@ def test_a_decode_costs_a_promise_in_another_group_no_more_than_was_tried() -> N
     def margin_s(*, tried: bool = False) -> float:
         return promises.least_margin_s(group, 0.0, tried=tried)
 
+    if spans:
+        account.begin(plan._state.by_id["both"], 0.0)
     account.refresh(0.0)
     before_s = margin_s()
     account._try(long, account.cost_s(long), group, 0.0, 0.0, 0.0)
     tried_s = margin_s(tried=True)
     assert tried_s < before_s
+    counts_s = tried_s if spans else before_s
     account.count(long, 0.0)
     account.refresh(0.0)
-    assert margin_s() == pytest.approx(tried_s)
+    assert margin_s() == pytest.approx(counts_s)
     account.begin(long, 0.0)
     account.refresh(0.0)
-    assert margin_s() == pytest.approx(tried_s)
+    assert margin_s() == pytest.approx(counts_s)
+
+
+def test_what_is_promised_later_reckons_with_the_answer_of_a_promised_prompt() -> None:
+    # The prompt takes some 11 s, and its answer 45 s. Routers count it before it has begun.
+    plan = scheduler(
+        topology(kvp=2, tokens_per_group=200_000),
+        Scheduling(max_batch_s=0.05, decode_room=0.0),
+        batch_s=0.003,
+        key_s=1e-9,
+    )
+    first = request("first", 100_000, within_s=25.0, output_tokens=900, tpot_s=0.05, promised=True)
+    plan.submit(first, 0.0)
+    plan._account.refresh(0.0)
+    (group,) = plan._state.by_id["first"].assigned_groups
+    part = {due_s: plan._account.part_until(group, due_s, 0.0) for due_s in (9.0, 30.0, 900.0)}
+    assert part[9.0] == 0.0 < part[900.0] < part[30.0]
+    parts = plan.load(0.0).decode_parts
+    for due_s, least in part.items():
+        assert next(reported for upto_s, reported in parts if due_s <= upto_s) >= least
 
 
 @pytest.mark.parametrize("spans", [False, True])

@@ -11,6 +11,8 @@ only checks that enough groups can be had. `now` is an argument, and nothing is 
 
 from __future__ import annotations
 
+import bisect
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
@@ -291,12 +293,14 @@ class ReplicaEstimate:
         self._recounted()
         tokens = request.prompt_tokens + request.max_output_tokens
         cached, load = min(cached_tokens, request.prompt_tokens - 1), self.load
-        cost = self._cost(cached, request.prompt_tokens, inflation, now)
+        needed_groups = groups_needed(tokens, self.predictor)
+        part = self._decode_part(request.due_s, spans=needed_groups > 1)
+        cost = self._cost(cached, request.prompt_tokens, part, inflation, now)
         room_s = min(self._rooms(request, cost, now))
         needed, group = cost, ALL_GROUPS
-        if len(self._margins) > 1 and groups_needed(tokens, self.predictor) == 1:
+        if len(self._margins) > 1 and needed_groups == 1:
             # Routers do not know where cached pages are: in any group, or computed in the roomiest.
-            alone = self._cost(0, request.prompt_tokens, inflation, now) if cached else cost
+            alone = self._cost(0, request.prompt_tokens, part, inflation, now) if cached else cost
             if not cached or room_s < cost.cost_s:
                 rooms = self._rooms(request, alone, now)
                 room_s, needed = max(rooms), alone
@@ -333,13 +337,20 @@ class ReplicaEstimate:
             clear_s=clear_s,
         )
 
-    def _cost(self, start: int, end: int, inflation: float, now: float) -> _Cost:
-        """Return what tokens `start` .. `end` of a prompt cost.
+    def _decode_part(self, due_s: float, *, spans: bool) -> float:
+        """Return the part of the decode capacity that runs alongside a prompt until it is due."""
+        parts = self.load.spanning_parts if spans else self.load.decode_parts
+        due_in_s, last = due_s - self._updated_s, len(parts) - 1
+        at = bisect.bisect_left(parts, due_in_s, key=operator.itemgetter(0))
+        return parts[min(at, last)][1] if parts else 0.0
+
+    def _cost(self, start: int, end: int, part: float, inflation: float, now: float) -> _Cost:
+        """Return what tokens `start` .. `end` of a prompt cost alongside decodes.
 
         The batch in flight is known from the Load. Of a later one, half is left in the mean.
         """
         load = self.load
-        busy_s = self._times().alongside_s(start, end, load.decode_part)
+        busy_s = self._times().alongside_s(start, end, part)
         drain_s = (self.predictor.topology.spp - 1) * min(busy_s, load.budget_s)
         is_long = busy_s > 8.0 * self.max_batch_s
         if is_long:

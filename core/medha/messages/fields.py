@@ -82,9 +82,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     added.
     `share`: share of time for promised prefills, less that of relegated ones. `budget_s`: time
     budget of a batch while decodes run, `decode_capacity_s` the part of it that they may take,
-    `decode_room_s` what is free of that, `decode_part` the part of the capacity that a new promise
-    reckons with. `long_factor`: by which the work of a long prompt counts for more, for short ones
-    to come.
+    `decode_room_s` what is free of that. `decode_parts`: (due in up to s, part of the capacity that
+    a new promise reckons with), the last for all that is due later; `spanning_parts` the same of
+    prompts that need several groups. `long_factor`: by which the work of a long prompt counts for
+    more, for short ones to come.
     `ahead_s`: work that would run before a most urgent new request; `relegated_ahead_s`: short work
     without a promise, before a most urgent late one. `predicted_tpot_s`: of the running decodes.
     `promised_work`: prefill seconds promised to each tenant.
@@ -108,7 +109,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     budget_s: float = 0.1
     decode_capacity_s: float = 0.0
     decode_room_s: float = 0.0
-    decode_part: float = 0.0
+    decode_parts: Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=64)] = ()
+    spanning_parts: Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=64)] = ()
     long_factor: float = 1.0
     predicted_tpot_s: float = 0.0
     drain_s_per_s: float = 1.0

@@ -309,7 +309,7 @@ class Lifecycle:
         """Return what is left to promises in a group with the sequence among them."""
         account, promises = self.account, self.state.promises
         start = now + self.state.in_flight.lead_s(group, now, account.budget_s)
-        part = account.promise_part()
+        part = account.part_until(group, sequence.request.due_s, now)
         work_s = self.queues.times.alongside_s(cached, sequence.target_tokens, part)
         account.try_nothing(group, now)
         return promises.room_s(group, sequence.request.due_s, start) - promises.full_cost_s(work_s)

@@ -38,7 +38,6 @@ def report(
     sums = work_sums(state, now)
     waiting, prefilling = _counts(state, sums)
     best = min(running, key=lambda group: (sums[group].pending_s, group), default=None)
-    alongside = 0.0 if best is None else account.promise_part()
     before = ahead(state, sums, now)
     margins, lead_s = _all_margins(state, account, running, now)
     return Load(
@@ -60,7 +59,8 @@ def report(
         budget_s=account.budget_s,
         decode_capacity_s=account.capacity_s,
         decode_room_s=account.room_s() if has_place else 0.0,
-        decode_part=alongside,
+        decode_parts=account.promise_parts(now, spans=False) if running else (),
+        spanning_parts=account.promise_parts(now, spans=True) if len(running) > 1 else (),
         long_factor=1.0 if best is None else promises.widened(promises.coming(best, now)),
         predicted_tpot_s=predicted_tpot_s,
         drain_s_per_s=float(len(running) or 1),

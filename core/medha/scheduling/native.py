@@ -202,6 +202,7 @@ class Rows:
         self,
         decodes: list[Decodes],
         coming: list[Added],
+        place: int,
         now: float,
         budget_s: float,
         least_s: float,
@@ -209,12 +210,31 @@ class Rows:
     ) -> None:
         """Compute the decodes alongside each row until it is due, and its work alongside them.
 
-        `decodes`: of its group, and of others if it waits for the slowest; `coming`: those that
-        come later; `least_s`: what a late decode still takes; `part`: what a second of a batch is
-        of the decode capacity.
+        Of the row at `place`, or of all if that is -1. `decodes`: of its group, and of others if it
+        waits for the slowest; `coming`: those that come later; `least_s`: what a late decode still
+        takes; `part`: what a second of a batch is of the decode capacity.
         """
         kernels = [of_group.kernel for of_group in decodes]
-        self.kernel.set_alongside(kernels, coming, now, budget_s, least_s, part)
+        self.kernel.set_alongside(kernels, coming, place, now, budget_s, least_s, part)
+
+    def alongside_until_s(
+        self,
+        decodes: list[Decodes],
+        coming: list[Added],
+        due_s: list[float],
+        now: float,
+        budget_s: float,
+        least_s: float,
+    ) -> list[float]:
+        """Return the decode seconds of a batch, on average, alongside prompts due then.
+
+        These have no row; `due_s` ascends. The other arguments are as in `set_alongside`.
+        """
+        kernels = [of_group.kernel for of_group in decodes]
+        means_s: list[float] = self.kernel.alongside_until(
+            kernels, coming, due_s, now, budget_s, least_s
+        )
+        return means_s
 
     def try_decode(
         self,

@@ -41,6 +41,8 @@ from medha.scheduling.waiting_queue import WaitingQueue
 STARTS_PER_ROUND = 4
 """Prompts without a promise that may start between two batches, while there are promises."""
 PEAK_MEMORY_S = 30.0
+HORIZONS_S = tuple(float(1 << power) for power in range(11))
+"""Times until due for which a report says what decodes take until then."""
 # How often `patience_s` is divided to record which prompts are passed over.
 RECORDS = 32
 
@@ -77,7 +79,7 @@ class DecodeAccount:
         self._next: Sequence | None = None
         self._starts = 0
         self._peak_s, self._peak_as_of_s = 0.0, 0.0
-        self._changed = self.spanning = False
+        self._changed = self.spanning = self._all_span = False
 
     @property
     def capacity_s(self) -> float:
@@ -264,24 +266,57 @@ class DecodeAccount:
 
     def _recount(self, now: float) -> None:
         self._changed, self.spanning = False, bool(self.groups.shared)
+        self._all_span = self.spanning and any(len(groups) > 1 for groups in self._counted.values())
         total_s = self._fullest_s()
         faded = math.exp(min(0.0, self._peak_as_of_s - now) / PEAK_MEMORY_S)
         self._peak_s, self._peak_as_of_s = max(total_s, faded * self._peak_s), now
-        part, typical = self._part(1.0), self._part(total_s)
-        least_s = self.spp * self.budget_s
+        typical = self._part(total_s)
         for group, queue in self.waiting.items():
-            decodes = [self.decodes[group]]
-            if self.spanning:  # a batch that spans groups waits for the slowest of them
-                decodes += [self.decodes[other] for other in self.waiting if other != group]
-            coming = [
-                self._added(coming, group)
-                for coming in self._coming.values()
-                if group in coming.cost_s
-            ]
-            if self.spanning:
-                coming.append(_from_now(self._elsewhere_s(group, {})))
-            queue.rows.set_alongside(decodes, coming, now, self.budget_s, least_s, part)
+            self._count_alongside(group, -1, self._all_span, now)
             queue.set_typical(typical, self.promise_part())
+        for sequence in self.groups.shared.values() if not self._all_span else ():
+            self.count_alongside(sequence, now)
+
+    def count_alongside(self, sequence: Sequence, now: float) -> None:
+        """Compute what runs alongside one prompt until it is due, in each of its queues."""
+        spans = self._all_span or len(sequence.assigned_groups) > 1
+        if not self._coming and not spans:
+            return  # what is typical
+        for group in sequence.assigned_groups:
+            row = self.waiting[group].find(sequence) if group in self.waiting else -1
+            if row >= 0:
+                self._count_alongside(group, row, spans, now)
+
+    def _count_alongside(self, group: int, row: int, spans: bool, now: float) -> None:
+        """Compute what runs alongside a row of a group until it is due; of all rows if it is -1."""
+        decodes, coming = self._alongside(group, spans)
+        least_s = self.spp * self.budget_s
+        self.waiting[group].rows.set_alongside(
+            decodes, coming, row, now, self.budget_s, least_s, self._part(1.0)
+        )
+
+    def _alongside(self, group: int, spans: bool) -> tuple[list[Decodes], list[Added]]:
+        """Return the decodes that run alongside a prompt of a group, and those that are to come.
+
+        `spans`: its batches span groups, and wait for the slowest of them.
+        """
+        decodes, coming = [self.decodes[group]], list[Added]()
+        for decode in self._coming.values():
+            if group in decode.cost_s:
+                coming.append(self._added(decode, group))
+            if len(decode.cost_s) > 1 and not spans:
+                coming.append(self._waited(decode, group))
+        if spans:
+            decodes += [self.decodes[other] for other in self.waiting if other != group]
+            coming.append(_from_now(self._elsewhere_s(group, {})))
+        return decodes, coming
+
+    def _waited(self, decode: ComingDecode, group: int) -> Added:
+        """Return what batches of a group wait for others once a decode that spans groups runs."""
+        own_s = decode.cost_s.get(group, 0.0)
+        slowest_s = self._slowest_s(group, decode.cost_s if own_s else {})
+        waited_s = max(0.0, slowest_s - self.decodes[group].total_s - own_s)
+        return self._after(decode.sequence, group, waited_s, math.inf)
 
     def _part(self, seconds: float) -> float:
         return seconds / self.capacity_s if self.capacity_s else 0.0
@@ -290,12 +325,12 @@ class DecodeAccount:
         """Return what the decodes that run take of a batch, in the fullest group."""
         return max((decodes.total_s for decodes in self.decodes.values()), default=0.0)
 
-    def _elsewhere_s(self, group: int, more_s: dict[int, float]) -> float:
-        """Return what decodes to come in other groups only add to the slowest group's.
+    def _slowest_s(self, group: int, more_s: dict[int, float]) -> float:
+        """Return what decodes take in the slowest other group, with those to come outside `group`.
 
         `more_s`: cost of a decode in question, by group.
         """
-        running_s = slowest_s = self._fullest_s()
+        slowest_s = 0.0
         for other in self.waiting:
             if other != group:
                 total_s = self.decodes[other].total_s + more_s.get(other, 0.0)
@@ -303,7 +338,11 @@ class DecodeAccount:
                     if group not in coming.cost_s:
                         total_s += coming.cost_s.get(other, 0.0)
                 slowest_s = max(slowest_s, total_s)
-        return slowest_s - running_s
+        return slowest_s
+
+    def _elsewhere_s(self, group: int, more_s: dict[int, float]) -> float:
+        """Return what decodes to come in other groups only add to the slowest group's."""
+        return max(0.0, self._slowest_s(group, more_s) - self._fullest_s())
 
     def _added_elsewhere_s(self, group: int, cost_s: dict[int, float]) -> float:
         """Return what a decode of other groups adds to the slowest group's."""
@@ -316,11 +355,13 @@ class DecodeAccount:
         share of the time. Mean over the time from its first token on, because rows due later run
         then.
         """
-        sequence = coming.sequence
+        return self._after(coming.sequence, group, coming.cost_s[group], coming.length_s)
+
+    def _after(self, sequence: Sequence, group: int, cost_s: float, length_s: float) -> Added:
+        """Return what comes after a prompt, as it is added to the rows of a group."""
         row = self.waiting[group].find(sequence)
         kind = AFTER_KEPT if sequence.kept else AFTER_RELEGATED
-        share = max(self.settings.relegated_share, 1e-3)
-        return kind, row, coming.cost_s[group], coming.length_s, share
+        return kind, row, cost_s, length_s, max(self.settings.relegated_share, 1e-3)
 
     def try_promise(
         self, sequence: Sequence, cost_s: dict[int, float], group: int, now: float
@@ -377,6 +418,36 @@ class DecodeAccount:
         if math.isinf(self.tpot_s):  # nothing has ever decoded
             return 0.0
         return min(1.0, max(self.settings.decode_room, self._part(self._peak_s)))
+
+    def promise_parts(self, now: float, *, spans: bool) -> tuple[tuple[float, float], ...]:
+        """Return (due in up to, the part that a promise due by then reckons with), in any group.
+
+        The last is for all that is due later. `spans`: of prompts that span groups.
+        """
+        least = self.promise_part()
+        if not self._coming and not spans and not self._all_span:
+            return ((HORIZONS_S[-1], least),)
+        due_s = [now + horizon_s for horizon_s in HORIZONS_S]
+        by_group = [self._parts_until(group, due_s, spans, now) for group in self.waiting]
+        parts = [max(least, *of_groups) for of_groups in zip(*by_group, strict=True)]
+        either = map(max, parts, [least, *parts])  # of the two ends of each interval
+        return tuple(zip(HORIZONS_S, either, strict=False))
+
+    def part_until(self, group: int, due_s: float, now: float) -> float:
+        """Return the part that a promise in one group reckons with, if it is due then."""
+        return max(self.promise_part(), *self._parts_until(group, [due_s], False, now))
+
+    def _parts_until(self, group: int, due_s: list[float], spans: bool, now: float) -> list[float]:
+        """Return the part that decodes take alongside a prompt of a group, due at such times."""
+        decodes, coming = self._alongside(group, spans or self._all_span)
+        least_s = self.spp * self.budget_s
+        rows = self.waiting[group].rows
+        return [
+            self._part(seconds)
+            for seconds in rows.alongside_until_s(
+                decodes, coming, due_s, now, self.budget_s, least_s
+            )
+        ]
 
     def room_s(self) -> float:
         """Return what the capacity holds alongside the decodes that run, in the fullest group."""

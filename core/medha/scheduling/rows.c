@@ -291,26 +291,51 @@ static double between(const double *slot, double part)
     return low + (high - low) * ((part - start) * STEPS[upper]);
 }
 
-/* MEAN of every row: the mean decode time of a batch from now until the row is due, at least
- * `budget` from now. A decode that is behind its pace goes on for another `least`. With `also` it is
- * the larger of that and what MEAN is already: a batch that spans groups waits for the slowest. */
-static void medha_mean(struct rows *rows, const struct decodes *decodes, double now, double budget,
-                       double least, int also)
+/* Rows from `first` on, before `end`. */
+struct range {
+    int64_t first, end;
+};
+
+/* Decodes of which some have ended by a time: seconds of a batch, and for those that ended, by when. */
+struct running {
+    const struct decodes *decodes;
+    double total, ended_cost, ended_work;
+    int64_t at;
+};
+
+static struct running running_of(const struct decodes *decodes)
+{
+    struct running running = {decodes, 0.0, 0.0, 0.0, 0};
+    for (int64_t j = 0; j < decodes->count; j++)
+        running.total += decodes->cost[j];
+    return running;
+}
+
+/* The mean decode time of a batch over the next `until` seconds, which grows from call to call. A
+ * decode that is behind its pace goes on for another `least`. */
+static double mean_until(struct running *running, double until, double now, double least)
+{
+    const struct decodes *decodes = running->decodes;
+    double left;
+    while (running->at < decodes->count &&
+           (left = larger(decodes->ends[running->at] - now, least)) < until) {
+        running->ended_work += left * decodes->cost[running->at];
+        running->ended_cost += decodes->cost[running->at++];
+    }
+    return running->ended_work / until + (running->total - running->ended_cost);
+}
+
+/* MEAN of those rows: the mean decode time of a batch from now until the row is due, at least
+ * `budget` from now. With `also` it is the larger of that and what MEAN is already: a batch that
+ * spans groups waits for the slowest. */
+static void medha_mean(struct rows *rows, struct range of, const struct decodes *decodes,
+                       double now, double budget, double least, int also)
 {
     const double *due = rows->columns + DUE * rows->capacity;
     double *mean = rows->scratch + MEAN * rows->capacity;
-    double total = 0.0, ended_cost = 0.0, ended_work = 0.0;
-    int64_t at = 0;
-    for (int64_t j = 0; j < decodes->count; j++)
-        total += decodes->cost[j];
-    for (int64_t i = 0; i < rows->count; i++) {
-        const double until = larger(due[i] - now, budget);
-        double left;
-        while (at < decodes->count && (left = larger(decodes->ends[at] - now, least)) < until) {
-            ended_work += left * decodes->cost[at];
-            ended_cost += decodes->cost[at++];
-        }
-        const double value = ended_work / until + (total - ended_cost);
+    struct running running = running_of(decodes);
+    for (int64_t i = of.first; i < of.end; i++) {
+        const double value = mean_until(&running, larger(due[i] - now, budget), now, least);
         mean[i] = also ? larger(mean[i], value) : value;
     }
 }
@@ -341,11 +366,13 @@ static double part_of(const struct rows *rows, int64_t row, double window, doubl
 }
 
 /* Adds a decode that is to come to MEAN. */
-static void medha_coming(struct rows *rows, const struct decode *decode, double now, double budget)
+static void medha_coming(struct rows *rows, struct range of, const struct decode *decode,
+                         double now, double budget)
 {
     const double *due = rows->columns + DUE * rows->capacity;
     double *mean = rows->scratch + MEAN * rows->capacity, begin;
-    for (int64_t i = after(rows, decode, now, budget, &begin); i < rows->count; i++) {
+    const int64_t first = after(rows, decode, now, budget, &begin);
+    for (int64_t i = first > of.first ? first : of.first; i < of.end; i++) {
         fetch_slot(rows, i);
         const double window = larger(due[i] - now, budget) - begin;
         if (window > 0.0)
@@ -353,19 +380,32 @@ static void medha_coming(struct rows *rows, const struct decode *decode, double 
     }
 }
 
-/* MEAN, times `part`, is alongside each row from now on. */
-static void medha_apply(struct rows *rows, double part)
+/* What a decode that is to come adds to MEAN of a prompt that has no row, due at `due`. */
+static double medha_coming_until(const struct rows *rows, const struct decode *decode, double due,
+                                 double now, double budget)
+{
+    double begin;
+    const int64_t first = after(rows, decode, now, budget, &begin);
+    const double window = larger(due - now, budget) - begin;
+    if (window <= 0.0 || first > medha_first_due(rows, due))
+        return 0.0;
+    return decode->cost * smaller(decode->length, window) / window;
+}
+
+/* MEAN, times `part`, is alongside each of those rows from now on. */
+static void medha_apply(struct rows *rows, struct range of, double part)
 {
     const double *mean = rows->scratch + MEAN * rows->capacity;
     double *alongside = rows->columns + ALONGSIDE * rows->capacity;
     double *work = rows->columns + WORK * rows->capacity;
-    for (int64_t i = 0; i < rows->count; i++)
+    for (int64_t i = of.first; i < of.end; i++)
         alongside[i] = mean[i] * part;
-    for (int64_t i = 0; i < rows->count; i++) {
+    for (int64_t i = of.first; i < of.end; i++) {
         fetch_slot(rows, i);
         work[i] = between(slot_of(rows, i), alongside[i]);
     }
-    rows->summed = 0;
+    if (of.first < of.end)
+        forget_sums(rows, of.first);
 }
 
 /* TRIAL: the work of every promise, and of the row `place` if it is not -1, alongside the decodes
@@ -1250,33 +1290,75 @@ ROWS_METHOD(levels)
     return list_of_numbers(slot_of(&self->rows, row) + LEVEL, LEVELS);
 }
 
-/* set_alongside(decodes, coming, now, budget, least, part) */
+/* Times that `alongside_until` takes at most. */
+enum { MOST_TIMES = 64 };
+
+/* Whether these are a list of Decodes and a list; `count` arguments follow. */
+static int are_lists(PyObject *const *arguments, Py_ssize_t given, Py_ssize_t count)
+{
+    int right = given == 2 + count && PyList_Check(arguments[0]) && PyList_Check(arguments[1]) &&
+                PyList_Size(arguments[0]) > 0;
+    for (Py_ssize_t at = 0; right && at < PyList_Size(arguments[0]); at++)
+        right = Py_IS_TYPE(PyList_GetItem(arguments[0], at), decodes_type);
+    if (!right)
+        PyErr_Format(PyExc_TypeError, "a list of Decodes, a list, and %zd more", count);
+    return right;
+}
+
+static const struct decodes *running_at(PyObject *list, Py_ssize_t at)
+{
+    return &((struct Decodes *)PyList_GetItem(list, at))->decodes;
+}
+
+/* set_alongside(decodes, coming, row, now, budget, least, part) */
 ROWS_METHOD(set_alongside)
 {
     struct rows *rows = &self->rows;
     struct decode coming;
     double now, budget, least, part;
-    if (given != 6 || !PyList_Check(arguments[0]) || !PyList_Check(arguments[1])) {
-        PyErr_SetString(PyExc_TypeError, "two lists and four numbers");
+    int64_t row;
+    if (!are_lists(arguments, given, 5) ||
+        !take(arguments + 2, 5, rows, "odddd", &row, &now, &budget, &least, &part))
         return NULL;
-    }
-    if (!take(arguments + 2, 4, rows, "dddd", &now, &budget, &least, &part))
-        return NULL;
-    for (Py_ssize_t at = 0; at < PyList_Size(arguments[0]); at++) {
-        PyObject *of = PyList_GetItem(arguments[0], at);
-        if (!Py_IS_TYPE(of, decodes_type)) {
-            PyErr_SetString(PyExc_TypeError, "a list of Decodes");
+    const struct range of = row < 0 ? (struct range){0, rows->count} : (struct range){row, row + 1};
+    for (Py_ssize_t at = 0; at < PyList_Size(arguments[0]); at++)
+        medha_mean(rows, of, running_at(arguments[0], at), now, budget, least, at > 0);
+    for (Py_ssize_t at = 0; at < PyList_Size(arguments[1]); at++) {
+        if (!take_decode(PyList_GetItem(arguments[1], at), rows, &coming))
             return NULL;
+        medha_coming(rows, of, &coming, now, budget);
+    }
+    medha_apply(rows, of, part);
+    Py_RETURN_NONE;
+}
+
+/* alongside_until(decodes, coming, due, now, budget, least): MEAN of a prompt without a row, for each
+ * time in the list `due`, the earliest first. */
+ROWS_METHOD(alongside_until)
+{
+    struct rows *rows = &self->rows;
+    struct decode coming;
+    double due[MOST_TIMES], mean[MOST_TIMES], now, budget, least;
+    if (!are_lists(arguments, given, 4) || !PyList_Check(arguments[2]) ||
+        !take(arguments + 3, 3, rows, "ddd", &now, &budget, &least))
+        return NULL;
+    const Py_ssize_t count = PyList_Size(arguments[2]);
+    if (count > MOST_TIMES || !take_numbers(arguments[2], due, count))
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "%zd times", count);
+    for (Py_ssize_t at = 0; at < PyList_Size(arguments[0]); at++) {
+        struct running running = running_of(running_at(arguments[0], at));
+        for (Py_ssize_t k = 0; k < count; k++) {
+            const double value = mean_until(&running, larger(due[k] - now, budget), now, least);
+            mean[k] = at ? larger(mean[k], value) : value;
         }
-        medha_mean(rows, &((struct Decodes *)of)->decodes, now, budget, least, at > 0);
     }
     for (Py_ssize_t at = 0; at < PyList_Size(arguments[1]); at++) {
         if (!take_decode(PyList_GetItem(arguments[1], at), rows, &coming))
             return NULL;
-        medha_coming(rows, &coming, now, budget);
+        for (Py_ssize_t k = 0; k < count; k++)
+            mean[k] += medha_coming_until(rows, &coming, due[k], now, budget);
     }
-    medha_apply(rows, part);
-    Py_RETURN_NONE;
+    return list_of_numbers(mean, count);
 }
 
 /* try_decode(row, plus, least, now, budget, part, decode) */
@@ -1472,16 +1554,16 @@ ROWS_METHOD(few)
 
 #define METHOD(type, name) {#name, (PyCFunction)(void (*)(void))type##_##name, METH_FASTCALL, NULL}
 static PyMethodDef rows_methods[] = {
-    METHOD(rows, allot),         METHOD(rows, first_due),     METHOD(rows, insert),
-    METHOD(rows, remove),        METHOD(rows, update),        METHOD(rows, set_flags),
-    METHOD(rows, start),         METHOD(rows, work),          METHOD(rows, levels),
-    METHOD(rows, set_alongside), METHOD(rows, try_decode),    METHOD(rows, tried),
-    METHOD(rows, room),          METHOD(rows, least_margin),  METHOD(rows, promises),
-    METHOD(rows, tight),         METHOD(rows, crowding),      METHOD(rows, promise_needs),
-    METHOD(rows, work_before),   METHOD(rows, report),        METHOD(rows, margins),
-    METHOD(rows, margin),        METHOD(rows, relegate),      METHOD(rows, open),
-    METHOD(rows, fitting),       METHOD(rows, keep),          METHOD(rows, order),
-    METHOD(rows, few),           {NULL, NULL, 0, NULL},
+    METHOD(rows, allot),           METHOD(rows, first_due),       METHOD(rows, insert),
+    METHOD(rows, remove),          METHOD(rows, update),          METHOD(rows, set_flags),
+    METHOD(rows, start),           METHOD(rows, work),            METHOD(rows, levels),
+    METHOD(rows, set_alongside),   METHOD(rows, alongside_until), METHOD(rows, try_decode),
+    METHOD(rows, tried),           METHOD(rows, room),            METHOD(rows, least_margin),
+    METHOD(rows, promises),        METHOD(rows, tight),           METHOD(rows, crowding),
+    METHOD(rows, promise_needs),   METHOD(rows, work_before),     METHOD(rows, report),
+    METHOD(rows, margins),         METHOD(rows, margin),          METHOD(rows, relegate),
+    METHOD(rows, open),            METHOD(rows, fitting),         METHOD(rows, keep),
+    METHOD(rows, order),           METHOD(rows, few),             {NULL, NULL, 0, NULL},
 };
 
 #define ROWS_MEMBER(name, field, type) \

@@ -131,6 +131,8 @@ class Scheduler:
         if not promises.promising or not sequence.assigned_groups:
             return sequence.promised
         promises.count_arrival(work_s, now)
+        self._account.follow_spans(now)
+        self._account.count_alongside(sequence, now)
         if sequence.promised:
             admission.try_start(sequence, now)
             return True
@@ -162,7 +164,6 @@ class Scheduler:
         ):
             return False
         cost_s = account.cost_s(sequence)
-        account.follow_spans(now)
         for group in self._waiting:
             account.try_promise(sequence, cost_s, group, now)
         if not promises.fits(sequence, starts) or account.breaks_elsewhere(cost_s, now):
