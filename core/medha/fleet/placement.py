@@ -339,7 +339,7 @@ class ReplicaEstimate:
 
     def _decode_part(self, due_s: float, *, spans: bool) -> float:
         """Return the part of the decode capacity that runs alongside a prompt until it is due."""
-        parts = self.load.spanning_parts if spans else self.load.decode_parts
+        parts = (spans and self.load.spanning_parts) or self.load.decode_parts
         due_in_s, last = due_s - self._updated_s, len(parts) - 1
         at = bisect.bisect_left(parts, due_in_s, key=operator.itemgetter(0))
         return parts[min(at, last)][1] if parts else 0.0

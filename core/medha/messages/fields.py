@@ -84,8 +84,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     budget of a batch while decodes run, `decode_capacity_s` the part of it that they may take,
     `decode_room_s` what is free of that. `decode_parts`: (due in up to s, part of the capacity that
     a new promise reckons with), the last for all that is due later; `spanning_parts` the same of
-    prompts that need several groups. `long_factor`: by which the work of a long prompt counts for
-    more, for short ones to come.
+    prompts that need several groups, if it differs. `long_factor`: by which the work of a long
+    prompt counts for more, for short ones to come.
     `ahead_s`: work that would run before a most urgent new request; `relegated_ahead_s`: short work
     without a promise, before a most urgent late one. `predicted_tpot_s`: of the running decodes.
     `promised_work`: prefill seconds promised to each tenant.

@@ -27,8 +27,8 @@ MOST_CACHED = 8
 class KvGroups:
     """The running groups of a replica, and the sequences that live in them.
 
-    `shared`: sequences that hold, are assigned or claim more than one group; `large`: those that
-    need several when they start.
+    `ranked`: prompts are kept or relegated. `shared`: sequences that hold, are assigned or claim
+    more than one group; `large`: those that need several when they start.
     """
 
     def __init__(self, pool: BlockPool, queues: WaitingQueues, *, ranked: bool) -> None:
@@ -106,8 +106,9 @@ class KvGroups:
             own_s = (
                 self.queues.times.alongside_s(here, sequence.target_tokens, 0.0) if cached else 0.0
             )
-            ahead_s = self.queues.ahead_s(group, due_s, self.ranked) + own_s
-            return ahead_s, self.queues.pending_s(group), -free, group
+            pending_s = self.queues.pending_s(group)
+            ahead_s = self.queues.ahead_s(group, due_s) if self.ranked else pending_s
+            return ahead_s + own_s, pending_s, -free, group
 
         order = sorted(self.running, key=cost) if len(self.running) > 1 else [*self.running]
         sequence.assign(tuple(order[:needed]))

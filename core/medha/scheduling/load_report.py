@@ -60,7 +60,7 @@ def report(
         decode_capacity_s=account.capacity_s,
         decode_room_s=account.room_s() if has_place else 0.0,
         decode_parts=account.promise_parts(now, spans=False) if running else (),
-        spanning_parts=account.promise_parts(now, spans=True) if len(running) > 1 else (),
+        spanning_parts=account.promise_parts(now, spans=True) if running else (),
         long_factor=1.0 if best is None else promises.widened(promises.coming(best, now)),
         predicted_tpot_s=predicted_tpot_s,
         drain_s_per_s=float(len(running) or 1),

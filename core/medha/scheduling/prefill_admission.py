@@ -271,29 +271,33 @@ class DecodeAccount:
         faded = math.exp(min(0.0, self._peak_as_of_s - now) / PEAK_MEMORY_S)
         self._peak_s, self._peak_as_of_s = max(total_s, faded * self._peak_s), now
         typical = self._part(total_s)
+        shared = () if self._all_span else self.groups.shared.values()
+        spanning = [sequence for sequence in shared if len(sequence.assigned_groups) > 1]
         for group, queue in self.waiting.items():
-            self._count_alongside(group, -1, self._all_span, now)
+            self._count_alongside(group, [-1], self._all_span, now)
             queue.set_typical(typical, self.promise_part())
-        for sequence in self.groups.shared.values() if not self._all_span else ():
-            self.count_alongside(sequence, now)
+            rows = [row for sequence in spanning if (row := queue.find(sequence)) >= 0]
+            if rows:
+                self._count_alongside(group, rows, True, now)
 
     def count_alongside(self, sequence: Sequence, now: float) -> None:
-        """Compute what runs alongside one prompt until it is due, in each of its queues."""
+        """Compute what runs alongside a prompt until it is due, after it joined its queues."""
         spans = self._all_span or len(sequence.assigned_groups) > 1
         if not self._coming and not spans:
             return  # what is typical
         for group in sequence.assigned_groups:
-            row = self.waiting[group].find(sequence) if group in self.waiting else -1
-            if row >= 0:
-                self._count_alongside(group, row, spans, now)
+            if group in self.waiting:
+                row = self.waiting[group].row_of(sequence)
+                self._count_alongside(group, [row], spans, now)
 
-    def _count_alongside(self, group: int, row: int, spans: bool, now: float) -> None:
-        """Compute what runs alongside a row of a group until it is due; of all rows if it is -1."""
+    def _count_alongside(self, group: int, rows: list[int], spans: bool, now: float) -> None:
+        """Compute what runs alongside rows of a group until they are due; -1 stands for all."""
         decodes, coming = self._alongside(group, spans)
-        least_s = self.spp * self.budget_s
-        self.waiting[group].rows.set_alongside(
-            decodes, coming, row, now, self.budget_s, least_s, self._part(1.0)
-        )
+        least_s, part = self.spp * self.budget_s, self._part(1.0)
+        for row in rows:
+            self.waiting[group].rows.set_alongside(
+                decodes, coming, row, now, self.budget_s, least_s, part
+            )
 
     def _alongside(self, group: int, spans: bool) -> tuple[list[Decodes], list[Added]]:
         """Return the decodes that run alongside a prompt of a group, and those that are to come.
@@ -422,16 +426,19 @@ class DecodeAccount:
     def promise_parts(self, now: float, *, spans: bool) -> tuple[tuple[float, float], ...]:
         """Return (due in up to, the part that a promise due by then reckons with), in any group.
 
-        The last is for all that is due later. `spans`: of prompts that span groups.
+        The last is for all that is due later. `spans`: of prompts that span groups; none if they
+        reckon with the same.
         """
         least = self.promise_part()
+        if spans and (self._all_span or len(self.waiting) == 1):
+            return ()
         if not self._coming and not spans and not self._all_span:
             return ((HORIZONS_S[-1], least),)
         due_s = [now + horizon_s for horizon_s in HORIZONS_S]
         by_group = [self._parts_until(group, due_s, spans, now) for group in self.waiting]
         parts = [max(least, *of_groups) for of_groups in zip(*by_group, strict=True)]
         either = map(max, parts, [least, *parts])  # of the two ends of each interval
-        return tuple(zip(HORIZONS_S, either, strict=False))
+        return tuple(zip(HORIZONS_S, either, strict=True))
 
     def part_until(self, group: int, due_s: float, now: float) -> float:
         """Return the part that a promise in one group reckons with, if it is due then."""

@@ -187,7 +187,7 @@ class PromiseSet:
         self.longest_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
         self.drain_s = (spp - 1) * self.longest_s
         self.overhead_s = _overhead_s(predictor)
-        self.promising = settings.policy == "lars"
+        self.promising = groups.ranked
         self.gives = self.promising and settings.commit
         self.relegated_credit_s: dict[int, float] = {}
         self._rounds: dict[int, int] = {}

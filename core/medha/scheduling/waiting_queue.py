@@ -293,12 +293,11 @@ class WaitingQueues:
         """Prefill seconds that wait in `group`; exactly 0 if the queue is empty."""
         return float(self.by_group[group].work_s.sum())
 
-    def ahead_s(self, group: int, due_s: float, only_kept: bool) -> float:
-        """Prefill seconds that wait in `group`: of kept rows that are due by then, or of all."""
+    def ahead_s(self, group: int, due_s: float) -> float:
+        """Prefill seconds of kept rows that are due by then and wait in `group`."""
         queue = self.by_group[group]
-        due = queue.due_s.searchsorted(due_s, side="right") if only_kept else len(queue)
-        work_s = queue.work_s[:due]
-        return float(work_s[queue.kept[:due]].sum() if only_kept else work_s.sum())
+        due = queue.due_s.searchsorted(due_s, side="right")
+        return float(queue.work_s[:due][queue.kept[:due]].sum())
 
     def levels_by_group(self, sequence: Sequence, cached: int = 0) -> dict[int, list[float]]:
         """Seconds of unscheduled tokens in each running assigned group, by level of decodes.
