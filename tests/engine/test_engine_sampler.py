@@ -246,3 +246,14 @@ def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     best = int(scores.argmax())
     counts = support(scores, 50, temperature=temperature)
     assert counts == {best: 50}
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-30, 10.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.01])
+def test_extreme_repetition_penalties_stay_finite(penalty: float, temperature: float) -> None:
+    scores = torch.linspace(-3.0, 3.0, VOCAB).view(1, -1)
+    scores[0, 1], scores[0, 2] = 0.0, float("-inf")
+    seen = list(range(VOCAB - 1))
+    counts = counted(seen, prompt_tokens=3, repetition_penalty=penalty)
+    best = VOCAB - 1 if penalty > 1.0 else VOCAB - 2
+    assert token(scores, counts=counts, repetition_penalty=penalty, temperature=temperature) == best

@@ -20,6 +20,9 @@ import torch
 from medha.messages.fields import Sampling
 from medha_worker.device import CPU, ComputeDevice
 
+# A lower repetition penalty counts as this: float32 takes it for 0, by which it cannot divide.
+LEAST_FACTOR = 1e-6
+
 
 class PenaltyTable:
     """Tables of the sequences with penalties; they grow by doubling."""
@@ -138,7 +141,7 @@ class TokenCounts:
 
     @property
     def factor(self) -> float:
-        return self.sampling.repetition_penalty
+        return max(self.sampling.repetition_penalty, LEAST_FACTOR)
 
     def see(self, position: int, tokens: npt.NDArray[np.int32]) -> None:
         """Count `tokens` from `position` on; those that are counted already are skipped."""
