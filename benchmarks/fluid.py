@@ -10,6 +10,9 @@ Prompts run one at a time per KVP group, at once preempted, in the better of two
                 arrival and end), earliest deadline first; then the others, shortest first
     shortest    shortest remaining prefill first
 
+`fluid-kept` is another reference: as `promises`, but what was once promised is never given up. It
+shows what keeping promises costs a server that knows everything.
+
 A first token is in time if the prefill, and the drain of its last batch through the pipeline, end
 by the deadline. Pages and the number of decodes are not limited. The prefix cache holds everything.
 """
@@ -27,7 +30,9 @@ from benchmarks.policy_runs import Outcome
 from medha.config import Scheduling
 from medha.predictor import BatchLoad, Predictor
 
-ORDERS = ("promises", "shortest")
+FLUID, FLUID_KEPT = "fluid", "fluid-kept"
+REFERENCES = {FLUID: ("promises", "shortest"), FLUID_KEPT: ("kept",)}
+"""Orders of each reference; the better one of several counts."""
 DECODE_FREE = 0.2
 SEGMENT_TOKENS, SEGMENT_SHARE = 2048, 0.05
 """Tokens, and part of its depth, after which a prompt's rate is computed again."""
@@ -132,6 +137,7 @@ class FluidReplica:
         self.now = 0.0
         self.pools = [DecodePool() for _ in range(self.most)]
         self.waiting: dict[int, FluidPrompt] = {}
+        self.promised: frozenset[int] = frozenset()  # never given up
         self.finished_s: dict[int, float] = {}
         self._decoding: dict[int, FluidPrompt] = {}
         self._ranked: list[FluidPrompt] = []
@@ -273,8 +279,10 @@ class FluidReplica:
     def _rank(self) -> None:
         """Order the waiting prompts again."""
         left_s = self._left()
-        promising = self.order == "promises"
+        promising = self.order != "shortest"
         kept = self._kept(self.waiting, left_s) if promising else frozenset[int]()
+        if self.order == "kept":
+            self.promised = kept
         self._ranked = self._ordered(self.waiting, kept, left_s)
 
     def _left(self) -> dict[int, float]:
@@ -297,7 +305,9 @@ class FluidReplica:
     def _kept(
         self, waiting: Mapping[int, FluidPrompt], left_s: Mapping[int, float]
     ) -> frozenset[int]:
-        """Moore-Hodgson: prompts that can all be in time; the largest of each overrun goes."""
+        """Moore-Hodgson: prompts that can all be in time; the largest of each overrun goes.
+
+        Promised ones stay."""
         totals = [0.0] * self.most
         heaps: list[list[tuple[float, int]]] = [[] for _ in range(self.most)]
         kept: set[int] = set()
@@ -305,7 +315,8 @@ class FluidReplica:
             kept.add(prompt.number)
             for group in prompt.groups:
                 totals[group] += left_s[prompt.number]
-                heapq.heappush(heaps[group], (-left_s[prompt.number], prompt.number))
+                if prompt.number not in self.promised:
+                    heapq.heappush(heaps[group], (-left_s[prompt.number], prompt.number))
             for group in prompt.groups:
                 while totals[group] > prompt.due_s - self.now and heaps[group]:
                     largest = heapq.heappop(heaps[group])[1]
@@ -404,9 +415,9 @@ def first_tokens(
     return in_time, {ids[number]: end_s for number, end_s in ends.items()}
 
 
-def play(cell: Cell, load: CellWorkload) -> Outcome:
-    """Serve a cell's workload in both orders; returns the better one by short and long shares."""
-    outcomes = [_play(cell, load, order) for order in ORDERS]
+def play(cell: Cell, load: CellWorkload, reference: str = FLUID) -> Outcome:
+    """Serve a cell's workload in a reference's orders; returns the better by its two shares."""
+    outcomes = [_play(cell, load, order) for order in REFERENCES[reference]]
     return max(outcomes, key=lambda outcome: outcome.short_share + outcome.long_share)
 
 

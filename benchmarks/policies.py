@@ -26,7 +26,7 @@ import msgspec
 from benchmarks import fluid
 from benchmarks.policy_cells import TRACES, Cell, cells, infeasible_combinations, workload
 from benchmarks.policy_runs import REFUSING, VARIANTS, Outcome, play, total
-from benchmarks.policy_verdict import FLUID, Results, table, verdict
+from benchmarks.policy_verdict import Results, table, verdict
 
 import medha
 
@@ -85,8 +85,8 @@ def run(job: Job) -> Outcome:
     """Make a run."""
     data = pathlib.Path(job.data) if job.data else None
     load = workload(job.cell, job.seed, job.size, data)
-    if job.variant == FLUID:
-        return fluid.play(job.cell, load)
+    if job.variant in fluid.REFERENCES:
+        return fluid.play(job.cell, load, job.variant)
     replays = job.replays if job.variant == REFUSING else 0
     return play(job.cell, job.variant, load, job.seed, LIMIT_S, replays)
 
@@ -104,7 +104,7 @@ def jobs_of(
     return [
         Job(cell=cell, variant=variant, seed=seed, size=size, replays=replays, data=data)
         for cell in picked
-        for variant in variants or [*VARIANTS, FLUID]
+        for variant in variants or [*VARIANTS, *fluid.REFERENCES]
         for seed in range(first_seed, first_seed + (seeds if cell.replicas == 1 else 1))
     ]
 
@@ -201,7 +201,7 @@ def main() -> int:
     what.add_argument("--short", action="store_true", help="the first cells with fewer requests")
     what.add_argument("--cell", type=int, action="append", help="number of a cell; may be repeated")
     what.add_argument("--list", action="store_true", help="print the cells")
-    parser.add_argument("--policy", action="append", choices=[*VARIANTS, FLUID])
+    parser.add_argument("--policy", action="append", choices=[*VARIANTS, *fluid.REFERENCES])
     parser.add_argument("--data", type=pathlib.Path, help="folder of traces")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/policies.jsonl"))
     parser.add_argument("--processes", type=int, default=2)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from benchmarks.fluid import FLUID, REFERENCES
 from benchmarks.policy_cells import Cell
 from benchmarks.policy_runs import ERRING, REFUSING, Outcome
 
 from medha.config import Scheduling
 
-DEFAULT, FLUID = "lars", "fluid"
-NOT_RIVALS = (DEFAULT, REFUSING, ERRING, FLUID)
+DEFAULT = "lars"
+NOT_RIVALS = (DEFAULT, REFUSING, ERRING, *REFERENCES)
 
 Results = Mapping[Cell, Mapping[str, Outcome]]
 Offences = dict[str, list[str]]

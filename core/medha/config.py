@@ -73,7 +73,10 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     `long_prefill_threshold_tokens`: limit of the tokens of one prompt per batch (as in vLLM).
     `long_tokens` None: a prompt is long when its remaining work exceeds 8 budgets.
     `max_bucket_loss`: largest part of a length bucket that may be dropped from the promise set.
-    `tbt_guard`, `margin_guard`: parts of a budget kept back from credit and from margins.
+    `chunk_step_tokens`: a chunk is a multiple of this, except a prompt's last.
+    `tbt_guard`, `plan_guard`, `margin_guard`: parts of a budget kept back from credit, from the
+    batches that promises count on, and from margins. Promises count on less than batches may take,
+    so that their margins grow, and newcomers find room.
     `finish_fill`: part of its budget that a batch takes in which a short prompt ends, as long as
     everybody is expected to be in time.
     `ahead_s`: a replica of one stage decides the next batch when the running one has at most this
@@ -98,7 +101,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_starved_rounds: int = 16
     dispatch_budgets: float = 2.0
     finish_fill: float = 0.5
-    chunk_step_tokens: int = 32
+    chunk_step_tokens: int = 16
     work_floor_s: float = 0.001
     output_reserve: float = 0.25
     growth_timeout_s: float = 120.0
@@ -106,19 +109,20 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prefix_cache: bool = True
     rebalance: bool = True
     release_cooldown_s: float = 30.0
-    tbt_guard: float = 0.1
+    tbt_guard: float = 0.05
+    plan_guard: float = 0.1
     margin_guard: float = 1.0
     ahead_s: float = 0.0
     prefill_share: float = 0.1
     decode_room: float = 0.05
 
     def planned_budget_s(self, tpot_s: float, spp: int) -> float:
-        """Seconds per stage that a batch may last while decodes of that TPOT run."""
+        """Seconds per stage that promises count on for a batch while decodes of that TPOT run."""
         if self.budget == "fixed":
             return self.fixed_s
         if self.budget == "tokens":
             return self.max_batch_s
-        least_s = tpot_s * (1.0 - self.tbt_guard) / spp
+        least_s = tpot_s * (1.0 - self.plan_guard) / spp
         return min(max(least_s, self.min_batch_s), self.max_batch_s)
 
     def reference_budget_s(self, tpot_s: float, spp: int) -> float:

@@ -547,7 +547,7 @@ class Predictor:
         shape: ModelShape,
         topology: Topology,
         budget_s: float = 0.1,
-        step_tokens: int = 32,
+        step_tokens: int = 16,
         costs: Costs | None = None,
     ) -> None:
         self.profile, self.shape, self.topology = profile, shape, topology
@@ -603,7 +603,7 @@ class Predictor:
         keys: int,
         limit_tokens: int,
         budget_s: float,
-        step_tokens: int = 32,
+        step_tokens: int = 16,
         groups: int = 1,
         tail: bool = True,
         yields: bool = False,

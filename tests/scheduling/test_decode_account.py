@@ -155,7 +155,7 @@ def test_what_is_promised_later_reckons_with_the_answer_of_a_promised_prompt() -
 
 @pytest.mark.parametrize("spans", [False, True])
 def test_a_promise_counts_its_decode_in_other_groups_while_batches_span(spans: bool) -> None:
-    # 90 ms are left to the promise of the other group, fewer than the decode costs it.
+    # The promise of the other group has less time left than the decode costs it.
     plan = scheduler(
         topology(kvp=2, tokens_per_group=20_000),
         Scheduling(max_batch_s=0.05, decode_room=0.0),
@@ -164,7 +164,7 @@ def test_a_promise_counts_its_decode_in_other_groups_while_batches_span(spans: b
     )
     if spans:
         plan.submit(request("spans", 30_000, within_s=90.0, promised=False), 0.0)
-    kept = request("kept", 9_000, within_s=6.2, output_tokens=2, tpot_s=0.05, promised=True)
+    kept = request("kept", 9_000, within_s=6.05, output_tokens=2, tpot_s=0.05, promised=True)
     plan.submit(kept, 0.0)
     plan._account.refresh(0.0)
     long = request("long", 10_000, within_s=40.0, output_tokens=2000, tpot_s=0.05)

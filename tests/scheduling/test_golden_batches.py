@@ -1,6 +1,6 @@
 """Five batches drawn by hand: what goes in, in which order, and why.
 
-A prompt token costs 0.1 ms, so a budget of 100 ms holds 1,000 tokens: 992 in steps of 32.
+A prompt token costs 0.1 ms, so a budget of 100 ms holds 1,000 tokens: 992 in steps of 16.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def test_short_prompts_ride_along_and_the_long_one_takes_what_is_left() -> None:
     plan.submit(request("long", 100_000, within_s=30.0), 0.0)
     plan.submit(request("b", 200, within_s=2.0), 0.0)
     plan.submit(request("c", 100, within_s=2.0), 0.0)
-    # Shortest first; the long one gets 700 tokens' worth, in steps of 32.
-    assert step(plan, 0.0)[1] == ["3:0+100!", "2:0+200!", "1:0+672"]
+    # Shortest first; the long one gets 700 tokens' worth, in steps of 16.
+    assert step(plan, 0.0)[1] == ["3:0+100!", "2:0+200!", "1:0+688"]
 
 
 def test_a_batch_in_which_a_prompt_ends_is_filled_to_a_half() -> None:
@@ -73,7 +73,7 @@ def test_a_batch_is_filled_whole_while_a_prompt_is_relegated() -> None:
     plan = scheduler(settings=Scheduling(finish_fill=0.5))
     plan.submit(request("late", 100_000, within_s=1.0), 0.0)
     plan.submit(request("b", 200, within_s=2.0), 0.0)
-    assert step(plan, 0.0)[1] == ["2:0+200!", "1:0+768"]
+    assert step(plan, 0.0)[1] == ["2:0+200!", "1:0+784"]
 
 
 def test_decodes_come_first_and_their_tpot_sets_the_budget() -> None:
@@ -83,20 +83,20 @@ def test_decodes_come_first_and_their_tpot_sets_the_budget() -> None:
     assert drawn == ["1:0+64!"]
     finish(plan, first, 0.0064)
     plan.submit(request("long", 100_000, 0.0064, within_s=30.0), 0.0064)
-    # The next token is due 30 ms after the first; nine tenths are spent: 27 ms, 270 tokens, 1 of
+    # The next token is due 30 ms after the first; 95 % are spent: 28.5 ms, 285 tokens, 1 of
     # them the decode's. The decode's token opens a page.
     second, drawn = step(plan, 0.0064)
-    assert drawn == ["d1:64+1!", "2:0+256"]
+    assert drawn == ["d1:64+1!", "2:0+272"]
     assert len(second.chunks[0].pages) == 1
     finish(plan, second, 0.0064 + second.predicted_s)
     third, drawn = step(plan, 0.0064 + second.predicted_s)
-    # It ran 4 ms ahead: now the target itself bounds the batch, 30 ms. Its page has room.
-    assert drawn == ["d1:65+1!", "2:256+288"] and third.chunks[0].pages == ()
+    # It ran 2.7 ms ahead: now the target itself bounds the batch, 30 ms. Its page has room.
+    assert drawn == ["d1:65+1!", "2:272+288"] and third.chunks[0].pages == ()
 
 
 @pytest.mark.parametrize(
     ("outputs", "prefill"),
-    [(100, "2:0+224"), (9, "2:0+224"), (4, "2:0+192"), (2, "2:0+128")],
+    [(100, "2:0+256"), (9, "2:0+256"), (4, "2:0+192"), (2, "2:0+144")],
 )
 def test_a_late_decode_is_on_time_again_within_the_tokens_that_it_has_left(
     outputs: int, prefill: str
@@ -106,8 +106,8 @@ def test_a_late_decode_is_on_time_again_within_the_tokens_that_it_has_left(
     first, _ = step(plan, 0.0)
     finish(plan, first, 0.0064)
     plan.submit(request("long", 100_000, 0.0064, within_s=30.0), 0.0224)
-    # 16 ms late: 2 of each of eight tokens, or 5.3 of three, or half of the TPOT of the last one;
-    # nine tenths of 28, of 24.7 and of 14, at least 15 ms.
+    # 16 ms late: 2 of each of eight tokens, 2.3 of seven, 8 of two, or half of the TPOT of the
+    # last one; 95 % of 28, 27.7, 22 and 14 ms, at least 15 ms.
     assert step(plan, 0.0224)[1] == ["d1:64+1!", prefill]
 
 
@@ -116,16 +116,16 @@ def test_stage_0_takes_the_next_chunk_while_the_first_is_under_way() -> None:
     plan.submit(request("long", 10_000, within_s=30.0), 0.0)
     # A stage has half of the layers, so that twice the tokens fit its 100 ms.
     first, drawn = step(plan, 0.0)
-    assert drawn == ["1:0+1984"]
+    assert drawn == ["1:0+2000"]
     # Not before the chunk left stage 0, and never more than two batches in flight.
     assert plan.next_batch(0.05, G0) is None
     plan.stage_done(first.number, 0, 0.1)
     second, drawn = step(plan, 0.1)
-    assert drawn == ["1:1984+1984"]
+    assert drawn == ["1:2000+2000"]
     plan.stage_done(second.number, 0, 0.2)
     assert plan.next_batch(0.2, G0) is None
     plan.complete(first.number, BatchResult(), 0.2)
-    assert step(plan, 0.2)[1] == ["1:3968+1984"]
+    assert step(plan, 0.2)[1] == ["1:4000+2000"]
 
 
 def test_decodes_are_spread_over_the_batches_in_flight() -> None:

@@ -196,16 +196,16 @@ def test_tenants_that_ask_for_too_much_are_served_by_weight(
     slo_class: SloClass, routers: int
 ) -> None:
     weights = {"a": 1.0, "b": 2.0, "c": 5.0}
-    arrivals = [arrival for tenant in weights for arrival in chats(tenant, 1.0, 40.0)]
+    arrivals = [arrival for tenant in weights for arrival in chats(tenant, 1.0, 60.0)]
     arrivals.sort(key=lambda arrival: arrival.arrival_s)
-    records = play(arrivals, slo_class=slo_class, routers=routers, weights=weights, until_s=40.0)
+    records = play(arrivals, slo_class=slo_class, routers=routers, weights=weights, until_s=60.0)
     served = dict.fromkeys(weights, 0.0)
     for record in records.values():
-        if record.ttft_s is not None and record.arrival_s + record.ttft_s > 15.0:
+        if record.ttft_s is not None and record.arrival_s + record.ttft_s > 20.0:
             served[record.tenant] += record.work_s
     for tenant, weight in weights.items():
         share = served[tenant] / sum(served.values())
-        assert share == pytest.approx(weight / 8.0, rel=0.05), tenant
+        assert share == pytest.approx(weight / 8.0, rel=0.03), tenant
 
 
 # --- lies -----------------------------------------------------------------------------------------

@@ -78,6 +78,13 @@ def test_the_largest_prompt_of_an_overrun_waits_for_the_others() -> None:
     assert "b" not in ends  # it would end at 2.6 s, after the last deadline
 
 
+def test_only_the_reference_that_keeps_promises_serves_a_promised_prompt_first() -> None:
+    cases: tuple[Case, ...] = ((0.0, 10_000, 1, 1.1), (0.1, 1500, 1, 0.3), (0.2, 1500, 1, 0.3))
+    ends = serve(replica("promises"), *cases)
+    assert "a" not in ends and ends["b"] == (0.25, True) and ends["c"] == (0.4, True)
+    assert serve(replica("kept"), *cases) == {"a": (1.0, True)}
+
+
 def test_the_shortest_first_order_misses_a_deadline_that_promises_meet() -> None:
     cases: tuple[Case, ...] = ((0.0, 10_000, 1, 1.1), (0.0, 5000, 1, 5.0))
     assert serve(replica("shortest"), *cases) == {"a": (1.5, False), "b": (0.5, True)}
@@ -151,7 +158,7 @@ def test_a_long_prompt_alone_takes_as_long_as_the_predictor_says(tokens: int, sp
     of = FluidReplica(predictor, 0.1, Scheduling(), "promises")
     of.submit(FluidPrompt(0, tokens, 0, 1), 1e6)
     of.advance(1e4)
-    # The reference loses nothing to chunks in steps of 32 tokens.
+    # The reference loses nothing to chunks of whole steps.
     expected_s = predictor.busy_s(tokens)
     assert 0.98 * expected_s < of.finished_s[0] < 1.02 * expected_s
 

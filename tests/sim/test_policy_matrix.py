@@ -244,4 +244,4 @@ def test_the_short_form_begins_with_the_cells_of_the_full_one() -> None:
     short, full = jobs_of(cells()[:12], size=0.5), jobs_of(cells(), size=1.0, seeds=2)
     assert {job.cell for job in short} < {job.cell for job in full}
     several = sum(cell.replicas > 1 for cell in cells())
-    assert len(full) == 11 * (2 * CELLS - several)
+    assert len(full) == 12 * (2 * CELLS - several)
