@@ -82,7 +82,7 @@ def workload(seed: int, groups: int) -> list[Draw]:
     rng = np.random.default_rng(seed)
     draws, at_s = [], 0.1
     for index in range(60 + 40 * groups):
-        gap_s = 0.02 if rng.random() < 0.7 else 0.6
+        gap_s = 0.02 if rng.random() < 0.7 else 0.5
         at_s += float(rng.exponential(gap_s / groups))
         long = rng.random() < 0.12
         blocks = int(rng.integers(0, 6))
