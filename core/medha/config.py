@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from medha.batch import CHUNK_STEP_TOKENS
 from medha.errors import SpecError
 from medha.request import SloClass
 from medha.topology import Topology
@@ -101,7 +102,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_starved_rounds: int = 16
     dispatch_budgets: float = 2.0
     finish_fill: float = 0.5
-    chunk_step_tokens: int = 16
+    chunk_step_tokens: int = CHUNK_STEP_TOKENS
     work_floor_s: float = 0.001
     output_reserve: float = 0.25
     growth_timeout_s: float = 120.0

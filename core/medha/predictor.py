@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterable
 from math import pow as power
 
+from medha.batch import CHUNK_STEP_TOKENS
 from medha.corrections import MIXED, PREFILL, Corrections, Learned
 from medha.model import ModelShape, pairs
 from medha.profile import Profile
@@ -547,7 +548,7 @@ class Predictor:
         shape: ModelShape,
         topology: Topology,
         budget_s: float = 0.1,
-        step_tokens: int = 16,
+        step_tokens: int = CHUNK_STEP_TOKENS,
         costs: Costs | None = None,
     ) -> None:
         self.profile, self.shape, self.topology = profile, shape, topology
@@ -603,7 +604,7 @@ class Predictor:
         keys: int,
         limit_tokens: int,
         budget_s: float,
-        step_tokens: int = 16,
+        step_tokens: int = CHUNK_STEP_TOKENS,
         groups: int = 1,
         tail: bool = True,
         yields: bool = False,

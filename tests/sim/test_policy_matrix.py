@@ -8,9 +8,10 @@ import pathlib
 import msgspec
 import pytest
 from benchmarks.covering_array import Combination, covering_array, pairs
+from benchmarks.fluid import REFERENCES
 from benchmarks.policies import Job, Row, by_cell, jobs_of, kept_rows
 from benchmarks.policy_cells import CELLS, LONG_SHARES, WORKLOADS, Cell, cells, infeasible, workload
-from benchmarks.policy_runs import Outcome, Run, Served, play, spread, total
+from benchmarks.policy_runs import VARIANTS, Outcome, Run, Served, play, spread, total
 from benchmarks.policy_verdict import table, verdict
 
 from medha.config import Scheduling
@@ -241,7 +242,8 @@ def test_finished_runs_are_found_again_until_the_code_changes(tmp_path: pathlib.
 
 
 def test_the_short_form_begins_with_the_cells_of_the_full_one() -> None:
+    variants = len(VARIANTS) + len(REFERENCES)
     short, full = jobs_of(cells()[:12], size=0.5), jobs_of(cells(), size=1.0, seeds=2)
     assert {job.cell for job in short} < {job.cell for job in full}
     several = sum(cell.replicas > 1 for cell in cells())
-    assert len(full) == 12 * (2 * CELLS - several)
+    assert len(full) == variants * (2 * CELLS - several)
