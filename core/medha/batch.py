@@ -15,10 +15,6 @@ from __future__ import annotations
 
 import msgspec
 
-CHUNK_STEP_TOKENS = 16
-"""A chunk is a multiple of this, except a prompt's last: of schedulers, and of the predictors that
-fill tables for them."""
-
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Tokens of one sequence in one iteration; a decode is a chunk of one with `decode` true.

@@ -30,7 +30,7 @@ RATES = (
 LATENCIES = ("batch_s", "layer_s", "sequence_s")
 # Fitted only with operators; the power of the roofline is fitted as power − 1.
 SHAPES = ("elementwise_bytes_per_s", "attention_half_rows", "roofline_power")
-FLOORS = ("elementwise_s", "product_s")  # likewise, if the guess has them
+FLOORS = ("elementwise_s", "product_s", "attention_s")  # likewise, if the guess has them
 NOISE = 0.05  # relative error of one measurement
 ROUGH = 0.15  # relative difference of an operator alone and within a batch
 DOUBT = 2.0  # of the guess, in powers of e

@@ -11,7 +11,6 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from medha.batch import CHUNK_STEP_TOKENS
 from medha.errors import SpecError
 from medha.request import SloClass
 from medha.topology import Topology
@@ -25,6 +24,10 @@ STALL_S = 1.0
 PROGRESS_TOKENS = 16
 """A request that emits this number of tokens between two losses of its replica, or of its group, is
 not what kills them."""
+
+CHUNK_STEP_TOKENS = 16
+"""A chunk is a multiple of this, except a prompt's last: of schedulers, and of the predictors that
+fill tables for them."""
 
 AHEAD_S = 0.01
 """Time for a decision, a message, the inputs of a batch, and two ticks of a controller."""

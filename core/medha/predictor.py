@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable
 from math import pow as power
 
-from medha.batch import CHUNK_STEP_TOKENS
+from medha.config import CHUNK_STEP_TOKENS
 from medha.corrections import MIXED, PREFILL, Corrections, Learned
 from medha.model import ModelShape, pairs
 from medha.profile import Profile
@@ -275,6 +275,7 @@ class Costs:
         "adapter_s",
         "all_reduce_row",
         "all_reduce_s",
+        "attention_s",
         "batch_s",
         "byte",
         "corrections",
@@ -308,7 +309,7 @@ class Costs:
 
         self.heads = shape.heads / tp
         kv_heads = len(kv_heads_of(0, tp, shape.kv_heads))
-        self.half = profile.attention_half_rows
+        self.half, self.attention_s = profile.attention_half_rows, profile.attention_s
         self.flop = shape.pair_flops / profile.attention_flops_per_s
         kept = shape.planes * kv_heads * shape.head_dim
         self.byte = kept * shape.kv_bytes / profile.attention_bytes_per_s
@@ -377,7 +378,7 @@ class Costs:
             flop = self.flop * seen * (self.heads + self.half / length)
             byte = self.byte * (near + length if tail else near)
             seconds += self.windowed * (math.sqrt(flop * flop + byte * byte) - seconds)
-        return seconds
+        return seconds + self.attention_s
 
     def decodes(self, count: int, keys: int) -> float:
         """Seconds of the attention of `count` decodes, mean of all layers.

@@ -49,6 +49,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
       product by itself, in waves of tiles on `multiprocessors`, see `medha.predictor.Products`;
     * `elementwise_s`: lower bound of norms, rotation, activation and sums of one layer;
     * `attention_half_rows`: chunk × heads at which prefill attention reaches half its rate;
+      `attention_s`: fixed cost of a chunk's attention, per layer;
     * `layer_s`, `batch_s`, `sequence_s`: fixed cost per layer, per batch and stage, per entry;
     * all-reduce, point-to-point, KVP exchange and page transfer: latency + bytes / rate.
 
@@ -70,6 +71,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     elementwise_s: Seconds = 0.0
     attention_flops_per_s: Rate
     attention_half_rows: Seconds = 0.0
+    attention_s: Seconds = 0.0
     attention_bytes_per_s: Rate
     layer_s: Seconds = 0.0
     batch_s: Seconds = 0.0
@@ -118,4 +120,4 @@ SHIPPED = {profile.name: profile for profile in (CPU_CORE, A100, H100, H200)}
 
 def guess_for(device: str) -> Profile:
     """Initial guess of a fit for this kind of device."""
-    return CPU_CORE if device == "cpu" else H100
+    return CPU_CORE if device == "cpu" else H200

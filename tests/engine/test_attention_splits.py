@@ -15,12 +15,14 @@ from medha_worker.attention.kernel_interface import LogBase, Partial, Sight, Spa
 from medha_worker.attention.kv_splits import (
     H200,
     LEAST_TOKENS,
+    SMALL_WORK,
     KernelBatch,
     PrefixSplit,
     choose,
     lay,
     lay_singles,
     sees_a_run,
+    small,
 )
 from medha_worker.attention.merge import empty, fold
 from medha_worker.attention.reference import ReferenceAttention
@@ -105,9 +107,11 @@ def test_parts_merge_into_attention_over_the_whole(
         (64, 1_000_000, 8, True),
         (65, 1_000_000, 4, False),
         (256, 1_000_000, 2, False),
-        (257, 1_000_000, 1, False),
-        (64, LEAST_TOKENS * 3, 3, True),
-        (32, LEAST_TOKENS, 1, False),
+        (257, 1_000_000, 4, False),
+        (512, 1_000_000, 1, False),
+        (2000, 1_000_000, 1, False),
+        (64, LEAST_TOKENS * 5, 5, True),
+        (64, LEAST_TOKENS * 3, 1, False),
         (32, 0, 1, False),
     ],
 )
@@ -116,6 +120,33 @@ def test_small_chunks_over_long_prefixes_are_cut_in_more_parts(
 ) -> None:
     rule = choose(H200, rows, prefix)
     assert (rule.parts, rule.packed) == (parts, packed)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "expected"),
+    [
+        (16, 8192, True),
+        (16, 524_288, True),
+        (16, 600_000, False),
+        (64, 32_768, True),
+        (64, 40_000, False),
+        (65, 8192, False),
+        (64, 1000, False),
+    ],
+)
+def test_small_chunks_run_on_the_kernel_that_splits_by_itself(
+    rows: int, tokens: int, expected: bool
+) -> None:
+    assert small(rows, tokens) is expected
+    pages = np.arange(-(-tokens // 64))
+    spans = [Span(0, rows, tokens - rows, pages, True), Span(rows, 300, 0, np.arange(5), True)]
+    batches = lay(spans, 64, GROUP, H200, small_work=SMALL_WORK)
+    assert [batch.small for batch in batches].count(True) == expected
+    assert not any(batch.small for batch in lay(spans, 64, GROUP, H200))
+    for batch in batches:
+        if batch.small:
+            assert batch.causal and not batch.packed and batch.rows.tolist() == list(range(rows))
+            assert batch.pages.tolist() == pages.tolist()
 
 
 def test_a_chunk_that_is_not_cut_is_one_causal_entry() -> None:

@@ -17,15 +17,9 @@ CHUNK = "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_{}_use_swa_{}_f16qk_F
 
 def test_pages_of_fp8_are_compiled_for_where_they_are_used() -> None:
     for name in ("norm", DECODE.format("bf16", True), CHUNK.format("bf16", False, "_sm90")):
-        assert wanted(name, False, hopper=True) and wanted(name, True, hopper=True)
+        assert wanted(name, False) and wanted(name, True)
     for name in (DECODE.format("e4m3", False), CHUNK.format("e4m3", True, "")):
-        assert wanted(name, True, hopper=True) and not wanted(name, False, hopper=True)
-
-
-def test_plain_kernels_through_windows_are_left_to_the_gpus_that_run_them() -> None:
-    plain, fast = CHUNK.format("bf16", True, ""), CHUNK.format("bf16", True, "_sm90")
-    assert wanted(plain, False, hopper=False) and not wanted(plain, False, hopper=True)
-    assert wanted(fast, False, hopper=True)
+        assert wanted(name, True) and not wanted(name, False)
 
 
 def test_architectures_are_called_as_the_compiler_calls_them() -> None:

@@ -30,6 +30,7 @@ from tests.engine.test_engine_attention import lay as lay_works
 
 from medha.errors import SetupError
 from medha_worker import flashinfer
+from medha_worker.attention import kv_splits
 from medha_worker.attention import paged as paged_backend
 from medha_worker.attention.flashinfer_plan import Decodes, Geometry, Kernel, Wrapper, fold, unfold
 from medha_worker.attention.fp8_scales import FP8, Scales
@@ -79,6 +80,18 @@ def test_paged_kernels_see_the_window_of_their_layers_alone(
 ) -> None:
     windowed = [dataclasses.replace(work, window=window) for work in works]
     assert same(*run(windowed, seed, paged()))
+
+
+def test_small_chunks_are_attended_to_beside_cut_ones_and_decodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_splits, "SMALL_TOKENS", 8)
+    attention = paged()
+    attention.small_work = 3 * 3 * 50
+    works = [Work(44, 2, True), Work(47, 3, True), Work(9, 1, True), Work(60, 8, True)]
+    plan = attention.plan([entry.span for entry in lay_works(works, 0)[0]])
+    assert [(call.batch.small, len(call.batch.rows)) for call in plan.chunks][-1] == (True, 5)
+    assert same(*run(works, 0, attention))
 
 
 def test_heads_are_merged_some_at_a_time_where_the_library_takes_no_more(

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from medha import profile as profile_module
 from medha.calibration import Operator, operator_s
-from medha.model import ModelShape
-from medha.predictor import Costs
+from medha.predictor import Costs, Predictor
 from medha.profile import CPU_CORE, H200, SHIPPED, shipped
 from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
@@ -57,27 +56,34 @@ def test_the_nearest_growing_values_grow_and_are_nearest(values: list[float]) ->
     assert apart <= ((risen - values) ** 2).sum() + 1e-9
 
 
-# One H200, bfloat16: rows of a 4,096 × 28,672 product and its TFLOP/s; chunk over a million tokens
-# (32 heads of 128 over 8) and TFLOP/s by the best kernel.
-PRODUCTS = {128: 371, 256: 532, 512: 676, 2048: 759}
-CHUNKS = {32: 422, 64: 498, 128: 554, 512: 542, 2048: 545}
+# One H200, bfloat16, Llama-3-8B. Tokens of isolated prefills and their seconds; then batches that
+# the fit has not seen: chunks (rows, keys before), decodes, the keys that they read, milliseconds.
+PREFILLS_S = {2048: 0.04761, 8192: 0.2251, 32_768: 1.3472, 131_072: 12.4395}
+BATCHES = (
+    (((102, 64), (102, 0)), 3, 74_496, 10.97),
+    (((1099, 0), (44, 0)), 3, 29_056, 29.14),
+    (((1206, 448), (128, 0)), 7, 43_904, 34.86),
+    (((753, 0), (28, 0)), 1, 11_520, 20.60),
+    (((985, 88_448), (891, 0)), 9, 167_296, 141.97),
+    (((28, 0),), 12, 126_592, 9.92),
+    (((26, 0),), 5, 16_064, 6.37),
+    (((23, 0),), 2, 2048, 5.85),
+    (((31, 0),), 17, 260_224, 14.22),
+    (((34, 0),), 2, 5184, 6.29),
+    (((208, 128),), 4, 3072, 9.10),
+)
 
 
 def test_the_h200_is_as_it_was_measured() -> None:
-    lone = ModelShape(
-        layers=1, hidden=4096, heads=1, kv_heads=1, head_dim=1, vocab=8, intermediate=28672 // 3
-    )
-    costs = Costs(H200, lone, Topology())
-    for rows, rate in PRODUCTS.items():
-        seconds = lone.linear_flops(rows) / (rate * 1e12)
-        assert operator_s(Operator("linear", rows), costs) == pytest.approx(seconds, rel=0.05)
-    costs = Costs(H200, LLAMA_3_8B, Topology())
-    for chunk, rate in CHUNKS.items():
-        seconds = LLAMA_3_8B.attention_flops(chunk, 1_000_000) / (rate * 1e12)
-        predicted = operator_s(Operator("attention", chunk, 1_000_000), costs)
-        assert predicted == pytest.approx(seconds, rel=0.08)
-    read = 1_000_001 * LLAMA_3_8B.kv_bytes_per_token_layer
-    assert costs.decodes(1, 1_000_001) == pytest.approx(read / 4.351e12, rel=0.05)
+    of = Predictor(H200, LLAMA_3_8B, Topology())
+    for tokens, seconds in PREFILLS_S.items():
+        assert of.prefill_s(tokens) == pytest.approx(seconds, rel=0.035)
+    for chunks, decodes, keys, measured_ms in BATCHES:
+        load = of.load()
+        for rows, before in chunks:
+            load.add_chunk(rows, before, yields=True)
+        load.add_decodes(decodes, keys + decodes)
+        assert 1e3 * load.seconds() == pytest.approx(measured_ms, rel=0.11)
 
 
 def test_faster_machines_are_predicted_to_be_faster() -> None:

@@ -43,17 +43,11 @@ def specs(needs: Iterable[Need], arch: str) -> list[Any]:
     specs_by_name: dict[str, Any] = {}
     for head_dim, fp8 in needs:
         for module in precompile_kernels.modules(arch, [head_dim], [torch.bfloat16]):
-            if wanted(module.name, fp8, hopper=arch.startswith("9.")):
+            if wanted(module.name, fp8):
                 specs_by_name[module.name] = module
     return list(specs_by_name.values())
 
 
-def wanted(name: str, fp8: bool, *, hopper: bool) -> bool:
-    """Return True if the module of this name is needed.
-
-    FP8 modules are needed on request only; plain bfloat16 modules with windows never on Hopper,
-    where only deterministic batches use them.
-    """
-    small = "e4m3" in name
-    plain = name.startswith("batch_prefill") and not name.endswith("_sm90")
-    return (fp8 or not small) and not (hopper and plain and not small and "use_swa_True" in name)
+def wanted(name: str, fp8: bool) -> bool:
+    """Return True if the module of this name is needed: FP8 ones on request only."""
+    return fp8 or "e4m3" not in name

@@ -18,8 +18,8 @@ from medha.profile import ChunkKernel
 from medha_worker.attention.kernel_interface import Attention, Span
 from medha_worker.attention.kv_splits import PrefixSplit
 
-ROWS = (16, 32, 64, 128, 256, 512)
-PARTS = (1, 2, 4, 8, 16, 32)
+ROWS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280)
+PARTS = (1, 2, 3, 4, 8, 16, 32)
 # A split with more parts must be faster by this fraction.
 WORTH = 0.02
 

@@ -60,8 +60,8 @@ def attention(
                 for window in (False, True):
                     rest = (dtype, torch.int32, dim, dim, 0, window, False)
                     yield "decode", (dtype, kept, *rest)
-                    # Chunks on Ampere, of FP8 through windows, and of batches that are
-                    # deterministic; single rows on tensor cores.
+                    # Chunks on Ampere, small ones, those of FP8 through windows, and of batches
+                    # that are deterministic; single rows on tensor cores.
                     yield "fa2", (dtype, kept, *rest, False)
                     # No FP8 through a window: see `attention.flashinfer_plan.Geometry.kernel_for`.
                     if hopper and not (window and kept == FP8):

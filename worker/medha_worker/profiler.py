@@ -46,6 +46,7 @@ from medha_worker import sampler
 from medha_worker.attention.backend import attention_for
 from medha_worker.attention.kernel_interface import Attention, Span
 from medha_worker.attention.kv_splits import H200, PrefixSplit
+from medha_worker.attention.paged import PagedAttention
 from medha_worker.chunk_profiler import chunk_kernels
 from medha_worker.device import ComputeDevice, device_of
 from medha_worker.engine import RankEngine, arithmetic_for, dtype_of
@@ -61,8 +62,9 @@ GREEDY = Sampling(temperature=0.0)
 
 
 AT = Coordinate(0, 0, 0)
-# The batch before a timed one: long enough to hide the host's work.
-BEFORE: Entries = ((512, 0, False),)
+# Rows of a batch that is launched twice before a timed one: 0.1 s on an H200, since a slow host may
+# take 50 ms to launch the timed one.
+BEFORE_ROWS = 2048
 
 
 class TimedBench(Protocol):
@@ -121,11 +123,12 @@ class ModelBench:
     def batch_s(self, entries: Entries) -> float:
         """Return the seconds of a batch whose last rows are sampled; its sequences end with it."""
         if self._overlap:
-            before, step = self._step(BEFORE), self._step(entries)
-            in_flight = [self.runner.begin(launch) for launch in (before, step)]
+            before = ((min(BEFORE_ROWS, self.kv.pages * self.kv.page_tokens), 0, False),)
+            steps = [self._step(batch) for batch in (before, before, entries)]
+            in_flight = [self.runner.begin(step) for step in steps]
             *_, reports = [self.runner.finish(launched) for launched in in_flight]
             took_s = sum(r.elapsed_s for r in reports if isinstance(r, StageDone))
-            chunks = before.batch.chunks + step.batch.chunks
+            chunks = tuple(chunk for step in steps for chunk in step.batch.chunks)
         else:
             step = self._step(entries)
             took_s = self._took(lambda: self.runner.run(step))
@@ -265,9 +268,14 @@ class ModelBench:
     def chunk_kernels(self) -> tuple[ChunkKernel, ...]:
         """Return the best prefix splits for small chunks, over as many keys as the pool holds."""
         pool = self.kv.pool(0)[: self.kv.pages]
-        return chunk_kernels(
-            lambda table: self._kernel(1, table), pool, self.config.heads, self.dtype
-        )
+
+        def split(table: Sequence[PrefixSplit]) -> Attention:
+            kernel = self._kernel(1, table)
+            if isinstance(kernel, PagedAttention):
+                kernel.small_work = 0  # fa2 would split by itself, whatever the table says
+            return kernel
+
+        return chunk_kernels(split, pool, self.config.heads, self.dtype)
 
     def _kernel(self, tp: int, table: Sequence[PrefixSplit] = H200) -> Attention:
         """Return the attention of one of `tp` shards."""

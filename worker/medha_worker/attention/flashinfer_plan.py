@@ -109,10 +109,11 @@ class Wrappers:
 
     def chunks(self, turn: int, batch: KernelBatch, number: int = 0) -> ChunkCall:
         """Plan a call for chunks on wrapper `number` of this turn."""
-        key = (turn, batch.causal, batch.packed, batch.window, number)
+        key = (turn, batch.causal, batch.packed, batch.small, batch.window, number)
         if key not in self._made:
+            kernel = "fa2" if batch.small else self.geometry.kernel_for(batch.window)
             inner = self.library.BatchPrefillWithPagedKVCacheWrapper(
-                self.workspace, LAYOUT, backend=self.geometry.kernel_for(batch.window)
+                self.workspace, LAYOUT, backend=kernel
             )
             self._made[key] = Wrapper.on(self.device, inner)
         return ChunkCall(self._made[key], batch, self.geometry, self.device)

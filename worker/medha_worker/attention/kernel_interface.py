@@ -109,7 +109,7 @@ class AttentionPlan(Protocol):
         pool: torch.Tensor,
         scales: Scales | None = None,
     ) -> Partial:
-        """Return partial states of all rows over the own group's shard.
+        """Return partial states of all rows over the own group's shard, valid until the next run.
 
         `q` [rows, heads, head_dim]; `k`, `v` [rows, kv_heads, head_dim] are the rows' own, in the
         pool's type; `pool` [pages, planes, kv_heads, page_tokens, head_dim], with rows of tail

@@ -1,9 +1,10 @@
 """Layout of spans for paged kernels, with split prefixes for small chunks.
 
-The decode kernel serves single rows and splits keys by itself; chunk kernels do not. A small chunk
-after a long prefix has too few rows to fill a GPU. So its prefix is split into parts of whole
-pages, each an entry of the kernel's batch with the same queries, and the states are merged. Query
-heads of a KV head are folded into rows, which then read their keys once.
+`fa2` splits keys by itself, and serves single rows and `small` chunks. `fa3`, twice as fast for
+many rows, does not. A chunk after a long prefix has too few rows to fill a GPU with it, or fills it
+one and a half times. So its prefix is split into parts of whole pages, each an entry of the
+kernel's batch with the same queries, and the states are merged. Query heads of a KV head are folded
+into the rows of small chunks, which then read their keys once.
 
     prefix    | part 0 | part 1 | … | part S − 1 |            no mask, heads folded where packed
     tail                                         | rest of a page, chunk |     causal, not folded
@@ -38,15 +39,28 @@ class PrefixSplit(msgspec.Struct, frozen=True):
 
 
 # Measured on one H200 with 32 query heads over 8 of 128 and a prefix of a million tokens: 422, 498,
-# 554 and 555 TFLOP/s, where a kernel that has all of it in one entry reaches 160 at 128 rows.
+# 554 and 555 TFLOP/s, where a kernel that has all of it in one entry reaches 160 at 128 rows. Above
+# 256 rows, what fills 132 multiprocessors best with blocks of 128 rows of a head.
 H200 = (
     PrefixSplit(32, 16, True),
     PrefixSplit(64, 8, True),
     PrefixSplit(128, 4, False),
     PrefixSplit(256, 2, False),
+    PrefixSplit(384, 4, False),
+    PrefixSplit(512, 1, False),
+    PrefixSplit(640, 4, False),
+    PrefixSplit(768, 2, False),
+    PrefixSplit(896, 4, False),
+    PrefixSplit(1024, 1, False),
+    PrefixSplit(1280, 2, False),
 )
-# Below this many tokens a part is not worth its merge.
-LEAST_TOKENS = 4096
+# A part has at least this many tokens, and a prefix of fewer than WORTH_CUTTING stays whole.
+LEAST_TOKENS = 2048
+WORTH_CUTTING = 4
+# Chunks of few rows run on fa2 unless rows² · keys exceed SMALL_WORK. Measured on one H200: 23 µs
+# for 69 (16 rows after 8 K), 45 for 76 (64 after 8 K), 117 for 118 (64 after 32 K), 408 for 309 (64
+# after 128 K), 145 for 194 (16 after 128 K).
+SMALL_ROWS, SMALL_TOKENS, SMALL_WORK = 64, 1024, 1 << 27
 # Limit of a chunk's states, in rows of all heads: a gigabyte for 32 heads of 128 in 16 bits.
 MOST_STATES = 1 << 17
 
@@ -57,9 +71,15 @@ def choose(
     """Return the table's rule for a chunk, with no part below `least_tokens`."""
     for choice in table:
         if rows <= choice.rows:
-            parts = max(1, min(choice.parts, prefix_tokens // least_tokens))
+            most = prefix_tokens // least_tokens
+            parts = min(choice.parts, most) if most >= WORTH_CUTTING else 1
             return PrefixSplit(choice.rows, parts, choice.packed and parts > 1)
     return PrefixSplit(rows, 1, False)
+
+
+def small(rows: int, tokens: int, most_work: int = SMALL_WORK) -> bool:
+    """Return True if fa2 is faster than fa3 for `rows` that see `tokens`."""
+    return rows <= SMALL_ROWS and tokens >= SMALL_TOKENS and rows * rows * tokens <= most_work
 
 
 def table_of(kernels: Sequence[ChunkKernel], heads: int, kv_heads: int) -> tuple[PrefixSplit, ...]:
@@ -78,7 +98,7 @@ class KernelBatch(msgspec.Struct, frozen=True):
     Entry e has query rows [q_indptr[e], q_indptr[e + 1]) of the gathered `rows` (times the folded
     heads if `packed`) and pages `pages[kv_indptr[e] : kv_indptr[e + 1]]`, with `last_page[e]`
     tokens in the last. `rows` int64: batch rows of the entries' queries, in order. `window`: tokens
-    that a row sees, its own included; 0: all.
+    that a row sees, its own included; 0: all. `small`: for fa2 (see the function of that name).
     """
 
     causal: bool
@@ -89,6 +109,7 @@ class KernelBatch(msgspec.Struct, frozen=True):
     pages: Ints
     last_page: Ints
     window: int = 0
+    small: bool = False
 
     @property
     def run(self) -> slice | None:
@@ -123,17 +144,24 @@ def lay(
     table: Sequence[PrefixSplit] = H200,
     least_tokens: int = LEAST_TOKENS,
     most_tokens: int = 0,
+    small_work: int = 0,
 ) -> tuple[KernelBatch, ...]:
     """Return the kernel calls for `spans` of several rows, at most one of each kind, in a fixed
     order.
 
     `group`: query heads per KV head. `most_tokens`: limit of a part's length (0: none), unless its
-    states would take too much memory. A row's state is the merge over all its entries; a row that
-    sees no key is in none. Raises ValueError for a span whose visible keys are not contiguous.
+    states would take too much memory. `small_work`: limit of small chunks (0: there are none). A
+    row's state is the merge over all its entries; a row that sees no key is in none. Raises
+    ValueError for a span whose visible keys are not contiguous.
     """
-    kinds: dict[tuple[bool, bool], list[_Entry]] = {}
+    kinds: dict[tuple[bool, bool, bool], list[_Entry]] = {}
     window = window_of(spans, page_tokens)
     for span in spans:
+        tokens = span.held + (span.length if span.tail else 0)
+        if not window and small(span.length, tokens, small_work):
+            entry = _Entry(span, span.pages[: -(-tokens // page_tokens)], tokens)
+            kinds.setdefault((span.tail, False, True), []).append(entry)
+            continue
         full = span.held // page_tokens
         choice = choose(table, span.length, full * page_tokens, least_tokens)
         if window:
@@ -148,14 +176,14 @@ def lay(
         for first, end in itertools.pairwise(cuts.tolist()):
             if end > first:
                 part = _Entry(span, span.pages[first:end], (end - first) * page_tokens)
-                kinds.setdefault((False, packed), []).append(part)
-        rest = span.held - full * page_tokens + (span.length if span.tail else 0)
+                kinds.setdefault((False, packed, False), []).append(part)
+        rest = tokens - full * page_tokens
         if rest:
             pages = span.pages[full : full + -(-rest // page_tokens)]
-            kinds.setdefault((span.tail, False), []).append(_Entry(span, pages, rest))
+            kinds.setdefault((span.tail, False, False), []).append(_Entry(span, pages, rest))
     return tuple(
-        _batch(causal, packed, kinds[causal, packed], page_tokens, group, window if causal else 0)
-        for causal, packed in sorted(kinds)
+        _batch(*kind, kinds[kind], page_tokens, group, window if kind[0] else 0)
+        for kind in sorted(kinds)
     )
 
 
@@ -171,7 +199,7 @@ def lay_singles(spans: Sequence[Span], page_tokens: int) -> KernelBatch | None:
         tokens = span.held + span.tail
         if tokens:
             entries.append(_Entry(span, span.pages[: -(-tokens // page_tokens)], tokens))
-    return _batch(False, False, entries, page_tokens, 1, window) if entries else None
+    return _batch(False, False, False, entries, page_tokens, 1, window) if entries else None
 
 
 def window_of(spans: Sequence[Span], page_tokens: int) -> int:
@@ -214,6 +242,7 @@ def merges(batches: Sequence[KernelBatch]) -> Merges:
 def _batch(
     causal: bool,
     packed: bool,
+    small: bool,
     entries: Sequence[_Entry],
     page_tokens: int,
     group: int,
@@ -231,6 +260,7 @@ def _batch(
         pages=np.concatenate([entry.pages for entry in entries]).astype(np.int32),
         last_page=np.array([(entry.tokens - 1) % page_tokens + 1 for entry in entries], np.int32),
         window=window,
+        small=small,
     )
 
 
