@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,11 +22,22 @@ from tests.support.recalling_prompts import recalling
 
 from medha.adapters.sockets import Listener
 from medha.config import WorkerConfig, render
-from medha.messages import Codec, Gap, Leave, RankCommand, RankFailed, RankReport, Resend, Step
+from medha.messages import (
+    Codec,
+    Form,
+    Gap,
+    Leave,
+    RankCommand,
+    RankFailed,
+    RankReport,
+    Resend,
+    Step,
+)
 from medha.topology import Coordinate, Topology
 from medha_worker.controller.kv_moves import LEASE_S
+from medha_worker.engine import RankEngine
 from medha_worker.parallel.collectives import PeerLost
-from medha_worker.rank_link import StepOrder
+from medha_worker.rank_link import RankLink, StepOrder
 from medha_worker.runner import kind_of
 
 VOCAB, PAGE_TOKENS, PAGES = 512, 16, 700
@@ -79,6 +91,7 @@ from medha_worker.rank_link import RankLink
 for incarnation in ("a", "b"):
     link = RankLink(sys.argv[1], Coordinate(0, 0, 0), incarnation, print, timeout_s=60.0)
     link.start()
+    link.loaded()
     print(link.commands.get().reason, flush=True)
     input()
     link.close()
@@ -112,6 +125,76 @@ def test_sigterm_during_a_rejoin_ends_the_rank_after_it(tmp_path: pathlib.Path) 
         finally:
             process.kill()
             ranks.close()
+
+
+@pytest.mark.parametrize("rejoin", [True, False])
+def test_a_rank_that_loads_obeys_an_order_to_rejoin_once_it_has_its_weights(
+    rejoin: bool, tmp_path: pathlib.Path
+) -> None:
+    """An order to leave for good does not wait: the process ends within its grace."""
+    ranks: Listener[RankCommand, RankReport] = Listener(
+        f"ipc://{tmp_path}/ranks.sock", sends=Codec(RankCommand), receives=Codec(RankReport)
+    )
+    exits = list[int]()
+    link = RankLink(
+        f"ipc://{tmp_path}/ranks.sock",
+        Coordinate(0, 0, 0),
+        "a",
+        lambda command: None,
+        timeout_s=60.0,
+        grace_s=0.1,
+        exit=exits.append,
+    )
+    link.start()
+    try:
+        taken = ranks.receive(PATIENCE_S)
+        assert taken is not None
+        order = Leave("its controller was replaced", rejoin=rejoin)
+        ranks.send(taken[0], order)
+        assert link.commands.get(timeout=PATIENCE_S) == order
+        time.sleep(1.0)  # ten times the grace, and the link looks each 0.25 s
+        assert bool(exits) is not rejoin
+        link.loaded()
+        end = time.monotonic() + PATIENCE_S
+        while not exits and time.monotonic() < end:
+            time.sleep(0.05)
+        assert exits and set(exits) == {1}
+    finally:
+        link.close()
+        ranks.close()
+
+
+def loads_once_told() -> None:
+    """Change ranks: they load once there is a file `go` in their rig's folder."""
+    load = RankEngine.__init__
+
+    def told(self: RankEngine, config: WorkerConfig, *arguments: Any) -> None:
+        go = pathlib.Path(config.rank_bind.removeprefix("ipc://")).with_name("go")
+        while not go.exists():
+            time.sleep(0.05)
+        load(self, config, *arguments)
+
+    RankEngine.__init__ = told  # type: ignore[method-assign, assignment]
+
+
+def test_a_rank_whose_controller_is_replaced_while_it_loads_serves_the_next(
+    make_rig: MakeRig, oracle: Oracle
+) -> None:
+    rig, at = make_rig(change=f"{__file__}:{loads_once_told.__name__}"), Coordinate(0, 0, 0)
+    rig.launch([0])
+    former = rig.incarnations[at]
+    form = Form(generation=0, members=(0,), store=f"{rig.store}/former", controller="former")
+    rig.send([at], form)
+    rig.send([at], Leave("its controller was replaced", rejoin=True))
+    end = time.monotonic() + 4.0  # a rank that is blocked after the order ends within 2 s
+    while time.monotonic() < end:
+        rig.pump(0.02)
+    assert not gone(rig.pids[at])
+    (rig.folder / "go").touch()
+    rig.until(lambda: rig.incarnations[at] != former, "another Hello")
+    rig.wire([0])
+    answers(rig, oracle, 1, 1)
+    assert not gone(rig.pids[at]) and not rig.failed
 
 
 def answers(rig: Rig, oracle: Oracle, generation: int, kvp: int) -> list[int]:

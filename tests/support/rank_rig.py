@@ -150,11 +150,16 @@ class Rig:
 
     def start(self, groups: Iterable[int]) -> None:
         """Start these groups' ranks, wire each group, and introduce all groups to each other."""
+        groups = sorted(set(groups))
+        self.launch(groups)
+        self.wire(groups)
+
+    def launch(self, groups: Iterable[int]) -> None:
+        """Start these groups' ranks and wait for their Hello."""
         new = [at for group in groups for at in self.topology.group_ranks(group)]
         for at in new:
             self.pids[at] = self._fork_server.start(self._order(at))
         self.until(lambda: self.incarnations.keys() >= set(new), "hello")
-        self.wire(sorted({at.group for at in new}))
 
     def wire(self, groups: Iterable[int]) -> None:
         """Wire each of these groups, whose ranks sent Hello, and introduce them to all others."""

@@ -124,6 +124,7 @@ class Membership:
             engine = self.engine = self.engine or RankEngine(
                 self._config, self.at, self._device, self._progress()
             )
+            self._link.loaded()
             groups = self._config.topology.kvp_max
             transfer = _transfer(self.at, self._incarnation, engine, groups, self._device)
             mover = self._start_mover(engine, transfer)

@@ -9,8 +9,8 @@ later steps until the missing one arrives; the controller answers Resend and sen
 
 The rank leaves on Leave, on SIGTERM or SIGINT, and if the controller is silent: for a minute before
 it formed the group, for `timeout_s` after that. `commands` then gets a Leave; after silence it says
-`rejoin`, since the next controller may need this rank. A rank that stays blocked, for example by a
-lost peer, is killed after `grace_s`.
+`rejoin`, since the next controller may need this rank, and its weights, which it loads to the end
+first. A rank that stays blocked otherwise, for example by a lost peer, is killed after `grace_s`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class RankLink:
 
     The compute thread reads `commands`; any thread may `post`. `exit` ends the process (an
     argument, so that tests can replace it). `store`: address of the rendezvous store that this rank
-    serves. A rank that `rejoins` waits for a controller forever.
+    serves. A rank that `rejoins` waits for a controller forever. Another one loads its weights
+    until `loaded` is called; an order to rejoin waits for that.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class RankLink:
         )
         self._act_now, self._timeout_s, self._grace_s = act_now, timeout_s, grace_s
         self._unformed_s = math.inf if rejoins else UNFORMED_S
+        self._loaded = rejoins
         self._exit = exit
         self.commands: queue.SimpleQueue[OrderedCommand] = queue.SimpleQueue()
         self._order = StepOrder()
@@ -131,6 +133,10 @@ class RankLink:
         """Block SIGTERM and SIGINT in this thread (the link waits for them) and start receiving."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         self._thread.start()
+
+    def loaded(self) -> None:
+        """Note that the rank's thread reads `commands` from now on, so that it can obey in time."""
+        self._loaded = True
 
     def post(self, report: RankReport) -> None:
         """Queue a report to the controller; callable from any thread."""
@@ -199,9 +205,14 @@ class RankLink:
     def _watch(self, now: float, silent_at: float) -> None:
         """Leave on a signal or on silence; kill the process if it does not end by itself.
 
-        A signal during a rejoin is left to the next link.
+        A signal during a rejoin is left to the next link, unless the rank still loads.
         """
-        if self._leaves_at is None and (taken := signal.sigtimedwait(_SIGNALS, 0)) is not None:
+        if self._leaves_at == math.inf and self._loaded:
+            self._leaves_at = now + self._grace_s
+        if (
+            self._leaves_at in (None, math.inf)
+            and (taken := signal.sigtimedwait(_SIGNALS, 0)) is not None
+        ):
             self._leave(Leave(f"{signal.Signals(taken.si_signo).name} received"))
         if now > silent_at:
             text = f"the controller is silent; {self._patience_s:g} s are allowed"
@@ -213,8 +224,9 @@ class RankLink:
             self._exit(1)
 
     def _leave(self, order: Leave) -> None:
-        if self._leaves_at is None:
-            self._leaves_at = time.monotonic() + self._grace_s
+        waits = order.rejoin and not self._loaded
+        if self._leaves_at is None or (self._leaves_at == math.inf and not order.rejoin):
+            self._leaves_at = math.inf if waits else time.monotonic() + self._grace_s
             self.commands.put(order)
 
 
