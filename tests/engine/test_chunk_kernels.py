@@ -83,7 +83,7 @@ def test_a_pool_that_leaves_too_little_for_states_in_fp8_is_told(
         heads=32, kv_heads=8, head_dim=128, page_tokens=64, dtype=torch.bfloat16, kv_dtype=FP8
     )
     room = backend(shape).scratch_bytes
-    assert 3.0 < room / 1e9 < 3.5 and backend(SMALL).scratch_bytes == 0
+    assert 4.2 < room / 1e9 < 4.5 and backend(SMALL).scratch_bytes == 0
     engine.warn_if_memory_is_tight(room, room)
     assert not caplog.records
     engine.warn_if_memory_is_tight(1 << 30, room)

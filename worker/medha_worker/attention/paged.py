@@ -92,10 +92,11 @@ class PagedAttention:
     def scratch_bytes(self) -> int:
         """Upper bound of memory for a large chunk after a very long prefix, besides the pool.
 
-        Queries and states of all parts, and these states again by row while they are merged.
+        Queries and states of all parts, those of the batch before, and states again by row while
+        they are merged.
         """
         G = self.geometry
-        row_bytes = G.heads * (3 * G.head_dim * G.dtype.itemsize + 2 * torch.float32.itemsize)
+        row_bytes = G.heads * (4 * G.head_dim * G.dtype.itemsize + 3 * torch.float32.itemsize)
         return MOST_STATES * row_bytes if self.most_tokens else 0
 
     @torch.inference_mode()
