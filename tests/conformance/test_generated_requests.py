@@ -34,7 +34,7 @@ def test_no_generated_request_breaks_the_api(fleet: Any) -> None:
         f"{fleet.url}/openapi.json",
         f"--max-examples={EXAMPLES}",
         "--seed=1",
-        "--workers=4",
+        "--workers=1",  # Python 3.11 parses code in one thread at a time, or raises SystemError
         f"--checks={','.join(CHECKS)}",
         "--phases=coverage,fuzzing",
         "--continue-on-failure",
