@@ -1,6 +1,7 @@
 """CUDA backend: FlashInfer's paged kernels, selected by shape.
 
-    single rows          fa2 on tensor cores, which splits keys by itself
+    single rows          fa2 on tensor cores, which splits keys by itself; without shared KV heads
+                         the decode kernel on CUDA cores
     small chunks         fa2, too
     other chunks         one causal entry each; where that leaves a part of the GPU idle, the prefix
                          in parts and the chunk's tail separately, merged (see `kv_splits`)
