@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.support.virtual_ranks import expected_tokens
 from tests.support.virtual_replica import VirtualReplica
@@ -157,6 +157,12 @@ WISHES = st.lists(
 
 
 @given(WISHES, st.sampled_from([24, 60, 1000]), st.integers(0, 1 << 16), st.booleans())
+@example(  # a group joins while all that is left of a long prompt runs in stage 0
+    wishes=[(n, m, None, None) for n, m in ((1, 1), (1, 1), (110, 3), (154, 1), (5, 1))],
+    pages=24,
+    seed=3513,
+    kvp=True,
+)
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

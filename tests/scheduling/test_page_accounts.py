@@ -44,6 +44,19 @@ def check_pages(plan: Scheduler) -> None:
     assert state.pool.claimed == claims
 
 
+def check_rows(plan: Scheduler) -> None:
+    """Raise AssertionError unless each sequence waits in all its groups that run, or in none."""
+    queues = plan._state.queues.by_group
+    for sequence in plan._state.sequences.values():
+        rows = {group for group, queue in queues.items() if sequence in queue}
+        assert rows in (set(), set(sequence.assigned_groups) & set(queues)), sequence.id
+
+
+def check(plan: Scheduler) -> None:
+    check_pages(plan)
+    check_rows(plan)
+
+
 def play(seed: int, policy: str, pages: int, groups: int, spp: int) -> SimReplica:
     """Serve requests on a replica that grows, loses groups and has few pages."""
     draw = random.Random(seed)
@@ -53,7 +66,7 @@ def play(seed: int, policy: str, pages: int, groups: int, spp: int) -> SimReplic
     clock = PipelineClock(predictor(layout, key_s=3e-9), PAGE_TOKENS, plan.layout)
     loop = Loop()
     replica = SimReplica("r", plan, clock, loop, cold_start_s=draw.choice([0.1, 1.0]))
-    replica.watch = lambda watched: check_pages(plan) if watched.batches % 4 == 0 else None
+    replica.watch = lambda watched: check(plan) if watched.batches % 4 == 0 else None
     most, at = groups * pages * PAGE_TOKENS, 0.0
     shared = [bytes([page]) * 32 for page in range(60)]
     for number in range(25):

@@ -31,7 +31,7 @@ class GroupMembership:
         live = (sequence for sequence in self.groups.shared.values() if not sequence.stopped)
         claiming = sorted(live, key=lambda sequence: sequence.number)
         for sequence in self.groups.take_claims(group, claiming):
-            if not sequence.decoding and sequence.remaining_tokens > 0:
+            if sequence in self.queues:  # perhaps with no tokens left: they are in stage 0
                 self.queues.enqueue(sequence)
             lifecycle.account.update(sequence, now)
         for sequence in list(state.sequences.values()):

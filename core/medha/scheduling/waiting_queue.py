@@ -265,6 +265,7 @@ class WaitingQueue:
 class WaitingQueues:
     """The queues of all running groups, and the work that a sequence brings to each.
 
+    A sequence waits in the queues of all its assigned groups that run, or in none.
     `output_reserve`: part of the maximum output for which pages are reserved in advance.
     """
 
@@ -273,6 +274,10 @@ class WaitingQueues:
         self.output_reserve = output_reserve
         self.tokens_per_group = times.predictor.tokens_per_group
         self.by_group: dict[int, WaitingQueue] = {}
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        queues = (self.by_group.get(group) for group in sequence.assigned_groups)
+        return any(queue is not None and sequence in queue for queue in queues)
 
     def join(self, group: int) -> None:
         self.by_group[group] = WaitingQueue()
