@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,21 @@ from hypothesis import settings
 # Same examples everywhere, and no deadline: a busy machine is slow, not wrong.
 settings.register_profile("medha", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("medha")
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def unchanged_signals() -> Iterator[None]:
+    """Fail a test that leaves signals blocked or handled: processes started later inherit both."""
+
+    def state() -> tuple[object, ...]:
+        return signal.pthread_sigmask(signal.SIG_BLOCK, ()), *map(signal.getsignal, HANDLED)
+
+    before = state()
+    yield
+    assert state() == before, "this test leaves signals blocked or handled: restore them"
+
 
 CLUSTER_TOOL = Path(__file__).resolve().parents[2] / "shared" / "kubernetes" / "cluster"
 

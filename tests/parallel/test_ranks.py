@@ -145,7 +145,8 @@ def test_a_rank_that_loads_obeys_an_order_to_rejoin_once_it_has_its_weights(
         grace_s=0.1,
         exit=exits.append,
     )
-    link.start()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    link.start()  # blocks signals in this thread, which the tests to come need
     try:
         taken = ranks.receive(PATIENCE_S)
         assert taken is not None
@@ -162,6 +163,7 @@ def test_a_rank_that_loads_obeys_an_order_to_rejoin_once_it_has_its_weights(
     finally:
         link.close()
         ranks.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def loads_once_told() -> None:
