@@ -42,10 +42,14 @@ def shape(layers: int = 4, max_context_tokens: int = 1 << 20, window_tokens: int
 
 
 def profile(
-    token_s: float = TOKEN_S, key_s: float = 0.0, batch_s: float = 0.0, layers: int = 4
+    token_s: float = TOKEN_S,
+    key_s: float = 0.0,
+    batch_s: float = 0.0,
+    layers: int = 4,
+    read_s: float = 0.0,
 ) -> Profile:
     """A machine on which a row costs `token_s` in all layers together, a (row, key) pair `key_s`,
-    and a batch `batch_s` per stage."""
+    and a batch `batch_s` per stage; each chunk of a batch reads each of its keys in `read_s`."""
     model = shape(layers)
     weights = (model.attention_params + model.mlp_params) * layers
     pair = 4.0 * model.head_dim * model.heads * layers
@@ -55,7 +59,7 @@ def profile(
         linear_bytes_per_s=1e30,
         elementwise_bytes_per_s=1e30,
         attention_flops_per_s=pair / key_s if key_s else 1e30,
-        attention_bytes_per_s=1e30,
+        attention_bytes_per_s=model.kv_bytes_per_token / read_s if read_s else 1e30,
         batch_s=batch_s,
         transfer_bytes_per_s=1e30,
         kvp_bytes_per_s=1e30,
@@ -101,9 +105,11 @@ def predictor(
     batch_s: float = 0.0,
     budget_s: float = 0.1,
     window_tokens: int = 0,
+    read_s: float = 0.0,
 ) -> Predictor:
     """An exact predictor for the machine of `profile`."""
-    machine, model = profile(token_s, key_s, batch_s), shape(window_tokens=window_tokens)
+    machine = profile(token_s, key_s, batch_s, read_s=read_s)
+    model = shape(window_tokens=window_tokens)
     return Predictor(machine, model, layout or topology(), budget_s=budget_s)
 
 
@@ -118,6 +124,7 @@ def scheduler(
     key_s: float = 0.0,
     batch_s: float = 0.0,
     window_tokens: int = 0,
+    read_s: float = 0.0,
     join: bool = True,
     classes: tuple[SloClass, ...] = (),
 ) -> Scheduler:
@@ -131,6 +138,7 @@ def scheduler(
         batch_s=batch_s,
         budget_s=budget_s,
         window_tokens=window_tokens,
+        read_s=read_s,
     )
     built = Scheduler(
         layout, times.shape, times, settings, pages, page_tokens, max_context_tokens, classes

@@ -280,13 +280,16 @@ class BatchBuilder:
                 if misses >= MISSES or self._is_full(draft, full_s):
                     break
                 continue
+            ends = sequence.scheduled_tokens + chunk.length == sequence.target_tokens
+            if ends and not self.admission.account.may_end(sequence, now):
+                continue
             chunk.guaranteed = tier == GUARANTEED
             self._add(draft, chunk)
             if long:
                 occupied.update(chunk.groups)
                 if yields:
                     yielding.append((sequence, chunk, full_s))
-            if sequence.scheduled_tokens + chunk.length == sequence.target_tokens:
+            if ends:
                 if group not in roomy:
                     roomy[group] = self.promises.is_roomy(group)
                 short = not long and roomy[group]

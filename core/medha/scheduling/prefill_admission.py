@@ -11,12 +11,14 @@ With promises, what a prompt's answer will take counts too. The account of decod
 4. A promise is given if every promised work fits its deadline, with `decode_room` or the recent
    peak of decodes left free for others, and if C holds its own decode at its first token.
 5. A prompt without a promise starts if every promise still fits alongside its decode.
-6. A TPOT tighter than b stands for is granted if every promise fits the smaller b; else the prompt
+6. A long prompt ends once the promises that do not count its decode fit alongside it: all for
+   one without a promise, for others those that are due before it.
+7. A TPOT tighter than b stands for is granted if every promise fits the smaller b; else the prompt
    decodes at the pace that b allows.
 
 So a promise holds: what decodes take until it is due was counted when they began, and what it
-left free was counted in its work. The first prompt held back by 5 is counted in 4, so that it waits
-no longer than the promises given before it, and for decodes to end.
+left free was counted in its work. The first prompt held back by 5, and those held back by 6, are
+counted in 4, so that they wait no longer than the promises given before, and for decodes to end.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ class DecodeAccount:
         self._coming: dict[int, ComingDecode] = {}
         self._counted: dict[int, tuple[int, ...]] = {}
         self._next: Sequence | None = None
+        self._held: dict[int, ComingDecode] = {}
         self._starts = 0
         self._peak_s, self._peak_as_of_s = 0.0, 0.0
         self._changed = self.spanning = self._all_span = False
@@ -93,7 +96,7 @@ class DecodeAccount:
 
     def counted_count(self) -> int:
         """Return the number of decodes that are counted."""
-        return len(self._counted) + len(self._coming)
+        return len(self._counted) + len(self._coming) + len(self._held)
 
     def join(self, group: int) -> None:
         self.decodes[group] = Decodes()
@@ -113,7 +116,8 @@ class DecodeAccount:
 
     def count(self, sequence: Sequence, now: float) -> None:
         """Count the decode of a prompt that has started."""
-        if sequence.number in self._counted or sequence.number in self._coming:
+        number = sequence.number
+        if number in self._counted or number in self._coming or number in self._held:
             return
         cost_s = self.cost_s(sequence)
         if not cost_s:
@@ -127,6 +131,7 @@ class DecodeAccount:
     def begin(self, sequence: Sequence, now: float) -> None:
         """The sequence decodes from now on."""
         self._coming.pop(sequence.number, None)
+        self._held.pop(sequence.number, None)
         for group in self._counted.pop(sequence.number, ()):
             self.decodes[group].remove(sequence.number)
         self._run(sequence, self.cost_s(sequence), now)
@@ -137,6 +142,7 @@ class DecodeAccount:
         if sequence is self._next:
             self._next = None
         self._coming.pop(number, None)
+        self._held.pop(number, None)
         for group in self._counted.pop(number, ()):
             self.decodes[group].remove(number)
         tpot_s = self._granted.pop(number, None)
@@ -149,10 +155,10 @@ class DecodeAccount:
 
     def update(self, sequence: Sequence, now: float) -> None:
         """Count a sequence again after its groups changed."""
-        if sequence.number in self._coming:
-            del self._coming[sequence.number]
+        number = sequence.number
+        if self._coming.pop(number, None) or self._held.pop(number, None):
             self.count(sequence, now)
-        elif sequence.number in self._counted:
+        elif number in self._counted:
             self.begin(sequence, now)
         self._changed = True
 
@@ -317,10 +323,12 @@ class DecodeAccount:
 
     def _waited(self, decode: ComingDecode, group: int) -> Added:
         """Return what batches of a group wait for others once a decode that spans groups runs."""
+        return self._after(decode.sequence, group, self._waited_s(decode, group), math.inf)
+
+    def _waited_s(self, decode: ComingDecode, group: int) -> float:
         own_s = decode.cost_s.get(group, 0.0)
         slowest_s = self._slowest_s(group, decode.cost_s if own_s else {})
-        waited_s = max(0.0, slowest_s - self.decodes[group].total_s - own_s)
-        return self._after(decode.sequence, group, waited_s, math.inf)
+        return max(0.0, slowest_s - self.decodes[group].total_s - own_s)
 
     def _part(self, seconds: float) -> float:
         return seconds / self.capacity_s if self.capacity_s else 0.0
@@ -363,7 +371,7 @@ class DecodeAccount:
 
     def _after(self, sequence: Sequence, group: int, cost_s: float, length_s: float) -> Added:
         """Return what comes after a prompt, as it is added to the rows of a group."""
-        row = self.waiting[group].find(sequence)
+        row = self.waiting[group].find(sequence) if sequence.remaining_tokens else -1
         kind = AFTER_KEPT if sequence.kept else AFTER_RELEGATED
         return kind, row, cost_s, length_s, max(self.settings.relegated_share, 1e-3)
 
@@ -372,12 +380,14 @@ class DecodeAccount:
     ) -> None:
         """Compute what each row's work becomes with a new promise.
 
-        Decodes alongside include its own (`cost_s`), alongside the others, and those of the prompt
+        Decodes alongside include its own (`cost_s`), alongside the others, and those of the prompts
         held back longest.
         """
         plus = 0.0
         if self._next is not None:
             plus = self._part(self.cost_s(self._next).get(group, 0.0))
+        for held in self._held.values():
+            plus += self._part(held.cost_s.get(group, 0.0))
         self._try(sequence, cost_s, group, plus, self.promise_part(), now)
 
     def breaks_elsewhere(self, cost_s: dict[int, float], now: float) -> bool:
@@ -492,6 +502,51 @@ class DecodeAccount:
         self._starts += 1
         if self._starts >= STARTS_PER_ROUND:
             self.closed.update(dict.fromkeys(groups, 1))
+        return True
+
+    def may_end(self, sequence: Sequence, now: float) -> bool:
+        """Return whether a prompt may end: the promises must fit alongside its decode.
+
+        Those due after a promised long prompt count it already; as it has time until it is due, it
+        leaves those due before the room that a new promise would. One without a promise may have
+        got more than its share, or another rank since they counted it: it is held until all fit,
+        and those given meanwhile count it.
+        """
+        number, promised = sequence.number, sequence.promised
+        coming = self._held.get(number) or self._coming.get(number)
+        if coming is None:
+            return True
+        has_promises = self._has_promises()
+        if number in self._coming and has_promises and not promised:
+            self._held[number] = self._coming.pop(number)
+            self._recount(now)
+        due_s = sequence.key[0] if promised else math.inf
+        bears = not has_promises or self._bears_from_now(coming, due_s, promised, now)
+        if number in self._held and (bears or promised):
+            self._coming[number] = self._held.pop(number)
+            self._changed = True
+        return bears
+
+    def _bears_from_now(
+        self, coming: ComingDecode, due_s: float, leaves_room: bool, now: float
+    ) -> bool:
+        """Return whether promises due before `due_s` fit alongside a decode that begins now.
+
+        Those that wait for pages do not count: the prompt may hold them.
+        """
+        for group, cost_s in coming.cost_s.items():
+            queue, available = self.waiting[group], self.groups.pool.groups[group].available
+            before = queue.rows.first_due(due_s)
+            firm = queue.promised[:before]
+            if not firm.any() or (queue.need[:before][firm] > available).any():
+                continue
+            if len(coming.cost_s) > 1 and not self._all_span:
+                cost_s += self._waited_s(coming, group)
+            least, part = self.promise_part() if leaves_room else 0.0, self._part(1.0)
+            decode = RUNS, -1, cost_s, coming.length_s, 1.0
+            queue.rows.try_decode(-1, 0.0, least, decode, now, self.budget_s, part)
+            if self.promises.spare_before_s(group, due_s, now, leaves_room) < 0.0:
+                return False
         return True
 
     def retract(self, sequence: Sequence) -> None:
