@@ -281,9 +281,11 @@ class BatchBuilder:
                     break
                 continue
             ends = sequence.scheduled_tokens + chunk.length == sequence.target_tokens
-            if ends and not self.admission.account.may_end(sequence, now):
-                continue
             chunk.guaranteed = tier == GUARANTEED
+            if ends and not self.admission.account.may_end(
+                sequence, now, guaranteed=chunk.guaranteed
+            ):
+                continue
             self._add(draft, chunk)
             if long:
                 occupied.update(chunk.groups)

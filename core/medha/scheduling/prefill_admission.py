@@ -504,8 +504,10 @@ class DecodeAccount:
             self.closed.update(dict.fromkeys(groups, 1))
         return True
 
-    def may_end(self, sequence: Sequence, now: float) -> bool:
+    def may_end(self, sequence: Sequence, now: float, *, guaranteed: bool) -> bool:
         """Return whether a prompt may end: the promises must fit alongside its decode.
+
+        And after what is left of it, unless it is `guaranteed` that time.
 
         Those due after a promised long prompt count it already; as it has time until it is due, it
         leaves those due before the room that a new promise would. One without a promise may have
@@ -521,14 +523,16 @@ class DecodeAccount:
             self._held[number] = self._coming.pop(number)
             self._recount(now)
         due_s = sequence.key[0] if promised else math.inf
-        bears = not has_promises or self._bears_from_now(coming, due_s, promised, now)
+        bears = not has_promises or self._bears_from_now(
+            coming, due_s, now, delays=not guaranteed, leaves_room=promised
+        )
         if number in self._held and (bears or promised):
             self._coming[number] = self._held.pop(number)
             self._changed = True
         return bears
 
     def _bears_from_now(
-        self, coming: ComingDecode, due_s: float, leaves_room: bool, now: float
+        self, coming: ComingDecode, due_s: float, now: float, *, delays: bool, leaves_room: bool
     ) -> bool:
         """Return whether promises due before `due_s` fit alongside a decode that begins now.
 
@@ -545,7 +549,8 @@ class DecodeAccount:
             least, part = self.promise_part() if leaves_room else 0.0, self._part(1.0)
             decode = RUNS, -1, cost_s, coming.length_s, 1.0
             queue.rows.try_decode(-1, 0.0, least, decode, now, self.budget_s, part)
-            if self.promises.spare_before_s(group, due_s, now, leaves_room) < 0.0:
+            delay_s = float(queue.work_s[queue.row_of(coming.sequence)]) if delays else 0.0
+            if self.promises.spare_before_s(group, due_s, now, leaves_room) < delay_s:
                 return False
         return True
 
