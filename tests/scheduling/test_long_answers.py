@@ -100,3 +100,22 @@ def test_a_prompt_that_is_held_ends_though_promises_go_on_and_on() -> None:
     assert [name for name in promised if not driven.in_time(name)] == []
     assert len(promised) > 10
     assert driven.first_s["late"] < at_s + 4 * apart_s
+
+
+def test_two_long_prompts_end_at_once_only_if_both_answers_fit() -> None:
+    # The urgent prompt takes 2.2 s and has 3.5: enough for one answer of 8 ms a batch.
+    plan = reading()
+    account, by_id = plan._account, plan._state.by_id
+    answers = [
+        request(f"x{n}", 100_000, within_s=60.0 + n, output_tokens=2000, tpot_s=0.05, promised=True)
+        for n in range(2)
+    ]
+    for answer in answers:
+        plan.submit(answer, 0.0)
+    plan.submit(request("urgent", 20_000, within_s=3.5, promised=True), 0.0)
+    account.refresh(0.0)
+    assert account.may_end(by_id["x0"], 0.0, guaranteed=True)
+    assert account.may_end(by_id["x0"], 0.0, guaranteed=True)
+    assert not account.may_end(by_id["x1"], 0.0, guaranteed=True)
+    account.refresh(0.0)
+    assert account.may_end(by_id["x1"], 0.0, guaranteed=True)

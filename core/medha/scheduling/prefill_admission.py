@@ -80,6 +80,7 @@ class DecodeAccount:
         self._counted: dict[int, tuple[int, ...]] = {}
         self._next: Sequence | None = None
         self._held: dict[int, ComingDecode] = {}
+        self._ending: dict[int, ComingDecode] = {}
         self._starts = 0
         self._peak_s, self._peak_as_of_s = 0.0, 0.0
         self._changed = self.spanning = self._all_span = False
@@ -258,6 +259,7 @@ class DecodeAccount:
         """Compute again what runs alongside each prompt, after a batch and before the next."""
         self._starts = 0
         self.closed.clear()
+        self._ending.clear()
         if self._next is not None and self._next.started:
             self._next = None
         if self.queues.times.outdated:
@@ -507,12 +509,11 @@ class DecodeAccount:
     def may_end(self, sequence: Sequence, now: float, *, guaranteed: bool) -> bool:
         """Return whether a prompt may end: the promises must fit alongside its decode.
 
-        And after what is left of it, unless it is `guaranteed` that time.
-
-        Those due after a promised long prompt count it already; as it has time until it is due, it
-        leaves those due before the room that a new promise would. One without a promise may have
-        got more than its share, or another rank since they counted it: it is held until all fit,
-        and those given meanwhile count it.
+        And after what is left of it, unless it is `guaranteed` that time. Those due after a
+        promised long prompt count its decode already; as it has time until it is due, it leaves
+        those due before the room that a new promise would. One without a promise may have got more
+        than its share, or another rank since they counted it: it is held until all fit, and those
+        given meanwhile count it.
         """
         number, promised = sequence.number, sequence.promised
         coming = self._held.get(number) or self._coming.get(number)
@@ -526,8 +527,11 @@ class DecodeAccount:
         bears = not has_promises or self._bears_from_now(
             coming, due_s, now, delays=not guaranteed, leaves_room=promised
         )
-        if number in self._held and (bears or promised):
-            self._coming[number] = self._held.pop(number)
+        if bears:
+            self._ending[number] = coming
+        if bears or promised:
+            self._held.pop(number, None)
+            self._coming[number] = coming
             self._changed = True
         return bears
 
@@ -536,7 +540,8 @@ class DecodeAccount:
     ) -> bool:
         """Return whether promises due before `due_s` fit alongside a decode that begins now.
 
-        Those that wait for pages do not count: the prompt may hold them.
+        And alongside those of other prompts that end. Promises that wait for pages do not count:
+        the prompt may hold them.
         """
         for group, cost_s in coming.cost_s.items():
             queue, available = self.waiting[group], self.groups.pool.groups[group].available
@@ -546,6 +551,8 @@ class DecodeAccount:
                 continue
             if len(coming.cost_s) > 1 and not self._all_span:
                 cost_s += self._waited_s(coming, group)
+            others = (other for other in self._ending.values() if other is not coming)
+            cost_s += sum(other.cost_s.get(group, 0.0) for other in others)
             least, part = self.promise_part() if leaves_room else 0.0, self._part(1.0)
             decode = RUNS, -1, cost_s, coming.length_s, 1.0
             queue.rows.try_decode(-1, 0.0, least, decode, now, self.budget_s, part)
