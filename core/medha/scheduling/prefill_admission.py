@@ -79,7 +79,9 @@ class DecodeAccount:
         self._coming: dict[int, ComingDecode] = {}
         self._counted: dict[int, tuple[int, ...]] = {}
         self._next: Sequence | None = None
+        # Of long prompts without a promise that wait to end: new promises count them, others not.
         self._held: dict[int, ComingDecode] = {}
+        # Of those that were let end since the last refresh, and are not alongside anything yet.
         self._ending: dict[int, ComingDecode] = {}
         self._starts = 0
         self._peak_s, self._peak_as_of_s = 0.0, 0.0
@@ -131,10 +133,7 @@ class DecodeAccount:
 
     def begin(self, sequence: Sequence, now: float) -> None:
         """The sequence decodes from now on."""
-        self._coming.pop(sequence.number, None)
-        self._held.pop(sequence.number, None)
-        for group in self._counted.pop(sequence.number, ()):
-            self.decodes[group].remove(sequence.number)
+        self._uncount(sequence.number)
         self._run(sequence, self.cost_s(sequence), now)
 
     def remove(self, sequence: Sequence) -> None:
@@ -142,10 +141,7 @@ class DecodeAccount:
         number = sequence.number
         if sequence is self._next:
             self._next = None
-        self._coming.pop(number, None)
-        self._held.pop(number, None)
-        for group in self._counted.pop(number, ()):
-            self.decodes[group].remove(number)
+        self._uncount(number)
         tpot_s = self._granted.pop(number, None)
         if tpot_s is not None:
             self._tighter[tpot_s] -= 1
@@ -162,6 +158,12 @@ class DecodeAccount:
         elif number in self._counted:
             self.begin(sequence, now)
         self._changed = True
+
+    def _uncount(self, number: int) -> None:
+        self._coming.pop(number, None)
+        self._held.pop(number, None)
+        for group in self._counted.pop(number, ()):
+            self.decodes[group].remove(number)
 
     def _run(self, sequence: Sequence, cost_s: dict[int, float], now: float) -> None:
         ends_s = now + self._length_s(sequence)
@@ -557,15 +559,13 @@ class DecodeAccount:
             decode = RUNS, -1, cost_s, coming.length_s, 1.0
             queue.rows.try_decode(-1, 0.0, least, decode, now, self.budget_s, part)
             delay_s = float(queue.work_s[queue.row_of(coming.sequence)]) if delays else 0.0
-            if self.promises.spare_before_s(group, due_s, now, leaves_room) < delay_s:
+            if self.promises.spare_before_s(group, due_s, now, room=leaves_room) < delay_s:
                 return False
         return True
 
     def retract(self, sequence: Sequence) -> None:
         """Count out a sequence that could not start after all."""
-        self._coming.pop(sequence.number, None)
-        for group in self._counted.pop(sequence.number, ()):
-            self.decodes[group].remove(sequence.number)
+        self._uncount(sequence.number)
 
     def _has_promises(self) -> bool:
         return any(queue.promised_count for queue in self.waiting.values())

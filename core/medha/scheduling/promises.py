@@ -321,17 +321,16 @@ class PromiseSet:
         waiting, start = self.waiting[group], start + self.drain_s
         return waiting.rows.promise_margins(most, start, self.overhead_s, self._inflation, after_s)
 
-    def spare_before_s(self, group: int, due_s: float, now: float, leaves_room: bool) -> float:
+    def spare_before_s(self, group: int, due_s: float, now: float, *, room: bool) -> float:
         """Return the time to spare of promises due before `due_s`, by the works tried last.
 
-        `leaves_room`: beyond what short prompts to come take of each one's time. Infinite if there
-        are none.
+        `room`: beyond what short prompts to come take of each one's time. Infinite with no promise.
         """
         due_in_s, margins_s = self.margins(group, now, self.waiting[group].promised_count)
         before = bisect.bisect_left(due_in_s, due_s - now - self.drain_s)
-        coming = self.coming(group, now) if leaves_room else 0.0
+        coming = self.coming(group, now) if room else 0.0
         pairs = zip(due_in_s[:before], margins_s, strict=False)
-        return min((margin_s - coming * due_s for due_s, margin_s in pairs), default=math.inf)
+        return min((margin_s - coming * left_s for left_s, margin_s in pairs), default=math.inf)
 
     def room_s(self, group: int, due_s: float, start: float) -> float:
         """Return the work due at `due_s` that fits with a group's promises, by the works tried."""
