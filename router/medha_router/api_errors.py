@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from medha.errors import CheckpointError, EngineError, Refusal, RequestError
 from medha.fleet.admission import TPOT_HEADER, least_tpot_ms
+from medha_router.protocol import INTERNAL_ERROR
 
 REFUSAL_STATUS = {
     "deadline_infeasible": 429,
@@ -71,7 +72,7 @@ def of_exception(error: BaseException) -> ApiError:
         return of_status(500, "the model's tokenizer does not load", code="model_error")
     if isinstance(error, EngineError):
         return of_status(500, str(error), code="engine_error")
-    return of_status(500, "internal error; the request may be tried again", code="internal_error")
+    return of_status(500, INTERNAL_ERROR, code="internal_error")
 
 
 def of_shutdown() -> ApiError:

@@ -65,8 +65,16 @@ class BodyReader:
         """Read one body in parts; a declared length that is too large is refused at once.
 
         The parts are not joined: copying a large body would stop the loop. Raises RequestError
-        (413 too long, 408 too slow) or Refusal (too many at once).
+        (413 too long, 408 too slow, 415 compressed) or Refusal (too many at once).
         """
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            raise RequestError(
+                f"content-encoding is {coding[:60]!r}: send the body as it is",
+                status=415,
+                code="unsupported_value",
+                param="content-encoding",
+            )
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_bytes:
             raise self._too_long()

@@ -301,7 +301,7 @@ class HttpProtocol(HttpToolsProtocol):
             return  # `_feed` parses the head again
         self._in_head = False
         version = self.parser.get_http_version()
-        if version != "1.1" and any(name == b"transfer-encoding" for name, _ in self.headers):
+        if not _is_framed(version, self.headers):
             raise self._refused(_invalid())
         scope = self.scope
         try:
@@ -384,6 +384,17 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         self._disconnects.end()
         self.transport.close()
+
+
+def _is_framed(version: str, headers: list[tuple[bytes, bytes]]) -> bool:
+    """Return whether the head names one host and no coding of the body but `chunked` (RFC 9112)."""
+    hosts = 0
+    for name, value in headers:
+        if name == b"host":
+            hosts += 1
+        elif name == b"transfer-encoding" and (version != "1.1" or value.lower() != b"chunked"):
+            return False
+    return hosts == 1 or (version == "1.0" and not hosts)
 
 
 def _decoded(raw_path: bytes) -> str:

@@ -12,7 +12,10 @@ from medha_router.dialects import messages_body, responses_body
 from medha_router.dialects.messages_body import CountTokensBody, MessagesBody
 from medha_router.dialects.responses_body import ResponsesBody
 from medha_router.protocol import (
-    UNSUPPORTED,
+    CHAT_UNSUPPORTED,
+    COMPLETION_UNSUPPORTED,
+    OF_COMPLETIONS,
+    TOKENIZE_UNSUPPORTED,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -181,6 +184,7 @@ _GRAMMARS: dict[str, Any] = {
 }
 _ALWAYS = Literal["none", "auto", "required"]
 DECODED_LATER: dict[type[msgspec.Struct], dict[str, Any]] = {
+    TokenizeBody: {"tools": list[Tool] | None},
     ChatBody: _GRAMMARS | {"tools": list[Tool] | None, "tool_choice": _ALWAYS | NamedChoice | None},
     CompletionBody: _GRAMMARS,
     ResponsesBody: _GRAMMARS
@@ -201,13 +205,14 @@ DECODED_LATER: dict[type[msgspec.Struct], dict[str, Any]] = {
 }
 _ONLY_OUTPUT = {"n": (1,)}
 ALLOWED: dict[type[msgspec.Struct], dict[str, tuple[object, ...]]] = {
-    ChatBody: UNSUPPORTED,
-    CompletionBody: UNSUPPORTED | {"best_of": (1,)},
-    ResponsesBody: UNSUPPORTED
+    ChatBody: CHAT_UNSUPPORTED | OF_COMPLETIONS,
+    CompletionBody: COMPLETION_UNSUPPORTED | {"best_of": OF_COMPLETIONS["best_of"]},
+    TokenizeBody: TOKENIZE_UNSUPPORTED,
+    ResponsesBody: CHAT_UNSUPPORTED
     | responses_body.UNSUPPORTED
     | dict.fromkeys(responses_body.INSTEAD, ())
     | _ONLY_OUTPUT,
-    MessagesBody: UNSUPPORTED
+    MessagesBody: CHAT_UNSUPPORTED
     | messages_body.UNSUPPORTED
     | dict.fromkeys(messages_body.INSTEAD, ())
     | _ONLY_OUTPUT,

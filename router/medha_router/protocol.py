@@ -34,6 +34,7 @@ CHAT_LOGPROBS = 20
 COMPLETION_LOGPROBS = 5
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_INT64 = (1 << 63) - 1
+INTERNAL_ERROR = "internal error; the request may be tried again"
 
 # Of several headers for the same target, the first in the list counts.
 TTFT_HEADERS = (
@@ -58,7 +59,6 @@ ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
 # Fields that would change the output if they were supported, and the values that change nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
-    "add_special_tokens": (),
     "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
@@ -68,13 +68,16 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
+    "ec_transfer_params": ({},),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_decoding_backend": ("auto", "guidance"),
     "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": ({},),
     "length_penalty": (1, 1.0),
+    "logprob_token_ids": ([],),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
@@ -82,18 +85,41 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "priority": (0,),
     "prompt_embeds": ([],),
     "reasoning_effort": ("none",),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
     "return_token_ids": (False,),
+    "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
     "service_tier": ("auto", "default", "standard_only"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "store": (False,),
+    "stream_interval": (1,),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
     "web_search_options": (),
+}
+CHAT_UNSUPPORTED = UNSUPPORTED | {"add_special_tokens": (False,)}
+COMPLETION_UNSUPPORTED = UNSUPPORTED | {"add_special_tokens": (True,)}
+# Fields of completions that vLLM reads in a chat, too.
+OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"best_of": (1,), "echo": (False,)}
+TOKENIZE_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "return_token_strs": (False,),
+    **{
+        name: UNSUPPORTED[name]
+        for name in (
+            "chat_template",
+            "chat_template_kwargs",
+            "continue_final_message",
+            "mm_processor_kwargs",
+        )
+    },
 }
 DEFAULTED = GenerationDefaults.__struct_fields__
 MAX_DEFAULT_BYTES = 64  # no default value is longer, so a longer one is not read
@@ -118,13 +144,16 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: RawJson = msgspec.UNSET
     documents: RawJson = msgspec.UNSET
     early_stopping: RawJson = msgspec.UNSET
+    ec_transfer_params: RawJson = msgspec.UNSET
     function_call: RawJson = msgspec.UNSET
     functions: RawJson = msgspec.UNSET
     guided_decoding_backend: RawJson = msgspec.UNSET
     guided_whitespace_pattern: RawJson = msgspec.UNSET
+    include_reasoning: RawJson = msgspec.UNSET
     include_stop_str_in_output: RawJson = msgspec.UNSET
     kv_transfer_params: RawJson = msgspec.UNSET
     length_penalty: RawJson = msgspec.UNSET
+    logprob_token_ids: RawJson = msgspec.UNSET
     logits_processors: RawJson = msgspec.UNSET
     mm_processor_kwargs: RawJson = msgspec.UNSET
     modalities: RawJson = msgspec.UNSET
@@ -132,17 +161,24 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     priority: RawJson = msgspec.UNSET
     prompt_embeds: RawJson = msgspec.UNSET
     reasoning_effort: RawJson = msgspec.UNSET
+    repetition_detection: RawJson = msgspec.UNSET
+    return_prompt_text: RawJson = msgspec.UNSET
     return_token_ids: RawJson = msgspec.UNSET
+    return_token_offsets: RawJson = msgspec.UNSET
     return_tokens_as_token_ids: RawJson = msgspec.UNSET
+    routed_experts_prompt_start: RawJson = msgspec.UNSET
     service_tier: RawJson = msgspec.UNSET
     skip_special_tokens: RawJson = msgspec.UNSET
     spaces_between_special_tokens: RawJson = msgspec.UNSET
     store: RawJson = msgspec.UNSET
+    stream_interval: RawJson = msgspec.UNSET
     suffix: RawJson = msgspec.UNSET
+    thinking_token_budget: RawJson = msgspec.UNSET
     truncate_prompt_tokens: RawJson = msgspec.UNSET
     use_beam_search: RawJson = msgspec.UNSET
     verbosity: RawJson = msgspec.UNSET
     vllm_xargs: RawJson = msgspec.UNSET
+    watermarking: RawJson = msgspec.UNSET
     web_search_options: RawJson = msgspec.UNSET
 
 
@@ -181,6 +217,8 @@ class ChatBody(Body, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`; `messages` stays raw JSON."""
 
     messages: msgspec.Raw
+    best_of: RawJson = msgspec.UNSET
+    echo: RawJson = msgspec.UNSET
     max_completion_tokens: OutputTokens = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=CHAT_LOGPROBS)] | None = None
@@ -206,6 +244,12 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     messages: RawJson = msgspec.UNSET
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    tools: RawJson = msgspec.UNSET
+    chat_template: RawJson = msgspec.UNSET
+    chat_template_kwargs: RawJson = msgspec.UNSET
+    continue_final_message: RawJson = msgspec.UNSET
+    mm_processor_kwargs: RawJson = msgspec.UNSET
+    return_token_strs: RawJson = msgspec.UNSET
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,7 +344,7 @@ def read_body(data: bytes | bytearray, kind: type[B]) -> B:
 def _shown_at(data: bytes | bytearray, path: str) -> str:
     """Return ` is 5`, shortened, for the value at msgspec's path.
 
-    Empty if it is ambiguous, or if the body is large.
+    Empty if it is ambiguous, if the body is large, or if another value of the same key follows.
     """
     if len(data) > SHOWN_BODY_BYTES:
         return ""
@@ -310,11 +354,11 @@ def _shown_at(data: bytes | bytearray, path: str) -> str:
         # msgspec reports the wrong value before it reaches the invalid JSON
         return ""
     for name, index in re.findall(r"\.([^.\[]+)|\[([^\]]+)\]", path):
-        if name:
+        if isinstance(value, dict) and name in value:
             value = value[name]
-        elif index.isdigit():
+        elif isinstance(value, list) and index.isdigit() and int(index) < len(value):
             value = value[int(index)]
-        else:  # msgspec does not report the key
+        else:  # msgspec does not report the key of a mapping
             return ""
     text = repr(value)
     return f" is {text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + '…'}"
@@ -323,6 +367,7 @@ def _shown_at(data: bytes | bytearray, path: str) -> str:
 def read_chat(data: bytes | bytearray) -> GenerationParams:
     """Read the body of a chat completion; raises RequestError."""
     body = read_body(data, ChatBody)
+    refuse_unsupported(body, OF_COMPLETIONS)
     if body.top_logprobs and not body.logprobs:
         raise RequestError(
             f"top_logprobs is {body.top_logprobs}: needs logprobs to be true",
@@ -361,15 +406,21 @@ def read_completion(data: bytes | bytearray) -> GenerationParams:
 def read_tokenize(data: bytes | bytearray) -> TokenizeParams:
     """Read the body of `/tokenize`; raises RequestError."""
     body = read_body(data, TokenizeBody)
+    refuse_unsupported(body, TOKENIZE_UNSUPPORTED)
     given = [bytes(raw) for raw in (body.messages, body.prompt) if is_given(raw)]
     if len(given) != 1:
         raise RequestError("give either prompt or messages", code="invalid_value", param="prompt")
+    chat = is_given(body.messages)
+    if chat and body.add_special_tokens:  # the template has them
+        raise unsupported("add_special_tokens")
+    tools = read_tools(body.tools, msgspec.UNSET, None) if chat else None
     return TokenizeParams(
         model=body.model,
-        chat=is_given(body.messages),
+        chat=chat,
         raw=given[0],
         special=body.add_special_tokens is not False,
         opening=body.add_generation_prompt is not False,
+        tools=tools.raw if tools is not None else b"",
     )
 
 
@@ -395,7 +446,13 @@ def generation_params(
     tools: Tools | None = None,
 ) -> GenerationParams:
     """Make the parameters of a request with one of the bodies; raises RequestError."""
-    refuse_unsupported(body, UNSUPPORTED)
+    refuse_unsupported(body, CHAT_UNSUPPORTED if chat else COMPLETION_UNSUPPORTED)
+    if max_output_tokens is not None and (body.min_tokens or 0) > max_output_tokens:
+        raise RequestError(
+            f"min_tokens is {body.min_tokens}: must be at most max_tokens, {max_output_tokens}",
+            code="invalid_value",
+            param="min_tokens",
+        )
     if body.stream_options is not None and not body.stream:
         raise RequestError(
             "stream_options is only allowed when stream is true",
@@ -500,12 +557,15 @@ def refuse_unsupported(
         raw: RawJson = getattr(body, field)
         if raw is msgspec.UNSET:
             continue
-        size = memoryview(raw).nbytes
-        if size > MAX_DEFAULT_BYTES or not _is_default(msgspec.json.decode(raw), defaults):
+        if memoryview(raw).nbytes > MAX_DEFAULT_BYTES or not _is_default(raw, defaults):
             raise unsupported(where + field)
 
 
-def _is_default(value: object, defaults: tuple[object, ...]) -> bool:
+def _is_default(raw: msgspec.Raw, defaults: tuple[object, ...]) -> bool:
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False  # a number out of range, or no text
     return value is None or any(
         value == default and isinstance(value, bool) == isinstance(default, bool)
         for default in defaults  # 0 equals False in Python, but not in JSON

@@ -278,14 +278,67 @@ def test_errors_carry_a_request_id(served: Any) -> None:
         assert len(response.headers["x-medha-request-id"]) == 24
 
 
-@pytest.mark.parametrize("field", sorted(api.UNSUPPORTED))
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ('"stream_options":{"include_usage":5},"stream_options":null', "stream_options"),
+        ('"stop":["a",5],"stop":[]', "stop[1]"),
+        ('"stop":["a",5],"stop":3', "stop[1]"),
+        ('"stop":["a",5],"stop":"abc"', "stop[1]"),
+        ('"logit_bias":{"a":"b"},"logit_bias":3', "logit_bias[...]"),
+    ],
+)
+def test_a_wrong_value_whose_key_stands_twice_is_named_without_the_other_value(
+    fields: str, param: str
+) -> None:
+    with pytest.raises(RequestError, match="expected") as refused:
+        api.read_chat(f'{{"model":"m","messages":[],{fields}}}'.encode())
+    assert str(refused.value.param).startswith(param) and " is " not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("suffix", b"1e999"), ("suffix", b'"\xff"'), ("guided_json", b'{"\xff":1}')],
+)
+def test_raw_json_that_cannot_be_decoded_is_the_clients_error(field: str, value: bytes) -> None:
+    with pytest.raises(RequestError, match=field):
+        api.read_chat(b'{"model":"m","messages":[],"%b":%b}' % (field.encode(), value))
+
+
+@pytest.mark.parametrize("field", sorted(api.CHAT_UNSUPPORTED | api.OF_COMPLETIONS))
 def test_a_known_field_that_is_not_supported_is_refused_by_its_name(field: str) -> None:
     body = {"model": "m", "messages": [], field: {"asks": "for more"}}
     with pytest.raises(RequestError, match=field) as refused:
         api.read_chat(json.dumps(body).encode())
     assert refused.value.param == field and refused.value.code == "unsupported_parameter"
-    for default in (None, *api.UNSUPPORTED[field]):
+    for default in (None, *(api.CHAT_UNSUPPORTED | api.OF_COMPLETIONS)[field]):
         assert api.read_chat(json.dumps({**body, field: default}).encode()).model == "m"
+
+
+def test_what_a_completion_does_by_default_may_be_asked_for() -> None:
+    body = {"model": "m", "prompt": "a", "add_special_tokens": True}
+    assert api.read_completion(json.dumps(body).encode()).model == "m"
+    with pytest.raises(RequestError, match="add_special_tokens"):
+        api.read_completion(json.dumps({**body, "add_special_tokens": False}).encode())
+
+
+@pytest.mark.parametrize("field", sorted(api.TOKENIZE_UNSUPPORTED))
+def test_tokenize_refuses_what_would_change_the_tokens(field: str) -> None:
+    body = {"model": "m", "messages": [], field: {"asks": "for more"}}
+    with pytest.raises(RequestError, match=field):
+        api.read_tokenize(json.dumps(body).encode())
+
+
+def test_more_tokens_at_least_than_at_most_are_refused() -> None:
+    body = {"model": "m", "messages": [], "min_tokens": 3, "max_tokens": 2}
+    with pytest.raises(RequestError, match="min_tokens is 3: must be at most max_tokens, 2"):
+        api.read_chat(json.dumps(body).encode())
+
+
+def test_a_compressed_body_is_refused_by_its_coding(served: Any) -> None:
+    headers = {"content-encoding": "gzip"}
+    error = wrong(served.http.post("/v1/completions", content=b"x", headers=headers), 415)
+    assert error["param"] == "content-encoding"
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,9 @@ def post(path: str, body: dict[str, Any]) -> bytes:
         b"HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n",
         b"HTTP/1.1\r\nhost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.0\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n",
+        b"HTTP/1.1\r\ncontent-length: 5\r\n\r\n",
+        b"HTTP/1.1\r\nhost: x\r\nhost: y\r\ncontent-length: 5\r\n\r\n",
     ],
 )
 def test_a_body_with_two_lengths_smuggles_no_second_request(

@@ -22,11 +22,21 @@ from hypothesis import strategies as st
 from medha.errors import CheckpointError, EngineError, RequestError
 from medha.fleet.prefix_index import chain
 from medha.messages import from_bytes
+from medha_router.protocol import INTERNAL_ERROR
 from medha_router.tokenization.detokenizer import Vocabulary, text_of
-from medha_router.tokenization.encoder import ChatTemplate
+from medha_router.tokenization.encoder import ChatTemplate, TokenizerProcess
 from medha_router.tokenization.lane import BATCH_S, JOB_S
 from medha_router.tokenization.pool import TokenizerPool
-from medha_router.tokenization.wire import Encode, FrameReader, Prompt, TokenizerFiles, send_frame
+from medha_router.tokenization.wire import (
+    Declined,
+    Encode,
+    Encoded,
+    FrameReader,
+    LoadFiles,
+    Prompt,
+    TokenizerFiles,
+    send_frame,
+)
 
 SALT = b"salt"
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -116,6 +126,27 @@ def test_an_error_of_the_client_names_the_field(pool: TokenizerPool) -> None:
     with pytest.raises(RequestError) as caught:
         asyncio.run(pool.encode(job([{"role": "user", "content": 5}], chat=True)))
     assert caught.value.param == "messages[0].content"
+
+
+def test_a_wrong_value_whose_key_stands_twice_is_the_clients_error(pool: TokenizerPool) -> None:
+    raw = b'[{"role":"user","content":[{"type":5}],"content":"xy"}]'
+    with pytest.raises(RequestError, match="expected `str`, got `int`") as caught:
+        asyncio.run(pool.encode(msgspec.structs.replace(job([], chat=True), raw=raw)))
+    assert caught.value.status == 400
+
+
+def test_a_fault_of_a_tokenizer_is_the_answer_of_one_job(
+    byte_level_json: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = TokenizerProcess()
+    process.answer(LoadFiles(TokenizerFiles(key="good", tokenizer=byte_level_json)), bytearray())
+    answers = [
+        process.answer(job("a", key=key), bytearray(b'"a"'))[0] for key in ("unknown", "good")
+    ]
+    assert answers[0] == Declined(INTERNAL_ERROR, 500, "internal_error", None)
+    assert isinstance(answers[1], Encoded)
+    assert [record.message for record in caplog.records] == ["a job of a tokenizer failed"]
+    caplog.clear()  # or `_no_defect` finds it
 
 
 def test_files_that_do_not_load_are_a_checkpoint_error(pool: TokenizerPool) -> None:

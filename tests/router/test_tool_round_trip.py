@@ -120,6 +120,15 @@ def test_a_named_tool_gets_its_arguments(hermes: Any) -> None:
     assert [call["arguments"] for call in calls] == ['{"city":"Ulm"}']
 
 
+def test_the_tokens_of_a_chat_count_its_tools(hermes: Any) -> None:
+    body = {"model": "tiny", "messages": ask("hello"), "tools": [WEATHER]}
+    hermes.client.chat.completions.create(**body)
+    counted = hermes.http.post("/tokenize", json=body).json()
+    shown = {"model": "tiny", "tokens": counted["tokens"]}
+    text = hermes.http.post("/detokenize", json=shown).json()["prompt"]
+    assert "tools:" in text and text == hermes.prompt()
+
+
 def test_with_the_choice_none_there_are_no_tools(hermes: Any) -> None:
     answer = hermes.client.chat.completions.create(
         model="tiny", messages=ask(CALL), tools=[WEATHER], tool_choice="none"

@@ -61,6 +61,7 @@ INSTEAD = {
     "n": "",
     "prompt_logprobs": "",
     "stop": "stop_sequences",
+    "output_format": "output_config.format",
     "response_format": "output_config.format",
 }
 NAMES = (
@@ -110,6 +111,7 @@ class MessagesBody(Body, frozen=True, kw_only=True):
     diagnostics: RawJson = msgspec.UNSET
     inference_geo: RawJson = msgspec.UNSET
     mcp_servers: RawJson = msgspec.UNSET
+    output_format: RawJson = msgspec.UNSET
     speed: RawJson = msgspec.UNSET
     thinking: RawJson = msgspec.UNSET
     user_profile_id: RawJson = msgspec.UNSET

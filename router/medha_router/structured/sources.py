@@ -126,7 +126,10 @@ def _of_schema(raw: RawJson, param: str) -> GrammarSource | None:
     data = bytes(raw).strip()
     if data == b"null":
         return None
-    text = _read(raw, str, param) if data[:1] == b'"' else data.decode()
+    try:
+        text = _read(raw, str, param) if data[:1] == b'"' else data.decode()
+    except UnicodeDecodeError:
+        raise _invalid(param, "is no JSON schema: must be UTF-8") from None
     if text.strip()[:1] != "{":
         raise _invalid(param, "is no JSON schema: must be an object")
     return GrammarSource("json_schema", text, param)

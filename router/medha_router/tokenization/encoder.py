@@ -14,6 +14,7 @@ from __future__ import annotations
 import datetime
 import gc
 import json
+import logging
 import select
 import signal
 import socket
@@ -27,9 +28,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from medha.adapters.logs import start_logs
 from medha.errors import CheckpointError, RequestError
 from medha_router.dialects.readers import READERS
-from medha_router.protocol import MAX_DETOKENIZED, MAX_PROMPTS, TokenId, read_body
+from medha_router.protocol import (
+    INTERNAL_ERROR,
+    MAX_DETOKENIZED,
+    MAX_PROMPTS,
+    MAX_SHOWN_CHARS,
+    TokenId,
+    read_body,
+)
 from medha_router.tokenization import wire
 from medha_router.tokenization.detokenizer import Vocabulary
 from medha_router.tokenization.jobs import (
@@ -97,7 +106,8 @@ def read_messages(raw: bytes | bytearray) -> list[dict[str, Any]]:
 def _plain(message: Message, where: str) -> dict[str, Any]:
     if message.role not in ROLES:
         raise RequestError(
-            f"{where}.role is {message.role!r}: must be one of {', '.join(ROLES)}",
+            f"{where}.role is {message.role[:MAX_SHOWN_CHARS]!r}: must be one of "
+            f"{', '.join(ROLES)}",
             code="invalid_value",
             param=f"{where}.role",
         )
@@ -153,7 +163,8 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str:
     for index, part in enumerate(content):
         if part.type != "text" or part.text is None:
             raise RequestError(
-                f"{where}[{index}] has the type {part.type!r}: only text parts are supported",
+                f"{where}[{index}] has the type {part.type[:MAX_SHOWN_CHARS]!r}: only text parts "
+                "are supported",
                 code="unsupported_content",
                 param=f"{where}[{index}]",
             )
@@ -407,7 +418,8 @@ class TokenizerProcess:
     def answer(self, job: wire.Job, payload: bytearray) -> tuple[wire.Outcome | None, bytes]:
         """Run one job or one step; return its outcome, None for Close, and its payload.
 
-        Faults of the client or the checkpoint are outcomes too.
+        Faults of the client or the checkpoint are outcomes too, and so is a fault of this code:
+        the process holds other clients' jobs.
         """
         try:
             return self._run(job, payload)
@@ -415,6 +427,11 @@ class TokenizerProcess:
             return wire.Loaded(error=str(error)), b""
         except RequestError as error:
             return wire.Declined(str(error), error.status, error.code, error.param), b""
+        except Exception:
+            if isinstance(job, wire.LoadFiles):
+                raise
+            logging.getLogger("medha.router").exception("a job of a tokenizer failed")
+            return wire.Declined(INTERNAL_ERROR, 500, "internal_error", None), b""
 
     def _run(self, job: wire.Job, payload: bytearray) -> tuple[wire.Outcome | None, bytes]:
         outcome: wire.Outcome | None = None
@@ -486,6 +503,7 @@ def serve(link: socket.socket) -> None:
 
 
 def main() -> None:
+    start_logs("tokenizer", "info")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router handles Ctrl-C and closes the link
     with socket.socket(fileno=int(sys.argv[1])) as link:
         serve(link)
