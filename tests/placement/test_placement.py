@@ -412,6 +412,27 @@ def test_a_promise_leaves_half_a_batch_to_spare_once_the_batch_in_flight_is_over
     assert strict.assess(request(due_s=0.04 + cost_s + 0.051), 0.04).fits
 
 
+@pytest.mark.parametrize("spp", [1, 2, 3, 4])
+def test_a_promise_leaves_what_its_replica_reckons_with_less_half_a_batch(spp: int) -> None:
+    """A replica withdraws a promise once it sees it overrun by a batch, behind `spp` stages."""
+    piped = shaped(LLAMA_3_8B, max_batch_s=0.1, spp=spp)
+    option = piped.assess(request(), 0.0)
+    assert option.needed_s - option.cost_s >= 0.1 * (spp - 1) - 0.05
+
+
+def test_no_more_promises_are_given_than_sequences_may_start() -> None:
+    replica = estimate(load=msgspec.structs.replace(IDLE, free_places=2))
+    given = []
+    for number in range(4):
+        wanted = request(id=f"n{number}")
+        option = replica.assess(wanted, 0.0)
+        given.append(option.fits)
+        replica.hold(wanted, option, 0.0, promised=option.fits)
+    assert given == [True, True, False, False]
+    replica.release("n0", 0.0)
+    assert replica.assess(request(), 0.0).fits
+
+
 def test_a_prompt_fits_in_the_group_that_has_room() -> None:
     """Several lists of margins are of several groups; one list stands for all of them."""
     full, roomy = ((0.5, 0.0), (3.0, 0.01)), ((1.0, 0.9),)

@@ -73,6 +73,14 @@ def test_relegated_ones_follow_shortest_first_and_weight_helps() -> None:
     assert queue.order(0.0) == ["kept", "heavy", "small", "big"]
 
 
+def test_a_relegated_long_one_goes_before_short_ones_that_come_much_later() -> None:
+    queue = queue_of(
+        item("long", work_s=1.35, promised=False),
+        *(item(f"{at}", work_s=0.02, arrival_s=at, promised=False) for at in (10.0, 26.0, 27.0)),
+    )
+    assert queue.order(30.0) == ["10.0", "26.0", "long", "27.0"]
+
+
 def served_until(queue: RequestQueue, seconds: float) -> dict[str, float]:
     """Serve the first in order, one after the other; returns seconds by tenant."""
     served: dict[str, float] = collections.defaultdict(float)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -21,17 +23,24 @@ from medha.topology import Topology
 
 RELEGATING = SloClass(when_infeasible="relegate", slo=Slo(tpot_s=0.1))
 REFUSING = SloClass(slo=Slo(tpot_s=0.1))
+RATE_PER_S = 40.0
 
 
 def fleet(
-    count: int = 2, *classes: SloClass, pages: int = 10_000, routers: int = 1
+    count: int = 2,
+    *classes: SloClass,
+    pages: int = 10_000,
+    routers: int = 1,
+    spp: int = 1,
+    max_running: int = 256,
 ) -> SimulatedFleet:
     classes = classes or (RELEGATING,)
-    loop, settings, replicas = Loop(), Scheduling(), []
+    loop, settings, replicas = Loop(), Scheduling(max_running=max_running), []
+    topology = Topology(tp=8, spp=spp)
     for index in range(count):
-        predictor = Predictor(A100, LLAMA_3_8B, Topology(tp=8))
+        predictor = Predictor(A100, LLAMA_3_8B, topology)
         scheduler = Scheduler(
-            Topology(tp=8), LLAMA_3_8B, predictor, settings, pages, 64, 400_000, classes
+            topology, LLAMA_3_8B, predictor, settings, pages, 64, 400_000, classes
         )
         clock = PipelineClock(predictor, 64, scheduler.layout)
         replicas.append(SimReplica(f"r{index}", scheduler, clock, loop))
@@ -54,6 +63,30 @@ def arrival(id: str, at: float, prompt: int, output: int = 1, **more: object) ->
         output_tokens=output,
         **more,  # type: ignore[arg-type]
     )
+
+
+@pytest.mark.parametrize("spp", [2, 3, 4])
+def test_a_pipeline_keeps_the_promises_that_a_router_gives(spp: int) -> None:
+    tight = SloClass(slo=Slo(ttft_floor_s=0.3, ttft_multiplier=1.3, tpot_s=0.1))
+    dice = random.Random(spp)
+    arrivals, at = [], 0.0
+    for number in range(300):
+        at += dice.expovariate(RATE_PER_S)
+        prompt = max(100, min(8000, int(dice.lognormvariate(7.2, 1.1))))
+        answer = max(1, min(1000, int(dice.lognormvariate(4.8, 0.9))))
+        arrivals.append(arrival(f"{number}", at, prompt, answer))
+    records = play(fleet(1, tight, spp=spp, pages=60_000), arrivals).values()
+    promised = [record for record in records if record.promised]
+    assert len(promised) > 100 and all(record.in_time for record in promised)
+
+
+def test_promises_are_kept_when_answers_take_all_places() -> None:
+    chats = [arrival(f"chat-{number}", 0.1 * number, 500, 2000) for number in range(12)]
+    single = [arrival(f"single-{number}", 1.0 + 0.2 * number, 2000) for number in range(40)]
+    long = [arrival(f"long-{number}", 1.5 + number, 90_000, 50) for number in range(8)]
+    records = play(fleet(1, REFUSING, pages=60_000, max_running=8), [*chats, *single, *long])
+    promised = [record for record in records.values() if record.promised]
+    assert len(promised) >= 8 and all(record.in_time for record in promised)
 
 
 def test_two_long_ones_go_to_two_replicas() -> None:

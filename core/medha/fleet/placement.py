@@ -141,6 +141,7 @@ class ReplicaEstimate:
         self._pages = 0
         self._pending_s = 0.0
         self._beyond_s = 0.0  # of these, beyond the share of their tenants
+        self._promises = 0  # of the requests that no Load counts
         self._decode_s = 0.0
         self._stale = False
         self._prefill_times: PrefillTimes | None = None
@@ -312,6 +313,7 @@ class ReplicaEstimate:
         decode_s, decode_fits = self._decode(request, cost.is_long)
         ahead_s = max(load.ahead_s, self._before_s(slack, request.beyond_share))
         fits = room_s >= needed.cost_s and pages <= free and decode_fits and not self.closed
+        fits = fits and self._promises < load.free_places
         clear_s = 0.0
         if cost.is_long:
             queue_s = self._queue_s(request.beyond_share)
@@ -348,10 +350,13 @@ class ReplicaEstimate:
         """Return what tokens `start` .. `end` of a prompt cost alongside decodes.
 
         The batch in flight is known from the Load. Of a later one, half is left in the mean.
+        Behind stage 0, a promise needs at least what the replica reckons with, less half a batch:
+        the replica withdraws a promise that it sees overrun by a whole one.
         """
         load = self.load
         busy_s = self._times().alongside_s(start, end, part)
         drain_s = (self.predictor.topology.spp - 1) * min(busy_s, load.budget_s)
+        reckoned_s = max(drain_s, self._drain_s - 0.5 * self.max_batch_s)
         is_long = busy_s > 8.0 * self.max_batch_s
         if is_long:
             inflation *= load.long_factor
@@ -359,7 +364,7 @@ class ReplicaEstimate:
         known = now <= self._updated_s + max(load.lead_s, default=0.0)
         rest_s = 0.0 if known else 0.5 * min(load.budget_s, self.max_batch_s)
         cost_s = share_s * inflation + self._overhead_s
-        return _Cost(share_s + drain_s, cost_s, drain_s + rest_s, is_long)
+        return _Cost(share_s + drain_s, cost_s, reckoned_s + rest_s, is_long)
 
     def _rooms(self, request: PendingRequest, cost: _Cost, now: float) -> list[float]:
         """Return the seconds of work that fit with all promises, for each list of margins."""
@@ -417,7 +422,9 @@ class ReplicaEstimate:
         self._pages = sum(held.pages for held in self._held.values())
         self._pending_s = sum(held.work_s for held in self._held.values())
         self._beyond_s = sum(held.work_s for held in self._held.values() if held.beyond_share)
-        self._decode_s = sum(held.decode_s for held in self._held.values() if held.promised)
+        promises = [held for held in self._held.values() if held.promised]
+        self._promises = len(promises)
+        self._decode_s = sum(held.decode_s for held in promises)
 
     def _charge(self, held: Held, seconds: float) -> None:
         """Add to the held promises of a tenant."""
@@ -434,6 +441,7 @@ class ReplicaEstimate:
         self._beyond_s += held.work_s if held.beyond_share else 0.0
         if not held.promised:
             return
+        self._promises += 1
         self._decode_s += held.decode_s
         for group, margins in enumerate(self._margins):
             if held.group == group or not 0 <= held.group < len(self._margins):

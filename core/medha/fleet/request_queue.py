@@ -3,9 +3,9 @@
 Orders snapshots of a few numbers per request. A replica is only the name on which a request is
 placed, and `now` is an argument.
 
-    lars    promised and nearly out of slack  by deadline      } then relegated ones, smallest
-            promised and short                by deadline      } remaining work first
-            promised and long                 by relative slack}
+    lars    promised and nearly out of slack  by deadline      } then relegated ones, by their
+            promised and short                by deadline      } remaining work, and AGEING for
+            promised and long                 by relative slack} each second of their arrival
 
 The relegated ones of several tenants are merged so that served work is shared by weight. A tenant's
 own are in the order above, and the k-th of them counts as
@@ -33,6 +33,10 @@ from medha.tenants import ServedWork
 
 FIELDS = 6  # arrival, due, work, normaliser, promised, weight: columns of the table
 ARRIVAL, DUE, WORK, NORM, PROMISED, WEIGHT = range(FIELDS)
+
+AGEING = 0.05
+"""Seconds of work that a relegated request gains on those that arrive a second later: by work alone
+a long one would wait as long as shorter ones keep coming."""
 
 FEW = 8
 """Rows up to which a loop is faster than numpy."""
@@ -248,21 +252,26 @@ class RequestQueue:
         tier[:] = np.where(work > self._order.short_s, 2, 1)
         tier[slack < self._order.guard_s] = 0
         tier[~promised] = 3
-        key = np.where(promised, np.where(tier == 2, rho, due), work / table[:, WEIGHT])
+        cost_s = work / table[:, WEIGHT]
+        key = np.where(promised, np.where(tier == 2, rho, due), cost_s + AGEING * arrival)
         relegated = np.flatnonzero(~promised)
         senders = self._sender[relegated]
         if len(relegated) > 1 and senders.min() != senders.max():
-            key[relegated] = self._shared(key[relegated], senders, arrival[relegated], now)
+            by = np.lexsort((arrival[relegated], key[relegated], senders))
+            key[relegated] = self._shared(cost_s[relegated], senders, by, now)
         return _Urgency(tier, key, arrival)
 
     def _shared(
         self,
         cost_s: npt.NDArray[np.float64],
         senders: npt.NDArray[np.int32],
-        arrival: npt.NDArray[np.float64],
+        by: Rows,
         now: float,
     ) -> npt.NDArray[np.float64]:
-        """Keys that share served work among tenants; `cost_s`: work / weight of each row."""
+        """Keys that share served work among tenants.
+
+        `cost_s`: work / weight of each row; `by`: the rows by tenant, a tenant's in their order.
+        """
         served_s = np.zeros(len(self._tenants))
         present = np.zeros(len(self._tenants), np.bool_)
         present[senders] = True
@@ -270,7 +279,6 @@ class RequestQueue:
             if present[number]:
                 served_s[number] = self._served.of(name, now)
                 served_s[number] += sum(work.of(name, now) for work in self._elsewhere.values())
-        by = np.lexsort((arrival, cost_s, senders))
         before_s = np.cumsum(cost_s[by]) - cost_s[by]
         senders = senders[by]
         first = np.searchsorted(senders, senders)

@@ -79,7 +79,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     each list, seconds until its group starts another batch. `pending_bands`: (relative slack up to,
     seconds of prefill work). `relegated_s`: work without a promise. `free_pages`, `total_pages`: by
     group, -1 for a group that does not run. `claimable_pages`: pages of groups that may still be
-    added.
+    added. `free_places`: sequences that may still start.
     `share`: share of time for promised prefills, less that of relegated ones. `budget_s`: time
     budget of a batch while decodes run, `decode_capacity_s` the part of it that they may take,
     `decode_room_s` what is free of that. `decode_parts`: (due in up to s, part of the capacity that
@@ -104,6 +104,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     free_pages: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
     total_pages: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
     claimable_pages: int = 0
+    free_places: int = 1 << 20
     page_tokens: int = 64
     share: float = 1.0
     budget_s: float = 0.1

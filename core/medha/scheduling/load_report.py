@@ -22,7 +22,7 @@ MARGINS = 256
 def report(
     state: SchedulerState,
     account: DecodeAccount,
-    has_place: bool,
+    free_places: int,
     predicted_tpot_s: float,
     wanted_groups: int,
     promised_work: tuple[TenantWork, ...],
@@ -30,7 +30,7 @@ def report(
 ) -> Load:
     """Summarise all groups in a few numbers and two short lists.
 
-    `has_place`: another sequence may start.
+    `free_places`: sequences that may still start.
     """
     queues, promises, pool = state.queues.by_group, state.promises, state.pool
     running = sorted(queues)
@@ -58,7 +58,8 @@ def report(
         share=1.0 / (promises.full_cost_s(1.0) - promises.full_cost_s(0.0)),
         budget_s=account.budget_s,
         decode_capacity_s=account.capacity_s,
-        decode_room_s=account.room_s() if has_place else 0.0,
+        decode_room_s=account.room_s(),
+        free_places=free_places,
         decode_parts=account.promise_parts(now, spans=False) if running else (),
         spanning_parts=account.promise_parts(now, spans=True) if running else (),
         long_factor=1.0 if best is None else promises.widened(promises.coming(best, now)),

@@ -602,9 +602,14 @@ class PrefillAdmission:
         self.queues.mark_started(sequence)
         return True
 
+    @property
+    def free_places(self) -> int:
+        """Sequences that may still start, of `max_running` at once."""
+        return self.most - self.started_count
+
     def has_place(self, promised: bool) -> bool:
         """Return whether another sequence may start; a sixteenth of the places is for promises."""
-        return self.started_count < self.most - (0 if promised else self.most // 16)
+        return self.free_places > (0 if promised else self.most // 16)
 
     def count_freed(self) -> None:
         """Count a started sequence whose pages were freed."""

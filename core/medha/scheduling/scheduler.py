@@ -157,7 +157,7 @@ class Scheduler:
         promises, admission, account = self._promises, self._admission, self._account
         if sequence.request.promised is not None or not promises.gives:
             return False
-        if not admission.has_place(promised=True):
+        if not admission.free_places:
             return False
         if any(
             admission.longest_passed_over(self._waiting[group], now) is not None for group in starts
@@ -321,7 +321,7 @@ class Scheduler:
         return report(
             self._state,
             self._account,
-            self._admission.has_place(promised=True),
+            self._admission.free_places,
             self._builder.decode_tpot_s(),
             self.wanted_groups(now),
             self._promised_work.report(now),
