@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha_router.structured.tool_calls import Format, TextPart, ToolCallParser, format_of
@@ -31,6 +31,37 @@ CASES: list[tuple[Format, str, str, list[tuple[str, str]]]] = [
     ),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>done', "done", [("f", "{}")]),
     (
+        "hermes",
+        'a <tool_call>{"name": "f"}</tool_call> b <tool_call>{"name": "f"}</tool_call> c\n',
+        "a  b c",
+        [("f", "{}"), ("f", "{}")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {}, "name": "unknown"}</tool_call>',
+        "",
+        [("f", "{}")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {}, "name": "get_weather"}</tool_call>',
+        "",
+        [("f", "{}")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "unknown", "arguments": {}, "name": "f"}</tool_call>',
+        '<tool_call>{"name": "unknown", "arguments": {}, "name": "f"}</tool_call>',
+        [],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"a": 1}, "parameters": {}, "name": "f", "arguments": 2}',
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    ("hermes", '<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
+    (
         "llama3",
         '{"name": "f", "parameters": {"x": "1"}}; {"name": "get_weather", "parameters": {}}',
         "",
@@ -44,6 +75,7 @@ CASES: list[tuple[Format, str, str, list[tuple[str, str]]]] = [
     ),
     ("llama3", 'It is {"name": "f"}.', 'It is {"name": "f"}.', []),
     ("llama3", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+    ("llama3", ' {"age": 3}\n', ' {"age": 3}\n', []),
     ("llama3", "<|python", "<|python", []),
     (
         "mistral",
@@ -56,6 +88,12 @@ CASES: list[tuple[Format, str, str, list[tuple[str, str]]]] = [
         'Hm. [TOOL_CALLS]get_weather[ARGS]{"a": {"b": 2}}[TOOL_CALLS]f{"c": 3}',
         "Hm. ",
         [("get_weather", '{"a": {"b": 2}}'), ("f", '{"c": 3}')],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[ARGS]{"name": "\\u0067", "a": 1}',
+        "",
+        [("f", '{"name": "\\u0067", "a": 1}')],
     ),
     ("mistral", "[TOOL_CALLS]what is it", "[TOOL_CALLS]what is it", []),
     (
@@ -110,6 +148,82 @@ def test_the_cuts_of_the_text_change_nothing(
     at = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     parts = [text[a:b] for a, b in itertools.pairwise(at)]
     assert parsed(form, parts) == (content, calls)
+
+
+def events(form: Format, parts: list[str]) -> list[tuple[int | None, str | None, str]]:
+    """Return the parser's events in order, with the parts of a text joined."""
+    parser = ToolCallParser(form, TOOLS)
+    joined: list[tuple[int | None, str | None, str]] = []
+    for piece in [piece for part in parts for piece in parser.push(part)] + parser.end():
+        if piece.name is None and joined and joined[-1][0] == piece.call:
+            call, name, text = joined[-1]
+            joined[-1] = call, name, text + piece.text
+        else:
+            joined.append((piece.call, piece.name, piece.text))
+    return joined
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.sampled_from(["f", "}"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "arguments", "é", "]"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+SPACES = st.sampled_from(["", "", " ", "\n", " \t"])
+MEMBERS = st.tuples(
+    st.sampled_from(["name", "name", "arguments", "parameters", "type", "né"]),
+    st.sampled_from(['"f"', '"get_weather"', '"unknown"', '"\\u0066"', '"\\x"', "{}"])
+    | VALUES.map(json.dumps)
+    | VALUES.map(lambda value: json.dumps(value, ensure_ascii=False)),
+)
+JUNK = st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]"])
+JUNK |= st.sampled_from(
+    ["{", "}", "[", "]", ",", ";", ":", '"', "\\", " ", "f", '"name":"f"', "é😀"]
+)
+JUNK |= st.text(max_size=4)
+
+
+@st.composite
+def outputs(draw: st.DrawFn, form: Format) -> str:
+    """Draw calls of a family with repeated and nested keys, text around them, and faults."""
+    text = draw(JUNK) + draw(SPACES)
+    for _ in range(draw(st.integers(1, 3))):
+        pairs = draw(st.lists(MEMBERS, max_size=4))
+        if draw(st.booleans()):
+            pairs.insert(0, ("name", '"f"'))
+        members = [f'"{key}":{draw(SPACES)}{value}' for key, value in pairs]
+        call = "{" + draw(SPACES) + f",{draw(SPACES)}".join(members) + "}"
+        opening, closing = draw(
+            st.sampled_from(
+                {
+                    "hermes": [("<tool_call>", "</tool_call>")],
+                    "llama3": [("<|python_tag|>", ""), ("", "; ")],
+                    "mistral": [("[TOOL_CALLS][", "]"), ("[TOOL_CALLS]f[ARGS]", ""), (",", "")],
+                    "array": [("[", "]"), (",", "")],
+                    "named": [("", "")],
+                }[form]
+            )
+        )
+        text += opening + draw(SPACES) + call + draw(SPACES) + closing
+        text += draw(SPACES) + draw(JUNK) + draw(SPACES)
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, len(text)))
+        text = text[:at] + draw(JUNK) + text[at + draw(st.integers(0, 3)) :]
+    return text
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral", "array", "named"])
+@given(data=st.data())
+@settings(max_examples=100)
+def test_any_output_gives_the_same_events_however_it_is_cut(
+    form: Format, data: st.DataObject
+) -> None:
+    text = data.draw(outputs(form))
+    cuts = data.draw(st.sets(st.integers(0, len(text)), max_size=12))
+    parts = [text[a:b] for a, b in itertools.pairwise([0, *sorted(cuts), len(text)])]
+    assert events(form, [text]) == events(form, parts) == events(form, list(text))
 
 
 PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "f"', "}", "{"]

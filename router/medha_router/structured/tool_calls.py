@@ -8,8 +8,9 @@
     named     {…}                                                             tool_choice by name
 
 A call begins once its name is complete and is that of a tool of the request; its arguments follow
-as they are written. Text that does not become a call is content. The result does not depend on how
-the text is cut into pieces. White space around calls is no content.
+as they are written. If a key stands twice, the first counts. Text that does not become a call is
+content. White space after a call is content once other text follows. The result does not depend on
+how the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -108,12 +109,10 @@ class ToolCallParser:
         """Decide if an output of Llama 3 is a call: it then begins with one."""
         stripped = self._text.lstrip(SPACE)
         begin = BEGINS["llama3"]
-        if stripped.startswith(begin):
-            self._prefix = self._text[: len(self._text) - len(stripped)] + begin
-            self._text = stripped[len(begin) :]
-            self._state = "between"
-        elif stripped.startswith("{"):
-            self._state = "between"
+        if stripped.startswith((begin, "{")):
+            rest = stripped.removeprefix(begin)
+            self._prefix = self._text[: len(self._text) - len(rest)]
+            self._text, self._state = rest, "between"
         elif begin.startswith(stripped):
             return False
         else:
@@ -191,24 +190,21 @@ class ToolCallParser:
             raise AssertionError("no call has begun")
         used = scanned.scan(self._text)
         self._text = self._text[used:]
-        if scanned.number is None and scanned.name is not None:
-            if scanned.name not in self._names:
-                scanned.broken = True
-            else:
-                scanned.number = self._open(scanned.name)
-        if scanned.number is not None and (arguments := scanned.take_arguments()):
-            self._pieces.append(TextPart(arguments, scanned.number))
-        if scanned.broken and scanned.number is None:
-            self._content(self._prefix + scanned.seen)
-            self._object, self._prefix = None, ""
-            self._state = "rest" if self._form in ("llama3", "array") else "content"
+        if scanned.number is None and scanned.name is not None and scanned.name in self._names:
+            scanned.number = self._open(scanned.name)
+        if scanned.number is None:
+            if scanned.decided:
+                self._content(self._prefix + scanned.seen)
+                self._object, self._prefix = None, ""
+                self._state = "rest" if self._form in ("llama3", "array") else "content"
             return True
+        if arguments := scanned.take_arguments():
+            self._pieces.append(TextPart(arguments, scanned.number))
         if scanned.done:
-            if scanned.number is not None and not scanned.any_arguments:
+            if not scanned.any_arguments:
                 self._pieces.append(TextPart("{}", scanned.number))
             self._object, self._state = None, "between"
-            return True
-        return False
+        return True
 
     def _all_arguments(self) -> bool:
         self._pieces.append(TextPart(self._text, 0))
@@ -231,10 +227,9 @@ class ToolCallParser:
 
     def _content(self, text: str) -> None:
         if self.calls:  # white space between calls is held until other text follows
-            self._space += text
-            if not self._space.strip(SPACE):
-                return
-            text, self._space = self._space, ""
+            held = self._space + text
+            text = held.rstrip(SPACE)
+            self._space = held[len(text) :]
         if text:
             self._pieces.append(TextPart(text))
 
@@ -249,7 +244,8 @@ class _CallObject:
     def __init__(self, number: int | None) -> None:
         self.number = number
         self.name: str | None = None
-        self.broken = self.done = self.any_arguments = False
+        self.done = self.any_arguments = False
+        self._broken = self._complete = False
         self.seen = ""
         self._whole = number is not None
         self._arguments = ""
@@ -263,19 +259,24 @@ class _CallObject:
     def named(self) -> bool:
         return self.number is not None
 
+    @property
+    def decided(self) -> bool:
+        """Settled: the object has a name, or can have none."""
+        return self.name is not None or self._broken or self.done
+
     def take_arguments(self) -> str:
         """Return the arguments that were scanned since the last call."""
         arguments, self._arguments = self._arguments, ""
         return arguments
 
     def scan(self, text: str) -> int:
-        """Scan `text` up to the end of the object; returns the number of characters used."""
+        """Scan `text` up to the object's name or end; returns the number of characters used."""
         for index, letter in enumerate(text):
             self._letter(letter)
             if self.number is None:
                 self.seen += letter
-                self.broken = self.broken or len(self.seen) > MAX_HEAD_CHARS << 4
-            if self.done or self.broken:
+                self._broken = self._broken or len(self.seen) > MAX_HEAD_CHARS << 4
+            if self.done or (self.number is None and self.decided):
                 return index + 1
         return len(text)
 
@@ -287,7 +288,7 @@ class _CallObject:
             self.any_arguments = True
         elif self._value and not closes and not (top and letter == ","):
             self._token += letter
-            arguments = self._key in ("arguments", "parameters")
+            arguments = self._key in ("arguments", "parameters") and not self._complete
             if arguments and (self.any_arguments or letter not in SPACE):
                 self._arguments += letter
                 self.any_arguments = True
@@ -317,7 +318,7 @@ class _CallObject:
             self._string = False
             if self._depth == 1 and not self._value:
                 self._key = self._token
-            elif self._depth == 1 and self._key == "name":
+            elif self._depth == 1 and self._key == "name" and self.number is None:
                 self._read_name()
             return
         if self._depth == 1 and not self._value:
@@ -327,11 +328,12 @@ class _CallObject:
         try:
             self.name = msgspec.json.decode(self._token.strip(SPACE), type=str)
         except msgspec.DecodeError:
-            self.broken = True
+            self._broken = True
 
     def _close_value(self) -> None:
         if self._depth == 1:
             self._value, self._token = False, ""
+            self._complete = self.any_arguments
 
 
 def _overlap(text: str, mark: str) -> int:
