@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import llguidance
+import msgspec
 import openai
+import pydantic
 import pytest
 
+from medha.errors import RequestError
 from medha_router.structured.checker import grammar_of
+from medha_router.structured.tools import Tools, read_tools
 
 WEATHER = {
     "type": "function",
@@ -104,6 +109,200 @@ def test_a_demanded_call_follows_a_grammar(hermes: Any) -> None:
         parallel_tool_calls=False,
     )
     assert '"maxItems":1,' in hermes.controllers[0].seen[-1].sampling.grammar
+
+
+def an_object(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a schema of an object with exactly these properties."""
+    required = list(properties)
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+        **more,
+    }
+
+
+def demand(*parameters: dict[str, Any]) -> Tools | None:
+    """Read a demand of a call of the tools f, g, … with these parameters."""
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in zip("fgh", parameters, strict=False)
+    ]
+    raw = msgspec.Raw(json.dumps(tools).encode())
+    return read_tools(raw, msgspec.Raw(b'"required"'), None)
+
+
+def accepts(tokenizer: bytes, kind: str, schema: str, output: Any) -> bool:
+    """Return true if the grammar of a schema accepts a whole output."""
+    tokens = llguidance.LLTokenizer(tokenizer.decode())
+    matcher = llguidance.LLMatcher(tokens, grammar_of(kind, schema), log_level=0)
+    text = json.dumps(output, separators=(",", ":"))
+    return matcher.consume_tokens(tokens.tokenize_str(text)) and matcher.is_accepting()
+
+
+def calls_accepted(tokenizer: bytes, demanded: Tools | None, name: str, arguments: Any) -> bool:
+    assert demanded is not None and demanded.grammar is not None
+    call = {"name": name, "parameters": arguments}
+    return accepts(tokenizer, demanded.grammar.kind, demanded.grammar.text, [call])
+
+
+REF_A = {"a": {"$ref": "#/$defs/A"}}
+NULLABLE = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
+DRAFT = "http://json-schema.org/draft-{}/schema#"
+REFERENCES: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "defs": (an_object(REF_A, **{"$defs": {"A": {"const": 1}}}), {"a": 1}, {"a": 2}),
+    "root": (an_object({"n": NULLABLE}), {"n": {"n": None}}, {"n": []}),
+    "draft 4": (
+        an_object(
+            {"a": {"$ref": "#/definitions/A"}},
+            **{"$schema": DRAFT.format("04"), "definitions": {"A": {"enum": [1]}}},
+        ),
+        {"a": 1},
+        {"a": 2},
+    ),
+    "draft 7, reference at the root": (
+        {
+            "$schema": DRAFT.format("07"),
+            "$ref": "#/definitions/F",
+            "definitions": {"F": an_object({"n": NULLABLE})},
+        },
+        {"n": {"n": None}},
+        {"n": {"n": 1}},
+    ),
+    "reference beside allOf": (
+        {
+            "$ref": "#/allOf/0/$defs/A",
+            "allOf": [{"required": ["a"], "$defs": {"A": {"type": "object"}}}],
+        },
+        {"a": 1},
+        {},
+    ),
+    "escapes": (
+        an_object({"a": {"$ref": "#/$defs/A~1B%25"}}, **{"$defs": {"A/B%": {"const": 1}}}),
+        {"a": 1},
+        {"a": 2},
+    ),
+    "anchor": (
+        an_object({"a": {"$ref": "#k"}}, **{"$defs": {"A": {"$anchor": "k", "const": 1}}}),
+        {"a": 1},
+        {"a": 2},
+    ),
+    "own id": (
+        an_object(
+            {"a": {"$ref": "https://x.y/z.json#/$defs/A"}},
+            **{"$id": "https://x.y/z.json", "$defs": {"A": {"const": 1}}},
+        ),
+        {"a": 1},
+        {"a": 2},
+    ),
+    "own relative id": (
+        an_object(REF_A, **{"$id": "z.json", "$defs": {"A": {"const": 1}}}),
+        {"a": 1},
+        {"a": 2},
+    ),
+    "id without a base": (
+        an_object(
+            REF_A, **{"$schema": DRAFT.format("07"), "$id": "#f", "$defs": {"A": {"const": 1}}}
+        ),
+        {"a": 1},
+        {"a": 2},
+    ),
+    "schema with an id inside": (
+        an_object({"a": {"$ref": "in"}}, **{"$defs": {"A": {"$id": "in", "const": 1}}}),
+        {"a": 1},
+        {"a": 2},
+    ),
+    "property $ref": (
+        an_object({"$ref": {"enum": ["#/$defs/A"]}, "$id": {"type": "string"}}),
+        {"$ref": "#/$defs/A", "$id": "x"},
+        {"$ref": "#/properties", "$id": "x"},
+    ),
+    "reference as a value": (
+        an_object({"a": {"const": {"$ref": "#/b"}, "default": {"$ref": "#/c"}}}),
+        {"a": {"$ref": "#/b"}},
+        {"a": {"$ref": "#/items"}},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"), list(REFERENCES.values()), ids=list(REFERENCES)
+)
+def test_references_in_parameters_mean_the_same_in_a_demanded_call(
+    byte_level_json: bytes, schema: dict[str, Any], right: Any, wrong: Any
+) -> None:
+    alone = json.dumps(schema)
+    assert accepts(byte_level_json, "json_schema", alone, right)
+    assert not accepts(byte_level_json, "json_schema", alone, wrong)
+    demanded = demand({"type": "null"}, schema)
+    assert calls_accepted(byte_level_json, demanded, "g", right)
+    assert not calls_accepted(byte_level_json, demanded, "g", wrong)
+
+
+@pytest.mark.parametrize("key", ["$anchor", "$id"])
+def test_each_tool_of_a_demand_has_references_of_its_own(byte_level_json: bytes, key: str) -> None:
+    target = "#k" if key == "$anchor" else "k"
+    first, second = (
+        an_object(
+            {"a": REF_A["a"], "b": {"$ref": target}}, **{"$defs": {"A": {"const": value, key: "k"}}}
+        )
+        for value in (1, 2)
+    )
+    demanded = demand(first, second)
+    for name, value in (("f", 1), ("f", 2), ("g", 1), ("g", 2)):
+        arguments = {"a": value, "b": value}
+        expected = (name, value) in (("f", 1), ("g", 2))
+        assert calls_accepted(byte_level_json, demanded, name, arguments) is expected
+
+
+def test_two_schemas_with_one_id_are_refused_unless_they_are_the_same() -> None:
+    schema = an_object(REF_A, **{"$id": "https://x.y/z", "$defs": {"A": {"const": 1}}})
+    other = schema | {"$defs": {"A": {"const": True}}}
+    inside = an_object({"$id": {"const": other}}, **{"$defs": {"B": other}})
+    assert demand(schema, schema)
+    assert demand(schema, an_object({"$id": {"const": other}}))
+    for second in (other, inside):
+        with pytest.raises(RequestError, match=r"two schemas with the \$id 'https://x.y/z'"):
+            demand(schema, second)
+
+
+class Item(pydantic.BaseModel):
+    """An item of an order."""
+
+    number: int
+
+
+class Order(pydantic.BaseModel):
+    """Parameters with a schema of another model."""
+
+    items: list[Item]
+
+
+def test_a_model_of_pydantic_is_demanded_in_every_api(hermes: Any) -> None:
+    tool = openai.pydantic_function_tool(Order, name="order")
+    schema, text = Order.model_json_schema(), "say []"
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {
+            "messages": ask("[]"),
+            "tools": [tool],
+            "tool_choice": "required",
+        },
+        "/v1/responses": {
+            "input": text,
+            "tools": [{"type": "function", "name": "order", "parameters": schema}],
+            "tool_choice": "required",
+        },
+        "/v1/messages": {
+            "max_tokens": 20,
+            "messages": ask("[]"),
+            "tools": [{"name": "order", "input_schema": schema}],
+            "tool_choice": {"type": "any"},
+        },
+    }
+    for path, body in bodies.items():
+        response = hermes.http.post(path, json={"model": "tiny", **body})
+        assert response.status_code == 200, response.text
 
 
 def test_a_named_tool_gets_its_arguments(hermes: Any) -> None:

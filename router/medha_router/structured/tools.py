@@ -17,6 +17,12 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 << 10
 MAX_CALLS = 32
 
+# Keywords of JSON schemas: values are schemas by name, and values are no schemas.
+MAPS_OF_SCHEMAS = frozenset(
+    {"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"}
+)
+DATA = frozenset({"const", "default", "enum", "examples"})
+
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 ToolName = Annotated[str, msgspec.Meta(pattern=TOOL_NAME)]
 Choice = Literal["auto", "required", "named"]
@@ -93,28 +99,65 @@ def read_tools(tools: RawJson, choice: RawJson, parallel: bool | None) -> Tools 
             given, choice="named", named=function.name, grammar=grammar, parallel=False
         )
     if wanted == "required":
-        calls = {
+        calls: dict[str, Any] = {
             "type": "array",
             "minItems": 1,
             "maxItems": MAX_CALLS if given.parallel else 1,
-            "items": {"anyOf": [_call(function) for function in functions.values()]},
+            "items": {"anyOf": [_call(at, tool.function) for at, tool in enumerate(offered)]},
         }
+        _check_ids(calls)
         return msgspec.structs.replace(
             given, choice="required", grammar=_grammar(calls, "tool_choice")
         )
     return given
 
 
-def _call(function: Function) -> dict[str, Any]:
+def _call(number: int, function: Function) -> dict[str, Any]:
     return {
+        "$id": f"tool{number}:///",
         "type": "object",
         "properties": {
             "name": {"const": function.name},
-            "parameters": _parameters(function),
+            "parameters": _resource(_parameters(function), f"tool{number}:///parameters"),
         },
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
+
+
+def _resource(schema: dict[str, Any], base: str) -> dict[str, Any]:
+    """Return a schema that may stand in another: its references resolve as if it stood alone."""
+    own = schema.get("$id")
+    if isinstance(own, str) and own[:1] not in ("", "#"):
+        base = own
+    resource = {**schema, "$id": base, "id": base}  # draft 4 reads `id`
+    siblings = schema.get("allOf", [])
+    if "$ref" in schema and isinstance(siblings, list):  # up to draft 7, it hides the `$id`
+        resource["allOf"] = [*siblings, {"$ref": resource.pop("$ref")}]
+    return resource
+
+
+def _check_ids(schema: dict[str, Any]) -> None:
+    """Raise RequestError if two schemas inside a schema have one absolute `$id`."""
+    named: dict[str, bytes] = {}
+    pending: list[Any] = [schema]
+    while pending:
+        inner = pending.pop()
+        if isinstance(inner, list):
+            pending += inner
+        elif isinstance(inner, dict):
+            name = inner.get("$id")
+            if isinstance(name, str) and ":" in name:
+                text = msgspec.json.encode(inner)
+                if named.setdefault(name, text) != text:
+                    raise _invalid(
+                        "tools", f"has two schemas with the $id {name[:64]!r}: ids must differ"
+                    )
+            for key, value in inner.items():
+                if key in MAPS_OF_SCHEMAS and isinstance(value, dict):
+                    pending += value.values()
+                elif key not in DATA:
+                    pending.append(value)
 
 
 def _parameters(function: Function) -> dict[str, Any]:
