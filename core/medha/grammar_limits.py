@@ -11,6 +11,10 @@ MAX_GRAMMAR_CHARS = 512 << 10
 """Length of a grammar in the library's own form, which messages carry."""
 
 
+MAX_SCHEMA_DEPTH = 100
+"""Objects and arrays around one another in a tool's JSON schema; llguidance reads 127 in all."""
+
+
 class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
     """llguidance's limits: at most 20 ms to build a lexer, 20 ms a mask, 40 MB of states."""
 

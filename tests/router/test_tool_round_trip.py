@@ -12,6 +12,8 @@ import pydantic
 import pytest
 
 from medha.errors import RequestError
+from medha.grammar_limits import MAX_SCHEMA_DEPTH
+from medha_router.dialects.readers import READERS
 from medha_router.structured.checker import grammar_of
 from medha_router.structured.tools import Tools, read_tools
 
@@ -303,6 +305,43 @@ def test_a_model_of_pydantic_is_demanded_in_every_api(hermes: Any) -> None:
     for path, body in bodies.items():
         response = hermes.http.post(path, json={"model": "tiny", **body})
         assert response.status_code == 200, response.text
+
+
+DEEP: dict[str, tuple[str, str]] = {
+    "chat": (
+        '{"model":"tiny","messages":[],"tool_choice":"required","tools":[{"type":"function",'
+        '"function":{"name":"f","parameters":%s}}]}',
+        "tools[0].function.parameters",
+    ),
+    "responses": (
+        '{"model":"tiny","input":"a","tool_choice":"required","tools":[{"type":"function",'
+        '"name":"f","parameters":%s}]}',
+        "tools[0].parameters",
+    ),
+    "messages": (
+        '{"model":"tiny","max_tokens":1,"messages":[{"role":"user","content":"a"}],'
+        '"tool_choice":{"type":"any"},"tools":[{"name":"f","input_schema":%s}]}',
+        "tools[0].input_schema",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(DEEP))
+def test_parameters_are_nested_up_to_a_limit(byte_level_json: bytes, kind: str) -> None:
+    body, param = DEEP[kind]
+
+    def read(depth: int) -> Any:
+        return READERS[kind]((body % ('{"a":' * (depth - 1) + "{}" + "}" * (depth - 1))).encode())
+
+    grammar = read(MAX_SCHEMA_DEPTH).tools.grammar
+    tokenizer = llguidance.LLTokenizer(byte_level_json.decode())
+    assert not llguidance.LLMatcher(tokenizer, grammar_of(grammar.kind, grammar.text)).is_error()
+    with pytest.raises(RequestError, match=f"more than {MAX_SCHEMA_DEPTH} deep") as refused:
+        read(MAX_SCHEMA_DEPTH + 1)
+    assert refused.value.param == param
+    for depth in range(500, 1100):
+        with pytest.raises(RequestError):
+            read(depth)
 
 
 def test_a_named_tool_gets_its_arguments(hermes: Any) -> None:

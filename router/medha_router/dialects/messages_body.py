@@ -36,7 +36,7 @@ from medha_router.protocol import (
     unsupported,
 )
 from medha_router.structured.sources import RawJson
-from medha_router.structured.tools import MAX_TOOLS, ToolName, Tools, read_tools
+from medha_router.structured.tools import MAX_TOOLS, ToolName, Tools, check_depth, read_tools
 from medha_router.tokenization.json_text import check_values
 
 MAX_MESSAGES = 4096
@@ -256,6 +256,7 @@ def _chat_tool(tool: CustomTool, where: str) -> dict[str, Any]:
     if tool.input_schema is None:
         raise value_error(f"{where}input_schema", "is missing: must be given; add it")
     refuse_unsupported(tool, UNSUPPORTED_OF_TOOLS, where)
+    check_depth(tool.input_schema, f"{where}input_schema")
     return function_tool(tool.name, tool.description, tool.input_schema)
 
 

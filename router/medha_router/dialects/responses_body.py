@@ -34,7 +34,7 @@ from medha_router.protocol import (
     unsupported,
 )
 from medha_router.structured.sources import RawJson
-from medha_router.structured.tools import MAX_TOOLS, ToolName, read_tools
+from medha_router.structured.tools import MAX_TOOLS, ToolName, check_depth, read_tools
 from medha_router.tokenization.json_text import check_values
 
 MAX_ITEMS = 4096
@@ -237,6 +237,7 @@ def _chat_tool(tool: FunctionTool, where: str) -> dict[str, Any]:
         raise value_error(f"{where}name", "is missing: must be given; add it")
     table = {("async_" if name == "async" else name): v for name, v in UNSUPPORTED_OF_TOOLS.items()}
     refuse_unsupported(tool, table, where)
+    check_depth(tool.parameters, f"{where}parameters")
     return function_tool(tool.name, tool.description, tool.parameters)
 
 

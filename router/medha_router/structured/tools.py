@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from medha.errors import RequestError
+from medha.grammar_limits import MAX_SCHEMA_DEPTH
 from medha_router.structured.sources import GrammarSource, RawJson
 
 MAX_TOOLS = 128
@@ -81,6 +82,8 @@ def read_tools(tools: RawJson, choice: RawJson, parallel: bool | None) -> Tools 
         if wanted not in (None, "none", "auto"):
             raise _invalid("tool_choice", "demands a call: must come with tools")
         return None
+    for at, tool in enumerate(offered):
+        check_depth(tool.function.parameters, f"tools[{at}].function.parameters")
     functions = {tool.function.name: tool.function for tool in offered}
     if len(functions) < len(offered):
         raise _invalid("tools", "has two tools of one name: names must differ")
@@ -110,6 +113,24 @@ def read_tools(tools: RawJson, choice: RawJson, parallel: bool | None) -> Tools 
             given, choice="required", grammar=_grammar(calls, "tool_choice")
         )
     return given
+
+
+def check_depth(schema: dict[str, Any] | None, param: str) -> None:
+    """Raise RequestError if a schema is nested deeper than a grammar may be."""
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    if any(isinstance(inner, dict | list) for inner in level):
+        raise _invalid(
+            param,
+            f"nests objects and arrays more than {MAX_SCHEMA_DEPTH} deep: make it flatter, for "
+            "instance with $defs",
+        )
 
 
 def _call(number: int, function: Function) -> dict[str, Any]:
