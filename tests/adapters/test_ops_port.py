@@ -16,7 +16,6 @@ import httpx
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.adapters.links import until
 
 from medha.adapters.logs import JsonLines, start_logs
 from medha.adapters.prometheus import (
@@ -32,6 +31,7 @@ from medha.errors import SetupError, SpecError
 from medha.messages import ReplicaStatus
 from medha.metrics import exported_by
 
+LARGE = 1 << 24  # bytes: more than the buffers of a connection hold
 STATUS = ReplicaStatus(
     replica="tiny-0", ready=True, draining=False, generation=1, wanted_groups=2, groups=()
 )
@@ -64,6 +64,7 @@ def server() -> Iterator[OpsServer]:
         "GET /drained": lambda: json_reply(drained.is_set()),
         "POST /drain": drain,
         "GET /broken": broken,
+        "GET /large": lambda: Reply(bytes(LARGE)),
     }
     with closing(
         OpsServer(
@@ -131,20 +132,88 @@ def test_a_route_that_fails_answers_500_without_its_reason(
     assert get(server, "/healthz").status_code == 200
 
 
-def test_junk_and_too_many_connections_leave_the_probe_answering(server: OpsServer) -> None:
-    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_CONNECTIONS)]
-    for connection in idle[:4]:
-        connection.sendall(b"\xff\0junk\r\n\r\n")
-    for connection in idle:
-        connection.close()
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"",
+        b"\xff\0junk\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\n",  # the end is missing
+        b"GET /large HTTP/1.1\r\n\r\n",  # never takes the response
+    ],
+)
+def test_a_crowd_of_idle_connections_keeps_out_no_request(server: OpsServer, start: bytes) -> None:
+    with contextlib.ExitStack() as crowd:
+        for _ in range(4):
+            for _ in range(MAX_CONNECTIONS):
+                idle = crowd.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+                idle.sendall(start)
+            assert get(server, "/healthz").status_code == 200
 
-    def answers() -> bool:
-        """A further connection is closed at once until the server has seen one of these end."""
-        with contextlib.suppress(httpx.TransportError):
-            return get(server, "/healthz").status_code == 200
-        return False
 
-    until(answers)
+class SlowServer:
+    """An ops port whose page `/slow` is complete once `end` is set."""
+
+    def __init__(self) -> None:
+        self.end, self._entered = threading.Event(), threading.Semaphore(0)
+        self.ops = OpsServer(
+            "127.0.0.1",
+            0,
+            Metrics("router"),
+            alive=lambda: True,
+            ready=lambda: True,
+            routes={"GET /slow": self._slow},
+        )
+
+    def _slow(self) -> Reply:
+        self._entered.release()
+        assert self.end.wait(60)
+        return Reply(b"slow\n")
+
+    def connect(self, data: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.ops.port), timeout=60)
+        connection.sendall(data)
+        return connection
+
+    def busy(self, count: int) -> list[socket.socket]:
+        """Return connections whose requests are being answered."""
+        connections = [self.connect(b"GET /slow HTTP/1.0\r\n\r\n") for _ in range(count)]
+        assert all(self._entered.acquire(timeout=60) for _ in connections)
+        return connections
+
+    def close(self) -> None:
+        self.end.set()
+        self.ops.close()
+
+
+def rest(connection: socket.socket) -> bytes:
+    """Return what a connection receives until its end."""
+    with connection, connection.makefile("rb") as stream:
+        return stream.read()
+
+
+def test_the_connection_that_waits_longest_for_its_client_makes_room() -> None:
+    with closing(SlowServer()) as server:
+        busy = server.busy(MAX_CONNECTIONS - 2)
+        first, second = server.connect(b""), server.connect(b"")
+        assert get(server.ops, "/healthz").status_code == 200
+        assert rest(first) == b""
+        second.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert rest(second).endswith(b"ok\n")
+        server.end.set()
+        assert all(rest(connection).endswith(b"slow\n") for connection in busy)
+
+
+def test_requests_wait_while_those_of_all_places_are_being_answered() -> None:
+    with closing(SlowServer()) as server:
+        busy = server.busy(MAX_CONNECTIONS)
+        further = [server.connect(b"GET /healthz HTTP/1.0\r\n\r\n") for _ in range(200)]
+        further[0].settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            further[0].recv(1)
+        further[0].settimeout(60)
+        server.end.set()
+        assert all(rest(connection).endswith(b"ok\n") for connection in further)
+        assert all(rest(connection).endswith(b"slow\n") for connection in busy)
 
 
 def test_a_taken_port_is_a_setup_error_that_names_it(server: OpsServer) -> None:

@@ -10,16 +10,19 @@ changes something (POST) needs a token if the process has one, and is never take
 from __future__ import annotations
 
 import bisect
+import contextlib
+import enum
 import hmac
 import http.server
 import itertools
 import logging
 import pathlib
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import prometheus_client as client
@@ -37,7 +40,9 @@ from medha.errors import SetupError
 from medha.metrics import Exporter, Metric, exported_by
 
 MAX_CONNECTIONS = 32
+BACKLOG = 1024  # connections without a place yet: the kernel refuses further ones
 CONNECTION_TIMEOUT_S = 5.0
+IDLE_POLL_S = 0.05  # while all places are taken
 STALE_TICK_S = 10.0
 MIN_TOKEN_BYTES = 16
 BROWSER_HEADERS = ("Origin", "Sec-Fetch-Site")  # of a POST, no page can leave out both
@@ -281,15 +286,91 @@ class OpsServer:
         self._server.server_close()
 
 
+class _Phase(enum.Enum):
+    """Phase of a connection. The values of two are the events by which their clients go on."""
+
+    READING = select.POLLIN
+    ANSWERING = 0
+    WRITING = select.POLLOUT
+    CLOSED = -1  # by this process: its thread is about to end
+
+
+class _Places:
+    """Places of at most MAX_CONNECTIONS connections; thread-safe.
+
+    If all are taken, the connection that has waited longest for its client is closed, so that no
+    idle client keeps out another. A connection whose thread has something to do is not idle.
+    """
+
+    def __init__(self) -> None:
+        self._left = threading.Condition()
+        self._phases: dict[socket.socket, _Phase] = {}  # in the order of their last steps
+
+    def take(self, connection: socket.socket) -> bool:
+        """Wait for a place and take it; False if none becomes free in time."""
+        until_s = time.monotonic() + CONNECTION_TIMEOUT_S
+        with self._left:
+            while not self._make_room():
+                if time.monotonic() > until_s:
+                    return False
+                self._left.wait(IDLE_POLL_S)
+            self._phases[connection] = _Phase.READING
+            return True
+
+    def answer(self, connection: socket.socket) -> bool:
+        """Note that a whole request arrived; False if the connection was closed before."""
+        return self._step(connection, _Phase.ANSWERING)
+
+    def write(self, connection: socket.socket) -> None:
+        """Note that the response is complete."""
+        self._step(connection, _Phase.WRITING)
+
+    def leave(self, connection: socket.socket) -> None:
+        with self._left:
+            self._phases.pop(connection, None)
+            self._left.notify()
+
+    def _step(self, connection: socket.socket, phase: _Phase) -> bool:
+        with self._left:
+            if self._phases[connection] is _Phase.CLOSED:
+                return False
+            del self._phases[connection]
+            self._phases[connection] = phase
+            return True
+
+    def _make_room(self) -> bool:
+        """Return whether a place is free; if none is, close an idle connection."""
+        if len(self._phases) < MAX_CONNECTIONS:
+            return True
+        if _Phase.CLOSED not in self._phases.values() and (idle := self._idle()):
+            self._phases[idle[0]] = _Phase.CLOSED
+            with contextlib.suppress(OSError):  # its client closed it at this moment
+                idle[0].shutdown(socket.SHUT_RDWR)  # wakes its thread
+        return False
+
+    def _idle(self) -> list[socket.socket]:
+        """Return the connections that wait for their clients, the longest first."""
+        events = select.poll()  # one call for all: each releases the interpreter's lock
+        waiting = [
+            connection
+            for connection, phase in self._phases.items()
+            if phase in (_Phase.READING, _Phase.WRITING)
+        ]
+        for connection in waiting:
+            events.register(connection, self._phases[connection].value)
+        due = {number for number, _ in events.poll(0)}
+        return [connection for connection in waiting if connection.fileno() not in due]
+
+
 class _Server(http.server.ThreadingHTTPServer):
-    """HTTP server with at most MAX_CONNECTIONS; further connections are closed at once."""
+    """HTTP server with a thread for each connection that has a place."""
 
     daemon_threads = True
-    request_queue_size = 64
+    request_queue_size = BACKLOG
 
     def __init__(self, host: str, port: int, routes: Mapping[str, Route], token: bytes) -> None:
         self.routes, self.token = routes, token
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.places = _Places()
         if host.startswith("/"):
             self.address_family = socket.AF_UNIX
             pathlib.Path(host).unlink(missing_ok=True)  # of a process that was killed
@@ -308,17 +389,15 @@ class _Server(http.server.ThreadingHTTPServer):
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
-    def process_request(self, request: object, client_address: object) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)  # type: ignore[arg-type]
+    def process_request(self, request: Any, client_address: object) -> None:
+        if self.places.take(request):
+            super().process_request(request, client_address)
         else:
-            self.shutdown_request(request)  # type: ignore[arg-type]
+            self.shutdown_request(request)
 
-    def process_request_thread(self, request: object, client_address: object) -> None:
-        try:
-            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
-        finally:
-            self._places.release()
+    def shutdown_request(self, request: Any) -> None:
+        self.places.leave(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         logging.getLogger("medha.ops").debug("connection broke", exc_info=True)
@@ -340,6 +419,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         logging.getLogger("medha.ops").debug(format, *args)
 
     def _answer(self, method: str) -> None:
+        if not self.server.places.answer(self.connection):
+            return
         path = self.path.partition("?")[0]
         routes = self.server.routes
         route = routes.get(f"{method} {path}")
@@ -349,6 +430,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             reply = Reply(b"method not allowed\n", 405)
         else:
             reply = Reply(b"no such page\n", 404)
+        self.server.places.write(self.connection)
         self.send_response(reply.status)
         self.send_header("Content-Type", reply.content_type)
         self.send_header("Content-Length", str(len(reply.body)))
