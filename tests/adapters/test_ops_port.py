@@ -102,6 +102,31 @@ def test_a_post_route_acts_and_a_get_does_not(server: OpsServer) -> None:
     assert get(server, "/drained").json() is True
 
 
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "BREW"])
+def test_another_method_is_not_allowed(server: OpsServer, method: str) -> None:
+    url = f"http://127.0.0.1:{server.port}"
+    answer = httpx.request(method, f"{url}/healthz", timeout=30, trust_env=False)
+    assert (answer.status_code, answer.text) == (405, "method not allowed\n")
+    assert answer.headers["content-type"] == get(server, "/drain").headers["content-type"]
+    assert httpx.request(method, f"{url}/x", timeout=30, trust_env=False).status_code == 404
+
+
+def test_head_answers_as_get_without_the_body(server: OpsServer) -> None:
+    url = f"http://127.0.0.1:{server.port}"
+    for path in ("/healthz", "/readyz", "/status", "/drain", "/x"):
+        page, answer = get(server, path), httpx.head(url + path, timeout=30, trust_env=False)
+        assert (answer.status_code, answer.content) == (page.status_code, b"")
+        for name in ("content-type", "content-length"):
+            assert answer.headers[name] == page.headers[name]
+    assert get(server, "/drained").json() is False
+
+
+def test_a_malformed_request_gets_its_reason_as_plain_text(server: OpsServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(b"GET /healthz HTTP/9.9\r\n\r\n")
+        assert connection.makefile("rb").read().endswith(b"http version not supported\n")
+
+
 @pytest.mark.parametrize("name", ["Origin", "Sec-Fetch-Site"])
 def test_a_browser_changes_nothing(server: OpsServer, name: str) -> None:
     url, headers = f"http://127.0.0.1:{server.port}/drain", {name: "same-origin"}

@@ -22,6 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, Protocol
 
 import msgspec
@@ -412,11 +413,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer("GET")
 
+    def do_HEAD(self) -> None:
+        self._answer("GET")
+
     def do_POST(self) -> None:
         self._answer("POST")
 
     def log_message(self, format: str, *args: object) -> None:
         logging.getLogger("medha.ops").debug(format, *args)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Reply to a request that is malformed or has another method."""
+        self.log_error("code %d, message %s", code, message)
+        if code == HTTPStatus.NOT_IMPLEMENTED:
+            self._answer(self.command)
+        else:
+            self._send(Reply(f"{HTTPStatus(code).phrase.lower()}\n".encode(), code))
 
     def _answer(self, method: str) -> None:
         if not self.server.places.answer(self.connection):
@@ -431,11 +443,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             reply = Reply(b"no such page\n", 404)
         self.server.places.write(self.connection)
+        self._send(reply)
+
+    def _send(self, reply: Reply) -> None:
         self.send_response(reply.status)
         self.send_header("Content-Type", reply.content_type)
         self.send_header("Content-Length", str(len(reply.body)))
         self.end_headers()
-        self.wfile.write(reply.body)
+        if self.command != "HEAD":
+            self.wfile.write(reply.body)
 
     def _denial(self, method: str) -> Reply | None:
         """Return the reply to a request that may not change anything."""
