@@ -1,7 +1,7 @@
 """Polls of routers' and controllers' ops ports, twice a second, each on a thread of its own.
 
 A supervisor never waits for a network: it reads the latest status at any time. A process that does
-not answer has no status; one that answered before and misses several polls hangs.
+not answer has no status; one that answered before and is silent for HUNG_S hangs.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ from medha.messages import ReplicaStatus
 
 POLL_INTERVAL_S = 0.5
 TIMEOUT_S = 2.0
-MAX_MISSES = 4
-"""Polls in a row without an answer after which a process hangs: ten seconds if it is suspended."""
+HUNG_S = 10.0
+"""Silence after which a process hangs: 4 polls if it is suspended, 20 if each fails at once."""
 ROUTER = "router"
 
 
 class Answers:
     """Answers of a process to polls.
 
-    Polls are counted, not time, so that a pause of this process does not count as silence.
+    Silence is the time of polls in a row without an answer, as far as each may last, so that a
+    pause of this process does not count.
     """
 
     def __init__(self) -> None:
-        self._misses, self._last_s = 0, 0.0
+        self._silent_s, self._last_s = 0.0, 0.0
 
-    def note(self, answered: bool) -> None:
-        self._misses = 0 if answered else self._misses + 1
+    def note(self, answered: bool, began_s: float, now: float) -> None:
+        """Note the end of a poll that began at `began_s`."""
         if answered:
-            self._last_s = time.monotonic()
+            self._silent_s, self._last_s = 0.0, now
+        else:
+            self._silent_s += min(now - began_s, TIMEOUT_S) + POLL_INTERVAL_S
 
     @property
     def hangs_since_s(self) -> float | None:
         """Time of the last answer, if the process hangs; it counts if it answered once."""
-        return self._last_s if self._last_s and self._misses >= MAX_MISSES else None
+        return self._last_s if self._last_s and self._silent_s >= HUNG_S else None
 
 
 class FleetPoll:
@@ -102,18 +105,20 @@ class FleetPoll:
 
     def _poll(self, client: httpx.Client) -> None:
         for name, url in self._controllers.items():
+            began_s = time.monotonic()
             status = read_status(client, url)
-            self._answers[name].note(status is not None)
+            self._answers[name].note(status is not None, began_s, time.monotonic())
             if status is None:
                 self._statuses.pop(name, None)
             else:
                 self._statuses[name] = status
+        began_s = time.monotonic()
         try:
             self._router_ready = client.get(f"{self._router}/readyz").status_code == 200
-            self._answers[ROUTER].note(True)
+            self._answers[ROUTER].note(True, began_s, time.monotonic())
         except httpx.HTTPError:
             self._router_ready = False
-            self._answers[ROUTER].note(False)
+            self._answers[ROUTER].note(False, began_s, time.monotonic())
 
 
 class ControllerPoll:
@@ -166,8 +171,9 @@ class ControllerPoll:
                 self._polling.wait()
                 if self._drain and not self._drain_accepted and self._post_drain(client):
                     self._status, self._drain_accepted = None, True
+                began_s = time.monotonic()
                 status = read_status(client, self._url)
-                self._answers.note(status is not None)
+                self._answers.note(status is not None, began_s, time.monotonic())
                 self._status = status if self._polling.is_set() else None
                 self._closing.wait(POLL_INTERVAL_S)
 
