@@ -2,8 +2,9 @@
 in SHORT_HALF_LIFE_S.
 
 `PromisedWork` is what a replica reports to all routers: a tenant is charged W when the replica
-accepts its promise. `ServedWork` orders tenants that wait: it is charged with whatever is sent to a
-replica, divided by the weight. Aborts pay nothing back.
+accepts its promise, and then for the place that a long answer holds: one in `max_running` of the
+replica's time, beyond W. `ServedWork` orders tenants that wait: it is charged with whatever is sent
+to a replica, divided by the weight. Aborts pay nothing back.
 """
 
 from __future__ import annotations
@@ -77,13 +78,11 @@ class PromisedWork:
         self._report: tuple[TenantWork, ...] = ()
         self._reported_s = math.inf
 
-    def charge(self, tenant: str, work_s: float, now: float) -> None:
-        """Count the work of a promise."""
+    def charge(self, tenant: str, charge_s: float, now: float, *, short: bool) -> None:
+        """Count seconds of a prompt, which is short or not."""
         seconds, short_s, since = self._charges.pop(tenant, (0.0, 0.0, now))
         seconds, short_s = _faded(seconds, short_s, now - since)
-        if is_short(work_s):
-            short_s += work_s
-        self._charges[tenant] = seconds + work_s, short_s, now
+        self._charges[tenant] = seconds + charge_s, short_s + (charge_s if short else 0.0), now
         self._reported_s = math.inf
 
     def report(self, now: float) -> tuple[TenantWork, ...]:

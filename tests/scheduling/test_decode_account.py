@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 
+import msgspec
 import pytest
 
 from medha.config import Scheduling
@@ -280,8 +281,28 @@ def test_a_sixteenth_of_the_places_is_kept_for_promises() -> None:
     driven.submit([request(f"r{n}", 64, promised=False, output_tokens=900) for n in range(40)])
     driven.run(until_s=1.0)
     assert plan._admission.started_count == 30
-    assert plan.load(1.0).decode_room_s > 0.0
+    assert plan.load(1.0).free_places == 2
     for name in ("a", "b"):
         plan.submit(request(name, 64, within_s=1.0, promised=True, output_tokens=900), 1.0)
     assert plan._admission.started_count == 32
-    assert plan.load(1.0).decode_room_s == 0.0, "no router may promise a place that is taken"
+    assert plan.load(1.0).free_places == 0, "no router may promise a place that is taken"
+
+
+def test_half_of_the_places_are_kept_for_what_is_in_its_tenants_share() -> None:
+    plan = scheduler(settings=Scheduling(max_running=32))
+    driven = Driven(plan)
+    chats = [request(f"r{n}", 64, promised=False, output_tokens=900) for n in range(40)]
+    driven.submit(msgspec.structs.replace(beyond, beyond_share=True) for beyond in chats)
+    driven.run(until_s=1.0)
+    assert plan.load(1.0).free_places == 16
+
+
+def test_a_tenant_is_charged_for_places_beyond_the_work_of_its_prompts() -> None:
+    plan = scheduler(settings=Scheduling(max_running=8))
+    driven = Driven(plan)
+    driven.submit(request(f"r{n}", 64, promised=True, output_tokens=90_000) for n in range(4))
+    charged = []
+    for second in range(1, 12):
+        driven.run(until_s=float(second))
+        charged.append(plan.load(float(second)).promised_work[0].seconds)
+    assert 4.0 < charged[-1] - charged[0] < 5.0, "4 of 8 places for 10 s, a little forgotten"

@@ -17,7 +17,7 @@ def seconds(report: tuple[TenantWork, ...]) -> dict[str, float]:
 def test_short_prompts_are_counted_apart_too() -> None:
     work = PromisedWork()
     for work_s in (0.5, 20.0, 0.25):
-        work.charge("a", work_s, 0.0)
+        work.charge("a", work_s, 0.0, short=work_s < 1.0)
     assert work.report(0.0) == (TenantWork("a", 20.75, 0.75),)
     assert work.report(SHORT_HALF_LIFE_S)[0].of(short=True) == 0.375
     assert work.report(SHORT_HALF_LIFE_S + 60.0)[0].of(short=False) < 10.375
@@ -25,9 +25,9 @@ def test_short_prompts_are_counted_apart_too() -> None:
 
 def test_a_charge_is_half_forgotten_after_a_minute_and_left_out_after_five() -> None:
     work = PromisedWork()
-    work.charge("a", 8.0, 0.0)
+    work.charge("a", 8.0, 0.0, short=False)
     assert seconds(work.report(60.0)) == pytest.approx({"a": 4.0})
-    work.charge("a", 1.0, 60.0)
+    work.charge("a", 1.0, 60.0, short=False)
     assert seconds(work.report(60.0)) == pytest.approx({"a": 5.0})
     assert work.report(60.0 + ACTIVE_S) == ()
 
@@ -35,10 +35,10 @@ def test_a_charge_is_half_forgotten_after_a_minute_and_left_out_after_five() -> 
 def test_a_report_lists_the_tenants_that_were_promised_something_last() -> None:
     work = PromisedWork()
     for index in range(200):
-        work.charge(f"t{index}", 1.0, 0.001 * index)
+        work.charge(f"t{index}", 1.0, 0.001 * index, short=True)
     names = [entry.tenant for entry in work.report(1.0)]
     assert names == [f"t{index}" for index in range(199, 199 - LISTED, -1)]
-    work.charge("t0", 1.0, 1.0)
+    work.charge("t0", 1.0, 1.0, short=True)
     assert seconds(work.report(1.0))["t0"] == pytest.approx(2.0, rel=0.02)
 
 

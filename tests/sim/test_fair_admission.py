@@ -135,6 +135,24 @@ def test_a_tenant_that_asks_for_all_promises_at_once_leaves_others_theirs(
     assert attainment(records, "hog") >= 0.7
 
 
+@pytest.mark.parametrize("slo_class", [REFUSING, RELEGATING], ids=["refuse", "relegate"])
+def test_a_tenant_with_long_answers_leaves_others_places(slo_class: SloClass) -> None:
+    """Prompts are next to no work, and their answers would hold every place for minutes."""
+    chatty = poisson([(100, 4000)], 12.0, 960, 1)
+    small = poisson([(4000, 20)], 1.0, 80, 2)
+    records = play(
+        [
+            msgspec.structs.replace(arrival, id=f"{tenant}-{index}", tenant=tenant)
+            for tenant, arrivals in (("hog", chatty), ("small", small))
+            for index, arrival in enumerate(arrivals)
+        ],
+        slo_class=slo_class,
+        until_s=80.0,
+    )
+    assert attainment(records, "small") >= 0.97
+    assert any(record.promised for name, record in records.items() if name.startswith("hog"))
+
+
 def attainment_next_to_hog(times: float, seed: int) -> float:
     """Attainment of a tenant with a fifth of the load, while another asks for `times` a half."""
     lengths, until_s = [(2000, 20)] * 57 + [(DOCUMENT, 20)] * 3, 120.0

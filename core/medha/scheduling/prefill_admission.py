@@ -592,7 +592,7 @@ class PrefillAdmission:
 
     def try_start(self, sequence: Sequence, now: float) -> bool:
         """Reserve the pages of a prompt; False if it does not fit now, or too many run."""
-        if not self.has_place(sequence.promised) or not self.account.can_bear(sequence, now):
+        if not self.has_place(sequence) or not self.account.can_bear(sequence, now):
             return False
         self.tried += 1
         if not self.groups.allocate(sequence):
@@ -607,9 +607,15 @@ class PrefillAdmission:
         """Sequences that may still start, of `max_running` at once."""
         return self.most - self.started_count
 
-    def has_place(self, promised: bool) -> bool:
-        """Return whether another sequence may start; a sixteenth of the places is for promises."""
-        return self.free_places > (0 if promised else self.most // 16)
+    def has_place(self, sequence: Sequence) -> bool:
+        """Return whether another sequence may start.
+
+        A sixteenth of the places is for promises, and half for what is in its tenant's share.
+        """
+        if sequence.promised:
+            return self.free_places > 0
+        kept_free = self.most // (2 if sequence.request.beyond_share else 16)
+        return self.free_places > kept_free
 
     def count_freed(self) -> None:
         """Count a started sequence whose pages were freed."""

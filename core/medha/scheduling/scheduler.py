@@ -35,7 +35,7 @@ from medha.scheduling.rebalance import Rebalance
 from medha.scheduling.running import InFlightBatch
 from medha.scheduling.sequence import Sequence, take_decodes
 from medha.scheduling.state import SchedulerState
-from medha.tenants import PromisedWork
+from medha.tenants import REFRESH_S, PromisedWork, is_short
 from medha.topology import Topology
 
 
@@ -74,6 +74,7 @@ class Scheduler:
         self._rebalance = Rebalance(state, self._lifecycle)
         self._lookahead = Lookahead(state, self._builder, self._lifecycle)
         self._promised_work = PromisedWork()
+        self._charged_as_of_s = 0.0
         self._next_batch_number = 1
 
     # --- requests ---------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ class Scheduler:
         self._promises.loss_cap.count_decided(sequence, now)
         promised = self._promise(sequence, work_by_group, now)
         if promised:
-            self._promised_work.charge(request.tenant, work_s, now)
+            self._promised_work.charge(request.tenant, work_s, now, short=is_short(work_s))
         return Admitted(sequence.number, cached, promised, self._expected_ttft_s(sequence, now))
 
     def abort(self, id: str, now: float) -> None:
@@ -318,6 +319,8 @@ class Scheduler:
         return self._state.sequences[seq].layout()
 
     def load(self, now: float) -> Load:
+        if now >= self._charged_as_of_s + REFRESH_S:
+            self._charge_places(now)
         return report(
             self._state,
             self._account,
@@ -327,6 +330,22 @@ class Scheduler:
             self._promised_work.report(now),
             now,
         )
+
+    def _charge_places(self, now: float) -> None:
+        """Charge tenants with the places that answers hold, beyond the work of their prompts."""
+        passed_s = min(now - self._charged_as_of_s, 2.0 * REFRESH_S)
+        self._charged_as_of_s = now
+        for sequence in self._state.sequences.values():
+            if sequence.decoding:
+                paid_s = max(sequence.total_work_s, sequence.held_s)
+                sequence.held_s += passed_s / self.settings.max_running
+                if sequence.held_s > paid_s:
+                    self._promised_work.charge(
+                        sequence.request.tenant,
+                        sequence.held_s - paid_s,
+                        now,
+                        short=is_short(sequence.total_work_s),
+                    )
 
     def ahead(self, now: float) -> Ahead:
         return ahead(self._state, work_sums(self._state, now), now)

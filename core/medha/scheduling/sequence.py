@@ -53,11 +53,11 @@ class Sequence:
     chunk took; no page before `first_page` is held. `displaced`: others took its place in the
     promise set. `moving`: page copies under way or not yet switched. `rounds_skipped`,
     `blocked_since_s`: how long it has waited for its groups to be free together;
-    `declined_together`: they were, and it was not chosen. `row`: its last known row in a waiting
-    queue. `tail`: the group of its newest page; `alone`: it lies in one group. `prepared`: the next
-    decode is ready and in no batch; `decode_due_s`: when its token is due; `credit_until_s`: when
-    the first token that is in no batch in flight is due; `token_at_s`: when the one in flight is
-    complete, by prediction.
+    `declined_together`: they were, and it was not chosen. `held_s`: its place while it decodes, in
+    seconds of the replica. `row`: its last known row in a waiting queue. `tail`: the group of its
+    newest page; `alone`: it lies in one group. `prepared`: the next decode is ready and in no
+    batch; `decode_due_s`: when its token is due; `credit_until_s`: when the first token that is in
+    no batch in flight is due; `token_at_s`: when the one in flight is complete, by prediction.
 
     Numbers of the request that each token needs are copied: compiled code reads them faster.
     """
@@ -79,6 +79,7 @@ class Sequence:
         "groups",
         "growth_claim",
         "hashes",
+        "held_s",
         "in_flight",
         "kept",
         "key",
@@ -129,7 +130,7 @@ class Sequence:
         self.key = (request.due_s, request.arrival_s, request.id)
         self.assigned_groups: tuple[int, ...] = ()
         self.kept = self.promised = self.displaced = False
-        self.total_work_s = self.norm_s = 0.0
+        self.total_work_s = self.norm_s = self.held_s = 0.0
         self.growth_claim = self.row = 0
         self.reserved: dict[int, int] = {}
         self.reset()
