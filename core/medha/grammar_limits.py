@@ -1,4 +1,4 @@
-"""Limits of the grammars that outputs follow, equal where they are checked and where they run."""
+"""Limits of the grammars that outputs follow: where they run, and below, where they are checked."""
 
 from __future__ import annotations
 
@@ -10,20 +10,41 @@ MAX_SOURCE_BYTES = 64 << 10
 MAX_GRAMMAR_CHARS = 512 << 10
 """Length of a grammar in the library's own form, which messages carry."""
 
+MAX_OPTIONAL_PROPERTIES = 170
+"""Properties of one JSON object that may be left out: 4 items of a row each."""
+
+MAX_ERROR_CHARS = 300
+
 
 MAX_SCHEMA_DEPTH = 100
 """Objects and arrays around one another in a tool's JSON schema; llguidance reads 127 in all."""
 
 
 class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """llguidance's limits: at most 20 ms to build a lexer, 20 ms a mask, 40 MB of states."""
+    """llguidance's limits.
 
-    max_items_in_row: int = 2_000
-    initial_lexer_fuel: int = 1_000_000
+    Compiling takes longer with `max_grammar_size` (8 symbols for a property of a JSON object) and
+    `initial_lexer_fuel` (1.4 for a byte of an enumeration), a mask with the others. With 128,000
+    tokens, the mask of a string sees 300 rows.
+    """
+
+    max_grammar_size: int = 6_000
+    initial_lexer_fuel: int = 100_000
     step_lexer_fuel: int = 200_000
-    step_max_items: int = 50_000
+    step_max_items: int = 250_000
+    max_items_in_row: int = 800
     max_lexer_states: int = 20_000
-    max_grammar_size: int = 200_000
 
 
 LIMITS = GrammarLimits()
+"""Where outputs are sampled."""
+
+CHECKED_LIMITS = GrammarLimits(
+    step_lexer_fuel=150_000, step_max_items=220_000, max_items_in_row=700, max_lexer_states=15_000
+)
+"""Where grammars are checked: masks after other tokens than the checked ones may cost more."""
+
+
+def error_text(error: str) -> str:
+    """Return an error of llguidance on one line, without its mark for a short form."""
+    return " ".join(error.replace("<non-verbose/>", "").split())[:MAX_ERROR_CHARS]

@@ -405,4 +405,6 @@ def _error_of(message: Failed) -> MedhaError:
     """Return the client's error for a request that a replica failed for good."""
     if message.code in ("context_length_exceeded", "overloaded", "deadline_infeasible"):
         return Refusal(message.code, message.message)
+    if message.code == "grammar_failed":  # the client's own grammar
+        return StreamBroken(message.code, message.message)
     return StreamBroken(message.code, "the replica could not finish this request")

@@ -166,7 +166,8 @@ class Service:
             version = await self._open(model, adapter)
             grammar = ""
             if params.grammar is not None:
-                grammar = await self._hold(self._checked_grammar(params.grammar, version))
+                checked = self._checked_grammar(params.grammar, version, client.cache_owner)
+                grammar = await self._hold(checked)
             prompts = await self._hold(self._encoded(client_request, model, version))
             while not version.open:  # its replicas left during the encoding
                 client_request.held = client_request.held or not model.ready
@@ -356,9 +357,12 @@ class Service:
         generation.prompt, generation.version = prompt, version.key
         generation.idle_tpot_s = idle_tpot_s
 
-    async def _checked_grammar(self, grammar: GrammarSource, version: ModelVersion) -> str:
-        """Return the grammar for the engine; raises RequestError."""
-        return await self._grammars.check(version.tokenizer_key, version.tokenizer, grammar)
+    async def _checked_grammar(
+        self, grammar: GrammarSource, version: ModelVersion, owner: str
+    ) -> str:
+        """Return the grammar for the engine; raises RequestError or Refusal."""
+        key, tokenizer = version.tokenizer_key, version.tokenizer
+        return await self._grammars.check(key, tokenizer, grammar, owner)
 
     def _with_defaults(self, params: GenerationParams, version: ModelVersion) -> Sampling:
         """Return the sampling with the checkpoint's defaults where the request is silent."""

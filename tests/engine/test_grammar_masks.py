@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.solo_engine import SoloEngine
 
+from medha.grammar_limits import CHECKED_LIMITS, LIMITS
 from medha.messages.fields import Sampling
 from medha_router.structured.checker import grammar_of
 from medha_worker.grammar_masks import Grammars
@@ -137,6 +138,38 @@ def test_a_grammar_that_fails_says_so_and_ends_the_output(
             break
         history.see(position, np.array([token], dtype=np.int32))
     assert "too many expressions" in constraint.error and token == STOPS[0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_thousands_of_choices_are_followed_to_the_end(
+    grammars: Grammars, tokenizer: tokenizers.Tokenizer, seed: int
+) -> None:
+    choices = [f"{number * 7919:x}" for number in range(6000)]
+    settings_ = sampling(grammar_of("choice", json.dumps(choices)), seed)
+    history, constraint = History(np.zeros(0, np.int32), 0), grammars.begin(settings_)
+    for position in range(50):
+        row = SampledRow(settings_, position, position, history, constraint)
+        ((token, _),) = sample(torch.zeros(1, VOCAB), [row])
+        if token in STOPS:
+            break
+        history.see(position, np.array([token], dtype=np.int32))
+    assert constraint.error == "" and tokenizer.decode(history.emitted) in choices
+
+
+def test_a_rank_follows_what_is_a_little_wider_than_the_check_admits(
+    grammars: Grammars, tokenizer: tokenizers.Tokenizer
+) -> None:
+    words = " | ".join(f'"w{number}"' for number in range(CHECKED_LIMITS.max_items_in_row + 50))
+    constraint = grammars.begin(sampling(grammar_of("grammar", f'start: "-" word\nword: {words}')))
+    output = tokenizer.encode("-w12", add_special_tokens=False).ids
+    for length in range(len(output) + 1):
+        constraint.mask(output[:length])
+    assert constraint.error == ""
+
+
+@pytest.mark.parametrize("limit", LIMITS.__struct_fields__)
+def test_no_limit_of_a_rank_is_below_that_of_the_check(limit: str) -> None:
+    assert getattr(LIMITS, limit) >= getattr(CHECKED_LIMITS, limit)
 
 
 def test_tokens_beyond_the_tokenizer_are_never_allowed(

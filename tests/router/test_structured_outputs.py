@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.errors import RequestError
+from medha.errors import Refusal, RequestError
 from medha.grammar_limits import MAX_SOURCE_BYTES
 from medha_router import protocol
 from medha_router.structured.checker import grammar_of
@@ -120,49 +121,148 @@ def test_any_value_is_read_or_refused_by_its_field(grammar: object, field: str) 
     assert status == 400 and param.startswith(field)
 
 
-def test_a_check_that_takes_too_long_ends_its_process(byte_level_json: bytes) -> None:
-    async def check() -> None:
-        checker = GrammarChecker(check_s=0.0)
-        slow = GrammarSource("regex", "(" + "a?" * 2000 + "){30}", "guided_regex")
+SLOW = {"type": "integer", "multipleOf": 62615533}
+
+
+def regex(text: str) -> GrammarSource:
+    return GrammarSource("regex", text, "guided_regex")
+
+
+def schema(value: object) -> GrammarSource:
+    return GrammarSource("json_schema", json.dumps(value), "guided_json")
+
+
+def checked(check: Callable[[GrammarChecker], Awaitable[object]], **limits: float) -> None:
+    """Run checks with a checker, and close it."""
+
+    async def run() -> None:
+        checker = GrammarChecker(**limits)
         try:
-            await checker.check("k", byte_level_json, GrammarSource("regex", "a", "guided_regex"))
-            began_s = time.monotonic()
-            with pytest.raises(RequestError, match="too complex"):
-                await checker.check("k", byte_level_json, slow)
-            assert time.monotonic() - began_s < 30.0  # the check itself takes minutes
-            again = GrammarSource("regex", "b", "guided_regex")
-            assert await checker.check("k", byte_level_json, again)
+            await check(checker)
         finally:
             await checker.close()
 
-    asyncio.run(check())
+    asyncio.run(run())
+
+
+def test_a_check_that_takes_too_long_is_refused_and_leaves_the_process(
+    byte_level_json: bytes,
+) -> None:
+    async def check(checker: GrammarChecker) -> None:
+        await checker.check("k", byte_level_json, regex("a"), "a")
+        with pytest.raises(RequestError, match=r"more than 0\.2 s of CPU time"):
+            await checker.check("k", byte_level_json, schema(SLOW), "a")
+        # The process still holds the tokenizer, which is not sent again.
+        assert await checker.check("k", b"", regex("b"), "a")
+
+    checked(check)
+
+
+def test_a_grammar_that_took_too_long_is_refused_at_once_when_it_comes_again(
+    byte_level_json: bytes,
+) -> None:
+    async def check(checker: GrammarChecker) -> None:
+        with pytest.raises(RequestError) as first:
+            await checker.check("k", byte_level_json, schema(SLOW), "a")
+        with pytest.raises(RequestError) as again:
+            async with asyncio.timeout(0):  # it does not wait for anything
+                await checker.check("k", byte_level_json, schema(SLOW), "b")
+        assert str(again.value) == str(first.value)
+
+    checked(check)
+
+
+def test_the_grammars_of_one_client_do_not_make_another_wait_for_all_of_them(
+    byte_level_json: bytes,
+) -> None:
+    async def check(checker: GrammarChecker) -> None:
+        ended: list[str] = []
+
+        async def one(tenant: str, source: GrammarSource) -> None:
+            with contextlib.suppress(RequestError):
+                await checker.check("k", byte_level_json, source, tenant)
+            ended.append(tenant)
+
+        many = [schema({"type": "integer", "multipleOf": 62615533 + i}) for i in range(6)]
+        await asyncio.gather(*(one("evil", source) for source in many), one("honest", regex("a")))
+        assert ended.index("honest") <= 1, ended
+
+    checked(check)
+
+
+def test_a_grammar_waits_a_bounded_time_for_its_check(byte_level_json: bytes) -> None:
+    async def check(checker: GrammarChecker) -> None:
+        with pytest.raises(Refusal, match="retry later"):
+            await checker.check("k", byte_level_json, regex("a"), "a")
+
+    checked(check, wait_s=0.0)
+
+
+def optional(count: int) -> dict[str, object]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
+
+
+USUAL = [
+    schema(optional(170)),
+    schema({**optional(600), "required": list(optional(600)["properties"])}),  # type: ignore[call-overload]
+    schema({"type": "object", "properties": {f"g{i}": optional(12) for i in range(40)}}),
+    schema({"enum": [f"label_{i}" for i in range(4000)]}),
+    GrammarSource("choice", json.dumps([f"label_{i}" for i in range(1000)]), "guided_choice"),
+    GrammarSource("choice", json.dumps([f"{i * i:x}" for i in range(6000)]), "guided_choice"),
+]
+EXCESSIVE = [
+    (schema(optional(171)), "171 properties that may be left out: at most 170"),
+    (schema({"type": "array", "items": [{"anyOf": [optional(500)]}]}), "500 properties"),
+    (schema({"anyOf": [optional(100 + i) for i in range(3)]}), "row has"),
+    (schema({"type": "object", "properties": {f"g{i}": optional(20) for i in range(50)}}), "big"),
+    (
+        schema(
+            {"type": "object", "patternProperties": {f"^p{i}_[a-z]*$": {} for i in range(1000)}}
+        ),
+        "CPU time|too big",
+    ),
+    (GrammarSource("json_schema", '{"not":' * 5000 + "{" + "}" * 5001, "guided_json"), "recursion"),
+    (regex("(a|aa){500}(b|bb){500}"), "too many expressions"),
+]
+
+
+@pytest.mark.parametrize("source", USUAL, ids=lambda source: source.kind)
+def test_what_clients_usually_ask_for_passes_the_check(
+    byte_level_json: bytes, source: GrammarSource
+) -> None:
+    async def check(checker: GrammarChecker) -> None:
+        assert await checker.check("k", byte_level_json, source, "a")
+
+    checked(check)
+
+
+@pytest.mark.parametrize(("source", "reason"), EXCESSIVE)
+def test_a_grammar_whose_compiling_or_masks_cost_too_much_is_refused(
+    byte_level_json: bytes, source: GrammarSource, reason: str
+) -> None:
+    async def check(checker: GrammarChecker) -> None:
+        with pytest.raises(RequestError, match=reason):
+            await checker.check("k", byte_level_json, source, "a")
+
+    checked(check)
 
 
 def test_a_tokenizer_that_the_library_cannot_read_refuses_only_grammars() -> None:
-    async def check() -> None:
-        checker = GrammarChecker()
-        try:
-            with pytest.raises(RequestError, match="tokenizer") as refused:
-                await checker.check("k", b"{}", GrammarSource("regex", "a", "guided_regex"))
-            assert refused.value.code == "unsupported_parameter"
-        finally:
-            await checker.close()
+    async def check(checker: GrammarChecker) -> None:
+        with pytest.raises(RequestError, match="tokenizer") as refused:
+            await checker.check("k", b"{}", regex("a"), "a")
+        assert refused.value.code == "unsupported_parameter"
 
-    asyncio.run(check())
+    checked(check)
 
 
 def test_a_cancelled_check_leaves_the_next_one_its_own_answer(byte_level_json: bytes) -> None:
-    async def check() -> None:
-        checker = GrammarChecker()
-        first, second = (GrammarSource("regex", text, "guided_regex") for text in ("a", "b"))
-        try:
-            task = asyncio.create_task(checker.check("k", byte_level_json, first))
-            await asyncio.sleep(0.05)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            expected = grammar_of("regex", "b")
-            assert await checker.check("k", byte_level_json, second) == expected
-        finally:
-            await checker.close()
+    async def check(checker: GrammarChecker) -> None:
+        task = asyncio.create_task(checker.check("k", byte_level_json, regex("a"), "a"))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        expected = grammar_of("regex", "b")
+        assert await checker.check("k", byte_level_json, regex("b"), "a") == expected
 
-    asyncio.run(check())
+    checked(check)

@@ -21,14 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.errors import CheckpointError
-from medha.grammar_limits import LIMITS
+from medha.grammar_limits import LIMITS, error_text
 from medha.messages.fields import Sampling
 
 if TYPE_CHECKING:
     import llguidance
 
 KEPT = 64
-MAX_ERROR_CHARS = 300
 
 
 class Grammars:
@@ -113,7 +112,7 @@ class Constraint:
         if not matcher.is_stopped():
             words[:] = np.frombuffer(matcher.compute_bitmask(), dtype="<i4")[: len(words)]
         if matcher.is_error():
-            self.error = " ".join(matcher.get_error().split())[:MAX_ERROR_CHARS] or "no token fits"
+            self.error = error_text(matcher.get_error()) or "no token fits"
             words[:] = 0
         elif matcher.is_accepting():
             for token in self._stop_tokens:

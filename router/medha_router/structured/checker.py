@@ -1,56 +1,81 @@
 """The process that checks grammars: `python -m medha_router.structured.checker`.
 
-    stdin   Check frames ──> compile, first mask ──> Checked frames   stdout
+    stdin   Check frames ──> load the tokenizer                         Checked frames   stdout
+                             └─ fork: compile, masks of some tokens ──┘
 
-It holds no secrets and no connection, and its memory is bounded, so the router may kill it at any
-time.
+It holds no secrets and no connection, and its memory is bounded. A check that exceeds its CPU time
+or memory ends only its own copy of the process, so the tokenizers stay loaded.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
-from typing import BinaryIO
+import traceback
+from random import Random
+from typing import Any, BinaryIO
 
 import llguidance
 import llguidance.gbnf_to_lark
 import msgspec
+import numpy as np
 
-from medha.grammar_limits import LIMITS, MAX_GRAMMAR_CHARS
+from medha.grammar_limits import (
+    CHECKED_LIMITS,
+    MAX_GRAMMAR_CHARS,
+    MAX_OPTIONAL_PROPERTIES,
+    error_text,
+)
 from medha_router.structured.check_messages import LENGTH, Check, Checked
 
 MAX_MEMORY_BYTES = 4 << 30
-MAX_ERROR_CHARS = 500
+WALKED_TOKENS = 32
 
 # Between two tokens of JSON: a line break and an indent. Without a bound, a model may print white
 # space for ever.
 WHITESPACE = r"\x0A?(\x20{0,16}|\x09{0,8})"
 
 
-def check(tokenizers: dict[str, llguidance.LLTokenizer], job: Check) -> Checked:
-    """Compile a grammar and its first mask; its faults are returned."""
-    tokenizer = tokenizers.get(job.key)
-    if tokenizer is None:
-        try:
-            tokenizer = llguidance.LLTokenizer(job.tokenizer.decode())
-        except ValueError as error:
-            return Checked(error=_shortened(str(error)), loaded=False)
-        tokenizers[job.key] = tokenizer
+def check(tokenizer: llguidance.LLTokenizer, job: Check) -> Checked:
+    """Compile a grammar and follow it for some tokens; its faults are returned.
+
+    If compiling exceeds its CPU time, or the masks twice as much, this process ends.
+    """
+    signal.setitimer(signal.ITIMER_PROF, job.compile_s)
     try:
         grammar = grammar_of(job.kind, job.text)
-    except ValueError as error:
-        return Checked(error=_shortened(str(error)))
-    limits = llguidance.LLParserLimits(**msgspec.structs.asdict(LIMITS), verbose_errors=False)
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    first = b"" if matcher.is_error() else matcher.compute_bitmask()
-    if matcher.is_error():
-        return Checked(error=_shortened(matcher.get_error()))
-    if not any(first):
-        return Checked(error="no token of this model can begin such an output")
+    except (ValueError, RecursionError) as error:
+        return Checked(error=error_text(str(error)))
     if len(grammar) > MAX_GRAMMAR_CHARS:
         return Checked(error=f"it has {len(grammar)} characters when compiled: shorten it")
+    limits = llguidance.LLParserLimits(
+        **msgspec.structs.asdict(CHECKED_LIMITS), verbose_errors=False
+    )
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    signal.setitimer(signal.ITIMER_PROF, 2 * job.compile_s)
+    letters = np.array([tokenizer.tokenize_str(chr(code))[0] for code in range(32, 127)])
+    (quote, *_), random = tokenizer.tokenize_str('"'), Random(0)
+    for _ in range(WALKED_TOKENS):
+        if matcher.is_stopped():
+            break
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(mask, bitorder="little")
+        if matcher.is_error():
+            break
+        # Half of them are quotes, because names and strings of JSON seldom end by a random token,
+        # and of the others half are letters, because a long token may pass a state that is wide.
+        tokens = letters[allowed[letters] > 0]
+        if not len(tokens) or random.random() < 0.5:
+            tokens = np.flatnonzero(allowed)
+        if not len(tokens):
+            return Checked(error="no token of this model can begin such an output")
+        quoted = allowed[quote] and random.random() < 0.5
+        matcher.consume_token(quote if quoted else int(random.choice(tokens)))
+    if matcher.is_error():
+        return Checked(error=error_text(matcher.get_error()))
     return Checked(grammar)
 
 
@@ -58,6 +83,7 @@ def grammar_of(kind: str, text: str) -> str:
     """Return the library's form of a JSON schema, regular expression, choice or grammar (Lark or
     GBNF)."""
     if kind == "json_schema":
+        _check_objects(text)
         return llguidance.LLMatcher.grammar_from_json_schema(
             text, overrides={"whitespace_pattern": WHITESPACE}
         )
@@ -65,7 +91,8 @@ def grammar_of(kind: str, text: str) -> str:
         return llguidance.LLMatcher.grammar_from_regex(text)
     if kind == "choice":
         choices = " | ".join(json.dumps(choice) for choice in json.loads(text))
-        return llguidance.LLMatcher.grammar_from_lark(f"start: {choices}")
+        # A terminal: thousands of choices are one automaton.
+        return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     try:
         lark = llguidance.gbnf_to_lark.any_to_lark(text)
     except Exception as error:  # the converter raises bare Exception
@@ -73,8 +100,51 @@ def grammar_of(kind: str, text: str) -> str:
     return llguidance.LLMatcher.grammar_from_lark(lark)
 
 
-def _shortened(error: str) -> str:
-    return " ".join(error.split())[:MAX_ERROR_CHARS]
+def _check_objects(schema: str) -> None:
+    """Raise ValueError if an object has too many properties that may be left out."""
+    values: list[Any] = [json.loads(schema)]
+    while values:
+        value = values.pop()
+        if isinstance(value, list):
+            values += value
+        if not isinstance(value, dict):
+            continue
+        values += value.values()
+        properties, required = value.get("properties"), value.get("required")
+        if isinstance(properties, dict):
+            needed = map(str, required) if isinstance(required, list) else ()
+            optional = len(properties.keys() - set(needed))
+            if optional > MAX_OPTIONAL_PROPERTIES:
+                raise ValueError(
+                    f"an object has {optional} properties that may be left out: at most"
+                    f" {MAX_OPTIONAL_PROPERTIES} may; require them or divide the object"
+                )
+
+
+def check_apart(tokenizer: llguidance.LLTokenizer, job: Check) -> Checked:
+    """Check in a copy of this process, which keeps the tokenizer if the copy has to end."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            checked = check(tokenizer, job)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            with open(theirs, "wb") as sink:
+                sink.write(msgspec.msgpack.encode(checked))
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        os._exit(status)
+    os.close(theirs)
+    with open(ours, "rb") as source:
+        payload = source.read()
+    _, status = os.waitpid(child, 0)
+    if status == 0:
+        return msgspec.msgpack.decode(payload, type=Checked)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        return Checked(error=f"it takes more than {job.compile_s:g} s of CPU time: simplify it")
+    return Checked(error="it needs more memory than a check may take: simplify it")
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
@@ -82,7 +152,13 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     tokenizers: dict[str, llguidance.LLTokenizer] = {}
     decoder = msgspec.msgpack.Decoder(Check)
     while len(header := source.read(LENGTH.size)) == LENGTH.size:
-        checked = check(tokenizers, decoder.decode(source.read(LENGTH.unpack(header)[0])))
+        job = decoder.decode(source.read(LENGTH.unpack(header)[0]))
+        try:
+            if job.key not in tokenizers:
+                tokenizers[job.key] = llguidance.LLTokenizer(job.tokenizer.decode())
+            checked = check_apart(tokenizers[job.key], job)
+        except ValueError as error:
+            checked = Checked(error=error_text(str(error)), loaded=False)
         payload = msgspec.msgpack.encode(checked)
         sink.write(LENGTH.pack(len(payload)) + payload)
         sink.flush()

@@ -1,7 +1,9 @@
-"""Grammars checked in a process of their own, off the event loop, within limits of time.
+"""Grammars checked in a process of their own, off the event loop.
 
-If a check exceeds its time or memory, the process ends and the next check starts another. Checked
-grammars are kept, so that clients which repeat a schema wait once.
+    check ──> kept? ──no──> fair queue by tenant ──> process, a grammar at a time ──> kept
+
+The process limits the CPU time and memory of a check. What it answers is kept, a refusal too, so
+that clients which repeat a schema wait once.
 """
 
 from __future__ import annotations
@@ -11,44 +13,62 @@ import asyncio.subprocess
 import collections
 import hashlib
 import sys
+import time
 
 import msgspec
 
-from medha.errors import EngineError, RequestError
+from medha.errors import EngineError, Refusal, RequestError
 from medha_router.structured.check_messages import LENGTH, Check, Checked
 from medha_router.structured.sources import GrammarSource
+from medha_router.tokenization.fair_queue import BYTES_PER_S, FairQueue, Shares, due_s
 
-CHECK_S = 5.0
-LOAD_S = 60.0
+COMPILE_S = 0.2
+"""CPU time of compiling a grammar: a rank spends as much, while a batch waits."""
+WAIT_S = 30.0
+ANSWER_S = 60.0
+"""For the process to load a tokenizer and check a grammar, on a machine that is busy."""
 MAX_TOKENIZERS = 4
 KEPT_CHARS = 16 << 20
+ENTRY_CHARS = 256
+
+Name = tuple[str, bytes]
 
 
 class GrammarChecker:
-    """Checks grammars for one event loop, one at a time; the process starts with the first.
+    """Checks grammars for one event loop; the process starts with the first.
 
-    `check_s` limits a check.
+    `compile_s` limits the CPU time of compiling a grammar, `wait_s` the time until it is checked.
     """
 
-    def __init__(self, *, check_s: float = CHECK_S) -> None:
-        self._check_s = check_s
-        self._turn = asyncio.Lock()
+    def __init__(self, *, compile_s: float = COMPILE_S, wait_s: float = WAIT_S) -> None:
+        self._compile_s, self._wait_s = compile_s, wait_s
+        self._shares = Shares()
+        self._queue: FairQueue[_Waiting] = FairQueue(self._shares)
+        self._running: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._loaded: set[str] = set()
-        self._kept: collections.OrderedDict[tuple[str, bytes], Checked] = collections.OrderedDict()
+        self._kept: collections.OrderedDict[Name, Checked] = collections.OrderedDict()
         self._kept_chars = 0
 
-    async def check(self, key: str, tokenizer: bytes, source: GrammarSource) -> str:
+    async def check(self, key: str, tokenizer: bytes, source: GrammarSource, tenant: str) -> str:
         """Return the grammar in the form that engines take, for the tokenizer named `key`.
 
-        Raises RequestError naming the field if the grammar is invalid or exceeds a limit.
+        Raises RequestError naming the field if the grammar is invalid or exceeds a limit, and
+        Refusal if others' grammars take too long.
         """
-        name = key, hashlib.blake2b(f"{source.kind}:{source.text}".encode()).digest()
-        checked = self._kept.get(name)
+        waiting = _Waiting(key, tokenizer, source, tenant.encode())
+        checked = self._kept.get(waiting.name)
         if checked is None:
-            async with self._turn:
-                checked = await self._ask(key, tokenizer, source)
-            self._keep(name, checked)
+            self._queue.put(waiting)
+            if self._running is None or self._running.done():
+                self._running = asyncio.create_task(self._run())
+            try:
+                async with asyncio.timeout(self._wait_s):
+                    checked = await waiting.checked
+            except TimeoutError:
+                raise Refusal(
+                    "overloaded", "too many grammars wait to be checked: retry later"
+                ) from None
         if not checked.loaded:
             raise RequestError(
                 f"{source.param}: this model's tokenizer is not fit for it ({checked.error}); "
@@ -65,29 +85,49 @@ class GrammarChecker:
         return checked.grammar
 
     async def close(self) -> None:
-        """End the process."""
-        async with self._turn:
-            await self._end()
+        """End the process; grammars that wait are not checked."""
+        for waiting in self._queue.drain():
+            waiting.checked.cancel()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+        await self._end()
 
-    async def _ask(self, key: str, tokenizer: bytes, source: GrammarSource) -> Checked:
+    async def _run(self) -> None:
+        """Check grammars until none waits; clients may leave meanwhile."""
+        while (waiting := self._queue.take()) is not None:
+            self._shares.start(waiting.tenant)
+            began_s = time.monotonic()
+            try:
+                checked = self._kept.get(waiting.name) or await self._ask(waiting)
+            except EngineError as error:
+                if not waiting.abandoned:
+                    waiting.checked.set_exception(error)
+                continue
+            finally:
+                spent_s = time.monotonic() - began_s
+                self._shares.charge(waiting.tenant, int(spent_s * BYTES_PER_S))
+            self._keep(waiting.name, checked)
+            if not waiting.abandoned:
+                waiting.checked.set_result(checked)
+
+    async def _ask(self, waiting: _Waiting) -> Checked:
+        key, source = waiting.key, waiting.source
         new = key not in self._loaded
         if new and len(self._loaded) >= MAX_TOKENIZERS:
             await self._end()
-        limit_s = self._check_s + (LOAD_S if new else 0.0)
-        finished = False
+        tokenizer = waiting.tokenizer if new else b""
+        job = Check(key, tokenizer, source.kind, source.text, self._compile_s)
+        checked: Checked | None = None
         try:
-            async with asyncio.timeout(limit_s):
-                job = Check(key, tokenizer if new else b"", source.kind, source.text)
+            async with asyncio.timeout(ANSWER_S):
                 checked = await self._exchange(msgspec.msgpack.encode(job))
-            finished = True
-        except TimeoutError:
-            raise _too_complex(source, f"takes more than {self._check_s:g} s to check") from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise _too_complex(source, "needs more memory than a check may take") from None
-        except OSError as error:
-            raise EngineError(f"grammars cannot be checked: {error.strerror}") from None
+        except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
+            raise EngineError(
+                f"the process that checks grammars failed ({type(error).__name__}): retry"
+            ) from error
         finally:
-            if not finished:
+            if checked is None:
                 await self._end()
         if checked.loaded:
             self._loaded.add(key)
@@ -119,19 +159,29 @@ class GrammarChecker:
                 process.kill()
             await process.wait()
 
-    def _keep(self, name: tuple[str, bytes], checked: Checked) -> None:
+    def _keep(self, name: Name, checked: Checked) -> None:
         if name in self._kept:
             return
         self._kept[name] = checked
-        self._kept_chars += len(checked.grammar) + len(checked.error)
+        self._kept_chars += _chars(checked)
         while self._kept_chars > KEPT_CHARS:
             _, oldest = self._kept.popitem(last=False)
-            self._kept_chars -= len(oldest.grammar) + len(oldest.error)
+            self._kept_chars -= _chars(oldest)
 
 
-def _too_complex(source: GrammarSource, why: str) -> RequestError:
-    return RequestError(
-        f"{source.param} is too complex: it {why}; simplify it",
-        code="invalid_value",
-        param=source.param,
-    )
+class _Waiting:
+    """A grammar that waits to be checked."""
+
+    def __init__(self, key: str, tokenizer: bytes, source: GrammarSource, tenant: bytes) -> None:
+        self.key, self.tokenizer, self.source, self.tenant = key, tokenizer, source, tenant
+        self.name = key, hashlib.blake2b(f"{source.kind}:{source.text}".encode()).digest()
+        self.due_s = due_s(time.monotonic(), len(source.text))
+        self.checked: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
+
+    @property
+    def abandoned(self) -> bool:
+        return self.checked.done()
+
+
+def _chars(checked: Checked) -> int:
+    return ENTRY_CHARS + len(checked.grammar) + len(checked.error)

@@ -441,7 +441,8 @@ class EngineCore:
             self.fail(state, "replica_lost", text, True, now)
             return Sampled(seq, False)
         if token.error:
-            self.fail(state, "grammar_failed", f"the grammar failed: {token.error}", False, now)
+            text = f"the output cannot follow its grammar further: {token.error}; simplify it"
+            self.fail(state, "grammar_failed", text, False, now)
             return Sampled(seq, False)
         name = state.completed_page(held_tokens)
         state.append(token.token)
