@@ -133,9 +133,10 @@ def check_apart(tokenizer: llguidance.LLTokenizer, job: Check) -> Checked:
             with open(theirs, "wb") as sink:
                 sink.write(msgspec.msgpack.encode(checked))
             status = 0
-        except Exception:
+        except BaseException:  # the library's panics are no Exception
             traceback.print_exc()
-        os._exit(status)
+        finally:
+            os._exit(status)
     os.close(theirs)
     with open(ours, "rb") as source:
         payload = source.read()
