@@ -198,13 +198,13 @@ def test_a_grammar_waits_a_bounded_time_for_its_check(byte_level_json: bytes) ->
     checked(check, wait_s=0.0)
 
 
-def optional(count: int) -> dict[str, object]:
+def optional(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
 
 
 USUAL = [
     schema(optional(170)),
-    schema({**optional(600), "required": list(optional(600)["properties"])}),  # type: ignore[call-overload]
+    schema({**optional(600), "required": list(optional(600)["properties"])}),
     schema({"type": "object", "properties": {f"g{i}": optional(12) for i in range(40)}}),
     schema({"enum": [f"label_{i}" for i in range(4000)]}),
     GrammarSource("choice", json.dumps([f"label_{i}" for i in range(1000)]), "guided_choice"),

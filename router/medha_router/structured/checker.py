@@ -56,8 +56,10 @@ def check(tokenizer: llguidance.LLTokenizer, job: Check) -> Checked:
     )
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     signal.setitimer(signal.ITIMER_PROF, 2 * job.compile_s)
-    letters = np.array([tokenizer.tokenize_str(chr(code))[0] for code in range(32, 127)])
-    (quote, *_), random = tokenizer.tokenize_str('"'), Random(0)
+    # The first token of each letter: some tokenizers make none of a space.
+    firsts = {code: tokenizer.tokenize_str(chr(code))[:1] for code in range(32, 127)}
+    letters = np.array([token for first in firsts.values() for token in first], np.intp)
+    quotes, random = firsts[ord('"')], Random(0)
     for _ in range(WALKED_TOKENS):
         if matcher.is_stopped():
             break
@@ -72,8 +74,8 @@ def check(tokenizer: llguidance.LLTokenizer, job: Check) -> Checked:
             tokens = np.flatnonzero(allowed)
         if not len(tokens):
             return Checked(error="no token of this model can begin such an output")
-        quoted = allowed[quote] and random.random() < 0.5
-        matcher.consume_token(quote if quoted else int(random.choice(tokens)))
+        quoted = allowed[quotes].any() and random.random() < 0.5
+        matcher.consume_token(quotes[0] if quoted else int(random.choice(tokens)))
     if matcher.is_error():
         return Checked(error=error_text(matcher.get_error()))
     return Checked(grammar)
@@ -145,7 +147,7 @@ def check_apart(tokenizer: llguidance.LLTokenizer, job: Check) -> Checked:
         return msgspec.msgpack.decode(payload, type=Checked)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         return Checked(error=f"it takes more than {job.compile_s:g} s of CPU time: simplify it")
-    return Checked(error="it needs more memory than a check may take: simplify it")
+    return Checked(error="its check failed, out of memory or in the library: simplify it")
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:

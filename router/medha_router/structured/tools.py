@@ -119,6 +119,8 @@ def check_depth(schema: dict[str, Any] | None, param: str) -> None:
     """Raise RequestError if a schema is nested deeper than a grammar may be."""
     level: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
+        if not level:
+            return
         level = [
             inner
             for outer in level
