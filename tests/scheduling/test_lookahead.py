@@ -100,6 +100,19 @@ def test_chunks_of_a_prompt_follow_each_other_without_a_gap() -> None:
     assert batch.chunks[0].start == 992 and driven.first_s["long"] == pytest.approx(0.5)
 
 
+def test_batches_that_end_early_do_not_delay_the_decisions_behind_them() -> None:
+    plan = scheduler(settings=AHEAD)
+    plan.submit(request("long", 50_000, within_s=90.0), 0.0)
+    running, begun_s = taken(plan, 0.0), 0.0
+    for _ in range(8):
+        end_s = begun_s + 0.96 * running.predicted_s
+        following = plan.next_batch(end_s - 0.001, GROUP)
+        assert following is not None, f"the batch from {begun_s:.3f} s on is predicted to last"
+        plan.stage_done(running.number, 0, end_s)
+        plan.complete(running.number, BatchResult(()), end_s)
+        running, begun_s = following, end_s
+
+
 def test_nothing_is_decided_ahead_where_a_decode_would_be_left_out() -> None:
     # Two groups hold the sequence: only the one that draws its tokens would know them.
     plan = scheduler(topology(kvp=2, tokens_per_group=64), AHEAD, page_tokens=16)

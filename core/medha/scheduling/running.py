@@ -312,6 +312,20 @@ class InFlightBatches:
                 begins_s = self.by_number[numbers[-1]].due_out_s
                 sent.due_out_s = max(sent.due_out_s, begins_s + sent.predicted_s)
 
+    def begin_next(self, sent: InFlightBatch, now: float) -> None:
+        """Predict the end of the batch behind `sent` anew: without stages it begins only now.
+
+        Otherwise the errors of all batches decided early would add up.
+        """
+        if self.spp > 1:
+            return
+        for group in sent.groups:
+            for number in self.numbers_by_group.get(group, ()):
+                behind = self.by_number[number]
+                if behind is not sent:
+                    behind.due_out_s = now + behind.predicted_s
+                    behind.ends_s = [behind.due_out_s]
+
     def remove(self, number: int) -> InFlightBatch | None:
         """Remove and return a batch; None if it is unknown or void."""
         sent = self.by_number.pop(number, None)

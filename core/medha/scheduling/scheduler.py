@@ -292,10 +292,11 @@ class Scheduler:
     def stage_done(self, number: int, stage: int, now: float) -> None:
         sent = self._in_flight.by_number.get(number)
         if sent is not None and stage == 0 and not sent.left_stage0:
-            self._leave_stage0(sent)
+            self._leave_stage0(sent, now)
 
-    def _leave_stage0(self, sent: InFlightBatch) -> None:
+    def _leave_stage0(self, sent: InFlightBatch, now: float) -> None:
         sent.leave_stage0()
+        self._in_flight.begin_next(sent, now)
         if not sent.followed:
             self._lifecycle.leave_stage0(sent)
 
@@ -304,7 +305,7 @@ class Scheduler:
         if sent is None:
             return ()
         if not sent.left_stage0:
-            self._leave_stage0(sent)
+            self._leave_stage0(sent, now)
         if result.elapsed_s is not None:
             self.predictor.observe(sent.heaviest, sent.predicted_s, result.elapsed_s)
         completed = self._lifecycle.complete(sent, Outcomes(number, result.sampled), now)
