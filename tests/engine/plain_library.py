@@ -162,6 +162,57 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
         return out, lse
 
 
+class BatchPrefillWithRaggedKVCacheWrapper(_Planned):
+    """For one entry, whose keys are those of a page as large as all of them."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        *,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        assert kv_layout == "NHD" and backend == "fa3"
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        *,
+        causal: bool = False,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+        o_data_type: torch.dtype | None = None,
+    ) -> None:
+        assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
+        assert len(qo_indptr) == len(kv_indptr) == 2
+        assert not causal or kv_indptr[1] >= qo_indptr[1]
+        dtypes = (q_data_type, kv_data_type or q_data_type, o_data_type or q_data_type)
+        self.plans, self.causal, self.dtypes = self.plans + 1, causal, dtypes
+        self.heads, self.page_size = (num_qo_heads, num_kv_heads, head_dim_qk), int(kv_indptr[1])
+        self.spans = [(0, int(qo_indptr[1]))]
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert return_lse and len(q) == self.spans[0][1] and k.stride(-1) == v.stride(-1) == 1
+        page = torch.stack((k, v)).transpose(1, 2).unsqueeze(0)
+        only = [torch.zeros(1, dtype=torch.int32)]
+        self._attend(q, page, self.spans, only, [self.page_size], (None,) * 3, out, lse)
+        return out, lse
+
+
 class BatchDecodeWithPagedKVCacheWrapper(_Planned):
     def __init__(
         self,

@@ -51,6 +51,7 @@ def paged(
     kernel: Kernel = "fa3",
     decodes: Decodes = "cores",
     split_pages: int = 0,
+    gathered_tokens: int = 0,
 ) -> PagedAttention:
     geometry = Geometry(
         heads=HEADS,
@@ -64,7 +65,9 @@ def paged(
         split_pages=split_pages,
     )
     library: flashinfer.Library = plain_library  # type: ignore[assignment]
-    return PagedAttention(geometry, library, CPU, table=table, least_tokens=T)
+    return PagedAttention(
+        geometry, library, CPU, table=table, least_tokens=T, gathered_tokens=gathered_tokens
+    )
 
 
 @given(st.lists(work, min_size=1, max_size=6), st.integers(0, 3), st.sampled_from([(), TABLE]))
@@ -92,6 +95,55 @@ def test_small_chunks_are_attended_to_beside_cut_ones_and_decodes(
     plan = attention.plan([entry.span for entry in lay_works(works, 0)[0]])
     assert [(call.batch.small, len(call.batch.rows)) for call in plan.chunks][-1] == (True, 5)
     assert same(*run(works, 0, attention))
+
+
+@given(st.lists(work, min_size=1, max_size=6), st.integers(0, 3), st.sampled_from([3 * T, 99]))
+def test_large_chunks_over_gathered_keys_agree_with_plain_attention(
+    works: list[Work], seed: int, most: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_splits, "GATHERED_ROWS", 4)
+        attention = paged(gathered_tokens=most)
+        assert same(*run(works, seed, attention))
+        assert same(*run(works[::-1], seed, attention)), "with plans and memory of another batch"
+
+
+def test_keys_are_gathered_in_equal_parts_and_the_chunk_with_what_is_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_splits, "GATHERED_ROWS", 4)
+    works = [
+        Work(7 * T + 1, 5, True),
+        Work(6 * T + 3, 4, False),
+        Work(2, 4, True),
+        Work(0, 3, True),
+    ]
+    spans = [entry.span for entry in lay_works(works, 0)[0]]
+    batches = lay(spans, T, GROUP, (), T, gathered_tokens=3 * T)
+    assert [(b.gathered, b.causal, len(b.pages), int(b.last_page[0])) for b in batches] == [
+        (False, True, 1, 3),
+        (True, False, 2, T),
+        (True, False, 3, T),
+        (True, False, 2, T),
+        (True, True, 2, 2),
+        (True, False, 3, T),
+        (True, False, 3, T),
+        (True, False, 1, 3),
+        (True, True, 2, 2),
+    ]
+    assert not any(batch.gathered for batch in lay(spans, T, GROUP, (), T))
+
+
+def test_only_fa3_over_pages_of_the_models_type_gathers_keys() -> None:
+    assert paged(gathered_tokens=99).gathered_tokens == 99
+    for other in (
+        paged(kernel="fa2", gathered_tokens=99),
+        paged(kernel="fa2", split_pages=3, gathered_tokens=99),
+        paged(dtype=torch.bfloat16, kv_dtype=FP8, gathered_tokens=99),
+    ):
+        assert other.gathered_tokens == 0
+    wide = paged(gathered_tokens=1000)
+    assert wide.scratch_bytes == 1000 * 2 * KV_HEADS * D * 4
 
 
 def test_heads_are_merged_some_at_a_time_where_the_library_takes_no_more(
@@ -277,6 +329,9 @@ CALLS = (
     "BatchPrefillWithPagedKVCacheWrapper.__init__",
     "BatchPrefillWithPagedKVCacheWrapper.plan",
     "BatchPrefillWithPagedKVCacheWrapper.run",
+    "BatchPrefillWithRaggedKVCacheWrapper.__init__",
+    "BatchPrefillWithRaggedKVCacheWrapper.plan",
+    "BatchPrefillWithRaggedKVCacheWrapper.run",
     "BatchDecodeWithPagedKVCacheWrapper.__init__",
     "BatchDecodeWithPagedKVCacheWrapper.plan",
     "BatchDecodeWithPagedKVCacheWrapper.run",

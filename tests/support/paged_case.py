@@ -57,6 +57,7 @@ CASES = (
     Case("heads folded, 8 parts", (Work(150_000, 64),)),
     Case("4 parts", (Work(100_001, 128),)),
     Case("2 parts", (Work(90_000, 256),)),
+    Case("gathered keys, in parts too", (Work(5003, 1600), Work(9, 1), Work(150_000, 1536))),
     Case(
         "shards of a shared prompt",
         (

@@ -256,9 +256,9 @@ def warn_if_memory_is_tight(free_bytes: int, scratch_bytes: int) -> None:
     """Warn if the pool leaves less free memory than attention may need for its scratch buffers."""
     if free_bytes < scratch_bytes:
         _LOG.warning(
-            "%.1f GiB of the GPU are free after weights, pool and graphs: chunks of 2,048 tokens"
-            " after a million in FP8 take up to %.1f GiB; set spec.engine.kvPages or kvMemory lower"
-            " where contexts are that long",
+            "%.1f GiB of the GPU are free after weights, pool and graphs: large chunks of long"
+            " prompts take up to %.1f GiB; set spec.engine.kvPages or kvMemory lower where contexts"
+            " are long",
             free_bytes / 2**30,
             scratch_bytes / 2**30,
         )

@@ -26,6 +26,7 @@ class Library(Protocol):
     """The functions used of FlashInfer 0.6 (docs.flashinfer.ai/api), under its names."""
 
     BatchPrefillWithPagedKVCacheWrapper: Callable[..., Any]
+    BatchPrefillWithRaggedKVCacheWrapper: Callable[..., Any]
     BatchDecodeWithPagedKVCacheWrapper: Callable[..., Any]
     BatchMLAPagedAttentionWrapper: Callable[..., Any]
 

@@ -19,7 +19,7 @@ import torch
 
 from medha_worker.attention.fixed_blocks import TILE, BlockBatch
 from medha_worker.attention.fp8_scales import FP8, Scales
-from medha_worker.attention.kv_splits import KernelBatch
+from medha_worker.attention.kv_splits import GATHERED_TOKENS, KernelBatch
 from medha_worker.flashinfer import Library
 
 # Enough for FlashInfer's work schedule and for keys and values in flight.
@@ -100,6 +100,7 @@ class Wrappers:
     def __init__(self, geometry: Geometry, library: Library, device: torch.device) -> None:
         self.geometry, self.library, self.device = geometry, library, device
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._gathered = GatheredKeys(geometry, device)
         self._made: dict[tuple[object, ...], Wrapper] = {}
 
     def blocks(self, turn: int, batches: Sequence[BlockBatch]) -> tuple[BlockCall, ...]:
@@ -117,6 +118,16 @@ class Wrappers:
             )
             self._made[key] = Wrapper.on(self.device, inner)
         return ChunkCall(self._made[key], batch, self.geometry, self.device)
+
+    def gathered(self, turn: int, batch: KernelBatch, number: int) -> GatheredCall:
+        """Plan a call over gathered keys on wrapper `number` of this turn."""
+        key = (turn, "gathered", number)
+        if key not in self._made:
+            inner = self.library.BatchPrefillWithRaggedKVCacheWrapper(
+                self.workspace, "NHD", backend=self.geometry.kernel
+            )
+            self._made[key] = Wrapper.on(self.device, inner)
+        return GatheredCall(self._made[key], batch, self.geometry, self._gathered)
 
     def decodes(self, turn: int, batch: KernelBatch) -> DecodeCall:
         """Plan a call for single rows on the wrapper of this turn."""
@@ -251,6 +262,68 @@ class ChunkCall:
             unfold(sums, lse)
         if scales is not None and not narrow:
             scales.restore(out)
+
+
+class GatheredKeys:
+    """Memory where the keys and values of some pages are side by side, allocated on first use.
+
+    On one stream a call has read them before the next ones are copied there.
+    """
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        self._geometry, self.device = geometry, device
+        self._memory = torch.empty(0, dtype=geometry.kv_dtype, device=device)
+
+    def of(self, pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of `pages` (int64) [2, tokens, kv_heads, head_dim], keys first; they
+        are valid until the next call."""
+        G, count = self._geometry, len(pages)
+        tokens = count * G.page_tokens
+        if 2 * G.kv_heads * tokens * G.head_dim > len(self._memory):
+            size = 2 * G.kv_heads * max(tokens, GATHERED_TOKENS) * G.head_dim
+            self._memory = torch.empty(size, dtype=G.kv_dtype, device=self.device)
+        side_by_side = self._memory[: 2 * G.kv_heads * tokens * G.head_dim]
+        # Copied 16 bytes at once: a GPU selects by index element by element.
+        shape = (2, G.kv_heads, count, G.page_tokens, -1)
+        by_head = pool.view(torch.complex128).permute(1, 2, 0, 3, 4)
+        torch.index_select(by_head, 2, pages, out=side_by_side.view(torch.complex128).view(shape))
+        return side_by_side.view(2, G.kv_heads, tokens, G.head_dim).transpose(1, 2)
+
+
+class GatheredCall:
+    """A planned call for one entry of many rows over gathered keys."""
+
+    def __init__(
+        self, wrapper: Wrapper, batch: KernelBatch, geometry: Geometry, keys: GatheredKeys
+    ) -> None:
+        G, device = geometry, keys.device
+        self.wrapper, self.batch, self.rows = wrapper, batch, _selection(batch, device)
+        self._keys, self._pages = keys, to_device(batch.pages.astype(np.int64), device)
+        self._tokens = int((len(batch.pages) - 1) * G.page_tokens + batch.last_page[0])
+        wrapper.plan(
+            staged(batch.q_indptr, device),
+            staged(np.array([0, self._tokens], dtype=np.int32), device),
+            G.heads,
+            G.kv_heads,
+            G.head_dim,
+            causal=batch.causal,
+            q_data_type=G.dtype,
+            kv_data_type=G.kv_dtype,
+            o_data_type=G.dtype,
+        )
+
+    def run(
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        scales: Scales | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """See `ChunkCall.run`."""
+        queries = q[self.rows] if isinstance(self.rows, slice) else q.index_select(0, self.rows)
+        k, v = self._keys.of(pool, self._pages)[:, : self._tokens]
+        self.wrapper.inner.run(queries, k, v, out=out, lse=lse, return_lse=True)
 
 
 class BlockCall:

@@ -3,6 +3,7 @@
     single rows          fa2 on tensor cores, which splits keys by itself; without shared KV heads
                          the decode kernel on CUDA cores
     small chunks         fa2, too
+    very large chunks    fa3 over keys that are copied from their pages to side by side
     other chunks         one causal entry each; where that leaves a part of the GPU idle, the prefix
                          in parts and the chunk's tail separately, merged (see `kv_splits`)
     deterministic        `fixed_blocks` of one size, so that no row's bits depend on another's
@@ -27,6 +28,7 @@ from medha_worker.attention.flashinfer_plan import (
     BlockCall,
     ChunkCall,
     DecodeCall,
+    GatheredCall,
     Geometry,
     Wrappers,
     to_device,
@@ -34,6 +36,7 @@ from medha_worker.attention.flashinfer_plan import (
 from medha_worker.attention.fp8_scales import Scales
 from medha_worker.attention.kernel_interface import LogBase, Partial, Span
 from medha_worker.attention.kv_splits import (
+    GATHERED_TOKENS,
     H200,
     LEAST_TOKENS,
     MOST_STATES,
@@ -62,8 +65,8 @@ MERGED = 8192
 class PagedAttention:
     """Attention of a rank on a CUDA device; implements `kernel_interface.Attention`.
 
-    `table`, `least_tokens`, `small_work`, `narrow_tokens`: prefix splits (see `kv_splits` and
-    NARROW_TOKENS).
+    `table`, `least_tokens`, `small_work`, `narrow_tokens`, `gathered_tokens`: layout of chunks (see
+    `kv_splits` and NARROW_TOKENS).
     `turns`: plans alive at a time. `spare`: a page that no sequence owns, read by masked blocks.
     """
 
@@ -77,6 +80,7 @@ class PagedAttention:
         least_tokens: int = LEAST_TOKENS,
         small_work: int = SMALL_WORK,
         narrow_tokens: int = NARROW_TOKENS,
+        gathered_tokens: int = GATHERED_TOKENS,
         turns: int = 4,
         spare: int = 0,
     ) -> None:
@@ -88,17 +92,21 @@ class PagedAttention:
         self.most_tokens = narrow_tokens if G.narrow_queries() else 0
         both = G.kernel == "fa3" and G.kv_dtype == G.dtype
         self.small_work = small_work if both else 0
+        self.gathered_tokens = gathered_tokens if both and not G.split_pages else 0
 
     @property
     def scratch_bytes(self) -> int:
         """Upper bound of memory for a large chunk after a very long prefix, besides the pool.
 
         Queries and states of all parts, those of the batch before, and states again by row while
-        they are merged.
+        they are merged; or gathered keys.
         """
         G = self.geometry
         row_bytes = G.heads * (4 * G.head_dim * G.dtype.itemsize + 3 * torch.float32.itemsize)
-        return MOST_STATES * row_bytes if self.most_tokens else 0
+        token_bytes = 2 * G.kv_heads * G.head_dim * G.kv_dtype.itemsize
+        return (MOST_STATES * row_bytes if self.most_tokens else 0) + (
+            self.gathered_tokens * token_bytes
+        )
 
     @torch.inference_mode()
     def plan(self, spans: Sequence[Span]) -> PagedPlan:
@@ -120,14 +128,21 @@ class PagedAttention:
                 self.least_tokens,
                 self.most_tokens,
                 self.small_work,
+                self.gathered_tokens,
             )
-        self._turn = (self._turn + 1) % self.turns
+        turn = self._turn = (self._turn + 1) % self.turns
+        paged = [self.wrappers.chunks(turn, batch) for batch in batches if not batch.gathered]
+        over_gathered = [batch for batch in batches if batch.gathered]
+        gathered = [
+            self.wrappers.gathered(turn, batch, number)
+            for number, batch in enumerate(over_gathered)
+        ]
         return PagedPlan(
             self,
-            None if single is None else self.wrappers.decodes(self._turn, single),
-            tuple(self.wrappers.chunks(self._turn, batch) for batch in batches),
+            None if single is None else self.wrappers.decodes(turn, single),
+            (*paged, *gathered),
             merges(batches),
-            self.wrappers.blocks(self._turn, blocks),
+            self.wrappers.blocks(turn, blocks),
             self.rest.plan(rest) if rest else None,
             [slice(s.start, s.start + s.length) for s in runs if not s.held and not s.tail],
             [slice(s.start, s.start + s.length) for s in rest],
@@ -141,7 +156,7 @@ class PagedPlan:
         self,
         attention: PagedAttention,
         single: DecodeCall | None,
-        chunks: tuple[ChunkCall, ...],
+        chunks: tuple[ChunkCall | GatheredCall, ...],
         states: Merges,
         blocks: tuple[BlockCall, ...],
         rest: ReferencePlan | None,
@@ -227,7 +242,7 @@ class _Merging:
     """
 
     def __init__(
-        self, states: Merges, calls: Sequence[ChunkCall], attention: PagedAttention
+        self, states: Merges, calls: Sequence[ChunkCall | GatheredCall], attention: PagedAttention
     ) -> None:
         device = attention.device
         self._geometry, self._library = attention.geometry, attention.library
