@@ -17,9 +17,8 @@ def drops_a_token() -> None:
     """Leave out the newest token of a shard that is not the tail's."""
     right = inputs._held
 
-    def held(chunk, state, page_tokens, tail):  # type: ignore[no-untyped-def]
-        count = right(chunk, state, page_tokens, tail)
-        return count if tail or not count else count - 1
+    def held(chunk, state, page_tokens):  # type: ignore[no-untyped-def]
+        return max(0, right(chunk, state, page_tokens) - 1)
 
     inputs._held = held
 

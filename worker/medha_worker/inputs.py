@@ -26,6 +26,7 @@ from medha_worker.kv.pages import KvPages, SlotMapping
 from medha_worker.model.low_rank import Rows
 from medha_worker.model.rope import Rotary
 from medha_worker.parallel.collectives import SharedRows
+from medha_worker.penalties import TokenCounts
 from medha_worker.sequences import PageTable, Sequences, SequenceState
 
 Ids = npt.NDArray[np.int64]
@@ -111,7 +112,7 @@ class InputBuilder:
         self.sequences.apply(step)
         chunks = step.batch.of_group(group)
         states = [self.sequences[chunk.seq] for chunk in chunks]
-        starts = np.cumsum([0, *(chunk.length for chunk in chunks)]).tolist()
+        starts = list(itertools.accumulate((chunk.length for chunk in chunks), initial=0))
         tokens = self._tokens(step, chunks, states, starts)
         spans = self._lay(chunks, states, starts)
         by_window = {
@@ -119,6 +120,8 @@ class InputBuilder:
                 seen(span, chunk, state.pages, window, self.kv.page_tokens, self.always)
                 for span, chunk, state in zip(spans, chunks, states, strict=True)
             ]
+            if window
+            else spans
             for window in self.windows
         }
         adapters = self._adapters(chunks, states, starts)
@@ -135,9 +138,6 @@ class InputBuilder:
         )
         written = _written(chunks, starts, group)
         rows = self._rows(tokens, chunks, states, starts, yielding, written)
-        positions_and_slots = rows.positions, rows.device_slots
-        if written is not None:
-            positions_and_slots = rows.positions[rows.written], rows.device_slots[rows.written]
         return StepInputs(
             number=step.batch.number,
             rows=starts[-1],
@@ -146,15 +146,15 @@ class InputBuilder:
             device_slots=rows.device_slots,
             turns=self.rotary.turns(
                 rows.positions,
-                [(c.length, s.rope_tokens) for c, s in zip(chunks, states, strict=True)],
+                ((c.length, s.rope_tokens) for c, s in zip(chunks, states, strict=True)),
             ),
             attention=planned,
-            slot_mapping=self.slot_mapping(*positions_and_slots),
+            slot_mapping=(self.device_slots.pages(rows.places), rows.offsets),
             written=None if written is None else rows.written,
             shared=tuple(
                 SharedRows(at, chunk.length, chunk.groups)
                 for chunk, at in zip(chunks, starts, strict=False)
-                if chunk.shared
+                if len(chunk.groups) > 1
             ),
             yielding=yielding,
             yield_rows=rows.yields,
@@ -169,36 +169,28 @@ class InputBuilder:
             adapters=adapters,
         )
 
-    def slot_mapping(self, positions: torch.Tensor, device_slots: torch.Tensor) -> SlotMapping:
-        """Return page and offset of each row's keys and values, from the tables on the device."""
-        T = self.kv.page_tokens
-        return self.device_slots.pages(device_slots, positions // T), positions % T
-
     @torch.inference_mode()
     def drew(self, inputs: StepInputs, tokens: torch.Tensor, kept: Sequence[int]) -> None:
         """Store on the device the tokens that the yielding rows drew.
 
         `kept` are the indices in `yielding` of the rows that are not broken.
         """
-        rows = inputs.yield_rows
-        self._count(inputs, tokens, kept)
+        rows, counted = inputs.yield_rows, []
+        for place in kept:
+            _, state, position = inputs.yielding[place]
+            state.drawn = True
+            if state.counts is not None:
+                counted.append((place, state.counts, position))
+        if counted:
+            self._count(counted, tokens)
         if len(kept) < len(inputs.yielding):
             (places,) = self.device.upload(np.array(kept, dtype=np.int64))
             rows, tokens = rows[places], tokens[places]
-        self.device_slots.set_last(inputs.device_slots[rows], tokens)
-        for place in kept:
-            inputs.yielding[place][1].drawn = True
+        self.device_slots.set_last(inputs.device_slots.index_select(0, rows), tokens)
 
-    def _count(self, inputs: StepInputs, tokens: torch.Tensor, kept: Sequence[int]) -> None:
-        """Count drawn tokens for the sequences with penalties, on the device."""
-        yielding = [(place, *inputs.yielding[place][1:]) for place in kept]
-        counted = [
-            (place, state.counts, position)
-            for place, state, position in yielding
-            if state.counts is not None
-        ]
-        if not counted:
-            return
+    def _count(self, counted: list[tuple[int, TokenCounts, int]], tokens: torch.Tensor) -> None:
+        """Count drawn tokens on the device: (place in `tokens`, counts, position in the
+        sequence)."""
         (places,) = self.device.upload(np.array([place for place, _, _ in counted], dtype=np.int64))
         slots = [counts.slot for _, counts, _ in counted]
         factors = [counts.factor for _, counts, _ in counted]
@@ -231,21 +223,31 @@ class InputBuilder:
         yielding: tuple[tuple[int, SequenceState, int], ...],
         written: Ids | None,
     ) -> _Rows:
-        """Upload the rows, with each −1 replaced by the token that its sequence drew last."""
+        """Upload the rows, with each −1 replaced by the token that its sequence drew last.
+
+        They are one array of the same type: each array more to upload takes microseconds.
+        """
         self.device_slots.flush()
-        device_slots = np.array([state.slot for state in states], dtype=np.int64)
-        rows = _Rows(
-            *self.device.upload(
-                tokens,
-                _positions(chunks, starts),
-                np.repeat(device_slots, [chunk.length for chunk in chunks]),
-                np.array([row for row, _, _ in yielding], dtype=np.int64),
-                np.empty(0, dtype=np.int64) if written is None else written,
-            )
+        T, lengths = self.kv.page_tokens, [chunk.length for chunk in chunks]
+        first = np.array([chunk.start for chunk in chunks], dtype=np.int64) - starts[:-1]
+        positions = np.arange(starts[-1]) + np.repeat(first, lengths)
+        slots = np.repeat(np.array([state.slot for state in states], dtype=np.int64), lengths)
+        kept = slice(None) if written is None else written
+        parts = (
+            tokens,
+            positions,
+            slots,
+            self.device_slots.places(slots[kept], positions[kept] // T),
+            positions[kept] % T,
+            np.array([row for row, _, _ in yielding], dtype=np.int64),
+            np.empty(0, dtype=np.int64) if written is None else written,
         )
+        (uploaded,) = self.device.upload(np.concatenate(parts))
+        rows = _Rows(*uploaded.split([len(part) for part in parts]))
         if tokens.min() >= 0:
             return rows
-        known = torch.where(rows.tokens < 0, self.device_slots.last[rows.device_slots], rows.tokens)
+        drawn = self.device_slots.last.index_select(0, rows.device_slots)
+        known = drawn if tokens.max() < 0 else torch.where(rows.tokens < 0, drawn, rows.tokens)
         return rows._replace(tokens=known)
 
     def _tokens(
@@ -265,10 +267,13 @@ class InputBuilder:
                 f"step {step.step} brings {len(tokens)} tokens for {starts[-1]} rows of"
                 f" {len(chunks)} chunks of group {self.sequences.group}; expected one per row"
             )
+        drawn = [
+            at
+            for chunk, state, at in zip(chunks, states, starts, strict=False)
+            if state.drawn and chunk.length == 1
+        ]
         unknown = tokens < 0
-        for chunk, state, at in zip(chunks, states, starts, strict=False):
-            if unknown[at] and chunk.length == 1 and state.drawn:
-                unknown[at] = False
+        unknown[drawn] = False
         wrong = unknown | (tokens >= self.vocab)
         if self.embeds and wrong.any():
             row = int(np.flatnonzero(wrong)[0])
@@ -278,6 +283,8 @@ class InputBuilder:
                 f" [0, {self.vocab}), or −1 for one that this rank sampled last"
             )
         for chunk, state, at in zip(chunks, states, starts, strict=False):
+            if state.counts is None and state.history is None:
+                continue
             rows = tokens[at : at + chunk.length]
             if rows[0] >= 0 and rows.max() < self.vocab:
                 state.see(chunk.start, rows.astype(np.int32))
@@ -288,36 +295,41 @@ class InputBuilder:
     ) -> list[Span]:
         """Return the spans of all chunks, after entering their new pages."""
         spans = []
-        T = self.kv.page_tokens
+        group, T = self.sequences.group, self.kv.page_tokens
         for chunk, state, at in zip(chunks, states, starts, strict=False):
-            tail = chunk.tail == self.sequences.group
-            if tail:
-                self._enter(chunk, state, T)
-            held = _held(chunk, state, T, tail)
+            tail = chunk.tail == group
+            held = self._enter(chunk, state, T) if tail else _held(chunk, state, T)
             spans.append(Span(at, chunk.length, held, state.pages.ids, tail))
         return spans
 
-    def _enter(self, chunk: Chunk, state: SequenceState, page_tokens: int) -> None:
-        """Add the chunk's new pages; afterwards logical pages start // T … (end − 1) // T must be
-        held."""
+    def _enter(self, chunk: Chunk, state: SequenceState, page_tokens: int) -> int:
+        """Add the chunk's new pages and return the tokens before it in this group, the tail.
+
+        Afterwards logical pages start // T … (end − 1) // T must be held.
+        """
+        start = chunk.start
         if chunk.pages:
-            self.sequences.append(state, -(-chunk.start // page_tokens), chunk.pages)
-        first, last = chunk.start // page_tokens, (chunk.end - 1) // page_tokens
-        held = len(state.pages) - state.pages.before(first)
-        if state.pages.last_logical != last or held != last - first + 1:
+            self.sequences.append(state, -(-start // page_tokens), chunk.pages)
+        first, last = start // page_tokens, (start + chunk.length - 1) // page_tokens
+        if not state.pages.ends_with(first, last):
             raise ProtocolError(
                 f"sequence {chunk.seq}: tokens [{chunk.start}, {chunk.end}) need logical pages"
                 f" {first}…{last} in group {chunk.tail}, which holds {len(state.pages)} pages up to"
                 f" {state.pages.last_logical}; the step must bring the missing ones"
             )
+        before = len(state.pages.ids) - (last - first + 1)
+        return before * page_tokens + start % page_tokens
 
 
 class _Rows(NamedTuple):
-    """Uploaded arrays of a step, all int64: per row, then the yielding and the written rows."""
+    """Uploaded arrays of a step, all int64: three per row, two per written row (its page's place in
+    the device's table and the offset in the page), the yielding and the written rows."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
     device_slots: torch.Tensor
+    places: torch.Tensor
+    offsets: torch.Tensor
     yields: torch.Tensor
     written: torch.Tensor
 
@@ -338,18 +350,9 @@ def seen(
     return Span(span.start, span.length, held, ids, span.tail, sight)
 
 
-def _positions(chunks: tuple[Chunk, ...], starts: list[int]) -> Ids:
-    """Return each row's position in its sequence."""
-    lengths = [chunk.length for chunk in chunks]
-    shift = np.array([chunk.start for chunk in chunks]) - starts[:-1]
-    return np.arange(starts[-1]) + np.repeat(shift, lengths)
-
-
-def _held(chunk: Chunk, state: SequenceState, page_tokens: int, tail: bool) -> int:
-    """Return the tokens before the chunk in this group: full pages, and the tail's partial one."""
-    count = state.pages.before(-(-chunk.start // page_tokens))
-    filled = chunk.start % page_tokens
-    return count * page_tokens - (page_tokens - filled if tail and filled else 0)
+def _held(chunk: Chunk, state: SequenceState, page_tokens: int) -> int:
+    """Return the tokens before the chunk in this group, which is not the tail: full pages."""
+    return state.pages.before(-(-chunk.start // page_tokens)) * page_tokens
 
 
 def _written(chunks: tuple[Chunk, ...], starts: list[int], group: int) -> Ids | None:

@@ -172,11 +172,8 @@ class Runner:
 
         Batches in flight must then be finished before the step begins.
         """
-        known = self._inputs.sequences
-        return any(
-            chunk.seq in known and known[chunk.seq].history is not None
-            for chunk in step.batch.of_group(self.at.group)
-        )
+        chunks = step.batch.of_group(self.at.group)
+        return self._inputs.sequences.constrained(chunk.seq for chunk in chunks)
 
     def _account(self, step: Step) -> None:
         """Apply switches, ended sequences and newly allocated pages to page ownership."""
@@ -185,9 +182,11 @@ class Runner:
                 self._copies.switch(move)
         for seq in step.ends:
             self._computed.pop(seq, None)
-        for chunk in step.batch.of_group(self.at.group):
-            if chunk.tail == self.at.group:
-                self._epochs.hand_out(chunk.pages)
+        group = self.at.group
+        for chunk in step.batch.chunks:
+            if chunk.tail == group:  # one of the chunk's groups
+                if chunk.pages:
+                    self._epochs.hand_out(chunk.pages)
                 self._computed[chunk.seq] = chunk.end
 
     def _column(self, batch: Batch, inputs: StepInputs) -> GroupColumn:
@@ -225,8 +224,9 @@ class Runner:
         drawn = self._sample(
             logits, [state.draw(at) for _, state, at in inputs.yielding], self._device
         )
-        lost = _lost(inputs, column)
-        kept = [i for i, (row, _, _) in enumerate(inputs.yielding) if row not in lost]
+        lost, kept = _lost(inputs, column), range(len(inputs.yielding))
+        if lost:
+            kept = [i for i in kept if inputs.yielding[i][0] not in lost]
         self._inputs.drew(inputs, drawn.tokens, kept)
         return drawn
 

@@ -11,11 +11,11 @@ computes the numbers u and uploads them with the settings, and reads results bac
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -47,8 +47,7 @@ class History:
         self.known = max(self.known, position + len(tokens))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SampledRow:
+class SampledRow(msgspec.Struct, frozen=True):
     """A row to sample: the token at `position`, after `emitted` output tokens.
 
     `counts` is required if `sampling.penalised`, `history` with a `constraint`.
@@ -119,9 +118,11 @@ def draw(
     raw = torch.nan_to_num(logits, nan=-math.inf, posinf=1e30, neginf=-math.inf)
     scores = _adjusted(raw, draws, device)
     best, tokens = scores.max(-1)
-    hot = [i for i, row in enumerate(draws) if row.sampling.temperature >= GREEDY_BELOW]
-    stops = np.array([(row.sampling.stop_tokens or (0,))[0] for row in draws], dtype=np.int64)
-    ends, rows = device.upload(stops, np.array(hot, dtype=np.int64))
+    settings = [row.sampling for row in draws]
+    hot = [i for i, own in enumerate(settings) if own.temperature >= GREEDY_BELOW]
+    stops = [own.stop_tokens[0] if own.stop_tokens else 0 for own in settings]
+    uploaded = device.upload(np.array(stops + hot, dtype=np.int64))[0]
+    ends, rows = uploaded[: len(stops)], uploaded[len(stops) :]
     if hot:
         heated = scores.clone() if len(hot) == len(draws) else scores[rows]
         warm = [draws[i] for i in hot]
@@ -131,7 +132,7 @@ def draw(
         else:
             tokens.index_copy_(0, rows, _draw(heated, warm, device))
     tokens = torch.where(best.isneginf(), ends, tokens)
-    with_logprobs = [i for i, row in enumerate(draws) if row.sampling.logprobs is not None]
+    with_logprobs = [i for i, own in enumerate(settings) if own.logprobs is not None]
     logprobs = _logprobs(raw, tokens, draws, with_logprobs, device) if with_logprobs else ()
     return SampledTokens(tokens, draws, with_logprobs, device.fetch(tokens, *logprobs))
 
@@ -165,10 +166,6 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def _held_back(draw: SampledRow) -> bool:
-    return bool(draw.sampling.stop_tokens) and draw.emitted < draw.sampling.min_tokens
-
-
 # --- bias, blocked stop tokens: entries (row, token, value) ---------------------------------------
 
 Entry = tuple[int, int, float]
@@ -179,7 +176,7 @@ def _adjusted(
 ) -> torch.Tensor:
     """Return scores with penalties, bias and grammars applied; `raw` itself if no row has any."""
     vocab = raw.shape[1]
-    changes = [[e for i, row in enumerate(draws) for e in kind(i, row, vocab)] for kind in KINDS]
+    changes = _biased(draws, vocab), _held_back(draws, vocab)
     constrained = [i for i, row in enumerate(draws) if row.constraint is not None]
     penalised = [(i, row.counts) for i, row in enumerate(draws) if row.counts is not None]
     if not any(changes) and not constrained and not penalised:
@@ -218,20 +215,23 @@ def _forbid(
     scores.index_copy_(0, places, scores[places].masked_fill_(~allowed, -math.inf))
 
 
-def _biased(row: int, draw: SampledRow, vocab: int) -> Iterator[Entry]:
-    for token, value in draw.sampling.logit_bias.items():
-        if 0 <= token < vocab:
-            yield row, token, value
+def _biased(draws: Sequence[SampledRow], vocab: int) -> list[Entry]:
+    return [
+        (row, token, value)
+        for row, draw in enumerate(draws)
+        for token, value in draw.sampling.logit_bias.items()
+        if 0 <= token < vocab
+    ]
 
 
-def _held(row: int, draw: SampledRow, vocab: int) -> Iterator[Entry]:
-    if _held_back(draw):
-        for token in set(draw.sampling.stop_tokens):
-            if 0 <= token < vocab:
-                yield row, token, -math.inf
-
-
-KINDS = (_biased, _held)
+def _held_back(draws: Sequence[SampledRow], vocab: int) -> list[Entry]:
+    return [
+        (row, token, -math.inf)
+        for row, draw in enumerate(draws)
+        if draw.emitted < draw.sampling.min_tokens
+        for token in set(draw.sampling.stop_tokens)
+        if 0 <= token < vocab
+    ]
 
 
 # --- temperature and filters ----------------------------------------------------------------------

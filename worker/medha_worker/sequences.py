@@ -34,11 +34,15 @@ NO_PAGE = -1
 
 
 class PageTable:
-    """Pages of one sequence in one group, ascending by logical page; append is the common case."""
+    """Pages of one sequence in one group, ascending by logical page; append is the common case.
+
+    `ids`: page ids in this order; a view that later appends leave alone.
+    """
 
     def __init__(self, pages: Iterable[tuple[int, int]] = ()) -> None:
         self._logical: list[int] = []
-        self._ids: Ids = np.empty(0, dtype=np.int64)
+        self._room: Ids = np.empty(0, dtype=np.int64)
+        self.ids = self._room
         self._replace(pages)
 
     def __len__(self) -> int:
@@ -53,10 +57,10 @@ class PageTable:
         """Highest logical page held, −1 if none."""
         return self._logical[-1] if self._logical else -1
 
-    @property
-    def ids(self) -> Ids:
-        """Page ids in ascending logical order; a view that later appends leave alone."""
-        return self._ids[: len(self._logical)]
+    def ends_with(self, first: int, last: int) -> bool:
+        """Return True if the pages from `first` on are all of `first` … `last`."""
+        logical, count = self._logical, last - first + 1
+        return len(logical) >= count and logical[-1] == last and logical[-count] == first
 
     def before(self, logical: int) -> int:
         """Return the number of held pages before `logical`."""
@@ -75,11 +79,12 @@ class PageTable:
                 " new pages must follow the held ones"
             )
         used, needed = len(self._logical), len(self._logical) + len(ids)
-        if needed > len(self._ids):
-            grown = np.empty(max(needed, 2 * len(self._ids)), dtype=np.int64)
-            grown[:used] = self._ids[:used]
-            self._ids = grown
-        self._ids[used:needed] = ids
+        if needed > len(self._room):
+            grown = np.empty(max(needed, 2 * len(self._room)), dtype=np.int64)
+            grown[:used] = self.ids
+            self._room = grown
+        self._room[used:needed] = ids
+        self.ids = self._room[:needed]
         self._logical.extend(range(first_logical, first_logical + len(ids)))
 
     def insert(self, pages: Iterable[tuple[int, int]]) -> None:
@@ -96,7 +101,7 @@ class PageTable:
     def _replace(self, pages: Iterable[tuple[int, int]]) -> None:
         ordered = sorted(pages)
         self._logical = [logical for logical, _ in ordered]
-        self._ids = np.array([page for _, page in ordered], dtype=np.int64)
+        self.ids = self._room = np.array([page for _, page in ordered], dtype=np.int64)
 
 
 @dataclasses.dataclass(slots=True)
@@ -192,7 +197,7 @@ class DeviceSlots:
             self.table.index_fill_(0, self._device.upload(cleared)[0], NO_PAGE)
         if not self._staged:
             return
-        places = np.concatenate([slot * self._width + pages for slot, pages, _ in self._staged])
+        places = np.concatenate([self.places(slot, pages) for slot, pages, _ in self._staged])
         ids = np.concatenate([ids for _, _, ids in self._staged]).astype(np.int32)
         if len({slot for slot, _, _ in self._staged}) < len(self._staged):
             places, first = np.unique(places[::-1], return_index=True)
@@ -201,9 +206,13 @@ class DeviceSlots:
         where, what = self._device.upload(places, ids)
         self.table.view(-1).index_copy_(0, where, what)
 
-    def pages(self, slots: torch.Tensor, logical: torch.Tensor) -> torch.Tensor:
-        """Page ids (int64) of pairs of slot and logical page."""
-        return self.table[slots, logical].long()
+    def places(self, slots: Ids | int, logical: Ids) -> Ids:
+        """Return where the table holds pairs of slot and logical page, until it grows."""
+        return slots * self._width + logical
+
+    def pages(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the page ids (int64) at `places`."""
+        return self.table.view(-1).index_select(0, places).long()
 
     def set_last(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Store the tokens that the sequences at `slots` drew."""
@@ -237,6 +246,7 @@ class Sequences:
         self._grammars, self._penalties = grammars, penalties
         self.group, self.device_slots = group, device_slots or DeviceSlots()
         self._known: dict[int, SequenceState] = {}
+        self._constrained: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -252,6 +262,10 @@ class Sequences:
                 f"sequence {seq} is unknown to group {self.group}: its start was never sent"
             ) from None
 
+    def constrained(self, seqs: Iterable[int]) -> bool:
+        """Return True if one of the sequences has a grammar here."""
+        return bool(self._constrained) and not self._constrained.isdisjoint(seqs)
+
     def pages_in_use(self) -> set[int]:
         """Return the ids of all pages that sequences hold."""
         return {page for state in self._known.values() for page in state.pages.ids.tolist()}
@@ -264,7 +278,9 @@ class Sequences:
             self._switch(move)
         for start in step.starts:
             self._forget(start.seq)
-            self._known[start.seq] = self._begin(start)
+            state = self._known[start.seq] = self._begin(start)
+            if state.history is not None:
+                self._constrained.add(start.seq)
 
     def append(self, state: SequenceState, first_logical: int, ids: Sequence[int]) -> None:
         """Add the pages that a step brings for a sequence, from `first_logical` on."""
@@ -300,6 +316,7 @@ class Sequences:
 
     def _forget(self, seq: int) -> None:
         state = self._known.pop(seq, None)
+        self._constrained.discard(seq)
         if state is not None:
             self.device_slots.release(state.slot)
             if state.counts is not None:

@@ -36,7 +36,9 @@ class GraphDecodes:
     ) -> None:
         G, device = attention.geometry, attention.device
         self.attention, self.rows, self.pages = attention, rows, pages
-        self.spare, self.window = spare, window
+        self.window = window
+        idle = np.array([spare], dtype=np.int64)
+        self._padding = [Span(row, 1, 0, idle, True) for row in range(rows)]
         buffers = {
             "paged_kv_indptr_buffer": torch.zeros(rows + 1, dtype=torch.int32, device=device),
             "paged_kv_indices_buffer": torch.zeros(pages + rows, dtype=torch.int32, device=device),
@@ -55,16 +57,16 @@ class GraphDecodes:
 
         Never with fixed key splits, since a graph's launches do not depend on the batch.
         """
-        G = self.attention.geometry
-        T = G.page_tokens
-        return not (spans and G.split_pages) and (
-            len(spans) <= self.rows
-            and sum(len(span.pages) for span in spans) <= self.pages
-            and all(
-                span.length == 1 and span.tail and span.start == i and sees_a_run(span, T)
-                for i, span in enumerate(spans)
-            )
-        )
+        G, pages = self.attention.geometry, 0
+        if (spans and G.split_pages) or len(spans) > self.rows:
+            return False
+        for row, span in enumerate(spans):
+            if span.length != 1 or not span.tail or span.start != row:
+                return False
+            if span.sight is not None and not sees_a_run(span, G.page_tokens):
+                return False
+            pages += len(span.pages)
+        return pages <= self.pages
 
     @torch.inference_mode()
     def plan(self, spans: Sequence[Span]) -> None:
@@ -90,8 +92,7 @@ class GraphDecodes:
 
     def _filled(self, spans: Sequence[Span]) -> KernelBatch:
         """Return the spans' entries, filled up with padding rows."""
-        idle = np.array([self.spare], dtype=np.int64)
-        rest = [Span(row, 1, 0, idle, True) for row in range(len(spans), self.rows)]
-        batch = lay_singles([*spans, *rest], self.attention.geometry.page_tokens)
+        padded = [*spans, *self._padding[len(spans) :]]
+        batch = lay_singles(padded, self.attention.geometry.page_tokens)
         assert batch is not None
         return replace(batch, window=self.window)

@@ -236,23 +236,41 @@ def lay_singles(spans: Sequence[Span], page_tokens: int) -> KernelBatch | None:
     Raises ValueError for a span whose visible keys are not contiguous.
     """
     window = window_of(spans, page_tokens)
-    entries = []
-    for span in spans:
-        tokens = span.held + span.tail
-        if tokens:
-            entries.append(_Entry(span, span.pages[: -(-tokens // page_tokens)], tokens))
-    return _batch(False, False, False, entries, page_tokens, 1, window) if entries else None
+    spans = [span for span in spans if span.tail or span.held]
+    if not spans:
+        return None
+    tokens = np.array([span.held + span.tail for span in spans])
+    counts = (-(-tokens // page_tokens)).tolist()
+    # Most spans have no page beyond their keys, and a slice costs more than the comparison.
+    pages = [
+        span.pages if len(span.pages) == count else span.pages[:count]
+        for span, count in zip(spans, counts, strict=True)
+    ]
+    return KernelBatch(
+        causal=False,
+        packed=False,
+        rows=np.array([span.start for span in spans]),
+        q_indptr=np.arange(len(spans) + 1, dtype=np.int32),
+        kv_indptr=indptr(counts),
+        pages=np.concatenate(pages).astype(np.int32),
+        last_page=((tokens - 1) % page_tokens + 1).astype(np.int32),
+        window=window,
+    )
 
 
 def window_of(spans: Sequence[Span], page_tokens: int) -> int:
     """Return the window of all spans, 0 for none. Raises ValueError if visible keys are not
     contiguous."""
+    windows = [0]
     for span in spans:
+        if span.sight is None:
+            continue
         if not sees_a_run(span, page_tokens):
             raise ValueError(
                 f"rows from {span.start} on see separate pages: no kernel supports such a window"
             )
-    return max((span.sight.window for span in spans if span.sight is not None), default=0)
+        windows.append(span.sight.window)
+    return max(windows)
 
 
 class Merges(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ queries and keys are ordered alike. f is scaled by kind:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -37,7 +37,7 @@ class Rotary:
         self._fixed = frequencies(rope, head_dim, rope.original_tokens).to(self._at)
 
     def angles(
-        self, positions: torch.Tensor, spans: Sequence[tuple[int, int]]
+        self, positions: torch.Tensor, spans: Iterable[tuple[int, int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (cos, sin), each float32 [rows, 1, head_dim / 2], for `positions` [rows].
 
@@ -58,7 +58,7 @@ class Rotary:
             cos, sin = cos.mul_(self.scale), sin.mul_(self.scale)
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
-    def turns(self, positions: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def turns(self, positions: torch.Tensor, spans: Iterable[tuple[int, int]]) -> torch.Tensor:
         """Return `angles` as rotary factors for the rotation.
 
         By default complex64 [rows, 1, head_dim / 2], cos + i·sin; `kept` may convert them
