@@ -132,9 +132,11 @@ class InputBuilder:
             if whole is None
         }
         yielding = tuple(
-            (at + chunk.length - 1, state, chunk.end)
-            for chunk, state, at in zip(chunks, states, starts, strict=False)
-            if chunk.yields and chunk.tail == group
+            [
+                (end - 1, state, chunk.end)
+                for chunk, state, end in zip(chunks, states, starts[1:], strict=True)
+                if chunk.yields and chunk.tail == group
+            ]
         )
         written = _written(chunks, starts, group)
         rows = self._rows(tokens, chunks, states, starts, yielding, written)
@@ -228,10 +230,10 @@ class InputBuilder:
         They are one array of the same type: each array more to upload takes microseconds.
         """
         self.device_slots.flush()
-        T, lengths = self.kv.page_tokens, [chunk.length for chunk in chunks]
-        first = np.array([chunk.start for chunk in chunks], dtype=np.int64) - starts[:-1]
-        positions = np.arange(starts[-1]) + np.repeat(first, lengths)
-        slots = np.repeat(np.array([state.slot for state in states], dtype=np.int64), lengths)
+        T, begins = self.kv.page_tokens, np.array(starts)
+        lengths, first = begins[1:] - begins[:-1], np.array([chunk.start for chunk in chunks])
+        positions = np.arange(starts[-1]) + np.repeat(first - begins[:-1], lengths)
+        slots = np.repeat(np.array([state.slot for state in states]), lengths)
         kept = slice(None) if written is None else written
         parts = (
             tokens,

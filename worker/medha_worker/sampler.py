@@ -28,6 +28,8 @@ from medha_worker.penalties import TokenCounts
 
 # A lower temperature means greedy: dividing by it overflows float32.
 GREEDY_BELOW = 1e-5
+# Of the generator, before any input: a copy costs half of a new one.
+_HASH = hashlib.blake2b(digest_size=8, person=b"medha-draw")
 
 
 class History:
@@ -162,8 +164,9 @@ def logprobs_of(fetched: tuple[torch.Tensor, ...], count: int) -> tuple[Logprob,
 def uniform(seed: int, position: int) -> float:
     """Return a number in [0, 1) that depends on (seed, position) alone, on every machine."""
     counter = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
-    digest = hashlib.blake2b(counter, digest_size=8, person=b"medha-draw").digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    state = _HASH.copy()
+    state.update(counter)
+    return (int.from_bytes(state.digest(), "little") >> 11) * 2.0**-53
 
 
 # --- bias, blocked stop tokens: entries (row, token, value) ---------------------------------------
@@ -219,6 +222,7 @@ def _biased(draws: Sequence[SampledRow], vocab: int) -> list[Entry]:
     return [
         (row, token, value)
         for row, draw in enumerate(draws)
+        if draw.sampling.logit_bias
         for token, value in draw.sampling.logit_bias.items()
         if 0 <= token < vocab
     ]

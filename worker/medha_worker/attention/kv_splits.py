@@ -240,11 +240,11 @@ def lay_singles(spans: Sequence[Span], page_tokens: int) -> KernelBatch | None:
     if not spans:
         return None
     tokens = np.array([span.held + span.tail for span in spans])
-    counts = (-(-tokens // page_tokens)).tolist()
+    counts = -(-tokens // page_tokens)
     # Most spans have no page beyond their keys, and a slice costs more than the comparison.
     pages = [
         span.pages if len(span.pages) == count else span.pages[:count]
-        for span, count in zip(spans, counts, strict=True)
+        for span, count in zip(spans, counts.tolist(), strict=True)
     ]
     return KernelBatch(
         causal=False,
@@ -324,6 +324,9 @@ def _batch(
     )
 
 
-def indptr(counts: Sequence[int]) -> Ints:
+def indptr(counts: npt.ArrayLike) -> Ints:
     """Return the offsets of consecutive segments with these sizes."""
-    return np.cumsum([0, *counts]).astype(np.int32)
+    sizes = np.asarray(counts)
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
+    offsets[1:] = sizes.cumsum()
+    return offsets
