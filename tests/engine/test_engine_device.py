@@ -148,6 +148,21 @@ def test_results_that_are_ready_are_not_waited_for(folder: pathlib.Path) -> None
     assert runner.begin(steps(1)[0]).ready
 
 
+def test_a_batch_of_decodes_uploads_its_rows_and_its_settings_at_once(folder: pathlib.Path) -> None:
+    class Counting(CpuDevice):
+        def upload(self, *arrays: Any) -> list[torch.Tensor]:
+            uploads.append(len(arrays))
+            return super().upload(*arrays)
+
+    uploads: list[int] = []
+    runner = runner_of(folder, Counting())
+    greedy = (Sampling(temperature=0.0), Sampling(temperature=0.0, stop_tokens=(2,)))
+    for step in steps(3, greedy):
+        uploads.clear()
+        runner.run(step)
+    assert uploads == [1, 1]
+
+
 class PlainLibrary:
     """The library's functions that arithmetic uses, in plain torch, by its documentation."""
 

@@ -210,6 +210,22 @@ def test_penalties_count_each_token_that_passes_once() -> None:
     assert rank.sequences[7].counts is None
 
 
+def test_a_sequence_is_constrained_as_long_as_it_runs_with_a_grammar() -> None:
+    class Free:
+        """Grammars without a constraint."""
+
+        def begin(self, sampling: Sampling) -> None:
+            return None
+
+    sequences = Sequences(0, grammars=Free())  # type: ignore[arg-type]
+    begin = start(7, sampling=Sampling(grammar="{}")), start(8)
+    nothing = Batch(1, 0, ())
+    sequences.apply(Step(step=1, batch=nothing, tokens=b"", starts=begin))
+    assert sequences.constrained([8, 7]) and not sequences.constrained([8, 9])
+    sequences.apply(Step(step=2, batch=nothing, tokens=b"", starts=(start(7),)))
+    assert not sequences.constrained([8, 7])
+
+
 @given(st.lists(st.sampled_from(["append", "insert", "remove"]), max_size=12), st.data())
 def test_a_page_table_is_an_ordered_map(steps: list[str], data: st.DataObject) -> None:
     table, model, fresh = PageTable(), dict[int, int](), iter(range(1000))
@@ -232,3 +248,7 @@ def test_a_page_table_is_an_ordered_map(steps: list[str], data: st.DataObject) -
         assert table.last_logical == max(model, default=-1)
         assert all((n in table) == (n in model) for n in range(22))
         assert table.before(10) == sum(n < 10 for n in model)
+        for first in range(22):
+            own = {n for n in model if n >= first}
+            for last in range(first, 22):
+                assert table.ends_with(first, last) == (own == set(range(first, last + 1)))

@@ -11,6 +11,7 @@ early. On a CPU both are immediate, and the same code serves both.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -151,6 +152,11 @@ def device_of(name: str, deterministic: bool = False) -> ComputeDevice:
     return CudaDevice(deterministic)
 
 
+@functools.cache
+def _dtype(kind: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype=kind)).dtype
+
+
 def block_bytes(arrays: Sequence[Array]) -> int:
     """Return the bytes that the arrays take side by side, each aligned."""
     return sum(-(-array.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for array in arrays)
@@ -169,7 +175,7 @@ def unpack(arrays: Sequence[Array], block: torch.Tensor) -> list[torch.Tensor]:
     """Return views of `block` with the arrays that `pack` wrote."""
     views, at = [], 0
     for array in arrays:
-        kind = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
-        views.append(block[at : at + array.nbytes].view(kind).view(array.shape))
+        flat = block[at : at + array.nbytes].view(_dtype(array.dtype))
+        views.append(flat if array.ndim == 1 else flat.view(array.shape))
         at += -(-array.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
     return views
