@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +108,7 @@ class Shifted(Rotary):
         self.shift = shift
 
     def angles(
-        self, positions: torch.Tensor, spans: Sequence[tuple[int, int]]
+        self, positions: torch.Tensor, spans: Iterable[tuple[int, int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         off = self.shift if positions[0] else 0
         return super().angles(positions + off, spans)

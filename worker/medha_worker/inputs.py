@@ -245,7 +245,7 @@ class InputBuilder:
             np.empty(0, dtype=np.int64) if written is None else written,
         )
         (uploaded,) = self.device.upload(np.concatenate(parts))
-        rows = _Rows(*uploaded.split([len(part) for part in parts]))
+        rows = _Rows(*torch.split(uploaded, [len(part) for part in parts]))
         if tokens.min() >= 0:
             return rows
         drawn = self.device_slots.last.index_select(0, rows.device_slots)

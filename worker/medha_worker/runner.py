@@ -224,8 +224,8 @@ class Runner:
         drawn = self._sample(
             logits, [state.draw(at) for _, state, at in inputs.yielding], self._device
         )
-        lost, kept = _lost(inputs, column), range(len(inputs.yielding))
-        if lost:
+        kept: Sequence[int] = range(len(inputs.yielding))
+        if lost := _lost(inputs, column):
             kept = [i for i in kept if inputs.yielding[i][0] not in lost]
         self._inputs.drew(inputs, drawn.tokens, kept)
         return drawn
