@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from medha.errors import SetupError
@@ -24,6 +24,7 @@ from medha.scheduling.waiting_queue import WaitingQueue
 from medha.testing import request
 
 OVERHEAD_S, INFLATION = 0.25, 1.25
+SPARED = 0.05
 EIGHTHS = st.integers(0, 12).map(lambda count: count / 8.0)
 
 
@@ -55,6 +56,8 @@ def drawn(seed: int, count: int) -> list[Row]:
     ]
 
 
+# Its margin is 1.25 s: due in 25 s, it costs 23.75.
+PROMISE = Row(25.0, 0.0, 18.75, 1.0, 0, 2, False)
 ROWS = st.builds(drawn, st.integers(0, 1 << 32), st.integers(0, 90))
 
 
@@ -87,6 +90,11 @@ def plain_margins(rows: list[Row], start: float) -> dict[int, float]:
     return margins
 
 
+def reserved_s(row: Row, start: float) -> float:
+    """Return what a long prompt without a promise leaves of a kept row's margin."""
+    return (row.due_s - start) * SPARED if row.rank == 2 and row.due_s < math.inf else 0.0
+
+
 def plain_order(
     rows: list[Row],
     pages: int,
@@ -111,6 +119,9 @@ def plain_order(
         row, due_in = rows[place], rows[place].due_s - start
         delayed = [kept for kept in margins if kept < place or not row.rank]
         room = min((margins[kept] for kept in delayed), default=math.inf) - guard_s
+        if long[place] and row.rank == 1:  # it leaves a part of the time of promises
+            spared = [margins[kept] - reserved_s(rows[kept], start) for kept in delayed]
+            room = min(spared, default=math.inf) - guard_s
         if place in owing:
             tier, key = GUARANTEED, work[place]
         elif not long[place] and work[place] <= room:
@@ -253,6 +264,7 @@ def test_rows_that_fit_with_the_kept_come_by_size(
     st.sampled_from([native.NOTHING, native.FIRST_DUE, native.SHORT_ONES]),
     st.booleans(),
 )
+@example([PROMISE, Row(99.0, 0.0, 9.0, 1.0, 0, 1, True)], 0, 0.0, 1.0, 0.125, native.NOTHING, False)
 def test_rows_come_by_tier_then_key_then_arrival(
     rows: list[Row],
     pages: int,
@@ -308,6 +320,19 @@ def test_room_that_is_just_enough_is_enough(long_s: float, guard_s: float, tier:
     kernel.margins(0.0, OVERHEAD_S, INFLATION)
     kernel.order(0.0, 0.0, long_s, False, guard_s, native.NOTHING)
     assert kernel.few(0.0, False) == [(1, tier, int(long_s < 1.0))]
+
+
+@pytest.mark.parametrize(
+    "rank, guard_s, tier", [(1, 0.0, SLACK), (1, 0.125, DEADLINE), (2, 1.25, SLACK)]
+)
+def test_a_long_prompt_without_a_promise_leaves_a_twentieth_of_the_time_of_promises(
+    rank: int, guard_s: float, tier: int
+) -> None:
+    waiting, _ = queued([PROMISE, Row(99.0, 0.0, 9.0, 1.0, 0, rank, True)])
+    kernel = waiting.rows
+    kernel.margins(0.0, OVERHEAD_S, INFLATION)
+    kernel.order(0.0, 0.0, 1.0, False, guard_s, native.NOTHING)
+    assert kernel.few(0.0, False) == [(1, tier, 1)]
 
 
 def test_the_turn_of_short_ones_falls_to_a_long_one_where_there_are_none() -> None:

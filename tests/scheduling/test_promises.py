@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from medha.config import Scheduling
 from medha.request import SloClass
 from medha.scheduling.feasibility import (
     largest_feasible,
@@ -104,3 +105,18 @@ def test_time_is_set_aside_while_a_relegated_prompt_waits() -> None:
     driven.submit([lost, *tight])
     driven.run()
     assert [driven.admitted[answer.id].promised for answer in tight] == [False, True]
+
+
+def test_a_short_prompt_starts_though_a_long_one_ran_ahead_of_a_promise() -> None:
+    # The long prompt has the least relative slack, and runs first. If it took the whole margin of
+    # the promise, the short one would wait until the promise is kept, as its answer takes 2 % of
+    # the time until then.
+    plan = scheduler(settings=Scheduling(max_batch_s=0.05), pages=20_000, token_s=0.001)
+    driven = Driven(plan)
+    driven.submit([request("promised", 20_000, within_s=60.0)])
+    driven.submit([request("long", 900_000, within_s=930.0, promised=False)])
+    short = request("short", 100, 42.0, output_tokens=1000, tpot_s=0.05, promised=False)
+    driven.submit([short])
+    driven.run(60.0)
+    assert driven.admitted["promised"].promised and not driven.admitted["long"].promised
+    assert driven.in_time("promised") and driven.in_time("short")

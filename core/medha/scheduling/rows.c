@@ -77,6 +77,9 @@ static const double STEPS[LEVELS] = {0.0, 8.0, 8.0, 4.0, 4.0, 4.0};
 static const double APART[] = {INFINITY, 0.0, 0.0, 0.0};
 static const double MERELY[] = {INFINITY, INFINITY, 0.0, INFINITY};
 
+/* Part of the time until a promise is due that a long prompt without one leaves of its margin. */
+static const double SPARED = 0.05;
+
 static double smaller(double a, double b)
 {
     return a < b ? a : b;
@@ -956,7 +959,9 @@ static void medha_keep(struct rows *rows, int64_t row)
 
 /* TIER and KEY of every row that is ready and needs at most `pages`: those are `able`. The tiers
  * are described in policies.py. A kept one may do, out of order, what the margins of those due
- * before it bear (anyone else: those of all), and of that `guard` does not count.
+ * before it bear (anyone else: those of all), and of that `guard` does not count. A long one without
+ * a promise also leaves SPARED of each promise: with no margin, no short prompt without one could
+ * start, as its decode would break the promise.
  * `long_above`: work, or with `by_tokens` tokens, beyond which a prompt is long. `owed`: 0, or the
  * relegated have their share coming and it is the turn of 1: the one due first, 2: short ones.
  * What is beyond the share of its tenant has only what is left over. */
@@ -969,7 +974,7 @@ static void medha_order(struct rows *rows, double pages, double start, double lo
     const double *left = rows->scratch + LEFT * size;
     const uint8_t *kept = rows->flags + KEPT * size, *ready = rows->flags + READY * size;
     const uint8_t *beyond = rows->flags + BEYOND * size;
-    double *restrict key = rows->scratch + KEY * size, before = INFINITY;
+    double *restrict key = rows->scratch + KEY * size, before = INFINITY, spared = INFINITY;
     const int8_t *rank = rows->marks + RANK * size;
     int8_t *restrict tier = rows->marks + TIER * size;
     int8_t *restrict is_long = rows->marks + LONG * size;
@@ -991,14 +996,18 @@ static void medha_order(struct rows *rows, double pages, double start, double lo
     walk.also = rank;
     for (int64_t i = next_row(&walk); i < count; i = next_row(&walk)) {
         const double work = all_work[i], due_in = due[i] - start;
+        const double reserved[] = {0.0, 0.0, due_in * SPARED, 0.0};
         const double room = rank[i] ? before - guard : all_bear;
+        const double long_room = rank[i] == 1 ? spared - guard : room;
         rows->last = rank[i] && i == count - 1 ? before : rows->last;
         before = smaller(left[i] + APART[rank[i]], before);
+        /* Of a promise that is never due this is not a number: not smaller than any. */
+        spared = smaller(left[i] - reserved[rank[i]] + APART[rank[i]], spared);
         if (room >= work && !is_long[i] && (kept[i] || !beyond[i]))
             tier[i] = ABSORBED;
         else if (!kept[i])
             tier[i] = RELEGATED;
-        else if (is_long[i] && room >= 0.0)
+        else if (is_long[i] && long_room >= 0.0)
             tier[i] = SLACK, key[i] = (due_in - work) / norm[i];
         else
             tier[i] = DEADLINE, key[i] = due_in;
