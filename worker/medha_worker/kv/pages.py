@@ -151,7 +151,7 @@ class PageEpochs:
         if len(index) and not (index.min() >= 0 and index.max() < len(self._epochs)):
             wrong = next(p for p in pages if not 0 <= p < len(self._epochs))
             raise EngineError(f"page {wrong} is out of range: the pool has {len(self._epochs)}")
-        if len(np.unique(index)) != len(index):
+        if len(set(pages)) != len(pages):
             raise EngineError(f"pages {tuple(pages)} repeat a page: all must be distinct")
         return index
 
