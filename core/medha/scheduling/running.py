@@ -313,7 +313,7 @@ class InFlightBatches:
                 sent.due_out_s = max(sent.due_out_s, begins_s + sent.predicted_s)
 
     def begin_next(self, sent: InFlightBatch, now: float) -> None:
-        """Predict the end of the batch behind `sent` anew: without stages it begins only now.
+        """Correct the predicted end of the batch behind `sent`: in one stage it begins only now.
 
         Otherwise the errors of all batches decided early would add up.
         """

@@ -63,10 +63,10 @@ WORTH_CUTTING = 4
 # for 69 (16 rows after 8 K), 45 for 76 (64 after 8 K), 117 for 118 (64 after 32 K), 408 for 309 (64
 # after 128 K), 145 for 194 (16 after 128 K).
 SMALL_ROWS, SMALL_TOKENS, SMALL_WORK = 64, 1024, 1 << 27
-# Chunks of so many rows see gathered keys, so many at a time (half a gigabyte for 8 heads of 128
-# in 16 bits). Measured on one H200, keys side by side against pages: 2,048 rows after 6 K 515 to
-# 435 TFLOP/s, after 30 K 650 to 528, after 126 K 678 to 543. Pages are copied at 3.5 TB/s: 0.3 ms
-# for 128 K, where 2,048 rows take 6.4 ms instead of 8. Smaller chunks need parts (see `H200`).
+# Rows from which on a chunk sees gathered keys, and keys gathered at a time (half a gigabyte for 8
+# heads of 128 in 16 bits). Measured on one H200, keys side by side against pages: 2,048 rows after
+# 6 K 515 to 435 TFLOP/s, after 30 K 650 to 528, after 126 K 678 to 543. Pages are copied at 3.5
+# TB/s: 0.3 ms for 128 K, where 2,048 rows take 6.4 ms instead of 8. Smaller chunks need parts.
 GATHERED_ROWS, GATHERED_TOKENS = 1281, 1 << 17
 # Limit of a chunk's states, in rows of all heads: a gigabyte for 32 heads of 128 in 16 bits.
 MOST_STATES = 1 << 17
