@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -75,15 +76,18 @@ def test_fp8_through_a_window_is_attended_with_queries_in_the_models_type() -> N
     assert difference(actual, laid.expected(NARROW_PAGES)).within(EXACT)
 
 
-def test_a_pool_that_leaves_too_little_for_states_in_fp8_is_told(
+def test_a_pool_that_leaves_too_little_for_large_chunks_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """2,048 rows after 900 K tokens are cut in 64 parts; in bfloat16 nothing is cut so often."""
+    """In FP8, 2,048 rows after 900 K tokens are cut in 64 parts; else their keys are gathered."""
     shape = Geometry(
         heads=32, kv_heads=8, head_dim=128, page_tokens=64, dtype=torch.bfloat16, kv_dtype=FP8
     )
     room = backend(shape).scratch_bytes
-    assert 4.2 < room / 1e9 < 4.5 and backend(SMALL).scratch_bytes == 0
+    assert 4.2 < room / 1e9 < 4.5
+    same = dataclasses.replace(shape, kv_dtype=torch.bfloat16)
+    assert backend(same).scratch_bytes == 1 << 29
+    assert backend(dataclasses.replace(same, kernel="fa2")).scratch_bytes == 0
     engine.warn_if_memory_is_tight(room, room)
     assert not caplog.records
     engine.warn_if_memory_is_tight(1 << 30, room)
