@@ -92,7 +92,7 @@ class PagedAttention:
         self.most_tokens = narrow_tokens if G.narrow_queries() else 0
         both = G.kernel == "fa3" and G.kv_dtype == G.dtype
         self.small_work = small_work if both else 0
-        self.gathered_tokens = gathered_tokens if both and not G.split_pages else 0
+        self.gathered_tokens = gathered_tokens if both else 0
 
     @property
     def scratch_bytes(self) -> int:
