@@ -47,7 +47,6 @@ from medha_worker.attention.fp8_scales import FP8, Scales
 from medha_worker.attention.graph_decode import GraphDecodes
 from medha_worker.attention.kernel_interface import Partial, Span
 from medha_worker.attention.paged import PagedAttention
-from medha_worker.chunk_profiler import device_times_s
 from medha_worker.graphs import CudaGraphRecorder
 
 HEADS, KV_HEADS, HEAD_DIM, T = 32, 8, 128, 64
@@ -92,6 +91,21 @@ class KernelBench:
         return statistics.median(device_times_s(call, self.repeats))
 
 
+def device_times_s(call: Callable[[], object], repeats: int) -> list[float]:
+    """Return device times of `repeats` calls, after one untimed call."""
+    call()
+    times_s: list[float] = []
+    for _ in range(repeats):
+        began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        times_s.append(float(began.elapsed_time(ended)) / 1e3)
+    return times_s
+
+
 def _spans(works: list[Work], pages: int) -> list[Span]:
     order = np.random.default_rng(0).permutation(pages)
     spans, row, first = [], 0, 0
@@ -115,7 +129,7 @@ def backend(dtype: torch.dtype, tensor: bool = False, narrow_tokens: int = 0) ->
         geometry,
         chosen.library,
         chosen.device,
-        table=chosen.table,
+        choose=chosen.choose,
         narrow_tokens=narrow_tokens or chosen.most_tokens,
     )
 

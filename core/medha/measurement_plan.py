@@ -15,7 +15,6 @@ import msgspec
 
 from medha.calibration import Entries, Operator
 from medha.model import ModelShape
-from medha.profile import ChunkKernel
 
 # Fractional parts of multiples of these fill a square evenly (Roberts' R2 sequence).
 _FIRST, _SECOND = 0.7548776662466927, 0.5698402909980532
@@ -64,13 +63,7 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-class Chunks(msgspec.Struct, frozen=True, tag=True):
-    """Fastest attention kernels for small chunks, per number of heads."""
-
-    kernels: tuple[ChunkKernel, ...]
-
-
-MeasurementMessage = Begun | Rounds | Measured | Chunks
+MeasurementMessage = Begun | Rounds | Measured
 
 
 def plan_for(shape: ModelShape, bounds: Bounds) -> MeasurementPlan:

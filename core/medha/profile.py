@@ -18,19 +18,6 @@ Rate = Annotated[float, msgspec.Meta(gt=0.0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
-class ChunkKernel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fastest attention kernel of a GPU for chunks of up to `rows` rows, per head counts.
-
-    `parts`: splits of the prefix; `packed`: query heads of a KV head are folded into rows.
-    """
-
-    heads: int
-    kv_heads: int
-    rows: int
-    parts: Annotated[int, msgspec.Meta(ge=1)]
-    packed: bool
-
-
 class Tile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tile of a matrix product on one multiprocessor.
 
@@ -55,8 +42,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     `valid_rows`, `valid_keys`: the largest batch and context measured (0: not measured); beyond
     them, times follow the formula. `error`: relative error of the fit (root mean square).
-    `chunk_kernels`: by `heads`, then ascending `rows`; for a shape without an entry the shipped
-    table is used (GPUs only).
     """
 
     name: str
@@ -87,7 +72,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     valid_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
     valid_keys: Annotated[int, msgspec.Meta(ge=0)] = 0
     error: Seconds = 0.0
-    chunk_kernels: tuple[ChunkKernel, ...] = ()
 
 
 def encode(profile: Profile) -> bytes:

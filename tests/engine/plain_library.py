@@ -163,7 +163,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_Planned):
-    """For one entry, whose keys are those of a page as large as all of them."""
+    """The keys of an entry are those of a page as large as all of them."""
 
     def __init__(
         self,
@@ -189,12 +189,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Planned):
         o_data_type: torch.dtype | None = None,
     ) -> None:
         assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
-        assert len(qo_indptr) == len(kv_indptr) == 2
-        assert not causal or kv_indptr[1] >= qo_indptr[1]
+        assert len(qo_indptr) == len(kv_indptr)
+        self.spans, self.keys = (
+            list(itertools.pairwise(indptr.tolist())) for indptr in (qo_indptr, kv_indptr)
+        )
+        for rows, keys in zip(self.spans, self.keys, strict=True):
+            assert keys[1] > keys[0] and not (causal and rows[1] - rows[0] > keys[1] - keys[0])
         dtypes = (q_data_type, kv_data_type or q_data_type, o_data_type or q_data_type)
         self.plans, self.causal, self.dtypes = self.plans + 1, causal, dtypes
-        self.heads, self.page_size = (num_qo_heads, num_kv_heads, head_dim_qk), int(kv_indptr[1])
-        self.spans = [(0, int(qo_indptr[1]))]
+        self.heads = (num_qo_heads, num_kv_heads, head_dim_qk)
 
     def run(
         self,
@@ -206,10 +209,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Planned):
         lse: torch.Tensor,
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert return_lse and len(q) == self.spans[0][1] and k.stride(-1) == v.stride(-1) == 1
-        page = torch.stack((k, v)).transpose(1, 2).unsqueeze(0)
+        assert return_lse and len(q) == self.spans[-1][1] and k.stride(-1) == v.stride(-1) == 1
+        assert len(k) == len(v) == self.keys[-1][1]
         only = [torch.zeros(1, dtype=torch.int32)]
-        self._attend(q, page, self.spans, only, [self.page_size], (None,) * 3, out, lse)
+        for (first, end), keys in zip(self.spans, self.keys, strict=True):
+            kv, count = torch.stack((k, v))[:, slice(*keys)], end - first
+            self.page_size = kv.shape[1]
+            page, own = kv.transpose(1, 2).unsqueeze(0), slice(first, end)
+            spans, lengths = [(0, count)], [self.page_size]
+            self._attend(q[own], page, spans, only, lengths, (None,) * 3, out[own], lse[own])
         return out, lse
 
 
@@ -361,11 +369,27 @@ class BatchMLAPagedAttentionWrapper:
         return out, lse
 
 
-def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    assert v.shape[:3] == s.shape and v.is_contiguous() and s.is_contiguous()
-    sums = torch.logsumexp(s * math.log(2), dim=1) / math.log(2)
-    shares = (s - sums.unsqueeze(1)).exp2().unsqueeze(-1)
-    return (v.float() * shares).sum(1).to(v.dtype), sums
+class _CascadeModule:
+    @staticmethod
+    def merge_states(
+        v: torch.Tensor, s: torch.Tensor, v_merged: torch.Tensor, s_merged: torch.Tensor
+    ) -> None:
+        assert v.shape[:3] == s.shape and v.is_contiguous() and s.is_contiguous()
+        assert v_merged.shape == v[:, 0].shape and v_merged.is_contiguous()
+        assert s_merged.shape == s[:, 0].shape and s_merged.is_contiguous()
+        sums = torch.logsumexp(s * math.log(2), dim=1) / math.log(2)
+        shares = (s - sums.unsqueeze(1)).exp2().unsqueeze(-1)
+        v_merged.copy_((v.float() * shares).sum(1))
+        s_merged.copy_(sums)
+
+
+class _Cascade:
+    @staticmethod
+    def get_cascade_module() -> type[_CascadeModule]:
+        return _CascadeModule
+
+
+cascade = _Cascade
 
 
 def rmsnorm(

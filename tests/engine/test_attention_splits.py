@@ -13,22 +13,22 @@ from msgspec.structs import replace
 
 from medha_worker.attention.kernel_interface import LogBase, Partial, Sight, Span
 from medha_worker.attention.kv_splits import (
-    H200,
-    LEAST_TOKENS,
-    SMALL_WORK,
     KernelBatch,
-    PrefixSplit,
-    choose,
     lay,
     lay_singles,
     sees_a_run,
-    small,
 )
 from medha_worker.attention.merge import empty, fold
 from medha_worker.attention.reference import ReferenceAttention
+from medha_worker.attention.split_costs import WHOLE, PrefixSplit
 
 KV_HEADS, GROUP, D, T, PAGES = 2, 3, 16, 4, 200
-TABLE = (PrefixSplit(2, 5, True), PrefixSplit(5, 3, False), PrefixSplit(9, 2, True))
+SPLITS = {2: PrefixSplit(5, True), 5: PrefixSplit(3, gathered=True), 9: PrefixSplit(2, True)}
+
+
+def cut(rows: int, tokens: int) -> PrefixSplit:
+    """Split chunks of up to nine rows."""
+    return next((split for most, split in SPLITS.items() if rows <= most), WHOLE)
 
 
 def run_batch(batch: KernelBatch, q: torch.Tensor, pool: torch.Tensor, states: Partial) -> None:
@@ -94,63 +94,29 @@ def test_parts_merge_into_attention_over_the_whole(
         .run(q, own[0], own[1], pool)
     )
     states = empty(row, KV_HEADS * GROUP, D)
-    for batch in lay(spans, T, GROUP, TABLE, least_tokens=T):
+    for batch in lay(spans, T, GROUP, cut, gathered_tokens=5 * T):
         run_batch(batch, q, pool, states)
     assert torch.allclose(states.out, expected.out, atol=2e-5)
     assert torch.allclose(states.lse, expected.lse, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("rows", "prefix", "parts", "packed"),
-    [
-        (16, 1_000_000, 16, True),
-        (64, 1_000_000, 8, True),
-        (65, 1_000_000, 4, False),
-        (256, 1_000_000, 2, False),
-        (257, 1_000_000, 4, False),
-        (512, 1_000_000, 1, False),
-        (2000, 1_000_000, 1, False),
-        (64, LEAST_TOKENS * 5, 5, True),
-        (64, LEAST_TOKENS * 3, 1, False),
-        (32, 0, 1, False),
-    ],
-)
-def test_small_chunks_over_long_prefixes_are_cut_in_more_parts(
-    rows: int, prefix: int, parts: int, packed: bool
-) -> None:
-    rule = choose(H200, rows, prefix)
-    assert (rule.parts, rule.packed) == (parts, packed)
+def test_small_chunks_run_on_the_kernel_that_splits_by_itself() -> None:
+    def small(rows: int, tokens: int) -> PrefixSplit:
+        return PrefixSplit(parts=3, small=rows == 16)
 
-
-@pytest.mark.parametrize(
-    ("rows", "tokens", "expected"),
-    [
-        (16, 8192, True),
-        (16, 524_288, True),
-        (16, 600_000, False),
-        (64, 32_768, True),
-        (64, 40_000, False),
-        (65, 8192, False),
-        (64, 1000, False),
-    ],
-)
-def test_small_chunks_run_on_the_kernel_that_splits_by_itself(
-    rows: int, tokens: int, expected: bool
-) -> None:
-    assert small(rows, tokens) is expected
-    pages = np.arange(-(-tokens // 64))
-    spans = [Span(0, rows, tokens - rows, pages, True), Span(rows, 300, 0, np.arange(5), True)]
-    batches = lay(spans, 64, GROUP, H200, small_work=SMALL_WORK)
-    assert [batch.small for batch in batches].count(True) == expected
-    assert not any(batch.small for batch in lay(spans, 64, GROUP, H200))
-    for batch in batches:
-        if batch.small:
-            assert batch.causal and not batch.packed and batch.rows.tolist() == list(range(rows))
-            assert batch.pages.tolist() == pages.tolist()
+    pages = np.arange(128)
+    spans = [Span(0, 16, 8176, pages, True), Span(16, 300, 0, np.arange(5), True)]
+    batches = lay(spans, 64, GROUP, small)
+    assert [(batch.small, batch.causal, batch.packed) for batch in batches] == [
+        (False, True, False),
+        (True, True, False),
+    ]
+    assert batches[1].rows.tolist() == list(range(16))
+    assert batches[1].pages.tolist() == pages.tolist()
 
 
 def test_a_chunk_that_is_not_cut_is_one_causal_entry() -> None:
-    (batch,) = lay([Span(3, 20, 6, np.arange(7), True)], T, GROUP, ())
+    (batch,) = lay([Span(3, 20, 6, np.arange(7), True)], T, GROUP)
     assert batch.causal and not batch.packed
     assert batch.rows.tolist() == list(range(3, 23))
     assert batch.q_indptr.tolist() == [0, 20] and batch.kv_indptr.tolist() == [0, 7]
@@ -166,7 +132,7 @@ def test_a_window_over_a_run_of_pages_is_told_to_the_kernel_and_one_over_holes_r
     """Rows from 17 on see 8 tokens back: pages 2, 3 and their own; 2 is the first in sight."""
     span = Span(0, 3, 9, np.arange(5), True, Sight(8, 17, np.array([2, 3, 4])))
     assert sees_a_run(span, T)
-    (batch,) = lay([span], T, GROUP, TABLE, least_tokens=T)
+    (batch,) = lay([span], T, GROUP, cut)
     assert batch.causal and batch.window == 8 and batch.q_indptr.tolist() == [0, 3]
     holes = replace(span, held=5, sight=Sight(8, 17, np.array([2, 4])))
     assert not sees_a_run(holes, T) and not sees_a_run(replace(span, tail=False), T)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.engine import tiled_kernel
 from tests.engine.test_engine_attention import (
     GROUP,
     HEADS,
@@ -57,6 +58,11 @@ from medha_worker.sequences import PageTable
 
 SPARE = PAGES
 TOKENS = 100
+
+
+@pytest.fixture(autouse=True)
+def tiles_of_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_blocks, "KEY_TILE", tiled_kernel.TILE_KEYS)
 
 
 @functools.cache  # its workspace takes longer to clear than a test runs

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine import plain_library
+from tests.engine.test_attention_splits import cut
 from tests.engine.test_engine_attention import (
     GROUP,
     HEADS,
@@ -30,28 +31,27 @@ from tests.engine.test_engine_attention import lay as lay_works
 
 from medha.errors import SetupError
 from medha_worker import flashinfer
-from medha_worker.attention import kv_splits
 from medha_worker.attention import paged as paged_backend
-from medha_worker.attention.flashinfer_plan import Decodes, Geometry, Kernel, Wrapper, fold, unfold
+from medha_worker.attention.flashinfer_plan import Decodes, Geometry, Kernel, Wrapper, fold
 from medha_worker.attention.fp8_scales import FP8, Scales
 from medha_worker.attention.graph_decode import GraphDecodes
 from medha_worker.attention.kernel_interface import Partial
-from medha_worker.attention.kv_splits import PrefixSplit, lay, merges
+from medha_worker.attention.kv_splits import Choose, lay, merges
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.attention.reference import ReferenceAttention
+from medha_worker.attention.split_costs import PrefixSplit, whole
 
-TABLE = (PrefixSplit(2, 5, True), PrefixSplit(5, 3, False), PrefixSplit(9, 2, True))
 CPU = torch.device("cpu")
 
 
 def paged(
-    table: tuple[PrefixSplit, ...] = TABLE,
+    choose: Choose = cut,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
     kernel: Kernel = "fa3",
     decodes: Decodes = "cores",
     split_pages: int = 0,
-    gathered_tokens: int = 0,
+    gathered_tokens: int = 99,
 ) -> PagedAttention:
     geometry = Geometry(
         heads=HEADS,
@@ -65,16 +65,14 @@ def paged(
         split_pages=split_pages,
     )
     library: flashinfer.Library = plain_library  # type: ignore[assignment]
-    return PagedAttention(
-        geometry, library, CPU, table=table, least_tokens=T, gathered_tokens=gathered_tokens
-    )
+    return PagedAttention(geometry, library, CPU, choose=choose, gathered_tokens=gathered_tokens)
 
 
-@given(st.lists(work, min_size=1, max_size=6), st.integers(0, 3), st.sampled_from([(), TABLE]))
+@given(st.lists(work, min_size=1, max_size=6), st.integers(0, 3), st.sampled_from([whole, cut]))
 def test_any_mix_of_spans_agrees_with_plain_attention_on_paged_kernels(
-    works: list[Work], seed: int, table: tuple[PrefixSplit, ...]
+    works: list[Work], seed: int, choose: Choose
 ) -> None:
-    assert same(*run(works, seed, paged(table)))
+    assert same(*run(works, seed, paged(choose)))
 
 
 @given(st.lists(windowed, min_size=1, max_size=6), st.integers(0, 3), st.integers(1, 40))
@@ -85,12 +83,11 @@ def test_paged_kernels_see_the_window_of_their_layers_alone(
     assert same(*run(windowed, seed, paged()))
 
 
-def test_small_chunks_are_attended_to_beside_cut_ones_and_decodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kv_splits, "SMALL_TOKENS", 8)
-    attention = paged()
-    attention.small_work = 3 * 3 * 50
+def test_small_chunks_are_attended_to_beside_cut_ones_and_decodes() -> None:
+    def small(rows: int, tokens: int) -> PrefixSplit:
+        return PrefixSplit(small=True) if rows < 4 else cut(rows, tokens)
+
+    attention = paged(small)
     works = [Work(44, 2, True), Work(47, 3, True), Work(9, 1, True), Work(60, 8, True)]
     plan = attention.plan([entry.span for entry in lay_works(works, 0)[0]])
     assert [(call.batch.small, len(call.batch.rows)) for call in plan.chunks][-1] == (True, 5)
@@ -101,17 +98,18 @@ def test_small_chunks_are_attended_to_beside_cut_ones_and_decodes(
 def test_large_chunks_over_gathered_keys_agree_with_plain_attention(
     works: list[Work], seed: int, most: int
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_splits, "GATHERED_ROWS", 4)
-        attention = paged(gathered_tokens=most)
+    for split in (gathered, lambda rows, _: PrefixSplit(rows % 5, rows % 2 == 0, rows > 2)):
+        attention = paged(split, gathered_tokens=most)
         assert same(*run(works, seed, attention))
         assert same(*run(works[::-1], seed, attention)), "with plans and memory of another batch"
 
 
-def test_keys_are_gathered_in_equal_parts_and_the_chunk_with_what_is_beside_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kv_splits, "GATHERED_ROWS", 4)
+def gathered(rows: int, tokens: int) -> PrefixSplit:
+    """Gather the keys of chunks from four rows on."""
+    return PrefixSplit(gathered=rows >= 4)
+
+
+def test_keys_are_gathered_in_equal_parts_and_the_chunk_with_what_is_beside_it() -> None:
     works = [
         Work(7 * T + 1, 5, True),
         Work(6 * T + 3, 4, False),
@@ -119,7 +117,7 @@ def test_keys_are_gathered_in_equal_parts_and_the_chunk_with_what_is_beside_it(
         Work(0, 3, True),
     ]
     spans = [entry.span for entry in lay_works(works, 0)[0]]
-    batches = lay(spans, T, GROUP, (), T, gathered_tokens=3 * T)
+    batches = lay(spans, T, GROUP, gathered, gathered_tokens=3 * T)
     assert [(b.gathered, b.causal, len(b.pages), int(b.last_page[0])) for b in batches] == [
         (False, True, 1, 3),
         (True, False, 2, T),
@@ -131,7 +129,7 @@ def test_keys_are_gathered_in_equal_parts_and_the_chunk_with_what_is_beside_it(
         (True, False, 1, 3),
         (True, True, 2, 2),
     ]
-    assert not any(batch.gathered for batch in lay(spans, T, GROUP, (), T))
+    assert not any(batch.gathered for batch in lay(spans, T, GROUP))
 
 
 def test_only_fa3_over_pages_of_the_models_type_gathers_keys() -> None:
@@ -142,8 +140,8 @@ def test_only_fa3_over_pages_of_the_models_type_gathers_keys() -> None:
         paged(dtype=torch.bfloat16, kv_dtype=FP8, gathered_tokens=99),
     ):
         assert other.gathered_tokens == 0
-    wide = paged(gathered_tokens=1000)
-    assert wide.scratch_bytes == 1000 * 2 * KV_HEADS * D * 4
+    wide, half = (paged(gathered_tokens=tokens).scratch_bytes for tokens in (2000, 1000))
+    assert wide - half == 1000 * 2 * KV_HEADS * D * 4
 
 
 def test_heads_are_merged_some_at_a_time_where_the_library_takes_no_more(
@@ -169,7 +167,7 @@ def test_plans_that_are_held_at_a_time_do_not_disturb_each_other() -> None:
 def test_decodes_side_by_side_and_one_chunk_are_written_where_they_belong() -> None:
     """No index is needed then, and no state is copied."""
     laid, _ = lay_works([Work(9, 1, True), Work(6, 1, True), Work(30, 7, True)], 0)
-    plan = paged(()).plan([entry.span for entry in laid])
+    plan = paged(whole).plan([entry.span for entry in laid])
     assert plan.single is not None and plan.single.rows == slice(0, 2)
     assert plan.states is None and plan.chunks[0].rows == slice(2, 9)
 
@@ -195,21 +193,22 @@ def test_a_wrapper_is_planned_again_once_its_last_plan_was_copied() -> None:
     assert moments.seen == ["plan", "record", "wait", "plan", "record"]
 
 
-def test_folded_queries_unfold_into_themselves() -> None:
+def test_folded_queries_are_rows_of_their_kv_heads() -> None:
     q = torch.randn(5, HEADS, D)
     folded = fold(q[:, :HEADS], KV_HEADS)
     assert folded.shape == (5 * GROUP, KV_HEADS, D)
     assert torch.equal(folded[1 * GROUP + 2, 1], q[1, GROUP + 2])
-    back = torch.empty_like(q)
-    unfold(folded, back)
-    assert torch.equal(back, q)
 
 
 def test_states_are_merged_by_row_in_the_order_of_the_parts() -> None:
     """Rows 0 and 1 see 8 full pages and a rest, cut in 3 parts and a tail; rows 2 to 11 are one
     entry."""
     spans = [entry.span for entry in lay_works([Work(34, 2, True), Work(3, 10, True)], 0)[0]]
-    batches = lay(spans, T, GROUP, (PrefixSplit(2, 3, True),), least_tokens=T)
+
+    def three(rows: int, tokens: int) -> PrefixSplit:
+        return PrefixSplit(3 if rows == 2 else 0, packed=True)
+
+    batches = lay(spans, T, GROUP, three)
     assert [(batch.causal, batch.packed) for batch in batches] == [(False, True), (True, False)]
     actual = merges(batches)
     assert actual.several_rows.tolist() == [0, 1] and actual.several.tolist() == [
@@ -222,7 +221,7 @@ def test_states_are_merged_by_row_in_the_order_of_the_parts() -> None:
 
 def test_no_part_of_a_prefix_is_longer_than_narrow_sums_allow() -> None:
     span = lay_works([Work(40, 3, True)], 0)[0][0].span
-    (prefix, tail) = lay([span], T, GROUP, (), T, 2 * T)
+    (prefix, tail) = lay([span], T, GROUP, most_tokens=2 * T)
     assert not prefix.causal and prefix.kv_indptr.tolist() == [0, 2, 4, 6, 8, 10]
     assert tail.causal and len(tail.q_indptr) == 2
 
@@ -338,7 +337,7 @@ CALLS = (
     "BatchMLAPagedAttentionWrapper.__init__",
     "BatchMLAPagedAttentionWrapper.plan",
     "BatchMLAPagedAttentionWrapper.run",
-    "merge_states",
+    "cascade.get_cascade_module",
     "rmsnorm",
     "silu_and_mul",
     "apply_rope_with_cos_sin_cache_inplace",

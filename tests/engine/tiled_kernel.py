@@ -2,7 +2,8 @@
 
 What `deterministic` rests on, read off the library's scheduler and kernel (0.6.13) with its quirks:
 the tile follows the mean of the entries' rows, keys begin where a window does, parts have a fixed
-length, some tiles stay unmasked, and masked scores are a large number and not −∞. What a tile gives
+length, some tiles stay unmasked, masked scores are a large number and not −∞, and a tile that a row
+does not see rounds its sum all the same. What a tile gives
 is computed in float64 and rounded, so that torch's own order, which follows an array's shape, is
 not seen; what tiles give is added up in float32, one after the other.
 """
@@ -82,7 +83,9 @@ def _tile(
     if masked is not None:
         scores = scores.masked_fill(masked.unsqueeze(1), -FAR)
     most = torch.maximum(m, scores.amax(-1))
-    shrink = _power((m - most) * _factor(q))
+    # One multiply-add, as there: not 1 where the maximum stays, but 1 and a rounding error.
+    factor = torch.tensor(_factor(q), dtype=torch.float32)
+    shrink = _power((m.double() * factor.double() - (most * factor).double()).float())
     p = _power((scores - most.unsqueeze(-1)) * _factor(q)).double()
     values = torch.einsum("nht,htd->nhd", p, keys[1].double()).float()
     return most, d * shrink + p.sum(-1).float(), o * shrink.unsqueeze(-1) + values

@@ -40,7 +40,7 @@ def in_pieces() -> None:
             return turned
 
         sizes = (1, 2, 3, 5, 8, 20, 100, 400)
-        pieces = PiecewiseGraphs(parts["model"], turns, Launched(), sizes=sizes)
+        pieces = PiecewiseGraphs(parts["model"], parts["kv"], turns, Launched(), sizes=sizes)
         return Runner(*args, **{**parts, "model": pieces})
 
     def forward(*_: object) -> torch.Tensor:

@@ -110,7 +110,7 @@ class SoloEngine:
             at,
             planes=config.planes,
             scales=scales,
-            spare=int(isinstance(self.attention, PagedAttention)),
+            spare=1,
         )
         self.inputs = InputBuilder(
             Sequences(
@@ -157,7 +157,7 @@ class SoloEngine:
         else:
             assert isinstance(attention, LatentPagedAttention)
         # It takes the place of its decoder.
-        self.model = PiecewiseGraphs(model, turns, record, sizes=cuts)  # type: ignore[assignment]
+        self.model = PiecewiseGraphs(model, kv, turns, record, sizes=cuts)  # type: ignore[assignment]
 
     def start(
         self,

@@ -23,14 +23,12 @@ from medha.checkpoints.fit import (
 )
 from medha.config import WorkerConfig
 from medha.errors import SetupError, SpecError
-from medha.profile import decode
 from medha.topology import Coordinate, kv_heads_of, stage_layers
 from medha_worker import weights
 from medha_worker.attention.backend import attention_for
 from medha_worker.attention.fp8_scales import FP8, Scales
 from medha_worker.attention.graph_decode import GraphDecodes
 from medha_worker.attention.kernel_interface import Attention
-from medha_worker.attention.kv_splits import PrefixSplit, table_of
 from medha_worker.attention.latent_paged import LatentPagedAttention
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.device import ComputeDevice
@@ -149,7 +147,6 @@ class RankEngine:
             latent=shape.latent,
             deterministic=config.deterministic,
             spare=self.kv.pages,
-            table=_chunk_table(config.profile, shape.heads // tp.size, self.kv.kv_heads),
         )
         arithmetic = arithmetic_for(attention, shape.norm_eps, self.device)
         model = Decoder(shape, self.layers, tp, self.weights, arithmetic, self.adapters)
@@ -170,7 +167,8 @@ class RankEngine:
             record = CudaGraphRecorder(tp)
             if isinstance(attention, PagedAttention):
                 inputs.choose = self._graphs(model, attention, inputs, record).choose
-            stage = PiecewiseGraphs(model, self._turns(inputs), record, most_bytes=2 * MOST_BYTES)
+            turns = self._turns(inputs)
+            stage = PiecewiseGraphs(model, self.kv, turns, record, most_bytes=2 * MOST_BYTES)
         if isinstance(attention, PagedAttention) and self.device.at.type == "cuda":
             warn_if_memory_is_tight(torch.cuda.mem_get_info()[0], attention.scratch_bytes)
         alone = wiring.tp is None and wiring.spp is None and config.topology.kvp_max == 1
@@ -243,15 +241,6 @@ class RankEngine:
         return turns
 
 
-def _chunk_table(profile: str, heads: int, kv_heads: int) -> tuple[PrefixSplit, ...]:
-    """Return the prefix splits of the profile file, if one is set; the controller has validated
-    it."""
-    if not profile:
-        return table_of((), heads, kv_heads)
-    measured = decode(pathlib.Path(profile).read_bytes(), profile)
-    return table_of(measured.chunk_kernels, heads, kv_heads)
-
-
 def warn_if_memory_is_tight(free_bytes: int, scratch_bytes: int) -> None:
     """Warn if the pool leaves less free memory than attention may need for its scratch buffers."""
     if free_bytes < scratch_bytes:
@@ -303,7 +292,7 @@ def _pool(
         held.at,
         planes=shape.planes,
         scales=scales,
-        spare=0 if held.at.type == "cpu" else 1,
+        spare=1,
     )
 
 

@@ -22,6 +22,18 @@ from medha_worker import nvcc
 VERSION = "0.6.13"
 
 
+class CascadeModule(Protocol):
+    """The compiled functions of `flashinfer.cascade`."""
+
+    def merge_states(
+        self, v: torch.Tensor, s: torch.Tensor, v_merged: torch.Tensor, s_merged: torch.Tensor
+    ) -> None: ...
+
+
+class Cascade(Protocol):
+    def get_cascade_module(self) -> CascadeModule: ...
+
+
 class Library(Protocol):
     """The functions used of FlashInfer 0.6 (docs.flashinfer.ai/api), under its names."""
 
@@ -30,9 +42,8 @@ class Library(Protocol):
     BatchDecodeWithPagedKVCacheWrapper: Callable[..., Any]
     BatchMLAPagedAttentionWrapper: Callable[..., Any]
 
-    def merge_states(
-        self, v: torch.Tensor, s: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    # Its functions write where they are told; those of the package allocate in every call.
+    cascade: Cascade
 
     def rmsnorm(
         self,

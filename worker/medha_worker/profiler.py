@@ -17,7 +17,7 @@ import pathlib
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -32,7 +32,6 @@ from medha.errors import SpecError, UserError
 from medha.measurement_plan import (
     Begun,
     Bounds,
-    Chunks,
     Measured,
     MeasurementMessage,
     MeasurementPlan,
@@ -40,14 +39,10 @@ from medha.measurement_plan import (
     plan_for,
 )
 from medha.messages import Sampling, SequenceStart, StageDone, Step, to_bytes
-from medha.profile import ChunkKernel
 from medha.topology import Coordinate, Topology
 from medha_worker import sampler
 from medha_worker.attention.backend import attention_for
 from medha_worker.attention.kernel_interface import Attention, Span
-from medha_worker.attention.kv_splits import H200, PrefixSplit
-from medha_worker.attention.paged import PagedAttention
-from medha_worker.chunk_profiler import chunk_kernels
 from medha_worker.device import ComputeDevice, device_of
 from medha_worker.engine import RankEngine, arithmetic_for, dtype_of
 from medha_worker.graphs import CudaGraphRecorder, GraphRecorder
@@ -265,19 +260,7 @@ class ModelBench:
         pools = [self.kv.pool(n).view(shape)[: self.kv.pages] for n in range(c.layers)]
         return lambda layer: plans[c.window(layer)].run(q, k, v, pools[layer])
 
-    def chunk_kernels(self) -> tuple[ChunkKernel, ...]:
-        """Return the best prefix splits for small chunks, over as many keys as the pool holds."""
-        pool = self.kv.pool(0)[: self.kv.pages]
-
-        def split(table: Sequence[PrefixSplit]) -> Attention:
-            kernel = self._kernel(1, table)
-            if isinstance(kernel, PagedAttention):
-                kernel.small_work = 0  # fa2 would split by itself, whatever the table says
-            return kernel
-
-        return chunk_kernels(split, pool, self.config.heads, self.dtype)
-
-    def _kernel(self, tp: int, table: Sequence[PrefixSplit] = H200) -> Attention:
+    def _kernel(self, tp: int) -> Attention:
         """Return the attention of one of `tp` shards."""
         c = self.config
         return attention_for(
@@ -289,7 +272,6 @@ class ModelBench:
             self.dtype,
             self.device.at,
             latent=c.latent,
-            table=table,
         )
 
     def copy_bytes_per_s(self) -> float:
@@ -401,8 +383,6 @@ def run(given: argparse.Namespace) -> None:
     )
     cuda = device.at.type == "cuda"
     measure(bench, plan, given.seconds, _write, cold=cuda)
-    if cuda and config.latent is None:
-        _write(Chunks(bench.chunk_kernels()))
 
 
 def main() -> None:

@@ -35,9 +35,9 @@ from medha.calibration import (
     with_links,
 )
 from medha.errors import EngineError, SetupError, SpecError
-from medha.measurement_plan import Begun, Chunks, Measured, MeasurementMessage, Rounds
+from medha.measurement_plan import Begun, Measured, MeasurementMessage, Rounds
 from medha.model import ModelShape, pairs
-from medha.profile import ChunkKernel, Profile, encode, guess_for
+from medha.profile import Profile, encode, guess_for
 from medha.topology import Topology
 
 SHOWN = 12  # of the unseen batches, spread over their errors
@@ -65,7 +65,6 @@ class Figures(msgspec.Struct, kw_only=True):
 
     begun: Begun
     shortest_s: dict[int, float] = {}
-    chunk_kernels: tuple[ChunkKernel, ...] = ()
 
     def take(self, index: int, seconds: float) -> None:
         self.shortest_s[index] = min(seconds, self.shortest_s.get(index, seconds))
@@ -102,7 +101,6 @@ def calibrate(options: CalibrateOptions, progress: Console, console: Console) ->
     profile = msgspec.structs.replace(
         with_links(fitted, links),
         error=float(np.sqrt(np.mean(errors**2))),
-        chunk_kernels=figures.chunk_kernels,
     )
     try:
         options.out.write_bytes(encode(profile) + b"\n")
@@ -166,9 +164,6 @@ def _measured(options: CalibrateOptions, console: Console) -> Figures:
                     case Rounds(count):
                         assert figures is not None
                         bar.update(task, total=count * figures.begun.plan.items)
-                    case Chunks(kernels):
-                        assert figures is not None
-                        figures.chunk_kernels = kernels
                     case Measured(index, seconds):
                         assert figures is not None
                         figures.take(index, seconds)

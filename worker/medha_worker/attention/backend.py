@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from medha.checkpoints.latent_attention import LatentAttention
@@ -13,7 +11,6 @@ from medha_worker.attention.cpu import cpu_attention
 from medha_worker.attention.flashinfer_plan import Geometry
 from medha_worker.attention.fp8_scales import FP8
 from medha_worker.attention.kernel_interface import Attention
-from medha_worker.attention.kv_splits import H200, PrefixSplit
 from medha_worker.attention.latent_paged import WIDTHS, LatentGeometry, LatentPagedAttention
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.attention.reference import ReferenceAttention
@@ -37,7 +34,6 @@ def attention_for(
     latent: LatentAttention | None = None,
     deterministic: bool = False,
     spare: int = 0,
-    table: Sequence[PrefixSplit] = H200,
 ) -> Attention:
     """Return the attention of a rank with `heads` over `kv_heads` in `dtype`, with pages of
     `kv_dtype`.
@@ -81,5 +77,6 @@ def attention_for(
         decodes="cores" if heads == kv_heads else "tensor",
         split_pages=max(1, SPLIT_TOKENS // page_tokens) if deterministic else 0,
     )
-    library, cuts = flashinfer.flashinfer(), table if hopper else ()
-    return PagedAttention(geometry, library, device, table=cuts, spare=spare)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    library = flashinfer.flashinfer()
+    return PagedAttention(geometry, library, device, processors=processors, spare=spare)

@@ -5,14 +5,15 @@ FlashInfer's `fa2` chooses tiles by the mean number of query rows per entry (tim
 KV head), and walks keys in tiles from the first, in parts of fixed length. So every entry gets the
 same number of rows: a decode is the last row of a block whose other rows are padding.
 
-    chunk of 70 rows, blocks of 32     | 32 rows | 32 rows | 26 idle, 6 rows |
-    decode                                                 | 31 idle, 1 row  |
+    chunk of 70 rows after 64 keys     | 32 rows | 32 rows | 26 idle, 6 rows |
+    decode after 133 keys                                  | 31 idle, 1 row  |
     chunk of 3 rows, fewer keys than 32     | 31 idle, 1 row | 31 idle, 1 row | 31 idle, 1 row |
 
 Rows are aligned to the bottom right, so idle rows come first. If an entry's first row would lie
 before the first key, the kernel leaves tiles unmasked; such rows get an entry each, whose last row
-sees every key. Keys out of sight add exact zeros. With a window, the kernel starts at the first key
-that the entry's first row sees, so rows get an entry each there too, after masked spare pages.
+sees every key. A tile of keys that a row does not see adds exact zeros but rounds the sum again, so
+the rows of an entry end in the same tile. With a window, the kernel starts at the first key that
+the entry's first row sees, so rows get an entry each there too, after masked spare pages.
 
 Pure: integers in, integers out.
 """
@@ -31,6 +32,8 @@ from medha_worker.attention.kv_splits import KernelBatch, indptr, window_of
 # Query rows times query heads per KV head in an entry: the kernel's largest tile. It uses that tile
 # (or, with wide heads, always the same smaller one) above 64.
 TILE = 128
+# Divides the kernel's tiles of keys: 64 or, with wide heads, 32.
+KEY_TILE = 32
 # Limit of entries per call, since their queries are gathered.
 MOST_ENTRIES = 512
 
@@ -97,8 +100,10 @@ def _entries(
     first = 0
     while first < span.length and (span.held or span.tail):
         end = min(first + (1 if window else rows), span.length)
-        if span.tail and span.held + end < rows:
-            end = first + 1
+        if span.tail:
+            end = min(end, first + KEY_TILE - (span.held + first) % KEY_TILE)
+            if span.held + end < rows:
+                end = first + 1
         lead = ahead if window and _begins_in(span, first, page_tokens) else 0
         tokens = lead + span.held + (end if span.tail else 0)
         walked = min(tokens, window + TILE) if window else tokens

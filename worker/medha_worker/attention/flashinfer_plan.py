@@ -19,7 +19,7 @@ import torch
 
 from medha_worker.attention.fixed_blocks import TILE, BlockBatch
 from medha_worker.attention.fp8_scales import FP8, Scales
-from medha_worker.attention.kv_splits import GATHERED_TOKENS, KernelBatch
+from medha_worker.attention.kv_splits import GATHERED_TOKENS, KernelBatch, contiguous
 from medha_worker.flashinfer import Library
 
 # Enough for FlashInfer's work schedule and for keys and values in flight.
@@ -137,7 +137,7 @@ class Wrappers:
             self._made[key] = Wrapper.on(self.device, inner)
         wrapper = self._made[key]
         plan_decodes(wrapper, batch, self.geometry, self.device)
-        return DecodeCall(wrapper, _selection(batch, self.device), self.geometry)
+        return DecodeCall(wrapper, selection(batch.rows, self.device), self.geometry)
 
 
 def decode_wrapper(
@@ -214,16 +214,19 @@ class ChunkCall:
     def __init__(
         self, wrapper: Wrapper, batch: KernelBatch, geometry: Geometry, device: torch.device
     ) -> None:
-        self.wrapper, self.batch, self.geometry = wrapper, batch, geometry
-        self.rows = _selection(batch, device)
-        G = geometry
-        self.narrow = G.narrow_queries(batch.window)
-        wrapper.plan(
+        self.wrapper, self.batch, self.geometry, self.device = wrapper, batch, geometry, device
+        self.rows = selection(batch.rows, device)
+        self.narrow = geometry.narrow_queries(batch.window) and not batch.small
+        self._plan()
+
+    def _plan(self) -> None:
+        G, batch, device = self.geometry, self.batch, self.device
+        self.wrapper.plan(
             staged(batch.q_indptr, device),
             staged(batch.kv_indptr, device),
             to_device(batch.pages, device),
             staged(batch.last_page, device),
-            G.kv_heads if batch.packed else G.heads,
+            self.heads,
             G.kv_heads,
             G.head_dim,
             G.page_tokens,
@@ -235,6 +238,11 @@ class ChunkCall:
             **({"fixed_split_size": G.split_pages} if G.split_pages else {}),
         )
 
+    @property
+    def heads(self) -> int:
+        """Query heads of a row of the kernel."""
+        return self.geometry.kv_heads if self.batch.packed else self.geometry.heads
+
     def run(
         self,
         q: torch.Tensor,
@@ -245,23 +253,31 @@ class ChunkCall:
     ) -> None:
         """Write states of the entries' rows, in entry order, into `out` [rows, heads, head_dim]
         and `lse` [rows, heads]."""
-        G, narrow = self.geometry, self.narrow
         queries = q[self.rows] if isinstance(self.rows, slice) else q.index_select(0, self.rows)
+        narrow, own, sums = self.narrow, out, lse
         if scales is not None:
             queries = scales.query_numbers(queries) if narrow else scales.meeting(queries)
-        own, sums = out, lse
         if self.batch.packed:
-            queries = fold(queries, G.kv_heads)
+            queries = fold(queries, self.heads)
             own, sums = torch.empty_like(queries, dtype=out.dtype), lse.new_empty(queries.shape[:2])
-        extra: tuple[torch.Tensor | None, ...] = ()
-        if scales is not None and narrow:
-            extra = (None, scales.products, scales.value)
-        self.wrapper.inner.run(queries, pool, *extra, out=own, lse=sums, return_lse=True)
+        self._attend(queries, pool, scales if narrow else None, own, sums)
         if self.batch.packed:
             unfold(own, out)
             unfold(sums, lse)
         if scales is not None and not narrow:
             scales.restore(out)
+
+    def _attend(
+        self,
+        queries: torch.Tensor,
+        pool: torch.Tensor,
+        scales: Scales | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Launch the kernel; with `scales`, queries are FP8 numbers."""
+        extra = () if scales is None else (None, scales.products, scales.value)
+        self.wrapper.inner.run(queries, pool, *extra, out=out, lse=lse, return_lse=True)
 
 
 class GatheredKeys:
@@ -290,20 +306,24 @@ class GatheredKeys:
         return side_by_side.view(2, G.kv_heads, tokens, G.head_dim).transpose(1, 2)
 
 
-class GatheredCall:
-    """A planned call for one entry of many rows over gathered keys."""
+class GatheredCall(ChunkCall):
+    """A planned call for entries over gathered keys."""
 
     def __init__(
         self, wrapper: Wrapper, batch: KernelBatch, geometry: Geometry, keys: GatheredKeys
     ) -> None:
-        G, device = geometry, keys.device
-        self.wrapper, self.batch, self.rows = wrapper, batch, _selection(batch, device)
-        self._keys, self._pages = keys, to_device(batch.pages.astype(np.int64), device)
-        self._tokens = int((len(batch.pages) - 1) * G.page_tokens + batch.last_page[0])
-        wrapper.plan(
-            staged(batch.q_indptr, device),
-            staged(np.array([0, self._tokens], dtype=np.int32), device),
-            G.heads,
+        self._keys, self._pages = keys, to_device(batch.pages.astype(np.int64), keys.device)
+        ends = batch.kv_indptr * geometry.page_tokens
+        ends[-1] += batch.last_page[-1] - geometry.page_tokens
+        self._ends = ends
+        super().__init__(wrapper, batch, geometry, keys.device)
+
+    def _plan(self) -> None:
+        G, batch = self.geometry, self.batch
+        self.wrapper.plan(
+            staged(batch.q_indptr, self.device),
+            staged(self._ends, self.device),
+            self.heads,
             G.kv_heads,
             G.head_dim,
             causal=batch.causal,
@@ -312,17 +332,15 @@ class GatheredCall:
             o_data_type=G.dtype,
         )
 
-    def run(
+    def _attend(
         self,
-        q: torch.Tensor,
+        queries: torch.Tensor,
         pool: torch.Tensor,
         scales: Scales | None,
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """See `ChunkCall.run`."""
-        queries = q[self.rows] if isinstance(self.rows, slice) else q.index_select(0, self.rows)
-        k, v = self._keys.of(pool, self._pages)[:, : self._tokens]
+        k, v = self._keys.of(pool, self._pages)[:, : int(self._ends[-1])]
         self.wrapper.inner.run(queries, k, v, out=out, lse=lse, return_lse=True)
 
 
@@ -375,6 +393,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _selection(batch: KernelBatch, device: torch.device) -> slice | torch.Tensor:
-    run = batch.run
-    return to_device(batch.rows, device) if run is None else run
+def selection(rows: npt.NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
+    """Return the numbers `rows` as a slice if they are contiguous, else on the device."""
+    run = contiguous(rows)
+    return to_device(rows, device) if run is None else run

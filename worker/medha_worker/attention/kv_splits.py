@@ -3,100 +3,37 @@
 `fa2` splits keys by itself, and serves single rows and `small` chunks. `fa3`, twice as fast for
 many rows, does not. A chunk after a long prefix has too few rows to fill a GPU with it, or fills it
 one and a half times. So its prefix is split into parts of whole pages, each an entry of the
-kernel's batch with the same queries, and the states are merged. Query heads of a KV head are folded
-into the rows of small chunks, which then read their keys once.
+kernel's batch with the same queries, and the states are merged. Query heads of a KV head may be
+folded into the rows of such parts.
 
     prefix    | part 0 | part 1 | … | part S − 1 |            no mask, heads folded where packed
     tail                                         | rest of a page, chunk |     causal, not folded
 
-A measured table gives the number of parts. The keys of still larger chunks are `gathered`: copied
-from their pages to side by side, which costs less than it saves. In layers with a window, rows see
-only a few pages, which are never split; kernels support windows over contiguous keys
-(`sees_a_run`). Pure: integers in, integers out; `paged` passes them to kernels, tests to plain
-torch.
+`split_costs` chooses the parts, whether heads are packed, and whether keys are `gathered`: copied
+from their pages to side by side. In layers with a window, rows see only a few pages, which are
+never split; kernels support windows over contiguous keys (`sees_a_run`). Pure: integers in,
+integers out; `paged` passes them to kernels, tests to plain torch.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from medha.profile import ChunkKernel
 from medha_worker.attention.kernel_interface import Span
+from medha_worker.attention.split_costs import MOST_STATES, SMALL, WHOLE, PrefixSplit, whole
 
 Ints = npt.NDArray[np.int32]
 
 
-class PrefixSplit(msgspec.Struct, frozen=True):
-    """Rule for chunks of up to `rows`: the prefix's number of parts, and whether heads are
-    folded."""
-
-    rows: int
-    parts: int
-    packed: bool
-
-
-# Measured on one H200 with 32 query heads over 8 of 128 and a prefix of a million tokens: 422, 498,
-# 554 and 555 TFLOP/s, where a kernel that has all of it in one entry reaches 160 at 128 rows. Above
-# 256 rows, what fills 132 multiprocessors best with blocks of 128 rows of a head.
-H200 = (
-    PrefixSplit(32, 16, True),
-    PrefixSplit(64, 8, True),
-    PrefixSplit(128, 4, False),
-    PrefixSplit(256, 2, False),
-    PrefixSplit(384, 4, False),
-    PrefixSplit(512, 1, False),
-    PrefixSplit(640, 4, False),
-    PrefixSplit(768, 2, False),
-    PrefixSplit(896, 4, False),
-    PrefixSplit(1024, 1, False),
-    PrefixSplit(1280, 2, False),
-)
-# A part has at least this many tokens, and a prefix of fewer than WORTH_CUTTING stays whole.
-LEAST_TOKENS = 2048
-WORTH_CUTTING = 4
-# Chunks of few rows run on fa2 unless rows² · keys exceed SMALL_WORK. Measured on one H200: 23 µs
-# for 69 (16 rows after 8 K), 45 for 76 (64 after 8 K), 117 for 118 (64 after 32 K), 408 for 309 (64
-# after 128 K), 145 for 194 (16 after 128 K).
-SMALL_ROWS, SMALL_TOKENS, SMALL_WORK = 64, 1024, 1 << 27
-# Rows from which on a chunk sees gathered keys, and keys gathered at a time (half a gigabyte for 8
-# heads of 128 in 16 bits). Measured on one H200, keys side by side against pages: 2,048 rows after
-# 6 K 515 to 435 TFLOP/s, after 30 K 650 to 528, after 126 K 678 to 543. Pages are copied at 3.5
-# TB/s: 0.3 ms for 128 K, where 2,048 rows take 6.4 ms instead of 8. Smaller chunks need parts.
-GATHERED_ROWS, GATHERED_TOKENS = 1281, 1 << 17
-# Limit of a chunk's states, in rows of all heads: a gigabyte for 32 heads of 128 in 16 bits.
-MOST_STATES = 1 << 17
-
-
-def choose(
-    table: Sequence[PrefixSplit], rows: int, prefix_tokens: int, least_tokens: int = LEAST_TOKENS
-) -> PrefixSplit:
-    """Return the table's rule for a chunk, with no part below `least_tokens`."""
-    for choice in table:
-        if rows <= choice.rows:
-            most = prefix_tokens // least_tokens
-            parts = min(choice.parts, most) if most >= WORTH_CUTTING else 1
-            return PrefixSplit(choice.rows, parts, choice.packed and parts > 1)
-    return PrefixSplit(rows, 1, False)
-
-
-def small(rows: int, tokens: int, most_work: int = SMALL_WORK) -> bool:
-    """Return True if fa2 is faster than fa3 for `rows` that see `tokens`."""
-    return rows <= SMALL_ROWS and tokens >= SMALL_TOKENS and rows * rows * tokens <= most_work
-
-
-def table_of(kernels: Sequence[ChunkKernel], heads: int, kv_heads: int) -> tuple[PrefixSplit, ...]:
-    """Return the measured rules for these head counts, or `H200` if none were measured."""
-    splits = tuple(
-        PrefixSplit(kernel.rows, kernel.parts, kernel.packed)
-        for kernel in sorted(kernels, key=lambda kernel: kernel.rows)
-        if (kernel.heads, kernel.kv_heads) == (heads, kv_heads)
-    )
-    return splits or H200
+# Keys gathered at a time: half a gigabyte for 8 heads of 128 in 16 bits.
+GATHERED_TOKENS = 1 << 17
+# (rows, tokens of the full pages before them) -> how they are laid out.
+Choose = Callable[[int, int], PrefixSplit]
 
 
 class KernelBatch(msgspec.Struct, frozen=True):
@@ -105,8 +42,8 @@ class KernelBatch(msgspec.Struct, frozen=True):
     Entry e has query rows [q_indptr[e], q_indptr[e + 1]) of the gathered `rows` (times the folded
     heads if `packed`) and pages `pages[kv_indptr[e] : kv_indptr[e + 1]]`, with `last_page[e]`
     tokens in the last. `rows` int64: batch rows of the entries' queries, in order. `window`: tokens
-    that a row sees, its own included; 0: all. `small`: for fa2 (see the function of that name).
-    `gathered`: the only entry's pages are copied to side by side first.
+    that a row sees, its own included; 0: all. `small`: for fa2 (see `PrefixSplit`).
+    `gathered`: the entries' pages, full but for the last, are copied to side by side first.
     """
 
     causal: bool
@@ -119,13 +56,6 @@ class KernelBatch(msgspec.Struct, frozen=True):
     window: int = 0
     small: bool = False
     gathered: bool = False
-
-    @property
-    def run(self) -> slice | None:
-        """The rows as a slice if they are contiguous, else None."""
-        first, count = int(self.rows[0]), len(self.rows)
-        side_by_side = np.array_equal(self.rows, np.arange(first, first + count))
-        return slice(first, first + count) if side_by_side else None
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -150,84 +80,62 @@ def lay(
     spans: Sequence[Span],
     page_tokens: int,
     group: int,
-    table: Sequence[PrefixSplit] = H200,
-    least_tokens: int = LEAST_TOKENS,
+    choose: Choose = whole,
     most_tokens: int = 0,
-    small_work: int = 0,
-    gathered_tokens: int = 0,
+    gathered_tokens: int = GATHERED_TOKENS,
 ) -> tuple[KernelBatch, ...]:
     """Return the kernel calls for `spans` of several rows: at most one of each kind in a fixed
     order, then those over gathered keys.
 
-    `group`: query heads per KV head. `most_tokens`: limit of a part's length (0: none), unless its
-    states would take too much memory. `small_work`: limit of small chunks (0: there are none).
-    `gathered_tokens`: limit of keys that are gathered at a time (0: none are). A row's state is the
-    merge over all its entries; a row that sees no key is in none. Raises ValueError for a span
-    whose visible keys are not contiguous.
+    `group`: query heads per KV head. `most_tokens`: limit of a part's length (0: none); `fa2` takes
+    chunks whose states would then take too much memory. `gathered_tokens`: limit of keys that are
+    gathered at a time (0: none are). A row's state is the merge over all its entries; a row that
+    sees no key is in none. Raises ValueError for a span whose visible keys are not contiguous.
     """
     kinds: dict[tuple[bool, bool, bool], list[_Entry]] = {}
-    gathered: list[tuple[bool, _Entry]] = []
+    gathered: list[KernelBatch] = []
     window = window_of(spans, page_tokens)
     for span in spans:
         tokens = span.held + (span.length if span.tail else 0)
-        if gathered_tokens and not window and tokens and span.length >= GATHERED_ROWS:
-            gathered += _gathered(span, tokens, page_tokens, gathered_tokens)
-            continue
-        if not window and small(span.length, tokens, small_work):
-            entry = _Entry(span, span.pages[: -(-tokens // page_tokens)], tokens)
-            kinds.setdefault((span.tail, False, True), []).append(entry)
-            continue
         full = span.held // page_tokens
-        choice = choose(table, span.length, full * page_tokens, least_tokens)
-        if window:
-            choice = PrefixSplit(span.length, 1, False)
-        elif most_tokens and full * page_tokens > choice.parts * most_tokens:
-            parts = min(-(-full * page_tokens // most_tokens), MOST_STATES // span.length)
-            choice = PrefixSplit(span.length, max(parts, 1), choice.packed)
-        if choice.parts == 1:
-            full = 0 if span.tail else full  # one entry, from the first key to the last
-        cuts = np.linspace(0, full, choice.parts + 1).round().astype(int)
-        packed = choice.packed and group > 1
-        for first, end in itertools.pairwise(cuts.tolist()):
-            if end > first:
-                part = _Entry(span, span.pages[first:end], (end - first) * page_tokens)
-                kinds.setdefault((False, packed, False), []).append(part)
-        rest = tokens - full * page_tokens
+        split = WHOLE if window else choose(span.length, full * page_tokens)
+        parts, packed = split.parts, split.packed and group > 1
+        if most_tokens and not window and full * page_tokens > max(parts, 1) * most_tokens:
+            parts = -(-full * page_tokens // most_tokens)
+            split = split if parts * span.length <= MOST_STATES else SMALL
+        gathers = split.gathered and gathered_tokens > 0
+        fits = not gathers or tokens <= gathered_tokens
+        if split.small or (span.tail and not parts and fits):
+            full = 0  # one entry, from the first key to the last
+        rest, prefix = tokens - full * page_tokens, full * page_tokens
+        calls = max(1, -(-prefix // gathered_tokens)) if gathers else 1
+        each = -(-max(parts, 1) // calls)
+        entries = _cut(span, full, each * calls, page_tokens)
+        pieces = [(False, packed, entries[at : at + each]) for at in range(0, len(entries), each)]
         if rest:
             pages = span.pages[full : full + -(-rest // page_tokens)]
-            kinds.setdefault((span.tail, False, False), []).append(_Entry(span, pages, rest))
-    calls = [
+            pieces.append((span.tail, False, [_Entry(span, pages, rest)]))
+        for causal, folded, some in pieces:
+            if gathers:
+                call = _batch(causal, folded, False, some, page_tokens, group)
+                gathered.append(msgspec.structs.replace(call, gathered=True))
+            else:
+                kinds.setdefault((causal, folded, split.small), []).extend(some)
+    paged = [
         _batch(*kind, kinds[kind], page_tokens, group, window if kind[0] else 0)
         for kind in sorted(kinds)
     ]
-    for causal, entry in gathered:
-        call = _batch(causal, False, False, [entry], page_tokens, group)
-        calls.append(msgspec.structs.replace(call, gathered=True))
-    return tuple(calls)
+    return (*paged, *gathered)
 
 
-def _gathered(
-    span: Span, tokens: int, page_tokens: int, most_tokens: int
-) -> list[tuple[bool, _Entry]]:
-    """Return whether each entry of a span over gathered keys is causal, and the entry.
-
-    All keys, if `most_tokens` hold them; else the full pages before the chunk in equal parts, and
-    what follows them.
-    """
-    if tokens <= most_tokens:
-        return [(span.tail, _Entry(span, span.pages[: -(-tokens // page_tokens)], tokens))]
-    full = span.held // page_tokens
-    parts = -(-full * page_tokens // most_tokens)
+def _cut(span: Span, full: int, parts: int, page_tokens: int) -> list[_Entry]:
+    """Return the first `full` pages of a span in `parts`; none is empty."""
     cuts = np.linspace(0, full, parts + 1).round().astype(int)
-    entries = [
-        (False, _Entry(span, span.pages[first:end], (end - first) * page_tokens))
+    return [
+        _Entry(span, span.pages[first:end], (end - first) * page_tokens)
         for first, end in itertools.pairwise(cuts.tolist())
+        if end > first
     ]
-    rest = tokens - full * page_tokens
-    if rest:
-        pages = span.pages[full : full + -(-rest // page_tokens)]
-        entries.append((span.tail, _Entry(span, pages, rest)))
-    return entries
 
 
 def lay_singles(spans: Sequence[Span], page_tokens: int) -> KernelBatch | None:
@@ -323,6 +231,15 @@ def _batch(
         window=window,
         small=small,
     )
+
+
+def contiguous(rows: npt.NDArray[np.int64]) -> slice | None:
+    """Return ascending numbers without a gap as a slice, others as None."""
+    if not len(rows):
+        return slice(0, 0)
+    first, count = int(rows[0]), len(rows)
+    side_by_side = np.array_equal(rows, np.arange(first, first + count))
+    return slice(first, first + count) if side_by_side else None
 
 
 def indptr(counts: npt.ArrayLike) -> Ints:

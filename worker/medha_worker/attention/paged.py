@@ -3,9 +3,9 @@
     single rows          fa2 on tensor cores, which splits keys by itself; without shared KV heads
                          the decode kernel on CUDA cores
     small chunks         fa2, too
-    very large chunks    fa3 over keys that are copied from their pages to side by side
-    other chunks         one causal entry each; where that leaves a part of the GPU idle, the prefix
-                         in parts and the chunk's tail separately, merged (see `kv_splits`)
+    other chunks         fa3, over pages or over keys copied from them to side by side: one causal
+                         entry, or the prefix in parts and the chunk's tail separately, merged (see
+                         `split_costs`)
     deterministic        `fixed_blocks` of one size, so that no row's bits depend on another's
     windows over holes   plain torch: shared rows in a layer with a window, whose shard of the
                          keys is not contiguous
@@ -28,28 +28,25 @@ from medha_worker.attention.flashinfer_plan import (
     BlockCall,
     ChunkCall,
     DecodeCall,
-    GatheredCall,
     Geometry,
     Wrappers,
+    selection,
     to_device,
 )
 from medha_worker.attention.fp8_scales import Scales
 from medha_worker.attention.kernel_interface import LogBase, Partial, Span
 from medha_worker.attention.kv_splits import (
     GATHERED_TOKENS,
-    H200,
-    LEAST_TOKENS,
-    MOST_STATES,
-    SMALL_WORK,
+    Choose,
     KernelBatch,
     Merges,
-    PrefixSplit,
     lay,
     lay_singles,
     merges,
     sees_a_run,
 )
 from medha_worker.attention.reference import ReferenceAttention, ReferencePlan
+from medha_worker.attention.split_costs import MOST_STATES, SPLIT_STATES, SplitCosts, whole
 from medha_worker.flashinfer import Library
 
 # FP8 products are summed in few bits, so long sums lose precision: with FP8 queries a part of a
@@ -65,8 +62,8 @@ MERGED = 8192
 class PagedAttention:
     """Attention of a rank on a CUDA device; implements `kernel_interface.Attention`.
 
-    `table`, `least_tokens`, `small_work`, `narrow_tokens`, `gathered_tokens`: layout of chunks (see
-    `kv_splits` and NARROW_TOKENS).
+    `choose`, `narrow_tokens`, `gathered_tokens`: layout of chunks (see `kv_splits` and
+    NARROW_TOKENS); None: where `fa3` runs, the fastest split on `processors`.
     `turns`: plans alive at a time. `spare`: a page that no sequence owns, read by masked blocks.
     """
 
@@ -76,37 +73,37 @@ class PagedAttention:
         library: Library,
         device: torch.device,
         *,
-        table: Sequence[PrefixSplit] = H200,
-        least_tokens: int = LEAST_TOKENS,
-        small_work: int = SMALL_WORK,
+        choose: Choose | None = None,
+        processors: int = 132,
         narrow_tokens: int = NARROW_TOKENS,
         gathered_tokens: int = GATHERED_TOKENS,
         turns: int = 4,
         spare: int = 0,
     ) -> None:
         G = self.geometry = geometry
-        self.library, self.device, self.table, self.turns = library, device, tuple(table), turns
+        self.library, self.device, self.turns = library, device, turns
         self.wrappers = Wrappers(geometry, library, device)
+        self.scratch = Scratch(geometry, device)
         self.rest = ReferenceAttention(G.heads, G.kv_heads, G.head_dim, G.page_tokens, TILE_PAGES)
-        self.least_tokens, self.spare, self._turn = least_tokens, spare, 0
+        self.spare, self._turn = spare, 0
         self.most_tokens = narrow_tokens if G.narrow_queries() else 0
         both = G.kernel == "fa3" and G.kv_dtype == G.dtype
-        self.small_work = small_work if both else 0
         self.gathered_tokens = gathered_tokens if both else 0
+        size = G.kv_dtype.itemsize
+        costs = SplitCosts(G.heads, G.kv_heads, G.head_dim, size, processors, one_type=both)
+        self.choose = choose or (costs.choose if G.kernel == "fa3" else whole)
 
     @property
     def scratch_bytes(self) -> int:
         """Upper bound of memory for a large chunk after a very long prefix, besides the pool.
 
-        Queries and states of all parts, those of the batch before, and states again by row while
-        they are merged; or gathered keys.
+        Queries and states of all parts, both folded, and states by row; and gathered keys.
         """
         G = self.geometry
         row_bytes = G.heads * (4 * G.head_dim * G.dtype.itemsize + 3 * torch.float32.itemsize)
         token_bytes = 2 * G.kv_heads * G.head_dim * G.kv_dtype.itemsize
-        return (MOST_STATES * row_bytes if self.most_tokens else 0) + (
-            self.gathered_tokens * token_bytes
-        )
+        states = MOST_STATES if self.most_tokens else SPLIT_STATES if self.gathered_tokens else 0
+        return states * row_bytes + self.gathered_tokens * token_bytes
 
     @torch.inference_mode()
     def plan(self, spans: Sequence[Span]) -> PagedPlan:
@@ -124,10 +121,8 @@ class PagedAttention:
                 [span for span in runs if span.length > 1],
                 T,
                 G.group,
-                self.table,
-                self.least_tokens,
+                self.choose,
                 self.most_tokens,
-                self.small_work,
                 self.gathered_tokens,
             )
         turn = self._turn = (self._turn + 1) % self.turns
@@ -156,7 +151,7 @@ class PagedPlan:
         self,
         attention: PagedAttention,
         single: DecodeCall | None,
-        chunks: tuple[ChunkCall | GatheredCall, ...],
+        chunks: tuple[ChunkCall, ...],
         states: Merges,
         blocks: tuple[BlockCall, ...],
         rest: ReferencePlan | None,
@@ -204,54 +199,62 @@ class PagedPlan:
         return self._whole
 
 
+class Scratch:
+    """Memory for states, as large as a batch has needed yet.
+
+    On one stream the states of a layer are used before the next ones are written.
+    """
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        self._geometry, self._device = geometry, device
+        self._made: dict[str, Partial] = {}
+
+    def of(self, purpose: str, rows: int) -> Partial:
+        """Return memory for the states of `rows` rows; they are valid until its next use."""
+        G, made = self._geometry, self._made.get(purpose)
+        if made is None or len(made.lse) < rows:
+            out = torch.empty(rows, G.heads, G.head_dim, dtype=G.dtype, device=self._device)
+            lse = torch.empty(rows, G.heads, dtype=torch.float32, device=self._device)
+            made = self._made[purpose] = Partial(out, lse, LogBase.TWO)
+        return Partial(made.out[:rows], made.lse[:rows], LogBase.TWO)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Indices:
-    """Rows and states of `kv_splits.Merges`, on the device."""
+class _Gather:
+    """States `numbers` of `states`, gathered into `gathered`, for some batch rows.
 
-    alone_rows: torch.Tensor
-    alone: torch.Tensor
-    several_rows: torch.Tensor
-    several: torch.Tensor
+    `merge`: arguments of `merge_states` over views of them, if rows have several states. `result`
+    goes to batch rows `rows`, unless it is a part of them.
+    """
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _States:
-    """Memory for the states of calls, one empty state after the last, and views of each call's."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    of_calls: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
-
-    @staticmethod
-    def of(counts: list[int], geometry: Geometry, device: torch.device) -> _States:
-        """Allocate for calls of `counts` rows."""
-        G, count = geometry, sum(counts) + 1
-        out = torch.empty(count, G.heads, G.head_dim, dtype=G.dtype, device=device)
-        lse = torch.empty(count, G.heads, dtype=torch.float32, device=device)
-        out[-1].zero_()
-        lse[-1].fill_(float("-inf"))
-        views = torch.split(out[:-1], counts), torch.split(lse[:-1], counts)
-        return _States(out, lse, views)
+    states: Partial
+    numbers: torch.Tensor
+    gathered: Partial
+    merge: tuple[torch.Tensor, ...]
+    result: Partial
+    rows: torch.Tensor | None
 
 
 class _Merging:
     """Merges the states of several calls into those of batch rows.
 
-    A host launches a layer in a fraction of a millisecond only if it does little in it: memory and
-    views of it are made once for all layers.
+    A call of torch or FlashInfer takes the host some ten microseconds, in every layer. So memory
+    and views of it are the same in all layers, and contiguous rows are merged in place.
     """
 
     def __init__(
-        self, states: Merges, calls: Sequence[ChunkCall | GatheredCall], attention: PagedAttention
+        self, states: Merges, calls: Sequence[ChunkCall], attention: PagedAttention
     ) -> None:
-        device = attention.device
-        self._geometry, self._library = attention.geometry, attention.library
-        self._at = _Indices(
-            *(to_device(x, device) for x in (states.alone_rows, states.alone)),
-            *(to_device(x, device) for x in (states.several_rows, states.several.reshape(-1))),
-        )
-        self._calls = calls
-        self._memory: _States | None = None
+        self._attention, self._calls, device = attention, calls, attention.device
+        self._merge_states = attention.library.cascade.get_cascade_module().merge_states
+        kinds = ((states.alone_rows, states.alone[:, None]), (states.several_rows, states.several))
+        self._wanted = [
+            (selection(rows, device), to_device(of_rows.reshape(-1), device), of_rows.shape)
+            for rows, of_rows in kinds
+            if len(rows)
+        ]
+        self._of_calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._gathers: list[_Gather] = []
 
     def run(
         self,
@@ -261,23 +264,59 @@ class _Merging:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        if self._memory is None:
-            counts = [len(call.batch.rows) for call in self._calls]
-            self._memory = _States.of(counts, self._geometry, q.device)
-        at, states, sums = self._at, self._memory.out, self._memory.lse
-        for call, own, own_sums in zip(self._calls, *self._memory.of_calls, strict=True):
-            call.run(q, pool, scales, own, own_sums)
-        if len(at.alone):
-            out.index_copy_(0, at.alone_rows, states.index_select(0, at.alone))
-            lse.index_copy_(0, at.alone_rows, sums.index_select(0, at.alone))
-        if len(at.several_rows):
-            rows, most = len(at.several_rows), max(1, MERGED // out.shape[-1])
-            for first in range(0, out.shape[1], most):
-                heads = slice(first, first + most)
-                theirs, their_sums = states[:, heads], sums[:, heads]
-                merged, whole = self._library.merge_states(
-                    theirs.index_select(0, at.several).view(rows, -1, *theirs.shape[1:]),
-                    their_sums.index_select(0, at.several).view(rows, -1, theirs.shape[1]),
-                )
-                out[:, heads].index_copy_(0, at.several_rows, merged)
-                lse[:, heads].index_copy_(0, at.several_rows, whole)
+        """Write states of the calls' rows of `q` into `out` and `lse`, the same in every layer."""
+        if not self._gathers:
+            self._lay(Partial(out, lse))
+        for call, (own, sums) in zip(self._calls, self._of_calls, strict=True):
+            call.run(q, pool, scales, own, sums)
+        for some in self._gathers:
+            torch.index_select(some.states.out, 0, some.numbers, out=some.gathered.out)
+            torch.index_select(some.states.lse, 0, some.numbers, out=some.gathered.lse)
+            if some.merge:
+                self._merge_states(*some.merge)
+            if some.rows is not None:
+                out.index_copy_(0, some.rows, some.result.out)
+                lse.index_copy_(0, some.rows, some.result.lse)
+
+    def _lay(self, target: Partial) -> None:
+        """Lay out the calls' states, one empty state after the last, and what is gathered."""
+        counts = [len(call.batch.rows) for call in self._calls]
+        states = self._attention.scratch.of("states", sum(counts) + 1)
+        states.out[-1].zero_()
+        states.lse[-1].fill_(float("-inf"))
+        outs, sums = torch.split(states.out[:-1], counts), torch.split(states.lse[:-1], counts)
+        self._of_calls = list(zip(outs, sums, strict=True))
+        self._gathers = [self._gather(*wanted, states, target) for wanted in self._wanted]
+
+    def _gather(
+        self,
+        rows: slice | torch.Tensor,
+        numbers: torch.Tensor,
+        shape: tuple[int, int],
+        states: Partial,
+        target: Partial,
+    ) -> _Gather:
+        """Return how states `numbers`, `shape` [rows, most], become those of `rows`."""
+        scratch, (count, most) = self._attention.scratch, shape
+        if isinstance(rows, slice):
+            index, result = None, Partial(target.out[rows], target.lse[rows])
+        else:
+            index, result = rows, scratch.of("merged" if most > 1 else "alone", count)
+        if most == 1:
+            return _Gather(states, numbers, result, (), result, index)
+        # Of more heads than one block of the kernel merges, some are as further rows to it.
+        heads, dim = result.out.shape[1:]
+        fits = (n for n in range(1, heads + 1) if heads % n == 0 and n * dim <= MERGED)
+        each = max(fits)
+        split = heads // each
+        parts = numbers.view(count, most, 1) * split + torch.arange(split, device=numbers.device)
+        memory = scratch.of("by row", count * most)
+        gathered = Partial(memory.out.view(-1, each, dim), memory.lse.view(-1, each))
+        merge = (
+            gathered.out.view(-1, most, each, dim),
+            gathered.lse.view(-1, most, each),
+            result.out.view(-1, each, dim),
+            result.lse.view(-1, each),
+        )
+        states = Partial(states.out.view(-1, each, dim), states.lse.view(-1, each))
+        return _Gather(states, parts.transpose(1, 2).reshape(-1), gathered, merge, result, index)

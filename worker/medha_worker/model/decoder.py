@@ -21,7 +21,7 @@ from medha.checkpoints.decoder_config import DecoderConfig
 from medha.checkpoints.latent_attention import LATENT_EPS
 from medha.topology import kv_heads_of
 from medha_worker.inputs import StepInputs
-from medha_worker.kv.pages import KvPages
+from medha_worker.kv.pages import KvPages, SlotMapping
 from medha_worker.model.layers import Arithmetic, TorchArithmetic
 from medha_worker.model.low_rank import Adapter, adapted
 from medha_worker.parallel.collectives import KvpColumn, TensorParallel
@@ -130,10 +130,37 @@ class Decoder:
     ) -> torch.Tensor:
         """Store the rows' keys and values; return attention [rows, heads·state_dim] over all
         shards."""
-        rows = kv.kept(number, qkv[:, self.heads :])
-        if inputs.written is None or inputs.written.numel():
-            kv.write(number, rows, inputs.slot_mapping, inputs.written)
-        k, v = rows[:, : self.kv_heads], rows[:, -self.kv_heads :]  # a latent is both
+        written = inputs.written is None or inputs.written.numel()
+        slots = inputs.slot_mapping if written else None
+        kept = self.store(number, qkv, kv, slots, inputs.written)
+        return self.attended(number, qkv, kept, inputs, kv, column)
+
+    def store(
+        self,
+        number: int,
+        qkv: torch.Tensor,
+        kv: KvPages,
+        slots: SlotMapping | None,
+        which: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the rows' keys and values in the pages' type [rows, planes · kv_heads, head_dim];
+        store those of rows `which` (None: of all) at `slots`, if any."""
+        kept = kv.kept(number, qkv[:, self.heads :])
+        if slots is not None:
+            kv.write(number, kept, slots, which)
+        return kept
+
+    def attended(
+        self,
+        number: int,
+        qkv: torch.Tensor,
+        kept: torch.Tensor,
+        inputs: StepInputs,
+        kv: KvPages,
+        column: KvpColumn,
+    ) -> torch.Tensor:
+        """Return attention like `attend`, of rows whose keys and values are stored."""
+        k, v = kept[:, : self.kv_heads], kept[:, -self.kv_heads :]  # a latent is both
         attention = inputs.attention[self.config.window(number)]
         q, pool, scales = qkv[:, : self.heads], kv.pool(number), kv.scales(number)
         partial = attention.run(q, k, v, pool, scales)

@@ -1,14 +1,12 @@
-"""The measured table of cuts: found by trying, kept in a profile, read where prefixes are cut."""
+"""The cases that GPUs are tested with, by the oracle of their kernels; splits as on an H200."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from benchmarks import gpu_kernels
-from msgspec.structs import replace
 from tests.engine import plain_library
 from tests.support.paged_case import (
     CASES,
@@ -22,15 +20,10 @@ from tests.support.paged_case import (
     limit,
 )
 
-from medha import profile
-from medha.profile import CPU_CORE, ChunkKernel
 from medha_worker import engine
 from medha_worker.attention.flashinfer_plan import Geometry
 from medha_worker.attention.fp8_scales import FP8
-from medha_worker.attention.kernel_interface import Attention
-from medha_worker.attention.kv_splits import H200, PrefixSplit, table_of
 from medha_worker.attention.paged import PagedAttention
-from medha_worker.chunk_profiler import best, chunk_kernels
 
 CPU = torch.device("cpu")
 CLOSE = Off(1e-4, 1e-4, 1e-4)
@@ -42,9 +35,8 @@ NARROW_PAGES = Geometry(
 )
 
 
-def backend(geometry: Geometry, table: Sequence[PrefixSplit] = H200) -> PagedAttention:
-    library = plain_library
-    return PagedAttention(geometry, library, CPU, table=table)  # type: ignore[arg-type]
+def backend(geometry: Geometry) -> PagedAttention:
+    return PagedAttention(geometry, plain_library, CPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -79,14 +71,14 @@ def test_fp8_through_a_window_is_attended_with_queries_in_the_models_type() -> N
 def test_a_pool_that_leaves_too_little_for_large_chunks_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In FP8, 2,048 rows after 900 K tokens are cut in 64 parts; else their keys are gathered."""
+    """In FP8, 2,048 rows after 900 K tokens are cut in 64 parts; else keys are gathered too."""
     shape = Geometry(
         heads=32, kv_heads=8, head_dim=128, page_tokens=64, dtype=torch.bfloat16, kv_dtype=FP8
     )
     room = backend(shape).scratch_bytes
     assert 4.2 < room / 1e9 < 4.5
     same = dataclasses.replace(shape, kv_dtype=torch.bfloat16)
-    assert backend(same).scratch_bytes == 1 << 29
+    assert 1 << 29 < backend(same).scratch_bytes < 1.2e9
     assert backend(dataclasses.replace(same, kernel="fa2")).scratch_bytes == 0
     engine.warn_if_memory_is_tight(room, room)
     assert not caplog.records
@@ -103,59 +95,6 @@ def test_a_wrong_state_is_told() -> None:
     assert difference(actual, expected).worst > 0.4
     actual.lse[1] = 0.0  # a row that sees nothing
     assert not difference(actual, expected).within(NARROW)
-
-
-def test_the_fastest_cut_wins_unless_fewer_parts_are_about_as_fast() -> None:
-    seconds = {
-        PrefixSplit(64, 1, False): 2.0,
-        PrefixSplit(64, 8, True): 1.0,
-        PrefixSplit(64, 16, True): 0.985,
-    }
-    assert best(seconds) == PrefixSplit(64, 8, True)
-    assert best({**seconds, PrefixSplit(64, 16, True): 0.9}) == PrefixSplit(64, 16, True)
-
-
-def test_every_cut_is_tried_and_the_quickest_is_told() -> None:
-    tried: list[PrefixSplit] = []
-
-    def made(table: Sequence[PrefixSplit]) -> Attention:
-        tried.extend(table)
-        return backend(SMALL, table)
-
-    def timer(call: Callable[[], object]) -> float:
-        call()
-        return 1.0 / tried[-1].parts if tried[-1].packed else 1.0
-
-    pool = torch.zeros(400, 2, 2, 64, 16)
-    actual = chunk_kernels(made, pool, 4, torch.float32, timer, rows=(2, 5), parts=(1, 2, 4))
-    assert actual == tuple(
-        ChunkKernel(heads=4, kv_heads=2, rows=rows, parts=4, packed=True) for rows in (2, 5)
-    )
-    assert [(choice.parts, choice.packed) for choice in tried[:5]] == [
-        (1, False),
-        (2, False),
-        (2, True),
-        (4, False),
-        (4, True),
-    ]
-
-
-def test_a_profile_carries_the_table_to_where_prefixes_are_cut() -> None:
-    kernels = tuple(
-        ChunkKernel(heads=8, kv_heads=2, rows=rows, parts=parts, packed=True)
-        for rows, parts in ((64, 4), (32, 9))
-    )
-    measured = profile.decode(profile.encode(_with(kernels)))
-    assert table_of(measured.chunk_kernels, 8, 2) == (
-        PrefixSplit(32, 9, True),
-        PrefixSplit(64, 4, True),
-    )
-    assert table_of(measured.chunk_kernels, 32, 8) == H200
-    assert table_of(CPU_CORE.chunk_kernels, 8, 2) == H200
-
-
-def _with(kernels: tuple[ChunkKernel, ...]) -> profile.Profile:
-    return replace(CPU_CORE, chunk_kernels=kernels)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, which it would measure")
