@@ -18,7 +18,15 @@ from medha.errors import SetupError
 from medha.messages import BatchTokens, Sampling, SequenceStart, StageDone, Step, to_bytes
 from medha.topology import Coordinate, Topology
 from medha_worker import sampler
-from medha_worker.device import CpuDevice, PendingFetch, block_bytes, device_of, pack, unpack
+from medha_worker.device import (
+    CpuDevice,
+    PendingFetch,
+    block_bytes,
+    device_of,
+    pack,
+    sum_exactly,
+    unpack,
+)
 from medha_worker.engine import RankEngine
 from medha_worker.model.checkpoint_writer import TinyModel
 from medha_worker.model.layers import FusedArithmetic, Linear, TorchArithmetic, linear
@@ -238,3 +246,22 @@ def test_a_gpus_weights_keep_the_checkpoints_layout() -> None:
     product = linear(weight)
     assert isinstance(product, Linear) and product.weight.shape == (8, 1024)
     assert product.by_output().is_contiguous()
+
+
+def test_only_the_backend_that_can_forbids_split_products() -> None:
+    """Torch refuses every product in 16 bits otherwise, at the first one."""
+    products = torch.backends.cuda.matmul
+    before = (
+        torch.backends.cuda.preferred_blas_library(),
+        products.allow_bf16_reduced_precision_reduction_split_k,
+    )
+    try:
+        sum_exactly(deterministic=False)
+        assert products.allow_bf16_reduced_precision_reduction_split_k
+        sum_exactly(deterministic=True)
+        assert not products.allow_bf16_reduced_precision_reduction_split_k
+        chosen = torch.backends.cuda.preferred_blas_library()
+        assert chosen == torch._C._BlasBackend.Cublaslt
+    finally:
+        torch.backends.cuda.preferred_blas_library(before[0])
+        sum_exactly(deterministic=not before[1])

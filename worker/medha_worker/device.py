@@ -93,11 +93,7 @@ class CudaDevice:
     def __init__(self, deterministic: bool = False) -> None:
         self.at = torch.device("cuda", 0)
         torch.cuda.set_device(self.at)
-        # Partial sums of a split-K product stay in float32 until all are added.
-        products: Any = torch.backends.cuda.matmul
-        allowed = (False, not deterministic)  # (sum in narrow types, split K)
-        products.allow_bf16_reduced_precision_reduction = allowed
-        products.allow_fp16_reduced_precision_reduction = allowed
+        sum_exactly(deterministic)
 
     def upload(self, *arrays: Array) -> list[torch.Tensor]:
         block = torch.empty(block_bytes(arrays), dtype=torch.uint8, pin_memory=True)
@@ -111,6 +107,19 @@ class CudaDevice:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return _CudaFetch(event, pinned)
+
+
+def sum_exactly(deterministic: bool) -> None:
+    """Keep partial sums of split-K products in float32 until all are added.
+
+    `deterministic`: split no product, which of torch's backends only cuBLASLt can.
+    """
+    if deterministic:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    products: Any = torch.backends.cuda.matmul
+    allowed = (False, not deterministic)  # (sum in narrow types, split K)
+    products.allow_bf16_reduced_precision_reduction = allowed
+    products.allow_fp16_reduced_precision_reduction = allowed
 
 
 class _CudaFetch:

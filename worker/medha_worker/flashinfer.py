@@ -42,7 +42,7 @@ class Library(Protocol):
     BatchDecodeWithPagedKVCacheWrapper: Callable[..., Any]
     BatchMLAPagedAttentionWrapper: Callable[..., Any]
 
-    # Its functions write where they are told; those of the package allocate in every call.
+    # Its functions write into given memory; those of the package allocate in every call.
     cascade: Cascade
 
     def rmsnorm(

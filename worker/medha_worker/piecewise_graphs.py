@@ -28,7 +28,7 @@ from medha_worker.kv.pages import KvPages
 from medha_worker.model.decoder import Decoder
 from medha_worker.parallel.collectives import KvpColumn
 
-SIZES = (4, 8, 16, 32, 48, 64, 96, 128, *range(192, 1025, 64))
+SIZES = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 
 _LOG = logging.getLogger("medha.rank")
 

@@ -109,9 +109,11 @@ def lay(
             full = 0  # one entry, from the first key to the last
         rest, prefix = tokens - full * page_tokens, full * page_tokens
         calls = max(1, -(-prefix // gathered_tokens)) if gathers else 1
-        each = -(-max(parts, 1) // calls)
-        entries = _cut(span, full, each * calls, page_tokens)
-        pieces = [(False, packed, entries[at : at + each]) for at in range(0, len(entries), each)]
+        in_call = -(-max(parts, 1) // calls)
+        entries = _cut(span, full, in_call * calls, page_tokens)
+        pieces = [
+            (False, packed, entries[at : at + in_call]) for at in range(0, len(entries), in_call)
+        ]
         if rest:
             pages = span.pages[full : full + -(-rest // page_tokens)]
             pieces.append((span.tail, False, [_Entry(span, pages, rest)]))

@@ -83,7 +83,7 @@ class PagedAttention:
         G = self.geometry = geometry
         self.library, self.device, self.turns = library, device, turns
         self.wrappers = Wrappers(geometry, library, device)
-        self.scratch = Scratch(geometry, device)
+        self.scratch = StateMemory(geometry, device)
         self.rest = ReferenceAttention(G.heads, G.kv_heads, G.head_dim, G.page_tokens, TILE_PAGES)
         self.spare, self._turn = spare, 0
         self.most_tokens = narrow_tokens if G.narrow_queries() else 0
@@ -199,7 +199,7 @@ class PagedPlan:
         return self._whole
 
 
-class Scratch:
+class StateMemory:
     """Memory for states, as large as a batch has needed yet.
 
     On one stream the states of a layer are used before the next ones are written.
@@ -207,16 +207,16 @@ class Scratch:
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         self._geometry, self._device = geometry, device
-        self._made: dict[str, Partial] = {}
+        self._memory: dict[str, Partial] = {}
 
     def of(self, purpose: str, rows: int) -> Partial:
         """Return memory for the states of `rows` rows; they are valid until its next use."""
-        G, made = self._geometry, self._made.get(purpose)
-        if made is None or len(made.lse) < rows:
+        G, memory = self._geometry, self._memory.get(purpose)
+        if memory is None or len(memory.lse) < rows:
             out = torch.empty(rows, G.heads, G.head_dim, dtype=G.dtype, device=self._device)
             lse = torch.empty(rows, G.heads, dtype=torch.float32, device=self._device)
-            made = self._made[purpose] = Partial(out, lse, LogBase.TWO)
-        return Partial(made.out[:rows], made.lse[:rows], LogBase.TWO)
+            memory = self._memory[purpose] = Partial(out, lse, LogBase.TWO)
+        return Partial(memory.out[:rows], memory.lse[:rows], LogBase.TWO)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -307,16 +307,16 @@ class _Merging:
         # Of more heads than one block of the kernel merges, some are as further rows to it.
         heads, dim = result.out.shape[1:]
         fits = (n for n in range(1, heads + 1) if heads % n == 0 and n * dim <= MERGED)
-        each = max(fits)
-        split = heads // each
+        together = max(fits)
+        split = heads // together
         parts = numbers.view(count, most, 1) * split + torch.arange(split, device=numbers.device)
         memory = scratch.of("by row", count * most)
-        gathered = Partial(memory.out.view(-1, each, dim), memory.lse.view(-1, each))
+        gathered = Partial(memory.out.view(-1, together, dim), memory.lse.view(-1, together))
         merge = (
-            gathered.out.view(-1, most, each, dim),
-            gathered.lse.view(-1, most, each),
-            result.out.view(-1, each, dim),
-            result.lse.view(-1, each),
+            gathered.out.view(-1, most, together, dim),
+            gathered.lse.view(-1, most, together),
+            result.out.view(-1, together, dim),
+            result.lse.view(-1, together),
         )
-        states = Partial(states.out.view(-1, each, dim), states.lse.view(-1, each))
+        states = Partial(states.out.view(-1, together, dim), states.lse.view(-1, together))
         return _Gather(states, parts.transpose(1, 2).reshape(-1), gathered, merge, result, index)

@@ -1,4 +1,4 @@
-"""What a chunk's attention takes on a GPU by how its keys are split, and the fastest split.
+"""Costs of a chunk's attention on a GPU by how its keys are split, and the fastest split.
 
 `fa3` computes tiles: 128 query rows of a head against all keys of their entry, one tile at a time
 on each multiprocessor. So a chunk's time is that of the multiprocessor with the most tiles, and two
@@ -7,8 +7,8 @@ Against both, a long prefix is cut in parts, whose tiles are smaller and more; a
 share keys are packed as rows of one head, so that little of a tile is empty:
 
     160 rows, 32 heads that share 8 KV heads, 132 multiprocessors
-    as they are    2 tiles · 32 heads · 2 parts = 128 in 1 round, of which 63 % of the rows exist
-    packed         5 tiles · 8 heads · 3 parts = 120 in 1 round, of which 100 % exist
+    as they are    2 tiles · 32 heads · 2 parts = 128 in 1 round; 63 % of their rows exist
+    packed         5 tiles · 8 heads · 3 parts = 120 in 1 round; 100 % exist
 
 Each part leaves a state per row, to be merged, so more parts cost more copies. Pure.
 """
@@ -36,8 +36,8 @@ KERNEL_S, BYTES_PER_S = 4e-6, 3.5e12
 
 
 class PrefixSplit(msgspec.Struct, frozen=True):
-    """How a chunk's keys are laid out: its prefix in `parts`, after which comes the chunk itself;
-    0: all keys in one causal entry.
+    """Layout of a chunk's keys: its prefix in `parts`, then the chunk itself; 0: all keys in one
+    causal entry.
 
     `packed`: query heads of a KV head are rows of it in the parts. `gathered`: keys are copied from
     their pages to side by side first. `small`: `fa2` takes all of it, and splits keys by itself.
