@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
 import hashlib
 import logging
 import pathlib
@@ -18,7 +17,12 @@ import msgspec
 from starlette.types import ASGIApp
 
 from medha.adapters.keys import read_key
-from medha.adapters.memory import MemoryGate, container_limit_bytes, resident_bytes
+from medha.adapters.memory import (
+    MemoryGate,
+    collect_seldom,
+    container_limit_bytes,
+    resident_bytes,
+)
 from medha.adapters.prometheus import Metrics, OpsServer, Route, Tick, read_token
 from medha.config import RouterConfig
 from medha.errors import SetupError, SpecError
@@ -301,7 +305,7 @@ async def serve(config: RouterConfig) -> None:
             logging.getLogger("medha.router").info(
                 "serving", extra={"fields": {"url": router.url, "fleet": router.fleet_address}}
             )
-            _collect_seldom()
+            collect_seldom(COLLECT_AFTER)
             await router.serve()
 
 
@@ -323,17 +327,6 @@ async def _watch(gate: MemoryGate, busy: Callable[[], bool]) -> None:
             text = "memory is short: refusing new requests" if gate.refuses else "memory suffices"
             log.warning(text, extra={"fields": fields})
         await asyncio.sleep(MEMORY_S)
-
-
-def _collect_seldom() -> None:
-    """Make garbage collections rare and short.
-
-    What exists now lives as long as the process, and requests end without cycles of references:
-    each collection would look at all that waits, for nothing.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER, 50, 100)
 
 
 def _salt_secret(config: RouterConfig) -> bytes:

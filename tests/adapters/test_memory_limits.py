@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 import subprocess
 import sys
 
 import pytest
 
-from medha.adapters.memory import MemoryGate, container_limit_bytes, resident_bytes
+from medha.adapters.memory import MemoryGate, collect_seldom, container_limit_bytes, resident_bytes
 
 
 def test_work_is_refused_above_85_percent_until_memory_falls_below_80() -> None:
@@ -74,3 +75,13 @@ def test_the_memory_of_children_counts() -> None:
         assert child.stdout is not None and child.stdout.readline() == b"held\n"
         assert resident_bytes() - before > 50 << 20
         child.communicate(b"\n")
+
+
+def test_what_a_process_keeps_is_not_looked_at_again() -> None:
+    before = gc.get_threshold()
+    try:
+        collect_seldom(1234)
+        assert gc.get_threshold()[0] == 1234 and gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

@@ -31,6 +31,7 @@ from tests.engine.test_engine_attention import lay as lay_works
 
 from medha.errors import SetupError
 from medha_worker import flashinfer
+from medha_worker.attention import kv_splits
 from medha_worker.attention import paged as paged_backend
 from medha_worker.attention.flashinfer_plan import Decodes, Geometry, Kernel, Wrapper, fold
 from medha_worker.attention.fp8_scales import FP8, Scales
@@ -172,6 +173,25 @@ def test_decodes_side_by_side_and_one_chunk_are_written_where_they_belong() -> N
     assert plan.states is None and plan.chunks[0].rows == slice(2, 9)
 
 
+def test_usual_batches_find_their_wrappers_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def each(rows: int, tokens: int) -> PrefixSplit:
+        return PrefixSplit(2, rows % 2 == 0, rows == 3, rows == 4)
+
+    attention = paged(each)
+    attention.prepare((0, 9))
+    wrappers = (
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        "BatchDecodeWithPagedKVCacheWrapper",
+    )
+    for name in wrappers:
+        monkeypatch.delattr(plain_library, name)
+    works = [Work(23, length, True) for length in (5, 2, 3, 4, 1)]
+    for window in (0, 9):
+        windowed = [dataclasses.replace(work, window=window) for work in works]
+        assert same(*run(windowed, 0, attention))
+
+
 def test_a_wrapper_is_planned_again_once_its_last_plan_was_copied() -> None:
     class Moments:
         def __init__(self) -> None:
@@ -224,6 +244,20 @@ def test_no_part_of_a_prefix_is_longer_than_narrow_sums_allow() -> None:
     (prefix, tail) = lay([span], T, GROUP, most_tokens=2 * T)
     assert not prefix.causal and prefix.kv_indptr.tolist() == [0, 2, 4, 6, 8, 10]
     assert tail.causal and len(tail.q_indptr) == 2
+
+
+def test_chunks_whose_narrow_parts_would_take_too_much_memory_run_on_fa2(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five parts of three rows each do not fit into the states of 14 rows."""
+    monkeypatch.setattr(kv_splits, "MOST_STATES", 14)
+    span = lay_works([Work(40, 3, True)], 0)[0][0].span
+    (only,) = lay([span], T, GROUP, most_tokens=2 * T)
+    assert only.small and only.causal and len(only.pages) == 11
+    attention = paged(whole, kv_dtype=FP8)
+    attention.most_tokens = 2 * T
+    (call,) = attention.plan([span]).chunks
+    assert not call.narrow
 
 
 @given(st.lists(st.integers(0, 30), max_size=4), st.integers(0, 3), st.sampled_from([0, 9]))

@@ -126,6 +126,7 @@ class RankEngine:
         """Forget what pages hold, before the next `runner`; drop the last one first."""
         self.epochs = PageEpochs(self.kv.pages)
         self.copies = MoveTargets(self.at.group, self.epochs)
+        gc.unfreeze()
         gc.collect()  # of its graphs and workspaces
         if self.device.at.type == "cuda":
             torch.cuda.empty_cache()
@@ -170,6 +171,7 @@ class RankEngine:
             turns = self._turns(inputs)
             stage = PiecewiseGraphs(model, self.kv, turns, record, most_bytes=2 * MOST_BYTES)
         if isinstance(attention, PagedAttention) and self.device.at.type == "cuda":
+            attention.prepare(inputs.windows)
             warn_if_memory_is_tight(torch.cuda.mem_get_info()[0], attention.scratch_bytes)
         alone = wiring.tp is None and wiring.spp is None and config.topology.kvp_max == 1
         return Runner(

@@ -30,6 +30,7 @@ import msgspec
 import torch
 
 from medha.adapters.logs import start_logs
+from medha.adapters.memory import collect_seldom
 from medha.adapters.transports import STAGING_BYTES, raise_lock_limit, rdma_ports, transports
 from medha.config import WorkerConfig, read
 from medha.errors import MedhaError, UserError
@@ -63,6 +64,8 @@ _LOG = logging.getLogger("medha.rank")
 _PROGRESS_INTERVAL_S = 0.2
 # Batches that may be launched behind one that is not reported yet.
 MAX_OVERLAPPED = 1
+# New objects between two garbage collections.
+COLLECT_AFTER = 20_000
 # Between two polls of a busy device.
 _POLL_S = 20e-6
 
@@ -131,6 +134,7 @@ class Membership:
             wiring = self._wired()
             if wiring is not None:
                 runner = engine.runner(wiring, self._mesh, self._sample)
+                collect_seldom(COLLECT_AFTER)
                 self._link.post(self._ready(engine))
                 _LOG.info("ready for batches")
                 if self._ready_file is not None:

@@ -12,7 +12,6 @@ the inherited socket FD, so the router may kill it at any time. It ends when the
 from __future__ import annotations
 
 import datetime
-import gc
 import json
 import logging
 import select
@@ -29,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.adapters.logs import start_logs
+from medha.adapters.memory import collect_seldom
 from medha.errors import CheckpointError, RequestError
 from medha_router.dialects.readers import READERS
 from medha_router.protocol import (
@@ -439,7 +439,7 @@ class TokenizerProcess:
         match job:
             case wire.LoadFiles():
                 self._encoders[job.files.key] = Encoder(job.files)
-                _collect_seldom()
+                collect_seldom(COLLECT_AFTER)
                 return wire.Loaded(), b""
             case wire.Encode():
                 outcome, stepped = self._encoders[job.key].encode(job, payload)
@@ -457,13 +457,6 @@ class TokenizerProcess:
         if stepped is not None:
             self._jobs[job.number] = stepped
         return outcome, b""
-
-
-def _collect_seldom() -> None:
-    """Make garbage collections rare and short: encoders live as long as the process."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER, 50, 100)
 
 
 def read_large(kind: str, body: bytearray) -> tuple[wire.BodyRead, bytes]:

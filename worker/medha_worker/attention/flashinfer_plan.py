@@ -94,7 +94,8 @@ class Wrapper:
 class Wrappers:
     """FlashInfer wrappers for the plans alive at a time, created on first use.
 
-    All share one workspace: on one stream a kernel finishes before the next writes there.
+    All share one workspace: on one stream a kernel finishes before the next writes there. A wrapper
+    allocates and pins 8 MiB, so the usual ones are created ahead (`prepare`).
     """
 
     def __init__(self, geometry: Geometry, library: Library, device: torch.device) -> None:
@@ -108,36 +109,66 @@ class Wrappers:
         calls = ((batch, self.chunks(turn, batch, at)) for at, batch in enumerate(batches))
         return tuple(BlockCall(call, batch, self.device) for batch, call in calls)
 
+    def prepare(self, turns: int, windows: Sequence[int], gathers: bool) -> None:
+        """Create the wrappers of usual batches for layers with these windows (0: none).
+
+        `gathers`: some chunks see gathered keys.
+        """
+        for turn in range(turns):
+            for window in windows:
+                self._decodes(turn, window)
+                self._chunks(turn, True, False, False, window)
+            if 0 in windows and self.geometry.kernel == "fa3":
+                self._chunks(turn, False, False, False, 0)
+                self._chunks(turn, False, True, False, 0)
+            if 0 in windows and gathers:
+                self._chunks(turn, True, False, True, 0)
+                for number in range(2):
+                    self._over_gathered(turn, number)
+
     def chunks(self, turn: int, batch: KernelBatch, number: int = 0) -> ChunkCall:
         """Plan a call for chunks on wrapper `number` of this turn."""
-        key = (turn, batch.causal, batch.packed, batch.small, batch.window, number)
+        kind = batch.causal, batch.packed, batch.small, batch.window
+        return ChunkCall(self._chunks(turn, *kind, number), batch, self.geometry, self.device)
+
+    def gathered(self, turn: int, batch: KernelBatch, number: int) -> GatheredCall:
+        """Plan a call over gathered keys on wrapper `number` of this turn."""
+        wrapper = self._over_gathered(turn, number)
+        return GatheredCall(wrapper, batch, self.geometry, self._gathered)
+
+    def decodes(self, turn: int, batch: KernelBatch) -> DecodeCall:
+        """Plan a call for single rows on the wrapper of this turn."""
+        wrapper = self._decodes(turn, batch.window)
+        plan_decodes(wrapper, batch, self.geometry, self.device)
+        return DecodeCall(wrapper, selection(batch.rows, self.device), self.geometry)
+
+    def _chunks(
+        self, turn: int, causal: bool, packed: bool, small: bool, window: int, number: int = 0
+    ) -> Wrapper:
+        key = (turn, causal, packed, small, window, number)
         if key not in self._made:
-            kernel = "fa2" if batch.small else self.geometry.kernel_for(batch.window)
+            kernel = "fa2" if small else self.geometry.kernel_for(window)
             inner = self.library.BatchPrefillWithPagedKVCacheWrapper(
                 self.workspace, LAYOUT, backend=kernel
             )
             self._made[key] = Wrapper.on(self.device, inner)
-        return ChunkCall(self._made[key], batch, self.geometry, self.device)
+        return self._made[key]
 
-    def gathered(self, turn: int, batch: KernelBatch, number: int) -> GatheredCall:
-        """Plan a call over gathered keys on wrapper `number` of this turn."""
+    def _over_gathered(self, turn: int, number: int) -> Wrapper:
         key = (turn, "gathered", number)
         if key not in self._made:
             inner = self.library.BatchPrefillWithRaggedKVCacheWrapper(
                 self.workspace, "NHD", backend=self.geometry.kernel
             )
             self._made[key] = Wrapper.on(self.device, inner)
-        return GatheredCall(self._made[key], batch, self.geometry, self._gathered)
+        return self._made[key]
 
-    def decodes(self, turn: int, batch: KernelBatch) -> DecodeCall:
-        """Plan a call for single rows on the wrapper of this turn."""
-        key = (turn, "decodes", batch.window)
+    def _decodes(self, turn: int, window: int) -> Wrapper:
+        key = (turn, "decodes", window)
         if key not in self._made:
             inner = decode_wrapper(self.library, self.geometry, self.workspace)
             self._made[key] = Wrapper.on(self.device, inner)
-        wrapper = self._made[key]
-        plan_decodes(wrapper, batch, self.geometry, self.device)
-        return DecodeCall(wrapper, selection(batch.rows, self.device), self.geometry)
+        return self._made[key]
 
 
 def decode_wrapper(

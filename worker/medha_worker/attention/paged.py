@@ -105,6 +105,14 @@ class PagedAttention:
         states = MOST_STATES if self.most_tokens else SPLIT_STATES if self.gathered_tokens else 0
         return states * row_bytes + self.gathered_tokens * token_bytes
 
+    def prepare(self, windows: Sequence[int]) -> None:
+        """Create what batches of layers with these windows (0: none) usually need.
+
+        Otherwise the first of each kind would wait for it.
+        """
+        if not self.geometry.split_pages:
+            self.wrappers.prepare(self.turns, windows, self.gathered_tokens > 0)
+
     @torch.inference_mode()
     def plan(self, spans: Sequence[Span]) -> PagedPlan:
         """Lay out a step's spans, all of one window, and plan their kernels."""
