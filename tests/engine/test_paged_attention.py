@@ -165,6 +165,23 @@ def test_plans_that_are_held_at_a_time_do_not_disturb_each_other() -> None:
         assert torch.equal(actual.out, again.out) and torch.equal(actual.lse, again.lse)
 
 
+def test_plans_of_layers_with_other_windows_run_between_those_of_a_plan() -> None:
+    """The first has rows with fewer states than others, the second has more states in all."""
+    attention = paged()
+    works = [Work(40, 2, True), Work(9, 5, True), Work(30, 8, True)]
+    laid, pool = lay_works(works, 0)
+    wide, more = lay_works([Work(60, 2, True), *works, Work(60, 9, True)], 1)
+    q, k, v = torch.randn(3, 26, HEADS, D, generator=torch.Generator().manual_seed(0))
+    own = (k[:, :KV_HEADS], v[:, :KV_HEADS])
+    plan = attention.plan([entry.span for entry in laid])
+    other = attention.plan([entry.span for entry in wide])
+    states = []
+    for _ in range(2):
+        other.run(q, *own, more)
+        states.append(plan.run(q[:15], own[0][:15], own[1][:15], pool).out.clone())
+    assert states[0].isfinite().all() and torch.equal(*states)
+
+
 def test_decodes_side_by_side_and_one_chunk_are_written_where_they_belong() -> None:
     """No index is needed then, and no state is copied."""
     laid, _ = lay_works([Work(9, 1, True), Work(6, 1, True), Work(30, 7, True)], 0)

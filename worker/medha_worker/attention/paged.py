@@ -208,9 +208,10 @@ class PagedPlan:
 
 
 class StateMemory:
-    """Memory for states, as large as a batch has needed yet.
+    """Memory for states, as large as a batch has needed yet; in new memory the first is empty.
 
-    On one stream the states of a layer are used before the next ones are written.
+    On one stream the states of a layer are used before the next ones are written. Plans for other
+    windows use it between two layers of a plan.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
@@ -223,6 +224,8 @@ class StateMemory:
         if memory is None or len(memory.lse) < rows:
             out = torch.empty(rows, G.heads, G.head_dim, dtype=G.dtype, device=self._device)
             lse = torch.empty(rows, G.heads, dtype=torch.float32, device=self._device)
+            out[0].zero_()
+            lse[0].fill_(float("-inf"))
             memory = self._memory[purpose] = Partial(out, lse, LogBase.TWO)
         return Partial(memory.out[:rows], memory.lse[:rows], LogBase.TWO)
 
@@ -256,8 +259,14 @@ class _Merging:
         self._attention, self._calls, device = attention, calls, attention.device
         self._merge_states = attention.library.cascade.get_cascade_module().merge_states
         kinds = ((states.alone_rows, states.alone[:, None]), (states.several_rows, states.several))
+        after = sum(len(call.batch.rows) for call in calls) + 1
+        # In memory the empty state comes first, not last.
         self._wanted = [
-            (selection(rows, device), to_device(of_rows.reshape(-1), device), of_rows.shape)
+            (
+                selection(rows, device),
+                to_device((of_rows.ravel() + 1) % after, device),
+                of_rows.shape,
+            )
             for rows, of_rows in kinds
             if len(rows)
         ]
@@ -287,12 +296,10 @@ class _Merging:
                 lse.index_copy_(0, some.rows, some.result.lse)
 
     def _lay(self, target: Partial) -> None:
-        """Lay out the calls' states, one empty state after the last, and what is gathered."""
+        """Lay out the empty state, which nothing overwrites, the calls' and what is gathered."""
         counts = [len(call.batch.rows) for call in self._calls]
         states = self._attention.scratch.of("states", sum(counts) + 1)
-        states.out[-1].zero_()
-        states.lse[-1].fill_(float("-inf"))
-        outs, sums = torch.split(states.out[:-1], counts), torch.split(states.lse[:-1], counts)
+        outs, sums = torch.split(states.out[1:], counts), torch.split(states.lse[1:], counts)
         self._of_calls = list(zip(outs, sums, strict=True))
         self._gathers = [self._gather(*wanted, states, target) for wanted in self._wanted]
 
