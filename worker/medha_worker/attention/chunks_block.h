@@ -3,7 +3,9 @@
 
      TILE    registers of scores, or of output, per query
 
-   Keys come transposed, [blocks][dim][BLOCK], so that lanes are tokens and no sum crosses lanes. */
+   Keys come transposed, [blocks][dim][BLOCK], so that lanes are tokens and no sum crosses lanes. Inner
+   loops load a tile's registers first and then one query's scalar at a time: AVX2 has sixteen
+   registers, twelve of them sums, and six scalars beside the tile would push sums out to memory. */
 
 #include "lanes.h"
 
@@ -13,14 +15,15 @@ INLINE void SET(score)(int dim, const float *q, const float *keys, float (*score
     for (int t = 0; t < BLOCK; t += TILE * WIDTH) {
         lanes dot[QUERIES][TILE] = {0};
         for (int d = 0; d < dim; d++) {
-            const float *at = keys + d * BLOCK + t;
+            lanes key[TILE];
 #pragma GCC unroll 8
-            for (int i = 0; i < TILE; i++) {
-                lanes key = *(const lanes *)(at + i * WIDTH);
+            for (int i = 0; i < TILE; i++)
+                key[i] = *(const lanes *)(keys + d * BLOCK + t + i * WIDTH);
 #pragma GCC unroll 8
-                for (int h = 0; h < QUERIES; h++)
-                    dot[h][i] += key * q[h * dim + d];
-            }
+            for (int h = 0; h < QUERIES; h++)
+#pragma GCC unroll 8
+                for (int i = 0; i < TILE; i++)
+                    dot[h][i] += key[i] * q[h * dim + d];
         }
         for (int h = 0; h < QUERIES; h++)
             for (int i = 0; i < TILE; i++)
@@ -37,14 +40,15 @@ INLINE void SET(spread)(int tile, int dim, int d, int tokens, const float *value
         for (int i = 0; i < tile; i++)
             sum[h][i] = *(lanes *)(out + h * dim + d + i * WIDTH) * shrink[h];
     for (int t = 0; t < tokens; t++) {
-        const float *at = values + t * dim + d;
+        lanes value[TILE];
 #pragma GCC unroll 8
-        for (int i = 0; i < tile; i++) {
-            lanes value = *(const lanes *)(at + i * WIDTH);
+        for (int i = 0; i < tile; i++)
+            value[i] = *(const lanes *)(values + t * dim + d + i * WIDTH);
 #pragma GCC unroll 8
-            for (int h = 0; h < QUERIES; h++)
-                sum[h][i] += value * weight[h][t];
-        }
+        for (int h = 0; h < QUERIES; h++)
+#pragma GCC unroll 8
+            for (int i = 0; i < tile; i++)
+                sum[h][i] += value[i] * weight[h][t];
     }
     for (int h = 0; h < QUERIES; h++)
         for (int i = 0; i < tile; i++)
