@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from medha.adapters.prometheus import Reply, Route, json_reply
+from medha.adapters.prometheus import Reply, Route, SharedRoute, json_reply
 from medha.fleet.demand import WINDOW_S, DemandWindow
 from medha.fleet.request_queue import QueuedRequest
 from medha.messages import RouterDemand
@@ -116,7 +116,10 @@ def routes(
         demand = _on_loop(loop, demand_snapshot())
         return json_reply(demand) if demand is not None else _unresponsive()
 
-    shown: dict[str, Route] = {"GET /debug/queue": debug_queue, "GET /demand": show_demand}
+    shown: dict[str, Route] = {
+        "GET /debug/queue": SharedRoute(debug_queue),
+        "GET /demand": SharedRoute(show_demand),
+    }
     if drain is None:
         return shown
 

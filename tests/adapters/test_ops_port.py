@@ -23,6 +23,7 @@ from medha.adapters.prometheus import (
     Metrics,
     OpsServer,
     Reply,
+    SharedRoute,
     Tick,
     json_reply,
     read_token,
@@ -239,6 +240,55 @@ def test_requests_wait_while_those_of_all_places_are_being_answered() -> None:
         server.end.set()
         assert all(rest(connection).endswith(b"ok\n") for connection in further)
         assert all(rest(connection).endswith(b"slow\n") for connection in busy)
+
+
+class CountedPage:
+    """A page that shows the number of times that it was rendered."""
+
+    def __init__(self) -> None:
+        self.renders = 0
+
+    def text(self) -> bytes:
+        self.renders += 1
+        return b"%d" % self.renders
+
+
+def test_a_crowd_shares_few_pages_of_metrics_and_none_is_older_than_its_request() -> None:
+    page, clients, rounds = CountedPage(), MAX_CONNECTIONS // 2, 8
+    older = threading.Event()
+
+    def scrape(server: OpsServer) -> None:
+        for _ in range(rounds):
+            before = page.renders
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+                connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+                shown = connection.makefile("rb").read().rpartition(b"\n")[2]
+            if int(shown) <= before:
+                older.set()
+
+    with closing(OpsServer("127.0.0.1", 0, page, alive=lambda: True, ready=lambda: True)) as server:
+        threads = [threading.Thread(target=scrape, args=(server,)) for _ in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not older.is_set()
+    assert rounds <= page.renders < clients * rounds / 2
+
+
+def test_a_shared_route_that_fails_replies_again() -> None:
+    replies = iter([Reply(b"first"), None, Reply(b"second")])
+
+    def route() -> Reply:
+        if (reply := next(replies)) is None:
+            raise ValueError("no reply")
+        return reply
+
+    shared = SharedRoute(route)
+    assert shared().body == b"first"
+    with pytest.raises(ValueError, match="no reply"):
+        shared()
+    assert shared().body == b"second"
 
 
 def test_a_taken_port_is_a_setup_error_that_names_it(server: OpsServer) -> None:

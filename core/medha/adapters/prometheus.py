@@ -10,6 +10,7 @@ changes something (POST) needs a token if the process has one, and is never take
 from __future__ import annotations
 
 import bisect
+import concurrent.futures
 import contextlib
 import enum
 import hmac
@@ -44,6 +45,7 @@ MAX_CONNECTIONS = 32
 BACKLOG = 1024  # connections without a place yet: the kernel refuses further ones
 CONNECTION_TIMEOUT_S = 5.0
 IDLE_POLL_S = 0.05  # while all places are taken
+PAUSE_S = 0.05  # between two replies of a shared route
 STALE_TICK_S = 10.0
 MIN_TOKEN_BYTES = 16
 BROWSER_HEADERS = ("Origin", "Sec-Fetch-Site")  # of a POST, no page can leave out both
@@ -58,6 +60,40 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 Route = Callable[[], Reply]
+
+
+class SharedRoute:
+    """A route that replies once to all clients that wait for it. Thread-safe.
+
+    A reply begins PAUSE_S after the end of the one before, so that a crowd of clients takes little
+    time from other threads and from the event loop. No reply is older than its request.
+    """
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self._lock, self._replying = threading.Lock(), threading.Lock()
+        self._next: concurrent.futures.Future[Reply] | None = None
+        self._ended_s = float("-inf")
+
+    def __call__(self) -> Reply:
+        with self._lock:
+            reply, first = self._next, self._next is None
+            if reply is None:
+                reply = self._next = concurrent.futures.Future()
+        if first:
+            self._complete(reply)
+        return reply.result()
+
+    def _complete(self, reply: concurrent.futures.Future[Reply]) -> None:
+        with self._replying:
+            time.sleep(max(0.0, self._ended_s + PAUSE_S - time.monotonic()))
+            with self._lock:
+                self._next = None  # a request from now on waits for a later reply
+            try:
+                reply.set_result(self._route())
+            except Exception as error:
+                reply.set_exception(error)
+            self._ended_s = time.monotonic()
 
 
 def read_token(path: str) -> bytes:
@@ -258,11 +294,15 @@ class OpsServer:
         routes: Mapping[str, Route] | None = None,
         token: bytes = b"",
     ) -> None:
+
+        def show_metrics() -> Reply:
+            return Reply(metrics.text(), content_type=CONTENT_TYPE_LATEST)
+
         all_routes: dict[str, Route] = {
             "GET /healthz": lambda: _probe(alive()),
             "GET /livez": lambda: _probe(alive()),
             "GET /readyz": lambda: _probe(ready()),
-            "GET /metrics": lambda: Reply(metrics.text(), content_type=CONTENT_TYPE_LATEST),
+            "GET /metrics": SharedRoute(show_metrics),
             **(routes or {}),
         }
         try:
