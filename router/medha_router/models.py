@@ -240,10 +240,11 @@ class ServedModel:
             )
         wanted = max(1, requested) if requested is not None else 1
         if length + wanted > limit:
+            room = " A limit of 0 output tokens needs room for one." if requested == 0 else ""
             raise RequestError(
                 f"This model's maximum context length is {limit} tokens. However, you requested "
                 f"{length + wanted} tokens ({length} in the {where}, {wanted} in the completion). "
-                f"Please reduce the length of the {where} or completion.",
+                f"Please reduce the length of the {where} or completion.{room}",
                 code="context_length_exceeded",
                 param=where,
             )

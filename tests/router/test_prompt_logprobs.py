@@ -72,6 +72,18 @@ def test_no_output_is_asked_for_by_zero_tokens(served: Any, eventually: Any) -> 
     )
 
 
+def test_no_output_needs_room_for_one_token(served: Any) -> None:
+    most = served.client.models.retrieve("tiny").max_model_len
+    create = served.client.completions.create
+    request = {"model": "tiny", "echo": True, "logprobs": 0, "max_tokens": 0}
+    answer = create(**request, prompt=[64] * (most - 1))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (most - 1, 0)
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(**request, prompt=[64] * most)
+    assert refused.value.code == "context_length_exceeded" and refused.value.param == "prompt"
+    assert "A limit of 0 output tokens needs room for one." in refused.value.message
+
+
 def test_each_of_several_prompts_has_its_own(served: Any) -> None:
     request = {"model": "tiny", "prompt": ["say ab", "say cde"], "echo": True, "logprobs": 1}
     choices = served.client.completions.create(**request, max_tokens=1).choices
