@@ -53,6 +53,7 @@ def make_app(service: Service, config: RouterConfig, keys: ApiKeys | None) -> AS
         docs_url=None,
         redoc_url=None,
         openapi_url="/openapi.json",
+        redirect_slashes=False,  # the URL of a redirect is the client's Host header, without TLS
         responses=openapi.errors(),
     )
     bodies = BodyReader(config.max_body_bytes, service.tokens)

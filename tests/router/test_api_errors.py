@@ -198,6 +198,14 @@ def test_unknown_paths_and_methods_have_the_same_shape(served: Any) -> None:
     wrong(served.http.delete("/v1/models"), 405)
 
 
+def test_a_path_with_a_slash_at_its_end_is_unknown(served: Any) -> None:
+    """A redirect would send the client to the URL of its Host header, without TLS."""
+    for method, path in (("POST", "/v1/chat/completions/"), ("GET", "/health/")):
+        response = served.http.request(method, path, json=CHAT, headers={"host": "evil"})
+        assert wrong(response, 404)["code"] == "not_found"
+        assert "location" not in response.headers
+
+
 def test_context_overflow_reports_both_numbers(served: Any) -> None:
     body = {"model": "tiny", "prompt": "x" * 2040, "max_tokens": 9}
     error = wrong(served.http.post("/v1/completions", json=body), 400)
