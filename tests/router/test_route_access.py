@@ -111,6 +111,16 @@ def test_no_route_is_open_to(guarded: Any, credential: str) -> None:
     assert len(guarded.controllers[0].seen) == seen
 
 
+@pytest.mark.parametrize("slash", ["/", "%2F", "%2f"])
+def test_a_name_with_a_slash_is_looked_up_with_a_key_alone(guarded: Any, slash: str) -> None:
+    path, alice = f"/v1/models/org{slash}model", {"x-api-key": "alice"}
+    assert guarded.http.get(path).status_code == 401
+    unknown = guarded.http.get(path, headers=alice)
+    assert unknown.status_code == 404 and "`org/model`" in unknown.json()["error"]["message"]
+    for encoded in (f"/v1{slash}models", "/v1/%6Dodels", f"/v1/models/..{slash}..{slash}health"):
+        assert guarded.http.get(encoded).status_code == 401
+
+
 def test_no_route_reads_a_key_of_endless_length(guarded: Any) -> None:
     for method, path in routes(guarded):
         answer = call(guarded, method, path, {"authorization": "Bearer " + "alice" * 20_000})
