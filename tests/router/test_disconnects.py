@@ -61,10 +61,14 @@ def test_a_client_that_disconnects_during_decode_is_aborted(
     link.close()
 
 
+@pytest.mark.parametrize("half", [False, True])
 def test_a_client_that_disconnects_before_its_first_token_is_aborted(
-    alone: Any, eventually: Any
+    alone: Any, eventually: Any, half: bool
 ) -> None:
     controller, link = stalled(alone, eventually)
+    if half:
+        link.shutdown(socket.SHUT_WR)
+        assert link.recv(1) == b""
     link.close()
     eventually(lambda: controller.aborted == [controller.seen[0].id])
     eventually(lambda: idle(alone))
