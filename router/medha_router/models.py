@@ -77,6 +77,7 @@ class ModelVersion:
         salt: bytes,
         texts: bool = False,
         tools: bytes = b"",
+        template_values: bytes = b"",
         special: bool = True,
         generation_prompt: bool = True,
         limit_tokens: int = 0,
@@ -93,6 +94,7 @@ class ModelVersion:
             texts=texts,
             limit_tokens=limit_tokens,
             tools=tools,
+            template_values=template_values,
         )
 
 

@@ -183,21 +183,27 @@ _GRAMMARS: dict[str, Any] = {
     "guided_grammar": str | None,
 }
 _ALWAYS = Literal["none", "auto", "required"]
+_TEMPLATE: dict[str, Any] = {"chat_template_kwargs": dict[str, Any] | None}
 DECODED_LATER: dict[type[msgspec.Struct], dict[str, Any]] = {
-    TokenizeBody: {"tools": list[Tool] | None},
-    ChatBody: _GRAMMARS | {"tools": list[Tool] | None, "tool_choice": _ALWAYS | NamedChoice | None},
+    TokenizeBody: _TEMPLATE | {"tools": list[Tool] | None},
+    ChatBody: _GRAMMARS
+    | _TEMPLATE
+    | {"tools": list[Tool] | None, "tool_choice": _ALWAYS | NamedChoice | None},
     CompletionBody: _GRAMMARS,
     ResponsesBody: _GRAMMARS
+    | _TEMPLATE
     | {
         "tools": list[responses_body.FunctionTool] | None,
         "tool_choice": _ALWAYS | responses_body.NamedFunction | None,
     },
     MessagesBody: _GRAMMARS
+    | _TEMPLATE
     | {
         "tools": list[messages_body.CustomTool] | None,
         "tool_choice": messages_body.ToolChoice | None,
     },
-    CountTokensBody: {
+    CountTokensBody: _TEMPLATE
+    | {
         "tools": list[messages_body.CustomTool] | None,
         "tool_choice": messages_body.ToolChoice | None,
     },

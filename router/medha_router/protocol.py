@@ -105,7 +105,10 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "watermarking": (False,),
     "web_search_options": (),
 }
-CHAT_UNSUPPORTED = UNSUPPORTED | {"add_special_tokens": (False,)}
+CHAT_UNSUPPORTED = {
+    **{name: values for name, values in UNSUPPORTED.items() if name != "chat_template_kwargs"},
+    "add_special_tokens": (False,),
+}
 COMPLETION_UNSUPPORTED = UNSUPPORTED | {"add_special_tokens": (True,)}
 # Fields of completions that vLLM reads in a chat, too.
 OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"best_of": (1,), "echo": (False,)}
@@ -115,7 +118,6 @@ TOKENIZE_UNSUPPORTED: dict[str, tuple[object, ...]] = {
         name: UNSUPPORTED[name]
         for name in (
             "chat_template",
-            "chat_template_kwargs",
             "continue_final_message",
             "mm_processor_kwargs",
         )
@@ -123,6 +125,7 @@ TOKENIZE_UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 DEFAULTED = GenerationDefaults.__struct_fields__
 MAX_DEFAULT_BYTES = 64  # no default value is longer, so a longer one is not read
+MAX_TEMPLATE_VALUES_BYTES = 16 << 10
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,8 +274,9 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     default of the endpoint holds. `sampling.seed` is 0 unless `seeded`; `sampling.stop_tokens`
     holds only those of the client. `prompt_logprobs`: of a field of their own, without those of
     `echo`. `continuous_usage`: each chunk has the usage so far. `grammar`: what the output follows,
-    unchecked. `silent`: sampling parameters that the client left to the checkpoint. `client_id`:
-    the request's id as its client names it, for logs.
+    unchecked. `template_values`: JSON of `chat_template_kwargs`, unchecked, or empty. `silent`:
+    sampling parameters that the client left to the checkpoint. `client_id`: the request's id as its
+    client names it, for logs.
     """
 
     model: str
@@ -292,13 +296,14 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     silent: frozenset[str] = frozenset()
     grammar: GrammarSource | None = None
     tools: Tools | None = None
+    template_values: bytes = b""
     client_id: str = ""
 
 
 class TokenizeParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of `/tokenize`; `raw` is the JSON of `messages` (`chat`) or `prompt`.
 
-    `tools`: JSON for the chat template, or empty.
+    `tools`, `template_values`: JSON for the chat template, or empty.
     """
 
     model: str
@@ -307,6 +312,7 @@ class TokenizeParams(msgspec.Struct, frozen=True, kw_only=True):
     special: bool
     opening: bool
     tools: bytes = b""
+    template_values: bytes = b""
 
 
 class DetokenizeParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -421,7 +427,22 @@ def read_tokenize(data: bytes | bytearray) -> TokenizeParams:
         special=body.add_special_tokens is not False,
         opening=body.add_generation_prompt is not False,
         tools=tools.raw if tools is not None else b"",
+        template_values=template_values(body.chat_template_kwargs) if chat else b"",
     )
+
+
+def template_values(raw: RawJson) -> bytes:
+    """Return the JSON of `chat_template_kwargs`, or nothing; raises RequestError if it is long."""
+    if not is_given(raw):
+        return b""
+    if memoryview(raw).nbytes > MAX_TEMPLATE_VALUES_BYTES:
+        raise RequestError(
+            f"chat_template_kwargs takes {memoryview(raw).nbytes} bytes: at most "
+            f"{MAX_TEMPLATE_VALUES_BYTES} are read; send fewer",
+            code="invalid_value",
+            param="chat_template_kwargs",
+        )
+    return bytes(raw)
 
 
 def is_given(raw: RawJson) -> TypeGuard[msgspec.Raw]:
@@ -484,6 +505,7 @@ def generation_params(
         ignore_eos=bool(body.ignore_eos),
         grammar=_grammar(body, tools),
         tools=tools,
+        template_values=template_values(body.chat_template_kwargs) if chat else b"",
         silent=frozenset([name for name in DEFAULTED if getattr(body, name) is None]),
     )
 

@@ -127,6 +127,7 @@ class Service:
             special=params.special,
             generation_prompt=params.opening,
             tools=params.tools,
+            template_values=params.template_values,
         )
         job = msgspec.structs.replace(job, page_tokens=0)
         prompts = await self._hold(self.tokens.encode(job))
@@ -242,6 +243,7 @@ class Service:
             texts=params.echo,
             limit_tokens=model.max_context_tokens,
             tools=params.tools.raw if params.tools is not None else b"",
+            template_values=params.template_values,
         )
         return await self.tokens.encode(job)
 

@@ -90,8 +90,9 @@ HERMES = b"""{%- if tools %}<tool_call> tools: {{ tools | tojson }}
 <|start|>{{ message.role }}: {{ message.content }}
 {%- for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", \
 "arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}
-{% endfor -%}{% if add_generation_prompt %}<|start|>{% endif %}"""
-"""A template that takes tools, in the form of Hermes and Qwen."""
+{% endfor -%}{% if add_generation_prompt %}<|start|>{% endif %}
+{%- if enable_thinking is false %}<think></think>{% endif %}"""
+"""A template that takes tools and may leave thinking out, in the form of Hermes and Qwen."""
 
 
 def byte_level_tokenizer(*, turned: bool = False) -> bytes:

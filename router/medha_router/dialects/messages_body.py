@@ -33,6 +33,7 @@ from medha_router.protocol import (
     generation_params,
     read_body,
     refuse_unsupported,
+    template_values,
     unsupported,
 )
 from medha_router.structured.sources import RawJson
@@ -126,6 +127,7 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
     system: System = None
     tool_choice: RawJson = msgspec.UNSET
     tools: RawJson = msgspec.UNSET
+    chat_template_kwargs: RawJson = msgspec.UNSET
     context_management: RawJson = msgspec.UNSET
     mcp_servers: RawJson = msgspec.UNSET
     thinking: RawJson = msgspec.UNSET
@@ -223,6 +225,7 @@ def read_count_tokens(data: bytes | bytearray) -> TokenizeParams:
         special=True,
         opening=True,
         tools=tools.raw if tools is not None else b"",
+        template_values=template_values(body.chat_template_kwargs),
     )
 
 

@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
 import jinja2
@@ -91,6 +92,10 @@ class _Messages(msgspec.Struct, frozen=True):
     """An object around the list, so that an error's path reads `messages[0].role`."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class _TemplateValues(msgspec.Struct, frozen=True):
+    chat_template_kwargs: dict[str, Any] | None
 
 
 class _Prompt(msgspec.Struct, frozen=True):
@@ -237,11 +242,17 @@ class ChatTemplate:
         self._special = {name: text for name, text in self._special.items() if text is not None}
 
     def render(
-        self, messages: list[dict[str, Any]], *, generation_prompt: bool, tools: bytes = b""
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        generation_prompt: bool,
+        tools: bytes = b"",
+        values: bytes = b"",
     ) -> str:
         """Return the prompt's text; raises RequestError if the template refuses the messages.
 
-        `tools` is the JSON of the tools that the model may call, or empty.
+        `tools` is the JSON of the tools that the model may call, `values` that of an object with
+        further names for the template, as `enable_thinking`; or empty.
         """
         if self._template is None:
             raise RequestError(
@@ -249,20 +260,36 @@ class ChatTemplate:
                 code="no_chat_template",
                 param="messages",
             )
+        names = {
+            "messages": messages,
+            "add_generation_prompt": generation_prompt,
+            "tools": msgspec.json.decode(tools) if tools else None,
+            "documents": None,
+            **self._special,
+        }
+        further = _further_values(values, names) if values else {}
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=generation_prompt,
-                tools=msgspec.json.decode(tools) if tools else None,
-                documents=None,
-                **self._special,
-            )
+            return self._template.render(names | further)
         except (jinja2.TemplateError, TypeError, ValueError, RecursionError) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {str(error)[:300]}",
                 code="invalid_value",
                 param="messages",
             ) from None
+
+
+def _further_values(raw: bytes, taken: Mapping[str, object]) -> dict[str, Any]:
+    """Read values for a chat template; raises RequestError if one has a name in `taken`."""
+    values = read_body(b'{"chat_template_kwargs":' + raw + b"}", _TemplateValues)
+    further = values.chat_template_kwargs or {}
+    for name in further:
+        if name in taken:
+            raise RequestError(
+                f"chat_template_kwargs.{name} is set by the server: give further names only",
+                code="invalid_value",
+                param=f"chat_template_kwargs.{name}",
+            )
+    return further
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
@@ -384,7 +411,10 @@ class Encoder:
             messages = read_messages(raw)
             raw.clear()  # rendering takes as much memory again
             text = self._template.render(
-                messages, generation_prompt=job.generation_prompt, tools=job.tools
+                messages,
+                generation_prompt=job.generation_prompt,
+                tools=job.tools,
+                values=job.template_values,
             )
             return [text]
         sources: list[Source] = []

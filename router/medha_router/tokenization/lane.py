@@ -78,8 +78,9 @@ class Ticket:
     @property
     def sent_bytes(self) -> int:
         """Bytes that the process is sent, apart from a few for their framing."""
-        tools = self.job.tools if isinstance(self.job, wire.Encode) else b""
-        return self.size_bytes + len(tools)
+        if not isinstance(self.job, wire.Encode):
+            return self.size_bytes
+        return self.size_bytes + len(self.job.tools) + len(self.job.template_values)
 
     def restart(self) -> None:
         """Forget what was planned and encoded."""

@@ -54,8 +54,8 @@ class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     The hash chain that names full pages of `page_tokens` starts at `salt`; without pages (0) there
     are no names. A prompt of more than `limit_tokens` is declined; 0 is no limit. If `texts`, the
-    outcome holds the text of each prompt (for `echo`). `tools`: JSON of a chat's tools, or
-    empty.
+    outcome holds the text of each prompt (for `echo`). `tools`, `template_values`: JSON of a chat's
+    tools, and of further values for its template, or empty.
     """
 
     key: str
@@ -67,6 +67,7 @@ class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     generation_prompt: bool = True
     texts: bool = False
     tools: bytes = b""
+    template_values: bytes = b""
     limit_tokens: int = 0
     number: int = 0
 
