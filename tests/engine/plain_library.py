@@ -7,6 +7,7 @@ library's −5·10⁴ and not −∞, and what was not planned for is refused as
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from typing import Any
@@ -15,6 +16,35 @@ import torch
 from tests.engine import tiled_kernel
 
 NO_KEYS = -5e4
+PROCESSORS = 132
+
+
+def workspace_bytes(
+    rows: list[int], pages: list[int], heads: tuple[int, int, int], page_size: int, graph: bool
+) -> int:
+    """Return what the library's PrefillPlan takes of its workspace for states of split keys.
+
+    `rows`, `pages`: of the entries. In a graph a place is kept for every tile that there may be.
+    """
+    heads_, kv_heads, dim = heads
+    group, most = heads_ // kv_heads, 2 * PROCESSORS // kv_heads
+    packed = [count * group for count in rows]
+    mean = group if graph else sum(packed) // len(packed)
+    tile = 128 if mean > 64 and dim < 256 else 64 if mean > 16 else 16
+    tiles = [-(-count // tile) for count in packed]
+
+    def works(part: int) -> int:
+        return sum(n * -(-max(count, 1) // part) for n, count in zip(tiles, pages, strict=True))
+
+    longest = max(1, *pages)
+    parts = range(max(128 // page_size, 1), longest)
+    part = parts.start + bisect.bisect_left(parts, True, key=lambda part: works(part) <= most)
+    if not graph and part >= longest:
+        return 0
+    places = works(part)
+    if graph:
+        places = max(most, -(-sum(packed) // tile) + len(rows) - 1)
+    return int(heads_ * places * tile * (dim + 1) * 4)
 
 
 class _Planned:
@@ -106,7 +136,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
     ) -> None:
         super().__init__()
         assert kv_layout == "HND" and backend in ("fa2", "fa3")
-        self.backend = backend
+        self.backend, self.workspace = backend, len(float_workspace_buffer)
 
     def plan(
         self,
@@ -144,6 +174,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
         self.spans = list(zip(qo_indptr[:-1].tolist(), qo_indptr[1:].tolist(), strict=True))
         self.pages = list(_cut(paged_kv_indices, paged_kv_indptr))
         self.lengths = _lengths(self.pages, paged_kv_last_page_len, page_size)
+        if self.backend == "fa2" and fixed_split_size is None and window_left < 0:
+            rows = [end - first for first, end in self.spans]
+            taken = [len(ids) for ids in self.pages]
+            assert workspace_bytes(rows, taken, heads, page_size, False) <= self.workspace
 
     def run(
         self,
@@ -242,6 +276,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Planned):
         )
         assert use_cuda_graph == all(buffer is not None for buffer in buffers)
         self.buffers, self.use_tensor_cores = buffers, use_tensor_cores
+        self.workspace = len(float_workspace_buffer)
 
     def plan(
         self,
@@ -264,6 +299,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Planned):
         assert q_data_type.itemsize > 1
         self.window_left = window_left
         given = (indptr, indices, last_page_len)
+        if self.use_tensor_cores and window_left < 0:
+            taken, graph = indptr.diff().tolist(), self.buffers[0] is not None
+            needed = workspace_bytes([1] * len(taken), taken, heads, page_size, graph)
+            assert needed <= self.workspace
         if self.buffers[0] is None:
             self.held = tuple(x.clone() for x in given)
             return

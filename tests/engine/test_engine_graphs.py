@@ -18,6 +18,7 @@ from tests.support.recalling_prompts import recalling
 from tests.support.solo_engine import SoloEngine
 
 from medha.batch import Chunk
+from medha_worker.attention.flashinfer_plan import GRAPH_ROWS
 from medha_worker.attention.kernel_interface import Attention, AttentionPlan, Partial, Span
 from medha_worker.graphs import SIZES, FixedPlan, Graphs, Replay, Work, recorded, size_for
 from medha_worker.inputs import InputBuilder
@@ -34,6 +35,7 @@ def decode(seq: int, groups: tuple[int, ...] = (0,), length: int = 1, yields: bo
 @given(st.integers(1, 300))
 def test_a_batch_takes_the_smallest_size_that_holds_it(count: int) -> None:
     size = size_for([decode(seq) for seq in range(count)], 0, SIZES)
+    assert SIZES[-1] == GRAPH_ROWS
     fitting = [size for size in SIZES if size >= count]
     assert size == (fitting[0] if fitting else None)
 

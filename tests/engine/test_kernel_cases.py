@@ -76,9 +76,9 @@ def test_a_pool_that_leaves_too_little_for_large_chunks_is_told(
         heads=32, kv_heads=8, head_dim=128, page_tokens=64, dtype=torch.bfloat16, kv_dtype=FP8
     )
     room = backend(shape).scratch_bytes
-    assert 4.2 < room / 1e9 < 4.5
+    assert 5.3 < room / 1e9 < 5.6
     same = dataclasses.replace(shape, kv_dtype=torch.bfloat16)
-    assert 1 << 29 < backend(same).scratch_bytes < 1.2e9
+    assert 1 << 29 < backend(same).scratch_bytes < 1.3e9
     assert backend(dataclasses.replace(same, kernel="fa2")).scratch_bytes == 0
     engine.warn_if_memory_is_tight(room, room)
     assert not caplog.records

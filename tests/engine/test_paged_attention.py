@@ -36,11 +36,12 @@ from medha_worker.attention import paged as paged_backend
 from medha_worker.attention.flashinfer_plan import Decodes, Geometry, Kernel, Wrapper, fold
 from medha_worker.attention.fp8_scales import FP8, Scales
 from medha_worker.attention.graph_decode import GraphDecodes
-from medha_worker.attention.kernel_interface import Partial
+from medha_worker.attention.kernel_interface import Partial, Span
 from medha_worker.attention.kv_splits import Choose, lay, merges
 from medha_worker.attention.paged import PagedAttention
 from medha_worker.attention.reference import ReferenceAttention
 from medha_worker.attention.split_costs import PrefixSplit, whole
+from medha_worker.graphs import SIZES
 
 CPU = torch.device("cpu")
 
@@ -209,6 +210,27 @@ def test_usual_batches_find_their_wrappers_made(monkeypatch: pytest.MonkeyPatch)
         assert same(*run(windowed, 0, attention))
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(32, 8, 128), (16, 1, 128), (32, 2, 128), (64, 4, 128), (96, 8, 128), (8, 1, 256)],
+)
+def test_states_of_split_keys_fit_the_workspace_of_any_head_counts(
+    heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Of Llama 3 8B and 405B, Qwen3-235B by TP 4, 2 and 1, Mistral Large and Gemma."""
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_tokens": 64}
+    half = {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
+    for kernel in ("fa3", "fa2"):
+        geometry = Geometry(**sizes, **half, kernel=kernel, decodes="tensor")  # type: ignore[arg-type]
+        attention = PagedAttention(geometry, plain_library, CPU)  # type: ignore[arg-type]
+        for rows in (2, 5, 16, 32, 64, 128, 500):
+            for held in (1_920, 8_064, 32_512, 1 << 20):
+                span = Span(0, rows, held, np.arange(held // 64 + 9), True)
+                attention.plan([span])
+    decodes = GraphDecodes(attention, SIZES[-1], 512, spare=0)
+    decodes.plan([])
+
+
 def test_a_wrapper_is_planned_again_once_its_last_plan_was_copied() -> None:
     class Moments:
         def __init__(self) -> None:
@@ -247,13 +269,33 @@ def test_states_are_merged_by_row_in_the_order_of_the_parts() -> None:
 
     batches = lay(spans, T, GROUP, three)
     assert [(batch.causal, batch.packed) for batch in batches] == [(False, True), (True, False)]
-    actual = merges(batches)
-    assert actual.several_rows.tolist() == [0, 1] and actual.several.tolist() == [
-        [0, 2, 4, 6],
-        [1, 3, 5, 7],
+    alone, several = merges(batches)
+    assert several.rows.tolist() == [0, 1]
+    assert several.states.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert alone.rows.tolist() == list(range(2, 12))
+    assert alone.states.tolist() == [[number] for number in range(8, 18)]
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6))
+def test_rows_with_few_states_are_not_padded_for_those_with_many(parts: list[int]) -> None:
+    starts = np.cumsum([0, *range(2, 1 + len(parts))]).tolist()
+    spans = [
+        Span(start, 2 + at, 21 * T + 1, np.arange(25), True) for at, start in enumerate(starts)
     ]
-    assert actual.alone_rows.tolist() == list(range(2, 12))
-    assert actual.alone.tolist() == list(range(8, 18))
+    batches = lay(spans, T, GROUP, lambda rows, _: PrefixSplit(parts[rows - 2]))
+    rows = np.concatenate([batch.rows for batch in batches])
+    merged = merges(batches)
+    assert sum(merge.states.size for merge in merged) < 2 * len(rows)
+    assert sorted(row for merge in merged for row in merge.rows.tolist()) == sorted(set(rows))
+    for merge in merged:
+        for row, states in zip(merge.rows, merge.states, strict=True):
+            assert states[states < len(rows)].tolist() == np.flatnonzero(rows == row).tolist()
+
+
+def test_the_own_keys_of_a_large_narrow_chunk_run_on_fa2() -> None:
+    for length, small in ((2 * T, False), (2 * T + 1, True)):
+        span = Span(0, length, 6 * T, np.arange(9), True)
+        assert {batch.small for batch in lay([span], T, GROUP, most_tokens=T)} == {small}
 
 
 def test_no_part_of_a_prefix_is_longer_than_narrow_sums_allow() -> None:

@@ -216,7 +216,10 @@ class RankEngine:
         kv = self.kv
 
         def fixed(rows: int, window: int) -> FixedPlan:
-            return GraphDecodes(attention, rows, kv.pages, spare=kv.pages, window=window)
+            # Sequences that share pages name them one by one.
+            entries = min(rows * -(-self._config.max_context_tokens // kv.page_tokens), 1 << 20)
+            entries = max(kv.pages, entries)
+            return GraphDecodes(attention, rows, entries, spare=kv.pages, window=window)
 
         most = min(self._config.scheduling.max_running, SIZES[-1])
         sizes = [size for size in SIZES if size <= most]

@@ -22,8 +22,10 @@ from medha_worker.attention.fp8_scales import FP8, Scales
 from medha_worker.attention.kv_splits import GATHERED_TOKENS, KernelBatch, contiguous
 from medha_worker.flashinfer import Library
 
-# Enough for FlashInfer's work schedule and for keys and values in flight.
+# Enough for usual plans; see `workspace_bytes`.
 WORKSPACE_BYTES = 256 << 20
+# Largest number of single rows in a CUDA graph.
+GRAPH_ROWS = 256
 LAYOUT = "HND"
 
 Kernel = Literal["fa3", "fa2"]
@@ -71,6 +73,23 @@ class Geometry:
         return max(1, WORKSPACE_BYTES // (TILE * self.heads * (self.head_dim + 1) * 4) - 1)
 
 
+def workspace_bytes(geometry: Geometry, processors: int) -> int:
+    """Return the bytes that plans of `fa2` without fixed splits may need.
+
+    Where keys are split, each tile's outputs and log-sum-exps of all heads are kept in float32.
+    There are at most two tiles a processor, shared by the KV heads, and in a graph one for each
+    single row in any case (FlashInfer's PrefillPlan).
+    """
+    G = geometry
+    state_bytes = G.heads * (G.head_dim + 1) * 4
+    split = 2 * processors // G.kv_heads
+    largest = 64 if G.head_dim >= 256 else 128
+    tile = 16 if G.group <= 16 else 64 if G.group <= 64 else largest
+    in_graph = max(split, -(-GRAPH_ROWS * G.group // tile) + GRAPH_ROWS - 1)
+    needed = max(split * largest, in_graph * tile) * state_bytes + (1 << 20)
+    return max(WORKSPACE_BYTES, needed)
+
+
 class Wrapper:
     """A FlashInfer wrapper, replanned only after its last plan has left pinned memory."""
 
@@ -98,9 +117,12 @@ class Wrappers:
     allocates and pins 8 MiB, so the usual ones are created ahead (`prepare`).
     """
 
-    def __init__(self, geometry: Geometry, library: Library, device: torch.device) -> None:
+    def __init__(
+        self, geometry: Geometry, library: Library, device: torch.device, processors: int
+    ) -> None:
         self.geometry, self.library, self.device = geometry, library, device
-        self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        size = workspace_bytes(geometry, processors)
+        self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         self._gathered = GatheredKeys(geometry, device)
         self._made: dict[tuple[object, ...], Wrapper] = {}
 

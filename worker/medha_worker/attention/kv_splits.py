@@ -88,7 +88,8 @@ def lay(
     order, then those over gathered keys.
 
     `group`: query heads per KV head. `most_tokens`: limit of a part's length (0: none); `fa2` takes
-    chunks whose states would then take too much memory. `gathered_tokens`: limit of keys that are
+    chunks whose states would then take too much memory, and those longer than twice that.
+    `gathered_tokens`: limit of keys that are
     gathered at a time (0: none are). A row's state is the merge over all its entries; a row that
     sees no key is in none. Raises ValueError for a span whose visible keys are not contiguous.
     """
@@ -100,9 +101,12 @@ def lay(
         full = span.held // page_tokens
         split = WHOLE if window else choose(span.length, full * page_tokens)
         parts, packed = split.parts, split.packed and group > 1
-        if most_tokens and not window and full * page_tokens > max(parts, 1) * most_tokens:
-            parts = -(-full * page_tokens // most_tokens)
-            split = split if parts * span.length <= MOST_STATES else SMALL
+        if most_tokens and not window:
+            if full * page_tokens > max(parts, 1) * most_tokens:
+                parts = -(-full * page_tokens // most_tokens)
+            own = tokens - full * page_tokens if parts else tokens
+            if parts * span.length > MOST_STATES or own > 2 * most_tokens:
+                split = SMALL
         gathers = split.gathered and gathered_tokens > 0
         fits = not gathers or tokens <= gathered_tokens
         if split.small or (span.tail and not parts and fits):
@@ -184,30 +188,34 @@ def window_of(spans: Sequence[Span], page_tokens: int) -> int:
     return max(windows)
 
 
-class Merges(msgspec.Struct, frozen=True):
-    """Assignment of the calls' states, numbered through, to batch rows, int64.
+class Merge(msgspec.Struct, frozen=True):
+    """States of the calls, numbered through, that become those of batch rows `rows` [n].
 
-    `alone`: states that are the only one of batch rows `alone_rows`. `several` [n, most]: the
-    states of batch rows `several_rows`, padded with the number after the last state.
+    `states` [n, most], padded with the number after the last state. Both int64.
     """
 
-    alone_rows: npt.NDArray[np.int64]
-    alone: npt.NDArray[np.int64]
-    several_rows: npt.NDArray[np.int64]
-    several: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    states: npt.NDArray[np.int64]
 
 
-def merges(batches: Sequence[KernelBatch]) -> Merges:
-    """Return how states of `batches` combine into those of batch rows."""
+def merges(batches: Sequence[KernelBatch]) -> tuple[Merge, ...]:
+    """Return how states of `batches` combine into those of batch rows: rows with one state first.
+
+    Rows that need less than twice as many states as others are padded to the same number. A chunk
+    after a long FP8 prefix has hundreds for a row, other chunks a few.
+    """
     rows = np.concatenate([np.empty(0, np.int64), *(batch.rows for batch in batches)])
     order = np.argsort(rows, kind="stable")  # a row's states in the order of calls and entries
     unique, firsts, counts = np.unique(rows[order], return_index=True, return_counts=True)
-    single = counts == 1
-    most = int(counts.max(initial=1))
-    slots = firsts[~single, None] + np.arange(most)
-    taken = np.arange(most) < counts[~single, None]
-    several = np.where(taken, order[np.minimum(slots, len(order) - 1)], len(rows))
-    return Merges(unique[single], order[firsts[single]], unique[~single], several)
+    _, doublings = np.frexp(counts)
+    merged = []
+    for doubling in np.unique(doublings).tolist():
+        own = doublings == doubling
+        slots = np.arange(counts[own].max())
+        states = order[np.minimum(firsts[own, None] + slots, len(order) - 1)]
+        taken = slots < counts[own, None]
+        merged.append(Merge(unique[own], np.where(taken, states, len(rows))))
+    return tuple(merged)
 
 
 def _batch(

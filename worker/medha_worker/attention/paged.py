@@ -39,7 +39,7 @@ from medha_worker.attention.kv_splits import (
     GATHERED_TOKENS,
     Choose,
     KernelBatch,
-    Merges,
+    Merge,
     lay,
     lay_singles,
     merges,
@@ -82,7 +82,7 @@ class PagedAttention:
     ) -> None:
         G = self.geometry = geometry
         self.library, self.device, self.turns = library, device, turns
-        self.wrappers = Wrappers(geometry, library, device)
+        self.wrappers = Wrappers(geometry, library, device, processors)
         self.scratch = StateMemory(geometry, device)
         self.rest = ReferenceAttention(G.heads, G.kv_heads, G.head_dim, G.page_tokens, TILE_PAGES)
         self.spare, self._turn = spare, 0
@@ -97,10 +97,11 @@ class PagedAttention:
     def scratch_bytes(self) -> int:
         """Upper bound of memory for a large chunk after a very long prefix, besides the pool.
 
-        Queries and states of all parts, both folded, and states by row; and gathered keys.
+        Queries and states of all parts, both folded, and states by row, padded to less than twice
+        as many; and gathered keys.
         """
         G = self.geometry
-        row_bytes = G.heads * (4 * G.head_dim * G.dtype.itemsize + 3 * torch.float32.itemsize)
+        row_bytes = G.heads * (5 * G.head_dim * G.dtype.itemsize + 4 * torch.float32.itemsize)
         token_bytes = 2 * G.kv_heads * G.head_dim * G.kv_dtype.itemsize
         states = MOST_STATES if self.most_tokens else SPLIT_STATES if self.gathered_tokens else 0
         return states * row_bytes + self.gathered_tokens * token_bytes
@@ -160,7 +161,7 @@ class PagedPlan:
         attention: PagedAttention,
         single: DecodeCall | None,
         chunks: tuple[ChunkCall, ...],
-        states: Merges,
+        states: tuple[Merge, ...],
         blocks: tuple[BlockCall, ...],
         rest: ReferencePlan | None,
         bare: list[slice],
@@ -169,7 +170,9 @@ class PagedPlan:
         self.attention, self.single, self.chunks, self.blocks = attention, single, chunks, blocks
         self.rest, self.bare, self.rest_rows = rest, bare, rest_rows
         # A single call over contiguous rows writes them in place.
-        direct = len(chunks) == 1 and not len(states.several) and isinstance(chunks[0].rows, slice)
+        single_states = [merge for merge in states if merge.states.shape[1] == 1]
+        direct = len(chunks) == len(states) == len(single_states) == 1
+        direct = direct and isinstance(chunks[0].rows, slice)
         self.states = None if direct or not chunks else _Merging(states, chunks, attention)
         # Of all layers: on one stream a layer's states are used before the next one's are written.
         self._whole: Partial | None = None
@@ -254,21 +257,19 @@ class _Merging:
     """
 
     def __init__(
-        self, states: Merges, calls: Sequence[ChunkCall], attention: PagedAttention
+        self, states: Sequence[Merge], calls: Sequence[ChunkCall], attention: PagedAttention
     ) -> None:
         self._attention, self._calls, device = attention, calls, attention.device
         self._merge_states = attention.library.cascade.get_cascade_module().merge_states
-        kinds = ((states.alone_rows, states.alone[:, None]), (states.several_rows, states.several))
         after = sum(len(call.batch.rows) for call in calls) + 1
         # In memory the empty state comes first, not last.
         self._wanted = [
             (
-                selection(rows, device),
-                to_device((of_rows.ravel() + 1) % after, device),
-                of_rows.shape,
+                selection(merge.rows, device),
+                to_device((merge.states.ravel() + 1) % after, device),
+                merge.states.shape,
             )
-            for rows, of_rows in kinds
-            if len(rows)
+            for merge in states
         ]
         self._of_calls: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._gathers: list[_Gather] = []
@@ -301,6 +302,8 @@ class _Merging:
         states = self._attention.scratch.of("states", sum(counts) + 1)
         outs, sums = torch.split(states.out[1:], counts), torch.split(states.lse[1:], counts)
         self._of_calls = list(zip(outs, sums, strict=True))
+        if merged := [n * most for *_, (n, most) in self._wanted if most > 1]:
+            self._attention.scratch.of("by row", max(merged))
         self._gathers = [self._gather(*wanted, states, target) for wanted in self._wanted]
 
     def _gather(
