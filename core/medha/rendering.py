@@ -40,6 +40,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     decision_log: str = ""
     dummy_weights: bool = False
+    profile: str = ""
     log_level: str = "info"
 
 
@@ -81,6 +82,7 @@ def worker_config(resource: MedhaReplica, name: str, site: Site) -> WorkerConfig
         run_dir=site.run_dir,
         deterministic=spec.engine.arithmetic == "Deterministic",
         dummy_weights=site.dummy_weights,
+        profile=site.profile,
         log_level=site.log_level,
     )
 

@@ -219,7 +219,14 @@ class OpenAiResponse(GenerationResponse):
         self._open_generations = len(request.generations)
         if not self._params.chat:
             return b""
-        return b"".join(builder.opening(generation.index) for generation in request.generations)
+        usage = self._usage_so_far(request)
+        return b"".join(builder.opening(choice.index, usage) for choice in request.generations)
+
+    def _usage_so_far(self, request: ClientRequest) -> dict[str, Any]:
+        """Return the field `usage` of a chunk with choices, if it has one."""
+        if self._params.continuous_usage:
+            return {"usage": _usage(request).shape()}
+        return {"usage": None} if self._params.include_usage else {}
 
     def _events(
         self, request: ClientRequest, deltas: Sequence[tuple[int, Delta]]
@@ -231,14 +238,11 @@ class OpenAiResponse(GenerationResponse):
         for index, delta in deltas:
             if params.echo and index not in self._echoed:
                 self._echoed.add(index)
-                block.append(self._echo(request.generations[index], builder))
+                block.append(self._echo(request, index, builder))
             self._open_generations -= delta.finish is not None
             last = self._open_generations == 0 and not params.include_usage
             extra: dict[str, Any] = {"x_medha": timing(request)} if last else {}
-            if params.continuous_usage:
-                extra["usage"] = _usage(request).shape()
-            elif params.include_usage:
-                extra["usage"] = None
+            extra |= self._usage_so_far(request)
             block.append(builder.chunk(index, delta, logprobs=logprobs, extra=extra))
         ended = not self._open_generations
         if ended:
@@ -247,11 +251,14 @@ class OpenAiResponse(GenerationResponse):
             block.append(DONE)
         return b"".join(block), ended
 
-    def _echo(self, generation: Generation, builder: ResponseBuilder) -> bytes:
+    def _echo(self, request: ClientRequest, index: int, builder: ResponseBuilder) -> bytes:
         """Return the event with the prompt, and its log probabilities if requested."""
+        generation = request.generations[index]
         wanted = self._params.sampling.logprobs is not None
         delta = Delta(generation.prompt.text or "", _scored(generation) if wanted else ())
-        return builder.chunk(generation.index, delta, logprobs=wanted, extra={})
+        return builder.chunk(
+            generation.index, delta, logprobs=wanted, extra=self._usage_so_far(request)
+        )
 
 
 async def _send_part(send: Send, body: bytes) -> None:
@@ -349,10 +356,10 @@ class ResponseBuilder:
         head = self._head("chat.completion.chunk" if chat else "text_completion")
         self._chunk_head = b"data: " + msgspec.json.encode(head)[:-1] + b","
 
-    def opening(self, index: int) -> bytes:
-        """Return the first chunk of a chat choice, with its role."""
+    def opening(self, index: int, extra: dict[str, Any]) -> bytes:
+        """Return the first chunk of a chat choice, with its role. `extra`: as for `chunk`."""
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}}
-        return self._chunk([choice | {"logprobs": None, "finish_reason": None}])
+        return self._chunk([choice | {"logprobs": None, "finish_reason": None}], extra)
 
     def chunk(self, index: int, delta: Delta, *, logprobs: bool, extra: dict[str, Any]) -> bytes:
         """Return a chunk of text, or nothing if none is decided. `extra`: more top-level fields."""

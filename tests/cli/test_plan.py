@@ -218,6 +218,31 @@ def test_the_next_start_removes_the_files_of_a_killed_one(tmp_path: Path) -> Non
     assert remove_stale(tmp_path) == [] and living.path.exists()
 
 
+def test_a_run_directory_is_used_once_at_a_time_and_lives_in_any_container(tmp_path: Path) -> None:
+    living = RunDir.make(None, tmp_path)
+    with pytest.raises(SetupError, match="in use by another"):
+        RunDir.make(living.path)
+    elsewhere = RunDir.make(tmp_path / f"{PREFIX}999999999-abc")  # a number of no process here
+    assert remove_stale(tmp_path) == [] and elsewhere.path.exists()
+    elsewhere.clean()
+    assert remove_stale(tmp_path) == [elsewhere.path]
+
+
+def test_a_chosen_run_directory_forgets_what_an_earlier_run_measured(tmp_path: Path) -> None:
+    first = RunDir.make(tmp_path / "mine")
+    (first.path / "tiny-0.profile.json").touch()
+    first.clean()
+    second = RunDir.make(tmp_path / "mine")
+    assert not list(second.path.glob("*.profile.json"))
+    second.clean()
+
+
+def test_a_given_profile_is_that_of_every_controller() -> None:
+    assert plan_fleet([resource()], place()).replicas[0].config.profile == ""
+    plan = plan_fleet([resource()], place(profile="/data/here.json"))
+    assert plan.replicas[0].config.profile == "/data/here.json"
+
+
 def test_launches_name_config_coordinates_and_environment(tmp_path: Path) -> None:
     run_dir = RunDir.make(tmp_path)
     spec = resource(engine={"threadsPerRank": 3}, parallelism={"spp": 2})

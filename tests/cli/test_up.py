@@ -96,7 +96,7 @@ def test_ctrl_c_ends_the_stream_under_way_with_an_error_event(file: Path, up: Up
             if not text:
                 up.children()[RANK].suspend()  # the stream cannot end by itself
                 up.process.send_signal(signal.SIGINT)
-                until(lambda: "requests may finish" in up.said)
+                until(lambda: "running requests have" in up.said)
                 until(lambda: httpx.get(ready, trust_env=False).status_code == 503)
                 up.process.send_signal(signal.SIGINT)
             text += piece

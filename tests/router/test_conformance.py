@@ -67,6 +67,18 @@ def test_a_stream_opens_with_the_role_and_ends_with_one_done(served: Any) -> Non
     assert chunks[-1]["x_medha"]["ttft_ms"] > 0
 
 
+@pytest.mark.parametrize(("continuous", "first"), [(False, None), (True, 0)])
+def test_the_chunk_with_the_role_has_the_usage_so_far(
+    served: Any, continuous: bool, first: int | None
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": continuous}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "say a"}], "stream": True}
+    reply = served.http.post("/v1/chat/completions", json=body | {"stream_options": options})
+    chunk = json.loads(reply.text.partition("\n")[0].removeprefix("data: "))
+    assert chunk["choices"][0]["delta"]["role"] == "assistant" and "usage" in chunk
+    assert (chunk["usage"] or {}).get("completion_tokens") == first
+
+
 def test_requested_usage_comes_in_a_last_chunk_without_choices(served: Any) -> None:
     stream = served.client.chat.completions.create(
         model="tiny",

@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 import pathlib
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -60,7 +60,12 @@ def run_up(
         pathlib.Path | None, typer.Option(help="folder for configs, keys, sockets and logs")
     ] = None,
     policy: Policy = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="least level shown")
+    ] = "info",
+    profile: Annotated[
+        pathlib.Path | None, typer.Option(help="what `medha calibrate` wrote; else measured")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="print warnings and errors only")] = False,
     decision_log: Annotated[
         bool, typer.Option("--decision-log", help="write every scheduling decision to the run dir")
@@ -83,6 +88,7 @@ def run_up(
         quiet=quiet,
         decision_log=decision_log,
         dummy_weights=dummy_weights,
+        profile=profile,
     )
     up(options, Console(stderr=True))
 
@@ -291,8 +297,8 @@ def _usage(error: Exception) -> str:
     """Error line for a wrong command line; the help if no command was given."""
     message = str(getattr(error, "message", error)).strip()
     context = getattr(error, "ctx", None)
-    if "\n" in message or context is None:
-        return f"{message}\n"
+    if not message or "\n" in message or context is None:
+        return f"{message}\n" if message else ""
     text = getattr(error, "format_message", error.__str__)().rstrip(".")
     return f"medha: {text}; see {context.command_path} --help\n"
 

@@ -50,6 +50,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     quiet: bool = False
     decision_log: bool = False
     dummy_weights: bool = False
+    profile: pathlib.Path | None = None
     drain_s: float = DRAIN_S
 
 
@@ -92,6 +93,9 @@ def check(resources: Sequence[MedhaReplica], options: UpOptions) -> dict[str, st
     with faults.collect():
         if options.run_dir is not None:
             check_unused(options.run_dir)
+    with faults.collect():
+        if options.profile is not None:
+            preflight.check_profile(options.profile)
     faults.raise_all()
     return folders
 
@@ -138,6 +142,7 @@ def _plan(
         log_level=options.log_level,
         decision_log=options.decision_log,
         dummy_weights=options.dummy_weights,
+        profile=str(options.profile.absolute()) if options.profile is not None else "",
     )
     plan = plan_fleet(resources, host)
     for replica in plan.replicas:
@@ -161,9 +166,14 @@ def _run(
             if _load(plan, supervisor, poll, signals, console):
                 supervisor.served = True
                 console.print(placement_table(plan, supervisor))
+                console.print(
+                    f"Configs and logs in {run_dir.path}, metrics on "
+                    f"http://{HOST}:{plan.router.ops_port}/metrics",
+                    soft_wrap=True,
+                )
                 console.print(f"Serving on http://{HOST}:{plan.router.port}/v1")
                 _serve(supervisor, poll, signals)
-                console.print("Stopping: running requests may finish for a moment")
+                console.print(f"Stopping: running requests have {options.drain_s:g} s")
                 _drain(supervisor, poll, signals, options.drain_s)
         finally:
             stop_all(supervisor, signals)

@@ -12,6 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import shutil
+import sys
+import tempfile
 from typing import Any
 
 import msgspec
@@ -21,6 +24,7 @@ from safetensors.torch import save_file
 
 from medha.checkpoints.checkpoint_files import INDEX, SINGLE
 from medha.checkpoints.decoder_config import read_config
+from medha.errors import MedhaError
 from medha_worker.model import bpe_tokenizer, induction_heads
 from medha_worker.model.rope import frequencies
 
@@ -305,8 +309,30 @@ def main() -> None:
         )
     parser.add_argument("--tied", action="store_true", help="share embedding and output weights")
     parser.add_argument("--rope", type=json.loads, default={}, help="JSON of rope_parameters")
+    parser.add_argument("--force", action="store_true", help="replace a checkpoint in the folder")
     chosen = vars(parser.parse_args())
-    write_checkpoint(chosen.pop("folder"), TinyModel(**chosen))
+    try:
+        _write(chosen.pop("folder"), chosen.pop("force"), TinyModel(**chosen))
+    except (MedhaError, OSError, ValueError, LookupError, ArithmeticError) as error:
+        text = str(error).partition("; fetch")[0]
+        sys.stderr.write(f"medha: no checkpoint is written: {text}; correct the options\n")
+        sys.exit(2)
+
+
+def _write(folder: pathlib.Path, force: bool, model: TinyModel) -> None:
+    """Write a checkpoint, all or nothing, and print its size."""
+    if (folder / "config.json").exists() and not force:
+        raise FileExistsError(f"{folder} holds one already; name another folder, or give --force")
+    with tempfile.TemporaryDirectory() as name:
+        fresh = write_checkpoint(pathlib.Path(name), model)
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+            old.unlink()
+        size = 0
+        for path in sorted(fresh.iterdir()):
+            size += path.stat().st_size
+            shutil.copyfile(path, folder / path.name)
+    sys.stdout.write(f"{folder}: a {model.family} of {size / 1e6:.1f} MB\n")
 
 
 if __name__ == "__main__":

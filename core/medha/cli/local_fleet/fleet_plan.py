@@ -41,6 +41,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     decision_log: bool = False
     dummy_weights: bool = False
+    profile: str = ""
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +145,7 @@ def _replica(
         run_dir=host.run_dir,
         decision_log=f"{host.run_dir}/{name}.decisions.jsonl" if host.decision_log else "",
         dummy_weights=host.dummy_weights,
+        profile=host.profile,
         log_level=host.log_level,
     )
     cuda = resource.spec.device.kind == "Cuda"

@@ -37,16 +37,18 @@ class RunDir:
         if chosen is None:
             parent = under or pathlib.Path(tempfile.gettempdir())
             remove_stale(parent)
-            return cls(
-                pathlib.Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent)), False
-            )
+            name = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent)
+            return cls(pathlib.Path(name), False, _locked(pathlib.Path(name)))
         path = chosen.absolute()
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.chmod(0o700)
         except OSError as error:
             raise _unusable(path, error) from None
-        return cls(path, True, _locked(path))
+        lock = _locked(path)
+        for profile in path.glob("*.profile.json"):  # of an earlier run, perhaps on other devices
+            profile.unlink()
+        return cls(path, True, lock)
 
     @property
     def router_config(self) -> pathlib.Path:
@@ -86,7 +88,6 @@ class RunDir:
         """Remove the folder; from a folder that the user chose, only sockets and secrets."""
         if not self._named:
             shutil.rmtree(self.path, ignore_errors=True)
-            return
         for pattern in ("*.sock", "*.secret"):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
@@ -128,13 +129,18 @@ def _unusable(path: pathlib.Path, error: OSError) -> SetupError:
 
 
 def remove_stale(parent: pathlib.Path) -> list[pathlib.Path]:
-    """Remove run directories whose process has exited; returns them."""
+    """Remove run directories whose process has exited; returns them.
+
+    A process in another container may have the number of none here, but holds its folder's lock.
+    """
     removed = []
     for path in parent.glob(f"{PREFIX}*"):
         match = re.fullmatch(rf"{PREFIX}(\d+)-.*", path.name)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, SetupError):
             if match and path.stat().st_uid == os.getuid() and not _runs(int(match.group(1))):
+                lock = _locked(path)
                 shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
                 removed.append(path)
     return removed
 
