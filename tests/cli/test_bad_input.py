@@ -210,3 +210,11 @@ def test_a_wrong_command_line(
 def test_a_run_directory_that_is_too_deep_for_sockets(folder: Path, refusal: Refusal) -> None:
     line = refusal(folder, "--run-dir", str(folder / ("x" * 120)), "--port", "0", "--ops-port", "0")
     assert "--run-dir makes a socket of " in line and "at most 107 are allowed" in line
+
+
+def test_without_a_command_there_is_the_help_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert "Commands" in shown.out + shown.err and "see medha --help" not in shown.err

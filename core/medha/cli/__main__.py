@@ -297,10 +297,11 @@ def _usage(error: Exception) -> str:
     """Error line for a wrong command line; the help if no command was given."""
     message = str(getattr(error, "message", error)).strip()
     context = getattr(error, "ctx", None)
-    if not message or "\n" in message or context is None:
-        return f"{message}\n" if message else ""
+    if "\n" in message or context is None:
+        return f"{message}\n"
     text = getattr(error, "format_message", error.__str__)().rstrip(".")
-    return f"medha: {text}; see {context.command_path} --help\n"
+    # Without a command the help is shown already.
+    return f"medha: {text}; see {context.command_path} --help\n" if text else ""
 
 
 def main(arguments: list[str] | None = None) -> None:
