@@ -8,6 +8,7 @@ Rates are per rank (one GPU or one CPU process); all costs are positive.
 from __future__ import annotations
 
 import importlib.resources
+import pathlib
 from typing import Annotated
 
 import msgspec
@@ -89,6 +90,19 @@ def decode(data: bytes, source: str = "profile") -> Profile:
             data[:80].decode("utf-8", "replace"),
             f"must hold a profile ({error})",
             "write it again with `medha calibrate`",
+        ) from None
+
+
+def read(path: pathlib.Path, field: str = "profile") -> Profile:
+    """Read the profile of a file that `field` names; raises SpecError."""
+    try:
+        return decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise SpecError(
+            field,
+            str(path),
+            f"must be readable ({error.strerror})",
+            "write it with medha calibrate",
         ) from None
 
 

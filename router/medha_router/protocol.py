@@ -64,7 +64,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "cache_salt": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
@@ -105,11 +104,11 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "watermarking": (False,),
     "web_search_options": (),
 }
-CHAT_UNSUPPORTED = {
-    **{name: values for name, values in UNSUPPORTED.items() if name != "chat_template_kwargs"},
-    "add_special_tokens": (False,),
+CHAT_UNSUPPORTED = UNSUPPORTED | {"add_special_tokens": (False,)}
+COMPLETION_UNSUPPORTED = UNSUPPORTED | {
+    "add_special_tokens": (True,),
+    "chat_template_kwargs": ({},),
 }
-COMPLETION_UNSUPPORTED = UNSUPPORTED | {"add_special_tokens": (True,)}
 # Fields of completions that vLLM reads in a chat, too.
 OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"best_of": (1,), "echo": (False,)}
 TOKENIZE_UNSUPPORTED: dict[str, tuple[object, ...]] = {

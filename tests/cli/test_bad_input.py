@@ -218,3 +218,9 @@ def test_without_a_command_there_is_the_help_alone(capsys: pytest.CaptureFixture
     assert ended.value.code == 2
     shown = capsys.readouterr()
     assert "Commands" in shown.out + shown.err and "see medha --help" not in shown.err
+
+
+def test_a_profile_that_is_none_is_named(folder: Path, refusal: Refusal) -> None:
+    assert "--profile is none.json: must be readable" in refusal(folder, "--profile", "none.json")
+    (folder / "wrong.json").write_text("x")
+    assert "wrong.json is x: must hold a profile" in refusal(folder, "--profile", "wrong.json")

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from rich.console import Console
 
+from medha import profile
 from medha.adapters.prometheus import read_token
 from medha.cli.local_fleet import preflight
 from medha.cli.local_fleet.checkpoint_check import check_resources
@@ -95,7 +96,7 @@ def check(resources: Sequence[MedhaReplica], options: UpOptions) -> dict[str, st
             check_unused(options.run_dir)
     with faults.collect():
         if options.profile is not None:
-            preflight.check_profile(options.profile)
+            profile.read(options.profile, "--profile")
     faults.raise_all()
     return folders
 

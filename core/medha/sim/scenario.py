@@ -330,7 +330,7 @@ def _profile(name: str, base: pathlib.Path) -> Profile:
             "must be a file or a shipped profile",
             f"use one of {', '.join(profiles.SHIPPED)} or a JSON file from `medha calibrate`",
         )
-    return profiles.decode(path.read_bytes(), str(path))
+    return profiles.read(path)
 
 
 def _lose(replica: SimReplica, group: int) -> None:

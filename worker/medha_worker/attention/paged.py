@@ -170,9 +170,8 @@ class PagedPlan:
         self.attention, self.single, self.chunks, self.blocks = attention, single, chunks, blocks
         self.rest, self.bare, self.rest_rows = rest, bare, rest_rows
         # A single call over contiguous rows writes them in place.
-        single_states = [merge for merge in states if merge.states.shape[1] == 1]
-        direct = len(chunks) == len(states) == len(single_states) == 1
-        direct = direct and isinstance(chunks[0].rows, slice)
+        unmerged = [merge.states.shape[1] for merge in states] == [1]
+        direct = unmerged and len(chunks) == 1 and isinstance(chunks[0].rows, slice)
         self.states = None if direct or not chunks else _Merging(states, chunks, attention)
         # Of all layers: on one stream a layer's states are used before the next one's are written.
         self._whole: Partial | None = None

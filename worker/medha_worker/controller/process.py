@@ -37,7 +37,7 @@ from medha.messages import (
 )
 from medha.model import ModelShape
 from medha.predictor import Predictor
-from medha.profile import Profile, decode, encode
+from medha.profile import Profile, decode, encode, read
 from medha.scheduling.decision_log import RecordingScheduler
 from medha.scheduling.interface import SchedulerInterface
 from medha.scheduling.scheduler import Scheduler
@@ -94,14 +94,7 @@ def identity_of(config: WorkerConfig) -> Identity:
 
 def read_profile(path: str) -> Profile | None:
     """Read the profile of a file; None without a path. Raises SpecError."""
-    if not path:
-        return None
-    try:
-        return decode(pathlib.Path(path).read_bytes(), path)
-    except OSError as error:
-        raise SpecError(
-            "profile", path, f"must be readable ({error.strerror})", "write it with medha calibrate"
-        ) from None
+    return read(pathlib.Path(path)) if path else None
 
 
 def _kept_profile(config: WorkerConfig) -> Profile | None:

@@ -16,7 +16,6 @@ import socket
 
 from medha.adapters.sockets import IPC_PATH_BYTES
 from medha.errors import SetupError, SpecError
-from medha.profile import decode
 from medha.spec import MedhaReplica
 
 PROGRAMS = {"medha_router": "medha[router]", "medha_worker": "medha[worker]"}
@@ -30,15 +29,6 @@ FREE_PORTS = range(15_000, 30_000)
 def gpu_count(devices: pathlib.Path = pathlib.Path("/dev")) -> int:
     """Number of NVIDIA GPUs of this machine."""
     return len([path for path in devices.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
-
-
-def check_profile(path: pathlib.Path) -> None:
-    try:
-        decode(path.read_bytes(), str(path))
-    except OSError as error:
-        raise SetupError(
-            f"--profile {path} cannot be read ({error.strerror}): write one with `medha calibrate`"
-        ) from None
 
 
 def check_gpus(resource: MedhaReplica, gpus: int) -> None:
