@@ -72,6 +72,26 @@ class Server:
         return {record.id: record for record in self.replica.records()}
 
 
+class RelegatedShare:
+    """The part of a replica's time that its relegated prompts got while they waited."""
+
+    def __init__(self, replica: SimReplica) -> None:
+        self.replica, self.waited_s, self.got_s = replica, 0.0, 0.0
+        replica.keep_log, replica.watch = True, self._count
+
+    def _count(self, replica: SimReplica) -> None:
+        state = replica.scheduler._state
+        waits = any(queue.kept_count < len(queue) for queue in state.queues.by_group.values())
+        for _, batch in replica.log:
+            chunks = [chunk for chunk in batch.chunks if not chunk.decode]
+            kept = sum(chunk.length for chunk in chunks if state.sequences[chunk.seq].kept)
+            tokens = sum(chunk.length for chunk in chunks)
+            if waits or kept < tokens:
+                self.waited_s += batch.predicted_s
+                self.got_s += batch.predicted_s * (1.0 - kept / tokens) if tokens else 0.0
+        replica.log.clear()
+
+
 def chat(draw: random.Random, count: int, most: int = 2000) -> list[Lengths]:
     return [
         (
@@ -121,6 +141,27 @@ def test_a_short_request_waits_no_longer_than_its_part_of_the_relegated_share_ne
         overdue_s = record.waited_s(500.0) - record.ttft_deadline_s
         most_s = 0.0 if record.in_time else record.work_s / (0.5 * SETTINGS.relegated_share)
         assert overdue_s <= most_s + 2.0 * LONGEST_S
+
+
+@pytest.mark.parametrize("load", [1.5, 3.0])
+@pytest.mark.parametrize("answers, long_share", [(True, 0.0), (False, 0.0), (True, 0.01)])
+def test_the_relegated_get_their_share_and_no_promise_breaks(
+    load: float, answers: bool, long_share: float
+) -> None:
+    # Promises of chat are due within half a second: their share of that is less than a batch.
+    server, lengths = Server(0.05), mix(random.Random(1), long_share, 300)
+    if not answers:
+        lengths = [(prompt, 1) for prompt, _ in lengths]
+    server.ask_at_load("r", lengths, load, 60.0, 1)
+    share = RelegatedShare(server.replica)
+    records = server.records(60.0)
+    assert share.waited_s > 30.0
+    assert share.got_s >= 0.09 * share.waited_s
+    promised = [record for record in records.values() if record.promised]
+    assert len(promised) > 500 * (1.0 - 20.0 * long_share)
+    assert [
+        record.id for record in promised if record.waited_s(60.0) > record.ttft_deadline_s
+    ] == []
 
 
 @pytest.mark.parametrize("tpot_s, load", [(0.05, 0.9), (0.03, 1.3)])

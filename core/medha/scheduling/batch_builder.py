@@ -253,8 +253,12 @@ class BatchBuilder:
     # --- prefills ---------------------------------------------------------------------------------
 
     def _fill(self, draft: BatchDraft, now: float) -> None:
-        """Visit prefills in policy order until the batch is full."""
+        """Visit prefills in policy order until the batch is full.
+
+        The relegated may have less of it than they are owed: others take the rest.
+        """
         full_s, misses = draft.target_s, 0
+        empty_s = max(draft.seconds, self.promises.overhead_s)
         occupied: set[int] = set()
         roomy: dict[int, bool] = {}
         yielding: list[tuple[Sequence, ChunkDraft | None, float]] = []
@@ -268,10 +272,16 @@ class BatchBuilder:
             if sequence.request.beyond_share and not sequence.kept:
                 # A promised arrival of another tenant waits for this batch to end.
                 limit_s = min(limit_s, BEYOND_SHARE * draft.target_s)
+            rationed = tier == GUARANTEED and self.promises.payable_s[group] < draft.target_s
+            if rationed:
+                part = self.promises.payable_s[group] / draft.target_s
+                limit_s = min(limit_s, empty_s + part * (draft.target_s - empty_s))
             chunk = self._place(draft, sequence)
             if chunk is None:
                 continue
             if not self._cut(draft, chunk, limit_s):
+                if rationed:
+                    continue
                 if yields:
                     yielding.append((sequence, None, full_s))
                     occupied.update(chunk.groups)
@@ -287,7 +297,7 @@ class BatchBuilder:
             ):
                 continue
             self._add(draft, chunk)
-            if long:
+            if long and not rationed:
                 occupied.update(chunk.groups)
                 if yields:
                     yielding.append((sequence, chunk, full_s))
@@ -296,7 +306,7 @@ class BatchBuilder:
                     roomy[group] = self.promises.is_roomy(group)
                 short = not long and roomy[group]
                 full_s = min(full_s, self._finishing_s(draft, sequence, short, now))
-            if chunk.cut and not yields:
+            if chunk.cut and not yields and not rationed:
                 if len(draft.group_set) == 1:
                     break
                 if len(chunk.groups) > 1:  # others fill its groups' gaps and delay nothing
@@ -437,22 +447,24 @@ class BatchBuilder:
     def _account(self, draft: BatchDraft, batch_s: float) -> None:
         self.escapes += draft.escaped
         for group in draft.group_set:
-            tokens = guaranteed = 0
+            tokens = guaranteed = relegated = 0
             for chunk in draft.chunks:
                 if group in chunk.groups:
                     tokens += chunk.length
                     guaranteed += chunk.length * chunk.guaranteed
+                    relegated += 0 if chunk.sequence.kept else chunk.length
             starves = draft.waits[group] and not tokens
             self.starved[group] = self.starved.get(group, 0) + 1 if starves else 0
             if not self.promises.promising:
                 continue
-            part = guaranteed / tokens if tokens else 0.0
+            token_s = batch_s / tokens if tokens else 0.0
             waiting = self.waiting[group]
             waits = waiting.kept_count < len(waiting.sequences)
             # A prompt that spans the group set waits for each group's relegated: it is divided.
             self.promises.account(
                 group,
                 batch_s / len(draft.group_set),
-                part * batch_s,
+                guaranteed * token_s,
+                (relegated - guaranteed) * token_s,
                 waits,
             )

@@ -168,7 +168,9 @@ class PromiseSet:
     """Promises over the waiting prefills of every group.
 
     `drain_s`: upper bound of what a chunk still needs behind stage 0. `overhead_s`: cost of a batch
-    that holds next to nothing. `relegated_credit_s`: time owed to the relegated, per group.
+    that holds next to nothing. `relegated_credit_s`: time owed to the relegated, per group;
+    `payable_s`: how much of it the batch that was ordered last can bear; `lacking_s`: time owed if
+    what they got in the gaps of others counts, too.
     `broken_count`: promises withdrawn. `guard_s`: slack that does not count, a part of the longest
     batch. `long_s`: work beyond which a prompt is long. `relegates`: a class does.
     """
@@ -190,6 +192,8 @@ class PromiseSet:
         self.promising = groups.ranked
         self.gives = self.promising and settings.commit
         self.relegated_credit_s: dict[int, float] = {}
+        self.payable_s: dict[int, float] = {}
+        self.lacking_s: dict[int, float] = {}
         self._rounds: dict[int, int] = {}
         self._turns: dict[int, int] = {}
         self._arrivals: dict[int, tuple[float, float, float]] = {}
@@ -200,11 +204,12 @@ class PromiseSet:
 
     def join(self, group: int) -> None:
         self._arrivals[group] = 0.0, 0.0, math.inf
-        self.relegated_credit_s[group] = 0.0
+        self.relegated_credit_s[group] = self.payable_s[group] = self.lacking_s[group] = 0.0
         self._rounds[group], self._turns[group] = 0, 0
 
     def leave(self, group: int) -> None:
-        del self._arrivals[group], self.relegated_credit_s[group]
+        del self._arrivals[group], self.relegated_credit_s[group], self.payable_s[group]
+        del self.lacking_s[group]
         del self._rounds[group], self._turns[group]
 
     def set_aside(self) -> None:
@@ -390,8 +395,8 @@ class PromiseSet:
     def order(self, group: int, limit: float, now: float) -> native.Rows:
         """Order the same rows by `lars`. Requires `update` in the same round."""
         rows, long_tokens = self.waiting[group].rows, self.settings.long_tokens
-        credit = native.NOTHING
-        if self.relegated_credit_s[group] >= self.longest_s and self._credit_is_due(group, rows):
+        credit, self.payable_s[group] = native.NOTHING, self._payable_s(group, rows)
+        if self.payable_s[group] > 0.0:
             credit = native.FIRST_DUE if self._turns[group] % 2 else native.SHORT_ONES
         rows.order(
             limit,
@@ -418,18 +423,24 @@ class PromiseSet:
         group: int,
         batch_s: float,
         relegated_s: float,
+        gaps_s: float,
         relegated_waits: bool,
     ) -> None:
         """Account a batch that spends `relegated_s` on the share of the relegated.
 
-        They earn their share while they wait. Time in the gaps of others costs them nothing.
+        They earn their share while they wait. Time in the gaps of others, `gaps_s`, costs them
+        nothing: it goes to short ones first.
         """
-        credit = self.relegated_credit_s[group] - relegated_s
+        credit_s = self.relegated_credit_s[group] - relegated_s
+        lacking_s = self.lacking_s[group] - relegated_s - gaps_s
         self._turns[group] += relegated_s > 0.0
         if relegated_waits:
             self.set_aside()
-            credit += self.settings.relegated_share * batch_s
-        self.relegated_credit_s[group] = min(max(credit, -self.longest_s), 3.0 * self.longest_s)
+            earned_s = self.settings.relegated_share * batch_s
+            credit_s, lacking_s = credit_s + earned_s, lacking_s + earned_s
+        most_s = 3.0 * self.longest_s
+        self.relegated_credit_s[group] = min(max(credit_s, -self.longest_s), most_s)
+        self.lacking_s[group] = min(max(lacking_s, -most_s), most_s)
 
     def _margins(self, group: int, start: float) -> native.Rows:
         """Compute the margins of the group's kept rows from `start` on."""
@@ -448,17 +459,23 @@ class PromiseSet:
         waiting = self.waiting[group]
         return waiting.due_s[rows] - (start + self.drain_s), waiting.work_s[rows] + self.overhead_s
 
-    def _credit_is_due(self, group: int, rows: native.Rows) -> bool:
-        """Return whether the relegated get the batch owed to them now.
+    def _payable_s(self, group: int, rows: native.Rows) -> float:
+        """Return how much of the next batch the relegated get of what they are owed.
 
-        They do if no kept prompt is too tight (margins of promises include their share, so that
-        they widen as promised work is done). If the batch is overdue, the promises must only be
-        able to spare it from the share that they include.
+        A whole batch if no kept prompt is too tight: margins of promises include their share, so
+        that they widen as promised work is done. If the batch is overdue, promises must only be
+        able to spare it from the share that they include. Margins of promises that are due soon
+        never hold a batch: if the relegated lack their share, they get half of what these bear.
         """
-        if rows.least_s >= self.longest_s:
-            return True
-        overdue = self.relegated_credit_s[group] >= 3.0 * self.longest_s
-        return overdue and rows.least_bare_s >= self.longest_s
+        owed_s, whole_s = self.relegated_credit_s[group], self.longest_s
+        if owed_s < whole_s:
+            return 0.0
+        if rows.least_s >= whole_s or (owed_s >= 3.0 * whole_s and rows.least_bare_s >= whole_s):
+            return whole_s
+        if self.lacking_s[group] < whole_s:
+            return 0.0
+        part_s = 0.5 * rows.least_s
+        return part_s if part_s >= self.settings.min_batch_s else 0.0
 
     def _is_review_due(self, group: int, waiting: WaitingQueue) -> bool:
         """Return whether to review which sequences fit and which cannot be kept.
