@@ -69,6 +69,10 @@ class QueueOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self
 
 
+REFERENCE_PART = 0.9
+"""Part of the TPOT that the batches take by which default deadlines are measured."""
+
+
 class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one replica's scheduler; every policy uses the same mechanisms around it.
 
@@ -114,7 +118,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rebalance: bool = True
     release_cooldown_s: float = 30.0
     tbt_guard: float = 0.05
-    plan_guard: float = 0.1
+    plan_guard: float = 0.05
     margin_guard: float = 1.0
     ahead_s: float = 0.0
     prefill_share: float = 0.1
@@ -122,12 +126,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def planned_budget_s(self, tpot_s: float, spp: int) -> float:
         """Seconds per stage that promises count on for a batch while decodes of that TPOT run."""
-        if self.budget == "fixed":
-            return self.fixed_s
-        if self.budget == "tokens":
-            return self.max_batch_s
-        least_s = tpot_s * (1.0 - self.plan_guard) / spp
-        return min(max(least_s, self.min_batch_s), self.max_batch_s)
+        return self._budget_s((1.0 - self.plan_guard) * tpot_s, spp)
 
     def reference_budget_s(self, tpot_s: float, spp: int) -> float:
         """Budget of the batches by which W, the work of a default deadline, is measured.
@@ -136,7 +135,14 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """
         if self.policy.startswith("lars-paper"):
             return self.max_batch_s
-        return self.planned_budget_s(tpot_s, spp)
+        return self._budget_s(REFERENCE_PART * tpot_s, spp)
+
+    def _budget_s(self, tpot_s: float, spp: int) -> float:
+        if self.budget == "fixed":
+            return self.fixed_s
+        if self.budget == "tokens":
+            return self.max_batch_s
+        return min(max(tpot_s / spp, self.min_batch_s), self.max_batch_s)
 
     def __post_init__(self) -> None:
         self.queue_order.checked()

@@ -30,8 +30,8 @@ REMEMBERED = 4096  # lengths of prompts, steps of rows
 # Up to SHORT_STEPS the whole limit is tried first; after GUESSES interpolations, bisect.
 SHORT_STEPS, GUESSES = 128, 8
 ENDLESS = 1 << 40  # tokens
-# A batch for the cost of one more decode: rows of prefill, and decodes whose mean is taken.
-TYPICAL_ROWS, TYPICAL_DECODES = 512, 64
+# Batches for the cost of one more decode: from few rows to many, and a step of one tile.
+FEW_ROWS, MANY_ROWS, STEP_ROWS = 256, 768, 64
 
 # Uncorrected seconds of all but attention, and of attention.
 Parts = tuple[float, float]
@@ -690,13 +690,17 @@ class Predictor:
         return probe(2 * step, keys, groups) - probe(step, keys, groups)
 
     def decode_s(self, keys: int, groups: int = 1) -> float:
-        """Seconds by which one decode that reads `keys` tokens lengthens a batch with prefills."""
-        load = self.load()
-        load.add_chunk(TYPICAL_ROWS, 0)
-        load.add_decodes(1, 0)
-        alone_s = load.seconds()
-        load.add_decodes(TYPICAL_DECODES, TYPICAL_DECODES * keys, groups)
-        return (load.seconds() - alone_s) / TYPICAL_DECODES
+        """Seconds by which one decode that reads `keys` tokens lengthens a batch with prefills.
+
+        A row of a typical batch, over many steps of tiles, and what a decode takes besides.
+        """
+        others, load = self.load(), self.load()
+        others.add_decodes(1, 0, groups)
+        load.add_decodes(1 + STEP_ROWS, STEP_ROWS * keys, groups)
+        probe, middle = others.seconds_with, (FEW_ROWS + MANY_ROWS) // 2
+        row_s = (probe(MANY_ROWS, 0) - probe(FEW_ROWS, 0)) / (MANY_ROWS - FEW_ROWS)
+        more_s = load.seconds_with(middle, 0) - probe(middle + STEP_ROWS, 0)
+        return row_s + more_s / STEP_ROWS
 
     def prefill_corrections(self) -> tuple[float, ...]:
         """Return the corrections of prefills' whole time and of their attention.

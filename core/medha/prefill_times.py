@@ -7,7 +7,8 @@ While decodes run, no batch may be longer than a budget b, and the decodes take 
 Every batch reads the whole prefix again, so that a deep prompt progresses far more slowly in short
 batches than in proportion. So there are tables instead of a factor: seconds of wall time per token
 at a prefix, for a few D between 0 and the decode capacity, summed up over the prefix. Between those
-D time is interpolated linearly, which never underestimates, as it is convex in D.
+D the rate is interpolated. Each D is that of decodes of `TYPICAL_KEYS` that stand in the batch: a
+chunk shares the tiles of its products with their rows.
 
 The decode capacity C is the D at which prefills still run at `prefill_share` of their rate.
 
@@ -25,6 +26,8 @@ LEVELS = 6
 FRACTIONS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
 """Decode times for which there is a table, as parts of C."""
 FIRST_KNOT, KNOT_RATIO = 1024, 1.08
+TYPICAL_KEYS = 1024
+LEAST_S = 1e-300  # no division by zero where nothing is left to do
 MAX_STARVED_ROUNDS = 16  # a smallest chunk runs after this number of batches without a prefill
 REMEMBERED = 4096
 STALE = 0.02
@@ -41,10 +44,17 @@ def decode_capacity_s(predictor: Predictor, budget_s: float, prefill_share: floa
 
 
 def between(levels: list[float], part: float) -> float:
-    """Interpolate the seconds of all levels at a part of the decode capacity."""
+    """Interpolate the seconds of all levels at a part of the decode capacity.
+
+    A rate falls evenly as decodes take more of a batch, and time is its inverse. Beyond C time
+    grows evenly.
+    """
     upper = min(max(1, bisect.bisect_right(FRACTIONS, part)), LEVELS - 1)
-    start, low = FRACTIONS[upper - 1], levels[upper - 1]
-    return low + (levels[upper] - low) * ((part - start) / (FRACTIONS[upper] - start))
+    start, low, high = FRACTIONS[upper - 1], levels[upper - 1], levels[upper]
+    way = (part - start) / (FRACTIONS[upper] - start)
+    inside = min(way, 1.0)
+    slowed = high / max(high - (high - low) * inside, LEAST_S)
+    return low * slowed + (high - low) * (way - inside)
 
 
 class PrefillTimes:
@@ -58,6 +68,8 @@ class PrefillTimes:
         self.step = predictor.step_tokens
         self._corrections = predictor.prefill_corrections()
         self._limits = [budget_s - self.capacity_s * fraction for fraction in FRACTIONS]
+        typical_s = predictor.decode_s(TYPICAL_KEYS)
+        self._decodes = [int(self.capacity_s * fraction / typical_s) for fraction in FRACTIONS]
         self._knots: list[int] = []
         self._rates: list[list[float]] = []  # at each knot: seconds per token, by level
         self._sums: list[list[float]] = []  # up to each knot
@@ -128,7 +140,7 @@ class PrefillTimes:
 
     def _add_knot(self, tokens: int) -> None:
         keys, groups = self.predictor.shard(tokens)
-        rates = [self._rate_s(keys, groups, limit_s) for limit_s in self._limits]
+        rates = [self._rate_s(keys, groups, level) for level in range(LEVELS)]
         sums = [0.0] * LEVELS
         if self._knots:
             width, before, earlier = tokens - self._knots[-1], self._sums[-1], self._rates[-1]
@@ -140,13 +152,20 @@ class PrefillTimes:
         self._rates.append(rates)
         self._sums.append(sums)
 
-    def _rate_s(self, keys: int, groups: int, limit_s: float) -> float:
-        """Seconds of wall time per token, with `limit_s` of each batch for the prefill.
+    def _rate_s(self, keys: int, groups: int, level: int) -> float:
+        """Seconds of wall time per token, alongside the decodes of that level.
 
         Chunks are whole steps, so that batches are shorter than the budget. In a pipeline a batch
         waits for a longer one ahead: half of what it is shorter is lost.
         """
-        return max([self._rate_in_s(load, keys, groups, limit_s) for load in self._loads()])
+        slowest_s, count = 0.0, self._decodes[level]
+        for load in self._loads():
+            limit_s = self._limits[level]
+            if count and load.decodes:
+                load.add_decodes(count, count * TYPICAL_KEYS)
+                limit_s = self.budget_s
+            slowest_s = max(slowest_s, self._rate_in_s(load, keys, groups, limit_s))
+        return slowest_s
 
     def _loads(self) -> list[BatchLoad]:
         """Return empty loads: alongside decodes if there may be any, and without."""

@@ -10,11 +10,21 @@ from hypothesis import strategies as st
 from medha.corrections import PREFILL, REGIMES, Learned
 from medha.model import ModelShape
 from medha.predictor import BatchLoad, Predictor
-from medha.prefill_times import PrefillTimes
+from medha.prefill_times import PrefillTimes, between, decode_capacity_s
 from medha.profile import A100, CPU_CORE, H100, Profile
 from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
+LARGE = ModelShape(
+    layers=80,
+    hidden=8192,
+    heads=64,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=28672,
+    vocab=128256,
+    max_context_tokens=1 << 19,
+)
 TINY = ModelShape(
     layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=512
 )
@@ -326,7 +336,7 @@ def test_a_prefill_alongside_decodes_takes_the_slower_of_both_kinds_of_batches(
             slow.observe(load := load_of(slow, batch), load.seconds(), slow_s)
     before = PrefillTimes(exact, 0.027, 0.01)
     times, expected = (PrefillTimes(of, 0.027, 0.01) for of in (learned, slow))
-    assert times.by_level(0, 50_000) == pytest.approx(expected.by_level(0, 50_000), rel=0.01)
+    assert times.by_level(0, 50_000) == pytest.approx(expected.by_level(0, 50_000), rel=0.05)
     assert times.by_level(0, 200) == pytest.approx(expected.by_level(0, 200), rel=0.01)
     assert min(times.by_level(0, 50_000)) > 1.1 * min(before.by_level(0, 50_000))
     idle_s = [PrefillTimes(of, 0.1, 0.0).by_level(0, 50_000)[0] for of in (learned, exact)]
@@ -335,3 +345,35 @@ def test_a_prefill_alongside_decodes_takes_the_slower_of_both_kinds_of_batches(
     for _ in range(50):
         learned.observe(load := load_of(learned, batch), load.seconds(), 1.3 * load.seconds())
     assert outdated.outdated
+
+
+@pytest.mark.parametrize("tokens", [6_000, 25_000, 60_000])
+@pytest.mark.parametrize("decodes, keys", [(20, 300), (110, 300), (60, 2000), (110, 2000)])
+@pytest.mark.parametrize("budget_s", [0.045, 0.09])
+def test_time_alongside_decodes_is_that_of_batches_that_hold_them(
+    tokens: int, decodes: int, keys: int, budget_s: float
+) -> None:
+    # On this GPU 113 decodes and 400 tokens take a quarter more than 112: a tile more per product.
+    # Without the rows of decodes, 110 of them and 6,000 tokens would take 0.7 to 0.8 of this time.
+    of = Predictor(H100, LARGE, Topology(tp=8))
+    took_s, done = 0.0, 0
+    while done < tokens:
+        load = of.load()
+        load.add_decodes(decodes, decodes * keys)
+        chunk = of.largest_chunk(load, done, tokens - done, budget_s, yields=True)
+        took_s += load.seconds_with(chunk, done)
+        done += chunk
+    capacity_s = decode_capacity_s(of, budget_s, 0.1)
+    times = PrefillTimes(of, budget_s, capacity_s)
+    expected_s = times.alongside_s(0, tokens, decodes * of.decode_s(keys) / capacity_s)
+    assert 0.9 < expected_s / took_s < 1.15
+
+
+def test_rates_are_interpolated_between_levels() -> None:
+    levels = [1.0, 1.25, 2.0, 4.0, 8.0, 16.0]
+    assert between(levels, 0.0) == 1.0
+    assert between(levels, 0.125) == 1.25
+    assert between(levels, 0.375) == pytest.approx(1.0 / (0.5 / 2.0 + 0.5 / 4.0))
+    assert between(levels, 1.0) == pytest.approx(16.0)
+    assert between(levels, 1.25) == pytest.approx(16.0 + 8.0)
+    assert between([0.0] * 6, 0.3) == 0.0

@@ -368,7 +368,7 @@ def test_what_is_outside_the_rows_is_refused() -> None:
     with pytest.raises(IndexError):
         rows.work_before_s(4)
     with pytest.raises(IndexError):
-        rows.try_decode(0, 0.0, 0.0, (native.RUNS, 3, 1.0, 1.0, 1.0), 0.0, 1.0, 1.0)
+        rows.try_decode(0, 0.0, 0.0, (native.RUNS, 3, 1.0, 1.0, 0.0, 0.0), 0.0, 1.0, 1.0)
     with pytest.raises(TypeError):
         kernel.margins(0.0, "1.0", 1.0)
     with pytest.raises(TypeError, match="3 arguments, not 2"):
@@ -392,7 +392,8 @@ class Decode(NamedTuple):
 
 
 def plain_between(levels: list[float], part: float) -> float:
-    return float(np.interp(part, FRACTIONS, levels))
+    """Return the time at a part of the capacity: the rate, 1 over it, is interpolated."""
+    return 1.0 / float(np.interp(part, FRACTIONS, 1.0 / np.maximum(levels, 1e-300)))
 
 
 def plain_mean_s(running: list[Decode], window_s: float, least_s: float) -> float:
@@ -428,20 +429,35 @@ NOW_S, BUDGET_S, LEAST_S, PART = 0.5, 1.0, 0.75, 1.0 / 16.0
 RUNNING = st.lists(st.builds(Decode, EIGHTHS, st.floats(0.0, 60.0)), max_size=90)
 
 
-@given(st.integers(0, 1 << 32), st.integers(0, 70), RUNNING, RUNNING)
-def test_work_is_that_alongside_the_decodes_until_the_row_is_due(
-    seed: int, count: int, running: list[Decode], others: list[Decode]
+@given(st.integers(0, 1 << 32), st.integers(0, 70), RUNNING, RUNNING, st.floats(0.0, 60.0))
+def test_work_is_that_alongside_the_slowest_groups_decodes_until_the_row_is_due(
+    seed: int, count: int, running: list[Decode], others: list[Decode], length_s: float
 ) -> None:
     waiting, work_s = levelled(seed, count)
-    groups = [decoding(running), decoding(others)]
-    waiting.rows.set_alongside(groups, [], -1, NOW_S, BUDGET_S, LEAST_S, PART)
+    groups, comes = [decoding(running), decoding(others)], Decode(0.25, length_s, -1)
+    coming = [[], [added_after(waiting, comes, kept=False)]]
+    waiting.rows.set_alongside(groups, coming, -1, NOW_S, BUDGET_S, LEAST_S, PART)
     for row, due_s in enumerate(waiting.due_s.tolist()):
         window_s = max(due_s - NOW_S, BUDGET_S)
-        mean_s = max(plain_mean_s(group, window_s, LEAST_S) for group in (running, others))
+        elsewhere_s = plain_mean_s(others, window_s, LEAST_S)
+        elsewhere_s += 0.25 * min(length_s, window_s) / max(window_s, work_s[row][0])
+        mean_s = max(plain_mean_s(running, window_s, LEAST_S), elsewhere_s)
         assert waiting.alongside[row] == pytest.approx(PART * mean_s)
         part = min(1.0, PART * mean_s)
         if PART * mean_s < 1.0:
             assert waiting.work_s[row] == pytest.approx(plain_between(work_s[row], part))
+
+
+def added_after(waiting: WaitingQueue, decode: Decode, kept: bool) -> native.Added:
+    """Return the decode after the prompt of its row, as the account adds it."""
+    row, cost_s, length_s = decode.row, decode.cost_s, decode.length_s
+    if row < 0:
+        return native.COMES, -1, cost_s, length_s, 0.0, -math.inf
+    work_s, due_s = waiting.rows.levels(row)[0], float(waiting.due_s[row])
+    if not kept:
+        return native.COMES, -1, cost_s, length_s, work_s / 0.1, -math.inf
+    begin_s = min(work_s, max(due_s - NOW_S, BUDGET_S))
+    return native.COMES, row, cost_s, length_s, begin_s, due_s
 
 
 @given(
@@ -455,10 +471,9 @@ def test_a_coming_decode_is_alongside_rows_that_run_after_its_prompt(
 ) -> None:
     waiting, work_s = levelled(seed, count)
     coming = [decode._replace(row=min(decode.row, count - 1)) for decode in coming]
-    kind, share = native.AFTER_KEPT if kept else native.AFTER_RELEGATED, 0.1
     windows_s = [max(due_s - NOW_S, BUDGET_S) for due_s in waiting.due_s.tolist()]
-    added = [(kind, decode.row, decode.cost_s, decode.length_s, share) for decode in coming]
-    waiting.rows.set_alongside([native.Decodes()], added, -1, NOW_S, BUDGET_S, LEAST_S, PART)
+    added = [added_after(waiting, decode, kept) for decode in coming]
+    waiting.rows.set_alongside([native.Decodes()], [added], -1, NOW_S, BUDGET_S, LEAST_S, PART)
     for row, window_s in enumerate(windows_s):
         mean_s = 0.0
         for decode in coming:
@@ -466,7 +481,7 @@ def test_a_coming_decode_is_alongside_rows_that_run_after_its_prompt(
             if decode.row >= 0 and kept:
                 begins_s, first = min(work_s[decode.row][0], windows_s[decode.row]), decode.row + 1
             elif decode.row >= 0:
-                begins_s = work_s[decode.row][0] / share
+                begins_s = work_s[decode.row][0] / 0.1
             if row >= first and window_s > begins_s:
                 filled_s = min(decode.length_s, window_s - begins_s)
                 mean_s += decode.cost_s * filled_s / max(window_s - begins_s, work_s[row][0])
@@ -486,21 +501,20 @@ def test_a_prompt_without_a_row_has_alongside_it_what_a_row_due_then_would_have(
 ) -> None:
     waiting, _ = levelled(seed, count)
     rows, place = waiting.rows, min(place, count - 1)
-    kind = native.AFTER_KEPT if kept else native.AFTER_RELEGATED
-    added = [
-        (kind, min(decode.row, count - 1), decode.cost_s, decode.length_s, 0.1) for decode in coming
-    ]
+    coming = [decode._replace(row=min(decode.row, count - 1)) for decode in coming]
+    added = [added_after(waiting, decode, kept) for decode in coming]
+    others = [added_after(waiting, decode, not kept) for decode in coming]
     # The row has no work of its own, as the prompt has none: a coming decode fills their window.
     rows.slots[rows.slot[place], native.LEVEL :] = 0.0
     before = waiting.alongside.tolist()
     groups = [decoding(running), native.Decodes()]
-    rows.set_alongside(groups, added, place, NOW_S, BUDGET_S, LEAST_S, PART)
+    rows.set_alongside(groups, [added, others], place, NOW_S, BUDGET_S, LEAST_S, PART)
     changed = [row for row, part in enumerate(waiting.alongside) if part != before[row]]
     assert changed in ([], [place])
     due_s = [float(waiting.due_s[place])]
-    if waiting.due_s.tolist().count(due_s[0]) > 1 or any(row == place for _, row, *_ in added):
+    if waiting.due_s.tolist().count(due_s[0]) > 1 or any(decode.row == place for decode in coming):
         return  # another row may be due then, or it is behind itself
-    (mean_s,) = rows.alongside_until_s(groups, added, due_s, NOW_S, BUDGET_S, LEAST_S)
+    (mean_s,) = rows.alongside_until_s(groups, [added, others], due_s, NOW_S, BUDGET_S, LEAST_S)
     assert PART * mean_s == pytest.approx(float(waiting.alongside[place]))
 
 
@@ -510,8 +524,8 @@ def test_a_promise_is_tried_alongside_its_own_decode(
 ) -> None:
     waiting, work_s = levelled(seed, count)
     rows, place, length_s = waiting.rows, min(place, count - 1), 7.0
-    rows.set_alongside([decoding(running)], [], -1, NOW_S, BUDGET_S, LEAST_S, PART)
-    decode = native.RUNS, place, cost_s, length_s, 1.0
+    rows.set_alongside([decoding(running)], [[]], -1, NOW_S, BUDGET_S, LEAST_S, PART)
+    decode = native.RUNS, place, cost_s, length_s, 0.0, 0.0
     rows.try_decode(place, 0.125, 0.25, decode, NOW_S, BUDGET_S, PART)
     promised = waiting.promised.tolist()
     tried, cost = {}, {}

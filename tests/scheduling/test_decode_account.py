@@ -100,39 +100,37 @@ def test_a_prompt_waits_for_no_promise_that_is_gone(leave: bool) -> None:
 
 
 @pytest.mark.parametrize("spans", [False, True])
-def test_a_decode_costs_a_promise_in_another_group_no_more_than_was_tried(spans: bool) -> None:
-    # While a decode spans both groups, all batches wait for the slower one. The decode begins
-    # earlier than it should, as its prompt has the gaps of others.
-    plan = scheduler(topology(kvp=2, tokens_per_group=20_000), SETTINGS, batch_s=0.003, key_s=5e-7)
+def test_a_decode_costs_a_promise_in_another_group_what_was_tried(spans: bool) -> None:
+    # While a decode spans both groups, all batches wait for the slower one.
+    plan = scheduler(topology(kvp=2, tokens_per_group=20_000), SETTINGS, batch_s=0.003, key_s=5e-8)
     account, promises = plan._account, plan._promises
     plan.submit(
         request("both", 30_000, within_s=90.0, output_tokens=900, tpot_s=0.05, promised=False), 0.0
     )
     plan.submit(request("kept", 2_000, within_s=9.0, promised=True), 0.0)
-    plan.submit(
-        request("long", 15_000, within_s=1.0, output_tokens=2000, tpot_s=0.05, promised=False), 0.0
-    )
+    answer = request("long", 15_000, within_s=9.0, output_tokens=2000, tpot_s=0.05, promised=True)
+    plan.submit(answer, 0.0)
     kept, long = plan._state.by_id["kept"], plan._state.by_id["long"]
     (group,), (other,) = kept.assigned_groups, long.assigned_groups
     assert group != other
-
-    def margin_s(*, tried: bool = False) -> float:
-        return promises.least_margin_s(group, 0.0, tried=tried)
-
+    account.remove(long)
     if spans:
         account.begin(plan._state.by_id["both"], 0.0)
     account.refresh(0.0)
-    before_s = margin_s()
+    rows = promises.waiting[group].rows
+
+    def work_s(*, tried: bool = False) -> float:
+        row = promises.waiting[group].row_of(kept)
+        return rows.tried_s(row) if tried else float(promises.waiting[group].work_s[row])
+
+    before_s = work_s()
     account._try(long, account.cost_s(long), group, 0.0, 0.0, 0.0)
-    tried_s = margin_s(tried=True)
-    assert tried_s < before_s
-    counts_s = tried_s if spans else before_s
+    tried_s = work_s(tried=True)
+    assert tried_s > before_s
     account.count(long, 0.0)
     account.refresh(0.0)
-    assert margin_s() == pytest.approx(counts_s)
-    account.begin(long, 0.0)
-    account.refresh(0.0)
-    assert margin_s() == pytest.approx(counts_s)
+    counts_s = tried_s if spans else before_s
+    assert work_s() == pytest.approx(counts_s)
 
 
 def test_what_is_promised_later_reckons_with_the_answer_of_a_promised_prompt() -> None:
@@ -156,7 +154,8 @@ def test_what_is_promised_later_reckons_with_the_answer_of_a_promised_prompt() -
 
 @pytest.mark.parametrize("spans", [False, True])
 def test_a_promise_counts_its_decode_in_other_groups_while_batches_span(spans: bool) -> None:
-    # The promise of the other group has less time left than the decode costs it.
+    # The promise of the other group has less time left than the decode costs it. They begin at
+    # once, so that the decode runs before the promise is due, though its prompt is due later.
     plan = scheduler(
         topology(kvp=2, tokens_per_group=20_000),
         Scheduling(max_batch_s=0.05, decode_room=0.0),
@@ -165,11 +164,58 @@ def test_a_promise_counts_its_decode_in_other_groups_while_batches_span(spans: b
     )
     if spans:
         plan.submit(request("spans", 30_000, within_s=90.0, promised=False), 0.0)
-    kept = request("kept", 9_000, within_s=6.05, output_tokens=2, tpot_s=0.05, promised=True)
+    kept = request("kept", 9_000, within_s=5.985, output_tokens=2, tpot_s=0.05, promised=True)
     plan.submit(kept, 0.0)
     plan._account.refresh(0.0)
-    long = request("long", 10_000, within_s=40.0, output_tokens=2000, tpot_s=0.05)
+    long = request("long", 3_000, within_s=40.0, output_tokens=2000, tpot_s=0.05)
     assert plan.submit(long, 0.0).promised is not spans
+    # Without a promise it is served, and held at its end as long as they span.
+    late = msgspec.structs.replace(long, id="late", promised=False)
+    plan.submit(late, 0.0)
+    account, sequence = plan._account, plan._state.by_id["late"]
+    assert sequence.assigned_groups != plan._state.by_id["kept"].assigned_groups
+    account.count(sequence, 0.0)
+    assert account.may_end(sequence, 0.0, guaranteed=True) is not spans
+
+
+def test_a_promise_is_delayed_by_an_answer_in_another_group_only_while_it_runs() -> None:
+    # The wide prompt soon runs in both groups. The answer of the other takes a tenth of that time.
+    plan = scheduler(
+        topology(kvp=2, tokens_per_group=30_000),
+        Scheduling(max_batch_s=0.05, decode_room=0.0),
+        batch_s=0.003,
+        key_s=2e-8,
+        read_s=8e-8,
+    )
+    wide = request("wide", 50_000, within_s=200.0, output_tokens=2, tpot_s=0.05, promised=True)
+    plan.submit(wide, 0.0)
+    sequence = plan._state.by_id["wide"]
+
+    def work_s() -> list[float]:
+        plan._account.refresh(0.0)
+        queues = plan._state.queues.by_group.values()
+        return [float(queue.work_s[queue.row_of(sequence)]) for queue in queues]
+
+    before_s = work_s()
+    long = request("long", 29_000, within_s=90.0, output_tokens=100, tpot_s=0.05, promised=True)
+    plan.submit(long, 0.0)
+    assert len(plan._state.by_id["long"].assigned_groups) == 1
+    answer_s = plan._account._length_s(plan._state.by_id["long"])
+    for after_s, alone_s in zip(work_s(), before_s, strict=True):
+        assert alone_s <= after_s < alone_s + answer_s
+
+
+@pytest.mark.parametrize("answer", [2, 2000])
+def test_a_promise_counts_its_answer_behind_its_prompt(answer: int) -> None:
+    # The promise that is due later runs alongside the answer, and has little time left.
+    plan = scheduler(
+        settings=Scheduling(max_batch_s=0.05, decode_room=0.0), batch_s=0.003, read_s=8e-8
+    )
+    kept = request("kept", 100_000, within_s=16.0, output_tokens=2, tpot_s=0.05, promised=True)
+    plan.submit(kept, 0.0)
+    plan._account.refresh(0.0)
+    long = request("long", 20_000, within_s=6.0, output_tokens=answer, tpot_s=0.05)
+    assert plan.submit(long, 0.0).promised is (answer == 2)
 
 
 def test_a_tight_tpot_is_granted_only_as_far_as_promises_allow() -> None:

@@ -94,7 +94,7 @@ def test_every_group_runs_its_batches_in_number_order() -> None:
 
 def test_a_group_that_waits_runs_an_independent_batch_that_fits_the_gap() -> None:
     plan = scheduler(topology(kvp=2, tokens_per_group=900), Scheduling(finish_fill=1.0))
-    plan.submit(request("long", 1984, within_s=30.0), 0.0)
+    plan.submit(request("long", 1984, within_s=30.0, promised=False), 0.0)
     first = plan.next_batch(0.0, frozenset({0, 1}))
     assert first is not None and first.groups == (0,)
     # Group 1 has begun a batch of 80 ms of its own when the long one wants both groups.
@@ -110,6 +110,22 @@ def test_a_group_that_waits_runs_an_independent_batch_that_fits_the_gap() -> Non
     finish(plan, gap, 0.13)
     finish(plan, alone, 0.13)
     shared = plan.next_batch(0.13, frozenset({0, 1}))
+    assert shared is not None and shared.groups == (0, 1)
+
+
+def test_a_group_that_a_promised_prompt_needs_next_is_free_when_its_chunk_ends() -> None:
+    plan = scheduler(topology(kvp=2, tokens_per_group=900), Scheduling(finish_fill=1.0))
+    plan.submit(request("long", 1984, within_s=30.0, promised=True), 0.0)
+    first = plan.next_batch(0.0, frozenset({0, 1}))
+    assert first is not None and first.groups == (0,)
+    plan.submit(request("busy", 800, 0.05, within_s=0.5), 0.05)
+    place(plan, "busy", (1,))
+    alone = plan.next_batch(0.05, frozenset({1}))
+    assert alone is not None and alone.groups == (1,)
+    assert 0.05 + alone.predicted_s <= first.predicted_s + 1e-9
+    finish(plan, alone, 0.05 + alone.predicted_s)
+    finish(plan, first, first.predicted_s)
+    shared = plan.next_batch(first.predicted_s, frozenset({0, 1}))
     assert shared is not None and shared.groups == (0, 1)
 
 

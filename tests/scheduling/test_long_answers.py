@@ -61,6 +61,7 @@ def overtaken(
 @example(long=150_000, urgent=30_000, left_s=0.3, slack=1.3, extra=0.09)  # it would end first
 @example(long=150_000, urgent=20_000, left_s=0.02, slack=1.22, extra=0.08)  # its last chunk runs
 @example(long=150_000, urgent=20_000, left_s=0.26, slack=1.41, extra=None)  # it is late anyway
+@example(long=100_000, urgent=30_000, left_s=0.047, slack=1.523, extra=None)  # a short last batch
 @settings(max_examples=8)
 def test_no_promise_is_broken_by_the_answer_of_a_long_prompt(
     spp: int, long: int, urgent: int, left_s: float, slack: float, extra: float | None

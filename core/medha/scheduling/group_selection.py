@@ -126,15 +126,20 @@ class GroupSelector:
         return wanting
 
     def wants(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return the groups of the next decode or chunk; none if it cannot run now."""
+        """Return the groups of the next decode or chunk; none if it cannot run now.
+
+        A promised prompt is about to run if its chunk is on stage 0 and the next needs one more.
+        """
         if sequence.stopped:
             return ()
         if sequence.decoding:
             return sequence.next_groups
-        if not sequence.ready or not sequence.started:
+        if not sequence.started or not (sequence.ready or sequence.promised):
+            return ()
+        if not sequence.remaining_tokens:
             return ()
         tail, room = self.groups.next_tail(sequence)
-        if not room:
+        if not room or not (sequence.ready or tail not in sequence.groups):
             return ()
         groups = {*sequence.groups, tail}
         for move in sequence.switching:

@@ -148,7 +148,7 @@ def _margins(
     """
     promises = state.promises
     account.try_nothing(group, now)
-    return promises.margins(group, now + lead_s, max(1, most), lead_s + promises.drain_s)
+    return promises.margins(group, now + lead_s, max(1, most), lead_s + promises.behind_s(group))
 
 
 def _least_margins(

@@ -28,11 +28,11 @@ KEPT, PROMISED, READY, BEYOND, FLAGS = range(5)
 ARRIVAL, TOKENS, PASSED, TURN, NUMBER, LEVEL = range(6)
 SLOT = LEVEL + LEVELS
 # Numbers of scratch and mark columns.
-SCRATCH, MARKS = 8, 3
+SCRATCH, MARKS = 9, 3
 # The mark column of the rank, and its values for kept and protected rows without a promise.
 RANK, BARELY_KEPT, PROTECTED = 0, 1, 3
 # Kinds of a decode that is added.
-NO_DECODE, RUNS, AFTER_KEPT, AFTER_RELEGATED = range(4)
+NO_DECODE, RUNS, COMES = range(3)
 # Rows that `Rows.few` returns at most.
 FEW = 8
 # The turn of the relegated, as an argument of `Rows.order`.
@@ -42,9 +42,10 @@ BANDS = 8
 
 # (place, tier, is long)
 Next = tuple[int, int, int]
-# (kind, row of its prompt or -1, seconds of each batch, for how many seconds, share of the time)
-Added = tuple[int, int, float, float, float]
-NONE_ADDED: Added = (NO_DECODE, -1, 0.0, 0.0, 1.0)
+# (kind, row of its prompt or -1, seconds of each batch, for how many seconds, and if it is to come:
+# in how many seconds, and the deadline from which rows run alongside it)
+Added = tuple[int, int, float, float, float, float]
+NONE_ADDED: Added = (NO_DECODE, -1, 0.0, 0.0, 0.0, 0.0)
 
 
 @functools.cache
@@ -201,7 +202,7 @@ class Rows:
     def set_alongside(
         self,
         decodes: list[Decodes],
-        coming: list[Added],
+        coming: list[list[Added]],
         place: int,
         now: float,
         budget_s: float,
@@ -211,8 +212,8 @@ class Rows:
         """Compute the decodes alongside each row until it is due, and its work alongside them.
 
         Of the row at `place`, or of all if that is -1. `decodes`: of its group, and of others if it
-        waits for the slowest; `coming`: those that come later; `least_s`: what a late decode still
-        takes; `part`: what a second of a batch is of the decode capacity.
+        waits for the slowest; `coming`: those of each that come later; `least_s`: what a late
+        decode still takes; `part`: what a second of a batch is of the decode capacity.
         """
         kernels = [of_group.kernel for of_group in decodes]
         self.kernel.set_alongside(kernels, coming, place, now, budget_s, least_s, part)
@@ -220,7 +221,7 @@ class Rows:
     def alongside_until_s(
         self,
         decodes: list[Decodes],
-        coming: list[Added],
+        coming: list[list[Added]],
         due_s: list[float],
         now: float,
         budget_s: float,

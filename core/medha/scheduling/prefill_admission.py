@@ -8,6 +8,7 @@ With promises, what a prompt's answer will take counts too. The account of decod
 3. A waiting prompt's work is the time that it takes alongside the decodes until it is due: those
    that run, those of started prompts, and those of promised long prompts due earlier. Never its
    own. While batches span groups, they wait for the slowest: then those of the group with most.
+   What decodes take of one batch is added: the last batch holds them all, but is not full.
 4. A promise is given if every promised work fits its deadline, with `decode_room` or the recent
    peak of decodes left free for others, and if C holds its own decode at its first token.
 5. A prompt without a promise starts if every promise still fits alongside its decode.
@@ -29,8 +30,7 @@ from collections import Counter
 from medha.prefill_times import PrefillTimes, decode_capacity_s
 from medha.request import SloClass
 from medha.scheduling.native import (
-    AFTER_KEPT,
-    AFTER_RELEGATED,
+    COMES,
     NONE_ADDED,
     RUNS,
     Added,
@@ -284,6 +284,8 @@ class DecodeAccount:
         shared = () if self._all_span else self.groups.shared.values()
         spanning = [sequence for sequence in shared if len(sequence.assigned_groups) > 1]
         for group, queue in self.waiting.items():
+            decoding_s = total_s if self.spanning else self.decodes[group].total_s
+            self.promises.decoding_s[group] = decoding_s
             self._count_alongside(group, [-1], self._all_span, now)
             queue.set_typical(typical, self.promise_part())
             rows = [row for sequence in spanning if (row := queue.find(sequence)) >= 0]
@@ -302,32 +304,36 @@ class DecodeAccount:
 
     def _count_alongside(self, group: int, rows: list[int], spans: bool, now: float) -> None:
         """Compute what runs alongside rows of a group until they are due; -1 stands for all."""
-        decodes, coming = self._alongside(group, spans)
+        decodes, coming = self._alongside(group, spans, now)
         least_s, part = self.spp * self.budget_s, self._part(1.0)
         for row in rows:
             self.waiting[group].rows.set_alongside(
                 decodes, coming, row, now, self.budget_s, least_s, part
             )
 
-    def _alongside(self, group: int, spans: bool) -> tuple[list[Decodes], list[Added]]:
+    def _alongside(
+        self, group: int, spans: bool, now: float
+    ) -> tuple[list[Decodes], list[list[Added]]]:
         """Return the decodes that run alongside a prompt of a group, and those that are to come.
 
-        `spans`: its batches span groups, and wait for the slowest of them.
+        Of each group that its batches wait for: all groups if they span some (`spans`).
         """
-        decodes, coming = [self.decodes[group]], list[Added]()
-        for decode in self._coming.values():
-            if group in decode.cost_s:
-                coming.append(self._added(decode, group))
-            if len(decode.cost_s) > 1 and not spans:
-                coming.append(self._waited(decode, group))
-        if spans:
-            decodes += [self.decodes[other] for other in self.waiting if other != group]
-            coming.append(_from_now(self._elsewhere_s(group, {})))
-        return decodes, coming
-
-    def _waited(self, decode: ComingDecode, group: int) -> Added:
-        """Return what batches of a group wait for others once a decode that spans groups runs."""
-        return self._after(decode.sequence, group, self._waited_s(decode, group), math.inf)
+        others = [other for other in self.waiting if spans and other != group]
+        coming = [
+            [
+                self._added(decode.sequence, group, decode.cost_s[of], decode.length_s, now)
+                for decode in self._coming.values()
+                if of in decode.cost_s
+            ]
+            for of in (group, *others)
+        ]
+        if not spans:
+            coming[0] += [
+                self._added(decode.sequence, group, self._waited_s(decode, group), math.inf, now)
+                for decode in self._coming.values()
+                if len(decode.cost_s) > 1
+            ]
+        return [self.decodes[of] for of in (group, *others)], coming
 
     def _waited_s(self, decode: ComingDecode, group: int) -> float:
         own_s = decode.cost_s.get(group, 0.0)
@@ -356,28 +362,41 @@ class DecodeAccount:
                 slowest_s = max(slowest_s, total_s)
         return slowest_s
 
-    def _elsewhere_s(self, group: int, more_s: dict[int, float]) -> float:
-        """Return what decodes to come in other groups only add to the slowest group's."""
-        return max(0.0, self._slowest_s(group, more_s) - self._fullest_s())
-
     def _added_elsewhere_s(self, group: int, cost_s: dict[int, float]) -> float:
-        """Return what a decode of other groups adds to the slowest group's."""
-        return self._elsewhere_s(group, cost_s) - self._elsewhere_s(group, {})
+        """Return what a decode of other groups adds to the slowest group's, of those that run."""
+        each_s = (self.decodes[other].total_s + cost_s[other] for other in cost_s)
+        return max(0.0, max(each_s, default=0.0) - self._fullest_s())
 
-    def _added(self, coming: ComingDecode, group: int) -> Added:
+    def _added(
+        self,
+        sequence: Sequence,
+        group: int,
+        cost_s: float,
+        length_s: float,
+        now: float,
+        *,
+        kept: bool = False,
+    ) -> Added:
         """Return the decode that comes after a prompt, as it is added to the rows of a group.
 
-        Alongside a row that is due later, if the prompt is kept; a relegated prompt only has its
-        share of the time. Mean over the time from its first token on, because rows due later run
-        then.
+        In the prompt's own group alongside a row that is due later, if the prompt is kept; a
+        relegated prompt only has its share of the time. Mean over the time from its first token on,
+        because rows due later run then.
         """
-        return self._after(coming.sequence, group, coming.cost_s[group], coming.length_s)
-
-    def _after(self, sequence: Sequence, group: int, cost_s: float, length_s: float) -> Added:
-        """Return what comes after a prompt, as it is added to the rows of a group."""
-        row = self.waiting[group].find(sequence) if sequence.remaining_tokens else -1
-        kind = AFTER_KEPT if sequence.kept else AFTER_RELEGATED
-        return kind, row, cost_s, length_s, max(self.settings.relegated_share, 1e-3)
+        groups = [of for of in (group, *sequence.assigned_groups) if of in self.waiting]
+        places = [(self.waiting[of].find(sequence), of) for of in groups]
+        row, of = next(((row, of) for row, of in places if row >= 0), (-1, group))
+        if row < 0 or not sequence.remaining_tokens:
+            return COMES, -1, cost_s, length_s, 0.0, -math.inf
+        begin_s, due_s = self.waiting[of].rows.levels(row)[0], sequence.key[0]
+        kept = kept or sequence.kept
+        if kept:
+            begin_s = min(begin_s, max(due_s - now, self.budget_s))
+        else:
+            begin_s /= max(self.settings.relegated_share, 1e-3)
+        if of != group or not kept:
+            return COMES, -1, cost_s, length_s, begin_s, -math.inf
+        return COMES, row, cost_s, length_s, begin_s, due_s
 
     def try_promise(
         self, sequence: Sequence, cost_s: dict[int, float], group: int, now: float
@@ -392,7 +411,7 @@ class DecodeAccount:
             plus = self._part(self.cost_s(self._next).get(group, 0.0))
         for held in self._held.values():
             plus += self._part(held.cost_s.get(group, 0.0))
-        self._try(sequence, cost_s, group, plus, self.promise_part(), now)
+        self._try(sequence, cost_s, group, plus, self.promise_part(), now, kept=True)
 
     def breaks_elsewhere(self, cost_s: dict[int, float], now: float) -> bool:
         """Return whether the decode tried last breaks a promise outside the groups of its cost."""
@@ -416,19 +435,23 @@ class DecodeAccount:
         plus: float,
         least: float,
         now: float,
+        *,
+        kept: bool = False,
     ) -> None:
-        """Compute what each row's work becomes alongside the sequence's decode, too."""
-        queue, decode = self.waiting[group], NONE_ADDED
+        """Compute what each row's work becomes alongside the sequence's decode, too.
+
+        `kept`: as if the sequence was kept.
+        """
+        queue, decode, part = self.waiting[group], NONE_ADDED, self._part(1.0)
         row = queue.find(sequence)
-        if group in cost_s and sequence.number not in self._coming:
-            length_s = self._length_s(sequence)
+        if cost_s and sequence.number not in self._coming:
+            length_s, added_s = self._length_s(sequence), cost_s.get(group, 0.0)
+            if group not in cost_s and self.spanning:
+                added_s = self._added_elsewhere_s(group, cost_s)
             if self._is_long(sequence):
-                decode = self._added(ComingDecode(sequence, cost_s, length_s), group)
+                decode = self._added(sequence, group, added_s, length_s, now, kept=kept)
             else:
-                decode = RUNS, row, cost_s[group], length_s, 1.0
-        elif cost_s and self.spanning and sequence.number not in self._coming:
-            decode = _from_now(self._added_elsewhere_s(group, cost_s))
-        part = self._part(1.0)
+                decode = RUNS, row, added_s, length_s, 0.0, 0.0
         queue.rows.try_decode(row, plus, least, decode, now, self.budget_s, part)
 
     def promise_part(self) -> float:
@@ -460,7 +483,7 @@ class DecodeAccount:
 
     def _parts_until(self, group: int, due_s: list[float], spans: bool, now: float) -> list[float]:
         """Return the part that decodes take alongside a prompt of a group, due at such times."""
-        decodes, coming = self._alongside(group, spans or self._all_span)
+        decodes, coming = self._alongside(group, spans or self._all_span, now)
         least_s = self.spp * self.budget_s
         rows = self.waiting[group].rows
         return [
@@ -545,20 +568,25 @@ class DecodeAccount:
         And alongside those of other prompts that end. Promises that wait for pages do not count:
         the prompt may hold them.
         """
-        for group, cost_s in coming.cost_s.items():
+        for group in self.waiting if self.spanning else coming.cost_s:
             queue, available = self.waiting[group], self.groups.pool.groups[group].available
             before = queue.rows.first_due(due_s)
             firm = queue.promised[:before]
             if not firm.any() or (queue.need[:before][firm] > available).any():
                 continue
-            if len(coming.cost_s) > 1 and not self._all_span:
+            is_own, cost_s = group in coming.cost_s, coming.cost_s.get(group, 0.0)
+            if not is_own:
+                cost_s = self._added_elsewhere_s(group, coming.cost_s)
+            elif len(coming.cost_s) > 1 and not self._all_span:
                 cost_s += self._waited_s(coming, group)
             others = (other for other in self._ending.values() if other is not coming)
             cost_s += sum(other.cost_s.get(group, 0.0) for other in others)
             least, part = self.promise_part() if leaves_room else 0.0, self._part(1.0)
-            decode = RUNS, -1, cost_s, coming.length_s, 1.0
+            decode = RUNS, -1, cost_s, coming.length_s, 0.0, 0.0
             queue.rows.try_decode(-1, 0.0, least, decode, now, self.budget_s, part)
-            delay_s = float(queue.work_s[queue.row_of(coming.sequence)]) if delays else 0.0
+            delay_s = 0.0
+            if delays and is_own:
+                delay_s = float(queue.work_s[queue.row_of(coming.sequence)])
             if self.promises.spare_before_s(group, due_s, now, room=leaves_room) < delay_s:
                 return False
         return True
@@ -569,11 +597,6 @@ class DecodeAccount:
 
     def _has_promises(self) -> bool:
         return any(queue.promised_count for queue in self.waiting.values())
-
-
-def _from_now(cost_s: float) -> Added:
-    """Return a decode of that cost, alongside every row until it is due."""
-    return AFTER_KEPT, -1, cost_s, math.inf, 1.0
 
 
 class PrefillAdmission:

@@ -168,11 +168,12 @@ class PromiseSet:
     """Promises over the waiting prefills of every group.
 
     `drain_s`: upper bound of what a chunk still needs behind stage 0. `overhead_s`: cost of a batch
-    that holds next to nothing. `relegated_credit_s`: time owed to the relegated, per group;
-    `payable_s`: how much of it the batch that was ordered last can bear; `lacking_s`: time owed if
-    what they got in the gaps of others counts, too.
-    `broken_count`: promises withdrawn. `guard_s`: slack that does not count, a part of the longest
-    batch. `long_s`: work beyond which a prompt is long. `relegates`: a class does.
+    that holds next to nothing. `decoding_s`: what decodes take of a batch, per group.
+    `relegated_credit_s`: time owed to the relegated, per group; `payable_s`: how much of it the
+    batch that was ordered last can bear; `lacking_s`: time owed if what they got in the gaps of
+    others counts, too. `broken_count`: promises withdrawn. `guard_s`: slack that does not count, a
+    part of the longest batch. `long_s`: work beyond which a prompt is long. `relegates`: a class
+    does.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class PromiseSet:
         self.promising = groups.ranked
         self.gives = self.promising and settings.commit
         self.relegated_credit_s: dict[int, float] = {}
+        self.decoding_s: dict[int, float] = {}
         self.payable_s: dict[int, float] = {}
         self.lacking_s: dict[int, float] = {}
         self._rounds: dict[int, int] = {}
@@ -204,13 +206,22 @@ class PromiseSet:
 
     def join(self, group: int) -> None:
         self._arrivals[group] = 0.0, 0.0, math.inf
+        self.decoding_s[group] = 0.0
         self.relegated_credit_s[group] = self.payable_s[group] = self.lacking_s[group] = 0.0
         self._rounds[group], self._turns[group] = 0, 0
 
     def leave(self, group: int) -> None:
-        del self._arrivals[group], self.relegated_credit_s[group], self.payable_s[group]
+        del self._arrivals[group], self.decoding_s[group]
+        del self.relegated_credit_s[group], self.payable_s[group]
         del self.lacking_s[group]
         del self._rounds[group], self._turns[group]
+
+    def behind_s(self, group: int) -> float:
+        """Return what a promise needs besides work: behind stage 0, and for its last batch.
+
+        Work counts decodes as if every batch was full, but the last one is not.
+        """
+        return self.drain_s + self.decoding_s[group]
 
     def set_aside(self) -> None:
         """Set the relegated share aside if a prompt is relegated now, or may be."""
@@ -240,7 +251,7 @@ class PromiseSet:
             rows, place = queue.rows, queue.row_of(sequence)
             is_long = rows.tried_s(place) > self.long_s
             widened = self.widened(self.coming(group, start)) if is_long else 1.0
-            start += self.drain_s
+            start += self.behind_s(group)
             room_s = rows.room_for_promise_s(
                 place, start, self.overhead_s, self._inflation, self.long_s, widened
             )
@@ -248,7 +259,7 @@ class PromiseSet:
                 return False
         if not self.groups.shared:
             return bool(starts)
-        by_s = max(starts.values(), default=0.0) + self.drain_s
+        by_s = max((at + self.behind_s(of) for of, at in starts.items()), default=0.0)
         fit = self.groups.spans.fit(
             sequence.number, sequence.key[0], self.guard_s, by_s, self.overhead_s, self._inflation
         )
@@ -259,7 +270,8 @@ class PromiseSet:
         for group in groups:
             if group in self.waiting:
                 rows, place = self.waiting[group].rows, self.waiting[group].row_of(sequence)
-                if rows.room_with_kept_s(place, start + self.drain_s, self.overhead_s) < 0.0:
+                start_s = start + self.behind_s(group)
+                if rows.room_with_kept_s(place, start_s, self.overhead_s) < 0.0:
                     return False
                 if self._crowds(group, start, place):
                     return False
@@ -273,7 +285,7 @@ class PromiseSet:
         waiting = self.waiting[group]
         if not waiting.promised_count:
             return math.inf
-        start = now + self.drain_s
+        start = now + self.behind_s(group)
         least_s = waiting.rows.least_margin_s(tried, start, self.overhead_s, self._inflation)
         if self.groups.shared:
             span_s = self.groups.spans.least_s(
@@ -323,7 +335,7 @@ class PromiseSet:
         From `start` on, by deadline; at most `most`, each of a run of promises if there are more.
         Times until due count from `after_s` before.
         """
-        waiting, start = self.waiting[group], start + self.drain_s
+        waiting, start = self.waiting[group], start + self.behind_s(group)
         return waiting.rows.promise_margins(most, start, self.overhead_s, self._inflation, after_s)
 
     def spare_before_s(self, group: int, due_s: float, now: float, *, room: bool) -> float:
@@ -332,7 +344,7 @@ class PromiseSet:
         `room`: beyond what short prompts to come take of each one's time. Infinite with no promise.
         """
         due_in_s, margins_s = self.margins(group, now, self.waiting[group].promised_count)
-        before = bisect.bisect_left(due_in_s, due_s - now - self.drain_s)
+        before = bisect.bisect_left(due_in_s, due_s - now - self.behind_s(group))
         coming = self.coming(group, now) if room else 0.0
         pairs = zip(due_in_s[:before], margins_s, strict=False)
         return min((margin_s - coming * left_s for left_s, margin_s in pairs), default=math.inf)
@@ -340,7 +352,7 @@ class PromiseSet:
     def room_s(self, group: int, due_s: float, start: float) -> float:
         """Return the work due at `due_s` that fits with a group's promises, by the works tried."""
         due_in_s, margins_s = self.margins(group, start, self.waiting[group].promised_count)
-        own_s = due_s - start - self.drain_s
+        own_s = due_s - start - self.behind_s(group)
         place = bisect.bisect_right(due_in_s, own_s)
         before_s = due_in_s[place - 1] - margins_s[place - 1] if place else 0.0
         return min(own_s - before_s, min(margins_s[place:], default=math.inf))
@@ -400,7 +412,7 @@ class PromiseSet:
             credit = native.FIRST_DUE if self._turns[group] % 2 else native.SHORT_ONES
         rows.order(
             limit,
-            now + self.drain_s,
+            now + self.behind_s(group),
             self.long_s if long_tokens is None else long_tokens,
             long_tokens is not None,
             self.guard_s,
@@ -446,7 +458,7 @@ class PromiseSet:
         """Compute the margins of the group's kept rows from `start` on."""
         waiting = self.waiting[group]
         rows = waiting.rows
-        start += self.drain_s
+        start += self.behind_s(group)
         rows.margins(start, self.overhead_s, self._inflation)
         if self.groups.shared and waiting.promised_count:
             self.groups.spans.lower(group, start, self.overhead_s, self._inflation)
@@ -457,7 +469,8 @@ class PromiseSet:
     ) -> tuple[Floats, Floats]:
         """Return (due in, bare cost) of the group's rows from `start` on, of all by default."""
         waiting = self.waiting[group]
-        return waiting.due_s[rows] - (start + self.drain_s), waiting.work_s[rows] + self.overhead_s
+        due_in_s = waiting.due_s[rows] - (start + self.behind_s(group))
+        return due_in_s, waiting.work_s[rows] + self.overhead_s
 
     def _payable_s(self, group: int, rows: native.Rows) -> float:
         """Return how much of the next batch the relegated get of what they are owed.
@@ -544,7 +557,7 @@ class PromiseSet:
 
     def _readmit(self, group: int, waiting: WaitingQueue, now: float) -> bool:
         """Keep relegated rows that fit with a batch to spare, smallest first; False if none."""
-        rows, start = self.waiting[group].rows, now + self.drain_s
+        rows, start = self.waiting[group].rows, now + self.behind_s(group)
         rows.open(start, self.overhead_s, self._inflation)
         for count in range(CHANGES_PER_ROUND):
             place = rows.fitting(self.guard_s)
@@ -561,7 +574,7 @@ class PromiseSet:
         waiting = self.waiting[group]
         if waiting.sequences[place].request.beyond_share or self._crowds(group, now, place):
             return False
-        due_in_s = float(waiting.due_s[place]) - now - self.drain_s
+        due_in_s = float(waiting.due_s[place]) - now - self.behind_s(group)
         return self._fits_elsewhere(waiting.sequences[place], group, due_in_s)
 
     def _leave_room(self, group: int, now: float) -> bool:
@@ -571,7 +584,7 @@ class PromiseSet:
             place = waiting.rows.crowding(
                 self.long_s,
                 now,
-                self.drain_s,
+                self.behind_s(group),
                 self.overhead_s,
                 self._inflation,
                 waiting.expected,
@@ -595,7 +608,7 @@ class PromiseSet:
         return waiting.rows.is_tight(
             place,
             now,
-            self.drain_s,
+            self.behind_s(group),
             self.overhead_s,
             self._inflation,
             waiting.expected,
@@ -605,7 +618,7 @@ class PromiseSet:
     def _fits_elsewhere(self, sequence: Sequence, group: int, due_in_s: float) -> bool:
         """Return whether a sequence that fits in `group` fits in its other groups too."""
         others = [other for other in sequence.assigned_groups if other != group]
-        start = sequence.key[0] - due_in_s - self.drain_s
+        start = sequence.key[0] - due_in_s - self.behind_s(group)
         return not others or self.fits_with_kept(sequence, others, start)
 
     def _choose(self, group: int, waiting: WaitingQueue, now: float) -> None:

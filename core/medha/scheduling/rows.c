@@ -29,7 +29,7 @@ enum { LEVELS = 6, BANDS = 8 };                          /* prefill_times.py, lo
 enum { DUE, WORK, ALONGSIDE, NEED, NORM, COLUMNS };      /* columns, by row */
 enum { KEPT, PROMISED, READY, BEYOND, FLAGS };           /* flags, by row */
 enum { ARRIVAL, TOKENS, PASSED, TURN, NUMBER, LEVEL, SLOT = LEVEL + LEVELS }; /* by slot */
-enum { BARE, LEFT, KEY, OWN, OTHERS, MEAN, TRIAL, BEFORE, SCRATCH }; /* scratch, in seconds */
+enum { BARE, LEFT, KEY, OWN, OTHERS, MEAN, MORE, TRIAL, BEFORE, SCRATCH }; /* scratch, in s */
 enum { RANK, TIER, LONG, MARKS };                        /* marks */
 enum { FEW = 8 }; /* rows handed out at a time: most batches hold one prompt or two */
 enum { OWED = -1, ABSORBED, SLACK, DEADLINE, RELEGATED, NONE };
@@ -60,17 +60,18 @@ struct decodes {
 };
 
 /* What a decode adds to the rows: `cost` seconds of each batch for `length` seconds. `row`: the row
- * of its prompt, or -1. `kind`: a running decode, or one that comes after its prompt: of a kept one
- * before rows due later; of a relegated one, which gets `share` of the time, before any. */
-enum { NOTHING, RUNS, AFTER_KEPT, AFTER_RELEGATED };
+ * of its prompt, or -1. `kind`: it runs, or comes in `begin` seconds, alongside rows that are due no
+ * earlier than `after`. */
+enum { NOTHING, RUNS, COMES };
 struct decode {
     int64_t kind, row;
-    double cost, length, share;
+    double cost, length, begin, after;
 };
 
 static const double FRACTIONS[LEVELS] = {0.0, 0.125, 0.25, 0.5, 0.75, 1.0};
 /* 1 over the width below each fraction: a power of two, so that a product is exactly the quotient. */
 static const double STEPS[LEVELS] = {0.0, 8.0, 8.0, 4.0, 4.0, 4.0};
+static const double LEAST = 1e-300;
 
 /* Which rows count comes as it falls, and a branch on that is mispredicted again and again: rows
  * are listed without one, and what does not count is compared as infinite. These are by RANK. */
@@ -290,8 +291,9 @@ static double between(const double *slot, double part)
     for (int level = 1; level < LEVELS - 1; level++)
         upper += part >= FRACTIONS[level];
     const double low = slot[LEVEL + upper - 1], high = slot[LEVEL + upper];
-    const double start = FRACTIONS[upper - 1];
-    return low + (high - low) * ((part - start) * STEPS[upper]);
+    const double way = (part - FRACTIONS[upper - 1]) * STEPS[upper], inside = smaller(way, 1.0);
+    const double slowed = high / larger(high - (high - low) * inside, LEAST);
+    return low * slowed + (high - low) * (way - inside);
 }
 
 /* Rows from `first` on, before `end`. */
@@ -328,36 +330,22 @@ static double mean_until(struct running *running, double until, double now, doub
     return running->ended_work / until + (running->total - running->ended_cost);
 }
 
-/* MEAN of those rows: the mean decode time of a batch from now until the row is due, at least
- * `budget` from now. With `also` it is the larger of that and what MEAN is already: a batch that
- * spans groups waits for the slowest. */
-static void medha_mean(struct rows *rows, struct range of, const struct decodes *decodes,
-                       double now, double budget, double least, int also)
+/* The mean decode time of a batch from now until each of those rows is due, at least `budget` from
+ * now. */
+static void medha_mean(const struct rows *rows, double *mean, struct range of,
+                       const struct decodes *decodes, double now, double budget, double least)
 {
     const double *due = rows->columns + DUE * rows->capacity;
-    double *mean = rows->scratch + MEAN * rows->capacity;
     struct running running = running_of(decodes);
-    for (int64_t i = of.first; i < of.end; i++) {
-        const double value = mean_until(&running, larger(due[i] - now, budget), now, least);
-        mean[i] = also ? larger(mean[i], value) : value;
-    }
+    for (int64_t i = of.first; i < of.end; i++)
+        mean[i] = mean_until(&running, larger(due[i] - now, budget), now, least);
 }
 
-/* The first row after which a coming decode begins; `begin`: when it begins. */
-static int64_t after(const struct rows *rows, const struct decode *decode, double now,
-                     double budget, double *begin)
+/* The first row that a coming decode runs alongside: never its own. */
+static int64_t first_alongside(const struct rows *rows, const struct decode *decode)
 {
-    *begin = 0.0;
-    if (decode->row < 0)
-        return 0;
-    *begin = slot_of(rows, decode->row)[LEVEL];
-    if (decode->kind == AFTER_RELEGATED) {
-        *begin /= decode->share;
-        return 0;
-    }
-    const double due = rows->columns[DUE * rows->capacity + decode->row];
-    *begin = smaller(*begin, larger(due - now, budget));
-    return decode->row + 1;
+    const int64_t first = medha_first_due(rows, decode->after);
+    return first > decode->row ? first : decode->row + 1;
 }
 
 /* The part of a row's own run that a decode of `length` fills, which begins `window` before the row
@@ -368,29 +356,26 @@ static double part_of(const struct rows *rows, int64_t row, double window, doubl
     return smaller(length, window) / larger(run, 1e-9);
 }
 
-/* Adds a decode that is to come to MEAN. */
-static void medha_coming(struct rows *rows, struct range of, const struct decode *decode,
-                         double now, double budget)
+/* Adds a decode that is to come to the means of those rows. */
+static void medha_coming(const struct rows *rows, double *mean, struct range of,
+                         const struct decode *decode, double now, double budget)
 {
     const double *due = rows->columns + DUE * rows->capacity;
-    double *mean = rows->scratch + MEAN * rows->capacity, begin;
-    const int64_t first = after(rows, decode, now, budget, &begin);
+    const int64_t first = first_alongside(rows, decode);
     for (int64_t i = first > of.first ? first : of.first; i < of.end; i++) {
         fetch_slot(rows, i);
-        const double window = larger(due[i] - now, budget) - begin;
+        const double window = larger(due[i] - now, budget) - decode->begin;
         if (window > 0.0)
             mean[i] += decode->cost * part_of(rows, i, window, decode->length);
     }
 }
 
-/* What a decode that is to come adds to MEAN of a prompt that has no row, due at `due`. */
+/* What a decode that is to come adds to the mean of a prompt that has no row, due at `due`. */
 static double medha_coming_until(const struct rows *rows, const struct decode *decode, double due,
                                  double now, double budget)
 {
-    double begin;
-    const int64_t first = after(rows, decode, now, budget, &begin);
-    const double window = larger(due - now, budget) - begin;
-    if (window <= 0.0 || first > medha_first_due(rows, due))
+    const double window = larger(due - now, budget) - decode->begin;
+    if (window <= 0.0 || first_alongside(rows, decode) > medha_first_due(rows, due))
         return 0.0;
     return decode->cost * smaller(decode->length, window) / window;
 }
@@ -420,16 +405,16 @@ static void medha_try(struct rows *rows, int64_t place, double plus, double leas
     const int64_t size = rows->capacity, count = rows->count;
     const double *due = rows->columns + DUE * size, *counted = rows->columns + ALONGSIDE * size;
     const uint8_t *promised = rows->flags + PROMISED * size;
-    double *trial = rows->scratch + TRIAL * size, begin = 0.0;
-    const int64_t first = decode->kind > RUNS ? after(rows, decode, now, budget, &begin) : 0;
+    double *trial = rows->scratch + TRIAL * size;
+    const int64_t first = decode->kind == COMES ? first_alongside(rows, decode) : 0;
     struct walk walk = walk_over(promised, count);
     for (int64_t i = place >= 0 ? place : next_row(&walk); i < count; i = next_row(&walk)) {
         fetch_slot(rows, i);
-        const double window = larger(due[i] - now, budget) - begin;
+        const double window = larger(due[i] - now, budget) - decode->begin;
         double added = 0.0;
         if (decode->kind == RUNS && i != decode->row)
             added = decode->cost * smaller(1.0, decode->length / window);
-        else if (decode->kind > RUNS && i >= first && window > 0.0)
+        else if (decode->kind == COMES && i >= first && window > 0.0)
             added = decode->cost * part_of(rows, i, window, decode->length);
         trial[i] = between(slot_of(rows, i), larger(counted[i] + plus, least) + added * part);
     }
@@ -1146,18 +1131,18 @@ static int take_numbers(PyObject *sequence, double *numbers, Py_ssize_t count)
     return !PyErr_Occurred();
 }
 
-/* Takes a decode from (kind, row, cost, length, share). */
+/* Takes a decode from (kind, row, cost, length, begin, after). */
 static int take_decode(PyObject *tuple, const struct rows *rows, struct decode *decode)
 {
-    PyObject *items[5];
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 5) {
-        PyErr_SetString(PyExc_TypeError, "a decode is a tuple of five");
+    PyObject *items[6];
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 6) {
+        PyErr_SetString(PyExc_TypeError, "a decode is a tuple of six");
         return 0;
     }
-    for (Py_ssize_t at = 0; at < 5; at++)
+    for (Py_ssize_t at = 0; at < 6; at++)
         items[at] = PyTuple_GetItem(tuple, at);
-    return take(items, 5, rows, "noddd", &decode->kind, &decode->row, &decode->cost,
-                &decode->length, &decode->share);
+    return take(items, 6, rows, "nodddd", &decode->kind, &decode->row, &decode->cost,
+                &decode->length, &decode->begin, &decode->after);
 }
 
 static PyObject *list_of_numbers(const double *numbers, Py_ssize_t count)
@@ -1302,15 +1287,17 @@ ROWS_METHOD(levels)
 /* Times that `alongside_until` takes at most. */
 enum { MOST_TIMES = 64 };
 
-/* Whether these are a list of Decodes and a list; `count` arguments follow. */
+/* Whether these are lists of Decodes, and of a list for each; `count` arguments follow. */
 static int are_lists(PyObject *const *arguments, Py_ssize_t given, Py_ssize_t count)
 {
     int right = given == 2 + count && PyList_Check(arguments[0]) && PyList_Check(arguments[1]) &&
-                PyList_Size(arguments[0]) > 0;
+                PyList_Size(arguments[0]) > 0 &&
+                PyList_Size(arguments[0]) == PyList_Size(arguments[1]);
     for (Py_ssize_t at = 0; right && at < PyList_Size(arguments[0]); at++)
-        right = Py_IS_TYPE(PyList_GetItem(arguments[0], at), decodes_type);
+        right = Py_IS_TYPE(PyList_GetItem(arguments[0], at), decodes_type) &&
+                PyList_Check(PyList_GetItem(arguments[1], at));
     if (!right)
-        PyErr_Format(PyExc_TypeError, "a list of Decodes, a list, and %zd more", count);
+        PyErr_Format(PyExc_TypeError, "lists of Decodes and of lists, and %zd more", count);
     return right;
 }
 
@@ -1319,7 +1306,8 @@ static const struct decodes *running_at(PyObject *list, Py_ssize_t at)
     return &((struct Decodes *)PyList_GetItem(list, at))->decodes;
 }
 
-/* set_alongside(decodes, coming, row, now, budget, least, part) */
+/* set_alongside(decodes, coming, row, now, budget, least, part): MEAN is the largest of the groups,
+ * as a batch that spans groups waits for the slowest. */
 ROWS_METHOD(set_alongside)
 {
     struct rows *rows = &self->rows;
@@ -1330,19 +1318,25 @@ ROWS_METHOD(set_alongside)
         !take(arguments + 2, 5, rows, "odddd", &row, &now, &budget, &least, &part))
         return NULL;
     const struct range of = row < 0 ? (struct range){0, rows->count} : (struct range){row, row + 1};
-    for (Py_ssize_t at = 0; at < PyList_Size(arguments[0]); at++)
-        medha_mean(rows, of, running_at(arguments[0], at), now, budget, least, at > 0);
-    for (Py_ssize_t at = 0; at < PyList_Size(arguments[1]); at++) {
-        if (!take_decode(PyList_GetItem(arguments[1], at), rows, &coming))
-            return NULL;
-        medha_coming(rows, of, &coming, now, budget);
+    double *slowest = rows->scratch + MEAN * rows->capacity;
+    for (Py_ssize_t at = 0; at < PyList_Size(arguments[0]); at++) {
+        double *mean = at ? rows->scratch + MORE * rows->capacity : slowest;
+        PyObject *added = PyList_GetItem(arguments[1], at);
+        medha_mean(rows, mean, of, running_at(arguments[0], at), now, budget, least);
+        for (Py_ssize_t k = 0; k < PyList_Size(added); k++) {
+            if (!take_decode(PyList_GetItem(added, k), rows, &coming))
+                return NULL;
+            medha_coming(rows, mean, of, &coming, now, budget);
+        }
+        for (int64_t i = of.first; at && i < of.end; i++)
+            slowest[i] = larger(slowest[i], mean[i]);
     }
     medha_apply(rows, of, part);
     Py_RETURN_NONE;
 }
 
-/* alongside_until(decodes, coming, due, now, budget, least): MEAN of a prompt without a row, for each
- * time in the list `due`, the earliest first. */
+/* alongside_until(decodes, coming, due, now, budget, least): as MEAN, of a prompt without a row, for
+ * each time in the list `due`, the earliest first. */
 ROWS_METHOD(alongside_until)
 {
     struct rows *rows = &self->rows;
@@ -1356,16 +1350,18 @@ ROWS_METHOD(alongside_until)
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "%zd times", count);
     for (Py_ssize_t at = 0; at < PyList_Size(arguments[0]); at++) {
         struct running running = running_of(running_at(arguments[0], at));
-        for (Py_ssize_t k = 0; k < count; k++) {
-            const double value = mean_until(&running, larger(due[k] - now, budget), now, least);
-            mean[k] = at ? larger(mean[k], value) : value;
-        }
-    }
-    for (Py_ssize_t at = 0; at < PyList_Size(arguments[1]); at++) {
-        if (!take_decode(PyList_GetItem(arguments[1], at), rows, &coming))
-            return NULL;
+        PyObject *added = PyList_GetItem(arguments[1], at);
+        double of_group[MOST_TIMES];
         for (Py_ssize_t k = 0; k < count; k++)
-            mean[k] += medha_coming_until(rows, &coming, due[k], now, budget);
+            of_group[k] = mean_until(&running, larger(due[k] - now, budget), now, least);
+        for (Py_ssize_t j = 0; j < PyList_Size(added); j++) {
+            if (!take_decode(PyList_GetItem(added, j), rows, &coming))
+                return NULL;
+            for (Py_ssize_t k = 0; k < count; k++)
+                of_group[k] += medha_coming_until(rows, &coming, due[k], now, budget);
+        }
+        for (Py_ssize_t k = 0; k < count; k++)
+            mean[k] = at ? larger(mean[k], of_group[k]) : of_group[k];
     }
     return list_of_numbers(mean, count);
 }
