@@ -163,6 +163,20 @@ def test_no_given_promise_is_broken_by_the_decodes_that_others_bring(
     assert leftovers(plan) == {}
 
 
+@pytest.mark.parametrize("seed", [44, 61, 74, 94, 123, 137])
+def test_a_pipeline_whose_decodes_come_and_go_keeps_its_promises(seed: int) -> None:
+    # A batch alongside decodes takes 16 ms. Behind one of 100 ms it waits, and stage 0 idles.
+    plan = scheduler(
+        topology(spp=3), Scheduling(max_batch_s=0.1), batch_s=0.001, key_s=1e-8, read_s=1e-8
+    )
+    driven = Driven(plan)
+    driven.submit(answered(random.Random(seed), 3, (12,)))
+    driven.run()
+    promised = [name for name, admitted in driven.admitted.items() if admitted.promised]
+    assert len(promised) > 10
+    assert [name for name in promised if not driven.in_time(name)] == []
+
+
 def answered(draw: random.Random, spp: int, outputs: tuple[int, ...]) -> list[Request]:
     """Draw thirty requests, seven a second, one in five long, with one of those output lengths."""
     at, drawn = 0.0, []

@@ -36,6 +36,8 @@ MISSES = 4
 # A decode that is late shortens batches to this part of what its TPOT allows, and no further: far
 # shorter ones hold few tokens, and win hardly any time.
 RECOVERY = 0.5
+# A batch of a pipeline without decodes takes at most this number of those alongside decodes.
+LONGER = 3.0
 # Part of a batch's budget for prompts beyond their tenant's share.
 BEYOND_SHARE = 0.25
 
@@ -194,7 +196,8 @@ class BatchBuilder:
 
         `slack`: the smallest of credit and TPOT over every running decode, divided by the stages
         that a token passes; at least `RECOVERY` of the TPOT. `max_batch_s` bounds it, and so the
-        time that an arrival waits for the next decision.
+        time that an arrival waits for the next decision; in a pipeline, where batches alongside
+        decodes wait for longer ones ahead of them, `LONGER` times what promises count on, too.
         """
         settings = self.settings
         if settings.budget == "fixed":
@@ -206,6 +209,8 @@ class BatchBuilder:
             credit_s, tpot_s = self.running.least_credit(now)
             credit_s = max(credit_s * (1.0 - settings.tbt_guard), RECOVERY * tpot_s)
             least_s = min(credit_s, tpot_s) / self.spp
+        elif self.spp > 1:
+            least_s = LONGER * self.admission.account.budget_s
         return min(max(least_s, settings.min_batch_s), settings.max_batch_s)
 
     def build(
