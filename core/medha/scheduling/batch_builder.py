@@ -36,8 +36,9 @@ MISSES = 4
 # A decode that is late shortens batches to this part of what its TPOT allows, and no further: far
 # shorter ones hold few tokens, and win hardly any time.
 RECOVERY = 0.5
-# A batch of a pipeline without decodes takes at most this number of those alongside decodes.
-LONGER = 3.0
+# A batch of a pipeline without decodes takes at most this number of those alongside decodes, until
+# none has run for a while.
+LONGER, QUIET_S = 3.0, 2.0
 # Part of a batch's budget for prompts beyond their tenant's share.
 BEYOND_SHARE = 0.25
 
@@ -179,7 +180,8 @@ class PrefillOrder:
 class BatchBuilder:
     """Drafts batches and commits them.
 
-    `starved`: rounds without any prefill, by group; `escapes`: escapes so far.
+    `starved`: rounds without any prefill, by group; `escapes`: escapes so far; `decoded_s`: when
+    decodes ran last.
     """
 
     def __init__(self, state: SchedulerState, admission: PrefillAdmission) -> None:
@@ -189,6 +191,7 @@ class BatchBuilder:
         self.waiting = state.queues.by_group
         self.order = PrefillOrder(state, admission)
         self.starved: dict[int, int] = {}
+        self.decoded_s = -float("inf")
         self.escapes = 0
 
     def budget_s(self, now: float) -> float:
@@ -196,8 +199,9 @@ class BatchBuilder:
 
         `slack`: the smallest of credit and TPOT over every running decode, divided by the stages
         that a token passes; at least `RECOVERY` of the TPOT. `max_batch_s` bounds it, and so the
-        time that an arrival waits for the next decision; in a pipeline, where batches alongside
-        decodes wait for longer ones ahead of them, `LONGER` times what promises count on, too.
+        time that an arrival waits for the next decision. In a pipeline batches alongside decodes
+        wait for longer ones ahead of them: while decodes come and go, `LONGER` times what promises
+        count on is the bound.
         """
         settings = self.settings
         if settings.budget == "fixed":
@@ -209,7 +213,8 @@ class BatchBuilder:
             credit_s, tpot_s = self.running.least_credit(now)
             credit_s = max(credit_s * (1.0 - settings.tbt_guard), RECOVERY * tpot_s)
             least_s = min(credit_s, tpot_s) / self.spp
-        elif self.spp > 1:
+            self.decoded_s = now
+        elif self.spp > 1 and now - self.decoded_s < QUIET_S:
             least_s = LONGER * self.admission.account.budget_s
         return min(max(least_s, settings.min_batch_s), settings.max_batch_s)
 
