@@ -118,6 +118,7 @@ class SimulatedFleet:
         self._dealt = itertools.cycle(self.dispatchers.values())
         self.links: dict[str, SimulatedLink] = {}
         self.refused: list[RequestRecord] = []
+        self._refused_ids: set[str] = set()
         self.held: list[SimulatedRequest] = []
         self.cancelled: list[SimulatedRequest] = []  # while they were queued
         self.hand_overs: list[tuple[float, str, str]] = []  # (time, request, replica)
@@ -252,6 +253,7 @@ class SimulatedFleet:
         except Refusal as refusal:
             self._demand.refused(MODEL, request, refusal, now, self._idle_tpot_s(request))
             self.refused.append(self._unserved(item, refusal.code))
+            self._refused_ids.add(request.id)
             return
         option = decision.option
         item.request = msgspec.structs.replace(
@@ -291,7 +293,12 @@ class SimulatedFleet:
                 dispatcher.apply_kv_events(link.name, events)
 
     def cancel(self, id: str) -> None:
-        """The client left: remove its request from the queue or abort it on its replica."""
+        """The client left: remove its request from the queue or abort it on its replica.
+
+        Routers have forgotten a refused one.
+        """
+        if id in self._refused_ids:
+            return
         now = self.loop.now
         for dispatcher in self.dispatchers.values():
             item = dispatcher.get(id)
