@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from benchmarks.policy_cells import LLAMA_3_70B
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,16 +16,6 @@ from medha.profile import A100, CPU_CORE, H100, Profile
 from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
-LARGE = ModelShape(
-    layers=80,
-    hidden=8192,
-    heads=64,
-    kv_heads=8,
-    head_dim=128,
-    intermediate=28672,
-    vocab=128256,
-    max_context_tokens=1 << 19,
-)
 TINY = ModelShape(
     layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=512
 )
@@ -355,7 +346,7 @@ def test_time_alongside_decodes_is_that_of_batches_that_hold_them(
 ) -> None:
     # On this GPU 113 decodes and 400 tokens take a quarter more than 112: a tile more per product.
     # Without the rows of decodes, 110 of them and 6,000 tokens would take 0.7 to 0.8 of this time.
-    of = Predictor(H100, LARGE, Topology(tp=8))
+    of = Predictor(H100, LLAMA_3_70B, Topology(tp=8))
     took_s, done = 0.0, 0
     while done < tokens:
         load = of.load()

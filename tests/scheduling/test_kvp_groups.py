@@ -92,16 +92,22 @@ def test_every_group_runs_its_batches_in_number_order() -> None:
     assert leftovers(plan) == {}
 
 
-def test_a_group_that_waits_runs_an_independent_batch_that_fits_the_gap() -> None:
+def overlapping(promised: bool) -> tuple[Scheduler, Batch, Batch]:
+    """Return a plan, the batch of a prompt that needs both groups next, and one of the other."""
     plan = scheduler(topology(kvp=2, tokens_per_group=900), Scheduling(finish_fill=1.0))
-    plan.submit(request("long", 1984, within_s=30.0, promised=False), 0.0)
+    plan.submit(request("long", 1984, within_s=30.0, promised=promised), 0.0)
     first = plan.next_batch(0.0, frozenset({0, 1}))
     assert first is not None and first.groups == (0,)
-    # Group 1 has begun a batch of 80 ms of its own when the long one wants both groups.
     plan.submit(request("busy", 800, 0.05, within_s=0.5), 0.05)
     place(plan, "busy", (1,))
     alone = plan.next_batch(0.05, frozenset({1}))
     assert alone is not None and alone.groups == (1,)
+    return plan, first, alone
+
+
+def test_a_group_that_waits_runs_an_independent_batch_that_fits_the_gap() -> None:
+    # Group 1 has begun a batch of 80 ms of its own when the long one wants both groups.
+    plan, first, alone = overlapping(promised=False)
     finish(plan, first, 0.096)
     plan.submit(request("rider", 2000, 0.096, within_s=9.0), 0.096)
     gap = plan.next_batch(0.096, frozenset({0}))
@@ -114,14 +120,7 @@ def test_a_group_that_waits_runs_an_independent_batch_that_fits_the_gap() -> Non
 
 
 def test_a_group_that_a_promised_prompt_needs_next_is_free_when_its_chunk_ends() -> None:
-    plan = scheduler(topology(kvp=2, tokens_per_group=900), Scheduling(finish_fill=1.0))
-    plan.submit(request("long", 1984, within_s=30.0, promised=True), 0.0)
-    first = plan.next_batch(0.0, frozenset({0, 1}))
-    assert first is not None and first.groups == (0,)
-    plan.submit(request("busy", 800, 0.05, within_s=0.5), 0.05)
-    place(plan, "busy", (1,))
-    alone = plan.next_batch(0.05, frozenset({1}))
-    assert alone is not None and alone.groups == (1,)
+    plan, first, alone = overlapping(promised=True)
     assert 0.05 + alone.predicted_s <= first.predicted_s + 1e-9
     finish(plan, alone, 0.05 + alone.predicted_s)
     finish(plan, first, first.predicted_s)
