@@ -31,6 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from medha.adapters.transports import LOOPBACK, Transports
 from medha.batch import Move
 from medha.messages import Fetched, FetchPages, Offered, Peer, RankReport
 from medha_worker.kv.fetches import MoveTargets
@@ -41,9 +42,8 @@ from medha_worker.kv.pages import KvPages, PageEpochs
 # Llama-3-8B: 8 KV heads of 128 in bfloat16, pages of 64 tokens: 256 KiB a layer.
 KV_HEADS, HEAD_DIM, PAGE_TOKENS = 8, 128, 64
 TARGET, LEASE_S, PATIENCE_S = 0.7, 120.0, 120.0
-# Between machines without RDMA, and within one machine; what ranks set is both.
-LINKS = {"tcp": "tcp", "sm": "tcp,sm,self"}
-CUDA = ",cuda_copy,cuda_ipc"
+# Whether processes may use shared memory: between machines they cannot.
+LINKS = {"tcp": False, "sm": True}
 TOOL_BYTES = 64 << 20
 
 
@@ -210,13 +210,13 @@ def compare(chosen: argparse.Namespace) -> int:
     result: dict[str, object] = {"bytes": size, "device": chosen.device, "links": {}}
     worst = float("inf")
     for link in chosen.links:
-        transports = LINKS[link] + (CUDA if chosen.device == "cuda" else "")
-        environment = {
-            "UCX_TLS": transports,
-            "UCX_NET_DEVICES": "lo",
-            "UCX_LOG_LEVEL": "error",
-            **os.environ,
-        }
+        transports = Transports(
+            interface=LOOPBACK,
+            device=chosen.device,
+            shared_memory=LINKS[link],
+            gpu_direct=True,
+        )
+        environment = {**transports.environment(), **os.environ}
         command = [sys.executable, __file__, "--role", "taker", *sys.argv[1:]]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
         if done.returncode:

@@ -80,6 +80,13 @@ def test_this_machine_has_the_ports_that_its_kernel_shows() -> None:
     assert {port.device for port in rdma_ports()} == {path.name for path in folder.glob("*")}
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_read_memory_of_gpus_without_nvlink_directly_too(device: str) -> None:
+    variables = transports(Network(), "lo", device, ()).environment()
+    direct = variables.get("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "")
+    assert direct == ("y" if device == "cuda" else "")
+
+
 def test_pods_use_rdma_where_a_port_is_usable_and_tcp_with_the_others() -> None:
     chosen = transports(Network(shared_memory=False), "eth0", "cuda", (GOOD, DOWN))
     variables = chosen.environment()

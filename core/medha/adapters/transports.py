@@ -70,6 +70,9 @@ class Transports(msgspec.Struct, frozen=True, kw_only=True):
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
             "TORCH_NCCL_ENABLE_MONITORING": "0",
         }
+        if cuda:
+            # Without NVLink UCX would read another process's GPU memory through sockets.
+            variables["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] = "y"
         if self.rdma:
             variables["NCCL_IB_HCA"] = "=" + ",".join(self.rdma)
         else:
