@@ -380,6 +380,26 @@ def test_free_ports_are_different_and_free() -> None:
         preflight.check_port("127.0.0.1", port, "--port")
 
 
+def test_a_chosen_port_is_kept_for_its_server_and_from_everybody_else() -> None:
+    """Other programs choose ports while this one's servers start."""
+    ports = [*preflight.free_ports("127.0.0.1", 20), preflight.free_port_run("127.0.0.1", 1)]
+    (given,) = preflight.free_ports("127.0.0.1", 1)
+    preflight.check_port("127.0.0.1", given, "--port")
+    for port in (*ports, given):
+        with closing(socket.socket()) as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        socket.create_server(("127.0.0.1", port)).close()
+        for _ in range(2):  # a server, and the one that takes its place
+            with closing(socket.create_server(("127.0.0.1", port), reuse_port=True)):
+                pass
+
+
+def test_descriptors_of_kept_ports_are_few() -> None:
+    for _ in range(2 * preflight.MOST_RESERVED):
+        preflight.free_ports("127.0.0.1", 1)
+    assert len(preflight._reserved) == preflight.MOST_RESERVED
+
+
 def test_no_free_port_is_among_those_that_linux_gives_to_outgoing_connections() -> None:
     assert max(preflight.free_ports("127.0.0.1", 20)) < 32_768
 

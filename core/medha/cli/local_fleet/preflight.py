@@ -6,13 +6,16 @@ their device files, packages are located without importing them.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import importlib.util
+import os
 import pathlib
 import random
 import shutil
 import socket
+from collections.abc import Iterable
 
 from medha.adapters.sockets import IPC_PATH_BYTES
 from medha.errors import SetupError, SpecError
@@ -24,6 +27,9 @@ SHARED_MEMORY_BYTES = 64 << 20
 RUN_ATTEMPTS = 20
 FREE_PORTS = range(15_000, 30_000)
 """No system gives these to outgoing connections, which could take a port before it is used."""
+MOST_RESERVED = 128
+_reserved: collections.deque[int] = collections.deque()
+"""Descriptors of sockets that are bound and do not listen."""
 
 
 def gpu_count(devices: pathlib.Path = pathlib.Path("/dev")) -> int:
@@ -42,13 +48,14 @@ def check_gpus(resource: MedhaReplica, gpus: int) -> None:
 
 
 def check_port(host: str, port: int, flag: str) -> None:
-    """Raises SetupError when the port cannot be listened on."""
+    """Reserve a port. Raises SetupError when it cannot be listened on."""
     if port == 0:
         return
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
+            _reserve([probe])
     except OSError as error:
         why = "in use" if error.errno == errno.EADDRINUSE else error.strerror
         raise SetupError(
@@ -75,33 +82,51 @@ def check_socket_path(address: str) -> None:
 
 
 def free_ports(host: str, count: int) -> tuple[int, ...]:
-    """Distinct ports of FREE_PORTS that are free now. Raises SetupError."""
-    ports: list[int] = []
+    """Choose distinct free ports of FREE_PORTS and reserve them. Raises SetupError."""
     with contextlib.ExitStack() as probes:
+        chosen: dict[int, socket.socket] = {}
         for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
-            if len(ports) == count:
+            if len(chosen) == count:
                 break
-            probe = probes.enter_context(socket.socket())
             try:
-                probe.bind((host, port))
+                chosen[port] = _bound(host, port, probes)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-            else:
-                ports.append(port)
-    if len(ports) < count:
-        raise SetupError(f"{len(ports)} of {count} ports of {host} are free: free some")
-    return tuple(ports)
+        if len(chosen) < count:
+            raise SetupError(f"{len(chosen)} of {count} ports of {host} are free: free some")
+        _reserve(chosen.values())
+    return tuple(chosen)
 
 
 def free_port_run(host: str, count: int) -> int:
-    """First of `count` ports that follow each other and are free now. Raises SetupError."""
-    for first in (free_ports(host, 1)[0] for _ in range(RUN_ATTEMPTS)):
+    """Choose `count` free ports that follow each other, reserve them and return the first. Raises
+    SetupError."""
+    for _ in range(RUN_ATTEMPTS):
+        first = random.SystemRandom().choice(FREE_PORTS)
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError, OverflowError):
-            for port in range(first, first + count):
-                probes.enter_context(socket.socket()).bind((host, port))
+            _reserve([_bound(host, port, probes) for port in range(first, first + count)])
             return first
     raise SetupError(f"no {count} ports of {host} that follow each other are free: free some")
+
+
+def _bound(host: str, port: int, probes: contextlib.ExitStack) -> socket.socket:
+    probe = probes.enter_context(socket.socket())
+    probe.bind((host, port))
+    return probe
+
+
+def _reserve(probes: Iterable[socket.socket]) -> None:
+    """Keep ports from other probes until this process ends.
+
+    A server may listen there, as a socket that listens may share a port with one that does not, if
+    both allow it.
+    """
+    for probe in probes:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _reserved.append(probe.detach())
+    while len(_reserved) > MOST_RESERVED:
+        os.close(_reserved.popleft())
 
 
 def check_programs() -> None:
