@@ -90,7 +90,7 @@ def test_wanted_groups_fall_again_and_idle_groups_are_released(
     idle(replica)
 
 
-@pytest.mark.parametrize("at_s", [1.02, 1.15, 1.3, 1.45])
+@pytest.mark.parametrize("at_s", [1.02, 1.15, 1.2, 1.3, 1.45])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_group_lost_in_the_middle_costs_time_but_no_token(
     make_replica: Make, make_submit: Submit, judge: Judge, idle: Idle, at_s: float, victim: int

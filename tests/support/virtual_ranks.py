@@ -48,11 +48,14 @@ class Client:
 
 
 class RunningBatch:
-    """A batch on the fake ranks; `steps`: groups whose step arrived."""
+    """A batch on the fake ranks. `steps`: groups whose step arrived. `places`: what chunks see when
+    the ranks compute it; a step after it, which may switch pages, is sent before that.
+    """
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.steps: set[int] = set()
+        self.places: list[tuple[Chunk, list[Place]]] = []
         self.broken = False
 
 
@@ -112,21 +115,37 @@ class FakeGroup:
             assert len(content) == place % self.page_tokens + 1, "a row leaves a hole"
 
 
-def read(groups: Iterable[FakeGroup], chunk: Chunk, window: int = 0) -> list[int]:
-    """Read the tokens that the chunk's rows see, [0, end) without a window, from the pages of its
-    groups; later chunks may have been written, too."""
+Place = tuple[FakeGroup, int]
+"""A page of a group."""
+
+
+def places(groups: Iterable[FakeGroup], chunk: Chunk, window: int = 0) -> list[Place]:
+    """Return the pages of its groups that the chunk's rows see, in order."""
     tables = [(group, group.tables[chunk.seq]) for group in groups]
-    tokens: list[int] = []
-    size = tables[0][0].page_tokens
-    seen = max(0, chunk.start - window + 1) if window else 0
-    first = seen // size
-    for logical in range(first, -(-chunk.end // size)):
-        held = [group.content[table[logical]] for group, table in tables if logical in table]
+    size, seen = tables[0][0].page_tokens, list[Place]()
+    for logical in range(_first(chunk, window) // size, -(-chunk.end // size)):
+        held = [(group, table[logical]) for group, table in tables if logical in table]
         assert len(held) == 1, f"page {logical} of sequence {chunk.seq} is in {len(held)} groups"
-        tokens += held[0]
-    needed = chunk.end - first * size
+        seen += held
+    return seen
+
+
+def read(seen: Sequence[Place], chunk: Chunk, window: int = 0) -> list[int]:
+    """Read the tokens that the chunk's rows see, [0, end) without a window, from its `places`.
+
+    Later chunks may have been written, too.
+    """
+    size, first = seen[0][0].page_tokens, _first(chunk, window)
+    tokens = [token for group, page in seen for token in group.content[page]]
+    hidden = first % size
+    needed = chunk.end - first + hidden
     assert len(tokens) >= needed, f"{len(tokens)} tokens are held, not {needed}"
-    return tokens[seen - first * size : needed]
+    return tokens[hidden:needed]
+
+
+def _first(chunk: Chunk, window: int) -> int:
+    """Return the first position that the chunk's rows see."""
+    return max(0, chunk.start - window + 1) if window else 0
 
 
 def sample(
@@ -135,7 +154,7 @@ def sample(
     """Return sampled tokens by tail group; reads the pages of every chunk."""
     out: dict[int, list[m.TokenOut]] = {}
     for chunk in batch.chunks:
-        seen = read([groups[group] for group in chunk.groups], chunk, window)
+        seen = read(places([groups[group] for group in chunk.groups], chunk, window), chunk, window)
         if chunk.yields:
             token = next_token(seen, vocab, window)
             groups[chunk.tail].drawn[chunk.seq] = chunk.end, token

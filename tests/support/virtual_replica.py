@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tests.support.virtual_ranks import Client, FakeGroup, RunningBatch, hellos, read, ready, sample
+from tests.support.virtual_ranks import (
+    Client,
+    FakeGroup,
+    RunningBatch,
+    hellos,
+    places,
+    read,
+    ready,
+    sample,
+)
 
 from medha import messages as m
 from medha.batch import Batch
@@ -335,7 +344,10 @@ class VirtualReplica:
         now, batch = self.loop.now, step.batch
         self.log.append((now, batch))
         tokens = sample(self.groups, batch, self.shape.vocab, self.window)
-        self._check_rows(batch)
+        for chunk in batch.chunks:
+            groups = [self.groups[at] for at in chunk.groups]
+            running.places.append((chunk, places(groups, chunk, self.window)))
+        self._check_rows(running)
         run = self.clock.run(batch, now)
         for stage, end_s in enumerate(run.ends_s):
             self.loop.at(end_s, DONE, self._stage_done(running, stage, run.slowest_s, tokens))
@@ -356,7 +368,7 @@ class VirtualReplica:
             if running.broken:
                 return
             last, now = stage == self.topology.spp - 1, self.loop.now
-            self._check_rows(running.batch)
+            self._check_rows(running)
             if last:
                 del self._running[number]
                 for group, out in tokens.items():
@@ -369,7 +381,7 @@ class VirtualReplica:
 
         return done
 
-    def _check_rows(self, batch: Batch) -> None:
+    def _check_rows(self, running: RunningBatch) -> None:
         """Check that the pages in sight hold the request's own tokens, for as long as a batch runs.
 
         A token that is being sampled is not known yet, nor are those of a request that ended.
@@ -377,13 +389,14 @@ class VirtualReplica:
         engine = self.controller.engine
         if engine is None:
             return
-        for chunk in batch.chunks:
-            groups = [self.groups[group] for group in chunk.groups if group in self.groups]
+        for chunk, held in running.places:
             state = engine.requests.by_seq(chunk.seq)
-            held = all(chunk.seq in group.tables for group in groups)
-            if state is None or not held or len(groups) < len(chunk.groups):
+            if state is None or not all(
+                self.groups.get(group.group) is group and chunk.seq in group.tables
+                for group, _ in held
+            ):
                 continue
-            seen = read(groups, chunk, self.window)
+            seen = read(held, chunk, self.window)
             text = m.from_bytes(bytes(state.tokens)).tolist()[chunk.end - len(seen) : chunk.end]
             assert seen[: len(text)] == text, f"sequence {chunk.seq} sees other tokens"
 
