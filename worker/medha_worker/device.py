@@ -11,6 +11,7 @@ early. On a CPU both are immediate, and the same code serves both.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Sequence
@@ -107,6 +108,13 @@ class CudaDevice:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return _CudaFetch(event, pinned)
+
+
+def own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context whose work on a GPU waits for no work of other threads."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def sum_exactly(deterministic: bool) -> None:

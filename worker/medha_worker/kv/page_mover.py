@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from medha.errors import EngineError
 from medha.messages import Fetched, FetchPages, Offered, Peer, RankReport
+from medha_worker.device import own_stream
 from medha_worker.kv.fetches import Fetches, MoveTargets
 from medha_worker.kv.page_leases import PageLease
 from medha_worker.kv.transfer import PagePool, Transfer, digests
@@ -87,12 +88,14 @@ class PageMover:
 
     def _run(self) -> None:
         try:
-            while self._run_orders():
-                if self._fetches.busy or self._granted:
-                    self._transfer.progress()
-                for fetched in self._fetches.advance(time.monotonic()):
-                    self._copies.landed(fetched.move, fetched.ok)
-                    self._report(fetched)
+            # On the stream of the steps, each page's digest would wait for the batches launched.
+            with own_stream(self._pool.page(self._pool.layers.start, 0).device):
+                while self._run_orders():
+                    if self._fetches.busy or self._granted:
+                        self._transfer.progress()
+                    for fetched in self._fetches.advance(time.monotonic()):
+                        self._copies.landed(fetched.move, fetched.ok)
+                        self._report(fetched)
         except Exception as error:  # the rank must not continue without its mover
             self._failed(error)
         finally:
