@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from medha.errors import SpecError
+from medha.errors import SpecError, UserErrors
 from medha.request import Slo, SloClass
 from medha.spec import (
     API_VERSIONS,
@@ -230,7 +230,11 @@ SENTENCES = [
         50,
         "spec.scheduling.relegatedPercent is 50: must be a whole number from 0 to 40; use 40",
     ),
-    (TP, "8", "spec.parallelism.tp is 8: must be a whole number from 1 to 64; use 8"),
+    (
+        TP,
+        "8",
+        "spec.parallelism.tp is 8: must be a whole number from 1 to 64; use 8 without quotes",
+    ),
     (
         "spec.parallelism.tpp",
         8,
@@ -340,6 +344,15 @@ def test_something_that_is_no_resource_is_refused_in_one_line(document: object) 
 def test_a_file_of_several_resources_gives_them_all_in_order() -> None:
     documents = [SMALL, None, put(SMALL, "metadata.name", "other")]
     assert [replica.name for replica in parse_all(documents)] == ["tiny", "other"]
+
+
+def test_errors_in_a_file_of_several_resources_name_theirs() -> None:
+    other = put(put(SMALL, "metadata.name", "other"), "spec.scheduling", {"policy": "LARSX"})
+    with pytest.raises(UserErrors) as caught:
+        parse_all([SMALL, None, other, put(SMALL, "metadata.name", "not a name")])
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("other: spec.scheduling.policy is LARSX: ")
+    assert second.startswith("document 3: metadata.name is not a name: ")
 
 
 def test_two_resources_of_one_name_are_refused() -> None:

@@ -12,7 +12,7 @@ from medha.spec import CheckpointSource, MedhaReplica, parse_all
 
 
 def read_resources(path: pathlib.Path) -> tuple[MedhaReplica, ...]:
-    """Read every MedhaReplica of the file; raises SpecError for the first error."""
+    """Read every MedhaReplica of the file. Raises SpecError or UserErrors."""
     try:
         documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
     except OSError as error:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from medha.errors import SpecError
+from medha.errors import SpecError, UserError, UserErrors
 from medha.spec.rules import check_rules
 from medha.spec.values import API_VERSIONS, KIND, NAME, MedhaReplica, MedhaReplicaSpec
 
@@ -68,12 +68,21 @@ def parse(document: object) -> MedhaReplica:
 
 
 def parse_all(documents: Iterable[object]) -> tuple[MedhaReplica, ...]:
-    """Every resource of a file; empty documents are skipped, names must differ."""
+    """Every resource of a file; empty documents are skipped, names must differ.
+
+    Raises SpecError; of several documents, UserErrors that name theirs.
+    """
     replicas: dict[str, MedhaReplica] = {}
-    for document in documents:
-        if document is None:
+    given = [document for document in documents if document is not None]
+    errors: list[UserError] = []
+    for number, document in enumerate(given, 1):
+        try:
+            replica = parse(document)
+        except SpecError as error:
+            if len(given) == 1:
+                raise
+            errors.append(UserError(f"{_title(document, number)}: {error}"))
             continue
-        replica = parse(document)
         if replica.name in replicas:
             raise SpecError(
                 "metadata.name",
@@ -82,9 +91,20 @@ def parse_all(documents: Iterable[object]) -> tuple[MedhaReplica, ...]:
                 "give each resource a name of its own",
             )
         replicas[replica.name] = replica
+    if errors:
+        raise UserErrors(errors)
     if not replicas:
         raise SpecError("the file", "empty", f"must hold a {KIND}", "write one")
     return tuple(replicas.values())
+
+
+def _title(document: object, number: int) -> str:
+    """Return a document's name, if it has a valid one, else its place in the file."""
+    metadata = document.get("metadata") if isinstance(document, Mapping) else None
+    name = metadata.get("name") if isinstance(metadata, Mapping) else None
+    if isinstance(name, str) and re.fullmatch(NAME, name):
+        return name
+    return f"document {number}"
 
 
 @functools.cache
@@ -217,7 +237,8 @@ def _remedy(value: Any, kinds: tuple[inspect.Type, ...]) -> str:
         return f"write it so{_example(text)}"
     if whole is not None:
         number = int(value) if _is_number(value) else whole.ge or 0
-        return f"use {min(max(number, whole.ge or 0), whole.le or number)}"
+        plain = " without quotes" if _is_number(value) and isinstance(value, str) else ""
+        return f"use {min(max(number, whole.ge or 0), whole.le or number)}{plain}"
     return "leave it out"
 
 
