@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pathlib
 import statistics
+from collections.abc import Callable
 
 import pytest
 
@@ -77,6 +78,58 @@ def test_a_trace_of_another_format_is_named_with_the_columns_it_lacks(
     lines.write_text('{"timestamp": 1}\n')
     with pytest.raises(SpecError, match=r"wrong\.jsonl:1"):
         read_mooncake(lines)
+
+
+MOONCAKE = '{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": [0]}'
+
+
+@pytest.mark.parametrize(
+    ("read", "content", "line", "reason"),
+    [
+        (read_lengths, "num_prefill_tokens,num_decode_tokens\n9,1\nx,1\n", 3, "x"),
+        (read_lengths, "num_prefill_tokens,num_decode_tokens\n9\n", 2, "None"),
+        (read_lengths, "num_prefill_tokens,num_decode_tokens\n-9,1\n", 2, "zero or more"),
+        (read_lengths, "num_prefill_tokens,num_decode_tokens\n1e30,1\n", 2, "any model"),
+        (read_lengths, "num_prefill_tokens,num_decode_tokens\ninf,1\n", 2, "inf"),
+        (read_azure, "TIMESTAMP,ContextTokens,GeneratedTokens\nnow,9,1\n", 2, "now"),
+        (read_azure, "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,nan,1\n", 2, "nan"),
+        (read_azure, "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,9\n", 2, "None"),
+        (read_mooncake, MOONCAKE + "\n[]\n", 2, "list"),
+        (read_mooncake, MOONCAKE + "\n{\n", 2, "Expecting"),
+        (read_mooncake, MOONCAKE.replace("[0]", "7") + "\n", 1, "int"),
+        (read_mooncake, MOONCAKE.replace("0,", "NaN,", 1) + "\n", 1, "nan"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named_with_the_reason(
+    tmp_path: pathlib.Path,
+    read: Callable[[pathlib.Path], object],
+    content: str,
+    line: int,
+    reason: str,
+) -> None:
+    path = tmp_path / "trace"
+    path.write_text(content)
+    with pytest.raises(SpecError, match=rf"trace:{line} is .*: must be a request .*{reason}"):
+        read(path)
+
+
+@pytest.mark.parametrize("read", [read_lengths, read_azure, read_mooncake])
+def test_a_file_that_is_not_text_is_no_trace(
+    tmp_path: pathlib.Path, read: Callable[[pathlib.Path], object]
+) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(b"\x00\xd0\xff" * 40)
+    with pytest.raises(SpecError, match="trace is not text: must be a trace in UTF-8"):
+        read(path)
+
+
+def test_a_trace_begins_with_its_earliest_request(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:50,1,1\n"
+        "2023-11-16 18:15:46,1,1\n"
+    )
+    assert [arrival.arrival_s for arrival in read_azure(path)] == [4.0, 0.0]
 
 
 def test_mooncake_blocks_become_page_names_shared_exactly_by_equal_prefixes(

@@ -123,7 +123,10 @@ def run_fetch(
 @app.command("replay")
 def run_replay(
     workload: Annotated[
-        pathlib.Path, typer.Option(help="Azure CSV, Mooncake JSON lines, or a CSV of lengths")
+        pathlib.Path,
+        typer.Option(
+            help="Azure CSV, Mooncake .jsonl, or CSV of num_prefill_tokens, num_decode_tokens"
+        ),
     ],
     model: Annotated[str, typer.Option(help="the model's name in requests")],
     url: Annotated[str, typer.Option(help="the router's address")] = "http://127.0.0.1:8000",

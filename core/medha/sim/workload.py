@@ -11,7 +11,8 @@ import datetime
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +21,9 @@ import numpy.typing as npt
 from medha.errors import SpecError
 
 BLOCK_TOKENS = 512  # of a Mooncake hash id
+MOST_TOKENS = 1 << 30  # of a request
+Row = TypeVar("Row")
+Parsed = TypeVar("Parsed")
 P95_NORMAL = 1.6449  # 95th percentile of the standard normal distribution
 
 
@@ -121,56 +125,52 @@ def mixed(
 
 
 def read_lengths(path: pathlib.Path) -> list[tuple[int, int]]:
-    """(prompt, output) lengths of a CSV with num_prefill_tokens and num_decode_tokens."""
-    return [
-        (int(float(row["num_prefill_tokens"])), int(float(row["num_decode_tokens"])))
-        for row in _rows(path, ("num_prefill_tokens", "num_decode_tokens"))
-    ]
+    """(prompt, output) lengths of a CSV with num_prefill_tokens and num_decode_tokens.
+
+    Raises SpecError, as the other readers do.
+    """
+
+    def lengths(_: int, row: Mapping[str, str]) -> tuple[int, int]:
+        return _tokens(row["num_prefill_tokens"]), _tokens(row["num_decode_tokens"])
+
+    return list(_read(path, _rows(path, ("num_prefill_tokens", "num_decode_tokens")), lengths))
 
 
 def read_azure(path: pathlib.Path) -> list[Arrival]:
     """Arrivals of Azure's public trace: TIMESTAMP, ContextTokens, GeneratedTokens."""
-    arrivals: list[Arrival] = []
-    start: datetime.datetime | None = None
-    columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-    for index, row in enumerate(_rows(path, columns)):
+
+    def arrival(index: int, row: Mapping[str, str]) -> Arrival:
         moment = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
-        start = start or moment
-        arrivals.append(
-            Arrival(
-                id=f"r{index}",
-                arrival_s=(moment - start).total_seconds(),
-                prompt_tokens=max(1, int(row["ContextTokens"])),
-                output_tokens=max(1, int(row["GeneratedTokens"])),
-            )
+        return Arrival(
+            id=f"r{index}",
+            arrival_s=moment.replace(tzinfo=datetime.UTC).timestamp(),
+            prompt_tokens=_tokens(row["ContextTokens"]),
+            output_tokens=_tokens(row["GeneratedTokens"]),
         )
-    return arrivals
+
+    rows = _rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+    arrivals = list(_read(path, rows, arrival))
+    first_s = min((arrival.arrival_s for arrival in arrivals), default=0.0)
+    return [
+        msgspec.structs.replace(arrival, arrival_s=arrival.arrival_s - first_s)
+        for arrival in arrivals
+    ]
 
 
 def read_mooncake(path: pathlib.Path) -> list[Arrival]:
     """Arrivals of Mooncake's public trace (JSON lines): timestamp in ms, lengths, hash_ids."""
-    arrivals: list[Arrival] = []
-    with path.open(encoding="utf-8") as lines:
-        for index, line in enumerate(lines):
-            try:
-                row = json.loads(line)
-                arrivals.append(
-                    Arrival(
-                        id=f"r{index}",
-                        arrival_s=row["timestamp"] / 1e3,
-                        prompt_tokens=max(1, int(row["input_length"])),
-                        output_tokens=max(1, int(row["output_length"])),
-                        blocks=tuple(row["hash_ids"]),
-                    )
-                )
-            except (KeyError, TypeError, ValueError) as error:
-                raise SpecError(
-                    f"{path}:{index + 1}",
-                    line.strip(),
-                    f"must be a request ({error!r})",
-                    "use Mooncake's trace format",
-                ) from None
-    return arrivals
+
+    def arrival(index: int, line: str) -> Arrival:
+        row = json.loads(line)
+        return Arrival(
+            id=f"r{index}",
+            arrival_s=_finite(row["timestamp"]) / 1e3,
+            prompt_tokens=_tokens(row["input_length"]),
+            output_tokens=_tokens(row["output_length"]),
+            blocks=tuple(int(block) for block in row["hash_ids"]),
+        )
+
+    return list(_read(path, _lines(path), arrival))
 
 
 def scaled(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
@@ -180,7 +180,37 @@ def scaled(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
     ]
 
 
-def _rows(path: pathlib.Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
+def _read(
+    path: pathlib.Path,
+    rows: Iterator[tuple[int, str, Row]],
+    parse: Callable[[int, Row], Parsed],
+) -> Iterator[Parsed]:
+    """Parse rows of a file, which come with their line and text; `parse` gets their index.
+
+    Raises SpecError for the first that it does not understand, or if the file is not text.
+    """
+    index = 0
+    try:
+        for number, text, row in rows:
+            try:
+                yield parse(index, row)
+            except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+                raise SpecError(
+                    f"{path}:{number}",
+                    text,
+                    f"must be a request ({type(error).__name__}: {error})",
+                    "correct the line, or remove it",
+                ) from None
+            index += 1
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SpecError(
+            str(path), "not text", f"must be a trace in UTF-8 ({error})", "name another file"
+        ) from None
+
+
+def _rows(
+    path: pathlib.Path, columns: Sequence[str]
+) -> Iterator[tuple[int, str, Mapping[str, str]]]:
     with path.open(newline="", encoding="utf-8") as lines:
         reader = csv.DictReader(lines)
         missing = [name for name in columns if name not in (reader.fieldnames or ())]
@@ -191,4 +221,26 @@ def _rows(path: pathlib.Path, columns: Sequence[str]) -> Iterator[dict[str, str]
                 f"must have {', '.join(missing)}",
                 "use a trace of this format",
             )
-        yield from reader
+        for row in reader:
+            yield reader.line_num, ",".join(map(str, row.values())), row
+
+
+def _lines(path: pathlib.Path) -> Iterator[tuple[int, str, str]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            yield number, line.strip(), line
+
+
+def _finite(number: str | float) -> float:
+    value = float(number)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{number} is not a number of zero or more")
+    return value
+
+
+def _tokens(number: str | float) -> int:
+    """Return a number of tokens; traces count none where there was one at least."""
+    tokens = int(_finite(number))
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"{number} tokens are more than any model reads")
+    return max(1, tokens)
