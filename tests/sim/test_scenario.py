@@ -189,6 +189,15 @@ def test_a_trace_file_is_found_beside_the_scenario(tmp_path: pathlib.Path) -> No
         ("[workload]\nmix = 0.1\nload = 0.5\nmax_tokens = 'x'\n", "max_tokens is x"),
         ("[workload]\nmix = 0.1\nload = 0.5\nlong_output = { median = 9, p95 = 1 }\n", "p95 1"),
         ("nonsense", r"must be a scenario"),
+        (
+            "[autoscaling]\nleast = 5\nmost = 4\ntarget_slack = 0.2\ndown_after_s = 300\n"
+            "[workload]\nmix = 0.1\nload = 0.5\n",
+            "autoscaling is 5 to 4 replicas",
+        ),
+        (f"[workload]\nmix = 0.1\nload = 0.5\nrequests = {10**18}\n", "requests"),
+        ("seed = -1\n[workload]\nmix = 0.1\nload = 0.5\n", "seed"),
+        ("[workload]\nmix = 0.1\nload = inf\n", "workload.load is inf: must be a finite number"),
+        ("[[lost]]\nat_s = nan\n[workload]\nmix = 0.1\n", r"lost\[0\]\.at_s is nan"),
         ("[workload]\nload = 0.5\n", "exactly one source"),
         ("[workload]\nmix = 0.1\n", "exactly one of the two"),
         ('profile = "gpu9000"\n[workload]\nmix = 0.1\nload = 0.5\n', "a100"),

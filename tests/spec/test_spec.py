@@ -341,6 +341,11 @@ def test_something_that_is_no_resource_is_refused_in_one_line(document: object) 
     assert "\n" not in refusal(document)
 
 
+def test_text_that_no_file_name_can_hold_is_refused() -> None:
+    line = refusal(put(SMALL, "spec.model.source", {"hostPath": {"path": "/models/\ud800"}}))
+    assert "spec.model.source.hostPath.path is '/models/\\ud800': must be" in line
+
+
 def test_a_file_of_several_resources_gives_them_all_in_order() -> None:
     documents = [SMALL, None, put(SMALL, "metadata.name", "other")]
     assert [replica.name for replica in parse_all(documents)] == ["tiny", "other"]

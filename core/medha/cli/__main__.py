@@ -138,7 +138,7 @@ def run_replay(
     longest_tokens: Annotated[int | None, typer.Option(min=1, help="cut prompts here")] = None,
     ttft: Seconds = None,
     tpot: Annotated[float, typer.Option(min=0.0001, help="target, seconds")] = 0.03,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     json: Annotated[pathlib.Path | None, typer.Option(help="write report and records")] = None,
 ) -> None:
     """Play a workload against a live router, open loop, and report SLO attainment."""
@@ -167,7 +167,7 @@ def simulate(
     load: Annotated[
         float | None, typer.Option(min=0.001, help="offered load; stretches traces")
     ] = None,
-    seed: int | None = None,
+    seed: Annotated[int | None, typer.Option(min=0)] = None,
     out: Annotated[pathlib.Path | None, typer.Option(help="folder for reports")] = None,
 ) -> None:
     """Run a scenario in virtual time: the same scheduler, a pipeline clock, no GPU."""

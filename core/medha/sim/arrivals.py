@@ -22,6 +22,7 @@ from medha.sim.workload import (
     BLOCK_TOKENS,
     CHAT_OUTPUT,
     DOCUMENT_OUTPUT,
+    MOST_TOKENS,
     Arrival,
     LogNormal,
     mixed,
@@ -33,9 +34,11 @@ from medha.sim.workload import (
 POOL = 20_000  # lengths of a mix from which requests are drawn
 PICKS, TIMES, CLASSES, TENANTS = range(4)  # what a seed is for
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-Above0 = Annotated[float, msgspec.Meta(gt=0.0)]
-Variation = Annotated[float, msgspec.Meta(ge=0.0)]
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+Requests = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
+Above0 = Annotated[float, msgspec.Meta(gt=0.0, le=1e6)]
+Multiple = Annotated[float, msgspec.Meta(gt=0.0, le=1e3)]
+Variation = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
@@ -48,7 +51,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     name: str
     share: Above0 = 1.0
-    rate: Above0 = 1.0
+    rate: Multiple = 1.0
     mix: Share | None = None
     gap_cv: Variation | None = None
     slo_class: str | None = None
@@ -73,15 +76,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lengths: str | None = None
     azure: str | None = None
     mooncake: str | None = None
-    requests: Positive = 1000
+    requests: Requests = 1000
     load: Above0 | None = None
     per_second: Above0 | None = None
     speed: Above0 = 1.0
     gap_cv: Variation = 1.0
-    output_tokens: Positive | None = None
+    output_tokens: Tokens | None = None
     short_output: LogNormal = CHAT_OUTPUT
     long_output: LogNormal = DOCUMENT_OUTPUT
-    max_tokens: Positive | str = "exact"
+    max_tokens: Tokens | str = "exact"
     classes: dict[str, Above0] = {}
     tenants: tuple[Tenant, ...] = ()
 

@@ -19,6 +19,7 @@ pending work and none is refused, to compare policies alone.
 from __future__ import annotations
 
 import functools
+import math
 import pathlib
 import tomllib
 from collections.abc import Callable, Sequence
@@ -48,7 +49,9 @@ from medha.sim.virtual_fleet import SimulatedFleet
 from medha.sim.workload import Arrival
 from medha.topology import Topology
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+MOST_REPLICAS = 10_000
+Replicas = Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)]
 LLAMA_3_8B = ModelShape(
     layers=32,
     hidden=4096,
@@ -82,8 +85,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: ModelShape = LLAMA_3_8B
     topology: Topology = Topology(tp=8)
     profile: str = "a100"
-    replicas: Positive = 1
-    routers: Positive = 1
+    replicas: Replicas = 1
+    routers: Replicas = 1
     pages_per_group: Positive = 60_000
     page_tokens: Positive = 64
     scheduling: Scheduling = Scheduling()
@@ -94,7 +97,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     until_s: float | None = None
     prediction_error: Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)] = 0.0
     lost: tuple[GroupLoss, ...] = ()
-    seed: int = 0
+    seed: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class SimulationResult(msgspec.Struct, frozen=True):
@@ -114,7 +117,9 @@ class SimulationResult(msgspec.Struct, frozen=True):
 def read_scenario(path: pathlib.Path) -> Scenario:
     """Decode a scenario file; raises SpecError naming the file and the broken field."""
     try:
-        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), type=Scenario)
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        _check_finite(document, "")
+        return msgspec.convert(document, type=Scenario)
     except OSError as error:
         raise SpecError(
             "scenario", str(path), f"must be readable ({error.strerror})", "name a TOML file"
@@ -123,6 +128,18 @@ def read_scenario(path: pathlib.Path) -> Scenario:
         raise SpecError(
             "scenario", str(path), f"must be a scenario ({error})", "see examples/scenarios"
         ) from None
+
+
+def _check_finite(value: object, name: str) -> None:
+    """Raise SpecError for an infinity or a NaN, which TOML has."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SpecError(name, value, "must be a finite number", "write it in digits")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_finite(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_finite(item, f"{name}[{index}]")
 
 
 def simulate(
@@ -242,6 +259,14 @@ def _scaler(
             False,
             "must be true with [autoscaling]: admission measures slack",
             "set admission = true, or leave [autoscaling] out",
+        )
+    least, most = scenario.autoscaling.least, scenario.autoscaling.most
+    if not 0 <= least <= most <= MOST_REPLICAS or most < 1:
+        raise SpecError(
+            "autoscaling",
+            f"{least} to {most} replicas",
+            f"must begin at 0 or more and end between 1 and {MOST_REPLICAS}",
+            "set least and most in that order",
         )
     return SimulatedAutoscaler(
         fleet, scenario.autoscaling, start, scenario.cold_start_s, scenario.until_s
