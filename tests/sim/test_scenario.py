@@ -194,8 +194,23 @@ def test_a_trace_file_is_found_beside_the_scenario(tmp_path: pathlib.Path) -> No
             "[workload]\nmix = 0.1\nload = 0.5\n",
             "autoscaling is 5 to 4 replicas",
         ),
+        (
+            "[workload]\nmix = 1.0\nload = 0.5\nrequests = 3\n"
+            "[model]\nlayers = 2\nhidden = 64\nheads = 2\nkv_heads = 2\nhead_dim = 32\n"
+            "intermediate = 64\nvocab = 64\nmax_context_tokens = 4096\n",
+            "mix = 1.0: must hold requests that the model's context holds",
+        ),
         (f"[workload]\nmix = 0.1\nload = 0.5\nrequests = {10**18}\n", "requests"),
-        ("seed = -1\n[workload]\nmix = 0.1\nload = 0.5\n", "seed"),
+        ("seed = -1\n[workload]\nmix = 0.1\nload = 0.5\n", "seed is -1: must be 0 or more"),
+        ("topology = {tp = 0}\n[workload]\nmix = 0.1\nload = 0.5\n", "topology.tp is 0: must be"),
+        (
+            "topology = {kvp_min = 2}\n[workload]\nmix = 0.1\nload = 0.5\n",
+            "topology.kvp_min is 2: must be at most kvp_max, 1",
+        ),
+        (
+            "scheduling = {min_batch_s = 1}\n[workload]\nmix = 0.1\nload = 0.5\n",
+            "min_batch_s is 1.0: must be above 0 and at most max_batch_s, 0.1",
+        ),
         ("[workload]\nmix = 0.1\nload = inf\n", "workload.load is inf: must be a finite number"),
         ("[[lost]]\nat_s = nan\n[workload]\nmix = 0.1\n", r"lost\[0\]\.at_s is nan"),
         ("[workload]\nload = 0.5\n", "exactly one source"),

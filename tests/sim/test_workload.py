@@ -123,13 +123,13 @@ def test_a_file_that_is_not_text_is_no_trace(
         read(path)
 
 
-def test_a_trace_begins_with_its_earliest_request(tmp_path: pathlib.Path) -> None:
+def test_requests_of_a_trace_come_in_order_of_time(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:50,1,1\n"
         "2023-11-16 18:15:46,1,1\n"
     )
-    assert [arrival.arrival_s for arrival in read_azure(path)] == [4.0, 0.0]
+    assert [arrival.arrival_s for arrival in read_azure(path)] == [0.0, 4.0]
 
 
 def test_mooncake_blocks_become_page_names_shared_exactly_by_equal_prefixes(

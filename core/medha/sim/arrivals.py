@@ -161,6 +161,8 @@ def _drawn(workload: Workload, fleet: OfferedTo, seed: int, base: pathlib.Path) 
         return _with_classes(_sized(arrivals, workload, fleet), workload, fleet, (seed, number))
 
     stated = [arrival for k, count in enumerate(counts) for arrival in requests(k, count)]
+    if not stated:
+        raise _none_fits(workload.lengths or f"mix = {workload.mix}")
     end_s = len(stated) / _per_second(workload, fleet, stated)
     arrivals = []
     for number, (tenant, count) in enumerate(zip(tenants, counts, strict=True)):
@@ -178,9 +180,23 @@ def _pool(
     workload: Workload, tenant: Tenant, seed: int, base: pathlib.Path
 ) -> list[tuple[int, int]]:
     if workload.lengths is not None:
-        return read_lengths(_file("lengths", base, workload.lengths))
+        lengths = read_lengths(_file("lengths", base, workload.lengths))
+        if not lengths:
+            raise SpecError(
+                "workload.lengths", workload.lengths, "must hold requests", "name another file"
+            )
+        return lengths
     mix = workload.mix if tenant.mix is None else tenant.mix
     return mixed(mix or 0.0, POOL, seed, workload.short_output, workload.long_output)
+
+
+def _none_fits(source: object) -> SpecError:
+    return SpecError(
+        "workload",
+        source,
+        "must hold requests that the model's context holds",
+        "use another one, or raise model.max_context_tokens",
+    )
 
 
 def _stratified(
@@ -197,6 +213,8 @@ def _stratified(
 
 def _times(count: int, end_s: float, gap_cv: float, rng: np.random.Generator) -> list[float]:
     """Times of `count` arrivals, the last at `end_s`."""
+    if not count:
+        return []
     gaps = rng.gamma(gap_cv**-2, size=count) if gap_cv > 0.0 else np.ones(count)
     times = np.cumsum(gaps)
     scaled: list[float] = (times * (end_s / times[-1])).tolist()
@@ -211,12 +229,7 @@ def _recorded(workload: Workload, fleet: OfferedTo, seed: int, base: pathlib.Pat
         trace = read_mooncake(_file("mooncake", base, str(workload.mooncake)))
     arrivals = _sized(trace[: workload.requests], workload, fleet)
     if not arrivals:
-        raise SpecError(
-            "workload",
-            workload.azure or workload.mooncake,
-            "must hold requests that the model's context holds",
-            "use another trace",
-        )
+        raise _none_fits(workload.azure or workload.mooncake)
     if workload.tenants:
         rng = np.random.default_rng((seed, TENANTS))
         shares = np.array([tenant.share for tenant in workload.tenants])

@@ -46,11 +46,14 @@ from medha.sim.replica import SimReplica
 from medha.sim.report import Report, RequestRecord, summarise
 from medha.sim.virtual_autoscaler import SimulatedAutoscaler
 from medha.sim.virtual_fleet import SimulatedFleet
-from medha.sim.workload import Arrival
+from medha.sim.workload import MOST_TOKENS, Arrival
 from medha.topology import Topology
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 MOST_REPLICAS = 10_000
+MOST_RANKS = 64  # in one direction
+LAYOUT = ("tp", "spp", "kvp_min", "kvp_max")
+SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab")
 Replicas = Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)]
 LLAMA_3_8B = ModelShape(
     layers=32,
@@ -118,7 +121,7 @@ def read_scenario(path: pathlib.Path) -> Scenario:
     """Decode a scenario file; raises SpecError naming the file and the broken field."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-        _check_finite(document, "")
+        _check_numbers(document, "")
         return msgspec.convert(document, type=Scenario)
     except OSError as error:
         raise SpecError(
@@ -130,16 +133,48 @@ def read_scenario(path: pathlib.Path) -> Scenario:
         ) from None
 
 
-def _check_finite(value: object, name: str) -> None:
-    """Raise SpecError for an infinity or a NaN, which TOML has."""
+def _check_numbers(value: object, name: str) -> None:
+    """Raise SpecError for an infinity, a NaN, or a negative number where none makes sense."""
     if isinstance(value, float) and not math.isfinite(value):
         raise SpecError(name, value, "must be a finite number", "write it in digits")
+    if isinstance(value, int | float) and value < 0 and name != "autoscaling.target_slack":
+        raise SpecError(name, value, "must be 0 or more", "leave out the sign")
     if isinstance(value, dict):
         for key, item in value.items():
-            _check_finite(item, f"{name}.{key}" if name else str(key))
+            _check_numbers(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _check_finite(item, f"{name}[{index}]")
+            _check_numbers(item, f"{name}[{index}]")
+
+
+def _check_sizes(scenario: Scenario) -> None:
+    """Raise SpecError for a layout or a model without ranks, layers, heads or batches."""
+    layout, model, scheduling = scenario.topology, scenario.model, scenario.scheduling
+    sizes = {
+        **{f"topology.{name}": getattr(layout, name) for name in LAYOUT},
+        **{f"model.{name}": getattr(model, name) for name in SIZES},
+        "scheduling.max_running": scheduling.max_running,
+        "scheduling.chunk_step_tokens": scheduling.chunk_step_tokens,
+        "scheduling.batch_tokens": scheduling.batch_tokens,
+    }
+    for name, size in sizes.items():
+        most = MOST_RANKS if name.startswith("topology.") else MOST_TOKENS
+        if not 1 <= size <= most:
+            raise SpecError(name, size, f"must be 1 to {most:,}", "leave it out for its default")
+    if layout.kvp_min > layout.kvp_max:
+        raise SpecError(
+            "topology.kvp_min",
+            layout.kvp_min,
+            f"must be at most kvp_max, {layout.kvp_max}",
+            "lower it, or raise kvp_max",
+        )
+    if not 0.0 < scheduling.min_batch_s <= scheduling.max_batch_s:
+        raise SpecError(
+            "scheduling.min_batch_s",
+            scheduling.min_batch_s,
+            f"must be above 0 and at most max_batch_s, {scheduling.max_batch_s:g}",
+            "lower it, or raise max_batch_s",
+        )
 
 
 def simulate(
@@ -151,6 +186,7 @@ def simulate(
 
     `progress` is called repeatedly with the virtual time and the number of arrivals.
     """
+    _check_sizes(scenario)
     loop, machine = Loop(), _profile(scenario.profile, base)
     replicas: list[SimReplica] = []
 

@@ -149,10 +149,9 @@ def read_azure(path: pathlib.Path) -> list[Arrival]:
         )
 
     rows = _rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
-    arrivals = list(_read(path, rows, arrival))
-    first_s = min((arrival.arrival_s for arrival in arrivals), default=0.0)
+    arrivals = _in_order(_read(path, rows, arrival))
     return [
-        msgspec.structs.replace(arrival, arrival_s=arrival.arrival_s - first_s)
+        msgspec.structs.replace(arrival, arrival_s=arrival.arrival_s - arrivals[0].arrival_s)
         for arrival in arrivals
     ]
 
@@ -170,7 +169,7 @@ def read_mooncake(path: pathlib.Path) -> list[Arrival]:
             blocks=tuple(int(block) for block in row["hash_ids"]),
         )
 
-    return list(_read(path, _lines(path), arrival))
+    return _in_order(_read(path, _lines(path), arrival))
 
 
 def scaled(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
@@ -178,6 +177,10 @@ def scaled(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
     return [
         msgspec.structs.replace(arrival, arrival_s=arrival.arrival_s / rate) for arrival in arrivals
     ]
+
+
+def _in_order(arrivals: Iterator[Arrival]) -> list[Arrival]:
+    return sorted(arrivals, key=lambda arrival: arrival.arrival_s)
 
 
 def _read(

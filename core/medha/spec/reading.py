@@ -196,8 +196,7 @@ def _fits(value: Any, kind: inspect.Type) -> bool:
                 and (shortest or 0) <= len(value) <= (longest or len(value))
                 and (pattern is None or re.search(pattern, value) is not None)
                 and "\n" not in value
-                and value
-                == value.encode("utf-8", "replace").decode()  # no half of a surrogate pair
+                and not re.search("[\\ud800-\\udfff]", value)  # halves of pairs
             )
     return False
 
