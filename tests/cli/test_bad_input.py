@@ -176,6 +176,12 @@ def test_weights_that_are_not_whole(
     assert f"{file} is not a sound safetensors file" in line and "fetch it again" in line
 
 
+@pytest.mark.parametrize("ids", ["NaN", '"2"', "[1, null]", "-1", "{}"])
+def test_an_end_of_text_that_is_no_token(folder: Path, refusal: Refusal, ids: str) -> None:
+    (folder / "model" / "generation_config.json").write_text(f'{{"eos_token_id": {ids}}}')
+    assert "must be a token's number, or a list of them; correct it" in refusal(folder)
+
+
 def test_a_config_that_is_no_models(folder: Path, refusal: Refusal) -> None:
     file = folder / "model" / CONFIG
     for text, sentence in (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pathlib
+import signal
 
 import msgspec
 import pytest
@@ -248,3 +250,25 @@ def test_the_command_prints_a_table_per_policy_and_writes_what_it_saw(
         run_simulate(
             SimulateOptions(scenario=path, policies=("best",), load=0.4), Console(file=output)
         )
+
+
+def test_ctrl_c_ends_a_simulation_at_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, before = tmp_path / "s.toml", signal.getsignal(signal.SIGINT)
+    path.write_text("[workload]\nmix = 0.1\nload = 0.5\nrequests = 3\n")
+
+    def pressed(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    class Ended(BaseException):
+        pass
+
+    def ended(status: int) -> None:
+        raise Ended(status)
+
+    monkeypatch.setattr("medha.cli.simulate.simulate", pressed)
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(Ended, match="130"):
+        run_simulate(SimulateOptions(scenario=path), Console(file=io.StringIO()))
+    assert signal.getsignal(signal.SIGINT) is before

@@ -206,4 +206,11 @@ def _stop_tokens(folder: pathlib.Path, raw: dict[str, Any]) -> tuple[int, ...]:
     ids = raw.get("eos_token_id") if ids is None else ids
     if ids is None:
         return ()
-    return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    stated = ids if isinstance(ids, list) else [ids]
+    for number in stated:
+        if type(number) is not int or number < 0:
+            raise CheckpointError(
+                f"{folder}: eos_token_id is {ids!r:.80}: must be a token's number, or a list of"
+                " them; correct it"
+            )
+    return tuple(stated)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
+import signal
 import time
+from collections.abc import Iterator
 
 import msgspec
 from rich.console import Console
@@ -70,11 +74,29 @@ def _watched(scenario: Scenario, base: pathlib.Path, console: Console) -> Simula
         MofNCompleteColumn(),
         TextColumn("{task.fields[at]}"),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar, _ended_by_ctrl_c(console):
         task = bar.add_task(scenario.scheduling.policy, total=scenario.workload.requests, at="")
         return simulate(
             scenario, base, lambda now, count: bar.update(task, completed=count, at=f"{now:.0f} s")
         )
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c(console: Console) -> Iterator[None]:
+    """End the process at Ctrl-C without an exception.
+
+    One that comes amid arithmetic of compiled code would end it as if memory were exhausted.
+    """
+
+    def end(*_: object) -> None:
+        console.show_cursor()
+        os._exit(128 + signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _overridden(scenario: Scenario, options: SimulateOptions) -> Scenario:
