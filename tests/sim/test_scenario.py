@@ -252,6 +252,16 @@ def test_the_command_prints_a_table_per_policy_and_writes_what_it_saw(
         )
 
 
+def test_a_folder_that_cannot_be_made_is_named_before_anything_runs(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("medha.cli.simulate.simulate")
+    path = tmp_path / "s.toml"
+    path.write_text("[workload]\nmix = 0.1\nload = 0.5\n")
+    with pytest.raises(SpecError, match=r"--out is .*s\.toml: must be a folder \(File exists\)"):
+        run_simulate(SimulateOptions(scenario=path, out=path), Console(file=io.StringIO()))
+
+
 def test_ctrl_c_ends_a_simulation_at_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

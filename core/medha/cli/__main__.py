@@ -165,7 +165,7 @@ def simulate(
     scenario: Annotated[pathlib.Path, typer.Argument(help="TOML of a scenario")],
     policy: Annotated[list[str] | None, typer.Option(help="run it under each of these")] = None,
     load: Annotated[
-        float | None, typer.Option(min=0.001, help="offered load; stretches traces")
+        float | None, typer.Option(min=0.001, max=1e6, help="offered load; stretches traces")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0)] = None,
     out: Annotated[pathlib.Path | None, typer.Option(help="folder for reports")] = None,

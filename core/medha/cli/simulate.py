@@ -39,6 +39,8 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
 def run_simulate(options: SimulateOptions, console: Console) -> None:
     """Run and print one table per policy on `console`; raises SpecError for a broken scenario."""
     scenario = _overridden(read_scenario(options.scenario), options)
+    if options.out is not None:
+        _make(options.out)
     for policy in options.policies or (scenario.scheduling.policy,):
         if policy not in POLICIES:
             raise SpecError("--policy", policy, f"must be one of {', '.join(POLICIES)}", "use lars")
@@ -53,7 +55,6 @@ def run_simulate(options: SimulateOptions, console: Console) -> None:
         console.print(table(outcome.report), highlight=False, markup=False, soft_wrap=True)
         tell_changes(NAME, outcome.scaling, console)
         if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
             (options.out / f"{policy}.json").write_bytes(
                 msgspec.json.format(msgspec.json.encode(outcome.report), indent=1)
             )
@@ -64,6 +65,16 @@ def run_simulate(options: SimulateOptions, console: Console) -> None:
                 (options.out / f"{policy}.scaling.json").write_bytes(
                     msgspec.json.encode({NAME: outcome.scaling})
                 )
+
+
+def _make(folder: pathlib.Path) -> None:
+    """Make a folder; raises SpecError before anything is simulated."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(
+            "--out", str(folder), f"must be a folder ({error.strerror})", "name another"
+        ) from None
 
 
 def _watched(scenario: Scenario, base: pathlib.Path, console: Console) -> SimulationResult:
