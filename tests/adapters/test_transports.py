@@ -98,7 +98,7 @@ def test_pods_use_rdma_where_a_port_is_usable_and_tcp_with_the_others() -> None:
     assert chosen.sentences() == (
         "ranks of a stage: NCCL over NVLink, PCIe or shared memory",
         "stages of a group: NCCL over RDMA on mlx5_0:1",
-        "KVP groups: NIXL over the fastest of RDMA on mlx5_0:1; TCP on eth0",
+        "KVP groups: NIXL over the fastest of RDMA on mlx5_0:1; NVLink or PCIe; TCP on eth0",
     )
 
 

@@ -89,6 +89,7 @@ class Transports(msgspec.Struct, frozen=True, kw_only=True):
         fast = f"RDMA on {', '.join(self.rdma)}"
         apart = fast if self.rdma else sockets
         pages = [fast] if self.rdma else []
+        pages += ["NVLink or PCIe"] if cuda else []
         pages += ["shared memory"] if self.shared_memory else []
         pages += [sockets] if self.tcp else []
         library = "NCCL" if cuda else "gloo"
