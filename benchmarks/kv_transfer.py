@@ -42,7 +42,8 @@ from medha_worker.kv.pages import KvPages, PageEpochs
 # Llama-3-8B: 8 KV heads of 128 in bfloat16, pages of 64 tokens: 256 KiB a layer.
 KV_HEADS, HEAD_DIM, PAGE_TOKENS = 8, 128, 64
 TARGET, LEASE_S, PATIENCE_S = 0.7, 120.0, 120.0
-# Whether processes may use shared memory: between machines they cannot.
+# Whether processes may use shared memory, which those on two machines do not share. Memory of one
+# machine's GPUs moves without sockets over both links.
 LINKS = {"tcp": False, "sm": True}
 TOOL_BYTES = 64 << 20
 

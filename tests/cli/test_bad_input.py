@@ -176,7 +176,7 @@ def test_weights_that_are_not_whole(
     assert f"{file} is not a sound safetensors file" in line and "fetch it again" in line
 
 
-@pytest.mark.parametrize("ids", ["NaN", '"2"', "[1, null]", "-1", "{}"])
+@pytest.mark.parametrize("ids", ["NaN", '"2"', "[1, null]", "-2", "{}", "1e3"])
 def test_an_end_of_text_that_is_no_token(folder: Path, refusal: Refusal, ids: str) -> None:
     (folder / "model" / "generation_config.json").write_text(f'{{"eos_token_id": {ids}}}')
     assert "must be a token's number, or a list of them; correct it" in refusal(folder)

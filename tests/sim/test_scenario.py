@@ -203,6 +203,12 @@ def test_a_trace_file_is_found_beside_the_scenario(tmp_path: pathlib.Path) -> No
             "mix = 1.0: must hold requests that the model's context holds",
         ),
         (f"[workload]\nmix = 0.1\nload = 0.5\nrequests = {10**18}\n", "requests"),
+        ("[workload]\nmix = 0.1\nload = 0.5\ngap_cv = 300.0\n", "gap_cv"),
+        ("[workload]\nmix = 0.1\nload = 1e-320\n", "load"),
+        ("[workload]\nmix = 0.1\nload = 0.5\nmax_tokens = '1e308x'\n", "max_tokens is 1e308x"),
+        (f"[workload]\nload = 0.5\nlengths = '{'x' * 5000}'\n", "must be a file"),
+        (f"seed = {'9' * 5000}\n", "must be a scenario"),
+        (f"seed = {'[' * 5000}\n", "must be a scenario"),
         ("seed = -1\n[workload]\nmix = 0.1\nload = 0.5\n", "seed is -1: must be 0 or more"),
         ("topology = {tp = 0}\n[workload]\nmix = 0.1\nload = 0.5\n", "topology.tp is 0: must be"),
         (
@@ -262,23 +268,32 @@ def test_a_folder_that_cannot_be_made_is_named_before_anything_runs(
         run_simulate(SimulateOptions(scenario=path, out=path), Console(file=io.StringIO()))
 
 
-def test_ctrl_c_ends_a_simulation_at_once(
+def test_ctrl_c_ends_a_simulation_at_once_unless_it_is_ignored(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, before = tmp_path / "s.toml", signal.getsignal(signal.SIGINT)
+    path = tmp_path / "s.toml"
     path.write_text("[workload]\nmix = 0.1\nload = 0.5\nrequests = 3\n")
-
-    def pressed(*_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
 
     class Ended(BaseException):
         pass
+
+    def pressed(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise InterruptedError("it goes on")
 
     def ended(status: int) -> None:
         raise Ended(status)
 
     monkeypatch.setattr("medha.cli.simulate.simulate", pressed)
     monkeypatch.setattr(os, "_exit", ended)
-    with pytest.raises(Ended, match="130"):
-        run_simulate(SimulateOptions(scenario=path), Console(file=io.StringIO()))
-    assert signal.getsignal(signal.SIGINT) is before
+    for handler, outcome in (
+        (signal.default_int_handler, "130"),
+        (signal.SIG_IGN, "it goes on"),
+    ):
+        before = signal.signal(signal.SIGINT, handler)
+        try:
+            with pytest.raises((Ended, InterruptedError), match=outcome):
+                run_simulate(SimulateOptions(scenario=path), Console(file=io.StringIO()))
+            assert signal.getsignal(signal.SIGINT) is handler
+        finally:
+            signal.signal(signal.SIGINT, before)

@@ -54,7 +54,7 @@ def test_the_mix_has_the_share_of_long_prompts() -> None:
 
 def test_lengths_and_azure_traces_are_read(tmp_path: pathlib.Path) -> None:
     lengths = tmp_path / "l.csv"
-    lengths.write_text("num_prefill_tokens,num_decode_tokens,x\n2979,484,1\n6468.0,3,2\n")
+    lengths.write_text("\ufeffnum_prefill_tokens,num_decode_tokens,x\n2979,484,1\n6468.0,3,2\n")
     assert read_lengths(lengths) == [(2979, 484), (6468, 3)]
     azure = tmp_path / "a.csv"
     azure.write_text(
@@ -88,16 +88,19 @@ MOONCAKE = '{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": 
     [
         (read_lengths, "num_prefill_tokens,num_decode_tokens\n9,1\nx,1\n", 3, "x"),
         (read_lengths, "num_prefill_tokens,num_decode_tokens\n9\n", 2, "None"),
-        (read_lengths, "num_prefill_tokens,num_decode_tokens\n-9,1\n", 2, "zero or more"),
-        (read_lengths, "num_prefill_tokens,num_decode_tokens\n1e30,1\n", 2, "any model"),
-        (read_lengths, "num_prefill_tokens,num_decode_tokens\ninf,1\n", 2, "inf"),
+        (read_lengths, "num_prefill_tokens,num_decode_tokens\n-9,1\n", 2, "0 to"),
+        (read_lengths, "num_prefill_tokens,num_decode_tokens\n1e30,1\n", 2, "from 0 to"),
+        (read_lengths, "num_prefill_tokens,num_decode_tokens\ninf,1\n", 2, "from 0 to"),
         (read_azure, "TIMESTAMP,ContextTokens,GeneratedTokens\nnow,9,1\n", 2, "now"),
-        (read_azure, "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,nan,1\n", 2, "nan"),
+        (read_azure, "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,nan,1\n", 2, "nan is no"),
         (read_azure, "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,9\n", 2, "None"),
-        (read_mooncake, MOONCAKE + "\n[]\n", 2, "list"),
-        (read_mooncake, MOONCAKE + "\n{\n", 2, "Expecting"),
-        (read_mooncake, MOONCAKE.replace("[0]", "7") + "\n", 1, "int"),
-        (read_mooncake, MOONCAKE.replace("0,", "NaN,", 1) + "\n", 1, "nan"),
+        (read_mooncake, MOONCAKE + "\n[]\n", 2, "array"),
+        (read_mooncake, MOONCAKE + "\n{\n", 2, "truncated"),
+        (read_mooncake, MOONCAKE.replace("[0]", "7") + "\n", 1, "array"),
+        (read_mooncake, MOONCAKE.replace("0,", "NaN,", 1) + "\n", 1, "malformed"),
+        (read_mooncake, MOONCAKE.replace("[0]", "[-1]") + "\n", 1, "hash_ids"),
+        (read_mooncake, MOONCAKE.replace("[0]", f"[{1 << 64}]") + "\n", 1, "hash_ids"),
+        (read_mooncake, MOONCAKE.replace("{", '{"x": ' + "[" * 100_000, 1), 1, "recursion"),
     ],
 )
 def test_a_line_that_is_no_request_is_named_with_the_reason(
@@ -126,10 +129,10 @@ def test_a_file_that_is_not_text_is_no_trace(
 def test_requests_of_a_trace_come_in_order_of_time(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:50,1,1\n"
-        "2023-11-16 18:15:46,1,1\n"
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 20:15:50+02:00,1,1\n"
+        "2023-11-16 18:15:46.1,1,1\n2023-11-16 18:15:46.4000000,1,1\n"
     )
-    assert [arrival.arrival_s for arrival in read_azure(path)] == [0.0, 4.0]
+    assert [arrival.arrival_s for arrival in read_azure(path)] == [0.0, 0.3, 3.9]
 
 
 def test_mooncake_blocks_become_page_names_shared_exactly_by_equal_prefixes(

@@ -357,7 +357,14 @@ def test_errors_in_a_file_of_several_resources_name_theirs() -> None:
         parse_all([SMALL, None, other, put(SMALL, "metadata.name", "not a name")])
     first, second = str(caught.value).splitlines()
     assert first.startswith("other: spec.scheduling.policy is LARSX: ")
-    assert second.startswith("document 3: metadata.name is not a name: ")
+    assert second.startswith("document 4: metadata.name is not a name: ")
+    with pytest.raises(UserErrors) as caught:
+        parse_all([other, SMALL, other])
+    assert [line[:24] for line in str(caught.value).splitlines()] == [
+        "other: spec.scheduling.p",
+        "metadata.name is other: ",
+        "other: spec.scheduling.p",
+    ]
 
 
 def test_two_resources_of_one_name_are_refused() -> None:

@@ -111,10 +111,14 @@ class CudaDevice:
 
 
 def own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context whose work on a GPU waits for no work of other threads."""
+    """Return a context whose work on a GPU waits for no work of other threads.
+
+    Its stream has high priority: torch shares those of usual priority with collectives and graphs.
+    """
     if device.type != "cuda":
         return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(stream)
 
 
 def sum_exactly(deterministic: bool) -> None:

@@ -203,14 +203,16 @@ def _stop_tokens(folder: pathlib.Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """Return end-of-sequence ids, from generation_config.json or else config.json."""
     generation = folder / GENERATION_CONFIG
     ids = read_json(generation).get("eos_token_id") if generation.exists() else None
+    source = generation.name if ids is not None else "config.json"
     ids = raw.get("eos_token_id") if ids is None else ids
     if ids is None:
         return ()
     stated = ids if isinstance(ids, list) else [ids]
     for number in stated:
-        if type(number) is not int or number < 0:
+        if type(number) is not int or not -1 <= number < 1 << 31:
             raise CheckpointError(
-                f"{folder}: eos_token_id is {ids!r:.80}: must be a token's number, or a list of"
-                " them; correct it"
+                f"{folder / source}: eos_token_id is {ids!r:.80}: must be a token's number, or a"
+                " list of them; correct it"
             )
+    stated = [number for number in stated if number >= 0]  # some checkpoints have -1 for none
     return tuple(stated)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -94,20 +95,27 @@ def _watched(scenario: Scenario, base: pathlib.Path, console: Console) -> Simula
 
 @contextlib.contextmanager
 def _ended_by_ctrl_c(console: Console) -> Iterator[None]:
-    """End the process at Ctrl-C without an exception.
+    """End the process at Ctrl-C without an exception, unless it is ignored or handled already.
 
     One that comes amid arithmetic of compiled code would end it as if memory were exhausted.
     """
 
     def end(*_: object) -> None:
-        console.show_cursor()
-        os._exit(128 + signal.SIGINT)
+        try:
+            console.show_cursor()
+            console.print()
+        finally:
+            os._exit(128 + signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, end)
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _overridden(scenario: Scenario, options: SimulateOptions) -> Scenario:

@@ -6,6 +6,7 @@ the same. A load or rate is that of all tenants with `rate` 1.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,13 +33,16 @@ from medha.sim.workload import (
 )
 
 POOL = 20_000  # lengths of a mix from which requests are drawn
+LEAST_VARIATION = 1e-3  # less is none
+MOST_FACTOR = 1e6  # of max_tokens to the output's length
 PICKS, TIMES, CLASSES, TENANTS = range(4)  # what a seed is for
 
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 Requests = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
-Above0 = Annotated[float, msgspec.Meta(gt=0.0, le=1e6)]
-Multiple = Annotated[float, msgspec.Meta(gt=0.0, le=1e3)]
-Variation = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
+Above0 = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
+Multiple = Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)]
+# Beyond it, gaps of a gamma distribution are too small for floats.
+Variation = Annotated[float, msgspec.Meta(ge=0.0, le=30.0)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
@@ -215,7 +219,7 @@ def _times(count: int, end_s: float, gap_cv: float, rng: np.random.Generator) ->
     """Times of `count` arrivals, the last at `end_s`."""
     if not count:
         return []
-    gaps = rng.gamma(gap_cv**-2, size=count) if gap_cv > 0.0 else np.ones(count)
+    gaps = rng.gamma(gap_cv**-2, size=count) if gap_cv >= LEAST_VARIATION else np.ones(count)
     times = np.cumsum(gaps)
     scaled: list[float] = (times * (end_s / times[-1])).tolist()
     return scaled
@@ -280,11 +284,11 @@ def _factor(max_tokens: str) -> float:
         factor = float(max_tokens.removesuffix("x")) if max_tokens.endswith("x") else 0.0
     except ValueError:
         factor = 0.0
-    if not 1.0 <= factor < math.inf:
+    if not 1.0 <= factor <= MOST_FACTOR:
         raise SpecError(
             "workload.max_tokens",
             max_tokens,
-            'must be "exact", a number of tokens, or a factor of at least 1',
+            'must be "exact", a number of tokens, or a factor of 1 to 1,000,000',
             'write "4x" for four times the real length',
         )
     return factor
@@ -318,11 +322,11 @@ def _per_second(workload: Workload, fleet: OfferedTo, arrivals: Sequence[Arrival
 
 
 def _file(field: str, base: pathlib.Path, name: str) -> pathlib.Path:
-    if not (base / name).is_file():
-        raise SpecError(
-            f"workload.{field}", name, "must be a file", "name it relative to the scenario"
-        )
-    return base / name
+    path = base / name
+    with contextlib.suppress(OSError):  # of a name that no file can have
+        if path.is_file():
+            return path
+    raise SpecError(f"workload.{field}", name, "must be a file", "name it relative to the scenario")
 
 
 # --- checks ---------------------------------------------------------------------------------------

@@ -127,7 +127,11 @@ def read_scenario(path: pathlib.Path) -> Scenario:
         raise SpecError(
             "scenario", str(path), f"must be readable ({error.strerror})", "name a TOML file"
         ) from None
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (
+        msgspec.ValidationError,
+        RecursionError,
+        ValueError,
+    ) as error:  # TOML's and Unicode's too
         raise SpecError(
             "scenario", str(path), f"must be a scenario ({error})", "see examples/scenarios"
         ) from None
@@ -160,7 +164,7 @@ def _check_sizes(scenario: Scenario) -> None:
     for name, size in sizes.items():
         most = MOST_RANKS if name.startswith("topology.") else MOST_TOKENS
         if not 1 <= size <= most:
-            raise SpecError(name, size, f"must be 1 to {most:,}", "leave it out for its default")
+            raise SpecError(name, size, f"must be 1 to {most:,}", "correct it")
     if layout.kvp_min > layout.kvp_max:
         raise SpecError(
             "topology.kvp_min",

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import csv
 import datetime
-import json
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -139,37 +138,47 @@ def read_lengths(path: pathlib.Path) -> list[tuple[int, int]]:
 def read_azure(path: pathlib.Path) -> list[Arrival]:
     """Arrivals of Azure's public trace: TIMESTAMP, ContextTokens, GeneratedTokens."""
 
-    def arrival(index: int, row: Mapping[str, str]) -> Arrival:
-        moment = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
-        return Arrival(
-            id=f"r{index}",
-            arrival_s=moment.replace(tzinfo=datetime.UTC).timestamp(),
-            prompt_tokens=_tokens(row["ContextTokens"]),
-            output_tokens=_tokens(row["GeneratedTokens"]),
-        )
+    def request(_: int, row: Mapping[str, str]) -> tuple[datetime.datetime, int, int]:
+        moment = datetime.datetime.fromisoformat(row["TIMESTAMP"])
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
+        return moment, _tokens(row["ContextTokens"]), _tokens(row["GeneratedTokens"])
 
     rows = _rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
-    arrivals = _in_order(_read(path, rows, arrival))
+    requests = sorted(_read(path, rows, request), key=lambda request: request[0])
     return [
-        msgspec.structs.replace(arrival, arrival_s=arrival.arrival_s - arrivals[0].arrival_s)
-        for arrival in arrivals
+        Arrival(
+            id=f"r{index}",
+            arrival_s=(moment - requests[0][0]).total_seconds(),
+            prompt_tokens=prompt,
+            output_tokens=output,
+        )
+        for index, (moment, prompt, output) in enumerate(requests)
     ]
+
+
+class _MooncakeRow(msgspec.Struct, frozen=True):
+    timestamp: Annotated[float, msgspec.Meta(ge=0.0)]
+    input_length: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+    hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
 
 def read_mooncake(path: pathlib.Path) -> list[Arrival]:
     """Arrivals of Mooncake's public trace (JSON lines): timestamp in ms, lengths, hash_ids."""
 
     def arrival(index: int, line: str) -> Arrival:
-        row = json.loads(line)
+        row = msgspec.json.decode(line, type=_MooncakeRow)
+        if max(row.hash_ids, default=0) >= 1 << 64:
+            raise ValueError(f"of hash_ids {max(row.hash_ids):.3g} has more than 64 bits")
         return Arrival(
             id=f"r{index}",
-            arrival_s=_finite(row["timestamp"]) / 1e3,
-            prompt_tokens=_tokens(row["input_length"]),
-            output_tokens=_tokens(row["output_length"]),
-            blocks=tuple(int(block) for block in row["hash_ids"]),
+            arrival_s=row.timestamp / 1e3,
+            prompt_tokens=max(1, row.input_length),
+            output_tokens=max(1, row.output_length),
+            blocks=row.hash_ids,
         )
 
-    return _in_order(_read(path, _lines(path), arrival))
+    return sorted(_read(path, _lines(path), arrival), key=lambda arrival: arrival.arrival_s)
 
 
 def scaled(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
@@ -177,10 +186,6 @@ def scaled(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
     return [
         msgspec.structs.replace(arrival, arrival_s=arrival.arrival_s / rate) for arrival in arrivals
     ]
-
-
-def _in_order(arrivals: Iterator[Arrival]) -> list[Arrival]:
-    return sorted(arrivals, key=lambda arrival: arrival.arrival_s)
 
 
 def _read(
@@ -197,24 +202,28 @@ def _read(
         for number, text, row in rows:
             try:
                 yield parse(index, row)
-            except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
                 raise SpecError(
                     f"{path}:{number}",
                     text,
-                    f"must be a request ({type(error).__name__}: {error})",
+                    f"must be a request ({error!s:.120})",
                     "correct the line, or remove it",
                 ) from None
             index += 1
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
         raise SpecError(
             str(path), "not text", f"must be a trace in UTF-8 ({error})", "name another file"
+        ) from None
+    except csv.Error as error:
+        raise SpecError(
+            str(path), "damaged", f"must be a CSV of requests ({error})", "name another file"
         ) from None
 
 
 def _rows(
     path: pathlib.Path, columns: Sequence[str]
 ) -> Iterator[tuple[int, str, Mapping[str, str]]]:
-    with path.open(newline="", encoding="utf-8") as lines:
+    with path.open(newline="", encoding="utf-8-sig") as lines:
         reader = csv.DictReader(lines)
         missing = [name for name in columns if name not in (reader.fieldnames or ())]
         if missing:
@@ -234,16 +243,9 @@ def _lines(path: pathlib.Path) -> Iterator[tuple[int, str, str]]:
             yield number, line.strip(), line
 
 
-def _finite(number: str | float) -> float:
-    value = float(number)
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{number} is not a number of zero or more")
-    return value
-
-
-def _tokens(number: str | float) -> int:
+def _tokens(number: str) -> int:
     """Return a number of tokens; traces count none where there was one at least."""
-    tokens = int(_finite(number))
-    if tokens > MOST_TOKENS:
-        raise ValueError(f"{number} tokens are more than any model reads")
-    return max(1, tokens)
+    tokens = float(number)
+    if not 0.0 <= tokens <= MOST_TOKENS:
+        raise ValueError(f"{number:.40} is no number of tokens from 0 to {MOST_TOKENS:,}")
+    return max(1, int(tokens))

@@ -72,30 +72,33 @@ def parse_all(documents: Iterable[object]) -> tuple[MedhaReplica, ...]:
 
     Raises SpecError; of several documents, UserErrors that name theirs.
     """
-    replicas: dict[str, MedhaReplica] = {}
-    given = [document for document in documents if document is not None]
+    given = [pair for pair in enumerate(documents, 1) if pair[1] is not None]
+    replicas: list[MedhaReplica] = []
     errors: list[UserError] = []
-    for number, document in enumerate(given, 1):
+    names: set[str] = set()
+    for number, document in given:
+        title = _title(document, number)
+        if title in names:
+            errors.append(
+                SpecError(
+                    "metadata.name",
+                    title,
+                    "must differ from the other documents'",
+                    "give each resource a name of its own",
+                )
+            )
+        names.add(title)
         try:
-            replica = parse(document)
+            replicas.append(parse(document))
         except SpecError as error:
             if len(given) == 1:
                 raise
-            errors.append(UserError(f"{_title(document, number)}: {error}"))
-            continue
-        if replica.name in replicas:
-            raise SpecError(
-                "metadata.name",
-                replica.name,
-                "must differ from the other documents'",
-                "give each resource a name of its own",
-            )
-        replicas[replica.name] = replica
+            errors.append(UserError(f"{title}: {error}"))
     if errors:
-        raise UserErrors(errors)
+        raise UserErrors(errors) if len(errors) > 1 else errors[0]
     if not replicas:
         raise SpecError("the file", "empty", f"must hold a {KIND}", "write one")
-    return tuple(replicas.values())
+    return tuple(replicas)
 
 
 def _title(document: object, number: int) -> str:
@@ -237,7 +240,7 @@ def _remedy(value: Any, kinds: tuple[inspect.Type, ...]) -> str:
             return f"put it in quotes: {quoted}"
         return f"write it so{_example(text)}"
     if whole is not None:
-        number = int(value) if _is_number(value) else whole.ge or 0
+        number = int(float(value)) if _is_number(value) else whole.ge or 0
         plain = " without quotes" if _is_number(value) and isinstance(value, str) else ""
         return f"use {min(max(number, whole.ge or 0), whole.le or number)}{plain}"
     return "leave it out"

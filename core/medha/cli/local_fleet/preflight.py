@@ -27,7 +27,8 @@ SHARED_MEMORY_BYTES = 64 << 20
 RUN_ATTEMPTS = 20
 FREE_PORTS = range(15_000, 30_000)
 """No system gives these to outgoing connections, which could take a port before it is used."""
-MOST_RESERVED = 128
+MOST_RESERVED = 512
+"""More than any fleet has; processes of tests choose ports for as long as they run."""
 _reserved: collections.deque[int] = collections.deque()
 """Descriptors of sockets that are bound and do not listen."""
 
@@ -83,11 +84,14 @@ def check_socket_path(address: str) -> None:
 
 def free_ports(host: str, count: int) -> tuple[int, ...]:
     """Choose distinct free ports of FREE_PORTS and reserve them. Raises SetupError."""
+    dice, tried = random.SystemRandom(), set[int]()
     with contextlib.ExitStack() as probes:
         chosen: dict[int, socket.socket] = {}
-        for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
-            if len(chosen) == count:
-                break
+        while len(chosen) < count and len(tried) < len(FREE_PORTS):
+            port = dice.choice(FREE_PORTS)
+            if port in tried:
+                continue
+            tried.add(port)
             try:
                 chosen[port] = _bound(host, port, probes)
             except OSError as error:
@@ -117,10 +121,10 @@ def _bound(host: str, port: int, probes: contextlib.ExitStack) -> socket.socket:
 
 
 def _reserve(probes: Iterable[socket.socket]) -> None:
-    """Keep ports from other probes until this process ends.
+    """Keep the last MOST_RESERVED ports from the probes of all programs until this one ends.
 
-    A server may listen there, as a socket that listens may share a port with one that does not, if
-    both allow it.
+    A server that sets SO_REUSEADDR may listen there, as sockets may share a port while one of them
+    does not listen. A second fleet with the same --port is refused once the first one listens.
     """
     for probe in probes:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
