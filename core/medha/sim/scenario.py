@@ -127,11 +127,7 @@ def read_scenario(path: pathlib.Path) -> Scenario:
         raise SpecError(
             "scenario", str(path), f"must be readable ({error.strerror})", "name a TOML file"
         ) from None
-    except (
-        msgspec.ValidationError,
-        RecursionError,
-        ValueError,
-    ) as error:  # TOML's and Unicode's too
+    except (msgspec.ValidationError, RecursionError, ValueError) as error:  # also TOML's, Unicode's
         raise SpecError(
             "scenario", str(path), f"must be a scenario ({error})", "see examples/scenarios"
         ) from None
