@@ -149,14 +149,17 @@ def _first(chunk: Chunk, window: int) -> int:
 
 
 def sample(
-    groups: dict[int, FakeGroup], batch: Batch, vocab: int, window: int = 0
+    groups: dict[int, FakeGroup],
+    seen: Iterable[tuple[Chunk, list[Place]]],
+    vocab: int,
+    window: int = 0,
 ) -> dict[int, list[m.TokenOut]]:
-    """Return sampled tokens by tail group; reads the pages of every chunk."""
+    """Return sampled tokens by tail group; reads what every chunk of a batch sees."""
     out: dict[int, list[m.TokenOut]] = {}
-    for chunk in batch.chunks:
-        seen = read(places([groups[group] for group in chunk.groups], chunk, window), chunk, window)
+    for chunk, held in seen:
+        tokens = read(held, chunk, window)
         if chunk.yields:
-            token = next_token(seen, vocab, window)
+            token = next_token(tokens, vocab, window)
             groups[chunk.tail].drawn[chunk.seq] = chunk.end, token
             out.setdefault(chunk.tail, []).append(m.TokenOut(chunk.seq, token))
     return out

@@ -343,10 +343,10 @@ class VirtualReplica:
             return
         now, batch = self.loop.now, step.batch
         self.log.append((now, batch))
-        tokens = sample(self.groups, batch, self.shape.vocab, self.window)
         for chunk in batch.chunks:
             groups = [self.groups[at] for at in chunk.groups]
             running.places.append((chunk, places(groups, chunk, self.window)))
+        tokens = sample(self.groups, running.places, self.shape.vocab, self.window)
         self._check_rows(running)
         run = self.clock.run(batch, now)
         for stage, end_s in enumerate(run.ends_s):
