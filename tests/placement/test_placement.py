@@ -24,10 +24,13 @@ from medha.fleet.placement import (
 from medha.messages import KvEvents, Load
 from medha.model import CHUNK_TOKENS, ModelShape
 from medha.predictor import Predictor
-from medha.profile import A100
+from medha.profile import A100, CPU_CORE, Profile
 from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
+SMALL = ModelShape(
+    layers=4, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=1024, vocab=4096
+)
 IDLE = Load(free_pages=(20_000,), total_pages=(20_000,))
 
 
@@ -220,6 +223,57 @@ def test_a_short_prompt_goes_where_its_first_token_is_sooner() -> None:
     )
     chosen = place(request(due_s=0.5), at, {}, 0.0)
     assert chosen is not None and chosen.replica == "busy" and chosen.clear_s == 0.0
+
+
+def test_a_request_goes_where_its_answer_and_not_only_its_first_token_is_sooner() -> None:
+    at = replicas(
+        busy=msgspec.structs.replace(IDLE, predicted_tpot_s=0.02, decoding=40),
+        idle=msgspec.structs.replace(IDLE, ahead_s=0.1),
+    )
+    for output_tokens, name in ((1, "busy"), (100, "idle"), (10_000, "idle")):
+        of = msgspec.structs.replace(request(), max_output_tokens=output_tokens)
+        chosen = place(of, at, {}, 0.0)
+        assert chosen is not None and chosen.replica == name and chosen.finish_s < 0.2
+    back = place(request(prompt_tokens=60_000), at, {"busy": 59_000}, 0.0)
+    assert back is not None and back.replica == "busy"
+
+
+def slowed(profile: Profile, factor: float) -> Profile:
+    """The profile that a machine `factor` times as slow would have."""
+    fields = msgspec.structs.asdict(profile)
+    for name, value in fields.items():
+        if name.endswith("_per_s"):
+            fields[name] = value / factor
+        elif name.endswith("_s"):
+            fields[name] = value * factor
+    return Profile(**fields)
+
+
+@pytest.mark.parametrize("profile", [A100, CPU_CORE], ids=lambda profile: profile.name)
+@pytest.mark.parametrize("running", [4, 30])
+def test_equal_replicas_share_requests_though_one_was_measured_as_slower(
+    profile: Profile, running: int
+) -> None:
+    """Each prompt is done when the next comes, and decodes until `running` others have come."""
+    shape = LLAMA_3_8B if profile is A100 else SMALL
+    fleet = {
+        name: ReplicaEstimate(
+            name, Predictor(slowed(profile, factor), shape, Topology()), 100_000, max_batch_s=0.1
+        )
+        for name, factor in (("fast", 1.0), ("slow", 1.3))
+    }
+    chosen: list[str] = []
+    for number in range(200):
+        for name, at in fleet.items():
+            decodes = chosen[-running:].count(name)
+            batch = [(1, 1000, True)] * decodes
+            tpot_s = at.predictor.batch_s(batch) if decodes else 0.0
+            at.update(msgspec.structs.replace(IDLE, predicted_tpot_s=tpot_s, decoding=decodes), 0.0)
+        of = request(prompt_tokens=200, id=str(number))
+        option = place(of, fleet.values(), {}, 0.0)
+        assert option is not None and option.fits
+        chosen.append(option.replica)
+    assert 40 <= chosen.count("slow") <= 100
 
 
 def test_a_long_prompt_that_no_replica_clears_in_time_goes_where_it_finishes_first() -> None:

@@ -1,4 +1,4 @@
-"""Placement: a replica that keeps the promise, where a prompt delays the least and finishes first.
+"""Placement: a replica that keeps the promise, where a prompt delays the least and ends first.
 
 Decides from the last Load of each replica, the requests placed there since, and prefix hits.
 
@@ -26,6 +26,8 @@ from medha.prefill_times import PrefillTimes
 from medha.tenants import TenantWork, is_short
 
 FIRST_STEP = 1 << 14
+ANSWER_TOKENS = 100
+"""Tokens of an answer that count where replicas are compared."""
 ALL_GROUPS = -1
 
 
@@ -70,6 +72,7 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     `roomy`: the pages of the request are free now. `group`: which list of margins in the Load a
     promise is counted in, or ALL_GROUPS. `clear_s`: of a long prompt, when the replica would have
     done it and all else that it has, or its deadline if that is sooner; 0 of a short one.
+    `answer_s`: `finish_s` and by how much the decodes of the replica delay the answer.
     """
 
     replica: str
@@ -86,6 +89,7 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     decode_s: float = 0.0
     group: int = ALL_GROUPS
     clear_s: float = 0.0
+    answer_s: float = 0.0
 
     def first_s(self, promised: bool) -> float:
         """Expected time of the first token, for the slack of the request at arrival.
@@ -141,8 +145,9 @@ class ReplicaEstimate:
         self._pages = 0
         self._pending_s = 0.0
         self._beyond_s = 0.0  # of these, beyond the share of their tenants
-        self._promises = 0  # of the requests that no Load counts
         self._decode_s = 0.0
+        self._promises = 0  # of the requests that no Load counts
+        self._promised_decode_s = 0.0
         self._stale = False
         self._prefill_times: PrefillTimes | None = None
 
@@ -314,6 +319,7 @@ class ReplicaEstimate:
         ahead_s = max(load.ahead_s, self._before_s(slack, request.beyond_share))
         fits = room_s >= needed.cost_s and pages <= free and decode_fits and not self.closed
         fits = fits and self._promises < load.free_places
+        finish_s = ahead_s + cost.work_s
         clear_s = 0.0
         if cost.is_long:
             queue_s = self._queue_s(request.beyond_share)
@@ -325,7 +331,7 @@ class ReplicaEstimate:
             work_s=cost.work_s,
             cost_s=needed.cost_s,
             needed_s=needed.cost_s + needed.own_s,
-            finish_s=ahead_s + cost.work_s,
+            finish_s=finish_s,
             earliest_s=max(
                 group_margins.earliest_s(needed.cost_s, needed.own_s, now)
                 for group_margins in margins
@@ -337,7 +343,18 @@ class ReplicaEstimate:
             decode_s=decode_s,
             group=group,
             clear_s=clear_s,
+            answer_s=finish_s + self._delay_s(request.max_output_tokens),
         )
+
+    def _delay_s(self, output_tokens: int) -> float:
+        """Return by how much an answer ends later than without the decodes that run here.
+
+        What an idle replica takes is left out, so that of two equal replicas the one whose profile
+        was measured on a busy machine still gets its part.
+        """
+        spp = self.predictor.topology.spp
+        running_s = max(0.0, self.load.predicted_tpot_s / spp - self._overhead_s)
+        return min(output_tokens - 1, ANSWER_TOKENS) * (running_s + spp * self._decode_s)
 
     def _decode_part(self, due_s: float, *, spans: bool) -> float:
         """Return the part of the decode capacity that runs alongside a prompt until it is due."""
@@ -382,7 +399,7 @@ class ReplicaEstimate:
         decode_s = self.predictor.decode_s(keys, groups) / self.predictor.topology.spp
         if is_long:
             return decode_s, decode_s <= self.load.decode_capacity_s
-        return decode_s, decode_s + self._decode_s <= self.load.decode_room_s
+        return decode_s, decode_s + self._promised_decode_s <= self.load.decode_room_s
 
     def predicted_tpot_s(self, request: PendingRequest) -> float:
         """TPOT of the running decodes with the request among them."""
@@ -422,9 +439,10 @@ class ReplicaEstimate:
         self._pages = sum(held.pages for held in self._held.values())
         self._pending_s = sum(held.work_s for held in self._held.values())
         self._beyond_s = sum(held.work_s for held in self._held.values() if held.beyond_share)
+        self._decode_s = sum(held.decode_s for held in self._held.values())
         promises = [held for held in self._held.values() if held.promised]
         self._promises = len(promises)
-        self._decode_s = sum(held.decode_s for held in promises)
+        self._promised_decode_s = sum(held.decode_s for held in promises)
 
     def _charge(self, held: Held, seconds: float) -> None:
         """Add to the held promises of a tenant."""
@@ -439,10 +457,11 @@ class ReplicaEstimate:
         self._pages += held.pages
         self._pending_s += held.work_s
         self._beyond_s += held.work_s if held.beyond_share else 0.0
+        self._decode_s += held.decode_s
         if not held.promised:
             return
         self._promises += 1
-        self._decode_s += held.decode_s
+        self._promised_decode_s += held.decode_s
         for group, margins in enumerate(self._margins):
             if held.group == group or not 0 <= held.group < len(self._margins):
                 margins.add(held.due_s, held.work_s, now)
@@ -516,9 +535,9 @@ def options(
 ) -> list[PlacementOption]:
     """Offers of all replicas that could ever hold the request, best first.
 
-    Order: offers that keep the promise, then those with free pages, then by `clear_s`, predicted
-    finish, free pages and name. The order is total. A long prompt may be first anywhere, but
-    delays what waits there.
+    Order: offers that keep the promise, then those with free pages, then by `clear_s`, `answer_s`,
+    free pages and name. The order is total. A long prompt may be first anywhere, but delays what
+    waits there.
     """
     offers = [
         estimate.assess(request, now, cached.get(estimate.name, 0), inflation)
@@ -530,7 +549,7 @@ def options(
             not offer.fits,
             not offer.roomy,
             offer.clear_s,
-            offer.finish_s,
+            offer.answer_s,
             -offer.free_pages,
             offer.replica,
         )
