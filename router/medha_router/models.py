@@ -288,7 +288,12 @@ class ModelRegistry(Mapping[str, ServedModel]):
         return len(self._models)
 
     def named(self, name: str) -> tuple[ServedModel, str] | None:
-        """Return the model and the adapter ("": none) that a client names; None if unknown."""
+        """Return the model and the adapter ("": none) that a client names; None if unknown.
+
+        An empty name is that of the only model.
+        """
+        if not name and len(self) == 1:
+            return next(iter(self.values())), ""
         model = self._models.get(name)
         if model is not None:
             return model, ""

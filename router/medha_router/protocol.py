@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeGuard, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from medha.errors import RequestError
 from medha.messages import GenerationDefaults, Sampling
@@ -54,7 +55,7 @@ OutputTokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None
 PromptLogprobCount = Annotated[int, msgspec.Meta(ge=0, le=CHAT_LOGPROBS)] | None
 BiasKey = Annotated[str, msgspec.Meta(max_length=12)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
-ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
+ModelName = Annotated[str, msgspec.Meta(max_length=253)] | None
 
 # Fields that would change the output if they were supported, and the values that change nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -111,6 +112,8 @@ COMPLETION_UNSUPPORTED = UNSUPPORTED | {
 }
 # Fields of completions that vLLM reads in a chat, too.
 OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"best_of": (1,), "echo": (False,)}
+# Fields of chats, and what a completion calls them.
+OF_CHATS = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
 TOKENIZE_UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "return_token_strs": (False,),
     **{
@@ -187,7 +190,7 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
 class Body(Unsupported, frozen=True, kw_only=True):
     """Fields of both endpoints. Bounds are those of OpenAI, names of extensions those of vLLM."""
 
-    model: ModelName
+    model: ModelName = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: OutputTokens = None
@@ -236,12 +239,14 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=COMPLETION_LOGPROBS)] | None = None
     best_of: int | None = None
+    max_completion_tokens: RawJson = msgspec.UNSET
+    top_logprobs: RawJson = msgspec.UNSET
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /tokenize`: a `prompt` or `messages`, as in vLLM."""
 
-    model: ModelName
+    model: ModelName = None
     prompt: RawJson = msgspec.UNSET
     messages: RawJson = msgspec.UNSET
     add_special_tokens: bool | None = None
@@ -257,18 +262,19 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /detokenize`."""
 
-    model: ModelName
+    model: ModelName = None
     tokens: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_DETOKENIZED)]
 
 
 class _DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    model: ModelName
+    model: ModelName = None
     tokens: msgspec.Raw
 
 
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of a generation request of either endpoint.
 
+    `model` is empty if the client names none: the only one that is served.
     `raw` is the JSON of `messages` (`chat`) or `prompt`. If `max_output_tokens` is None, the
     default of the endpoint holds. `sampling.seed` is 0 unless `seeded`; `sampling.stop_tokens`
     holds only those of the client. `prompt_logprobs`: of a field of their own, without those of
@@ -297,6 +303,11 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     tools: Tools | None = None
     template_values: bytes = b""
     client_id: str = ""
+
+    @property
+    def calls_tools(self) -> bool:
+        """True if the output may call a tool."""
+        return self.tools is not None and self.tools.choice != "none"
 
 
 class TokenizeParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -338,12 +349,17 @@ def read_body(data: bytes | bytearray, kind: type[B]) -> B:
         else:
             what = f"{param or 'the body'}{_shown_at(data, path)}"
             shown = f"{what}: {message[:1].lower()}{message[1:]}; correct it"
-            shown += " or leave it out" if param else ""
+            shown += " or leave it out" if param and not _is_required(kind, param) else ""
         raise RequestError(shown, code="invalid_value", param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(
             f"the body is not valid JSON ({error}); send a JSON object", code="invalid_json"
         ) from None
+
+
+def _is_required(kind: type, param: str) -> bool:
+    """Return True for a field of the body without a default value."""
+    return any(field.required and field.encode_name == param for field in structs.fields(kind))
 
 
 def _shown_at(data: bytes | bytearray, path: str) -> str:
@@ -394,8 +410,9 @@ def read_chat(data: bytes | bytearray) -> GenerationParams:
 def read_completion(data: bytes | bytearray) -> GenerationParams:
     """Read the body of a completion; raises RequestError."""
     body = read_body(data, CompletionBody)
+    refuse_fields_of_others(body, OF_CHATS)
     if body.best_of not in (None, 1, body.n):
-        raise unsupported("best_of")
+        raise unsupported("best_of", body.best_of)
     return generation_params(
         body,
         raw=bytes(body.prompt),
@@ -417,10 +434,10 @@ def read_tokenize(data: bytes | bytearray) -> TokenizeParams:
         raise RequestError("give either prompt or messages", code="invalid_value", param="prompt")
     chat = is_given(body.messages)
     if chat and body.add_special_tokens:  # the template has them
-        raise unsupported("add_special_tokens")
+        raise unsupported("add_special_tokens", True)
     tools = read_tools(body.tools, msgspec.UNSET, None) if chat else None
     return TokenizeParams(
-        model=body.model,
+        model=body.model or "",
         chat=chat,
         raw=given[0],
         special=body.add_special_tokens is not False,
@@ -452,7 +469,7 @@ def is_given(raw: RawJson) -> TypeGuard[msgspec.Raw]:
 def read_detokenize(data: bytes | bytearray) -> DetokenizeParams:
     """Read the body of `/detokenize`, but for the ids; raises RequestError."""
     body = read_body(data, _DetokenizeBody)
-    return DetokenizeParams(model=body.model, raw=bytes(body.tokens))
+    return DetokenizeParams(model=body.model or "", raw=bytes(body.tokens))
 
 
 def generation_params(
@@ -467,12 +484,8 @@ def generation_params(
 ) -> GenerationParams:
     """Make the parameters of a request with one of the bodies; raises RequestError."""
     refuse_unsupported(body, CHAT_UNSUPPORTED if chat else COMPLETION_UNSUPPORTED)
-    if max_output_tokens is not None and (body.min_tokens or 0) > max_output_tokens:
-        raise RequestError(
-            f"min_tokens is {body.min_tokens}: must be at most max_tokens, {max_output_tokens}",
-            code="invalid_value",
-            param="min_tokens",
-        )
+    if max_output_tokens is not None:
+        check_min_tokens(body.min_tokens or 0, max_output_tokens)
     if body.stream_options is not None and not body.stream:
         raise RequestError(
             "stream_options is only allowed when stream is true",
@@ -488,12 +501,12 @@ def generation_params(
         )
     options = body.stream_options
     return GenerationParams(
-        model=body.model,
+        model=body.model or "",
         chat=chat,
         raw=raw,
         sampling=_sampling(body, logprobs, logprobs if echo else None),
         prompt_logprobs=body.prompt_logprobs,
-        seeded=body.seed is not None,
+        seeded=body.seed not in (None, -1),  # -1: none, as in vLLM
         n=body.n or 1,
         max_output_tokens=max_output_tokens,
         stops=_stops(body.stop),
@@ -507,6 +520,16 @@ def generation_params(
         template_values=template_values(body.chat_template_kwargs) if chat else b"",
         silent=frozenset([name for name in DEFAULTED if getattr(body, name) is None]),
     )
+
+
+def check_min_tokens(least: int, most: int) -> None:
+    """Raise RequestError if an output must be longer than it may be."""
+    if least > most:
+        raise RequestError(
+            f"min_tokens is {least}: must be at most the limit of output tokens, {most}",
+            code="invalid_value",
+            param="min_tokens",
+        )
 
 
 def _grammar(body: Body, tools: Tools | None) -> GrammarSource | None:
@@ -579,7 +602,7 @@ def refuse_unsupported(
         if raw is msgspec.UNSET:
             continue
         if memoryview(raw).nbytes > MAX_DEFAULT_BYTES or not _is_default(raw, defaults):
-            raise unsupported(where + field)
+            raise unsupported(where + field, raw, defaults)
 
 
 def _is_default(raw: msgspec.Raw, defaults: tuple[object, ...]) -> bool:
@@ -593,9 +616,36 @@ def _is_default(raw: msgspec.Raw, defaults: tuple[object, ...]) -> bool:
     )
 
 
-def unsupported(field: str) -> RequestError:
+def refuse_fields_of_others(body: Body, instead: Mapping[str, str]) -> None:
+    """Refuse fields that only other APIs have; `instead`: the name in this one, or empty."""
+    for field, own in instead.items():
+        value = getattr(body, field)
+        if isinstance(value, msgspec.Raw):
+            value = bytes(value) if is_given(value) else None
+        if value is None or isinstance(value, msgspec.UnsetType) or (field, value) == ("n", 1):
+            continue
+        if not own:
+            raise unsupported(field, getattr(body, field))
+        raise RequestError(
+            f"{field} is not a field of this API: give {own}",
+            code="unsupported_parameter",
+            param=field,
+        )
+
+
+def unsupported(
+    field: str, value: object = msgspec.UNSET, accepted: tuple[object, ...] = ()
+) -> RequestError:
+    """Return the error for a field with a value that is not one of those that change nothing."""
+    shown = ""
+    if value is not msgspec.UNSET:
+        text = value if isinstance(value, msgspec.Raw) else msgspec.json.encode(value)
+        shown = bytes(memoryview(text)[: MAX_SHOWN_CHARS + 1]).decode("utf-8", "replace")
+        shown = shown[:MAX_SHOWN_CHARS] + ("…" if len(shown) > MAX_SHOWN_CHARS else "")
+    names = " or ".join(f'"{name}"' for name in accepted if isinstance(name, str) and name)
     return RequestError(
-        f"{field} is not supported by this server; leave it out",
+        f"{field}{f' is {shown}, which' if shown else ''} is not supported by this server; leave "
+        f"it out{f', or give {names}' if names else ''}",
         code="unsupported_parameter",
         param=field,
     )

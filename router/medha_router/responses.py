@@ -34,6 +34,7 @@ from medha_router.tokenization.detokenizer import Delta, TokenLogprob, scored
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"
 LAST_EVENT_S = 1.0
+StopReason = str | int | None
 TEXT_CHUNK_END = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
 
@@ -206,7 +207,10 @@ class OpenAiResponse(GenerationResponse):
             most = self._params.prompt_logprobs
             prompts = [_prompt_logprobs(generation, most) for generation in request.generations]
         return self._make_builder(request).whole(
-            [("".join(texts[i]), logprobs[i], finishes[i]) for i in range(count)],
+            [
+                ("".join(texts[i]), logprobs[i], finishes[i], _stop_reason(request, i))
+                for i in range(count)
+            ],
             _usage(request),
             timing(request),
             logprobs=wanted,
@@ -243,7 +247,10 @@ class OpenAiResponse(GenerationResponse):
             last = self._open_generations == 0 and not params.include_usage
             extra: dict[str, Any] = {"x_medha": timing(request)} if last else {}
             extra |= self._usage_so_far(request)
-            block.append(builder.chunk(index, delta, logprobs=logprobs, extra=extra))
+            reason = _stop_reason(request, index) if delta.finish else None
+            block.append(
+                builder.chunk(index, delta, logprobs=logprobs, extra=extra, stop_reason=reason)
+            )
         ended = not self._open_generations
         if ended:
             if params.include_usage:
@@ -361,7 +368,15 @@ class ResponseBuilder:
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}}
         return self._chunk([choice | {"logprobs": None, "finish_reason": None}], extra)
 
-    def chunk(self, index: int, delta: Delta, *, logprobs: bool, extra: dict[str, Any]) -> bytes:
+    def chunk(
+        self,
+        index: int,
+        delta: Delta,
+        *,
+        logprobs: bool,
+        extra: dict[str, Any],
+        stop_reason: StopReason = None,
+    ) -> bytes:
         """Return a chunk of text, or nothing if none is decided. `extra`: more top-level fields."""
         finish = delta.finish
         if finish is None and delta.text and not (logprobs or extra) and self._writes_text:
@@ -378,6 +393,8 @@ class ResponseBuilder:
             choice["text"] = delta.text
         choice["logprobs"] = self._logprobs(delta.logprobs) if logprobs else None
         choice["finish_reason"] = finish
+        if finish is not None:
+            choice["stop_reason"] = stop_reason
         return self._chunk([choice], extra)
 
     def _text_chunk(self, index: int, text: str) -> bytes:
@@ -427,19 +444,19 @@ class ResponseBuilder:
 
     def whole(
         self,
-        texts: Sequence[tuple[str, Sequence[TokenLogprob], str]],
+        outputs: Sequence[tuple[str, Sequence[TokenLogprob], str, StopReason]],
         usage: TokenUsage,
         timing: Timing,
         *,
         logprobs: bool,
         prompts: Sequence[object] = (),
     ) -> bytes:
-        """Return a whole response from (text, log probabilities, finish reason) of each choice.
+        """Return a whole response from text, log probabilities, finish and stop reason of choices.
 
         `prompts`: vLLM's `prompt_logprobs` of each choice, if requested.
         """
         choices: list[dict[str, Any]] = []
-        for index, (text, entries, finish) in enumerate(texts):
+        for index, (text, entries, finish, stop_reason) in enumerate(outputs):
             choice: dict[str, Any] = {"index": index}
             if self._parsers:
                 whole = self._delta_with_calls(index, Delta(text, finish=finish))
@@ -457,7 +474,7 @@ class ResponseBuilder:
             else:
                 choice["text"] = text
             choice["logprobs"] = self._logprobs(entries) if logprobs else None
-            choice["finish_reason"] = finish
+            choice |= {"finish_reason": finish, "stop_reason": stop_reason}
             if prompts and not self._chat:
                 choice["prompt_logprobs"] = prompts[index]
             choices.append(choice)
@@ -502,6 +519,17 @@ class ResponseBuilder:
         return chosen | {"top_logprobs": top}
 
 
+def _stop_reason(request: ClientRequest, index: int) -> StopReason:
+    """Return vLLM's `stop_reason`: the stop string or the client's stop token of an ended output.
+
+    None if something else ended it.
+    """
+    output, wanted = request.generations[index].output, request.params.sampling.stop_tokens
+    if output.stop is None and output.finish == "stop" and output.tokens[-1:]:
+        return output.tokens[-1] if output.tokens[-1] in wanted else None
+    return output.stop
+
+
 def _scored(generation: Generation) -> tuple[TokenLogprob, ...]:
     """Return the log probabilities of the prompt's tokens."""
     tokens = from_bytes(generation.prompt.tokens).tolist()
@@ -520,7 +548,7 @@ def _prompt_logprobs(generation: Generation, most: int) -> list[object]:
     tokens = from_bytes(generation.prompt.tokens).tolist()
     for token, logprob in zip(tokens[1:], generation.prompt_logprobs, strict=True):
         ranks = {other: rank for rank, (other, _) in enumerate(logprob.top, 1)}
-        kept = dict(logprob.top[:most]) | {token: logprob.chosen}
+        kept = {token: logprob.chosen} | dict(logprob.top[:most])
         entries.append(
             {str(other): shown(other, value, ranks.get(other)) for other, value in kept.items()}
         )
@@ -575,6 +603,7 @@ def model_shape(
         "object": "model",
         "created": created,
         "owned_by": "medha",
+        "root": parent or name,
         "max_model_len": max_context_tokens,
         "parent": parent,
     }

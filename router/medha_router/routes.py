@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from medha.config import RouterConfig
-from medha.errors import MedhaError
+from medha.errors import MedhaError, RequestError
 from medha.messages import from_bytes
 from medha_router import api_errors, openapi, protocol
 from medha_router.api_errors import REQUEST_ID
@@ -25,10 +25,11 @@ from medha_router.auth import ApiKeys, Client, ClientMiddleware, read_claim
 from medha_router.bodies import BodyReader, JsonResponse
 from medha_router.dialects import messages_answer
 from medha_router.dialects.answer import AnswerResponse
+from medha_router.dialects.conversation import Names, renamed
 from medha_router.dialects.messages_answer import MessageAnswer
 from medha_router.dialects.messages_body import CountTokensBody, MessagesBody
 from medha_router.dialects.responses_answer import ResponseAnswer
-from medha_router.dialects.responses_body import ResponsesBody, ResponsesParams
+from medha_router.dialects.responses_body import INPUT_NAMES, ResponsesBody, ResponsesParams
 from medha_router.generation import ClientRequest
 from medha_router.http_protocol import RESPONSE_HEADERS
 from medha_router.protocol import GenerationParams, TokenizeParams
@@ -74,7 +75,7 @@ def _serve_generations(
 ) -> dict[str, Handler]:
     """Declare the routes; returns their handlers by path."""
 
-    def serving(request: Request, params: GenerationParams) -> ServedGeneration:
+    def serving(request: Request, params: GenerationParams, names: Names = ()) -> ServedGeneration:
         client: Client = request.state.client
         slo = read_claim(_headers(request), config.class_headers, client)
         request_id: str = request.state.request_id
@@ -82,8 +83,11 @@ def _serve_generations(
             params = msgspec.structs.replace(params, client_id=request.state.client_id)
 
         async def begin() -> ClientRequest:
-            with bodies.held(len(params.raw)):
-                return await service.begin(request_id, params, slo, client)
+            try:
+                with bodies.held(len(params.raw)):
+                    return await service.begin(request_id, params, slo, client)
+            except RequestError as error:
+                raise renamed(error, names) from None
 
         return ServedGeneration(request_id, params, begin, service.cancel, config.keepalive_s)
 
@@ -101,7 +105,7 @@ def _serve_generations(
             return ResponseBuilder(
                 chat=chat,
                 id=client_request.id,
-                model=params.model,
+                model=client_request.params.model,
                 created=client_request.created,
                 parsers=parsers,
             )
@@ -127,7 +131,7 @@ def _serve_generations(
         def make_answer(client_request: ClientRequest) -> ResponseAnswer:
             return ResponseAnswer(client_request, params)
 
-        return AnswerResponse(serving(request, params), make_answer)
+        return AnswerResponse(serving(request, params, INPUT_NAMES), make_answer)
 
     @app.post(messages_answer.PATH, openapi_extra=openapi.body_of(MessagesBody, streams=True))
     async def messages(request: Request) -> Response:
@@ -172,6 +176,7 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
                 "count": prompt.length,
                 "max_model_len": model.max_context_tokens,
                 "tokens": tokens,
+                "token_strs": None,
             }
         )
 

@@ -25,7 +25,13 @@ from medha.request import Request
 from medha_router.auth import Client
 from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ModelRegistry, ModelVersion, ServedModel
-from medha_router.protocol import MAX_INT64, GenerationParams, SloOverride, TokenizeParams
+from medha_router.protocol import (
+    MAX_INT64,
+    GenerationParams,
+    SloOverride,
+    TokenizeParams,
+    check_min_tokens,
+)
 from medha_router.request_table import RouterState
 from medha_router.structured.checker_process import GrammarChecker
 from medha_router.structured.sources import GrammarSource
@@ -97,8 +103,15 @@ class Service:
 
     def model(self, name: str) -> tuple[ServedModel, str]:
         """Return a served model and an adapter ("": none); raises RequestError if the name is
-        unknown."""
+        unknown, or is empty while there are several models."""
         named = self.models.named(name)
+        if named is None and not name:
+            raise RequestError(
+                f"model is missing: this server has {', '.join(self.models.names) or 'none yet'}; "
+                "name one",
+                code="invalid_value",
+                param="model",
+            )
         if named is None:
             raise RequestError(
                 f"The model `{name[:80]}` does not exist; this server has "
@@ -123,7 +136,7 @@ class Service:
         job = version.encode_job(
             chat=params.chat,
             raw=params.raw,
-            salt=self._salt(params.model, owner),
+            salt=self._salt(params.model or model.name, owner),
             special=params.special,
             generation_prompt=params.opening,
             tools=params.tools,
@@ -148,6 +161,7 @@ class Service:
         """
         arrival_s = self._clock()
         model, adapter = await self._known(params.model)
+        params = msgspec.structs.replace(params, model=params.model or model.name)
         slo_class = model.slo_class(slo)
         if client.weight != 1.0:
             slo_class = msgspec.structs.replace(slo_class, weight=slo_class.weight * client.weight)
@@ -383,9 +397,12 @@ class Service:
     def _max_output_tokens(
         self, params: GenerationParams, model: ServedModel, prompt: Prompt
     ) -> int:
-        return model.output_tokens(
+        most = model.output_tokens(
             prompt, params.max_output_tokens, self._config.default_output_tokens, params.chat
         )
+        if params.max_output_tokens is None:
+            check_min_tokens(params.sampling.min_tokens, most)
+        return most
 
     def _request(
         self,
@@ -463,7 +480,7 @@ def _output_stream(
 ) -> OutputStream:
     if version.vocabulary is None:
         raise Refusal("no_replica", "the replicas of this model are gone: retry later")
-    shown = MARKS if params.tools is not None else ()
+    shown = MARKS if params.calls_tools else ()
     return OutputStream(
         version.vocabulary,
         params.stops,
@@ -471,6 +488,7 @@ def _output_stream(
         shown,
         offset=len(prompt.text or "") if params.echo else 0,
         empty=params.max_output_tokens == 0,
+        min_tokens=params.sampling.min_tokens,
     )
 
 
@@ -488,7 +506,7 @@ def _scorable(prompt: Prompt) -> Prompt:
 
 def _tool_calls(params: GenerationParams, version: ModelVersion) -> Format | None:
     """Return how calls of tools are written; raises RequestError if the model takes no tools."""
-    if params.tools is None:
+    if params.tools is None or not params.calls_tools:
         return None
     taught = _check_takes_tools(version)
     forms: dict[str, Format] = {"required": "array", "named": "named"}

@@ -46,7 +46,7 @@ def test_a_chat_prompt_is_the_models_own_template(served: Any) -> None:
     text = served.http.post(
         "/detokenize", json={"model": "tiny", "tokens": response["tokens"]}
     ).json()["prompt"]
-    assert text == "system: Be brief.\nuser: say x\n"  # <|start|> is special: it prints nothing
+    assert text == "<|start|>system: Be brief.\n<|start|>user: say x\n<|start|>"
     assert response["tokens"].count(257) == 3
     assert response["count"] == len(response["tokens"]) and response["max_model_len"] == 2048
 
@@ -268,7 +268,7 @@ def test_sampling_fields_reach_the_replica(served: Any) -> None:
         messages=ask("say a"),
         temperature=0.3,
         top_p=0.9,
-        seed=-1,
+        seed=-2,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         logit_bias={"65": -100, "66": 5},
@@ -285,7 +285,7 @@ def test_sampling_fields_reach_the_replica(served: Any) -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
     assert (sampling.min_p, sampling.repetition_penalty, sampling.min_tokens) == (0.1, 1.1, 1)
     assert sampling.logit_bias == {65: -100.0, 66: 5.0}
-    assert sampling.seed == (1 << 63) - 1 and sampling.stop_tokens == (258, 9)
+    assert sampling.seed == (1 << 63) - 2 and sampling.stop_tokens == (258, 9)
 
 
 def test_ignore_eos_sends_no_stop_tokens_to_the_replica(served: Any) -> None:
@@ -313,12 +313,12 @@ def test_unknown_fields_are_ignored(served: Any) -> None:
     assert answer.choices[0].message.content == "a"
 
 
-def test_text_parts_are_joined(served: Any) -> None:
+def test_text_parts_are_lines(served: Any) -> None:
     parts = [{"type": "text", "text": "say a"}, {"type": "text", "text": "bc"}]
     answer = served.client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": parts}]
     )
-    assert answer.choices[0].message.content == "abc"
+    assert answer.choices[0].message.content == "a\nbc"
 
 
 def test_models_are_listed_and_looked_up(served: Any) -> None:

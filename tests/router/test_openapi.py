@@ -50,7 +50,7 @@ def test_the_document_describes_every_route_and_body(served: Any) -> None:
     schemas = document["components"]["schemas"]
     assert references(document) <= {f"#/components/schemas/{name}" for name in schemas}
     assert schemas["ChatBody"]["properties"]["messages"]["type"] == "array"
-    assert set(schemas["ChatBody"]["required"]) == {"model", "messages"}
+    assert set(schemas["ChatBody"]["required"]) == {"messages"}
 
 
 def test_the_document_names_what_is_refused_and_what_is_sent(served: Any) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from medha.errors import RequestError
-from medha_router.protocol import Body, is_given, unsupported
 from medha_router.structured.sources import RawJson
+
+Names = Sequence[tuple[str, str]]
+"""Names of a chat's fields, and what another API calls them."""
+TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class Conversation:
@@ -18,9 +21,9 @@ class Conversation:
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
 
-    def add(self, role: str, text: str) -> None:
-        """Add a message."""
-        self._messages.append({"role": role, "content": text})
+    def add(self, role: str, content: str | Sequence[str]) -> None:
+        """Add a message of a text, or of several."""
+        self._messages.append({"role": role, "content": content})
 
     def call(self, id: str, name: str, arguments: str) -> None:
         """Add a call of a tool to the assistant's message, or begin one."""
@@ -29,9 +32,9 @@ class Conversation:
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._messages[-1].setdefault("tool_calls", []).append(call)
 
-    def result(self, id: str, text: str) -> None:
+    def result(self, id: str, content: str | Sequence[str]) -> None:
         """Add the result of a call."""
-        self._messages.append({"role": "tool", "tool_call_id": id, "content": text})
+        self._messages.append({"role": "tool", "tool_call_id": id, "content": content})
 
     @property
     def last_role(self) -> str:
@@ -62,29 +65,19 @@ def tool_fields(tools: RawJson, tool_choice: RawJson) -> bytes:
     return b"{" + b",".join(parts) + b"}"
 
 
+def part_text(kind: str, text: str | None, refusal: str | None) -> str | None:
+    """Return the text of a content part of a chat or a response; None if it is no text."""
+    if kind == "refusal":
+        return refusal
+    return text if kind in TEXT_PARTS else None
+
+
 def raw_json(value: object) -> msgspec.Raw:
     """Return a value as raw JSON."""
     return msgspec.Raw(msgspec.json.encode(value))
 
 
-def refuse_chat_fields(body: Body, instead: Mapping[str, str]) -> None:
-    """Refuse fields of a chat that this API does not have; `instead`: its own name, or empty."""
-    for field, own in instead.items():
-        value = getattr(body, field)
-        if isinstance(value, msgspec.Raw):
-            value = bytes(value) if is_given(value) else None
-        if value is None or isinstance(value, msgspec.UnsetType) or (field, value) == ("n", 1):
-            continue
-        if not own:
-            raise unsupported(field)
-        raise RequestError(
-            f"{field} is not a field of this API: give {own}",
-            code="unsupported_parameter",
-            param=field,
-        )
-
-
-def renamed(error: RequestError, names: Sequence[tuple[str, str]]) -> RequestError:
+def renamed(error: RequestError, names: Names) -> RequestError:
     """Return the error of a chat with the field's name as the client gave it."""
     message, param = str(error), error.param
     for chat, own in names:

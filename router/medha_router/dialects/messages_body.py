@@ -18,7 +18,6 @@ from medha_router.dialects.conversation import (
     content_error,
     function_tool,
     raw_json,
-    refuse_chat_fields,
     renamed,
     tool_fields,
     value_error,
@@ -32,6 +31,7 @@ from medha_router.protocol import (
     TokenizeParams,
     generation_params,
     read_body,
+    refuse_fields_of_others,
     refuse_unsupported,
     template_values,
     unsupported,
@@ -47,6 +47,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "context_management": ({},),
     "diagnostics": (),
     "inference_geo": (),
+    "logprobs": (False,),
     "mcp_servers": ([],),
     "speed": ("standard",),
     "thinking": (DISABLED,),
@@ -61,6 +62,7 @@ UNSUPPORTED_OF_TOOLS: dict[str, tuple[object, ...]] = {
 INSTEAD = {
     "n": "",
     "prompt_logprobs": "",
+    "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "output_format": "output_config.format",
     "response_format": "output_config.format",
@@ -111,6 +113,8 @@ class MessagesBody(Body, frozen=True, kw_only=True):
     context_management: RawJson = msgspec.UNSET
     diagnostics: RawJson = msgspec.UNSET
     inference_geo: RawJson = msgspec.UNSET
+    logprobs: RawJson = msgspec.UNSET
+    max_completion_tokens: RawJson = msgspec.UNSET
     mcp_servers: RawJson = msgspec.UNSET
     output_format: RawJson = msgspec.UNSET
     speed: RawJson = msgspec.UNSET
@@ -122,7 +126,7 @@ class MessagesBody(Body, frozen=True, kw_only=True):
 class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /v1/messages/count_tokens`: what becomes the prompt of a message."""
 
-    model: ModelName
+    model: ModelName = None
     messages: msgspec.Raw
     system: System = None
     tool_choice: RawJson = msgspec.UNSET
@@ -186,11 +190,11 @@ def read_messages_body(data: bytes | bytearray) -> GenerationParams:
     """Read the body of a message; raises RequestError."""
     body = read_body(data, MessagesBody)
     refuse_unsupported(body, UNSUPPORTED)
-    refuse_chat_fields(body, INSTEAD)
+    refuse_fields_of_others(body, INSTEAD)
     messages, tools = _prompt(body)
     output = body.output_config or OutputConfig()
     if output.effort is not None:
-        raise unsupported("output_config.effort")
+        raise unsupported("output_config.effort", output.effort)
     schema: RawJson = msgspec.UNSET
     if output.format is not None:
         schema = raw_json({"type": "json_schema", "json_schema": {"schema": output.format.schema}})
@@ -219,7 +223,7 @@ def read_count_tokens(data: bytes | bytearray) -> TokenizeParams:
     refuse_unsupported(body, {name: UNSUPPORTED[name] for name in COUNTED})
     messages, tools = _prompt(body)
     return TokenizeParams(
-        model=body.model,
+        model=body.model or "",
         chat=True,
         raw=messages,
         special=True,
@@ -314,13 +318,13 @@ def _add(conversation: Conversation, message: Turn, where: str) -> None:
                     "(assistant) and tool_result (user) are supported",
                 )
     if texts or not results:
-        conversation.add(message.role, "".join(texts))
+        conversation.add(message.role, texts)
     for call in calls:
         conversation.call(call.id or "", call.name or "", msgspec.json.encode(call.input).decode())
 
 
-def _result(block: ContentBlock, where: str) -> str:
-    """Return the text of a tool result; that of an error says so, as a chat has no field for it."""
+def _result(block: ContentBlock, where: str) -> list[str]:
+    """Return the texts of a tool result. Those of an error say so: a chat has no field for it."""
     content, texts = block.content or "", []
     if isinstance(content, str):
         texts.append(content)
@@ -332,4 +336,6 @@ def _result(block: ContentBlock, where: str) -> str:
                     f"has the type {part.type[:60]!r}: only text parts are supported",
                 )
             texts.append(part.text)
-    return "".join(["Error: ", *texts] if block.is_error else texts)
+    if block.is_error:
+        texts[:1] = ["Error: " + "".join(texts[:1])]
+    return texts

@@ -16,8 +16,8 @@ from medha_router.dialects.conversation import (
     Conversation,
     content_error,
     function_tool,
+    part_text,
     raw_json,
-    refuse_chat_fields,
     renamed,
     tool_fields,
     value_error,
@@ -30,6 +30,7 @@ from medha_router.protocol import (
     generation_params,
     is_given,
     read_body,
+    refuse_fields_of_others,
     refuse_unsupported,
     unsupported,
 )
@@ -39,16 +40,20 @@ from medha_router.tokenization.json_text import check_values
 
 MAX_ITEMS = 4096
 MAX_ECHOED_CHARS = 8192
-TEXT_PARTS = ("input_text", "output_text", "text")
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "access_programs": (),
     "background": (False,),
+    "best_of": (1,),
     "context_management": ([],),
     "conversation": (),
+    "echo": (False,),
+    "enable_response_messages": (False,),
     "image": ({},),
     "include": ([], ["reasoning.encrypted_content"]),
+    "logprobs": (False,),
     "max_tool_calls": (),
     "moderation": (),
+    "previous_input_messages": ([],),
     "previous_response_id": (),
     "prompt": (),
     "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
@@ -65,9 +70,12 @@ STATE = ("store", "previous_response_id", "conversation", "background")
 INSTEAD = {
     "n": "",
     "prompt_logprobs": "",
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
+INPUT_NAMES = (("messages", "input"),)
 NAMES = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -111,11 +119,18 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     access_programs: RawJson = msgspec.UNSET
     background: RawJson = msgspec.UNSET
     context_management: RawJson = msgspec.UNSET
+    best_of: RawJson = msgspec.UNSET
     conversation: RawJson = msgspec.UNSET
+    echo: RawJson = msgspec.UNSET
+    enable_response_messages: RawJson = msgspec.UNSET
     image: RawJson = msgspec.UNSET
     include: RawJson = msgspec.UNSET
+    logprobs: RawJson = msgspec.UNSET
+    max_completion_tokens: RawJson = msgspec.UNSET
     max_tool_calls: RawJson = msgspec.UNSET
+    messages: RawJson = msgspec.UNSET
     moderation: RawJson = msgspec.UNSET
+    previous_input_messages: RawJson = msgspec.UNSET
     previous_response_id: RawJson = msgspec.UNSET
     prompt: RawJson = msgspec.UNSET
     reasoning: RawJson = msgspec.UNSET
@@ -221,9 +236,9 @@ def _refuse(body: ResponsesBody) -> None:
                 param=field,
             ) from None
     refuse_unsupported(body, UNSUPPORTED)
-    refuse_chat_fields(body, INSTEAD)
+    refuse_fields_of_others(body, INSTEAD)
     if body.stream_options is not None and body.stream_options.include_obfuscation:
-        raise unsupported("stream_options.include_obfuscation")
+        raise unsupported("stream_options.include_obfuscation", True)
 
 
 def _chat_tool(tool: FunctionTool, where: str) -> dict[str, Any]:
@@ -310,21 +325,21 @@ def _add(conversation: Conversation, item: InputItem, where: str) -> None:
             )
 
 
-def _text(content: str | list[ItemPart] | None, where: str) -> str:
+def _text(content: str | list[ItemPart] | None, where: str) -> str | list[str]:
     if content is None:
         raise value_error(where, "is missing: must be given; add it")
     if isinstance(content, str):
         return content
     texts: list[str] = []
     for index, part in enumerate(content):
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in (*TEXT_PARTS, "refusal") or text is None:
+        text = part_text(part.type, part.text, part.refusal)
+        if text is None:
             raise content_error(
                 f"{where}[{index}]",
                 f"has the type {part.type[:60]!r}: only text parts are supported",
             )
         texts.append(text)
-    return "".join(texts)
+    return texts
 
 
 def _echoed(body: ResponsesBody, fields: _ToolFields, text: TextFormat | None) -> bytes:

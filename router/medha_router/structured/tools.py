@@ -26,7 +26,7 @@ DATA = frozenset({"const", "default", "enum", "examples"})
 
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 ToolName = Annotated[str, msgspec.Meta(pattern=TOOL_NAME)]
-Choice = Literal["auto", "required", "named"]
+Choice = Literal["auto", "none", "required", "named"]
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """An entry of `tools`."""
 
-    type: Literal["function"]
+    type: Literal["function"] | None = None
     function: Function
 
 
@@ -52,14 +52,15 @@ class _Named(msgspec.Struct, frozen=True):
 class NamedChoice(msgspec.Struct, frozen=True, kw_only=True):
     """`tool_choice` that names a tool."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: _Named
 
 
 class Tools(msgspec.Struct, frozen=True, kw_only=True):
     """Tools of a request. `raw`: JSON for the chat template; `named`: the tool that must be called.
 
-    `parallel`: several calls are allowed.
+    `parallel`: several calls are allowed. With the choice `none`, the prompt has the tools and the
+    output is text, as in vLLM.
     """
 
     raw: bytes
@@ -71,7 +72,7 @@ class Tools(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_tools(tools: RawJson, choice: RawJson, parallel: bool | None) -> Tools | None:
-    """Read `tools` and `tool_choice`; None if no tool may be called. Raises RequestError."""
+    """Read `tools` and `tool_choice`; None without tools. Raises RequestError."""
     if isinstance(tools, msgspec.UnsetType) and isinstance(choice, msgspec.UnsetType):
         return None
     offered = _read(
@@ -87,9 +88,12 @@ def read_tools(tools: RawJson, choice: RawJson, parallel: bool | None) -> Tools 
     functions = {tool.function.name: tool.function for tool in offered}
     if len(functions) < len(offered):
         raise _invalid("tools", "has two tools of one name: names must differ")
+    raw = bytes(tools)  # type: ignore[arg-type]
+    if any(tool.type is None for tool in offered):
+        raw = _typed(raw)
+    given = Tools(raw=raw, names=frozenset(functions), parallel=parallel is not False)
     if wanted == "none":
-        return None
-    given = Tools(raw=bytes(tools), names=frozenset(functions), parallel=parallel is not False)  # type: ignore[arg-type]
+        return msgspec.structs.replace(given, choice="none")
     if isinstance(wanted, NamedChoice):
         function = functions.get(wanted.function.name)
         if function is None:
@@ -113,6 +117,12 @@ def read_tools(tools: RawJson, choice: RawJson, parallel: bool | None) -> Tools 
             given, choice="required", grammar=_grammar(calls, "tool_choice")
         )
     return given
+
+
+def _typed(raw: bytes) -> bytes:
+    """Return the tools with their type, which templates may read and clients may leave out."""
+    tools = msgspec.json.decode(raw, type=list[dict[str, Any]])
+    return msgspec.json.encode([tool | {"type": "function"} for tool in tools])
 
 
 def check_depth(schema: dict[str, Any] | None, param: str) -> None:

@@ -123,14 +123,14 @@ class Detokenizer:
     """Text of one output, token by token; special tokens print nothing.
 
     If `continues`, the output follows a prompt and a SentencePiece piece keeps its leading space.
-    Special tokens whose text is in `shown` print it.
+    Special tokens whose text is in `shown` print it; None: all do.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, *, continues: bool = True, shown: Sequence[str] = ()
+        self, vocabulary: Vocabulary, *, continues: bool = True, shown: Sequence[str] | None = ()
     ) -> None:
         self._vocabulary = vocabulary
-        self._hidden = vocabulary.special
+        self._hidden = vocabulary.special if shown is not None else frozenset()
         if shown:
             self._hidden -= {vocabulary.tokenizer.token_to_id(text) for text in shown}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -171,7 +171,7 @@ class _LibraryStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=False)  # none of them comes here
         self._held: list[int] = []
 
     def push(self, token: int) -> str:
@@ -179,7 +179,7 @@ class _LibraryStream:
         try:
             text = self._stream.step(self._tokenizer, token)
         except Exception:  # tokenizers raises bare Exception if the decoder changes earlier text
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=False)
             return self.end()
         if text is None:
             return ""
@@ -188,7 +188,7 @@ class _LibraryStream:
 
     def end(self) -> str:
         held, self._held = self._held, []
-        return self._tokenizer.decode(held, skip_special_tokens=True) if held else ""
+        return self._tokenizer.decode(held, skip_special_tokens=False) if held else ""
 
 
 def text_of(vocabulary: Vocabulary, tokens: Iterable[int], *, continues: bool = False) -> str:
@@ -228,15 +228,18 @@ class StopMatcher:
         self.released_chars = 0
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """Add `text` and return the text to release; empty once a stop string has matched."""
+    def push(self, text: str, *, may_match: bool = True) -> str:
+        """Add `text` and return the text to release; empty once a stop string has matched.
+
+        Without `may_match`, none is complete in this text, but one may begin in it.
+        """
         if self.matched is not None or not text:
             return ""
         if not self.stops:
             self.released_chars += len(text)
             return text
         whole = self._held + text
-        at, self.matched = self._first(whole)
+        at, self.matched = self._first(whole) if may_match else (-1, None)
         if self.matched is None:
             at = len(whole) - self._tail(whole)
         self._held = "" if self.matched else whole[at:]
@@ -297,6 +300,7 @@ class OutputStream:
     before the text of its token. `stop_tokens` end an output and print nothing. `shown` are special
     tokens that print their text. `tokens` keeps all tokens, so that another replica can resume the
     request. Offsets begin at `offset`. If `empty`, the first token ends the output and is dropped.
+    No stop string ends in the text of the first `min_tokens` tokens.
     """
 
     def __init__(
@@ -308,8 +312,10 @@ class OutputStream:
         *,
         offset: int = 0,
         empty: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self.vocabulary, self._offset, self._empty = vocabulary, offset, empty
+        self._min_tokens = min_tokens
         self._detokenizer = Detokenizer(vocabulary, shown=shown)
         self._matcher = StopMatcher(stops)
         self._stop_tokens = stop_tokens
@@ -351,7 +357,8 @@ class OutputStream:
                 )
             text = self._detokenizer.push(token)
             self._received_chars += len(text)
-            texts.append(self._matcher.push(text))
+            may_match = len(self.tokens) > self._min_tokens
+            texts.append(self._matcher.push(text, may_match=may_match))
             if self._matcher.matched is not None:
                 self.finish = "stop"
         return Delta("".join(texts), self._released(), self.finish)
@@ -360,7 +367,8 @@ class OutputStream:
         """Release the held text after the last token, unless it holds a stop string."""
         if self.finish is not None:
             return Delta(finish=self.finish)
-        text = self._matcher.push(self._detokenizer.end())
+        may_match = len(self.tokens) > self._min_tokens
+        text = self._matcher.push(self._detokenizer.end(), may_match=may_match)
         if self._matcher.matched is None:
             text += self._matcher.end()
             self.finish = reason

@@ -3,7 +3,8 @@
     messages ── chat template ──> text ── tokenizer ──> tokens ──> names of full pages
     prompt ─────────────────────> text or token ids
 
-A message may hold text, or a list of text parts; everything else is a RequestError. A model's chat
+A message may hold text, or a list of text parts; everything else is a RequestError. Parts reach the
+template as they are if it takes them, else as lines of one text, as in vLLM. A model's chat
 template comes with the checkpoint, never from a client. It runs in jinja2's immutable sandbox with
 the names that Hugging Face templates use. The process holds no secrets and no connection besides
 the inherited socket FD, so the router may kill it at any time. It ends when the socket closes.
@@ -12,6 +13,7 @@ the inherited socket FD, so the router may kill it at any time. It ends when the
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import logging
 import select
@@ -31,6 +33,7 @@ import numpy.typing as npt
 from medha.adapters.logs import start_logs
 from medha.adapters.memory import collect_seldom
 from medha.errors import CheckpointError, RequestError
+from medha_router.dialects.conversation import part_text
 from medha_router.dialects.readers import READERS
 from medha_router.protocol import (
     INTERNAL_ERROR,
@@ -58,17 +61,20 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 MAX_MESSAGES = 4096
 LARGE_BYTES = 64 << 10
 COLLECT_AFTER = 20_000  # objects
+REFUSED = (jinja2.TemplateError, TypeError, ValueError, RecursionError)
+PROBE = ("first part", "second part")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    arguments: str = "{}"
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +87,11 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | list[str | ContentPart] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    audio: Any = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -103,7 +113,10 @@ class _Prompt(msgspec.Struct, frozen=True):
 
 
 def read_messages(raw: bytes | bytearray) -> list[dict[str, Any]]:
-    """Read messages for a chat template: role, content as one string, names and calls if given."""
+    """Read messages for a chat template: role, content, names, reasoning and calls if given.
+
+    Content is a text, or a list of texts.
+    """
     messages = read_body(b'{"messages":' + raw + b"}", _Messages).messages
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
@@ -116,16 +129,18 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
             code="invalid_value",
             param=f"{where}.role",
         )
-    if message.function_call is not None:
-        raise RequestError(
-            f"{where}.function_call is not supported by this server; give tool_calls",
-            code="unsupported_parameter",
-            param=f"{where}.function_call",
-        )
-    plain: dict[str, Any] = {
-        "role": message.role,
-        "content": _text(message.content, f"{where}.content"),
-    }
+    for field, instead in (("function_call", "give tool_calls"), ("audio", "send its text")):
+        if getattr(message, field) is not None:
+            raise RequestError(
+                f"{where}.{field} is not supported by this server; {instead}",
+                code="unsupported_parameter",
+                param=f"{where}.{field}",
+            )
+    content = message.refusal if message.content is None else message.content
+    plain: dict[str, Any] = {"role": message.role, "content": _content(content, f"{where}.content")}
+    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+    if reasoning is not None and message.role == "assistant":
+        plain |= {"reasoning": reasoning, "reasoning_content": reasoning}  # templates read either
     if message.content is None and message.role != "assistant":
         raise RequestError(
             f"{where}.content is missing: a {message.role} message needs text",
@@ -137,23 +152,22 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
-        plain["tool_calls"] = [
-            _call(call, f"{where}.tool_calls[{index}]")
-            for index, call in enumerate(message.tool_calls)
-        ]
+        plain["tool_calls"] = [_call(call) for call in message.tool_calls]
     return plain
 
 
-def _call(call: ToolCall, where: str) -> dict[str, Any]:
-    """Return a call for a chat template, which wants its arguments as an object."""
-    try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(
-            f"{where}.function.arguments is no JSON object ({error}): send what the model wrote",
-            code="invalid_value",
-            param=f"{where}.function.arguments",
-        ) from None
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Return a call for a chat template, which wants its arguments as an object.
+
+    Text that is no JSON object becomes an empty one, as in vLLM: a model may have written it, and
+    its conversation should go on.
+    """
+    arguments = call.function.arguments
+    if not isinstance(arguments, dict):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            arguments = {}
     plain: dict[str, Any] = {"type": "function"}
     if call.id is not None:
         plain["id"] = call.id
@@ -161,20 +175,24 @@ def _call(call: ToolCall, where: str) -> dict[str, Any]:
     return plain
 
 
-def _text(content: str | list[ContentPart] | None, where: str) -> str:
+def _content(content: str | list[str | ContentPart] | None, where: str) -> str | list[str]:
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
     for index, part in enumerate(content):
-        if part.type != "text" or part.text is None:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        text = part_text(part.type, part.text, part.refusal)
+        if text is None:
             raise RequestError(
                 f"{where}[{index}] has the type {part.type[:MAX_SHOWN_CHARS]!r}: only text parts "
                 "are supported",
                 code="unsupported_content",
                 param=f"{where}[{index}]",
             )
-        texts.append(part.text)
-    return "".join(texts)
+        texts.append(text)
+    return texts
 
 
 def read_prompts(raw: bytes | bytearray) -> list[str | list[int]]:
@@ -241,6 +259,16 @@ class ChatTemplate:
         self._special = {name: _token_text(settings.get(name)) for name in SPECIAL}
         self._special = {name: text for name, text in self._special.items() if text is not None}
 
+    @functools.cached_property
+    def takes_parts(self) -> bool:
+        """True if the template takes a list of parts, and prints their texts alone."""
+        parts = [{"type": "text", "text": text} for text in PROBE]
+        try:
+            shown = self._render([{"role": "user", "content": parts}], generation_prompt=True)
+        except REFUSED:
+            return False
+        return all(text in shown for text in PROBE) and "'type'" not in shown.replace('"', "'")
+
     def render(
         self,
         messages: list[dict[str, Any]],
@@ -260,6 +288,38 @@ class ChatTemplate:
                 code="no_chat_template",
                 param="messages",
             )
+        messages = [
+            message
+            if isinstance(message["content"], str)
+            else message | {"content": self._of_parts(message["content"], message["role"])}
+            for message in messages
+        ]
+        try:
+            return self._render(
+                messages, generation_prompt=generation_prompt, tools=tools, values=values
+            )
+        except REFUSED as error:
+            raise RequestError(
+                f"the model's chat template refuses these messages: {str(error)[:300]}",
+                code="invalid_value",
+                param="messages",
+            ) from None
+
+    def _of_parts(self, texts: list[str], role: str) -> str | list[dict[str, str]]:
+        """Return content of several parts as the template takes it; results of tools are text."""
+        if self.takes_parts and role != "tool":
+            return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(texts)
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        generation_prompt: bool,
+        tools: bytes = b"",
+        values: bytes = b"",
+    ) -> str:
+        assert self._template is not None
         names = {
             "messages": messages,
             "add_generation_prompt": generation_prompt,
@@ -268,14 +328,7 @@ class ChatTemplate:
             **self._special,
         }
         further = _further_values(values, names) if values else {}
-        try:
-            return self._template.render(names | further)
-        except (jinja2.TemplateError, TypeError, ValueError, RecursionError) as error:
-            raise RequestError(
-                f"the model's chat template refuses these messages: {str(error)[:300]}",
-                code="invalid_value",
-                param="messages",
-            ) from None
+        return self._template.render(names | further)
 
 
 def _further_values(raw: bytes, taken: Mapping[str, object]) -> dict[str, Any]:

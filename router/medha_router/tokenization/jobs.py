@@ -196,7 +196,7 @@ class DetokenizeJob:
 
     def __init__(self, tokens: npt.NDArray[np.int32], vocabulary: Vocabulary) -> None:
         self._tokens = tokens
-        self._detokenizer = Detokenizer(vocabulary, continues=False)
+        self._detokenizer = Detokenizer(vocabulary, continues=False, shown=None)
         self._texts: list[str] = []
         self._next = 0
 

@@ -1,0 +1,264 @@
+"""Habits of clients of vLLM's server, beyond OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.router.conftest import Running
+
+from medha.config import RouterModel
+from medha.errors import RequestError
+from medha_router.dialects.messages_body import read_messages_body
+from medha_router.protocol import read_chat, read_completion
+from medha_router.tokenization.detokenizer import OutputStream, Vocabulary
+from medha_router.tokenization.encoder import ChatTemplate, read_messages
+
+WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}
+LINES = b"{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+PARTS = b"""{%- for m in messages -%}{{ m.role }}:
+{%- if m.content is string %}{{ m.content }}
+{%- else %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %};{% endfor -%}"""
+
+
+def chat(served: Running, text: str = "say abcdef", **fields: Any) -> Any:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
+    return served.http.post("/v1/chat/completions", json=body).json()
+
+
+def completion(served: Running, text: str = "say abcdef", **fields: Any) -> Any:
+    body = {"model": "tiny", "prompt": text, **fields}
+    return served.http.post("/v1/completions", json=body).json()
+
+
+def prompt(template: bytes, *messages: dict[str, Any]) -> str:
+    plain = read_messages(json.dumps(messages).encode())
+    return ChatTemplate(template, b"").render(plain, generation_prompt=True)
+
+
+# --- the output -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("least", "text"), [(0, "ab"), (3, "ab"), (4, "abcd"), (20, "abcdcdef")])
+def test_a_stop_string_counts_after_the_least_tokens_only(
+    served: Running, least: int, text: str
+) -> None:
+    answer = completion(served, "say abcdcdef", stop="cd", min_tokens=least, max_tokens=20)
+    assert answer["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_stop_string_may_begin_before_the_least_tokens(
+    byte_level_json: bytes, together: bool
+) -> None:
+    vocabulary = Vocabulary(byte_level_json)
+    tokens = vocabulary.tokenizer.encode("xxSTOPyySTOPz", add_special_tokens=False).ids
+    for least, text in ((5, "xx"), (6, "xxSTOPyy"), (12, "xxSTOPyySTOPz")):
+        stream = OutputStream(vocabulary, ["STOP"], min_tokens=least)
+        groups = [tokens] if together else [[token] for token in tokens]
+        shown = "".join(stream.push(group).text for group in groups)
+        assert shown + stream.end("length").text == text
+
+
+def test_a_choice_says_which_stop_ended_it(served: Running) -> None:
+    (letter,) = served.http.post("/tokenize", json={"prompt": "c"}).json()["tokens"][-1:]
+    for fields, reason in (
+        ({"stop": ["zz", "cd"]}, "cd"),
+        ({"stop_token_ids": [letter]}, letter),
+        ({}, None),
+        ({"max_tokens": 2}, None),
+    ):
+        for ask in (chat, completion):
+            assert ask(served, **fields)["choices"][0]["stop_reason"] == reason
+        body = {"model": "tiny", "prompt": "say abcdef", "stream": True, **fields}
+        lines = served.http.post("/v1/completions", json=body).text.split("\n\n")
+        chunks = [json.loads(line[6:])["choices"][0] for line in lines if line[6:7] == "{"]
+        assert chunks[-1]["stop_reason"] == reason
+        assert all("stop_reason" not in chunk for chunk in chunks[:-1])
+
+
+def test_more_tokens_than_the_context_holds_cannot_be_demanded(served: Running) -> None:
+    error = chat(served, min_tokens=3000)["error"]
+    assert (
+        error["param"] == "min_tokens" and "min_tokens is 3000: must be at most" in error["message"]
+    )
+
+
+@pytest.mark.parametrize(("seed", "fixed"), [(-1, False), (0, True), (-2, True)])
+def test_the_seed_of_minus_one_is_none(served: Running, seed: int, fixed: bool) -> None:
+    for _ in range(2):
+        completion(served, seed=seed)
+    first, second = (submit.sampling.seed for submit in served.controllers[0].seen[-2:])
+    assert (first == second) is fixed
+
+
+def test_the_prompts_own_token_stands_first_in_its_log_probabilities(served: Running) -> None:
+    answer = completion(served, "say abc", prompt_logprobs=2)
+    shown = served.http.post("/tokenize", json={"prompt": "say abc"}).json()["tokens"]
+    entries = answer["choices"][0]["prompt_logprobs"]
+    assert [next(iter(entry)) for entry in entries[1:]] == [str(token) for token in shown[1:]]
+
+
+# --- the prompt -----------------------------------------------------------------------------------
+
+
+def test_parts_are_lines_of_a_template_that_takes_text() -> None:
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c"}]
+    message = {"role": "user", "content": parts}
+    assert prompt(LINES, message) == "user: a\nb\nc;"
+    result = {"role": "tool", "content": parts}
+    assert prompt(PARTS, message, result) == "user:[a][b][c];tool:a\nb\nc;"
+    assert prompt(PARTS, {"role": "user", "content": "a"}) == "user:a;"
+
+
+def test_a_template_that_prints_lists_gets_none() -> None:
+    message = {"role": "user", "content": ["a", "b"]}
+    assert prompt(b"{{ messages[0].content | tojson }}", message) == '"a\\nb"'
+    assert prompt(b"{{ messages[0].content + '!' }}", message) == "a\nb!"
+
+
+def test_earlier_reasoning_reaches_templates_that_read_either_name() -> None:
+    template = b"{% for m in messages %}{{ m.reasoning }}|{{ m.reasoning_content }};{% endfor %}"
+    for field in ("reasoning", "reasoning_content"):
+        message = {"role": "assistant", "content": "x", field: "why"}
+        assert prompt(template, message, {"role": "user", "content": "y"}) == "why|why;|;"
+
+
+def test_a_refusal_is_what_the_assistant_said() -> None:
+    for message in (
+        {"role": "assistant", "refusal": "no"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    ):
+        assert prompt(LINES, message) == "assistant: no;"
+    with pytest.raises(RequestError, match=r"messages\[0\].audio is not supported"):
+        read_messages(b'[{"role": "assistant", "audio": {"id": "a"}}]')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ({"a": 1}, {"a": 1}),
+        ('{"a":', {}),
+        ("[1]", {}),
+        ("", {}),
+        (None, {}),
+    ],
+)
+def test_calls_with_broken_arguments_do_not_end_a_conversation(arguments: Any, read: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    (message,) = read_messages(json.dumps([{"role": "assistant", "tool_calls": [call]}]).encode())
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
+
+
+def test_tools_stand_in_the_prompt_though_none_may_be_called(hermes: Running) -> None:
+    tools = [{"function": WEATHER}]
+    call = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
+    counts = []
+    for choice in ("auto", "none"):
+        answer = chat(hermes, f"say {call}", tools=tools, tool_choice=choice)
+        counts.append(answer["usage"]["prompt_tokens"])
+        message = answer["choices"][0]["message"]
+        assert ("tool_calls" in message) is (choice == "auto")
+    assert counts[0] == counts[1] and message["content"] == "{}".join(call.split("{}"))
+    assert '"type":"function"' in hermes.prompt().replace(" ", "")
+
+
+def test_a_template_without_tools_serves_chats_that_may_call_none(served: Running) -> None:
+    answer = chat(served, tools=[{"function": WEATHER}], tool_choice="none")
+    assert answer["choices"][0]["message"]["content"] == "abcdef"
+
+
+# --- names and errors -----------------------------------------------------------------------------
+
+
+def test_the_only_model_needs_no_name(served: Running) -> None:
+    models: list[dict[str, Any]] = [{}, {"model": None}, {"model": ""}]
+    for model in models:
+        body = {"messages": [{"role": "user", "content": "say a"}], **model}
+        answer = served.http.post("/v1/chat/completions", json=body).json()
+        assert answer["model"] == "tiny" and answer["choices"][0]["message"]["content"] == "a"
+        tokens = served.http.post("/tokenize", json={"prompt": "ab", **model}).json()
+        assert tokens["token_strs"] is None
+        shown = served.http.post("/detokenize", json={"tokens": tokens["tokens"], **model}).json()
+        assert shown["prompt"].endswith("ab")
+    assert served.http.get("/v1/models").json()["data"][0]["root"] == "tiny"
+
+
+def test_one_of_several_models_must_be_named(running_with: Any) -> None:
+    models = tuple(RouterModel(name=name, max_context_tokens=64) for name in ("tiny", "other"))
+    error = completion(running_with(models=models), model="")["error"]
+    assert error["param"] == "model" and "this server has other, tiny; name one" in error["message"]
+
+
+def test_token_ids_print_the_special_tokens_among_them(served: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    tokens = served.http.post("/tokenize", json=body).json()["tokens"]
+    text = served.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert text == "<|start|>user: hi\n<|start|>"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "instead"),
+    [
+        ("/v1/responses", {"max_completion_tokens": 1}, "max_output_tokens"),
+        ("/v1/responses", {"messages": []}, "input"),
+        ("/v1/responses", {"logprobs": True}, ""),
+        ("/v1/responses", {"echo": True}, ""),
+        ("/v1/responses", {"best_of": 2}, ""),
+        ("/v1/responses", {"previous_input_messages": [{"role": "user"}]}, ""),
+        ("/v1/responses", {"enable_response_messages": True}, ""),
+        ("/v1/messages", {"max_completion_tokens": 1}, "max_tokens"),
+        ("/v1/messages", {"logprobs": True}, ""),
+        ("/v1/completions", {"max_completion_tokens": 1}, "max_tokens"),
+        ("/v1/completions", {"top_logprobs": 2}, "logprobs"),
+    ],
+)
+def test_fields_of_other_apis_are_refused(
+    served: Running, path: str, fields: dict[str, Any], instead: str
+) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"input": "say a"},
+        "/v1/messages": {"messages": [{"role": "user", "content": "say a"}], "max_tokens": 4},
+        "/v1/completions": {"prompt": "say a"},
+    }
+    (field,), body = fields, bodies[path]
+    response = served.http.post(path, json={"model": "tiny", **body, **fields})
+    assert response.status_code == 400 and field in response.text
+    assert (f"give {instead}" if instead else "not supported by this server") in response.text
+    default = {"logprobs": False, "echo": False, "best_of": 1, "previous_input_messages": []}
+    if path == "/v1/responses" and field in default:
+        body = {"model": "tiny", **body, field: default[field]}
+        assert served.http.post(path, json=body).status_code == 200
+
+
+def test_a_refusal_names_the_value_and_those_that_are_accepted() -> None:
+    body = {"model": "tiny", "messages": [], "service_tier": "flex"}
+    with pytest.raises(RequestError) as refused:
+        read_chat(json.dumps(body).encode())
+    assert str(refused.value) == (
+        'service_tier is "flex", which is not supported by this server; leave it out, or give '
+        '"auto" or "default" or "standard_only"'
+    )
+    with pytest.raises(RequestError, match=r"best_of is 3, which is not supported"):
+        read_completion(b'{"prompt": "a", "best_of": 3}')
+    with pytest.raises(RequestError, match=r"suffix is \"x{59}…, which"):
+        read_completion(b'{"prompt": "a", "suffix": "' + b"x" * 5000 + b'"}')
+
+
+def test_errors_name_what_the_client_sent(served: Running) -> None:
+    body = {"model": "tiny", "input": "say " + "a" * 5000}
+    error = served.http.post("/v1/responses", json=body).json()["error"]
+    assert error["param"] == "input" and "messages" not in error["message"]
+    short = {"model": "tiny", "input": "a", "max_output_tokens": 2, "min_tokens": 5}
+    error = served.http.post("/v1/responses", json=short).json()["error"]
+    assert error["message"] == "min_tokens is 5: must be at most the limit of output tokens, 2"
+
+
+def test_a_field_that_must_be_given_is_not_to_be_left_out() -> None:
+    body = b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": %b, "n": %b}'
+    for given, left_out in (((b"null", b"1"), False), ((b"1", b"0"), True)):
+        with pytest.raises(RequestError) as refused:
+            read_messages_body(body % given)
+        assert ("leave it out" in str(refused.value)) is left_out
