@@ -1,17 +1,18 @@
-"""Request bodies: received within limits, decoded off the event loop if they are large.
+"""Bodies: received within limits, decoded off the event loop if they are large, sent in parts.
 
     body <= INLINE_BYTES    decoded here, which takes less than a millisecond
     larger                  decoded by a tokenizer process; its parameters come back, and the JSON
                             of messages, prompt or token ids
 
-A request costs the router one copy of its body, and one of that JSON while both are held.
+A request costs the router one copy of its body, and one of that JSON while both are held. Large
+answers count likewise until the client has taken them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -35,8 +36,9 @@ P = TypeVar("P", bound=Params)
 class BodyReader:
     """Reads request bodies of at most `max_bytes` each.
 
-    All bodies that are being read, tokenized or admitted hold at most MAX_BODIES_AT_ONCE times
-    `max_bytes`; beyond that, reading refuses.
+    All bodies that are being read, tokenized or admitted, and answers that are being sent, hold at
+    most MAX_BODIES_AT_ONCE times `max_bytes`; beyond that, reading refuses. Once half of it is
+    held, a tenant, or an address without API keys, holds at most a quarter.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class BodyReader:
     ) -> None:
         self._max_bytes, self._tokens, self._timeout_s = max_bytes, tokens, timeout_s
         self._held_bytes = 0
+        self._held_by: dict[str, int] = {}
 
     async def params(self, request: Request, kind: str, params: type[P]) -> P:
         """Read and decode a body of a kind of `dialects.readers.READERS`; raises as `read` does.
@@ -56,9 +59,9 @@ class BodyReader:
             inline = READERS[kind](b"".join(parts))
             assert isinstance(inline, params)
             return inline
-        client: Client = request.state.client
-        with self.held(size_bytes):
-            small, raw = await self._tokens.read_body(kind, parts, params, client.cache_owner)
+        owner = owner_of(request)
+        with self.held(size_bytes, owner):
+            small, raw = await self._tokens.read_body(kind, parts, params, owner)
         return msgspec.structs.replace(small, raw=raw)
 
     async def read(self, request: Request) -> list[bytes]:
@@ -78,9 +81,10 @@ class BodyReader:
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_bytes:
             raise self._too_long()
+        owner = owner_of(request)
         extension = request.scope.get("extensions", {}).get(WHOLE_BODY)
         if extension is not None and (body := extension["take"]()) is not None:
-            self._check(len(body), self._held_bytes + len(body))
+            self._check(len(body), len(body), owner)
             return [body]
         parts: list[bytes] = []
         size_bytes = 0
@@ -89,8 +93,8 @@ class BodyReader:
                 async for chunk in request.stream():
                     parts.append(chunk)
                     size_bytes += len(chunk)
-                    self._held_bytes += len(chunk)
-                    self._check(size_bytes, self._held_bytes)
+                    self._hold(len(chunk), owner)
+                    self._check(size_bytes, 0, owner)
         except TimeoutError:
             raise RequestError(
                 f"the body was not received within {self._timeout_s:.0f} s: send it faster",
@@ -98,22 +102,37 @@ class BodyReader:
                 code="body_timeout",
             ) from None
         finally:
-            self._held_bytes -= size_bytes
+            self._hold(-size_bytes, owner)
         return parts
 
     @contextlib.contextmanager
-    def held(self, size_bytes: int) -> Iterator[None]:
-        """Count the bytes of a body that is processed."""
-        self._held_bytes += size_bytes
+    def held(self, size_bytes: int, owner: str) -> Iterator[None]:
+        """Count the bytes of a body that is processed, or of an answer that is sent."""
+        self._hold(size_bytes, owner)
         try:
             yield
         finally:
-            self._held_bytes -= size_bytes
+            self._hold(-size_bytes, owner)
 
-    def _check(self, size_bytes: int, held_bytes: int) -> None:
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all bodies that are held."""
+        return self._held_bytes
+
+    def _hold(self, size_bytes: int, owner: str) -> None:
+        self._held_bytes += size_bytes
+        own = self._held_by.get(owner, 0) + size_bytes
+        if own:
+            self._held_by[owner] = own
+        else:
+            self._held_by.pop(owner, None)
+
+    def _check(self, size_bytes: int, more_bytes: int, owner: str) -> None:
         if size_bytes > self._max_bytes:
             raise self._too_long()
-        if held_bytes > MAX_BODIES_AT_ONCE * self._max_bytes:
+        most = MAX_BODIES_AT_ONCE * self._max_bytes
+        held, own = self._held_bytes + more_bytes, self._held_by.get(owner, 0) + more_bytes
+        if held > most or (held > most // 2 and own > most // 4):
             raise Refusal("overloaded", "too many long requests at once: retry later")
 
     def _too_long(self) -> RequestError:
@@ -125,25 +144,44 @@ class BodyReader:
 
 
 class JsonResponse(Response):
-    """A JSON answer, sent in parts if it is large, so that other requests are served meanwhile."""
+    """JSON in parts. A large one is sent bit by bit, and counts in `bodies` until it was sent."""
 
     media_type = "application/json"
 
-    def render(self, content: bytes | memoryview) -> bytes | memoryview:
-        return bytes(content) if len(content) <= SENT_BYTES else memoryview(content)
+    def __init__(
+        self, parts: Sequence[bytes | memoryview], bodies: BodyReader | None = None
+    ) -> None:
+        self._parts, self._bodies = parts, bodies
+        self._size_bytes = sum(map(len, parts))
+        super().__init__(headers={"content-length": str(self._size_bytes)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if len(self.body) <= SENT_BYTES:
-            await super().__call__(scope, receive, send)
+        start = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        await send(start)
+        if self._bodies is None or self._size_bytes <= SENT_BYTES:
+            await send_body(send, self._parts)
             return
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
-        for start in range(0, len(self.body), SENT_BYTES):
-            part = bytes(self.body[start : start + SENT_BYTES])
-            more = start + SENT_BYTES < len(self.body)
-            await send({"type": "http.response.body", "body": part, "more_body": more})
+        with self._bodies.held(self._size_bytes, owner_of(Request(scope))):
+            await send_body(send, self._parts)
+
+
+async def send_body(send: Send, parts: Iterable[bytes | memoryview]) -> None:
+    """Send the body of a response, at most SENT_BYTES at a time: others are served meanwhile."""
+    waiting = b""
+    for part in parts:
+        for at in range(0, len(part), SENT_BYTES):
+            if len(waiting) + min(len(part) - at, SENT_BYTES) > SENT_BYTES:
+                await send({"type": "http.response.body", "body": waiting, "more_body": True})
+                waiting = b""
+            waiting += part[at : at + SENT_BYTES]
+    await send({"type": "http.response.body", "body": waiting, "more_body": False})
+
+
+def owner_of(request: Request) -> str:
+    """Return who shares cached pages and memory with a request: a tenant or an address."""
+    client: Client | None = getattr(request.state, "client", None)
+    return client.cache_owner if client is not None else ""

@@ -17,6 +17,7 @@ import collections
 
 import msgspec
 
+from medha.fleet.use_meter import RequestCost
 from medha.messages import Logprob, Sampling, Submit
 from medha.request import Request, SloClass
 from medha_router.auth import Client
@@ -134,7 +135,7 @@ class ClientRequest:
         self.id, self.params, self.slo_class, self.client = id, params, slo_class, client
         self.arrival_s, self.created = arrival_s, created
         self.generations: list[Generation] = []
-        self.counted_s: float | None = None  # work in flight that limits count
+        self.counted: RequestCost | None = None  # towards the limits of its tenant
         self.promise_s: float | None = None
         self.predicted_s: float | None = None
         self.tool_calls: Format | None = None  # how its model writes calls, if it has tools
@@ -150,9 +151,14 @@ class ClientRequest:
         return self.client.tenant
 
     @property
-    def work_s(self) -> float:
-        """Predicted prefill seconds of all its generations, each on an idle replica."""
-        return sum(generation.request.work_s for generation in self.generations)
+    def cost(self) -> RequestCost:
+        """Cost of all its generations, each on an idle replica and of its full length."""
+        requests = [generation.request for generation in self.generations]
+        return RequestCost(
+            prompt_tokens=self.prompt_tokens,
+            most_tokens=sum(request.max_output_tokens for request in requests),
+            work_s=sum(request.work_s for request in requests),
+        )
 
     @property
     def done(self) -> bool:

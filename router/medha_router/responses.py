@@ -15,8 +15,9 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -25,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from medha.errors import MedhaError
 from medha.messages import Logprob, from_bytes
 from medha_router import api_errors
+from medha_router.bodies import SENT_BYTES, send_body
 from medha_router.generation import ClientRequest, Generation
 from medha_router.http_protocol import DISCONNECTS, Disconnects
 from medha_router.protocol import GenerationParams
@@ -34,6 +36,11 @@ from medha_router.tokenization.detokenizer import Delta, TokenLogprob, scored
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"
 LAST_EVENT_S = 1.0
+TURN_S = 0.001  # of the event loop, after which others are served
+SLICE = 64  # deltas or tokens with log probabilities, which take about a millisecond
+T = TypeVar("T")
+Deltas = Sequence[tuple[int, Delta]]
+"""New output by choice."""
 StopReason = str | int | None
 TEXT_CHUNK_END = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
@@ -41,13 +48,15 @@ TEXT_CHUNK_END = b',"logprobs":null,"finish_reason":null}]}\n\n'
 class ServedGeneration(msgspec.Struct, frozen=True):
     """A generation request to respond to.
 
-    `begin` admits it, and `cancel` ends it when the client disconnects.
+    `begin` admits it, and `cancel` ends it when the client disconnects. `held` counts the bytes of
+    a large answer that is being sent.
     """
 
     id: str
     params: GenerationParams
     begin: Callable[[], Awaitable[ClientRequest]]
     cancel: Callable[[ClientRequest], None]
+    held: Callable[[int], contextlib.AbstractContextManager[None]]
     keepalive_s: float
 
 
@@ -57,7 +66,7 @@ class GenerationResponse(Response, abc.ABC):
     def __init__(self, served: ServedGeneration) -> None:
         self._id, self._params = served.id, served.params
         self._begin, self._cancel = served.begin, served.cancel
-        self._keepalive_s = served.keepalive_s
+        self._held, self._keepalive_s = served.held, served.keepalive_s
         self._request: ClientRequest | None = None
         self._started = self._ended = False
         self.background = None
@@ -100,7 +109,7 @@ class GenerationResponse(Response, abc.ABC):
                 headers = _headers(self._request)
                 if self._request.ttft_s is not None:
                     headers["x-medha-ttft-ms"] = _ms(self._request.ttft_s)
-                await self._respond(send, 200, headers, body)
+                await self._respond(send, 200, headers, *body)
         except Exception as error:
             if not isinstance(error, MedhaError):
                 logging.getLogger("medha.router").exception(
@@ -126,44 +135,55 @@ class GenerationResponse(Response, abc.ABC):
         opening, headers, ended = self._opening(request), _event_headers(request), False
         while not ended:
             deltas = await request.next(self._keepalive_s)
-            events, ended = self._events(request, deltas)
-            if not deltas:
-                events = KEEPALIVE
-            else:
-                events = opening + events
-                if not events:
-                    continue
-                opening = b""
-            if not self._started:
-                await self._start(send, 200, headers)
-            if ended:
-                self._ended = True
-                await _send_last(send, events)
-            else:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
+            echoed = await self._echo(request, deltas)
+            for place, some in enumerate(_turns([*echoed, *deltas])):
+                events, ended = self._events(request, some)
+                if not deltas:
+                    events = KEEPALIVE
+                else:
+                    events = opening + events
+                    if not events:
+                        continue
+                    opening = b""
+                if place:
+                    await asyncio.sleep(0)
+                if not self._started:
+                    await self._start(send, 200, headers)
+                if ended:
+                    self._ended = True
+                    await _send_last(send, events)
+                else:
+                    await _send_part(send, events)
 
     @abc.abstractmethod
-    async def _whole(self, request: ClientRequest) -> bytes:
-        """Return the body of a whole answer."""
+    async def _whole(self, request: ClientRequest) -> Sequence[bytes]:
+        """Return the body of a whole answer, in parts."""
 
     @abc.abstractmethod
     def _opening(self, request: ClientRequest) -> bytes:
         """Return the events before the output."""
 
+    async def _echo(self, request: ClientRequest, deltas: Deltas) -> Deltas:
+        """Return what stands before the first of these deltas: prompts that are repeated."""
+        return ()
+
     @abc.abstractmethod
-    def _events(
-        self, request: ClientRequest, deltas: Sequence[tuple[int, Delta]]
-    ) -> tuple[bytes, bool]:
+    def _events(self, request: ClientRequest, deltas: Deltas) -> tuple[bytes, bool]:
         """Return the events of further output, and whether they end the stream."""
 
     def _failure(self, error: api_errors.ApiError) -> bytes:
         """Return the last event of a stream that failed."""
         return error_event(error.body())
 
-    async def _respond(self, send: Send, status: int, extra: dict[str, str], body: bytes) -> None:
-        headers = {"content-type": "application/json", "content-length": str(len(body))}
+    async def _respond(self, send: Send, status: int, extra: dict[str, str], *body: bytes) -> None:
+        size_bytes = sum(map(len, body))
+        headers = {"content-type": "application/json", "content-length": str(size_bytes)}
         await self._start(send, status, headers | extra)
-        await _send_last(send, body)
+        if size_bytes <= SENT_BYTES:
+            await _send_last(send, b"".join(body))
+            return
+        with self._held(size_bytes):
+            await send_body(send, body)
 
     async def _start(self, send: Send, status: int, headers: dict[str, str]) -> None:
         self._started = True
@@ -185,7 +205,7 @@ class OpenAiResponse(GenerationResponse):
         self._open_generations = 0
         self._echoed: set[int] = set()
 
-    async def _whole(self, request: ClientRequest) -> bytes:
+    async def _whole(self, request: ClientRequest) -> Sequence[bytes]:
         count = len(request.generations)
         texts: list[list[str]] = [[] for _ in range(count)]
         logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
@@ -201,12 +221,12 @@ class OpenAiResponse(GenerationResponse):
                 finishes[index] = delta.finish or finishes[index]
         if self._params.echo and wanted:
             for generation in request.generations:
-                logprobs[generation.index][:0] = _scored(generation)
-        prompts: list[list[object]] = []
+                logprobs[generation.index][:0] = await _in_turns(_scored(generation))
+        prompts: list[Iterator[bytes]] = []
         if self._params.prompt_logprobs is not None:
             most = self._params.prompt_logprobs
             prompts = [_prompt_logprobs(generation, most) for generation in request.generations]
-        return self._make_builder(request).whole(
+        parts = self._make_builder(request).whole(
             [
                 ("".join(texts[i]), logprobs[i], finishes[i], _stop_reason(request, i))
                 for i in range(count)
@@ -216,6 +236,7 @@ class OpenAiResponse(GenerationResponse):
             logprobs=wanted,
             prompts=prompts,
         )
+        return await _in_turns(parts)
 
     def _opening(self, request: ClientRequest) -> bytes:
         """Return the first events: the role of chat choices."""
@@ -232,17 +253,12 @@ class OpenAiResponse(GenerationResponse):
             return {"usage": _usage(request).shape()}
         return {"usage": None} if self._params.include_usage else {}
 
-    def _events(
-        self, request: ClientRequest, deltas: Sequence[tuple[int, Delta]]
-    ) -> tuple[bytes, bool]:
+    def _events(self, request: ClientRequest, deltas: Deltas) -> tuple[bytes, bool]:
         params, builder = self._params, self._builder
         assert builder is not None
         logprobs = params.sampling.logprobs is not None
         block: list[bytes] = []
         for index, delta in deltas:
-            if params.echo and index not in self._echoed:
-                self._echoed.add(index)
-                block.append(self._echo(request, index, builder))
             self._open_generations -= delta.finish is not None
             last = self._open_generations == 0 and not params.include_usage
             extra: dict[str, Any] = {"x_medha": timing(request)} if last else {}
@@ -258,14 +274,47 @@ class OpenAiResponse(GenerationResponse):
             block.append(DONE)
         return b"".join(block), ended
 
-    def _echo(self, request: ClientRequest, index: int, builder: ResponseBuilder) -> bytes:
-        """Return the event with the prompt, and its log probabilities if requested."""
-        generation = request.generations[index]
-        wanted = self._params.sampling.logprobs is not None
-        delta = Delta(generation.prompt.text or "", _scored(generation) if wanted else ())
-        return builder.chunk(
-            generation.index, delta, logprobs=wanted, extra=self._usage_so_far(request)
-        )
+    async def _echo(self, request: ClientRequest, deltas: Deltas) -> Deltas:
+        echoes: list[tuple[int, Delta]] = []
+        for index in dict.fromkeys(index for index, _ in deltas) if self._params.echo else ():
+            if index in self._echoed:
+                continue
+            self._echoed.add(index)
+            generation, scores = request.generations[index], list[TokenLogprob]()
+            if self._params.sampling.logprobs is not None:
+                scores = await _in_turns(_scored(generation))
+            echoes.append((index, Delta(generation.prompt.text or "", tuple(scores))))
+        return echoes
+
+
+def _turns(deltas: Deltas) -> Iterator[Deltas]:
+    """Yield deltas in groups, each of which takes about a millisecond to encode; at least one."""
+    group: list[tuple[int, Delta]] = []
+    size = 0
+    for index, delta in deltas:
+        scores = delta.logprobs
+        for start in range(0, len(scores) - SLICE, SLICE):
+            yield [*group, (index, Delta(delta.text, scores[start : start + SLICE]))]
+            group, size = [], 0
+            delta = Delta("", scores[start + SLICE :], delta.finish)
+        group.append((index, delta))
+        size += 1 + len(delta.logprobs)
+        if size >= SLICE:
+            yield group
+            group, size = [], 0
+    if group or not deltas:
+        yield group
+
+
+async def _in_turns(parts: Iterable[T]) -> list[T]:
+    """Make the parts, with turns of the event loop for others in between."""
+    made, turn_s = list[T](), time.perf_counter() + TURN_S
+    for part in parts:
+        made.append(part)
+        if time.perf_counter() > turn_s:
+            await asyncio.sleep(0)
+            turn_s = time.perf_counter() + TURN_S
+    return made
 
 
 async def _send_part(send: Send, body: bytes) -> None:
@@ -444,18 +493,20 @@ class ResponseBuilder:
 
     def whole(
         self,
-        outputs: Sequence[tuple[str, Sequence[TokenLogprob], str, StopReason]],
+        outputs: Sequence[tuple[str, list[TokenLogprob], str, StopReason]],
         usage: TokenUsage,
         timing: Timing,
         *,
         logprobs: bool,
-        prompts: Sequence[object] = (),
-    ) -> bytes:
-        """Return a whole response from text, log probabilities, finish and stop reason of choices.
+        prompts: Sequence[Iterator[bytes]] = (),
+    ) -> Iterator[bytes]:
+        """Yield the parts of a response from text, log probabilities, finish and stop reason of
+        each choice.
 
-        `prompts`: vLLM's `prompt_logprobs` of each choice, if requested.
+        `prompts`: JSON of vLLM's `prompt_logprobs` of each choice, if requested.
         """
-        choices: list[dict[str, Any]] = []
+        head = self._head("chat.completion" if self._chat else "text_completion")
+        yield msgspec.json.encode(head)[:-1] + b',"choices":['
         for index, (text, entries, finish, stop_reason) in enumerate(outputs):
             choice: dict[str, Any] = {"index": index}
             if self._parsers:
@@ -473,18 +524,34 @@ class ResponseBuilder:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             else:
                 choice["text"] = text
-            choice["logprobs"] = self._logprobs(entries) if logprobs else None
-            choice |= {"finish_reason": finish, "stop_reason": stop_reason}
+            yield (b"," if index else b"") + msgspec.json.encode(choice)[:-1] + b',"logprobs":'
+            yield from self._logprob_parts(entries) if logprobs else (b"null",)
+            ending = {"finish_reason": finish, "stop_reason": stop_reason}
+            yield b"," + msgspec.json.encode(ending)[1:-1]
             if prompts and not self._chat:
-                choice["prompt_logprobs"] = prompts[index]
-            choices.append(choice)
-        extra = {"prompt_logprobs": prompts[0]} if prompts and self._chat else {}
-        name = "chat.completion" if self._chat else "text_completion"
-        return msgspec.json.encode(
-            self._head(name)
-            | {"choices": choices, "usage": usage.shape(), "x_medha": timing}
-            | extra
-        )
+                yield b',"prompt_logprobs":'
+                yield from prompts[index]
+            yield b"}"
+        fields = {"usage": usage.shape(), "x_medha": timing}
+        yield b"]," + msgspec.json.encode(fields)[1:-1]
+        if prompts and self._chat:
+            yield b',"prompt_logprobs":'
+            yield from prompts[0]
+        yield b"}"
+
+    def _logprob_parts(self, entries: list[TokenLogprob]) -> Iterator[bytes]:
+        """Yield the JSON of many log probabilities and drop them; empty parts are turns of work."""
+        lists: dict[str, list[bytes]] = {}
+        for some in _taken(entries):
+            for field, values in self._logprobs(some).items():
+                if values is not None:
+                    lists.setdefault(field, []).append(msgspec.json.encode(values)[1:-1])
+            yield b""
+        for place, (field, parts) in enumerate(lists.items()):
+            yield b'%b"%b":[' % (b"," if place else b"{", field.encode())
+            yield from _joined(parts)
+            yield b"]"
+        yield b',"refusal":null}' if self._chat else b"}"
 
     def _chunk(self, choices: list[dict[str, Any]], extra: dict[str, Any] | None = None) -> bytes:
         rest = msgspec.json.encode({"choices": choices, **extra} if extra else {"choices": choices})
@@ -530,29 +597,55 @@ def _stop_reason(request: ClientRequest, index: int) -> StopReason:
     return output.stop
 
 
-def _scored(generation: Generation) -> tuple[TokenLogprob, ...]:
-    """Return the log probabilities of the prompt's tokens."""
+def _scored(generation: Generation) -> Iterator[TokenLogprob]:
+    """Yield the log probabilities of the prompt's tokens."""
     tokens = from_bytes(generation.prompt.tokens).tolist()
     return scored(generation.output.vocabulary, tokens, generation.prompt_logprobs)
 
 
-def _prompt_logprobs(generation: Generation, most: int) -> list[object]:
-    """Return vLLM's `prompt_logprobs`: for each token a map of id to log probability and rank."""
+def _taken(entries: list[T]) -> Iterator[list[T]]:
+    """Take a list apart from its beginning; at least one slice.
+
+    To free a million objects at once, after the answer, would stop the loop.
+    """
+    entries.reverse()
+    while True:
+        some = entries[: -SLICE - 1 : -1]
+        del entries[-SLICE:]
+        yield some
+        if not entries:
+            break
+
+
+def _joined(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the elements of a JSON list, given in parts."""
+    for place, part in enumerate(parts):
+        yield b"," + part if place else part
+
+
+def _prompt_logprobs(generation: Generation, most: int) -> Iterator[bytes]:
+    """Yield the JSON of vLLM's `prompt_logprobs`, and drop them.
+
+    Each token has a map of id to log probability and rank.
+    """
     vocabulary = generation.output.vocabulary
 
     def shown(token: int, logprob: float, rank: int | None) -> dict[str, object]:
         text = vocabulary.bytes_of(token).decode("utf-8", errors="replace")
         return {"logprob": logprob, "rank": rank, "decoded_token": text}
 
-    entries: list[object] = [None]
-    tokens = from_bytes(generation.prompt.tokens).tolist()
-    for token, logprob in zip(tokens[1:], generation.prompt_logprobs, strict=True):
+    def entry(token: int, logprob: Logprob) -> bytes:
         ranks = {other: rank for rank, (other, _) in enumerate(logprob.top, 1)}
         kept = {token: logprob.chosen} | dict(logprob.top[:most])
-        entries.append(
+        return msgspec.json.encode(
             {str(other): shown(other, value, ranks.get(other)) for other, value in kept.items()}
         )
-    return entries
+
+    tokens = iter(from_bytes(generation.prompt.tokens)[1:].tolist())
+    yield b"[null"
+    for some in _taken(generation.prompt_logprobs):
+        yield b"".join([b"," + entry(next(tokens), logprob) for logprob in some])
+    yield b"]"
 
 
 def call_id(request_id: str, index: int, number: int) -> str:

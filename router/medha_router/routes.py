@@ -5,6 +5,7 @@ Each route reads a bounded body, decodes it with `protocol` and calls the servic
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -84,12 +85,15 @@ def _serve_generations(
 
         async def begin() -> ClientRequest:
             try:
-                with bodies.held(len(params.raw)):
+                with bodies.held(len(params.raw), client.cache_owner):
                     return await service.begin(request_id, params, slo, client)
             except RequestError as error:
                 raise renamed(error, names) from None
 
-        return ServedGeneration(request_id, params, begin, service.cancel, config.keepalive_s)
+        def held(size_bytes: int) -> contextlib.AbstractContextManager[None]:
+            return bodies.held(size_bytes, client.cache_owner)
+
+        return ServedGeneration(request_id, params, begin, service.cancel, held, config.keepalive_s)
 
     async def generate(request: Request, chat: bool) -> Response:
         kind = "chat" if chat else "completion"
@@ -165,35 +169,35 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     @app.post("/tokenize", openapi_extra=openapi.body_of(protocol.TokenizeBody))
     async def tokenize(request: Request) -> Response:
         params = await bodies.params(request, "tokenize", TokenizeParams)
-        with bodies.held(len(params.raw)):
-            prompt, model = await service.encode(params, _owner(request))
+        client: Client = request.state.client
+        with bodies.held(len(params.raw), client.cache_owner):
+            prompt, model = await service.encode(params, client)
+        tokens: bytes | memoryview
         if prompt.length <= INLINE_TOKENS:
-            tokens: object = from_bytes(prompt.tokens).tolist()
+            tokens = msgspec.json.encode(from_bytes(prompt.tokens).tolist())
         else:
-            tokens = msgspec.Raw(await service.tokens.format_tokens(prompt.tokens, _owner(request)))
-        return _json(
-            {
-                "count": prompt.length,
-                "max_model_len": model.max_context_tokens,
-                "tokens": tokens,
-                "token_strs": None,
-            }
-        )
+            tokens = await service.tokens.format_tokens(prompt.tokens, client.cache_owner)
+        counts = {"count": prompt.length, "max_model_len": model.max_context_tokens}
+        head = msgspec.json.encode(counts)[:-1] + b',"token_strs":null,"tokens":'
+        return JsonResponse((head, tokens, b"}"), bodies)
 
     @app.post(
         f"{messages_answer.PATH}/count_tokens", openapi_extra=openapi.body_of(CountTokensBody)
     )
     async def count_tokens(request: Request) -> Response:
         params = await bodies.params(request, "count_tokens", TokenizeParams)
-        with bodies.held(len(params.raw)):
-            prompt, _ = await service.encode(params, _owner(request))
+        client: Client = request.state.client
+        with bodies.held(len(params.raw), client.cache_owner):
+            prompt, _ = await service.encode(params, client)
         return _json({"input_tokens": prompt.length})
 
     @app.post("/detokenize", openapi_extra=openapi.body_of(protocol.DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         params = await bodies.params(request, "detokenize", protocol.DetokenizeParams)
-        with bodies.held(len(params.raw)):
-            return JsonResponse(await service.detokenize(params.model, params.raw, _owner(request)))
+        client: Client = request.state.client
+        with bodies.held(len(params.raw), client.cache_owner):
+            answer = await service.detokenize(params.model, params.raw, client)
+        return JsonResponse((answer,), bodies)
 
 
 def _serve_server(app: FastAPI, service: Service) -> None:
@@ -243,14 +247,8 @@ def _handle_errors(app: FastAPI) -> None:
         return api_errors.response(api_errors.of_exception(error))
 
 
-def _owner(request: Request) -> str:
-    """Return the owner of cached tokens, among whom the tokenizers are shared fairly."""
-    client: Client = request.state.client
-    return client.cache_owner
-
-
 def _json(value: object) -> Response:
-    return JsonResponse(msgspec.json.encode(value))
+    return JsonResponse((msgspec.json.encode(value),))
 
 
 class RequestIds:

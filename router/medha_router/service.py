@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -26,6 +26,7 @@ from medha_router.auth import Client
 from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ModelRegistry, ModelVersion, ServedModel
 from medha_router.protocol import (
+    CHAT_LOGPROBS,
     MAX_INT64,
     GenerationParams,
     SloOverride,
@@ -41,7 +42,10 @@ from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.wire import Prompt
 
 MAX_STOP_TOKENS = 64
+MAX_OUTPUTS = 64
 MAX_SCORED_TOKENS = 32_768
+MAX_SCORES = MAX_SCORED_TOKENS * (1 + CHAT_LOGPROBS)
+"""Log probabilities of the prompts of a request: about 37 MB of JSON."""
 LEARN_POLL_S = 0.05
 REMEMBERED_SALTS = 4096
 LONG_TOKENS = 65_536
@@ -122,13 +126,16 @@ class Service:
             )
         return named
 
-    async def detokenize(self, name: str, raw: bytes, owner: str) -> memoryview:
+    async def detokenize(self, name: str, raw: bytes, client: Client) -> memoryview:
         """Return the answer of `/detokenize` for JSON token ids; raises RequestError or Refusal."""
+        self._meter.arrive(client.tenant, client.limits, self._clock())
         version = await self._open(*await self._known(name))
-        return await self._hold(self.tokens.detokenize(version.tokenizer_key, raw, owner))
+        text = self.tokens.detokenize(version.tokenizer_key, raw, client.cache_owner)
+        return await self._hold(text)
 
-    async def encode(self, params: TokenizeParams, owner: str) -> tuple[Prompt, ServedModel]:
+    async def encode(self, params: TokenizeParams, client: Client) -> tuple[Prompt, ServedModel]:
         """Encode one prompt for `/tokenize`; raises RequestError or Refusal."""
+        self._meter.arrive(client.tenant, client.limits, self._clock())
         model, adapter = await self._known(params.model)
         version = await self._open(model, adapter)
         if params.tools:
@@ -136,7 +143,7 @@ class Service:
         job = version.encode_job(
             chat=params.chat,
             raw=params.raw,
-            salt=self._salt(params.model or model.name, owner),
+            salt=self._salt(params.model or model.name, client.cache_owner),
             special=params.special,
             generation_prompt=params.opening,
             tools=params.tools,
@@ -212,18 +219,17 @@ class Service:
         self._uncount(client_request)
 
     def _count(self, client_request: ClientRequest) -> None:
-        """Count the prompt towards the limits of its tenant; raises Refusal."""
-        client, work_s = client_request.client, client_request.work_s
-        tokens = client_request.prompt_tokens
-        self._meter.begin(client.tenant, client.limits, tokens, work_s, self._clock())
-        client_request.counted_s = work_s
+        """Count a request towards the limits of its tenant; raises Refusal."""
+        client, cost = client_request.client, client_request.cost
+        self._meter.begin(client.tenant, client.limits, cost, self._clock())
+        client_request.counted = cost
 
     def _uncount(self, client_request: ClientRequest) -> None:
-        client, work_s = client_request.client, client_request.counted_s
-        if work_s is not None:
-            client_request.counted_s = None
+        client, cost = client_request.client, client_request.counted
+        if cost is not None:
+            client_request.counted = None
             tokens = client_request.output_tokens
-            self._meter.end(client.tenant, client.limits, tokens, work_s, self._clock())
+            self._meter.end(client.tenant, client.limits, cost, tokens, self._clock())
 
     async def _known(self, name: str) -> tuple[ServedModel, str]:
         """Return a model and an adapter; a router that has just started waits a moment to learn
@@ -304,7 +310,7 @@ class Service:
         client_request: ClientRequest,
         model: ServedModel,
         version: ModelVersion,
-        prompts: Iterable[Prompt],
+        prompts: Sequence[Prompt],
         slo: SloOverride,
         grammar: str,
     ) -> None:
@@ -315,6 +321,7 @@ class Service:
         settings = self._with_defaults(params, version)
         seed = params.sampling.seed if params.seeded else self._draw_bits(63)
         salt = self._salt(params.model, client_request.client.cache_owner)
+        _check_size(params, prompts)
         for position, prompt in enumerate(prompts):
             if params.sampling.prompt_logprobs is not None:
                 prompt = _scorable(prompt)
@@ -490,6 +497,29 @@ def _output_stream(
         empty=params.max_output_tokens == 0,
         min_tokens=params.sampling.min_tokens,
     )
+
+
+def _check_size(params: GenerationParams, prompts: Sequence[Prompt]) -> None:
+    """Raise RequestError if a request has more outputs, or more to score, than one may have."""
+    outputs = len(prompts) * params.n
+    if outputs > MAX_OUTPUTS:
+        raise RequestError(
+            f"{len(prompts)} prompts with n {params.n} make {outputs} outputs: at most "
+            f"{MAX_OUTPUTS}; send several requests",
+            code="invalid_value",
+            param="prompt",
+        )
+    alternatives = params.sampling.prompt_logprobs
+    if alternatives is None:
+        return
+    scores = sum(prompt.length for prompt in prompts) * params.n * (1 + alternatives)
+    if scores > MAX_SCORES:
+        raise RequestError(
+            f"the prompts have {scores} log probabilities, of all outputs with their "
+            f"alternatives: at most {MAX_SCORES}; send several requests",
+            code="invalid_value",
+            param="prompt",
+        )
 
 
 def _scorable(prompt: Prompt) -> Prompt:

@@ -15,6 +15,7 @@ from medha.fleet.use_meter import (
     REPEAT_S,
     STALE_S,
     UNLIMITED,
+    RequestCost,
     TenantLimits,
     UseMeter,
 )
@@ -67,47 +68,65 @@ def test_a_wait_as_long_as_the_refusal_says_suffices() -> None:
     assert admits(meter, limits, 5.0 + 1.001 * wait_s)
 
 
+def cost(prompt_tokens: int, work_s: float = 0.0, most_tokens: int = 0) -> RequestCost:
+    return RequestCost(prompt_tokens=prompt_tokens, most_tokens=most_tokens, work_s=work_s)
+
+
+def test_an_output_counts_with_its_limit_until_it_ends() -> None:
+    meters, limits = [UseMeter(), UseMeter()], TenantLimits(tokens_per_minute=1000.0)
+    long = cost(100, most_tokens=8000)
+    meters[0].begin("a", limits, long, 0.0)
+    exchange(meters, 0.0)
+    for meter in meters:
+        with pytest.raises(Refusal, match="1000 tokens per minute and has used [78]"):
+            meter.begin("a", limits, cost(1), 1.0)
+    meters[0].end("a", limits, long, 50, 1.0)
+    exchange(meters, 1.0)
+    for meter in meters:
+        meter.begin("a", limits, cost(100), 1.0)
+
+
 def test_tokens_count_by_prompt_and_output_and_a_longer_prompt_has_its_turn() -> None:
     meter, limits = UseMeter(), TenantLimits(tokens_per_minute=1000.0)
-    meter.begin("a", limits, 5000, 1.0, 0.0)
-    meter.end("a", limits, 500, 1.0, 0.0)
+    meter.begin("a", limits, cost(5000, 1.0), 0.0)
+    meter.end("a", limits, cost(1, 1.0), 500, 0.0)
     with pytest.raises(Refusal, match="1000 tokens per minute and has used 5500"):
-        meter.begin("a", limits, 1, 1.0, 0.0)
-    meter.begin("b", limits, 1000, 1.0, 0.0)
+        meter.begin("a", limits, cost(1, 1.0), 0.0)
+    meter.begin("b", limits, cost(1000, 1.0), 0.0)
     later_s = MINUTE_S * math.log(5500 / 500) + 0.01
-    meter.begin("a", limits, 5000, 1.0, later_s)
+    meter.begin("a", limits, cost(5000, 1.0), later_s)
 
 
 def test_work_in_flight_is_limited_and_a_lone_request_always_runs() -> None:
     meters, limits = [UseMeter(), UseMeter()], TenantLimits(concurrent_s=10.0)
-    meters[0].begin("a", limits, 1, 8.0, 0.0)
+    meters[0].begin("a", limits, cost(1, 8.0), 0.0)
     exchange(meters, 0.0)
     for meter in meters:
         with pytest.raises(Refusal, match=r"10 s of prompts in flight and has 8.00 s"):
-            meter.begin("a", limits, 1, 3.0, 0.1)
-    meters[1].begin("a", limits, 1, 2.0, 0.1)
-    meters[0].end("a", limits, 9, 8.0, 1.0)
-    meters[1].end("a", limits, 9, 2.0, 1.0)
+            meter.begin("a", limits, cost(1, 3.0), 0.1)
+    meters[1].begin("a", limits, cost(1, 2.0), 0.1)
+    meters[0].end("a", limits, cost(1, 8.0), 9, 1.0)
+    meters[1].end("a", limits, cost(1, 2.0), 9, 1.0)
     exchange(meters, 1.0)
-    meters[1].begin("a", limits, 1, 99.0, 1.0)
+    meters[1].begin("a", limits, cost(1, 99.0), 1.0)
 
 
 def test_work_in_flight_is_reported_again_and_that_of_a_dead_router_expires() -> None:
     meters, limits = [UseMeter(), UseMeter()], TenantLimits(concurrent_s=10.0)
-    meters[0].begin("a", limits, 1, 9.0, 0.0)
+    meters[0].begin("a", limits, cost(1, 9.0), 0.0)
     now = 0.0
     for _ in range(20):
         exchange(meters, now)
         now += REPEAT_S / 2
     with pytest.raises(Refusal):
-        meters[1].begin("a", limits, 1, 2.0, now)
-    meters[1].begin("a", limits, 1, 2.0, now + STALE_S)
+        meters[1].begin("a", limits, cost(1, 2.0), now)
+    meters[1].begin("a", limits, cost(1, 2.0), now + STALE_S)
 
 
 def test_tenants_without_limits_are_neither_counted_nor_reported() -> None:
     meter = UseMeter()
     meter.arrive("a", UNLIMITED, 0.0)
-    meter.begin("a", TenantLimits(), 10, 1.0, 0.0)
+    meter.begin("a", TenantLimits(), cost(10, 1.0), 0.0)
     assert not meter.report(0.0) and not len(meter)
 
 
@@ -143,8 +162,8 @@ def test_a_hundred_thousand_tenants_cost_as_much_as_ten() -> None:
             began_s = time.thread_time()
             for index in range(200):
                 meter.arrive(f"t{index * 37 % tenants}", limits, 1.0)
-                meter.begin(f"t{index * 37 % tenants}", limits, 10, 1.0, 1.0)
-                meter.end(f"t{index * 37 % tenants}", limits, 10, 1.0, 1.0)
+                meter.begin(f"t{index * 37 % tenants}", limits, cost(10, 1.0), 1.0)
+                meter.end(f"t{index * 37 % tenants}", limits, cost(10, 1.0), 10, 1.0)
             meter.report(1.0)
             best_s = min(best_s, (time.thread_time() - began_s) / 200)
         return best_s
@@ -171,11 +190,11 @@ def test_no_schedule_of_requests_exceeds_its_tokens(arrivals: list[tuple[int, fl
     for router, pause_s, tokens in arrivals:
         now += pause_s
         try:
-            meters[router].begin("a", limits, tokens, 0.0, now)
+            meters[router].begin("a", limits, cost(tokens, 0.0), now)
         except Refusal:
             continue
         admitted.append((now, tokens))
-        meters[router].end("a", limits, 0, 0.0, now)
+        meters[router].end("a", limits, cost(1, 0.0), 0, now)
         exchange(meters, now)
     for start, _ in admitted:
         within = sum(tokens for at, tokens in admitted if start <= at < start + MINUTE_S)

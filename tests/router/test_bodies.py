@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,14 +11,16 @@ import pytest
 from starlette.requests import Request
 
 from medha.errors import MedhaError, Refusal, RequestError
-from medha_router.bodies import MAX_BODIES_AT_ONCE, BodyReader
+from medha_router.auth import Client
+from medha_router.bodies import MAX_BODIES_AT_ONCE, SENT_BYTES, BodyReader, JsonResponse
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
-def request(receive: Receive) -> Request:
+def request(receive: Receive, owner: str = "") -> Request:
+    client = Client(cache_owner=owner)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    return Request(scope, receive)
+    return Request(scope | {"state": {"client": client}}, receive)
 
 
 def test_a_body_that_does_not_arrive_in_time_is_a_408() -> None:
@@ -51,8 +54,8 @@ def test_the_memory_of_all_bodies_is_bounded_and_released() -> None:
 
         patient_sent: dict[object, int] = {}
         reads = [
-            asyncio.create_task(bodies.read(request(patient)))
-            for _ in range(MAX_BODIES_AT_ONCE + 1)
+            asyncio.create_task(bodies.read(request(patient, f"tenant:{number}")))
+            for number in range(MAX_BODIES_AT_ONCE + 1)
         ]
         await asyncio.sleep(0.02)
         half_read.set()
@@ -64,3 +67,49 @@ def test_the_memory_of_all_bodies_is_bounded_and_released() -> None:
     assert [type(outcome) for outcome in refused] == [Refusal]
     assert len(outcomes) - len(refused) == MAX_BODIES_AT_ONCE
     assert after == [b""]
+
+
+def test_one_tenant_cannot_hold_the_memory_of_all() -> None:
+    async def whole() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"x" * 90, "more_body": False}
+
+    async def reads(bodies: BodyReader, owner: str) -> bool:
+        try:
+            return b"".join(await bodies.read(request(whole, owner))) == b"x" * 90
+        except Refusal:
+            return False
+
+    async def scene() -> None:
+        bodies = BodyReader(100)
+        with contextlib.ExitStack() as held:
+            for _ in range(20):
+                if not await reads(bodies, "hog"):
+                    break
+                held.enter_context(bodies.held(100, "hog"))
+            assert not await reads(bodies, "hog")
+            for _ in range(2):
+                assert await reads(bodies, "other")
+                held.enter_context(bodies.held(90, "other"))
+            assert not await reads(bodies, "other") and await reads(bodies, "third")
+        assert await reads(bodies, "hog")
+
+    asyncio.run(scene())
+
+
+def test_a_large_answer_counts_until_the_client_has_taken_it() -> None:
+    async def scene() -> tuple[list[int], bytes]:
+        bodies, held, sent = BodyReader(1 << 20), [], []
+
+        async def send(message: Any) -> None:
+            held.append(bodies.held_bytes)
+            sent.append(message.get("body", b""))
+
+        scope = request(send).scope  # type: ignore[arg-type]
+        parts = (b"[", memoryview(b"7" * (3 * SENT_BYTES)), b"]")
+        await JsonResponse(parts, bodies)(scope, send, send)  # type: ignore[arg-type]
+        assert all(len(part) <= SENT_BYTES for part in sent)
+        return [*held, bodies.held_bytes], b"".join(sent)
+
+    held, body = asyncio.run(scene())
+    assert held == [0, *[3 * SENT_BYTES + 2] * (len(held) - 2), 0] and len(held) > 5
+    assert body == b"[" + b"7" * (3 * SENT_BYTES) + b"]"

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
+from medha.messages import Logprob
+from medha_router.responses import (
+    SLICE,
+    TURN_S,
+    ResponseBuilder,
+    Timing,
+    TokenUsage,
+    _in_turns,
+    _turns,
+)
 from medha_router.service import MAX_SCORED_TOKENS
+from medha_router.tokenization.detokenizer import Delta, TokenLogprob, Vocabulary
+
+TIMING = Timing(
+    request_id="1", slo_class="c", promise_ttft_ms=None, predicted_ttft_ms=None, ttft_ms=None
+)
 
 
 def merged(chunks: Any) -> tuple[str, dict[str, list[Any]], str]:
@@ -46,14 +65,17 @@ def test_echo_with_logprobs_covers_prompt_and_output(served: Any, prompt: Any) -
     assert "".join(printed) == choice.text
 
 
-@pytest.mark.parametrize("limit", [0, 1, 3])
-def test_a_stream_with_echo_and_logprobs_is_the_whole_answer(served: Any, limit: int) -> None:
-    request = {"model": "tiny", "prompt": "say abc", "echo": True, "logprobs": 2}
+@pytest.mark.parametrize(("limit", "letters"), [(0, 3), (1, 3), (3, 3), (0, 700), (300, 700)])
+def test_a_stream_with_echo_and_logprobs_is_the_whole_answer(
+    served: Any, limit: int, letters: int
+) -> None:
+    prompt = "say " + ("abc" * letters)[:letters]
+    request = {"model": "tiny", "prompt": prompt, "echo": True, "logprobs": 2}
     create = served.client.completions.create
     whole = create(**request, max_tokens=limit).choices[0]
     text, logprobs, finish = merged(create(**request, max_tokens=limit, stream=True))
     assert (text, finish) == (whole.text, whole.finish_reason)
-    assert logprobs == whole.logprobs.to_dict()
+    assert logprobs == whole.logprobs.to_dict() and len(logprobs["tokens"]) >= 4 + letters
 
 
 def test_no_output_is_asked_for_by_zero_tokens(served: Any, eventually: Any) -> None:
@@ -114,6 +136,89 @@ def test_prompt_logprobs_have_the_form_of_vllm(served: Any) -> None:
     answer = served.http.post("/v1/chat/completions", json={**chat, "prompt_logprobs": 0}).json()
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_long_answers_have_every_log_probability(served: Any, chat: bool) -> None:
+    text = "say " + "abcdefgh" * 60
+    if chat:
+        body = {"messages": [{"role": "user", "content": text}], "logprobs": True}
+        body |= {"top_logprobs": 3, "max_tokens": 400, "n": 2, "prompt_logprobs": 2}
+        answer = served.http.post("/v1/chat/completions", json=body).json()
+        assert [len(one["logprobs"]["content"]) for one in answer["choices"]] == [400, 400]
+        assert answer["choices"][0]["logprobs"]["refusal"] is None
+        scores = answer["prompt_logprobs"]
+    else:
+        body = {"prompt": text, "logprobs": 3, "echo": True, "max_tokens": 400}
+        answer = served.http.post("/v1/completions", json=body | {"prompt_logprobs": 2}).json()
+        logprobs = answer["choices"][0]["logprobs"]
+        assert {len(values) for values in logprobs.values()} == {len(text) + 400}
+        assert "".join(logprobs["tokens"]) == answer["choices"][0]["text"]
+        scores = answer["choices"][0]["prompt_logprobs"]
+    assert len(scores) == answer["usage"]["prompt_tokens"] > 480 and None not in scores[1:]
+
+
+def test_no_part_of_an_answer_takes_long_to_encode(byte_level_json: bytes) -> None:
+    """Others are served between two parts, of which none has over 64 log probabilities."""
+    vocabulary = Vocabulary(byte_level_json)
+    top = tuple((token, -1.0) for token in range(20))
+    entries = [TokenLogprob(7, at, Logprob(-1.0, top), vocabulary) for at in range(5000)]
+    for chat in (False, True):
+        builder = ResponseBuilder(chat=chat, id="1", model="m", created=0)
+        outputs = [("text", list(entries), "stop", None) for _ in range(2)]
+        parts = list(builder.whole(outputs, TokenUsage(1, 2), TIMING, logprobs=True))
+        assert len(json.loads(b"".join(parts))["choices"]) == 2
+        assert max(map(len, parts)) < SLICE * 2500 and len(parts) > 2 * 5000 / SLICE
+    turns = list(_turns([(0, Delta("t", tuple(entries), "stop")), (1, Delta("u"))]))
+    assert all(sum(1 + len(delta.logprobs) for _, delta in turn) <= 2 * SLICE for turn in turns)
+    deltas = [delta for turn in turns for index, delta in turn if index == 0]
+    assert [entry for delta in deltas for entry in delta.logprobs] == entries
+    assert "".join(delta.text for delta in deltas) == "t"
+    assert [delta.finish for delta in deltas if delta.finish] == [deltas[-1].finish] == ["stop"]
+
+
+def test_others_are_served_while_an_answer_is_made() -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def parts() -> Iterator[int]:
+        for part in range(10):
+            until_s = time.perf_counter() + 2 * TURN_S
+            while time.perf_counter() < until_s:
+                pass
+            yield part
+
+    async def scene() -> list[int]:
+        task = asyncio.create_task(others())
+        made = await _in_turns(parts())
+        task.cancel()
+        return made
+
+    assert asyncio.run(scene()) == list(range(10)) and turns >= 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": ["a"] * 33, "n": 2}, "33 prompts with n 2 make 66 outputs: at most 64"),
+        ({"prompt": ["x" * 1800] * 20, "prompt_logprobs": 20}, "log probabilities, of all outputs"),
+        ({"prompt": "x" * 1800, "n": 8, "echo": True, "logprobs": 5}, ""),
+    ],
+)
+def test_the_outputs_and_scores_of_a_request_are_bounded(
+    served: Any, fields: dict[str, Any], message: str
+) -> None:
+    response = served.http.post("/v1/completions", json={"max_tokens": 1, **fields})
+    if not message:
+        assert response.status_code == 200
+        return
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "prompt") and message in error["message"]
 
 
 def test_prompt_logprobs_are_refused_in_a_stream(served: Any) -> None:

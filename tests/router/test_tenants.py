@@ -193,17 +193,33 @@ def test_limits_hold_over_all_routers(
     assert complete(second, "b-key").status_code == 200
 
 
+def test_requests_for_tokens_count_too(running_with: Routers, keys_of: Callable[..., str]) -> None:
+    running = running_with(api_keys=keys_of(line("alice", "a-key", "requests_per_minute=2")))
+    running.open()
+    hi = [{"role": "user", "content": "hi"}]
+    bodies = {
+        "/tokenize": {"prompt": "hi"},
+        "/v1/messages/count_tokens": {"messages": hi},
+        "/detokenize": {"tokens": [65]},
+    }
+    statuses = [
+        running.http.post(path, json=body, headers=bearer("a-key")).status_code
+        for path, body in bodies.items()
+    ]
+    assert statuses == [200, 200, 429]
+
+
 def test_tokens_and_work_are_counted_until_a_request_ends(
     running_with: Routers, keys_of: Callable[..., str], eventually: Eventually
 ) -> None:
     running = running_with(
         api_keys=keys_of(
             line("alice", "a-key", "concurrent_s=0.000001"),
-            line("bob", "b-key", "tokens_per_minute=15"),
+            line("bob", "b-key", "tokens_per_minute=12"),
         )
     )
     controller = running.open()
-    assert complete(running, "b-key").status_code == 200  # 7 tokens and 4
+    assert complete(running, "b-key").status_code == 200  # 7 tokens and at most 4
     assert "tokens per minute" in complete(running, "b-key").json()["error"]["message"]
     controller.burst = 1
     with running.http.stream("POST", "/v1/completions", json=LONG, headers=bearer("a-key")):

@@ -5,7 +5,8 @@ minute counts as r. A cost c is within a limit L if
 
     count + c <= L    or    count <= L / 2
 
-so that a request of any size has its turn. Each router counts its own requests and reports the
+so that a request of any size has its turn. Until a request ends, its output counts with as many
+tokens as it may have. Each router counts its own requests and reports the
 counts of tenants that changed; controllers pass the reports on to the other routers.
 """
 
@@ -43,14 +44,25 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 UNLIMITED = TenantLimits()
 
 
-class _Counts:
-    """Counts of a tenant by one router. `requests` and `tokens` are as of `since_s`."""
+class RequestCost(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Cost of a request: tokens of prompts, most tokens of outputs, predicted prefill seconds."""
 
-    __slots__ = ("concurrent_s", "live", "requests", "since_s", "tokens")
+    prompt_tokens: int
+    most_tokens: int
+    work_s: float
+
+
+class _Counts:
+    """Counts of a tenant by one router. `requests` and `tokens` are as of `since_s`.
+
+    `coming`: most tokens of outputs that have not ended.
+    """
+
+    __slots__ = ("coming", "concurrent_s", "live", "requests", "since_s", "tokens")
 
     def __init__(self, since_s: float) -> None:
         self.requests = self.tokens = self.concurrent_s = 0.0
-        self.live = 0
+        self.live = self.coming = 0
         self.since_s = since_s
 
     def fade(self, now: float) -> None:
@@ -89,14 +101,13 @@ class UseMeter:
         _check(tenant, "requests per minute", used, 1.0, limits.requests_per_minute)
         self._change(tenant, now).requests += 1.0
 
-    def begin(
-        self, tenant: str, limits: TenantLimits, tokens: int, work_s: float, now: float
-    ) -> None:
-        """Count the prompt of a request; raises Refusal if it is beyond a limit."""
+    def begin(self, tenant: str, limits: TenantLimits, cost: RequestCost, now: float) -> None:
+        """Count a request; raises Refusal if it is beyond a limit."""
         if limits == UNLIMITED:
             return
         counts = self._all(tenant)
-        used = sum(count.tokens * count.kept(now) for count in counts)
+        used = sum(count.tokens * count.kept(now) + count.coming for count in counts)
+        tokens, work_s = cost.prompt_tokens + cost.most_tokens, cost.work_s
         _check(tenant, "tokens per minute", used, tokens, limits.tokens_per_minute)
         in_flight_s = sum(
             count.concurrent_s for count in counts if count.live or now - count.since_s < STALE_S
@@ -110,21 +121,23 @@ class UseMeter:
                 retry_after_s=min(over_s, LONGEST_RETRY_S),
             )
         own = self._change(tenant, now)
-        own.tokens += tokens
+        own.tokens += cost.prompt_tokens
+        own.coming += cost.most_tokens
         own.concurrent_s += work_s
         own.live += 1
         self._in_flight.setdefault(tenant, now)
 
     def end(
-        self, tenant: str, limits: TenantLimits, output_tokens: int, work_s: float, now: float
+        self, tenant: str, limits: TenantLimits, cost: RequestCost, output_tokens: int, now: float
     ) -> None:
-        """Count the output of a request that began, and its work no longer."""
+        """Count the output of a request that began with this cost, and its work no longer."""
         if limits == UNLIMITED:
             return
         own = self._change(tenant, now)
         own.tokens += output_tokens
+        own.coming -= cost.most_tokens
         own.live -= 1
-        own.concurrent_s = own.concurrent_s - work_s if own.live else 0.0
+        own.concurrent_s = own.concurrent_s - cost.work_s if own.live else 0.0
         if not own.live:
             self._in_flight.pop(tenant, None)
 
@@ -145,7 +158,8 @@ class UseMeter:
             del self._changed[tenant]
             own = self._own[tenant]
             own.fade(now)
-            counts.append(TenantCount(tenant, own.requests, own.tokens, own.concurrent_s))
+            tokens = own.tokens + own.coming
+            counts.append(TenantCount(tenant, own.requests, tokens, own.concurrent_s))
         return tuple(counts)
 
     def receive(self, router: str, counts: Iterable[TenantCount], now: float) -> None:

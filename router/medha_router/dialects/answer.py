@@ -9,7 +9,7 @@ import msgspec
 
 from medha_router.api_errors import ApiError
 from medha_router.generation import ClientRequest
-from medha_router.responses import GenerationResponse, ServedGeneration
+from medha_router.responses import Deltas, GenerationResponse, ServedGeneration
 from medha_router.tokenization.detokenizer import Delta
 
 
@@ -47,21 +47,19 @@ class AnswerResponse(GenerationResponse):
         self._make_answer = make_answer
         self._answer: AnswerWriter | None = None
 
-    async def _whole(self, request: ClientRequest) -> bytes:
+    async def _whole(self, request: ClientRequest) -> Sequence[bytes]:
         answer, finish = self._make_answer(request), None
         while finish is None:
             for _, delta in await request.next(self._keepalive_s):
                 answer.push(delta)
                 finish = delta.finish
-        return answer.whole()
+        return (answer.whole(),)
 
     def _opening(self, request: ClientRequest) -> bytes:
         self._answer = self._make_answer(request)
         return self._answer.opening()
 
-    def _events(
-        self, request: ClientRequest, deltas: Sequence[tuple[int, Delta]]
-    ) -> tuple[bytes, bool]:
+    def _events(self, request: ClientRequest, deltas: Deltas) -> tuple[bytes, bool]:
         answer = self._answer
         assert answer is not None
         block = [answer.push(delta) for _, delta in deltas]

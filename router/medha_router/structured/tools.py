@@ -172,7 +172,7 @@ def _resource(schema: dict[str, Any], base: str) -> dict[str, Any]:
 
 def _check_ids(schema: dict[str, Any]) -> None:
     """Raise RequestError if two schemas inside a schema have one absolute `$id`."""
-    named: dict[str, bytes] = {}
+    named: dict[str, dict[str, Any]] = {}
     pending: list[Any] = [schema]
     while pending:
         inner = pending.pop()
@@ -181,8 +181,8 @@ def _check_ids(schema: dict[str, Any]) -> None:
         elif isinstance(inner, dict):
             name = inner.get("$id")
             if isinstance(name, str) and ":" in name:
-                text = msgspec.json.encode(inner)
-                if named.setdefault(name, text) != text:
+                first = named.setdefault(name, inner)
+                if first is not inner and msgspec.json.encode(first) != msgspec.json.encode(inner):
                     raise _invalid(
                         "tools", f"has two schemas with the $id {name[:64]!r}: ids must differ"
                     )

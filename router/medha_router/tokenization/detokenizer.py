@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -199,17 +199,15 @@ def text_of(vocabulary: Vocabulary, tokens: Iterable[int], *, continues: bool = 
 
 def scored(
     vocabulary: Vocabulary, tokens: Sequence[int], logprobs: Sequence[Logprob]
-) -> tuple[TokenLogprob, ...]:
-    """Return the log probabilities of a prompt's tokens with their places in its text.
+) -> Iterator[TokenLogprob]:
+    """Yield the log probabilities of a prompt's tokens with their places in its text.
 
     The first token has none.
     """
     detokenizer, chars = Detokenizer(vocabulary, continues=False), 0
-    entries = []
     for token, logprob in zip(tokens, (None, *logprobs), strict=True):
-        entries.append(TokenLogprob(token, chars, logprob, vocabulary))
+        yield TokenLogprob(token, chars, logprob, vocabulary)
         chars += len(detokenizer.push(token))
-    return tuple(entries)
 
 
 class StopMatcher:
