@@ -2,7 +2,8 @@
 
 A request that cannot be parsed, or that exceeds `HttpLimits`, never reaches the application and is
 answered here: 431 if the headers are too long, else 400. The head of a response leaves with the
-first part of its body, in one write.
+first part of its body, in one write. A long read is parsed in slices, so that no turn of the event
+loop takes long, and only while few requests of the connection wait.
 
 The application finds `Disconnects` and `Exchange.whole_body` in the scope's extensions, and may set
 headers that every response has, by name, as `response_headers` of the scope's state.
@@ -11,6 +12,8 @@ headers that every response has, by name, as `response_headers` of the scope's s
 from __future__ import annotations
 
 import asyncio
+import collections
+import time
 import urllib.parse
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +21,7 @@ from typing import Any
 import httptools
 import msgspec
 from starlette.types import Message
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -30,6 +33,11 @@ from medha_router import api_errors
 DISCONNECTS = "medha.disconnects"
 WHOLE_BODY = "medha.whole_body"
 RESPONSE_HEADERS = "response_headers"
+SLICE_BYTES = 4 << 10
+TURN_S = 0.001
+"""Time of one turn of the event loop after which no further slice is parsed."""
+WAITING_REQUESTS = 16
+"""If more requests of a connection wait, no further slice is parsed."""
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,9 +86,29 @@ class Disconnects:
             callback()
 
 
+class Flow(FlowControl):
+    """Flow control that reads only if nothing that was read is still unparsed."""
+
+    def __init__(self, transport: asyncio.Transport, unparsed: collections.deque[bytes]) -> None:
+        super().__init__(transport)
+        self._unparsed = unparsed
+        self.written_bytes = 0
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            if not self._unparsed:
+                self._transport.resume_reading()
+
+    def write(self, data: bytes) -> None:
+        self.written_bytes += len(data)
+        self._transport.write(data)
+
+
 class Exchange(RequestResponseCycle):
     """uvicorn's cycle of one request and its response, with fewer writes."""
 
+    flow: Flow
     _head = b""
 
     async def run_asgi(self, app: Any) -> None:
@@ -161,7 +189,7 @@ class Exchange(RequestResponseCycle):
                     raise RuntimeError("the body does not have the length of its header")
             data = head + body
         if data:
-            self.transport.write(data)
+            self.flow.write(data)
         if not more:
             self.response_complete = True
             self.message_event.set()
@@ -173,6 +201,8 @@ class Exchange(RequestResponseCycle):
 class HttpProtocol(HttpToolsProtocol):
     """Connection of a client."""
 
+    flow: Flow
+
     def __init__(self, *args: Any, limits: HttpLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
@@ -183,23 +213,58 @@ class HttpProtocol(HttpToolsProtocol):
         self._barren_bytes = 0  # of a body since its last content; negative: content came just now
         self._head_bytes = self._line_bytes = 0
         self._refusal: InvalidHttp | None = None
+        self._unparsed: collections.deque[bytes] = collections.deque()
+        self._next_turn: asyncio.Handle | None = None
 
     # --- connection -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow = Flow(self.transport, self._unparsed)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._head_due, self._stalled):
-            if timer is not None:
-                timer.cancel()
+        self._unparsed.clear()
+        for handle in (self._head_due, self._stalled, self._next_turn):
+            if handle is not None:
+                handle.cancel()
         super().connection_lost(exc)
         self._disconnects.end()
 
     def data_received(self, data: bytes) -> None:
         if self._broken:
             return
+        if len(data) <= SLICE_BYTES and not self._unparsed and self._has_room:
+            self._parse(data)
+            return
+        for start in range(0, len(data), SLICE_BYTES):
+            self._unparsed.append(data[start : start + SLICE_BYTES])
+        if self._next_turn is None:
+            self._parse_slices()
+
+    def _parse_slices(self) -> None:
+        """Parse what this turn of the event loop has time for. Pause reading if slices are left."""
+        self._next_turn = None
+        if self.transport.is_closing():
+            self._unparsed.clear()
+        until_s = time.perf_counter() + TURN_S
+        while self._unparsed and self._has_room and time.perf_counter() < until_s:
+            self._parse(self._unparsed.popleft())
+        if self._unparsed:
+            self.transport.pause_reading()
+            self._parse_later()
+        elif not (self.flow.read_paused or self.transport.is_closing()):
+            self.transport.resume_reading()
+
+    def _parse_later(self) -> None:
+        if self._has_room and self._next_turn is None:
+            self._next_turn = self.loop.call_soon(self._parse_slices)
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self.pipeline) <= WAITING_REQUESTS
+
+    def _parse(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
@@ -207,12 +272,15 @@ class HttpProtocol(HttpToolsProtocol):
             if self._in_head:
                 line = data.rfind(b"\n") + 1  # the parser reports whole headers only
                 self._line_bytes = len(data) - line + (0 if line else self._line_bytes)
-                if self._head_bytes + self._line_bytes > self._limits.header_bytes:
+                header_bytes = self._head_bytes - len(self.url)  # the line may hold the URL
+                if header_bytes + self._line_bytes > self._limits.header_bytes:
                     raise self._refused(_too_long(self._limits))
         except (httptools.HttpParserError, InvalidHttp):
             self.send_400_response("")
             return
-        self._stray = not self._in_head and self._exchange_is_over
+        cycle = self._exchange
+        is_over = cycle is not None and cycle.response_complete and not cycle.more_body
+        self._stray = is_over and not self._in_head
         if self._in_head or self._stray or self._head_due is not None:
             self._watch()
 
@@ -227,22 +295,34 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         """Parse data. A request to change the protocol is served in this one (RFC 9110, 7.8)."""
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = data[upgrade.args[0] :]
             if self.parser.get_method() == b"CONNECT":
-                raise _invalid() from None
+                raise _invalid()
             head = [self.parser.get_method(), b" ", self.url, b" HTTP/1.1\r\n"]
             for name, value in self.headers:
                 if name != b"upgrade":
                     head += [name, b": ", value, b"\r\n"]
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-            self._feed(b"".join([*head, b"\r\n", data[upgrade.args[0] :]]))
+            data = b"".join([*head, b"\r\n", rest])
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self.loop.call_later(self._limits.stall_s, self.transport.abort)
+        self._watch_writing()
+
+    def _watch_writing(self, earlier_bytes: int | None = None) -> None:
+        """Disconnect a client that took no more than `earlier_bytes` by now; else check later."""
+        taken_bytes = self.flow.written_bytes - self.transport.get_write_buffer_size()
+        if earlier_bytes is None or taken_bytes > earlier_bytes:
+            check = self._watch_writing
+            self._stalled = self.loop.call_later(self._limits.stall_s, check, taken_bytes)
+        else:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         if self._stalled is not None:
@@ -259,12 +339,15 @@ class HttpProtocol(HttpToolsProtocol):
                 self._head_due.cancel()
                 self._head_due = None
         elif self._head_due is None:
-            self._head_due = self.loop.call_later(self._limits.head_s, self.transport.close)
+            self._head_due = self.loop.call_later(self._limits.head_s, self._end_late)
 
-    @property
-    def _exchange_is_over(self) -> bool:
-        cycle = self._exchange
-        return cycle is not None and cycle.response_complete and not cycle.more_body
+    def _end_late(self) -> None:
+        """Close the connection, unless the client waits for this side to read."""
+        self._head_due = None
+        if self._unparsed or self.flow.read_paused:
+            self._watch()
+        else:
+            self.transport.close()
 
     @property
     def _exchange(self) -> Exchange | None:
@@ -355,6 +438,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._unparsed:
+            self._parse_later()
         if self.cycle.more_body:
             self._watch()
 
@@ -368,6 +453,7 @@ class HttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer an unparsable request, and close the connection."""
         self._broken = True
+        self._unparsed.clear()
         cycle = self._exchange
         if cycle is not None and not (cycle.response_complete or cycle.more_body):
             cycle.keep_alive = False  # the connection ends with the last response that is owed
@@ -375,7 +461,7 @@ class HttpProtocol(HttpToolsProtocol):
         if cycle is None or cycle.response_complete or not cycle.response_started:
             error = (self._refusal or _invalid()).error
             body = error.body()
-            self.transport.write(
+            self.flow.write(
                 b"%bcontent-type: application/json\r\ncontent-length: %d\r\n"
                 b"connection: close\r\n\r\n%b" % (STATUS_LINE[error.status], len(body), body)
             )

@@ -288,7 +288,7 @@ class OpenAiResponse(GenerationResponse):
 
 
 def _turns(deltas: Deltas) -> Iterator[Deltas]:
-    """Yield deltas in groups, each of which takes about a millisecond to encode; at least one."""
+    """Yield deltas in groups that take about a millisecond to encode; at least one group."""
     group: list[tuple[int, Delta]] = []
     size = 0
     for index, delta in deltas:
@@ -308,13 +308,13 @@ def _turns(deltas: Deltas) -> Iterator[Deltas]:
 
 async def _in_turns(parts: Iterable[T]) -> list[T]:
     """Make the parts, with turns of the event loop for others in between."""
-    made, turn_s = list[T](), time.perf_counter() + TURN_S
+    results, turn_s = list[T](), time.perf_counter() + TURN_S
     for part in parts:
-        made.append(part)
+        results.append(part)
         if time.perf_counter() > turn_s:
             await asyncio.sleep(0)
             turn_s = time.perf_counter() + TURN_S
-    return made
+    return results
 
 
 async def _send_part(send: Send, body: bytes) -> None:

@@ -78,7 +78,7 @@ def test_an_output_counts_with_its_limit_until_it_ends() -> None:
     meters[0].begin("a", limits, long, 0.0)
     exchange(meters, 0.0)
     for meter in meters:
-        with pytest.raises(Refusal, match="1000 tokens per minute and has used [78]"):
+        with pytest.raises(Refusal, match=r"1000 tokens per minute and has used [78]"):
             meter.begin("a", limits, cost(1), 1.0)
     meters[0].end("a", limits, long, 50, 1.0)
     exchange(meters, 1.0)

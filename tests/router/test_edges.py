@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from starlette.types import Receive, Scope, Send
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.router.conftest import PATIENT_S
+from uvicorn.server import ServerState
 
 from medha.config import RouterConfig, RouterModel, render
-from medha_router.http_protocol import HttpLimits
+from medha_router.http_protocol import HttpLimits, HttpProtocol
 from medha_router.server import server_of
 
 Running = Any
@@ -126,6 +128,18 @@ def test_heads_within_the_limits_are_served_on_one_connection(served: Running) -
         assert rest(link).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.parametrize("segment", [500, 30_000, 1 << 20])
+def test_a_url_within_the_limits_is_served_in_any_segmentation(
+    served: Running, segment: int
+) -> None:
+    head = b"GET /" + b"x" * 60_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n"
+    with connect(served) as link:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(head), segment):
+            link.sendall(head[start : start + segment])
+        assert link.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
+
+
 def test_trailers_are_limited(served: Running) -> None:
     with connect(served) as link:
         link.sendall(
@@ -142,17 +156,17 @@ def test_trailers_are_limited(served: Running) -> None:
 # --- slow clients ---------------------------------------------------------------------------------
 
 
+async def empty_answers(scope: Scope, receive: Receive, send: Send) -> None:
+    headers = [(b"content-length", b"0")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
 @contextlib.contextmanager
 def hasty_server() -> Iterator[tuple[str, int]]:
     """Serve an application that ignores bodies, with short time limits."""
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-length", b"0")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
     listening = socket.create_server(("127.0.0.1", 0))
-    server = server_of(app, lambda: None, lambda: True, drain_s=1.0, limits=LIMITS)
+    server = server_of(empty_answers, lambda: None, lambda: True, drain_s=1.0, limits=LIMITS)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
     thread.start()
     try:
@@ -231,6 +245,195 @@ def test_a_client_that_does_not_read_is_given_up_and_its_work_aborted(
     eventually(lambda: sorted(controller.aborted) == sorted(sent.id for sent in controller.seen))
     assert not controller.running
     link.close()
+
+
+# --- turns of the event loop ----------------------------------------------------------------------
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock moves only if the test advances it."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    def turn(self, after_s: float = 0.0) -> None:
+        """Advance the clock, and run what is due then and what that makes ready."""
+        self.now_s += after_s
+        for _ in range(5):
+            self.run_until_complete(asyncio.sleep(0))
+
+
+class Transport(asyncio.Transport):
+    """A transport without a socket: `unsent_bytes` of `written` are still in its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.unsent_bytes = 0
+        self._reading, self._closing = True, False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent_bytes
+
+    def pause_reading(self) -> None:
+        self._reading = False
+
+    def resume_reading(self) -> None:
+        self._reading = True
+
+    def is_reading(self) -> bool:
+        return self._reading
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def close(self) -> None:
+        self._closing = True
+
+    abort = close
+
+
+class GatedApp:
+    """An application that answers with the path once its gate is open. `paths`: of all requests."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.paths: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.paths.append(scope["path"])
+        await self.gate.wait()
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": scope["path"].encode()})
+
+
+@contextlib.contextmanager
+def connection(app: ASGIApp) -> Iterator[tuple[VirtualLoop, Transport, HttpProtocol]]:
+    """Connect a client in virtual time."""
+    config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None)
+    config.load()
+    with contextlib.closing(VirtualLoop()) as loop:
+        protocol = HttpProtocol(config, ServerState(), {}, loop, limits=LIMITS)
+        protocol.connection_made(transport := Transport())
+        yield loop, transport, protocol
+
+
+def numbered(count: int, first: int = 0) -> bytes:
+    return b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % (first + i) for i in range(count))
+
+
+def test_any_number_of_pipelined_offers_of_another_protocol_is_served() -> None:
+    offer = GET + b"connection: upgrade\r\nupgrade: x\r\n\r\n"
+    with hasty_server() as address, socket.create_connection(address, timeout=PATIENT_S) as link:
+        link.sendall(offer * 1500 + GET + b"connection: close\r\n\r\n")
+        assert rest(link).count(b"HTTP/1.1 200 ") == 1501
+
+
+def test_a_long_pipeline_is_parsed_while_its_requests_are_answered_in_order() -> None:
+    app, count = GatedApp(), 5000
+    with connection(app) as (loop, transport, protocol):
+        protocol.data_received(numbered(count // 2))
+        protocol.data_received(numbered(count // 2, count // 2))
+        loop.turn()
+        assert app.paths == ["/0"] and not transport.is_reading()
+        app.gate.set()
+        longest = 0
+        while len(app.paths) < count or not transport.is_reading():
+            longest = max(longest, len(protocol.pipeline))
+            loop.turn()
+        assert app.paths == [f"/{number}" for number in range(count)]
+        assert transport.written.count(b"HTTP/1.1 200 ") == count
+        assert longest < 200 and not transport.is_closing()
+
+
+def test_a_long_read_of_short_chunks_is_parsed_in_several_turns() -> None:
+    bodies = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        bodies.append(body)
+        await empty_answers(scope, receive, send)
+
+    content = b"0123456789" * 4000
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
+    with connection(app) as (loop, transport, protocol):
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        protocol.data_received(head + chunks + b"0\r\n\r\n")
+        assert len(protocol.cycle.body) < len(content) and not transport.is_reading()
+        while not bodies:
+            loop.turn()
+        assert bodies == [content] and transport.is_reading()
+
+
+def test_nothing_more_is_parsed_after_a_disconnect() -> None:
+    app = GatedApp()
+    with connection(app) as (loop, transport, protocol):
+        protocol.data_received(numbered(1000))
+        loop.turn()
+        transport.close()
+        protocol.connection_lost(None)
+        app.gate.set()
+        loop.turn()
+        assert app.paths == ["/0"] and len(protocol.pipeline) < 200
+
+
+def test_garbage_after_a_long_pipeline_ends_it_once_its_requests_are_answered() -> None:
+    app = GatedApp()
+    app.gate.set()
+    with connection(app) as (loop, transport, protocol):
+        protocol.data_received(numbered(1000) + b"\x00garbage\r\n\r\n" + numbered(1000))
+        while not transport.is_closing():
+            loop.turn()
+        assert len(app.paths) == 1000 and transport.written.count(b"HTTP/1.1 200 ") == 1000
+        assert b"HTTP/1.1 400 " not in transport.written
+
+
+@pytest.mark.parametrize("count", [2, 1000])
+def test_a_head_that_the_server_does_not_read_is_not_late(count: int) -> None:
+    app = GatedApp()
+    with connection(app) as (loop, transport, protocol):
+        protocol.data_received(numbered(count) + GET)
+        if count == 1000:  # some are unparsed
+            protocol.flow.resume_reading()  # as an application does that takes a body
+        for _ in range(3):
+            loop.turn(after_s=LIMITS.head_s)
+        assert app.paths == ["/0"] and not (transport.is_reading() or transport.is_closing())
+        app.gate.set()
+        while not transport.is_reading() or len(app.paths) < count:
+            loop.turn()
+        assert not transport.is_closing()
+        for _ in range(2):
+            loop.turn(after_s=LIMITS.head_s)
+        assert transport.is_closing()
+
+
+def test_a_client_that_reads_slowly_is_disconnected_only_once_it_reads_nothing() -> None:
+    app = GatedApp()
+    with connection(app) as (loop, transport, protocol):
+        protocol.data_received(numbered(1))
+        transport.unsent_bytes = 1000
+        protocol.pause_writing()
+        for number in range(5):
+            loop.turn(after_s=LIMITS.stall_s / 2)
+            transport.unsent_bytes -= 10
+            if number == 2:
+                protocol.flow.write(b"x" * 50)
+                transport.unsent_bytes += 50
+        loop.turn(after_s=LIMITS.stall_s / 2)
+        assert not transport.is_closing()
+        loop.turn(after_s=LIMITS.stall_s)
+        assert transport.is_closing()
+        protocol.connection_lost(None)
+        app.gate.set()
+        loop.turn()
 
 
 # --- the end of the process -----------------------------------------------------------------------

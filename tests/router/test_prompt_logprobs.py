@@ -145,7 +145,7 @@ def test_long_answers_have_every_log_probability(served: Any, chat: bool) -> Non
         body = {"messages": [{"role": "user", "content": text}], "logprobs": True}
         body |= {"top_logprobs": 3, "max_tokens": 400, "n": 2, "prompt_logprobs": 2}
         answer = served.http.post("/v1/chat/completions", json=body).json()
-        assert [len(one["logprobs"]["content"]) for one in answer["choices"]] == [400, 400]
+        assert [len(choice["logprobs"]["content"]) for choice in answer["choices"]] == [400, 400]
         assert answer["choices"][0]["logprobs"]["refusal"] is None
         scores = answer["prompt_logprobs"]
     else:
@@ -159,7 +159,7 @@ def test_long_answers_have_every_log_probability(served: Any, chat: bool) -> Non
 
 
 def test_no_part_of_an_answer_takes_long_to_encode(byte_level_json: bytes) -> None:
-    """Others are served between two parts, of which none has over 64 log probabilities."""
+    """Others are served between two parts, and none has over 64 log probabilities."""
     vocabulary = Vocabulary(byte_level_json)
     top = tuple((token, -1.0) for token in range(20))
     entries = [TokenLogprob(7, at, Logprob(-1.0, top), vocabulary) for at in range(5000)]
@@ -195,9 +195,9 @@ def test_others_are_served_while_an_answer_is_made() -> None:
 
     async def scene() -> list[int]:
         task = asyncio.create_task(others())
-        made = await _in_turns(parts())
+        results = await _in_turns(parts())
         task.cancel()
-        return made
+        return results
 
     assert asyncio.run(scene()) == list(range(10)) and turns >= 10
 
