@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -36,17 +37,20 @@ P = TypeVar("P", bound=Params)
 class BodyReader:
     """Reads request bodies of at most `max_bytes` each.
 
-    All bodies that are being read, tokenized or admitted, and answers that are being sent, hold at
-    most MAX_BODIES_AT_ONCE times `max_bytes`; beyond that, reading refuses. Once half of it is
-    held, a tenant, or an address without API keys, holds at most a quarter.
+    All bodies that are being read, tokenized or admitted, and large answers that are being sent,
+    hold at most MAX_BODIES_AT_ONCE times `max_bytes`; what is beyond is refused. An owner, a tenant
+    or an address without API keys, holds all of it if it is alone, and counts for the others with a
+    quarter at most. Once half of it is held by several, each holds at most a quarter.
     """
 
     def __init__(
         self, max_bytes: int, tokens: TokenizerPool | None = None, timeout_s: float = BODY_TIMEOUT_S
     ) -> None:
         self._max_bytes, self._tokens, self._timeout_s = max_bytes, tokens, timeout_s
+        self._most_bytes = MAX_BODIES_AT_ONCE * max_bytes
         self._held_bytes = 0
         self._held_by: dict[str, int] = {}
+        self._counted_bytes = 0  # a quarter of an owner at most
 
     async def params(self, request: Request, kind: str, params: type[P]) -> P:
         """Read and decode a body of a kind of `dialects.readers.READERS`; raises as `read` does.
@@ -105,6 +109,21 @@ class BodyReader:
             self._hold(-size_bytes, owner)
         return parts
 
+    def answer(self, request: Request, *parts: bytes | memoryview) -> JsonResponse:
+        """Return a response of JSON; raises Refusal if its client takes too many at once."""
+        size_bytes, owner = sum(map(len, parts)), owner_of(request)
+        if size_bytes <= SENT_BYTES:
+            return JsonResponse(parts)
+        self._check_room(size_bytes, owner)
+        return JsonResponse(parts, functools.partial(self.held, size_bytes, owner))
+
+    @contextlib.contextmanager
+    def sending(self, size_bytes: int, owner: str) -> Iterator[None]:
+        """Count the bytes of a large answer; raises Refusal if its client takes too many."""
+        self._check_room(size_bytes, owner)
+        with self.held(size_bytes, owner):
+            yield
+
     @contextlib.contextmanager
     def held(self, size_bytes: int, owner: str) -> Iterator[None]:
         """Count the bytes of a body that is processed, or of an answer that is sent."""
@@ -120,8 +139,10 @@ class BodyReader:
         return self._held_bytes
 
     def _hold(self, size_bytes: int, owner: str) -> None:
+        quarter, before = self._most_bytes // 4, self._held_by.get(owner, 0)
+        own = before + size_bytes
         self._held_bytes += size_bytes
-        own = self._held_by.get(owner, 0) + size_bytes
+        self._counted_bytes += min(own, quarter) - min(before, quarter)
         if own:
             self._held_by[owner] = own
         else:
@@ -130,9 +151,14 @@ class BodyReader:
     def _check(self, size_bytes: int, more_bytes: int, owner: str) -> None:
         if size_bytes > self._max_bytes:
             raise self._too_long()
-        most = MAX_BODIES_AT_ONCE * self._max_bytes
-        held, own = self._held_bytes + more_bytes, self._held_by.get(owner, 0) + more_bytes
-        if held > most or (held > most // 2 and own > most // 4):
+        self._check_room(more_bytes, owner)
+
+    def _check_room(self, more_bytes: int, owner: str) -> None:
+        most, own = self._most_bytes, self._held_by.get(owner, 0)
+        others = self._counted_bytes - min(own, most // 4)
+        held = others + own + more_bytes
+        shared = others > 0 and held > most // 2 and own + more_bytes > most // 4
+        if shared or held > most:
             raise Refusal("overloaded", "too many long requests at once: retry later")
 
     def _too_long(self) -> RequestError:
@@ -144,16 +170,17 @@ class BodyReader:
 
 
 class JsonResponse(Response):
-    """JSON in parts. A large one is sent bit by bit, and counts in `bodies` until it was sent."""
+    """JSON in parts; a large one is sent bit by bit. `held` counts its bytes meanwhile."""
 
     media_type = "application/json"
 
     def __init__(
-        self, parts: Sequence[bytes | memoryview], bodies: BodyReader | None = None
+        self,
+        parts: Sequence[bytes | memoryview],
+        held: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self._parts, self._bodies = parts, bodies
-        self._size_bytes = sum(map(len, parts))
-        super().__init__(headers={"content-length": str(self._size_bytes)})
+        self._parts, self._held = parts, held
+        super().__init__(headers={"content-length": str(sum(map(len, parts)))})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {
@@ -161,24 +188,26 @@ class JsonResponse(Response):
             "status": self.status_code,
             "headers": self.raw_headers,
         }
-        await send(start)
-        if self._bodies is None or self._size_bytes <= SENT_BYTES:
-            await send_body(send, self._parts)
-            return
-        with self._bodies.held(self._size_bytes, owner_of(Request(scope))):
+        with self._held():
+            await send(start)
             await send_body(send, self._parts)
 
 
 async def send_body(send: Send, parts: Iterable[bytes | memoryview]) -> None:
     """Send the body of a response, at most SENT_BYTES at a time: others are served meanwhile."""
-    waiting = b""
+    waiting: list[bytes | memoryview] = []
+    size_bytes = 0
     for part in parts:
         for at in range(0, len(part), SENT_BYTES):
-            if len(waiting) + min(len(part) - at, SENT_BYTES) > SENT_BYTES:
-                await send({"type": "http.response.body", "body": waiting, "more_body": True})
-                waiting = b""
-            waiting += part[at : at + SENT_BYTES]
-    await send({"type": "http.response.body", "body": waiting, "more_body": False})
+            some = part[at : at + SENT_BYTES]
+            if size_bytes + len(some) > SENT_BYTES:
+                body = b"".join(waiting)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                waiting, size_bytes = [], 0
+            waiting.append(some)
+            size_bytes += len(some)
+    body = b"".join(waiting)
+    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def owner_of(request: Request) -> str:

@@ -49,7 +49,7 @@ class ServedGeneration(msgspec.Struct, frozen=True):
     """A generation request to respond to.
 
     `begin` admits it, and `cancel` ends it when the client disconnects. `held` counts the bytes of
-    a large answer that is being sent.
+    a large answer that is being sent, or raises Refusal.
     """
 
     id: str
@@ -178,11 +178,12 @@ class GenerationResponse(Response, abc.ABC):
     async def _respond(self, send: Send, status: int, extra: dict[str, str], *body: bytes) -> None:
         size_bytes = sum(map(len, body))
         headers = {"content-type": "application/json", "content-length": str(size_bytes)}
-        await self._start(send, status, headers | extra)
         if size_bytes <= SENT_BYTES:
+            await self._start(send, status, headers | extra)
             await _send_last(send, b"".join(body))
             return
         with self._held(size_bytes):
+            await self._start(send, status, headers | extra)
             await send_body(send, body)
 
     async def _start(self, send: Send, status: int, headers: dict[str, str]) -> None:

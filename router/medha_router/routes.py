@@ -91,7 +91,7 @@ def _serve_generations(
                 raise renamed(error, names) from None
 
         def held(size_bytes: int) -> contextlib.AbstractContextManager[None]:
-            return bodies.held(size_bytes, client.cache_owner)
+            return bodies.sending(size_bytes, client.cache_owner)
 
         return ServedGeneration(request_id, params, begin, service.cancel, held, config.keepalive_s)
 
@@ -152,7 +152,7 @@ def _serve_generations(
 
 def _serve_models(app: FastAPI, service: Service) -> None:
     def shape(name: str) -> dict[str, Any]:
-        model, adapter = service.model(name)
+        model, adapter = service.model(name or "/")  # an empty name is no model's here
         parent = model.name if adapter else None
         return model_shape(name, service.started, model.max_context_tokens, parent)
 
@@ -179,7 +179,7 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
             tokens = await service.tokens.format_tokens(prompt.tokens, client.cache_owner)
         counts = {"count": prompt.length, "max_model_len": model.max_context_tokens}
         head = msgspec.json.encode(counts)[:-1] + b',"token_strs":null,"tokens":'
-        return JsonResponse((head, tokens, b"}"), bodies)
+        return bodies.answer(request, head, tokens, b"}")
 
     @app.post(
         f"{messages_answer.PATH}/count_tokens", openapi_extra=openapi.body_of(CountTokensBody)
@@ -197,7 +197,7 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
         client: Client = request.state.client
         with bodies.held(len(params.raw), client.cache_owner):
             answer = await service.detokenize(params.model, params.raw, client)
-        return JsonResponse((answer,), bodies)
+        return bodies.answer(request, answer)
 
 
 def _serve_server(app: FastAPI, service: Service) -> None:

@@ -235,6 +235,8 @@ class Service:
         """Return a model and an adapter; a router that has just started waits a moment to learn
         them."""
         while self.models.named(name) is None and self._clock() < self._learns_until_s:
+            if not name and self.models:
+                break  # there are several
             await self._hold(asyncio.sleep(LEARN_POLL_S))
         return self.model(name)
 
@@ -518,7 +520,7 @@ def _check_size(params: GenerationParams, prompts: Sequence[Prompt]) -> None:
             f"the prompts have {scores} log probabilities, of all outputs with their "
             f"alternatives: at most {MAX_SCORES}; send several requests",
             code="invalid_value",
-            param="prompt",
+            param="messages" if params.chat else "prompt",
         )
 
 

@@ -138,7 +138,7 @@ def test_a_router_that_awaits_hello_does_not_refuse_this_replica(make_replica: M
 def test_counts_of_a_router_reach_the_other_routers_only(make_replica: Make) -> None:
     replica = make_replica(routers=("a", "b", "c"))
     replica.silent_routers.add("c")
-    counts = m.TenantCounts("a-1", (m.TenantCount("alice", 3.0, 50.0, 1.5),))
+    counts = m.TenantCounts("a-1", (m.TenantCount("alice", 3.0, 50.0, 20.0, 1.5),))
     replica.send_at(1.0, counts)
     replica.send_at(1.0, m.TenantCounts("c-1", counts.counts), router="c")  # not welcome
     replica.run(2.0)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from medha.errors import MedhaError, Refusal, RequestError
 from medha_router.auth import Client
-from medha_router.bodies import MAX_BODIES_AT_ONCE, SENT_BYTES, BodyReader, JsonResponse
+from medha_router.bodies import MAX_BODIES_AT_ONCE, SENT_BYTES, BodyReader
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -96,6 +96,31 @@ def test_one_tenant_cannot_hold_the_memory_of_all() -> None:
     asyncio.run(scene())
 
 
+def test_answers_that_are_taken_slowly_keep_nobody_else_out() -> None:
+    bodies, size = BodyReader(1 << 20), 6 * SENT_BYTES
+    most = MAX_BODIES_AT_ONCE << 20
+
+    async def idle() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    def answers(owner: str, limit: int) -> int:
+        """Return how many large answers of an owner may be held at once."""
+        for count in range(limit):
+            try:
+                bodies.answer(request(idle, owner), b"x" * size)
+            except Refusal:
+                return count
+            held.enter_context(bodies.sending(size, owner))
+        return limit
+
+    with contextlib.ExitStack() as held:
+        assert answers("hog", 99) == most // size  # alone, it has all
+        assert answers("other", 1) == answers("third", 1) == 1
+        assert answers("hog", 1) == 0 and answers("other", 99) == most // 4 // size - 1
+        bodies.answer(request(idle, "hog"), b"x" * SENT_BYTES)  # small ones always
+    assert answers("hog", 1) == 1
+
+
 def test_a_large_answer_counts_until_the_client_has_taken_it() -> None:
     async def scene() -> tuple[list[int], bytes]:
         bodies, held, sent = BodyReader(1 << 20), [], []
@@ -106,10 +131,11 @@ def test_a_large_answer_counts_until_the_client_has_taken_it() -> None:
 
         scope = request(send).scope  # type: ignore[arg-type]
         parts = (b"[", memoryview(b"7" * (3 * SENT_BYTES)), b"]")
-        await JsonResponse(parts, bodies)(scope, send, send)  # type: ignore[arg-type]
+        answer = bodies.answer(Request(scope), *parts)
+        await answer(scope, send, send)  # type: ignore[arg-type]
         assert all(len(part) <= SENT_BYTES for part in sent)
         return [*held, bodies.held_bytes], b"".join(sent)
 
     held, body = asyncio.run(scene())
-    assert held == [0, *[3 * SENT_BYTES + 2] * (len(held) - 2), 0] and len(held) > 5
+    assert held == [*[3 * SENT_BYTES + 2] * (len(held) - 1), 0] and len(held) > 5
     assert body == b"[" + b"7" * (3 * SENT_BYTES) + b"]"

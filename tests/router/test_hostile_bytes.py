@@ -122,7 +122,7 @@ def forged(id: str) -> list[m.ReplicaMessage]:
         m.Failed(id, "internal", "evil"),
         m.Failed(id, "lost", "evil", True),
         m.Grant((id,)),
-        m.TenantCounts("evil", (m.TenantCount("", 1e15, 1e15, 1e15),)),
+        m.TenantCounts("evil", (m.TenantCount("", 1e15, 1e15, 1e15, 1e15),)),
         m.KvEvents(1, b"x" * 16),
     ]
 

@@ -10,9 +10,11 @@ from tests.router.conftest import Running
 
 from medha.config import RouterModel
 from medha.errors import RequestError
+from medha_router.dialects.conversation import renamed
 from medha_router.dialects.messages_body import read_messages_body
+from medha_router.dialects.responses_body import INPUT_NAMES
 from medha_router.protocol import read_chat, read_completion
-from medha_router.tokenization.detokenizer import OutputStream, Vocabulary
+from medha_router.tokenization.detokenizer import OutputStream, StopMatcher, Vocabulary
 from medha_router.tokenization.encoder import ChatTemplate, read_messages
 
 WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}
@@ -59,6 +61,14 @@ def test_a_stop_string_may_begin_before_the_least_tokens(
         groups = [tokens] if together else [[token] for token in tokens]
         shown = "".join(stream.push(group).text for group in groups)
         assert shown + stream.end("length").text == text
+
+
+@pytest.mark.parametrize("stops", [["\n", "\nObs:"], ["\nObs:", "\n"], ["ba", "obar", "\n"]])
+def test_a_stop_string_that_ended_too_early_never_counts(stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    shown = matcher.push("foo\n", may_match=False) + matcher.push("b") + matcher.push("xyz")
+    assert shown + matcher.end() == "foo\nbxyz" and matcher.matched is None
+    assert matcher.push("q\nw") in ("q", "") and matcher.matched == "\n"
 
 
 def test_a_choice_says_which_stop_ended_it(served: Running) -> None:
@@ -110,6 +120,18 @@ def test_parts_are_lines_of_a_template_that_takes_text() -> None:
     result = {"role": "tool", "content": parts}
     assert prompt(PARTS, message, result) == "user:[a][b][c];tool:a\nb\nc;"
     assert prompt(PARTS, {"role": "user", "content": "a"}) == "user:a;"
+
+
+def test_only_users_have_parts_in_a_template() -> None:
+    """Templates of some families read the first part alone of other roles."""
+    template = b"""{%- for m in messages -%}{% if m.content is string %}{{ m.content }}
+{%- elif m.role == 'user' %}{% for part in m.content %}[{{ part.text }}]{% endfor %}
+{%- else %}{{ m.content[0].text }}{% endif %};{% endfor -%}"""
+    system, user = ({"role": role, "content": ["a", "b"]} for role in ("system", "user"))
+    call = {"id": "1", "type": "function", "function": {"name": "f"}}
+    called = {"role": "assistant", "content": [], "tool_calls": [call]}
+    assert prompt(template, system, user, called) == "a\nb;[a][b];;"
+    assert prompt(b"{{ messages[0].content | indent }}", user) == "a\n    b"
 
 
 def test_a_template_that_prints_lists_gets_none() -> None:
@@ -184,6 +206,7 @@ def test_the_only_model_needs_no_name(served: Running) -> None:
         shown = served.http.post("/detokenize", json={"tokens": tokens["tokens"], **model}).json()
         assert shown["prompt"].endswith("ab")
     assert served.http.get("/v1/models").json()["data"][0]["root"] == "tiny"
+    assert served.http.get("/v1/models/").status_code == 404
 
 
 def test_one_of_several_models_must_be_named(running_with: Any) -> None:
@@ -251,6 +274,8 @@ def test_errors_name_what_the_client_sent(served: Running) -> None:
     body = {"model": "tiny", "input": "say " + "a" * 5000}
     error = served.http.post("/v1/responses", json=body).json()["error"]
     assert error["param"] == "input" and "messages" not in error["message"]
+    lost = RequestError("messages[0] is wrong: messages of yours", param="messages[0]")
+    assert str(renamed(lost, INPUT_NAMES)) == "input[0] is wrong: messages of yours"
     short = {"model": "tiny", "input": "a", "max_output_tokens": 2, "min_tokens": 5}
     error = served.http.post("/v1/responses", json=short).json()["error"]
     assert error["message"] == "min_tokens is 5: must be at most the limit of output tokens, 2"

@@ -61,8 +61,8 @@ class _Counts:
     __slots__ = ("coming", "concurrent_s", "live", "requests", "since_s", "tokens")
 
     def __init__(self, since_s: float) -> None:
-        self.requests = self.tokens = self.concurrent_s = 0.0
-        self.live = self.coming = 0
+        self.requests = self.tokens = self.coming = self.concurrent_s = 0.0
+        self.live = 0
         self.since_s = since_s
 
     def fade(self, now: float) -> None:
@@ -106,12 +106,12 @@ class UseMeter:
         if limits == UNLIMITED:
             return
         counts = self._all(tenant)
-        used = sum(count.tokens * count.kept(now) + count.coming for count in counts)
+        used = sum(count.tokens * count.kept(now) for count in counts)
+        live = [count for count in counts if count.live or now - count.since_s < STALE_S]
+        coming = sum(count.coming for count in live)
         tokens, work_s = cost.prompt_tokens + cost.most_tokens, cost.work_s
-        _check(tenant, "tokens per minute", used, tokens, limits.tokens_per_minute)
-        in_flight_s = sum(
-            count.concurrent_s for count in counts if count.live or now - count.since_s < STALE_S
-        )
+        _check(tenant, "tokens per minute", used, tokens, limits.tokens_per_minute, coming)
+        in_flight_s = sum(count.concurrent_s for count in live)
         if in_flight_s > 0.0 and in_flight_s + work_s > limits.concurrent_s:
             over_s = in_flight_s + work_s - limits.concurrent_s
             raise Refusal(
@@ -158,8 +158,9 @@ class UseMeter:
             del self._changed[tenant]
             own = self._own[tenant]
             own.fade(now)
-            tokens = own.tokens + own.coming
-            counts.append(TenantCount(tenant, own.requests, tokens, own.concurrent_s))
+            counts.append(
+                TenantCount(tenant, own.requests, own.tokens, own.coming, own.concurrent_s)
+            )
         return tuple(counts)
 
     def receive(self, router: str, counts: Iterable[TenantCount], now: float) -> None:
@@ -168,7 +169,7 @@ class UseMeter:
             known = self._others.pop(count.tenant, {})
             entry = known[router] = _Counts(now)
             entry.requests, entry.tokens = count.requests, count.tokens
-            entry.concurrent_s = count.concurrent_s
+            entry.coming, entry.concurrent_s = count.coming, count.concurrent_s
             self._others[count.tenant] = known
         self._forget(now)
 
@@ -204,14 +205,20 @@ class UseMeter:
             del self._others[tenant]
 
 
-def _check(tenant: str, what: str, used: float, cost: float, limit: float) -> None:
-    """Raise Refusal, with the time until the cost is within the limit."""
+def _check(
+    tenant: str, what: str, used: float, cost: float, limit: float, coming: float = 0.0
+) -> None:
+    """Raise Refusal, with the time until the cost is within the limit.
+
+    What is `coming` may end at any time.
+    """
     allowed = max(limit - cost, 0.5 * limit)
-    if used > allowed:
-        wait_s = MEAN_AGE_S * math.log(used / allowed)
+    if used + coming > allowed:
+        wait_s = max(1.0 if coming else 0.0, MEAN_AGE_S * math.log(max(used / allowed, 1.0)))
         raise Refusal(
             "rate_limit_exceeded",
-            f"tenant {tenant} may use {limit:g} {what} and has used {used:.0f}: retry in "
+            f"tenant {tenant} may use {limit:g} {what} and has used {used:.0f}"
+            f"{f', with up to {coming:.0f} to come' if coming else ''}: retry in "
             f"{math.ceil(wait_s)} s",
             retry_after_s=min(wait_s, LONGEST_RETRY_S),
         )

@@ -37,6 +37,7 @@ class TenantCount(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     tenant: Name
     requests: Use
     tokens: Use
+    coming: Use
     concurrent_s: Use
 
 

@@ -82,7 +82,8 @@ def renamed(error: RequestError, names: Names) -> RequestError:
     message, param = str(error), error.param
     for chat, own in names:
         if param is not None and param.startswith(chat):
-            message = message.replace(chat, own)
+            what, colon, rest = message.partition(": ")  # the rest may be the client's own text
+            message = what.replace(chat, own) + colon + rest
             param = own + param.removeprefix(chat)
             break
     return RequestError(message, status=error.status, code=error.code, param=param)

@@ -237,7 +237,7 @@ class StopMatcher:
             self.released_chars += len(text)
             return text
         whole = self._held + text
-        at, self.matched = self._first(whole) if may_match else (-1, None)
+        at, self.matched = self._first(whole, len(self._held)) if may_match else (-1, None)
         if self.matched is None:
             at = len(whole) - self._tail(whole)
         self._held = "" if self.matched else whole[at:]
@@ -250,11 +250,11 @@ class StopMatcher:
         self.released_chars += len(held)
         return held
 
-    def _first(self, text: str) -> tuple[int, str | None]:
-        """Return position and stop string of the first to be complete; of two, the longer."""
+    def _first(self, text: str, after: int) -> tuple[int, str | None]:
+        """Return position and text of the first stop to end beyond `after`; of two, the longer."""
         best: tuple[int, int, str] | None = None
         for stop in self.stops:
-            at = text.find(stop)
+            at = text.find(stop, max(0, after + 1 - len(stop)))
             if at >= 0 and (best is None or (at + len(stop), at) < best[:2]):
                 best = (at + len(stop), at, stop)
         return (best[1], best[2]) if best else (-1, None)

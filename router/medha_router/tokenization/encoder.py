@@ -261,11 +261,11 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_parts(self) -> bool:
-        """True if the template takes a list of parts, and prints their texts alone."""
+        """True if the template takes a list of a user's parts, and prints their texts alone."""
         parts = [{"type": "text", "text": text} for text in PROBE]
         try:
             shown = self._render([{"role": "user", "content": parts}], generation_prompt=True)
-        except REFUSED:
+        except (*REFUSED, AttributeError):  # a filter for text
             return False
         return all(text in shown for text in PROBE) and "'type'" not in shown.replace('"', "'")
 
@@ -306,8 +306,8 @@ class ChatTemplate:
             ) from None
 
     def _of_parts(self, texts: list[str], role: str) -> str | list[dict[str, str]]:
-        """Return content of several parts as the template takes it; results of tools are text."""
-        if self.takes_parts and role != "tool":
+        """Return content in parts as the template takes it: parts of a user, else text."""
+        if texts and role == "user" and self.takes_parts:
             return [{"type": "text", "text": text} for text in texts]
         return "\n".join(texts)
 
