@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import ipaddress
 import logging
 import math
 import pathlib
@@ -45,6 +46,7 @@ from medha_router.protocol import (
 )
 
 KEY_HEADER = "x-api-key"
+LEAST_WEIGHT = 1e-3
 REFRESH_S = 1.0
 LINES_AT_ONCE = 200
 PAUSE_S = 0.0005  # between them: other threads run meanwhile
@@ -69,11 +71,14 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Sender of a request: its tenant and rights.
 
     `tenant`: of its key; empty without API keys. Requests share cached pages if their `cache_owner`
-    is equal. `classes`: those that it may ask for, the first is its default; empty: all.
+    is equal. Memory and processes are shared fairly between values of `owner`: tenants, addresses
+    of IPv4, or networks of IPv6. `classes`: those that it may ask for, the first is its default;
+    empty: all.
     """
 
     tenant: str = ""
     cache_owner: str = ""
+    owner: str = ""
     limits: TenantLimits = UNLIMITED
     weight: float = 1.0
     classes: tuple[str, ...] = ()
@@ -109,6 +114,8 @@ class ApiKeys:
             former, self._clients = self._clients, read_keys(self._path)
         except SetupError as error:
             self._log.error("kept the former API keys: %s", error)
+            if isinstance(error.__cause__, OSError):
+                self._version = None  # read it again
             return
         self._log.info("read %d API keys", len(self._clients))
         time.sleep(LOOKUP_S)
@@ -141,7 +148,7 @@ def read_keys(path: pathlib.Path) -> dict[bytes, Client]:
         raise SetupError(
             f"the API keys in {path} cannot be read ({why}): put a file there, with one line per "
             f"key of the form {_HOW}"
-        ) from None
+        ) from (error if isinstance(error, OSError) else None)
 
 
 def _read(lines: Iterable[str], path: pathlib.Path) -> dict[bytes, Client]:
@@ -161,7 +168,7 @@ def _read(lines: Iterable[str], path: pathlib.Path) -> dict[bytes, Client]:
             client = known[options] = _client(options, f"line {number} of {path}")
         name = entry["name"]
         clients[bytes.fromhex(entry["digest"])] = msgspec.structs.replace(
-            client, tenant=name, cache_owner=f"tenant:{name}"
+            client, tenant=name, cache_owner=f"tenant:{name}", owner=f"tenant:{name}"
         )
     return clients
 
@@ -189,7 +196,7 @@ def _client(options: str, where: str) -> Client:
             tokens_per_minute=numbers.get("tokens_per_minute", math.inf),
             concurrent_s=numbers.get("concurrent_s", math.inf),
         ),
-        weight=numbers.get("weight", 1.0),
+        weight=_weight(numbers.get("weight", 1.0), where),
         classes=classes,
         least_ttft_s=numbers.get("least_ttft_ms", 0.0) / 1000.0,
         least_tpot_s=numbers.get("least_tpot_ms", 0.0) / 1000.0,
@@ -203,6 +210,14 @@ def _number(text: str, what: str) -> float:
         number = math.nan
     if not 0.0 < number < math.inf:
         raise SetupError(f"{what} must be a number above 0")
+    return number
+
+
+def _weight(number: float, where: str) -> float:
+    if not LEAST_WEIGHT <= number <= 1.0 / LEAST_WEIGHT:
+        raise SetupError(
+            f"{where}: weight is {number:g}: must be {LEAST_WEIGHT:g} to {1.0 / LEAST_WEIGHT:g}"
+        )
     return number
 
 
@@ -238,12 +253,17 @@ class Unauthorised(Exception):
 
 
 def _anybody(scope: Scope) -> Client:
-    return Client()
+    return msgspec.structs.replace(_by_address(scope), cache_owner="")
 
 
 def _by_address(scope: Scope) -> Client:
     host, _ = scope["client"] or ("", 0)
-    return Client(cache_owner=f"address:{host}")
+    owner = f"address:{host}"
+    if ":" in host:  # one client has all addresses of a network of IPv6
+        address = ipaddress.IPv6Address(host)
+        network = ipaddress.ip_network((address.packed, 64), strict=False)
+        owner = f"address:{address.ipv4_mapped or network}"
+    return Client(cache_owner=f"address:{host}", owner=owner)
 
 
 def _by_key(keys: ApiKeys) -> Callable[[Scope], Client]:

@@ -211,6 +211,6 @@ async def send_body(send: Send, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def owner_of(request: Request) -> str:
-    """Return who shares cached pages and memory with a request: a tenant or an address."""
+    """Return whose share of memory a request takes: of a tenant or an address."""
     client: Client | None = getattr(request.state, "client", None)
-    return client.cache_owner if client is not None else ""
+    return client.owner if client is not None else ""

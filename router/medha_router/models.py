@@ -349,6 +349,8 @@ class ModelRegistry(Mapping[str, ServedModel]):
             return  # not published yet
         except (OSError, msgspec.MsgspecError) as error:
             self._log.error("kept the former models of %s: %s", self._file, error)
+            if isinstance(error, OSError):
+                self._file_version = 0, 0, 0  # read it again
             return
         self._published = {
             model.name: model for model in models if model.name not in self._configured

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from medha_router.api_errors import ErrorObject
 from medha_router.dialects import messages_body, responses_body
+from medha_router.dialects.conversation import ROLES, TEXT_PARTS
 from medha_router.dialects.messages_body import CountTokensBody, MessagesBody
 from medha_router.dialects.responses_body import ResponsesBody
 from medha_router.protocol import (
@@ -46,16 +47,22 @@ _PROMPT = {
         {"type": "array", "minItems": 1, "items": _TOKENS},
     ]
 }
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"enum": [*TEXT_PARTS]}, "text": {"type": "string"}},
+}
+_REFUSAL_PART = {
+    "type": "object",
+    "required": ["type", "refusal"],
+    "properties": {"type": {"const": "refusal"}, "refusal": {"type": "string"}},
+}
 _CONTENT = {
     "anyOf": [
         {"type": "string"},
         {
             "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["type", "text"],
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-            },
+            "items": {"anyOf": [{"type": "string"}, _TEXT_PART, _REFUSAL_PART]},
         },
     ]
 }
@@ -63,25 +70,24 @@ _MESSAGES = {
     "type": "array",
     "minItems": 1,
     "items": {
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": _CONTENT,
-        },
+        "anyOf": [
+            {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {"role": {"enum": [*ROLES]}, "content": _CONTENT},
+            },
+            {
+                "type": "object",
+                "required": ["role"],
+                "properties": {
+                    "role": {"const": "assistant"},
+                    "content": {"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]},
+                },
+            },
+        ]
     },
 }
-_ITEM_PARTS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["type", "text"],
-        "properties": {
-            "type": {"enum": ["input_text", "output_text"]},
-            "text": {"type": "string"},
-        },
-    },
-}
+_ITEM_PARTS = {"type": "array", "items": {"anyOf": [_TEXT_PART, _REFUSAL_PART]}}
 _ITEM_TEXT = {"anyOf": [{"type": "string"}, _ITEM_PARTS]}
 _ITEMS = {
     "type": "array",
@@ -92,19 +98,19 @@ _ITEMS = {
                 "type": "object",
                 "required": ["role", "content"],
                 "properties": {
-                    "type": {"const": "message"},
+                    "type": {"enum": ["message", "", None]},
                     "role": {"enum": ["system", "developer", "user", "assistant"]},
                     "content": _ITEM_TEXT,
                 },
             },
             {
                 "type": "object",
-                "required": ["type", "call_id", "name", "arguments"],
+                "required": ["type", "call_id", "name"],
                 "properties": {
                     "type": {"const": "function_call"},
                     "call_id": {"type": "string"},
                     "name": {"type": "string"},
-                    "arguments": {"type": "string"},
+                    "arguments": {"type": ["string", "null"]},
                 },
             },
             {
@@ -117,6 +123,14 @@ _ITEMS = {
                 },
             },
         ]
+    },
+}
+_RESULT_PARTS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["type", "text"],
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     },
 }
 _BLOCKS = {
@@ -144,8 +158,8 @@ _BLOCKS = {
                 "properties": {
                     "type": {"const": "tool_result"},
                     "tool_use_id": {"type": "string"},
-                    "content": _CONTENT,
-                    "is_error": {"type": "boolean"},
+                    "content": {"anyOf": [{"type": "string"}, _RESULT_PARTS, {"type": "null"}]},
+                    "is_error": {"type": ["boolean", "null"]},
                 },
             },
         ]
@@ -207,7 +221,7 @@ DECODED_LATER: dict[type[msgspec.Struct], dict[str, Any]] = {
         "tools": list[messages_body.CustomTool] | None,
         "tool_choice": messages_body.ToolChoice | None,
     },
-    responses_body.TextConfig: {"format": responses_body.TextFormat},
+    responses_body.TextConfig: {"format": responses_body.TextFormat | None},
 }
 _ONLY_OUTPUT = {"n": (1,)}
 ALLOWED: dict[type[msgspec.Struct], dict[str, tuple[object, ...]]] = {

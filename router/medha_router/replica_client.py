@@ -18,6 +18,7 @@ import msgspec
 
 from medha.config import STALL_S
 from medha.errors import MedhaError, Refusal
+from medha.fleet.placement import is_usable
 from medha.messages import (
     MAX_EARLY_SUBMITS,
     Abort,
@@ -227,6 +228,9 @@ class ReplicaClient:
         for each. So it takes over the latest report when heads are published, or at once if the
         replica opened, closed or drains.
         """
+        if not is_usable(report.load):
+            self._log.error("replica %s reports an impossible load: ignored", replica.name)
+            return
         model = self._models[replica.hello.model]
         was_open = replica.open
         replica.take(report, now)

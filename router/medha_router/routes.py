@@ -85,13 +85,13 @@ def _serve_generations(
 
         async def begin() -> ClientRequest:
             try:
-                with bodies.held(len(params.raw), client.cache_owner):
+                with bodies.held(len(params.raw), client.owner):
                     return await service.begin(request_id, params, slo, client)
             except RequestError as error:
                 raise renamed(error, names) from None
 
         def held(size_bytes: int) -> contextlib.AbstractContextManager[None]:
-            return bodies.sending(size_bytes, client.cache_owner)
+            return bodies.sending(size_bytes, client.owner)
 
         return ServedGeneration(request_id, params, begin, service.cancel, held, config.keepalive_s)
 
@@ -170,13 +170,13 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     async def tokenize(request: Request) -> Response:
         params = await bodies.params(request, "tokenize", TokenizeParams)
         client: Client = request.state.client
-        with bodies.held(len(params.raw), client.cache_owner):
+        with bodies.held(len(params.raw), client.owner):
             prompt, model = await service.encode(params, client)
         tokens: bytes | memoryview
         if prompt.length <= INLINE_TOKENS:
             tokens = msgspec.json.encode(from_bytes(prompt.tokens).tolist())
         else:
-            tokens = await service.tokens.format_tokens(prompt.tokens, client.cache_owner)
+            tokens = await service.tokens.format_tokens(prompt.tokens, client.owner)
         counts = {"count": prompt.length, "max_model_len": model.max_context_tokens}
         head = msgspec.json.encode(counts)[:-1] + b',"token_strs":null,"tokens":'
         return bodies.answer(request, head, tokens, b"}")
@@ -187,7 +187,7 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     async def count_tokens(request: Request) -> Response:
         params = await bodies.params(request, "count_tokens", TokenizeParams)
         client: Client = request.state.client
-        with bodies.held(len(params.raw), client.cache_owner):
+        with bodies.held(len(params.raw), client.owner):
             prompt, _ = await service.encode(params, client)
         return _json({"input_tokens": prompt.length})
 
@@ -195,7 +195,7 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     async def detokenize(request: Request) -> Response:
         params = await bodies.params(request, "detokenize", protocol.DetokenizeParams)
         client: Client = request.state.client
-        with bodies.held(len(params.raw), client.cache_owner):
+        with bodies.held(len(params.raw), client.owner):
             answer = await service.detokenize(params.model, params.raw, client)
         return bodies.answer(request, answer)
 

@@ -18,6 +18,7 @@ from medha.config import RouterConfig
 from medha.errors import Refusal, RequestError
 from medha.fleet.admission import attainable_tpot_s
 from medha.fleet.demand import DemandWindow
+from medha.fleet.dispatcher import Dispatcher
 from medha.fleet.placement import PlacementOption
 from medha.fleet.prefix_index import salt_of
 from medha.messages import Sampling
@@ -82,6 +83,7 @@ class Service:
         self._log = logging.getLogger("medha.router")
         self._salts: dict[tuple[str, str], bytes] = {}  # by model, with its adapter, and owner
         self._holding = 0
+        self._live_by: dict[str, int] = {}  # outputs by owner
         self._learns_until_s = self._clock() + (config.learn_s if config.learn else 0.0)
         self.models: ModelRegistry = state.models
         self.draining = False
@@ -130,7 +132,7 @@ class Service:
         """Return the answer of `/detokenize` for JSON token ids; raises RequestError or Refusal."""
         self._meter.arrive(client.tenant, client.limits, self._clock())
         version = await self._open(*await self._known(name))
-        text = self.tokens.detokenize(version.tokenizer_key, raw, client.cache_owner)
+        text = self.tokens.detokenize(version.tokenizer_key, raw, client.owner)
         return await self._hold(text)
 
     async def encode(self, params: TokenizeParams, client: Client) -> tuple[Prompt, ServedModel]:
@@ -150,7 +152,7 @@ class Service:
             template_values=params.template_values,
         )
         job = msgspec.structs.replace(job, page_tokens=0)
-        prompts = await self._hold(self.tokens.encode(job))
+        prompts = await self._hold(self.tokens.encode(job, client.owner))
         if len(prompts) != 1:
             raise RequestError(
                 f"prompt is a list of {len(prompts)}: /tokenize takes one",
@@ -188,7 +190,7 @@ class Service:
             version = await self._open(model, adapter)
             grammar = ""
             if params.grammar is not None:
-                checked = self._checked_grammar(params.grammar, version, client.cache_owner)
+                checked = self._checked_grammar(params.grammar, version, client.owner)
                 grammar = await self._hold(checked)
             prompts = await self._hold(self._encoded(client_request, model, version))
             while not version.open:  # its replicas left during the encoding
@@ -215,6 +217,10 @@ class Service:
 
     def cancel(self, client_request: ClientRequest) -> None:
         """End a request whose response has ended or whose client disconnected."""
+        owner = client_request.client.owner
+        left = self._live_by.pop(owner) - len(client_request.generations)
+        if left:
+            self._live_by[owner] = left
         self._requests.cancel(client_request, self._clock())
         self._uncount(client_request)
 
@@ -267,7 +273,7 @@ class Service:
             tools=params.tools.raw if params.tools is not None else b"",
             template_values=params.template_values,
         )
-        return await self.tokens.encode(job)
+        return await self.tokens.encode(job, client_request.client.owner)
 
     async def _encoded(
         self, client_request: ClientRequest, model: ServedModel, version: ModelVersion
@@ -440,6 +446,20 @@ class Service:
             weight=slo_class.weight,
         )
 
+    def _check_room(
+        self, client_request: ClientRequest, dispatcher: Dispatcher[Generation]
+    ) -> None:
+        """Raise Refusal if the queue is full; if it is half full, to owners of a quarter of it."""
+        most, outputs = self._config.max_queue, len(client_request.generations)
+        waiting, own = len(dispatcher), self._live_by.get(client_request.client.owner, 0)
+        if waiting + outputs > most or (2 * waiting > most and 4 * own > most):
+            raise Refusal(
+                "overloaded",
+                f"{waiting} requests wait, at most {most} may, and of one client a quarter once "
+                "half of them do: retry later",
+                retry_after_s=dispatcher.retry_after_s(),
+            )
+
     def _admit(self, client_request: ClientRequest, model: ServedModel) -> None:
         """Admit all generations, or none.
 
@@ -448,7 +468,7 @@ class Service:
         """
         now = self._clock()
         dispatcher, slo_class = model.dispatcher, client_request.slo_class
-        dispatcher.check_room(self._config.max_queue)
+        self._check_room(client_request, dispatcher)
         if client_request.held:
             slo_class = msgspec.structs.replace(slo_class, when_infeasible="relegate")
         admitted: list[Generation] = []
@@ -475,6 +495,8 @@ class Service:
             client_request.promise_s = max(
                 generation.request.ttft_deadline_s for generation in client_request.generations
             )
+        owner, outputs = client_request.client.owner, len(client_request.generations)
+        self._live_by[owner] = self._live_by.get(owner, 0) + outputs
         self._requests.add(client_request)
         self._metrics.admitted(client_request)
         for generation, option in zip(client_request.generations, options, strict=True):

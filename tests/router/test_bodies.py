@@ -18,7 +18,7 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
 def request(receive: Receive, owner: str = "") -> Request:
-    client = Client(cache_owner=owner)
+    client = Client(owner=owner)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
     return Request(scope | {"state": {"client": client}}, receive)
 

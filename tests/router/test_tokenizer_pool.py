@@ -273,7 +273,7 @@ def test_another_tenants_prompt_does_not_wait_for_the_books_of_one(pool: Tokeniz
 
         async def encode(name: str, size: int) -> None:
             text = "".join(f"{name}{number} " for number in range(size))
-            (prompt,) = await pool.encode(job(text, salt=name.encode()))
+            (prompt,) = await pool.encode(job(text), name)
             assert prompt.length == len(text)
             done.append(name)
 

@@ -19,7 +19,6 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from medha.config import QueueOrder
-from medha.errors import Refusal
 from medha.fleet.admission import AdmissionDecision, TenantUsage, admit, retry_after_s
 from medha.fleet.placement import PendingRequest, ReplicaEstimate, forecast_steps, place
 from medha.fleet.prefix_index import HASH_BYTES, PrefixIndex
@@ -259,15 +258,6 @@ class Dispatcher(Generic[Item]):
     def keeps_promises(self) -> bool:
         """False if a request that fits in time is placed at once, but not promised anything."""
         return self._queue.keeps_promises
-
-    def check_room(self, max_requests: int) -> None:
-        """Raise Refusal if the queue is full."""
-        if len(self._queue) >= max_requests:
-            raise Refusal(
-                "overloaded",
-                f"{len(self._queue)} requests wait, at most {max_requests} may: retry later",
-                retry_after_s=self.retry_after_s(),
-            )
 
     def admit(self, item: Item, slo_class: SloClass, now: float) -> AdmissionDecision:
         """Enqueue a request with or without a promise; raises Refusal."""

@@ -12,6 +12,7 @@ only checks that enough groups can be had. `now` is an argument, and nothing is 
 from __future__ import annotations
 
 import bisect
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -115,6 +116,19 @@ class _Cost(msgspec.Struct, frozen=True):
     cost_s: float
     own_s: float
     is_long: bool
+
+
+def is_usable(load: Load) -> bool:
+    """Return True if a reported load can be computed with."""
+    seconds = (load.pending_s, load.ahead_s, load.predicted_tpot_s, load.decode_capacity_s)
+    return (
+        0.0 < load.share <= 2.0
+        and load.page_tokens >= 1
+        and 0.0 < load.budget_s < math.inf
+        and 1.0 <= load.long_factor < math.inf
+        and len(load.lead_s) in (0, len(load.margins))
+        and all(-1e-6 <= value < math.inf for value in seconds)
+    )
 
 
 class ReplicaEstimate:

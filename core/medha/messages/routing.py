@@ -29,6 +29,8 @@ MAX_TENANT_COUNTS = 256
 MAX_EARLY_SUBMITS = 8
 """Heads of a message whose requests may come with them."""
 Use = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
+Weight = Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
+OutputToken = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class TenantCount(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -89,7 +91,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     due_in_s: float
     work_s: float
     promised: bool
-    weight: float = 1.0
+    weight: Weight = 1.0
     tenant: Name = ""
     charge_s: float = 0.0
     beyond_share: bool = False
@@ -117,7 +119,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown
     tenant: Name = ""
     salt: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     adapter: Name = ""
-    weight: float = 1.0
+    weight: Weight = 1.0
     promised: bool | None = None
     beyond_share: bool = False
 
@@ -291,7 +293,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     id: RequestId
     first: Count
-    tokens: Annotated[tuple[int, ...], msgspec.Meta(max_length=1024)]
+    tokens: Annotated[tuple[OutputToken, ...], msgspec.Meta(max_length=1024)]
     logprobs: Annotated[tuple[Logprob, ...], msgspec.Meta(max_length=1024)] = ()
     slack_ratio: float | None = None
 

@@ -12,6 +12,7 @@ from medha_router.structured.sources import RawJson
 
 Names = Sequence[tuple[str, str]]
 """Names of a chat's fields, and what another API calls them."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from medha.adapters.logs import start_logs
 from medha.adapters.memory import collect_seldom
 from medha.errors import CheckpointError, RequestError
-from medha_router.dialects.conversation import part_text
+from medha_router.dialects.conversation import ROLES, part_text
 from medha_router.dialects.readers import READERS
 from medha_router.protocol import (
     INTERNAL_ERROR,
@@ -63,7 +63,6 @@ LARGE_BYTES = 64 << 10
 COLLECT_AFTER = 20_000  # objects
 REFUSED = (jinja2.TemplateError, TypeError, ValueError, RecursionError)
 PROBE = ("first part", "second part")
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):

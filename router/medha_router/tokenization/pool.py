@@ -56,13 +56,13 @@ class TokenizerPool:
         """Add the files of a checkpoint; each process loads them before their first use."""
         self._dispatch.files[files.key] = files
 
-    async def encode(self, job: wire.Encode) -> tuple[wire.Prompt, ...]:
-        """Return tokens and page names of the job's prompts.
+    async def encode(self, job: wire.Encode, tenant: str = "") -> tuple[wire.Prompt, ...]:
+        """Return tokens and page names of the job's prompts. Tenants are served fairly.
 
         Raises RequestError (the client's fault), CheckpointError (the files do not load) or
         EngineError (the process died).
         """
-        result = await self._run(job, [job.raw], job.salt, job.key)
+        result = await self._run(job, [job.raw], tenant.encode(), job.key)
         return cast(tuple[wire.Prompt, ...], result)
 
     async def detokenize(self, key: str, raw: wire.Bytes, tenant: str) -> memoryview:
