@@ -38,7 +38,8 @@ REFERENCE = "#/components/schemas/{name}"
 
 # Fields that `protocol` leaves as raw JSON for a tokenizer process.
 _TEXTS = {"type": "array", "minItems": 1, "items": {"type": "string"}}
-_TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_MAYBE_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TOKENS = _MAYBE_TOKENS | {"minItems": 1}
 _PROMPT = {
     "anyOf": [
         {"type": "string"},
@@ -46,6 +47,9 @@ _PROMPT = {
         _TOKENS,
         {"type": "array", "minItems": 1, "items": _TOKENS},
     ]
+}
+_TOKENIZED = {
+    "anyOf": [*_PROMPT["anyOf"], {"type": "array", "minItems": 1, "items": _MAYBE_TOKENS}]
 }
 _TEXT_PART = {
     "type": "object",
@@ -183,7 +187,7 @@ RAW: dict[type[msgspec.Struct], dict[str, dict[str, Any]]] = {
     ResponsesBody: {"input": {"anyOf": [{"type": "string"}, _ITEMS]}},
     MessagesBody: {"messages": _TURNS},
     CountTokensBody: {"messages": _TURNS},
-    TokenizeBody: {"messages": _MESSAGES, "prompt": _PROMPT},
+    TokenizeBody: {"messages": _MESSAGES, "prompt": _TOKENIZED},
 }
 
 # Fields that are decoded after the body that holds them.
@@ -278,14 +282,22 @@ def complete(app: FastAPI) -> None:
     for kind, names in DECODED_LATER.items():
         schemas[kind.__name__]["properties"].update({name: next(decoded) for name in names})
     for kind, raw in RAW.items():
-        schemas[kind.__name__]["properties"].update(raw)
+        schemas[kind.__name__]["properties"].update(
+            {name: schema if kind is not TokenizeBody else {} for name, schema in raw.items()}
+        )
     for kind, values in ALLOWED.items():
         enums = {name: {"enum": [None, *allowed]} for name, allowed in values.items()}
         schemas[kind.__name__]["properties"].update(enums)
     for kind, demanded in DEMANDED.items():
         schemas[kind.__name__]["properties"].update(demanded)
         schemas[kind.__name__]["required"] = [*demanded]
-    schemas[TokenizeBody.__name__]["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
+    schemas[TokenizeBody.__name__]["oneOf"] = [
+        {
+            "required": [given],
+            "properties": {given: RAW[TokenizeBody][given], other: {"type": "null"}},
+        }
+        for given, other in (("prompt", "messages"), ("messages", "prompt"))
+    ]
     document = app.openapi()
     document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
 

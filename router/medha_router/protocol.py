@@ -435,7 +435,16 @@ def read_tokenize(data: bytes | bytearray) -> TokenizeParams:
     chat = is_given(body.messages)
     if chat and body.add_special_tokens:  # the template has them
         raise unsupported("add_special_tokens", True)
-    tools = read_tools(body.tools, msgspec.UNSET, None) if chat else None
+    tools = read_tools(body.tools, msgspec.UNSET, None)
+    values = template_values(body.chat_template_kwargs)
+    has_values = values.strip() not in (b"", b"{}")
+    for field, is_used in (("tools", tools is not None), ("chat_template_kwargs", has_values)):
+        if is_used and not chat:
+            raise RequestError(
+                f"{field} has no effect on a prompt: give messages, or leave it out",
+                code="invalid_value",
+                param=field,
+            )
     return TokenizeParams(
         model=body.model or "",
         chat=chat,
@@ -443,7 +452,7 @@ def read_tokenize(data: bytes | bytearray) -> TokenizeParams:
         special=body.add_special_tokens is not False,
         opening=body.add_generation_prompt is not False,
         tools=tools.raw if tools is not None else b"",
-        template_values=template_values(body.chat_template_kwargs) if chat else b"",
+        template_values=values if chat else b"",
     )
 
 

@@ -270,6 +270,18 @@ def test_a_refusal_names_the_value_and_those_that_are_accepted() -> None:
         read_completion(b'{"prompt": "a", "suffix": "' + b"x" * 5000 + b'"}')
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "default"),
+    [("tools", [{"function": WEATHER}], []), ("chat_template_kwargs", {"a": 1}, {})],
+)
+def test_what_only_a_template_reads_is_refused_with_a_prompt(
+    served: Running, field: str, value: Any, default: Any
+) -> None:
+    for given, status in ((value, 400), ("wrong", 400), (default, 200), (None, 200)):
+        response = served.http.post("/tokenize", json={"prompt": "a", field: given})
+        assert response.status_code == status and (status == 200 or field in response.text)
+
+
 def test_errors_name_what_the_client_sent(served: Running) -> None:
     body = {"model": "tiny", "input": "say " + "a" * 5000}
     error = served.http.post("/v1/responses", json=body).json()["error"]
