@@ -5,7 +5,11 @@ Times are seconds on the process's own monotonic clock; only durations are sent 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+ClassWeight = Annotated[float, msgspec.Meta(gt=0.0, le=1e6)]
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,7 +35,7 @@ class SloClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     name: str = "default"
     slo: Slo = Slo()
-    weight: float = 1.0
+    weight: ClassWeight = 1.0
     reserved: float = 0.0
     when_infeasible: str = "refuse"
 

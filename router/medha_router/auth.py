@@ -5,7 +5,7 @@ begins a comment. Options may follow, each `NAME=VALUE`:
 
     requests_per_minute   tokens_per_minute    of the tenant, over all routers
     concurrent_s          predicted prefill seconds of its unfinished requests, over all routers
-    weight                factor on the weight of its requests; 1 without
+    weight                factor on the weight of its requests, 0.001 to 1000; 1 without
     classes               classes that it may ask for, by commas; the first is its default
     least_ttft_ms         least_tpot_ms    shortest targets that it may ask for by header
 

@@ -437,7 +437,7 @@ def read_tokenize(data: bytes | bytearray) -> TokenizeParams:
         raise unsupported("add_special_tokens", True)
     tools = read_tools(body.tools, msgspec.UNSET, None)
     values = template_values(body.chat_template_kwargs)
-    has_values = values.strip() not in (b"", b"{}")
+    has_values = b"".join(values.split()) not in (b"", b"{}")
     for field, is_used in (("tools", tools is not None), ("chat_template_kwargs", has_values)):
         if is_used and not chat:
             raise RequestError(

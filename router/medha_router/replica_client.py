@@ -18,7 +18,6 @@ import msgspec
 
 from medha.config import STALL_S
 from medha.errors import MedhaError, Refusal
-from medha.fleet.placement import is_usable
 from medha.messages import (
     MAX_EARLY_SUBMITS,
     Abort,
@@ -228,12 +227,11 @@ class ReplicaClient:
         for each. So it takes over the latest report when heads are published, or at once if the
         replica opened, closed or drains.
         """
-        if not is_usable(report.load):
-            self._log.error("replica %s reports an impossible load: ignored", replica.name)
-            return
         model = self._models[replica.hello.model]
         was_open = replica.open
         replica.take(report, now)
+        if was_open and replica.load is None:
+            self._log.error("replica %s reports an impossible load: not used", replica.name)
         if replica.open != was_open or replica.draining:
             model.dispatcher.update_replica(replica, now)
         else:

@@ -12,6 +12,7 @@ import msgspec
 
 from medha import PROTOCOL
 from medha.errors import SpecError
+from medha.fleet.placement import is_usable
 from medha.messages import Hello, Load, LoadReport, Rejected
 from medha.peer_liveness import PeerLiveness
 from medha.predictor import Predictor
@@ -23,7 +24,8 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 class ConnectedReplica:
     """A replica whose controller has sent Hello; `peer` is its socket identity.
 
-    `load` is None before the first report: no request is placed on it. `sent` holds the ids of this
+    `load` is None before the first report, and while reports are impossible: no request is placed
+    on it. `sent` holds the ids of this
     router's requests that it serves. `avoided`: it may hang, and another replica serves.
     """
 
@@ -66,7 +68,7 @@ class ConnectedReplica:
 
     def take(self, report: LoadReport, now: float) -> None:
         """Take over a report of its load and its ranks."""
-        self.load, self.load_s = report.load, now
+        self.load, self.load_s = report.load if is_usable(report.load) else None, now
         self.draining = report.draining
         self._reports_quiet, self._reports_gone = report.quiet, report.gone
         if report.learned is not None:

@@ -18,7 +18,6 @@ from medha.config import RouterConfig
 from medha.errors import Refusal, RequestError
 from medha.fleet.admission import attainable_tpot_s
 from medha.fleet.demand import DemandWindow
-from medha.fleet.dispatcher import Dispatcher
 from medha.fleet.placement import PlacementOption
 from medha.fleet.prefix_index import salt_of
 from medha.messages import Sampling
@@ -83,7 +82,6 @@ class Service:
         self._log = logging.getLogger("medha.router")
         self._salts: dict[tuple[str, str], bytes] = {}  # by model, with its adapter, and owner
         self._holding = 0
-        self._live_by: dict[str, int] = {}  # outputs by owner
         self._learns_until_s = self._clock() + (config.learn_s if config.learn else 0.0)
         self.models: ModelRegistry = state.models
         self.draining = False
@@ -217,10 +215,6 @@ class Service:
 
     def cancel(self, client_request: ClientRequest) -> None:
         """End a request whose response has ended or whose client disconnected."""
-        owner = client_request.client.owner
-        left = self._live_by.pop(owner) - len(client_request.generations)
-        if left:
-            self._live_by[owner] = left
         self._requests.cancel(client_request, self._clock())
         self._uncount(client_request)
 
@@ -446,20 +440,6 @@ class Service:
             weight=slo_class.weight,
         )
 
-    def _check_room(
-        self, client_request: ClientRequest, dispatcher: Dispatcher[Generation]
-    ) -> None:
-        """Raise Refusal if the queue is full; if it is half full, to owners of a quarter of it."""
-        most, outputs = self._config.max_queue, len(client_request.generations)
-        waiting, own = len(dispatcher), self._live_by.get(client_request.client.owner, 0)
-        if waiting + outputs > most or (2 * waiting > most and 4 * own > most):
-            raise Refusal(
-                "overloaded",
-                f"{waiting} requests wait, at most {most} may, and of one client a quarter once "
-                "half of them do: retry later",
-                retry_after_s=dispatcher.retry_after_s(),
-            )
-
     def _admit(self, client_request: ClientRequest, model: ServedModel) -> None:
         """Admit all generations, or none.
 
@@ -468,7 +448,8 @@ class Service:
         """
         now = self._clock()
         dispatcher, slo_class = model.dispatcher, client_request.slo_class
-        self._check_room(client_request, dispatcher)
+        outputs = len(client_request.generations)
+        dispatcher.check_room(client_request.tenant, outputs, self._config.max_queue)
         if client_request.held:
             slo_class = msgspec.structs.replace(slo_class, when_infeasible="relegate")
         admitted: list[Generation] = []
@@ -495,8 +476,6 @@ class Service:
             client_request.promise_s = max(
                 generation.request.ttft_deadline_s for generation in client_request.generations
             )
-        owner, outputs = client_request.client.owner, len(client_request.generations)
-        self._live_by[owner] = self._live_by.get(owner, 0) + outputs
         self._requests.add(client_request)
         self._metrics.admitted(client_request)
         for generation, option in zip(client_request.generations, options, strict=True):

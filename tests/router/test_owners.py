@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import pathlib
 import socket
@@ -37,30 +38,61 @@ def test_all_addresses_of_a_client_are_one_owner(host: str, owner: str) -> None:
     assert (_anybody(scope).owner, _anybody(scope).cache_owner) == (owner, "")
 
 
-def test_one_owner_cannot_fill_the_queue(running_with: Any, eventually: Any) -> None:
-    running: Running = running_with(max_queue=64)
+def test_one_tenant_cannot_fill_the_queue(
+    running_with: Any, eventually: Any, tmp_path: pathlib.Path
+) -> None:
+    keys = tmp_path / "keys"
+    names = ("alice", "bob", "carol")
+    lines = [f"{name}:{hashlib.sha256(name.encode()).hexdigest()}\n" for name in names]
+    keys.write_text("".join(lines))
+    running: Running = running_with(max_queue=64, api_keys=str(keys))
     running.open().granting = False
     service = running.router.router.service
     body = json.dumps({"model": "tiny", "prompt": ["a"] * 16, "max_tokens": 1}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % len(body)
     with contextlib.ExitStack() as links:
 
-        def ask(address: str) -> socket.socket:
-            to = running.router.public.getsockname()
-            link = socket.create_connection(to, timeout=30, source_address=(address, 0))
-            links.enter_context(link).sendall(head + body)
+        def ask(name: str, waiting: int = 0) -> socket.socket:
+            link = socket.create_connection(running.router.public.getsockname(), timeout=30)
+            key = f"x-api-key: {name}\r\n\r\n".encode()
+            links.enter_context(link).sendall(head + key + body)
+            if waiting:
+                eventually(lambda: service.live == waiting)
             return link
 
-        for number in range(1, 4):
-            ask("127.0.0.1")
-            eventually(lambda number=number: service.live == number)
-        refused = ask("127.0.0.1").recv(1 << 16)
-        assert refused.startswith(b"HTTP/1.1 503 ") and b"of one client a quarter" in refused
-        ask("127.0.0.2")
-        eventually(lambda: service.live == 4)
-        assert ask("127.0.0.3").recv(1 << 16).startswith(b"HTTP/1.1 503 ")  # it is full
+        def refused(name: str) -> bool:
+            answer = ask(name).recv(1 << 16)
+            return answer.startswith(b"HTTP/1.1 503 ") and b"of one tenant a quarter" in answer
+
+        for waiting in range(1, 5):
+            ask("alice", waiting)  # alone, it may have all
+        assert refused("alice")
+        ask("bob", 5)
+        assert refused("bob") and refused("alice")
+        ask("carol", 6)
     eventually(lambda: service.live == 0)
-    assert not service._live_by
+
+
+def test_a_request_of_more_outputs_than_may_wait_is_served_by_an_idle_router(
+    running_with: Any,
+) -> None:
+    running: Running = running_with(max_queue=4)
+    running.open()
+    body = {"model": "tiny", "prompt": ["say a"] * 16, "max_tokens": 1}
+    assert len(running.http.post("/v1/completions", json=body).json()["choices"]) == 16
+
+
+def test_a_replica_with_an_impossible_load_takes_nothing_until_it_has_another(
+    running_with: Any, eventually: Any
+) -> None:
+    running: Running = running_with()
+    controller = running.open()
+    possible = controller.load
+    controller.load = msgspec.structs.replace(possible, share=0.0)
+    body = {"model": "tiny", "prompt": "say a", "max_tokens": 1}
+    eventually(lambda: not running.ops.get("/debug/queue").json()["tiny"]["open"])
+    controller.load = possible
+    assert running.http.post("/v1/completions", json=body).status_code == 200
 
 
 @pytest.mark.parametrize("weight", ["0.0001", "1e17"])
@@ -101,6 +133,12 @@ def test_keys_that_could_not_be_read_once_are_read_again(
         {"pending_s": float("nan")},
         {"ahead_s": float("-inf")},
         {"margins": ((), ()), "lead_s": (0.0,)},
+        {"margins": ((),), "lead_s": (float("inf"),)},
+        {"drain_s_per_s": float("nan")},
+        {"decode_capacity_s": 1e300},
+        {"decode_room_s": float("nan")},
+        {"decode_parts": ((1.0, float("nan")),)},
+        {"pending_bands": ((1.0, float("inf")),)},
     ],
 )
 def test_an_impossible_load_is_recognised(change: dict[str, Any]) -> None:

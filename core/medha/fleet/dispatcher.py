@@ -19,6 +19,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from medha.config import QueueOrder
+from medha.errors import Refusal
 from medha.fleet.admission import AdmissionDecision, TenantUsage, admit, retry_after_s
 from medha.fleet.placement import PendingRequest, ReplicaEstimate, forecast_steps, place
 from medha.fleet.prefix_index import HASH_BYTES, PrefixIndex
@@ -115,6 +116,7 @@ class Dispatcher(Generic[Item]):
         self._versions: dict[str, str] = {}  # by replica
         self._items: dict[str, Item] = {}
         self._count_by_version: collections.Counter[str] = collections.Counter()
+        self._count_by_tenant: collections.Counter[str] = collections.Counter()
         self._reported_s: dict[str, float] = {}
         self._relegated: dict[str, set[str]] = {}  # placed without a promise, by replica
         self._unplaced_promised: set[str] = set()
@@ -161,10 +163,13 @@ class Dispatcher(Generic[Item]):
     def update_replica(self, replica: DispatchReplica, now: float) -> None:
         """Take over the load of a replica.
 
-        When the replica opens, requests placed on other replicas may move to it. When it closes,
-        requests placed on it become unplaced.
+        When the replica opens, requests placed on other replicas may move to it. When it closes, or
+        has no load any more, requests placed on it become unplaced.
         """
         if replica.load is None:
+            if (known := self._estimates.get(replica.name)) is not None:
+                known.closed = True
+                self._unplace(known, now)
             return
         if replica.name not in self._estimates:
             self.add_replica(replica)
@@ -177,9 +182,12 @@ class Dispatcher(Generic[Item]):
         if opens:
             self._release_to(replica.name, now)
         if not replica.open:
-            for queued in self._queue.placed_on(replica.name):
-                estimate.release(queued.id, now)
-                self._put(_placed(queued, ""))
+            self._unplace(estimate, now)
+
+    def _unplace(self, estimate: ReplicaEstimate, now: float) -> None:
+        for queued in self._queue.placed_on(estimate.name):
+            estimate.release(queued.id, now)
+            self._put(_placed(queued, ""))
 
     def _release_to(self, opened: str, now: float) -> None:
         """Unplace requests of other replicas, so that the opened one can take some.
@@ -258,6 +266,25 @@ class Dispatcher(Generic[Item]):
     def keeps_promises(self) -> bool:
         """False if a request that fits in time is placed at once, but not promised anything."""
         return self._queue.keeps_promises
+
+    def check_room(self, tenant: str, count: int, most: int) -> None:
+        """Raise Refusal if there is no room for `count` requests of a tenant.
+
+        At most `most` wait. A tenant counts with a quarter of that for the others, and may have
+        more only while it is alone, or less than half of the room is taken.
+        """
+        waiting = len(self._items)
+        if not waiting or waiting + count <= most // 2:
+            return
+        quarter, own = most // 4, self._count_by_tenant.get(tenant, 0)
+        others = sum(min(n, quarter) for n in self._count_by_tenant.values()) - min(own, quarter)
+        if others + own + count > most or (others and own + count > quarter):
+            raise Refusal(
+                "overloaded",
+                f"{waiting} requests wait, at most {most} may, and of one tenant a quarter once "
+                "half of them do: retry later",
+                retry_after_s=self.retry_after_s(),
+            )
 
     def admit(self, item: Item, slo_class: SloClass, now: float) -> AdmissionDecision:
         """Enqueue a request with or without a promise; raises Refusal."""
@@ -468,6 +495,7 @@ class Dispatcher(Generic[Item]):
         self._forget(item_id)
         self._items[item_id] = item
         self._count_by_version[item.version] += 1
+        self._count_by_tenant[item.request.tenant] += 1
 
     def _forget(self, id: str) -> Item | None:
         self._unmark(id)
@@ -476,6 +504,9 @@ class Dispatcher(Generic[Item]):
             self._count_by_version[item.version] -= 1
             if not self._count_by_version[item.version]:
                 del self._count_by_version[item.version]
+            self._count_by_tenant[item.request.tenant] -= 1
+            if not self._count_by_tenant[item.request.tenant]:
+                del self._count_by_tenant[item.request.tenant]
         return item
 
 

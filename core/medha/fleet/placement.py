@@ -120,14 +120,19 @@ class _Cost(msgspec.Struct, frozen=True):
 
 def is_usable(load: Load) -> bool:
     """Return True if a reported load can be computed with."""
-    seconds = (load.pending_s, load.ahead_s, load.predicted_tpot_s, load.decode_capacity_s)
+    seconds = (load.pending_s, load.ahead_s, load.predicted_tpot_s, *load.lead_s)
+    pairs = (*load.pending_bands, *load.decode_parts, *load.spanning_parts)
     return (
         0.0 < load.share <= 2.0
         and load.page_tokens >= 1
         and 0.0 < load.budget_s < math.inf
+        and 0.0 <= load.decode_capacity_s <= 2.0 * load.budget_s
         and 1.0 <= load.long_factor < math.inf
+        and 0.0 < load.drain_s_per_s < math.inf
+        and math.isfinite(load.decode_room_s)
         and len(load.lead_s) in (0, len(load.margins))
         and all(-1e-6 <= value < math.inf for value in seconds)
+        and all(-1e-6 <= part < math.inf and not math.isnan(upto) for upto, part in pairs)
     )
 
 
