@@ -203,7 +203,7 @@ class FakeTokenizer:
     def __init__(self) -> None:
         self.prompt = Prompt(b"", b"")
 
-    async def encode(self, job: object) -> tuple[Prompt, ...]:
+    async def encode(self, job: object, tenant: str) -> tuple[Prompt, ...]:
         return (self.prompt,)
 
 
