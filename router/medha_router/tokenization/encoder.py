@@ -261,9 +261,10 @@ class ChatTemplate:
     @functools.cached_property
     def takes_parts(self) -> bool:
         """True if the template takes a list of a user's parts, and prints their texts alone."""
+        assert self._template is not None
         parts = [{"type": "text", "text": text} for text in PROBE]
         try:
-            shown = self._render([{"role": "user", "content": parts}], generation_prompt=True)
+            shown = self._template.render(self._names([{"role": "user", "content": parts}], True))
         except (*REFUSED, AttributeError):  # a filter for text
             return False
         return all(text in shown for text in PROBE) and "'type'" not in shown.replace('"', "'")
@@ -293,10 +294,10 @@ class ChatTemplate:
             else message | {"content": self._of_parts(message["content"], message["role"])}
             for message in messages
         ]
+        names = self._names(messages, generation_prompt, tools)
+        further = _further_values(values, names) if values else {}
         try:
-            return self._render(
-                messages, generation_prompt=generation_prompt, tools=tools, values=values
-            )
+            return self._template.render(names | further)
         except REFUSED as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {str(error)[:300]}",
@@ -310,24 +311,17 @@ class ChatTemplate:
             return [{"type": "text", "text": text} for text in texts]
         return "\n".join(texts)
 
-    def _render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        generation_prompt: bool,
-        tools: bytes = b"",
-        values: bytes = b"",
-    ) -> str:
-        assert self._template is not None
-        names = {
+    def _names(
+        self, messages: list[dict[str, Any]], generation_prompt: bool, tools: bytes = b""
+    ) -> dict[str, Any]:
+        """Return what a template reads by name."""
+        return {
             "messages": messages,
             "add_generation_prompt": generation_prompt,
             "tools": msgspec.json.decode(tools) if tools else None,
             "documents": None,
             **self._special,
         }
-        further = _further_values(values, names) if values else {}
-        return self._template.render(names | further)
 
 
 def _further_values(raw: bytes, taken: Mapping[str, object]) -> dict[str, Any]:
