@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.solo_engine import SoloEngine
 
-from medha.grammar_limits import CHECKED_LIMITS, LIMITS
+from medha.grammar_limits import CHECKED_LIMITS, LIMITS, MASK_S, MASKS_START_S, MaskTime
 from medha.messages.fields import Sampling
 from medha_router.structured.checker import grammar_of
 from medha_worker.grammar_masks import Grammars
@@ -138,6 +139,46 @@ def test_a_grammar_that_fails_says_so_and_ends_the_output(
             break
         history.see(position, np.array([token], dtype=np.int32))
     assert "too many expressions" in constraint.error and token == STOPS[0]
+
+
+def test_masks_that_take_too_long_end_the_output_and_are_not_changed(
+    grammars: Grammars, tokenizer: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tokenizer.encode('{"name":"abcdef"', add_special_tokens=False).ids
+    prompt, slow = grammars.begin(sampling()), grammars.begin(sampling())
+    expected = [prompt.mask(output[:length]) for length in range(len(output))]
+    clock = itertools.count(0.0, 0.5 * MASKS_START_S + MASK_S)
+    monkeypatch.setattr("medha_worker.grammar_masks.time.thread_time", lambda: next(clock))
+    errors = []
+    for length, mask in enumerate(expected):
+        assert np.array_equal(slow.mask(output[:length]), mask)
+        errors.append(slow.error)
+    assert prompt.error == "" and errors[:2] == ["", ""]
+    assert all("22 ms of CPU time" in error for error in errors[2:])
+
+
+def test_an_output_that_resumes_is_not_charged_for_its_replay(
+    grammars: Grammars, tokenizer: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tokenizer.encode('{"name":"abcdef"', add_special_tokens=False).ids
+    resumed, clock = grammars.begin(sampling()), itertools.count(0.0, 9.0)
+    monkeypatch.setattr("medha_worker.grammar_masks.time.thread_time", lambda: next(clock))
+    resumed.mask(output)
+    assert resumed.error == ""
+
+
+@given(masks_s=st.lists(st.floats(0.0, 0.1), max_size=50))
+def test_an_output_ends_once_its_masks_exceed_their_time_and_not_before(
+    masks_s: list[float],
+) -> None:
+    spent, ended = MaskTime(0.002, 0.04), False
+    for count in range(1, len(masks_s) + 1):
+        spent.spend(masks_s[count - 1])
+        # The worst stretch of masks up to this one.
+        over = max(sum(masks_s[first:count]) - 0.002 * (count - first) for first in range(count))
+        if abs(over - 0.04) > 1e-9:
+            ended = over > 0.04
+            assert bool(spent.error) == ended
 
 
 @pytest.mark.parametrize("seed", range(5))

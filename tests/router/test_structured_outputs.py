@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import signal
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import llguidance
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +19,9 @@ from hypothesis import strategies as st
 from medha.errors import Refusal, RequestError
 from medha.grammar_limits import MAX_SOURCE_BYTES
 from medha_router import protocol
-from medha_router.structured.checker import grammar_of
-from medha_router.structured.checker_process import GrammarChecker
+from medha_router.structured.check_messages import Check
+from medha_router.structured.checker import check, grammar_of
+from medha_router.structured.checker_process import MAX_TOKENIZERS, GrammarChecker
 from medha_router.structured.sources import GrammarSource
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -247,11 +252,39 @@ def test_a_grammar_whose_compiling_or_masks_cost_too_much_is_refused(
     checked(check)
 
 
+@pytest.mark.parametrize(("mask_s", "error"), [(0.0009, ""), (0.003, "takes 3 ms of CPU time")])
+def test_a_grammar_whose_masks_take_too_long_is_refused(
+    byte_level_json: bytes, monkeypatch: pytest.MonkeyPatch, mask_s: float, error: str
+) -> None:
+    clock = itertools.count(0.0, mask_s)
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    tokenizer = llguidance.LLTokenizer(byte_level_json.decode())
+    try:
+        checked = check(tokenizer, Check("k", b"", "regex", "[a-z]{40}", compile_s=1000.0))
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+    assert error in checked.error and bool(error) == bool(checked.error)
+
+
 def test_a_tokenizer_that_the_library_cannot_read_refuses_only_grammars() -> None:
     async def check(checker: GrammarChecker) -> None:
         with pytest.raises(RequestError, match="tokenizer") as refused:
             await checker.check("k", b"{}", regex("a"), "a")
         assert refused.value.code == "unsupported_parameter"
+
+    checked(check)
+
+
+def test_the_tokenizer_used_longest_ago_makes_room_for_a_new_one(byte_level_json: bytes) -> None:
+    async def check(checker: GrammarChecker) -> None:
+        for number in range(MAX_TOKENIZERS):
+            await checker.check(f"k{number}", byte_level_json, regex("a"), "a")
+        assert await checker.check("k0", b"", regex("b"), "a")
+        await checker.check("new", byte_level_json, regex("a"), "a")
+        for held in ("k0", "k2", f"k{MAX_TOKENIZERS - 1}", "new"):
+            assert await checker.check(held, b"", regex("c"), "a")
+        with pytest.raises(RequestError, match="tokenizer"):
+            await checker.check("k1", b"", regex("c"), "a")
 
     checked(check)
 

@@ -6,13 +6,14 @@
 Every rank that samples runs its own matcher over the same tokens, so ranks agree without
 communication, and a request that resumes elsewhere only replays its output. The router has compiled
 the grammar before, in a process that it may kill; the library's limits bound what compiling and
-each mask cost here.
+each mask cost here, and an output whose masks take too long ends.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import pathlib
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.errors import CheckpointError
-from medha.grammar_limits import LIMITS, error_text
+from medha.grammar_limits import LIMITS, MaskTime, error_text
 from medha.messages.fields import Sampling
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ class Constraint:
     """The grammar of one sequence, advanced over its output.
 
     Stop tokens are no part of the text: they are allowed as soon as the text may end. `error` says
-    why no token can be allowed any more; it is empty while the grammar works.
+    why the output cannot go on; it is empty while the grammar works. Masks are the same on all
+    ranks, whatever time they took.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Constraint:
         vocab: int,
     ) -> None:
         self._future, self._stop_tokens, self._vocab = matcher, stop_tokens, vocab
-        self._consumed = 0
+        self._consumed, self._time = 0, MaskTime()
         self.error = ""
 
     def mask(self, output: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -105,12 +107,16 @@ class Constraint:
         except CheckpointError as error:
             self.error = str(error)
             return words
+        began_s = time.thread_time()
         for token in output[self._consumed :]:
             if token not in self._stop_tokens:
                 matcher.consume_token(token)
-        self._consumed = len(output)
+        new, self._consumed = len(output) - self._consumed, len(output)
         if not matcher.is_stopped():
             words[:] = np.frombuffer(matcher.compute_bitmask(), dtype="<i4")[: len(words)]
+        if new <= 1:  # an output that resumes here replays its tokens
+            self._time.spend(time.thread_time() - began_s)
+            self.error = self.error or self._time.error
         if matcher.is_error():
             self.error = error_text(matcher.get_error()) or "no token fits"
             words[:] = 0

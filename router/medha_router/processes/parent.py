@@ -78,7 +78,8 @@ class RouterParent:
             ),
         )
         self._pages = ProcessPages(ops_sockets(configs))
-        self._answers = _Answers(self._pages, len(configs))
+        # Threads of its own: pages that clients ask for do not delay it.
+        self._answers = _Answers(ProcessPages(ops_sockets(configs)), len(configs))
         self._drains = threading.Event()
         self._excused_s = float("-inf")
         self._tick = Tick()
@@ -171,6 +172,7 @@ class _Answers(threading.Thread):
     def close(self) -> None:
         self._closing.set()
         self.join()
+        self._pages.close()
 
 
 def _launches(path: pathlib.Path, config: RouterConfig) -> Callable[[int], Iterable[Launch]]:

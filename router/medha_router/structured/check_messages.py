@@ -15,7 +15,8 @@ LENGTH = struct.Struct("<Q")
 class Check(msgspec.Struct, frozen=True, array_like=True):
     """A grammar to check for the tokenizer named `key`; `tokenizer` is its file when it is new.
 
-    `compile_s`: CPU time of compiling it; some masks get twice as much.
+    `compile_s`: CPU time of compiling it; some masks get twice as much. `forget`: the name of a
+    tokenizer to drop first, or empty.
     """
 
     key: str
@@ -23,6 +24,7 @@ class Check(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     text: str
     compile_s: float
+    forget: str = ""
 
 
 class Checked(msgspec.Struct, frozen=True, array_like=True):

@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from random import Random
 from typing import Any, BinaryIO
@@ -25,8 +26,11 @@ import numpy as np
 
 from medha.grammar_limits import (
     CHECKED_LIMITS,
+    CHECKED_MASK_S,
+    CHECKED_MASKS_START_S,
     MAX_GRAMMAR_CHARS,
     MAX_OPTIONAL_PROPERTIES,
+    MaskTime,
     error_text,
 )
 from medha_router.structured.check_messages import LENGTH, Check, Checked
@@ -60,10 +64,15 @@ def check(tokenizer: llguidance.LLTokenizer, job: Check) -> Checked:
     firsts = {code: tokenizer.tokenize_str(chr(code))[:1] for code in range(32, 127)}
     letters = np.array([token for first in firsts.values() for token in first], np.intp)
     quotes, random = firsts[ord('"')], Random(0)
+    spent = MaskTime(CHECKED_MASK_S, CHECKED_MASKS_START_S)
     for _ in range(WALKED_TOKENS):
         if matcher.is_stopped():
             break
+        began_s = time.thread_time()
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        spent.spend(time.thread_time() - began_s)
+        if spent.error:
+            return Checked(error=f"{spent.error}: simplify it")
         allowed = np.unpackbits(mask, bitorder="little")
         if matcher.is_error():
             break
@@ -156,6 +165,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     decoder = msgspec.msgpack.Decoder(Check)
     while len(header := source.read(LENGTH.size)) == LENGTH.size:
         job = decoder.decode(source.read(LENGTH.unpack(header)[0]))
+        tokenizers.pop(job.forget, None)
         try:
             if job.key not in tokenizers:
                 tokenizers[job.key] = llguidance.LLTokenizer(job.tokenizer.decode())

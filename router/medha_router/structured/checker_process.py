@@ -27,7 +27,7 @@ COMPILE_S = 0.2
 WAIT_S = 30.0
 ANSWER_S = 60.0
 """For the process to load a tokenizer and check a grammar, on a machine that is busy."""
-MAX_TOKENIZERS = 4
+MAX_TOKENIZERS = 8
 KEPT_CHARS = 16 << 20
 ENTRY_CHARS = 256
 
@@ -46,7 +46,8 @@ class GrammarChecker:
         self._queue: FairQueue[_Waiting] = FairQueue(self._shares)
         self._running: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._loaded: set[str] = set()
+        # Tokenizers that the process holds, and what it answered: the last used is the last.
+        self._loaded: dict[str, None] = {}
         self._kept: collections.OrderedDict[Name, Checked] = collections.OrderedDict()
         self._kept_chars = 0
 
@@ -57,7 +58,7 @@ class GrammarChecker:
         Refusal if others' grammars take too long.
         """
         waiting = _Waiting(key, tokenizer, source, tenant.encode())
-        checked = self._kept.get(waiting.name)
+        checked = self._find(waiting.name)
         if checked is None:
             self._queue.put(waiting)
             if self._running is None or self._running.done():
@@ -99,7 +100,7 @@ class GrammarChecker:
             self._shares.start(waiting.tenant)
             began_s = time.monotonic()
             try:
-                checked = self._kept.get(waiting.name) or await self._ask(waiting)
+                checked = self._find(waiting.name) or await self._ask(waiting)
             except EngineError as error:
                 if not waiting.abandoned:
                     waiting.checked.set_exception(error)
@@ -114,10 +115,11 @@ class GrammarChecker:
     async def _ask(self, waiting: _Waiting) -> Checked:
         key, source = waiting.key, waiting.source
         new = key not in self._loaded
-        if new and len(self._loaded) >= MAX_TOKENIZERS:
-            await self._end()
+        self._loaded.pop(key, None)
+        forget = next(iter(self._loaded)) if len(self._loaded) >= MAX_TOKENIZERS else ""
+        self._loaded.pop(forget, None)
         tokenizer = waiting.tokenizer if new else b""
-        job = Check(key, tokenizer, source.kind, source.text, self._compile_s)
+        job = Check(key, tokenizer, source.kind, source.text, self._compile_s, forget)
         checked: Checked | None = None
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -130,7 +132,7 @@ class GrammarChecker:
             if checked is None:
                 await self._end()
         if checked.loaded:
-            self._loaded.add(key)
+            self._loaded[key] = None
         return checked
 
     async def _exchange(self, payload: bytes) -> Checked:
@@ -158,6 +160,11 @@ class GrammarChecker:
             if process.returncode is None:
                 process.kill()
             await process.wait()
+
+    def _find(self, name: Name) -> Checked | None:
+        if name in self._kept:
+            self._kept.move_to_end(name)
+        return self._kept.get(name)
 
     def _keep(self, name: Name, checked: Checked) -> None:
         if name in self._kept:
