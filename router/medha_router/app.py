@@ -122,7 +122,9 @@ class Router:
         names = None if config.learn else frozenset(model.name for model in config.models)
         self._replicas = ReplicaTable(names, config.replica_timeout_s)
         published = pathlib.Path(config.models_file) if config.models_file else None
-        self._models = ModelRegistry(config.models, config.forget_model_s, published)
+        self._models = ModelRegistry(
+            config.models, config.forget_model_s, published, config.max_queue
+        )
         self._later = LaterSteps()
         self._requests = RequestTable(
             self._models,

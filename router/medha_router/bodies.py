@@ -21,6 +21,7 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from medha.errors import Refusal, RequestError
+from medha.fleet.shared_room import SharedRoom
 from medha_router.auth import Client
 from medha_router.dialects.readers import READERS, Params
 from medha_router.http_protocol import WHOLE_BODY
@@ -38,19 +39,14 @@ class BodyReader:
     """Reads request bodies of at most `max_bytes` each.
 
     All bodies that are being read, tokenized or admitted, and large answers that are being sent,
-    hold at most MAX_BODIES_AT_ONCE times `max_bytes`; what is beyond is refused. An owner, a tenant
-    or an address without API keys, holds all of it if it is alone, and counts for the others with a
-    quarter at most. Once half of it is held by several, each holds at most a quarter.
+    share a room of MAX_BODIES_AT_ONCE times `max_bytes`; what is beyond is refused.
     """
 
     def __init__(
         self, max_bytes: int, tokens: TokenizerPool | None = None, timeout_s: float = BODY_TIMEOUT_S
     ) -> None:
         self._max_bytes, self._tokens, self._timeout_s = max_bytes, tokens, timeout_s
-        self._most_bytes = MAX_BODIES_AT_ONCE * max_bytes
-        self._held_bytes = 0
-        self._held_by: dict[str, int] = {}
-        self._counted_bytes = 0  # a quarter of an owner at most
+        self._room = SharedRoom(MAX_BODIES_AT_ONCE * max_bytes)
 
     async def params(self, request: Request, kind: str, params: type[P]) -> P:
         """Read and decode a body of a kind of `dialects.readers.READERS`; raises as `read` does.
@@ -97,7 +93,7 @@ class BodyReader:
                 async for chunk in request.stream():
                     parts.append(chunk)
                     size_bytes += len(chunk)
-                    self._hold(len(chunk), owner)
+                    self._room.hold(owner, len(chunk))
                     self._check(size_bytes, 0, owner)
         except TimeoutError:
             raise RequestError(
@@ -106,7 +102,7 @@ class BodyReader:
                 code="body_timeout",
             ) from None
         finally:
-            self._hold(-size_bytes, owner)
+            self._room.hold(owner, -size_bytes)
         return parts
 
     def answer(self, request: Request, *parts: bytes | memoryview) -> JsonResponse:
@@ -127,26 +123,16 @@ class BodyReader:
     @contextlib.contextmanager
     def held(self, size_bytes: int, owner: str) -> Iterator[None]:
         """Count the bytes of a body that is processed, or of an answer that is sent."""
-        self._hold(size_bytes, owner)
+        self._room.hold(owner, size_bytes)
         try:
             yield
         finally:
-            self._hold(-size_bytes, owner)
+            self._room.hold(owner, -size_bytes)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all bodies that are held."""
-        return self._held_bytes
-
-    def _hold(self, size_bytes: int, owner: str) -> None:
-        quarter, before = self._most_bytes // 4, self._held_by.get(owner, 0)
-        own = before + size_bytes
-        self._held_bytes += size_bytes
-        self._counted_bytes += min(own, quarter) - min(before, quarter)
-        if own:
-            self._held_by[owner] = own
-        else:
-            self._held_by.pop(owner, None)
+        return self._room.held
 
     def _check(self, size_bytes: int, more_bytes: int, owner: str) -> None:
         if size_bytes > self._max_bytes:
@@ -154,11 +140,7 @@ class BodyReader:
         self._check_room(more_bytes, owner)
 
     def _check_room(self, more_bytes: int, owner: str) -> None:
-        most, own = self._most_bytes, self._held_by.get(owner, 0)
-        others = self._counted_bytes - min(own, most // 4)
-        held = others + own + more_bytes
-        shared = others > 0 and held > most // 2 and own + more_bytes > most // 4
-        if shared or held > most:
+        if not self._room.fits(owner, more_bytes):
             raise Refusal("overloaded", "too many long requests at once: retry later")
 
     def _too_long(self) -> RequestError:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pathlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
@@ -99,15 +100,18 @@ class ModelVersion:
 
 
 class ServedModel:
-    """A model with its versions. `dispatcher` holds its queue; `versions` usually has one entry.
+    """A model with its versions. `dispatcher` holds its queue, of at most `max_waiting` requests;
+    `versions` usually has one entry.
 
     `ready_changed_s` is the last time that the model became ready, or stopped being so.
     """
 
-    def __init__(self, config: RouterModel) -> None:
+    def __init__(self, config: RouterModel, max_waiting: int = sys.maxsize) -> None:
         self.config = config
         self.classes = {slo_class.name: slo_class for slo_class in config.classes}
-        self.dispatcher: Dispatcher[Generation] = Dispatcher(config.classes)
+        self.dispatcher: Dispatcher[Generation] = Dispatcher(
+            config.classes, max_waiting=max_waiting
+        )
         self.versions: dict[str, ModelVersion] = {}
         self._last_sequence = 0
         self.unservable = ""
@@ -263,13 +267,19 @@ class ModelRegistry(Mapping[str, ServedModel]):
 
     The operator publishes `file`, which may not exist yet: models without replicas that get one on
     the first request. `hold_s`, the time that requests wait for it, always comes from the file. The
-    other fields of the file hold only while the model has no replica.
+    other fields of the file hold only while the model has no replica. `max_waiting`: requests of
+    one model.
     """
 
     def __init__(
-        self, configured: Iterable[RouterModel], forget_s: float, file: pathlib.Path | None = None
+        self,
+        configured: Iterable[RouterModel],
+        forget_s: float,
+        file: pathlib.Path | None = None,
+        max_waiting: int = sys.maxsize,
     ) -> None:
-        self._models = {model.name: ServedModel(model) for model in configured}
+        self._max_waiting = max_waiting
+        self._models = {model.name: ServedModel(model, max_waiting) for model in configured}
         self._configured = frozenset(self._models)
         self._forget_s = forget_s
         self._left_s: dict[str, float] = {}
@@ -322,7 +332,7 @@ class ModelRegistry(Mapping[str, ServedModel]):
         learned = learned_model(hello, self._hold_s(hello.model))
         model = self._models.get(hello.model)
         if model is None:
-            self._models[hello.model] = ServedModel(learned)
+            self._models[hello.model] = ServedModel(learned, self._max_waiting)
             self._log.info("serving %s from now on", hello.model)
             return
         if others and learned.classes != model.config.classes:
@@ -357,7 +367,7 @@ class ModelRegistry(Mapping[str, ServedModel]):
         }
         for name, published in self._published.items():
             if name not in self._models:
-                self._models[name] = ServedModel(published)
+                self._models[name] = ServedModel(published, self._max_waiting)
                 self._log.info("serving %s from now on, as published", name)
         for name, model in self._models.items():
             if name not in self._configured:

@@ -20,6 +20,7 @@ from medha.fleet.admission import attainable_tpot_s
 from medha.fleet.demand import DemandWindow
 from medha.fleet.placement import PlacementOption
 from medha.fleet.prefix_index import salt_of
+from medha.fleet.shared_room import SharedRoom
 from medha.messages import Sampling
 from medha.request import Request
 from medha_router.auth import Client
@@ -81,7 +82,7 @@ class Service:
         self._clock, self._wall_s, self._draw_bits = state.clock, wall_s, draw_bits
         self._log = logging.getLogger("medha.router")
         self._salts: dict[tuple[str, str], bytes] = {}  # by model, with its adapter, and owner
-        self._holding = 0
+        self._holding = SharedRoom(config.max_queue)
         self._learns_until_s = self._clock() + (config.learn_s if config.learn else 0.0)
         self.models: ModelRegistry = state.models
         self.draining = False
@@ -90,7 +91,7 @@ class Service:
     @property
     def live(self) -> int:
         """Number of requests that have not ended."""
-        return len(self._requests) + self._holding
+        return len(self._requests) + self._holding.held
 
     @property
     def ready(self) -> bool:
@@ -129,15 +130,15 @@ class Service:
     async def detokenize(self, name: str, raw: bytes, client: Client) -> memoryview:
         """Return the answer of `/detokenize` for JSON token ids; raises RequestError or Refusal."""
         self._meter.arrive(client.tenant, client.limits, self._clock())
-        version = await self._open(*await self._known(name))
+        version = await self._open(*await self._known(name, client.owner), client.owner)
         text = self.tokens.detokenize(version.tokenizer_key, raw, client.owner)
-        return await self._hold(text)
+        return await self._hold(text, client.owner)
 
     async def encode(self, params: TokenizeParams, client: Client) -> tuple[Prompt, ServedModel]:
         """Encode one prompt for `/tokenize`; raises RequestError or Refusal."""
         self._meter.arrive(client.tenant, client.limits, self._clock())
-        model, adapter = await self._known(params.model)
-        version = await self._open(model, adapter)
+        model, adapter = await self._known(params.model, client.owner)
+        version = await self._open(model, adapter, client.owner)
         if params.tools:
             _check_takes_tools(version)
         job = version.encode_job(
@@ -150,7 +151,7 @@ class Service:
             template_values=params.template_values,
         )
         job = msgspec.structs.replace(job, page_tokens=0)
-        prompts = await self._hold(self.tokens.encode(job, client.owner))
+        prompts = await self._hold(self.tokens.encode(job, client.owner), client.owner)
         if len(prompts) != 1:
             raise RequestError(
                 f"prompt is a list of {len(prompts)}: /tokenize takes one",
@@ -166,8 +167,8 @@ class Service:
 
         The task may be cancelled at any time: nothing of the request is left.
         """
-        arrival_s = self._clock()
-        model, adapter = await self._known(params.model)
+        arrival_s, owner = self._clock(), client.owner
+        model, adapter = await self._known(params.model, owner)
         params = msgspec.structs.replace(params, model=params.model or model.name)
         slo_class = model.slo_class(slo)
         if client.weight != 1.0:
@@ -185,16 +186,16 @@ class Service:
         try:
             self._meter.arrive(client.tenant, client.limits, arrival_s)
             client_request.held = not model.ready
-            version = await self._open(model, adapter)
+            version = await self._open(model, adapter, owner)
             grammar = ""
             if params.grammar is not None:
-                checked = self._checked_grammar(params.grammar, version, client.owner)
-                grammar = await self._hold(checked)
-            prompts = await self._hold(self._encoded(client_request, model, version))
+                checked = self._checked_grammar(params.grammar, version, owner)
+                grammar = await self._hold(checked, owner)
+            prompts = await self._hold(self._encoded(client_request, model, version), owner)
             while not version.open:  # its replicas left during the encoding
                 client_request.held = client_request.held or not model.ready
-                version = await self._open(model, adapter)
-                prompts = await self._hold(self._encoded(client_request, model, version))
+                version = await self._open(model, adapter, owner)
+                prompts = await self._hold(self._encoded(client_request, model, version), owner)
             self._prepare(client_request, model, version, prompts, slo, grammar)
             self._count(client_request)
             try:
@@ -231,26 +232,26 @@ class Service:
             tokens = client_request.output_tokens
             self._meter.end(client.tenant, client.limits, cost, tokens, self._clock())
 
-    async def _known(self, name: str) -> tuple[ServedModel, str]:
+    async def _known(self, name: str, owner: str) -> tuple[ServedModel, str]:
         """Return a model and an adapter; a router that has just started waits a moment to learn
         them."""
         while self.models.named(name) is None and self._clock() < self._learns_until_s:
             if not name and self.models:
                 break  # there are several
-            await self._hold(asyncio.sleep(LEARN_POLL_S))
+            await self._hold(asyncio.sleep(LEARN_POLL_S), owner)
         return self.model(name)
 
-    async def _open(self, model: ServedModel, adapter: str) -> ModelVersion:
+    async def _open(self, model: ServedModel, adapter: str, owner: str) -> ModelVersion:
         """Wait until a version of the model is open and choose one with the adapter; raises
         Refusal."""
         if self.draining:
             raise Refusal("draining", "this router is shutting down: retry", retry_after_s=1.0)
         while not model.ready:
-            if self._holding >= self._config.max_queue:
+            if not self._holding.fits(owner, 1):
                 raise Refusal("overloaded", "too many requests wait for a replica: retry later")
             wait_s = model.patience_s(self._config.no_replica_timeout_s)
             with self._demand.holding(model.name):
-                await self._hold(model.wait_open(wait_s))
+                await self._hold(model.wait_open(wait_s), owner)
         return model.choose_version(adapter)
 
     async def encode_for(
@@ -300,12 +301,12 @@ class Service:
             salt = self._salts[model, owner] = salt_of(model, owner, self._salt_secret)
         return salt
 
-    async def _hold(self, waiting: Awaitable[T]) -> T:
-        self._holding += 1
+    async def _hold(self, waiting: Awaitable[T], owner: str) -> T:
+        self._holding.hold(owner, 1)
         try:
             return await waiting
         finally:
-            self._holding -= 1
+            self._holding.hold(owner, -1)
 
     def _prepare(
         self,
@@ -449,7 +450,7 @@ class Service:
         now = self._clock()
         dispatcher, slo_class = model.dispatcher, client_request.slo_class
         outputs = len(client_request.generations)
-        dispatcher.check_room(client_request.tenant, outputs, self._config.max_queue)
+        dispatcher.check_room(client_request.tenant, outputs)
         if client_request.held:
             slo_class = msgspec.structs.replace(slo_class, when_infeasible="relegate")
         admitted: list[Generation] = []

@@ -38,38 +38,70 @@ def test_all_addresses_of_a_client_are_one_owner(host: str, owner: str) -> None:
     assert (_anybody(scope).owner, _anybody(scope).cache_owner) == (owner, "")
 
 
+def write_keys(folder: pathlib.Path, *names: str) -> str:
+    """Write a file in which each tenant's key is its name."""
+    keys = folder / "keys"
+    lines = [f"{name}:{hashlib.sha256(name.encode()).hexdigest()}\n" for name in names]
+    keys.write_text("".join(lines))
+    return str(keys)
+
+
+class Clients(contextlib.ExitStack):
+    """Clients that send one completion each and keep their connection."""
+
+    def __init__(self, running: Running, body: bytes) -> None:
+        super().__init__()
+        self._running, self._body = running, body
+
+    def ask(self, name: str) -> socket.socket:
+        link = socket.create_connection(self._running.router.public.getsockname(), timeout=30)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-api-key: {name}\r\n"
+        length = f"content-length: {len(self._body)}\r\n\r\n"
+        self.enter_context(link).sendall((head + length).encode() + self._body)
+        return link
+
+    def refused(self, name: str) -> bytes:
+        """Return the answer to a request, which must be 503."""
+        answer = self.ask(name).recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        return answer
+
+
 def test_one_tenant_cannot_fill_the_queue(
     running_with: Any, eventually: Any, tmp_path: pathlib.Path
 ) -> None:
-    keys = tmp_path / "keys"
-    names = ("alice", "bob", "carol")
-    lines = [f"{name}:{hashlib.sha256(name.encode()).hexdigest()}\n" for name in names]
-    keys.write_text("".join(lines))
-    running: Running = running_with(max_queue=64, api_keys=str(keys))
+    keys = write_keys(tmp_path, "alice", "bob", "carol")
+    running: Running = running_with(max_queue=64, api_keys=keys)
     running.open().granting = False
     service = running.router.router.service
     body = json.dumps({"model": "tiny", "prompt": ["a"] * 16, "max_tokens": 1}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % len(body)
-    with contextlib.ExitStack() as links:
+    full = b"of one tenant a quarter"
+    with Clients(running, body) as clients:
 
-        def ask(name: str, waiting: int = 0) -> socket.socket:
-            link = socket.create_connection(running.router.public.getsockname(), timeout=30)
-            key = f"x-api-key: {name}\r\n\r\n".encode()
-            links.enter_context(link).sendall(head + key + body)
-            if waiting:
-                eventually(lambda: service.live == waiting)
-            return link
-
-        def refused(name: str) -> bool:
-            answer = ask(name).recv(1 << 16)
-            return answer.startswith(b"HTTP/1.1 503 ") and b"of one tenant a quarter" in answer
+        def ask(name: str, waiting: int) -> None:
+            clients.ask(name)
+            eventually(lambda: service.live == waiting)
 
         for waiting in range(1, 5):
             ask("alice", waiting)  # alone, it may have all
-        assert refused("alice")
+        assert full in clients.refused("alice")
         ask("bob", 5)
-        assert refused("bob") and refused("alice")
+        assert full in clients.refused("bob") and full in clients.refused("alice")
         ask("carol", 6)
+    eventually(lambda: service.live == 0)
+
+
+def test_one_tenant_cannot_hold_all_requests_that_wait_for_a_replica(
+    running_with: Any, eventually: Any, tmp_path: pathlib.Path
+) -> None:
+    running: Running = running_with(max_queue=8, api_keys=write_keys(tmp_path, "alice", "bob"))
+    service = running.router.router.service
+    with Clients(running, b'{"model":"tiny","prompt":"a"}') as clients:
+        for waiting, name in enumerate(["alice"] * 8 + ["bob"] * 2):  # alice counts as 2 for bob
+            if waiting == 8:
+                clients.refused("alice")
+            clients.ask(name)
+            eventually(lambda waiting=waiting: service.live == waiting + 1)
     eventually(lambda: service.live == 0)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -24,6 +25,7 @@ from medha.fleet.admission import AdmissionDecision, TenantUsage, admit, retry_a
 from medha.fleet.placement import PendingRequest, ReplicaEstimate, forecast_steps, place
 from medha.fleet.prefix_index import HASH_BYTES, PrefixIndex
 from medha.fleet.request_queue import QueuedRequest, RequestQueue
+from medha.fleet.shared_room import SharedRoom
 from medha.messages import Head, KvEvents, Load
 from medha.predictor import Predictor
 from medha.request import Request, SloClass
@@ -102,12 +104,13 @@ Item = TypeVar("Item", bound=Dispatchable)
 
 
 class Dispatcher(Generic[Item]):
-    """The waiting requests of one model and an estimate of each replica."""
+    """The waiting requests of one model, at most `max_waiting`, and an estimate of each replica."""
 
     def __init__(
         self,
         classes: Sequence[SloClass],
         order: QueueOrder = QueueOrder(),  # noqa: B008
+        max_waiting: int = sys.maxsize,
     ) -> None:
         self._queue = RequestQueue(order)
         self._usage = TenantUsage(classes)
@@ -116,7 +119,7 @@ class Dispatcher(Generic[Item]):
         self._versions: dict[str, str] = {}  # by replica
         self._items: dict[str, Item] = {}
         self._count_by_version: collections.Counter[str] = collections.Counter()
-        self._count_by_tenant: collections.Counter[str] = collections.Counter()
+        self._room = SharedRoom(max_waiting)
         self._reported_s: dict[str, float] = {}
         self._relegated: dict[str, set[str]] = {}  # placed without a promise, by replica
         self._unplaced_promised: set[str] = set()
@@ -267,18 +270,10 @@ class Dispatcher(Generic[Item]):
         """False if a request that fits in time is placed at once, but not promised anything."""
         return self._queue.keeps_promises
 
-    def check_room(self, tenant: str, count: int, most: int) -> None:
-        """Raise Refusal if there is no room for `count` requests of a tenant.
-
-        At most `most` wait. A tenant counts with a quarter of that for the others, and may have
-        more only while it is alone, or less than half of the room is taken.
-        """
-        waiting = len(self._items)
-        if not waiting or waiting + count <= most // 2:
-            return
-        quarter, own = most // 4, self._count_by_tenant.get(tenant, 0)
-        others = sum(min(n, quarter) for n in self._count_by_tenant.values()) - min(own, quarter)
-        if others + own + count > most or (others and own + count > quarter):
+    def check_room(self, tenant: str, count: int) -> None:
+        """Raise Refusal if there is no room for `count` requests of a tenant."""
+        waiting, most = self._room.held, self._room.most
+        if waiting and not self._room.fits(tenant, count):
             raise Refusal(
                 "overloaded",
                 f"{waiting} requests wait, at most {most} may, and of one tenant a quarter once "
@@ -495,7 +490,7 @@ class Dispatcher(Generic[Item]):
         self._forget(item_id)
         self._items[item_id] = item
         self._count_by_version[item.version] += 1
-        self._count_by_tenant[item.request.tenant] += 1
+        self._room.hold(item.request.tenant, 1)
 
     def _forget(self, id: str) -> Item | None:
         self._unmark(id)
@@ -504,9 +499,7 @@ class Dispatcher(Generic[Item]):
             self._count_by_version[item.version] -= 1
             if not self._count_by_version[item.version]:
                 del self._count_by_version[item.version]
-            self._count_by_tenant[item.request.tenant] -= 1
-            if not self._count_by_tenant[item.request.tenant]:
-                del self._count_by_tenant[item.request.tenant]
+            self._room.hold(item.request.tenant, -1)
         return item
 
 

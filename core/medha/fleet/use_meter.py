@@ -166,7 +166,8 @@ class UseMeter:
     def receive(self, router: str, counts: Iterable[TenantCount], now: float) -> None:
         """Replace what another router counts."""
         for count in counts:
-            known = self._others.pop(count.tenant, {})
+            earlier = self._others.pop(count.tenant, {}).items()
+            known = {name: own for name, own in earlier if now - own.since_s < FORGOTTEN_S}
             entry = known[router] = _Counts(now)
             entry.requests, entry.tokens = count.requests, count.tokens
             entry.coming, entry.concurrent_s = count.coming, count.concurrent_s
