@@ -20,7 +20,6 @@ from medha.messages import FilePart, Hello, Rejected
 from medha_router.models import ModelVersion, ServedModel
 from medha_router.replicas import FILES, ConnectedReplica
 from medha_router.request_table import RouterState
-from medha_router.structured.tool_calls import format_of
 from medha_router.tokenization.detokenizer import Vocabulary
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.tokenizer_files import FileFetch, FileStore
@@ -172,9 +171,8 @@ class Registration:
         try:
             self._tokens.add(files)
             vocabulary = await asyncio.to_thread(Vocabulary, files.tokenizer)
-            await self._tokens.warm(files.key)
-            version.tokenizer = files.tokenizer
-            version.tool_calls = format_of(files.template or files.config)
+            loaded = await self._tokens.warm(files.key)
+            version.tokenizer, version.tool_calls = files.tokenizer, loaded.tool_calls
             version.vocabulary, model.unservable = vocabulary, ""
             for replica in self._replicas_of(model, version):
                 self._state.welcome(replica.peer)

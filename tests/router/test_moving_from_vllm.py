@@ -14,8 +14,9 @@ from medha_router.dialects.conversation import renamed
 from medha_router.dialects.messages_body import read_messages_body
 from medha_router.dialects.responses_body import INPUT_NAMES
 from medha_router.protocol import read_chat, read_completion
+from medha_router.tokenization.chat_template import ChatTemplate
 from medha_router.tokenization.detokenizer import OutputStream, StopMatcher, Vocabulary
-from medha_router.tokenization.encoder import ChatTemplate, read_messages
+from medha_router.tokenization.encoder import read_messages
 
 WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}
 LINES = b"{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"

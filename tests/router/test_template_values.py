@@ -9,7 +9,7 @@ import pytest
 from tests.router.conftest import Running
 
 from medha.errors import RequestError
-from medha_router.tokenization.encoder import ChatTemplate
+from medha_router.tokenization.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "2 + 2?"}]
 TEMPLATE = b"{{ messages | length }} {{ mode | default('usual') }} {{ depth | default(0) + 1 }}"

@@ -23,8 +23,9 @@ from medha.errors import CheckpointError, EngineError, RequestError
 from medha.fleet.prefix_index import chain
 from medha.messages import from_bytes
 from medha_router.protocol import INTERNAL_ERROR
+from medha_router.tokenization.chat_template import ChatTemplate
 from medha_router.tokenization.detokenizer import Vocabulary, text_of
-from medha_router.tokenization.encoder import ChatTemplate, TokenizerProcess
+from medha_router.tokenization.encoder import TokenizerProcess
 from medha_router.tokenization.lane import BATCH_S, JOB_S
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.wire import (
@@ -40,8 +41,9 @@ from medha_router.tokenization.wire import (
 
 SALT = b"salt"
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-SPIN = b"{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}x" + (
-    b"{% endfor %}{% endfor %}{% endfor %}"
+# Loading a template renders a prompt with tools.
+SPIN = b"{% for a in range(9999) if not tools %}{% for b in range(9999) %}" + (
+    b"{% for c in range(9999) %}x{% endfor %}{% endfor %}{% endfor %}"
 )
 
 

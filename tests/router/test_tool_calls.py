@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import typing
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,21 @@ from hypothesis import strategies as st
 from medha_router.structured.tool_calls import Format, TextPart, ToolCallParser, format_of
 from medha_router.structured.tools import Tools
 
-TOOLS = Tools(raw=b"[]", names=frozenset({"f", "get_weather"}), named="f")
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "points": {"type": ["array", "null"]},
+        "warm": {"type": "boolean"},
+    },
+}
+OFFERED = [
+    {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "get_weather"}},
+]
+TOOLS = Tools(raw=json.dumps(OFFERED).encode(), names=frozenset({"f", "get_weather"}), named="f")
 CASES: list[tuple[Format, str, str, list[tuple[str, str]]]] = [
     (
         "hermes",
@@ -20,6 +35,43 @@ CASES: list[tuple[Format, str, str, list[tuple[str, str]]]] = [
         '<tool_call>{"arguments": {"b": [1, {"c": 2}]}, "name": "get_weather"}</tool_call>',
         "Sure.\n",
         [("f", '{"a": "}<\\"é"}'), ("get_weather", '{"b": [1, {"c": 2}]}')],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{"a": 1}[TOOL_CALLS]get_weather[ARGS]{}',
+        "",
+        [("f", '{"a": 1}'), ("get_weather", "{}")],
+    ),
+    (
+        "qwen3_coder",
+        'Sure.\n<tool_call>\n<function=f>\n<parameter=city>\nPa"ris\n</par\n</parameter>\n'
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=get_weather>\n</function>\n</tool_call> bye",
+        "Sure.\n bye",
+        [("f", '{"city": "Pa\\"ris\\n</par", "days": 3}'), ("get_weather", "{}")],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=points>[1, {}]</parameter><parameter=note>null"
+        "</parameter><parameter=warm>True</parameter><parameter=city>\nnull\n</parameter>"
+        "<parameter=city>twice</parameter><parameter=days>two</parameter><parameter=other>7"
+        "</parameter></function></tool_call>",
+        "",
+        [
+            (
+                "f",
+                '{"points": [1, {}], "note": null, "warm": true, "city": "null", "days": "two", '
+                '"other": "7"}',
+            )
+        ],
+    ),
+    ("qwen3_coder", "<tool_call><function=unknown>x", "<tool_call><function=unknown>x", []),
+    ("qwen3_coder", '<tool_call>{"name": "f"}', '<tool_call>{"name": "f"}', []),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=city>\n\n a\n\n</parameter> and so on",
+        "and so on",
+        [("f", '{"city": "\\n a\\n"}')],
     ),
     ("hermes", "no call < here <tool", "no call < here <tool", []),
     ("hermes", "<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", []),
@@ -182,6 +234,7 @@ JUNK = st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python
 JUNK |= st.sampled_from(
     ["{", "}", "[", "]", ",", ";", ":", '"', "\\", " ", "f", '"name":"f"', "é😀"]
 )
+JUNK |= st.sampled_from(["<function=f>", "<parameter=city>", "</parameter>", "</function>", "\n"])
 JUNK |= st.text(max_size=4)
 
 
@@ -203,6 +256,11 @@ def outputs(draw: st.DrawFn, form: Format) -> str:
                     "mistral": [("[TOOL_CALLS][", "]"), ("[TOOL_CALLS]f[ARGS]", ""), (",", "")],
                     "array": [("[", "]"), (",", "")],
                     "named": [("", "")],
+                    "qwen3_coder": [
+                        ("<tool_call><function=f><parameter=days>", "</parameter></function>"),
+                        ("<function=f>", "</function></tool_call>"),
+                        ("<parameter=city>", "\n</parameter>"),
+                    ],
                 }[form]
             )
         )
@@ -214,7 +272,7 @@ def outputs(draw: st.DrawFn, form: Format) -> str:
     return text
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral", "array", "named"])
+@pytest.mark.parametrize("form", typing.get_args(Format))
 @given(data=st.data())
 @settings(max_examples=100)
 def test_any_output_gives_the_same_events_however_it_is_cut(
@@ -227,26 +285,44 @@ def test_any_output_gives_the_same_events_however_it_is_cut(
 
 
 PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "f"', "}", "{"]
+PIECES += ["<function=f>", "<parameter=city>", "<parameter=days>", "</parameter>", "</function>"]
 PIECES += [', "arguments": {', "[", "]", ",", ";", '"', "\\", "f", "[ARGS]", " ", "text", "é"]
 
 
 @given(
     parts=st.lists(st.sampled_from(PIECES), max_size=12),
-    form=st.sampled_from(["hermes", "llama3", "mistral", "array", "named"]),
+    form=st.sampled_from(typing.get_args(Format)),
 )
 def test_any_text_gives_the_same_whole_or_letter_by_letter(parts: list[str], form: Format) -> None:
     text = "".join(parts)
     assert parsed(form, [text]) == parsed(form, list(text)) == parsed(form, parts)
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "llama3", "mistral"])
 @given(text=st.text(alphabet="ab <>|[]{}\":,'\n", max_size=40))
 def test_text_without_a_tools_name_stays_as_it_is(form: Format, text: str) -> None:
     assert parsed(form, [text]) == (text, [])
 
 
 def test_the_form_of_calls_is_that_of_the_template() -> None:
-    assert format_of(b"{%- if tools %}<tool_call>") == "hermes"
-    assert format_of(b"[AVAILABLE_TOOLS] [TOOL_CALLS]") == "mistral"
-    assert format_of(b"{{ tools }} <|start_header_id|>ipython") == "llama3"
-    assert format_of(b"{{ messages }}") is None
+    assert format_of("{%- if tools %}<tool_call>") == "hermes"
+    assert format_of("<tool_call>\n<function=example>") == "qwen3_coder"
+    assert format_of("[AVAILABLE_TOOLS] [TOOL_CALLS]") == "mistral"
+    assert format_of("{{ tools }} <|start_header_id|>ipython") == "llama3"
+    assert format_of("{{ messages }}") is None
+
+
+@given(
+    arguments=st.dictionaries(
+        st.sampled_from(["city", "note", "more"]), st.text(max_size=20).map("v{}".format)
+    )
+    | st.dictionaries(st.sampled_from(["days"]), st.integers())
+    | st.dictionaries(st.sampled_from(["points"]), st.lists(VALUES)),
+)
+def test_arguments_between_tags_are_read_as_they_were_meant(arguments: dict[str, object]) -> None:
+    text = "<tool_call>\n<function=f>\n"
+    for key, value in arguments.items():
+        shown = value if isinstance(value, str) else json.dumps(value)
+        text += f"<parameter={key}>\n{shown}\n</parameter>\n"
+    content, calls = parsed("qwen3_coder", list(text + "</function>\n</tool_call>"))
+    assert content == "" and json.loads(calls[0][1]) == arguments

@@ -1,9 +1,10 @@
 """Calls of tools in the text of a model, as it arrives.
 
     hermes    text <tool_call>{"name": …, "arguments": {…}}</tool_call> …     Qwen, Hermes
+    qwen3_coder   text <tool_call><function=…><parameter=…>…</parameter></function></tool_call>
     llama3    <|python_tag|>{"name": …, "parameters": {…}}; {…}               Llama 3
     mistral   text [TOOL_CALLS][{"name": …, "arguments": {…}}, …]             Mistral
-              text [TOOL_CALLS]name[ARGS]{…}                                  Mistral, newer
+              text [TOOL_CALLS]name[CALL_ID]id[ARGS]{…}                       Mistral, newer
     array     [{"name": …, "parameters": {…}}, …]                             tool_choice required
     named     {…}                                                             tool_choice by name
 
@@ -19,25 +20,31 @@ from typing import Literal
 
 import msgspec
 
+from medha_router.structured.tagged_arguments import SPACE, TaggedArguments, overlap
 from medha_router.structured.tools import Tools
 
-Format = Literal["hermes", "llama3", "mistral", "array", "named"]
-BEGINS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>"}
+Format = Literal["hermes", "qwen3_coder", "llama3", "mistral", "array", "named"]
+BEGINS = {
+    "hermes": "<tool_call>",
+    "qwen3_coder": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "llama3": "<|python_tag|>",
+}
+FUNCTION = "<function="
 ENDS = "</tool_call>"
-MARKS = (*BEGINS.values(), ENDS, "[ARGS]")
+MARKS = (*dict.fromkeys(BEGINS.values()), ENDS, "[ARGS]", "[CALL_ID]")
 """Tokens that stand around calls; some tokenizers hold them for special and print nothing."""
-ARGUMENTS = "[ARGS]"
+ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 MAX_HEAD_CHARS = 4096
-SPACE = " \t\r\n"
 
 
-def format_of(template: bytes) -> Format | None:
-    """Return the form of calls that a chat template teaches; None if it takes no tools."""
-    if b"<tool_call>" in template:
-        return "hermes"
-    if b"[TOOL_CALLS]" in template:
+def format_of(template: str) -> Format | None:
+    """Return the form of calls that a chat template teaches; None if it is none of these."""
+    if "<tool_call>" in template:
+        return "qwen3_coder" if FUNCTION in template else "hermes"
+    if "[TOOL_CALLS]" in template:
         return "mistral"
-    if b"ipython" in template and b"tools" in template:
+    if "ipython" in template and "tools" in template:
         return "llama3"
     return None
 
@@ -60,7 +67,7 @@ class ToolCallParser:
     """
 
     def __init__(self, form: Format, tools: Tools) -> None:
-        self._form, self._names = form, tools.names
+        self._form, self._tools, self._names = form, tools, tools.names
         self.calls, self.chosen = 0, form != "named"
         self._text = ""
         self._prefix = ""  # content after all, if no call follows
@@ -69,6 +76,7 @@ class ToolCallParser:
         if form == "llama3":
             self._state = "start"
         self._object: _CallObject | None = None
+        self._tagged: TaggedArguments | None = None
         self._pieces: list[TextPart] = []
         if form == "named":
             self._open(tools.named)
@@ -99,6 +107,7 @@ class ToolCallParser:
             "head": self._head,
             "between": self._between,
             "object": self._in_object,
+            "tagged": self._in_tagged,
             "arguments": self._all_arguments,
             "rest": self._rest,
         }[self._state]()
@@ -124,7 +133,7 @@ class ToolCallParser:
         begin = BEGINS[self._form]
         at = self._text.find(begin)
         if at < 0:
-            kept = _overlap(self._text, begin)
+            kept = overlap(self._text, begin)
             self._content(self._text[: len(self._text) - kept])
             self._text = self._text[len(self._text) - kept :]
             return False
@@ -138,6 +147,8 @@ class ToolCallParser:
         stripped = self._text.lstrip(SPACE)
         if not stripped:
             return False
+        if self._form == "qwen3_coder":
+            return self._tagged_head(stripped)
         if stripped[0] == "{" or (stripped[0] == "[" and self._form == "mistral"):
             rest = stripped.removeprefix("[")
             self._prefix += self._text[: len(self._text) - len(rest)]
@@ -147,7 +158,7 @@ class ToolCallParser:
         name = name.strip(SPACE)
         if self._form == "mistral" and not brace and len(name) < MAX_HEAD_CHARS:
             return False
-        name = name.removesuffix(ARGUMENTS).strip(SPACE)
+        name = name.removesuffix(ARGUMENTS).partition(CALL_ID)[0].strip(SPACE)
         if self._form == "mistral" and brace and name in self._names:
             self._text, self._prefix = stripped[stripped.index("{") :], ""
             self._object = _CallObject(self._open(name))
@@ -157,16 +168,44 @@ class ToolCallParser:
         self._prefix, self._state = "", "content"
         return True
 
+    def _tagged_head(self, stripped: str) -> bool:
+        """Decide if a function's tag follows the mark."""
+        name, bracket, rest = stripped.removeprefix(FUNCTION).partition(">")
+        named = stripped.startswith(FUNCTION) and name in self._names
+        if not bracket and FUNCTION.startswith(stripped[: len(FUNCTION)]):
+            if len(name) < MAX_HEAD_CHARS:
+                return False
+        elif bracket and named:
+            self._prefix, self._text, self._state = "", rest, "tagged"
+            self._tagged = TaggedArguments(self._tools.schema_of(name))
+            self._open(name)
+            return True
+        self._content(self._prefix)
+        self._prefix, self._state = "", "content"
+        return True
+
+    def _in_tagged(self) -> bool:
+        """Release the arguments between tags as they are written."""
+        scanned = self._tagged
+        if scanned is None:
+            raise AssertionError("no call has begun")
+        if arguments := scanned.push(self._text):
+            self._pieces.append(TextPart(arguments, self.calls - 1))
+        self._text = scanned.rest
+        if scanned.done:
+            self._tagged, self._state = None, "between"
+        return scanned.done
+
     def _between(self) -> bool:
         """Skip what stands between two calls; begin the next."""
-        skipped = {"hermes": "", "llama3": ";", "mistral": ",]", "array": "[,]"}[self._form]
+        skipped = {"llama3": ";", "mistral": ",]", "array": "[,]"}.get(self._form, "")
         rest = self._text.lstrip(SPACE + skipped)
         if self._prefix:
             self._prefix += self._text[: len(self._text) - len(rest)]
         self._text = rest
         if not rest:
             return False
-        if self._text[0] == "{":
+        if self._text[0] == "{" and self._form != "qwen3_coder":
             self._object, self._state = _CallObject(None), "object"
             return True
         if self._prefix:
@@ -174,7 +213,7 @@ class ToolCallParser:
             self._prefix, self._state = "", "content" if self._form in BEGINS else "rest"
             self._state = "rest" if self._form == "llama3" else self._state
             return True
-        if self._form == "hermes":
+        if BEGINS.get(self._form) == BEGINS["hermes"]:
             if ENDS.startswith(self._text):
                 return False
             self._text = self._text.removeprefix(ENDS)
@@ -334,11 +373,3 @@ class _CallObject:
         if self._depth == 1:
             self._value, self._token = False, ""
             self._complete = self.any_arguments
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest tail of `text` that begins `mark`."""
-    for size in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:size]):
-            return size
-    return 0

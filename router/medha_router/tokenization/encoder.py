@@ -3,29 +3,20 @@
     messages ── chat template ──> text ── tokenizer ──> tokens ──> names of full pages
     prompt ─────────────────────> text or token ids
 
-A message may hold text, or a list of text parts; everything else is a RequestError. Parts reach the
-template as they are if it takes them, else as lines of one text, as in vLLM. A model's chat
-template comes with the checkpoint, never from a client. It runs in jinja2's immutable sandbox with
-the names that Hugging Face templates use. The process holds no secrets and no connection besides
-the inherited socket FD, so the router may kill it at any time. It ends when the socket closes.
+A message may hold text, or a list of text parts; everything else is a RequestError. The process
+holds no secrets and no connection besides the inherited socket FD, so the router may kill it at any
+time. It ends when the socket closes.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
-import json
 import logging
 import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +35,7 @@ from medha_router.protocol import (
     read_body,
 )
 from medha_router.tokenization import wire
+from medha_router.tokenization.chat_template import ChatTemplate
 from medha_router.tokenization.detokenizer import Vocabulary
 from medha_router.tokenization.jobs import (
     PLANNED_CHARS,
@@ -56,13 +48,9 @@ from medha_router.tokenization.jobs import (
 from medha_router.tokenization.json_text import check_body, check_values, read_ids
 from medha_router.tokenization.text_encoder import TextEncoder
 
-TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
-SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 MAX_MESSAGES = 4096
 LARGE_BYTES = 64 << 10
 COLLECT_AFTER = 20_000  # objects
-REFUSED = (jinja2.TemplateError, TypeError, ValueError, RecursionError)
-PROBE = ("first part", "second part")
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,10 +89,6 @@ class _Messages(msgspec.Struct, frozen=True):
     """An object around the list, so that an error's path reads `messages[0].role`."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
-class _TemplateValues(msgspec.Struct, frozen=True):
-    chat_template_kwargs: dict[str, Any] | None
 
 
 class _Prompt(msgspec.Struct, frozen=True):
@@ -232,176 +216,6 @@ def _ids(entry: object, where: str) -> list[int]:
         ) from None
 
 
-class ChatTemplate:
-    """Renders messages. If `source` is empty and `config` has no template, `render` raises.
-
-    `config` is `tokenizer_config.json`: special tokens, and the template if it has no file of its
-    own. Raises CheckpointError if either does not parse.
-    """
-
-    def __init__(self, source: bytes, config: bytes) -> None:
-        settings = _settings(config)
-        file = TEMPLATE_FILE if source else f"chat_template in {CONFIG_FILE}"
-        try:
-            text = source.decode() if source else _configured(settings)
-            self._template = _environment().from_string(text) if text else None
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{file} is not UTF-8 ({error}); fetch it again") from None
-        except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError) as error:
-            raise CheckpointError(
-                f"{file} is not a Jinja template ({_parser_message(error)}); fix the template, or "
-                "fetch the file again"
-            ) from None
-        if self._template is not None:
-            # Each rendering copies these names, slowly from the chain of maps that they are.
-            self._template.globals = dict(self._template.globals)
-        self._special = {name: _token_text(settings.get(name)) for name in SPECIAL}
-        self._special = {name: text for name, text in self._special.items() if text is not None}
-
-    @functools.cached_property
-    def takes_parts(self) -> bool:
-        """True if the template takes a list of a user's parts, and prints their texts alone."""
-        assert self._template is not None
-        parts = [{"type": "text", "text": text} for text in PROBE]
-        try:
-            shown = self._template.render(self._names([{"role": "user", "content": parts}], True))
-        except (*REFUSED, AttributeError):  # a filter for text
-            return False
-        return all(text in shown for text in PROBE) and "'type'" not in shown.replace('"', "'")
-
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        generation_prompt: bool,
-        tools: bytes = b"",
-        values: bytes = b"",
-    ) -> str:
-        """Return the prompt's text; raises RequestError if the template refuses the messages.
-
-        `tools` is the JSON of the tools that the model may call, `values` that of an object with
-        further names for the template, as `enable_thinking`; or empty.
-        """
-        if self._template is None:
-            raise RequestError(
-                "this model has no chat template; use /v1/completions with a prompt",
-                code="no_chat_template",
-                param="messages",
-            )
-        messages = [
-            message
-            if isinstance(message["content"], str)
-            else message | {"content": self._of_parts(message["content"], message["role"])}
-            for message in messages
-        ]
-        names = self._names(messages, generation_prompt, tools)
-        further = _further_values(values, names) if values else {}
-        try:
-            return self._template.render(names | further)
-        except REFUSED as error:
-            raise RequestError(
-                f"the model's chat template refuses these messages: {str(error)[:300]}",
-                code="invalid_value",
-                param="messages",
-            ) from None
-
-    def _of_parts(self, texts: list[str], role: str) -> str | list[dict[str, str]]:
-        """Return content in parts as the template takes it: parts of a user, else text."""
-        if texts and role == "user" and self.takes_parts:
-            return [{"type": "text", "text": text} for text in texts]
-        return "\n".join(texts)
-
-    def _names(
-        self, messages: list[dict[str, Any]], generation_prompt: bool, tools: bytes = b""
-    ) -> dict[str, Any]:
-        """Return what a template reads by name."""
-        return {
-            "messages": messages,
-            "add_generation_prompt": generation_prompt,
-            "tools": msgspec.json.decode(tools) if tools else None,
-            "documents": None,
-            **self._special,
-        }
-
-
-def _further_values(raw: bytes, taken: Mapping[str, object]) -> dict[str, Any]:
-    """Read values for a chat template; raises RequestError if one has a name in `taken`."""
-    values = read_body(b'{"chat_template_kwargs":' + raw + b"}", _TemplateValues)
-    further = values.chat_template_kwargs or {}
-    for name in further:
-        if name in taken:
-            raise RequestError(
-                f"chat_template_kwargs.{name} is set by the server: give further names only",
-                code="invalid_value",
-                param=f"chat_template_kwargs.{name}",
-            )
-    return further
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`: training marks around the model's text."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _settings(config: bytes) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(config, type=dict[str, Any]) if config else {}
-    except msgspec.MsgspecError as error:
-        raise CheckpointError(
-            f"{CONFIG_FILE} does not load ({error}); fetch the file again"
-        ) from None
-
-
-def _parser_message(error: Exception) -> str:
-    """Return the parser's message in one line: of jinja2, or of Python for generated code."""
-    if isinstance(error, jinja2.TemplateSyntaxError):
-        return f"line {error.lineno}: {' '.join((error.message or '').split())[:200]}"
-    return error.msg if isinstance(error, SyntaxError) else "it is nested too deeply"
-
-
-def _configured(settings: dict[str, Any]) -> str:
-    """Return the template in tokenizer_config.json: a string, or `default` of a list."""
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        entries = [entry for entry in template if isinstance(entry, dict)]
-        chosen = [entry.get("template") for entry in entries if entry.get("name") == "default"]
-        template = chosen[-1] if chosen else None
-    return template if isinstance(template, str) else ""
-
-
-def _token_text(value: object) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
-def _tojson(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
 class Encoder:
     """Tokenizer and template of a checkpoint; raises CheckpointError if they do not load."""
 
@@ -409,6 +223,7 @@ class Encoder:
         self._vocabulary = Vocabulary(files.tokenizer)
         self._texts = TextEncoder(self._vocabulary.tokenizer)
         self._template = ChatTemplate(files.template, files.config)
+        self.tool_calls = self._template.tool_calls
 
     def encode(
         self, job: wire.Encode, raw: bytearray
@@ -514,9 +329,9 @@ class TokenizerProcess:
         stepped: SteppedJob | None = None
         match job:
             case wire.LoadFiles():
-                self._encoders[job.files.key] = Encoder(job.files)
+                encoder = self._encoders[job.files.key] = Encoder(job.files)
                 collect_seldom(COLLECT_AFTER)
-                return wire.Loaded(), b""
+                return wire.Loaded(tool_calls=encoder.tool_calls), b""
             case wire.Encode():
                 outcome, stepped = self._encoders[job.key].encode(job, payload)
             case wire.Detokenize():

@@ -48,7 +48,7 @@ POLL_TIME = struct.pack("@ll", 0, round(1e6 * POLL_S))  # as the kernel's `timev
 MOST_LENT_BYTES = 12 << 10
 """Longest text that the loop sends itself."""
 
-Result = tuple[wire.Prompt, ...] | tuple[wire.BodyRead, memoryview] | memoryview | None
+Result = tuple[wire.Prompt, ...] | tuple[wire.BodyRead, memoryview] | memoryview | wire.Loaded
 TicketJob = wire.Encode | wire.Detokenize | wire.ReadBody | wire.FormatTokens | None
 
 
@@ -164,7 +164,7 @@ class Lane(threading.Thread):
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
         self._frames: wire.FrameReader[memoryview] | None = None
-        self._loaded: set[str] = set()
+        self._loaded: dict[str, wire.Loaded] = {}
         self._sent: collections.deque[Ticket] = collections.deque()  # without an outcome yet
         self._decoder = msgspec.msgpack.Decoder(wire.Outcome)
         self._numbers = 0
@@ -229,7 +229,7 @@ class Lane(threading.Thread):
             if ticket.key and ticket.key not in self._loaded:
                 self._load(ticket)
             if ticket.job is None:
-                ticket.settle(None)
+                ticket.settle(self._loaded[ticket.key])
                 return True
             if ticket.planned is not None:
                 return self._step(ticket, ticket.planned)
@@ -259,9 +259,11 @@ class Lane(threading.Thread):
         files = wire.LoadFiles(self._dispatch.files[ticket.key])
         self._send(msgspec.msgpack.encode(files), (), JOB_S)
         loaded, _ = self._receive(ticket, self.limit_s(ticket) + JOB_S)
-        if isinstance(loaded, wire.Loaded) and loaded.error:
+        if not isinstance(loaded, wire.Loaded):
+            raise EngineError(f"a tokenizer process answered {type(loaded).__name__} to its files")
+        if loaded.error:
             raise CheckpointError(loaded.error)
-        self._loaded.add(ticket.key)
+        self._loaded[ticket.key] = loaded
 
     def _start(self, tickets: list[Ticket]) -> bool:
         """Send jobs and take their outcomes; return False if the first one was planned."""

@@ -85,8 +85,8 @@ class TokenizerPool:
         """Return int32 tokens as a JSON list."""
         return cast(memoryview, await self._run(wire.FormatTokens(), [tokens], tenant.encode(), ""))
 
-    async def warm(self, key: str) -> None:
-        """Load the files in every process and wait for the first.
+    async def warm(self, key: str) -> wire.Loaded:
+        """Load the files in every process and return the first outcome.
 
         Raises CheckpointError if they do not load.
         """
@@ -98,8 +98,7 @@ class TokenizerPool:
         loaded, _ = await asyncio.wait(
             [ticket.future for ticket in tickets], return_when=asyncio.FIRST_COMPLETED
         )
-        for future in loaded:
-            future.result()
+        return cast(wire.Loaded, next(future.result() for future in loaded))
 
     async def _run(
         self, job: TicketJob, payload: Sequence[wire.Bytes], tenant: bytes, key: str

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
+from medha_router.structured.tool_calls import Format
+
 LENGTHS = struct.Struct("<QQ")
 MAX_FRAME_BYTES = 1 << 30
 READ_BYTES = 16 << 10
@@ -124,9 +126,10 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """Outcome of LoadFiles; `error` is empty on success."""
+    """Outcome of LoadFiles; `error` is empty on success. `tool_calls`: see ChatTemplate."""
 
     error: str = ""
+    tool_calls: Format | None = None
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,307 @@
+"""Chat templates of checkpoints: from messages to the text of a prompt.
+
+    load: render probes ──> which content, roles and calls the template takes, and whether tools
+    messages, adapted to that ──> template in jinja2's immutable sandbox ──> text
+
+A template comes with the checkpoint, never from a client, and sees the names that Hugging Face
+templates use. What it would leave out without a word is given in a form that it prints: parts of a
+content as lines of one text, as in vLLM; `developer` as `system`; calls of tools with a null
+content, or with their arguments as text.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import msgspec
+
+from medha.errors import CheckpointError, RequestError
+from medha_router.protocol import read_body
+from medha_router.structured.tool_calls import Format, format_of
+
+TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+REFUSED = (jinja2.TemplateError, TypeError, ValueError, RecursionError)
+NAMES = ("default", "tool_use")
+PROBE = ("first part", "second part")
+_USER = {"role": "user", "content": "any question"}
+_CITY = {"city": {"type": "string", "description": "Name of a city"}}
+_TOOL: dict[str, Any] = {
+    "name": "weather_of_probe",
+    "description": "Weather of a city",
+    "parameters": {"type": "object", "properties": _CITY, "required": ["city"]},
+}
+
+
+class _TemplateValues(msgspec.Struct, frozen=True):
+    chat_template_kwargs: dict[str, Any] | None
+
+
+class ChatTemplate:
+    """Renders messages. If `source` is empty and `config` has no template, `render` raises.
+
+    `config` is `tokenizer_config.json`: special tokens, and the templates if they have no file of
+    their own: one, or several by name, `tool_use` being for prompts with tools. Raises
+    CheckpointError if either does not parse.
+    """
+
+    def __init__(self, source: bytes, config: bytes) -> None:
+        settings = _settings(config)
+        file = TEMPLATE_FILE if source else f"chat_template in {CONFIG_FILE}"
+        special = {name: _token_text(settings.get(name)) for name in SPECIAL}
+        names = {name: text for name, text in special.items() if text is not None}
+        try:
+            texts = {"default": source.decode()} if source else _configured(settings)
+            self._templates = {name: _Template(text, names) for name, text in texts.items() if text}
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{file} is not UTF-8 ({error}); fetch it again") from None
+        except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError) as error:
+            raise CheckpointError(
+                f"{file} is not a Jinja template ({_parser_message(error)}); fix the template, or "
+                "fetch the file again"
+            ) from None
+
+    @property
+    def tool_calls(self) -> Format | None:
+        """Form of calls in the outputs that the template asks for; None if it prints no tools."""
+        template = self._of(tools=True)
+        return template.tool_calls if template is not None else None
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        generation_prompt: bool,
+        tools: bytes = b"",
+        values: bytes = b"",
+    ) -> str:
+        """Return the prompt's text; raises RequestError if the template refuses the messages.
+
+        `tools` is the JSON of the tools that the model may call, `values` that of an object with
+        further names for the template, as `enable_thinking`; or empty.
+        """
+        template = self._of(bool(tools))
+        if template is None:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions with a prompt",
+                code="no_chat_template",
+                param="messages",
+            )
+        offered = msgspec.json.decode(tools) if tools else None
+        names = template.names(messages, generation_prompt, offered)
+        further = _further_values(values, names) if values else {}
+        try:
+            return template.render(names | further)
+        except REFUSED as error:
+            raise RequestError(
+                f"the model's chat template refuses these messages: {str(error)[:300]}",
+                code="invalid_value",
+                param="messages",
+            ) from None
+
+    def _of(self, tools: bool) -> _Template | None:
+        default = self._templates.get("default")
+        return self._templates.get("tool_use", default) if tools else default
+
+
+class _Template:
+    """Renders one template and knows, from probes, what it takes. `special`: names of tokens."""
+
+    def __init__(self, text: str, special: dict[str, str]) -> None:
+        self._text, self._special = text, special
+        self._template = _environment().from_string(text)
+        # Each rendering copies these names, slowly from the chain of maps that they are.
+        self._template.globals = dict(self._template.globals)
+
+    def names(
+        self, messages: list[dict[str, Any]], generation_prompt: bool, tools: Any = None
+    ) -> dict[str, Any]:
+        """Return what the template reads by name, with messages in a form that it takes."""
+        return {
+            "messages": [self._adapted(message) for message in messages],
+            "add_generation_prompt": generation_prompt,
+            "tools": tools,
+            "documents": None,
+            **self._special,
+        }
+
+    def render(self, names: dict[str, Any]) -> str:
+        """Return the text; raises one of REFUSED if the template refuses the messages."""
+        return self._template.render(names)
+
+    # --- what it takes ----------------------------------------------------------------------------
+
+    @functools.cached_property
+    def tool_calls(self) -> Format | None:
+        """Form of calls that it asks for; None if it does not print the tools of a prompt."""
+        names = self.names([_USER], True, [{"type": "function", "function": _TOOL}])
+        shown = self._probe(names)
+        printed = not shown or _TOOL["name"] in shown  # it may refuse just this prompt
+        return format_of(self._text + shown) if printed else None
+
+    @functools.cached_property
+    def _takes_parts(self) -> bool:
+        """True if it takes a list of a user's parts, and prints their texts alone."""
+        parts = [{"type": "text", "text": text} for text in PROBE]
+        shown = self._probe_of({"role": "user", "content": parts})
+        return all(text in shown for text in PROBE) and "'type'" not in shown.replace('"', "'")
+
+    @functools.cached_property
+    def _takes_developer(self) -> bool:
+        return PROBE[0] in self._probe_of({"role": "developer", "content": PROBE[0]}, _USER)
+
+    @functools.cached_property
+    def _calls(self) -> tuple[str | None, bool]:
+        """Content with which it prints a call of a tool, and whether arguments must be text."""
+        arguments = {"city": PROBE[0]}
+        function = {"name": _TOOL["name"], "arguments": arguments}
+        call = {"type": "function", "id": "probe1234", "function": function}
+        answer = {"role": "tool", "content": PROBE[1], "tool_call_id": "probe1234"}
+        forms: tuple[tuple[str | None, bool], ...] = ("", False), (None, False), (None, True)
+        for content, as_text in forms:
+            function["arguments"] = json.dumps(arguments) if as_text else arguments
+            called = {"role": "assistant", "content": content, "tool_calls": [call]}
+            shown = self._probe_of(_USER, called, answer)
+            if PROBE[0] in shown and _TOOL["name"] in shown:
+                return content, as_text
+        return forms[0]
+
+    def _probe_of(self, *messages: dict[str, Any]) -> str:
+        names = self.names([], True)
+        return self._probe(names | {"messages": list(messages)})
+
+    def _probe(self, names: dict[str, Any]) -> str:
+        """Return the text of a probe, empty if the template refuses it."""
+        try:
+            return self._template.render(names)
+        except (*REFUSED, AttributeError):  # a filter for text
+            return ""
+
+    # --- messages in that form --------------------------------------------------------------------
+
+    def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
+        changes: dict[str, Any] = {}
+        if not isinstance(message["content"], str):
+            changes["content"] = self._of_parts(message["content"], message["role"])
+        if message["role"] == "developer" and not self._takes_developer:
+            changes["role"] = "system"
+        if "tool_calls" in message:
+            content, as_text = self._calls
+            if not message["content"]:
+                changes["content"] = content
+            if as_text:
+                changes["tool_calls"] = [_in_text(call) for call in message["tool_calls"]]
+        return message | changes if changes else message
+
+    def _of_parts(self, texts: list[str], role: str) -> str | list[dict[str, str]]:
+        """Return content in parts as the template takes it: parts of a user, else text."""
+        if texts and role == "user" and self._takes_parts:
+            return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(texts)
+
+
+def _in_text(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments are text."""
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _further_values(raw: bytes, taken: Mapping[str, object]) -> dict[str, Any]:
+    """Read values for a chat template; raises RequestError if one has a name in `taken`."""
+    values = read_body(b'{"chat_template_kwargs":' + raw + b"}", _TemplateValues)
+    further = values.chat_template_kwargs or {}
+    for name in further:
+        if name in taken:
+            raise RequestError(
+                f"chat_template_kwargs.{name} is set by the server: give further names only",
+                code="invalid_value",
+                param=f"chat_template_kwargs.{name}",
+            )
+    return further
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}`: training marks around the model's text."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _settings(config: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(config, type=dict[str, Any]) if config else {}
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(
+            f"{CONFIG_FILE} does not load ({error}); fetch the file again"
+        ) from None
+
+
+def _parser_message(error: Exception) -> str:
+    """Return the parser's message in one line: of jinja2, or of Python for generated code."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f"line {error.lineno}: {' '.join((error.message or '').split())[:200]}"
+    return error.msg if isinstance(error, SyntaxError) else "it is nested too deeply"
+
+
+def _configured(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the templates in tokenizer_config.json: a string, or those named NAMES of a list."""
+    template = settings.get("chat_template")
+    if isinstance(template, str):
+        return {"default": template}
+    texts: dict[str, str] = {}
+    for entry in template if isinstance(template, list) else ():
+        if isinstance(entry, dict) and entry.get("name") in NAMES:
+            text = entry.get("template")
+            texts[entry["name"]] = text if isinstance(text, str) else ""
+    return texts
+
+
+def _token_text(value: object) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

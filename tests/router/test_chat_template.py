@@ -1,0 +1,106 @@
+"""Chat templates as checkpoints bring them, and messages in the form that each prints."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.router.conftest import HERMES
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from medha_router.tokenization.chat_template import ChatTemplate
+from medha_router.tokenization.encoder import read_messages
+
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
+USER = {"role": "user", "content": "hi"}
+CALL = {"name": "get_weather", "arguments": '{"city": "Köln"}'}
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "weather?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "abc123def", "type": "function", "function": CALL}],
+    },
+    {"role": "tool", "tool_call_id": "abc123def", "content": "rain"},
+]
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+WITH_TOOLS = "{{ tools | tojson }} in <tool_call>s " + PLAIN
+# As Qwen's: roles that it does not know are left out.
+KNOWN_ROLES = "{% for m in messages if m.role in ('system', 'user') %}" + PLAIN.partition("%}")[2]
+# As DeepSeek-R1's: calls stand where there is no content, and arguments are text.
+NULL_CONTENT = """{% for m in messages -%}
+{% if m.content is none %}{% for call in m.tool_calls %}{{ '<call>' + call['function']['name'] \
++ call['function']['arguments'] }}{% endfor %}{% else %}{{ '<' + m.role + '>' + m.content }}
+{%- endif %}{% endfor %}"""
+
+
+def render(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    read = read_messages(json.dumps(messages).encode())
+    return ChatTemplate(template.encode(), b"").render(read, generation_prompt=False, **options)
+
+
+def config(*templates: tuple[str, str]) -> bytes:
+    named = [{"name": name, "template": template} for name, template in templates]
+    return json.dumps({"chat_template": named}).encode()
+
+
+def test_a_prompt_with_tools_has_the_template_for_them() -> None:
+    template = ChatTemplate(
+        b"", config(("default", PLAIN), ("tool_use", WITH_TOOLS), ("rag", "{%"))
+    )
+    tools = json.dumps(TOOLS).encode()
+    shown = template.render([USER], generation_prompt=True, tools=tools)
+    assert shown == json.dumps(TOOLS) + " in <tool_call>s <user>hi"
+    assert template.render([USER], generation_prompt=True) == "<user>hi"
+    assert template.tool_calls == "hermes"
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "form"),
+    [
+        (HERMES, b"", "hermes"),
+        (PLAIN.encode(), b'{"added_tokens_decoder": {"5": {"content": "[TOOL_CALLS]"}}}', None),
+        (b"", json.dumps({"chat_template": PLAIN, "more": "<tool_call>"}).encode(), None),
+        (b"<tool_call> {{ raise_exception('no') }}", b"", "hermes"),
+        (b"{{ tools }} {{ messages }}", b"", None),
+        (b"{{ tools }} <tool_call> <function=x>", b"", "qwen3_coder"),
+        (b"", b"", None),
+    ],
+)
+def test_a_model_takes_tools_if_its_template_prints_them(
+    source: bytes, settings: bytes, form: str | None
+) -> None:
+    assert ChatTemplate(source, settings).tool_calls == form
+
+
+def test_tools_that_no_template_prints_are_refused_for_the_model(served: Any) -> None:
+    body = {"model": "tiny", "messages": [USER], "tools": TOOLS}
+    response = served.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
+
+
+def test_a_developer_is_the_system_where_the_template_leaves_that_role_out() -> None:
+    messages = [{"role": "developer", "content": "RULES"}, USER]
+    assert render(KNOWN_ROLES, messages) == "<system>RULES<user>hi"
+    assert render(PLAIN, messages) == "<developer>RULES<user>hi"
+
+
+@pytest.mark.parametrize("template", [NULL_CONTENT, HERMES.decode()])
+def test_a_call_in_an_earlier_message_reaches_the_prompt(template: str) -> None:
+    assert "get_weather" in render(template, CALLED) and "Köln" in render(template, CALLED)
+
+
+def test_calls_are_rendered_as_transformers_does_for_a_template_that_wants_no_content() -> None:
+    (expected,), _ = render_jinja_template([CALLED], chat_template=NULL_CONTENT)
+    assert render(NULL_CONTENT, CALLED) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["", "indent=2", "ensure_ascii=true", "separators=(',', ':')", "sort_keys=true", "false, 1"],
+)
+def test_the_filter_for_json_takes_the_options_of_transformers(options: str) -> None:
+    template = "{{ messages | tojson(" + options + ") }}"
+    (expected,), _ = render_jinja_template([[USER | {"content": "é"}]], chat_template=template)
+    assert render(template, [USER | {"content": "é"}]) == expected
