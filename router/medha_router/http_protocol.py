@@ -29,12 +29,12 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from medha_router import api_errors
+from medha_router.turns import TURN_S
 
 DISCONNECTS = "medha.disconnects"
 WHOLE_BODY = "medha.whole_body"
 RESPONSE_HEADERS = "response_headers"
 SLICE_BYTES = 4 << 10
-TURN_S = 0.001
 """Time of one turn of the event loop after which no further slice is parsed."""
 WAITING_REQUESTS = 16
 """If more requests of a connection wait, no further slice is parsed."""

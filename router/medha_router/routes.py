@@ -27,14 +27,15 @@ from medha_router.bodies import BodyReader, JsonResponse
 from medha_router.dialects import messages_answer
 from medha_router.dialects.answer import AnswerResponse
 from medha_router.dialects.conversation import Names, renamed
+from medha_router.dialects.http_response import OpenAiResponse, ServedGeneration
 from medha_router.dialects.messages_answer import MessageAnswer
 from medha_router.dialects.messages_body import CountTokensBody, MessagesBody
+from medha_router.dialects.openai_answer import ResponseBuilder, model_shape
 from medha_router.dialects.responses_answer import ResponseAnswer
 from medha_router.dialects.responses_body import INPUT_NAMES, ResponsesBody, ResponsesParams
 from medha_router.generation import ClientRequest
 from medha_router.http_protocol import RESPONSE_HEADERS
 from medha_router.protocol import GenerationParams, TokenizeParams
-from medha_router.responses import OpenAiResponse, ResponseBuilder, ServedGeneration, model_shape
 from medha_router.service import Service
 from medha_router.structured.tool_calls import ToolCallParser
 

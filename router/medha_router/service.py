@@ -41,6 +41,7 @@ from medha_router.structured.tool_calls import MARKS, Format
 from medha_router.tokenization.detokenizer import OutputStream
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.wire import Prompt
+from medha_router.turns import TURN_S
 
 MAX_STOP_TOKENS = 64
 MAX_OUTPUTS = 64
@@ -50,7 +51,6 @@ MAX_SCORES = MAX_SCORED_TOKENS * (1 + CHAT_LOGPROBS)
 LEARN_POLL_S = 0.05
 REMEMBERED_SALTS = 4096
 LONG_TOKENS = 65_536
-TURN_S = 0.001
 FORECAST_ROUNDS = 4
 
 T = TypeVar("T")

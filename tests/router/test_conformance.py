@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.messages import Logprob
-from medha_router.responses import ResponseBuilder
+from medha_router.dialects.openai_answer import ResponseBuilder
 from medha_router.tokenization.detokenizer import Delta, TokenLogprob, Vocabulary
 
 

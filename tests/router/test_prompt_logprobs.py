@@ -12,17 +12,11 @@ import openai
 import pytest
 
 from medha.messages import Logprob
-from medha_router.responses import (
-    SLICE,
-    TURN_S,
-    ResponseBuilder,
-    Timing,
-    TokenUsage,
-    _in_turns,
-    _turns,
-)
+from medha_router.dialects.http_response import _turns
+from medha_router.dialects.openai_answer import ResponseBuilder, Timing, TokenUsage
 from medha_router.service import MAX_SCORED_TOKENS
 from medha_router.tokenization.detokenizer import Delta, TokenLogprob, Vocabulary
+from medha_router.turns import SLICE, TURN_S, in_turns
 
 TIMING = Timing(
     request_id="1", slo_class="c", promise_ttft_ms=None, predicted_ttft_ms=None, ttft_ms=None
@@ -195,7 +189,7 @@ def test_others_are_served_while_an_answer_is_made() -> None:
 
     async def scene() -> list[int]:
         task = asyncio.create_task(others())
-        results = await _in_turns(parts())
+        results = await in_turns(parts())
         task.cancel()
         return results
 

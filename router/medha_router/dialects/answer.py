@@ -8,8 +8,8 @@ from typing import Protocol
 import msgspec
 
 from medha_router.api_errors import ApiError
+from medha_router.dialects.http_response import Deltas, GenerationResponse, ServedGeneration
 from medha_router.generation import ClientRequest
-from medha_router.responses import Deltas, GenerationResponse, ServedGeneration
 from medha_router.tokenization.detokenizer import Delta
 
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from medha_router.dialects.openai_answer import call_id
 from medha_router.generation import ClientRequest
-from medha_router.responses import call_id
 from medha_router.structured.tool_calls import TextPart, ToolCallParser
 from medha_router.tokenization.detokenizer import Delta
 

@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from medha_router.api_errors import ApiError, ErrorObject
 from medha_router.dialects.answer import event
 from medha_router.dialects.blocks import BlockBuilder, Change, OutputBlock
+from medha_router.dialects.http_response import timing
 from medha_router.generation import ClientRequest
-from medha_router.responses import timing
 from medha_router.tokenization.detokenizer import Delta
 
 PATH = "/v1/messages"

@@ -9,9 +9,9 @@ import msgspec
 from medha_router.api_errors import ApiError
 from medha_router.dialects.answer import event
 from medha_router.dialects.blocks import BlockBuilder, Change, OutputBlock
+from medha_router.dialects.http_response import timing
 from medha_router.dialects.responses_body import ResponsesParams
 from medha_router.generation import ClientRequest
-from medha_router.responses import timing
 from medha_router.tokenization.detokenizer import Delta
 
 FIXED: dict[str, Any] = {
