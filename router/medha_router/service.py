@@ -278,13 +278,15 @@ class Service:
         A Load that arrives in between may undo them, but not in the last turn.
         """
         prompts = await self.encode_for(client_request, model, version)
-        tokens = max(prompt.length for prompt in prompts)
-        if tokens <= LONG_TOKENS:
+        longest = max(prompts, key=lambda prompt: prompt.length)
+        if longest.length <= LONG_TOKENS:
             return prompts
         tpot_s = client_request.slo_class.slo.tpot_s
         for _ in range(FORECAST_ROUNDS):
             paused, began_s = False, self._clock()
-            for _ in model.dispatcher.extend_forecasts(tokens, version.key, tpot_s):
+            for _ in model.dispatcher.extend_forecasts(
+                longest.length, longest.hashes, version.key, tpot_s
+            ):
                 if self._clock() - began_s > TURN_S:
                     await asyncio.sleep(0)
                     paused, began_s = True, self._clock()

@@ -370,7 +370,7 @@ def test_a_dispatcher_expects_the_pages_of_the_last_window_only() -> None:
         dispatcher.update_replica(Replica(Predictor(A100, shape, Topology())), 0.0)
         stored = KvEvents(1, stored=b"".join(names[130:]), snapshot=True)
         assert dispatcher.apply_kv_events("r0", stored)
-        assert dispatcher.cached_tokens(iter(names), 200 * 64) == cached
+        assert dispatcher.cached_tokens(names, 200 * 64) == cached
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -384,7 +384,7 @@ def test_each_replica_is_expected_to_need_the_pages_of_its_own_model(first: int)
         dispatcher.update_replica(Replica(of, name=name), 0.0)
         stored = KvEvents(1, stored=b"".join(names[130:]), snapshot=True)
         assert dispatcher.apply_kv_events(name, stored)
-    assert dispatcher.cached_tokens(iter(names), 200 * 64) == {"r1": 199 * 64}
+    assert dispatcher.cached_tokens(names, 200 * 64) == {"r1": 199 * 64}
 
 
 def test_a_replica_without_free_pages_now_comes_last() -> None:

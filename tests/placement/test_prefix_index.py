@@ -6,8 +6,11 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from medha.fleet.prefix_index import PrefixIndex, chain
+from medha.fleet import prefix_index
+from medha.fleet.prefix_index import PageNames, PrefixIndex, chain
 from medha.messages import KvEvents
 from medha.model import KeptPages
 
@@ -80,8 +83,13 @@ def test_the_index_is_bounded_and_keeps_what_was_used_lately() -> None:
     assert len(index) == 100
 
 
+@pytest.mark.parametrize("sizes", [(16, 512), (1, 1), (2, 5), (3, 1000)])
 @pytest.mark.parametrize("seed", range(5))
-def test_any_history_equals_plain_sets(seed: int) -> None:
+def test_any_history_equals_plain_sets(
+    monkeypatch: pytest.MonkeyPatch, seed: int, sizes: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_STALE", sizes[0])
+    monkeypatch.setattr(prefix_index, "SWEPT", sizes[1])
     rng, index = random.Random(seed), PrefixIndex()
     prompts = [names(12, seed=seed) for seed in range(4)]
     pages = [page for prompt in prompts for page in prompt]
@@ -91,7 +99,7 @@ def test_any_history_equals_plain_sets(seed: int) -> None:
         name = rng.choice("abcd")
         stored, removed = set(rng.sample(pages, 3)), set(rng.sample(pages, 2))
         numbers[name] += 1
-        snapshot = numbers[name] == 1 or rng.random() < 0.05
+        snapshot = numbers[name] == 1 or rng.random() < 0.2
         if snapshot:
             held[name] = set()
         held[name] = (held[name] - removed) | stored
@@ -105,3 +113,52 @@ def test_any_history_equals_plain_sets(seed: int) -> None:
                 if depth:
                     expected[other] = depth
             assert index.match(prompt) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_long_prompt_that_was_matched_before_is_matched_as_it_is_held_now(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Replicas store the pages of a prompt from the first and drop them from the last."""
+    monkeypatch.setattr(prefix_index, "LONG_NAMES", 4)
+    monkeypatch.setattr(prefix_index, "STEP", 3)
+    rng, index = random.Random(seed), PrefixIndex()
+    joined = b"".join(names(20, seed=seed))
+    prompt = PageNames(joined)
+    held, numbers = dict.fromkeys("abc", 0), dict.fromkeys("abc", 0)
+    for _ in range(100):
+        name, pages = rng.choice("abc"), rng.randint(0, 20)
+        steps = index.matching(prompt)
+        for _ in range(rng.randint(0, 9)):
+            next(steps, None)
+        numbers[name] += 1
+        stored, removed = prompt[held[name] : pages], prompt[pages : held[name]]
+        held[name] = pages
+        if snapshot := numbers[name] == 1 or rng.random() < 0.1:
+            stored, removed = prompt[:pages], []
+        events = KvEvents(numbers[name], b"".join(stored), b"".join(removed), snapshot)
+        assert index.apply(name, events)
+        assert index.match(prompt) == {name: pages for name, pages in held.items() if pages}
+
+
+def test_a_full_index_drops_the_last_pages_of_a_prompt_first() -> None:
+    index, prompt = PrefixIndex(capacity=40), names(20, seed=5)
+    index.apply("a", KvEvents(1, stored=b"".join(prompt), snapshot=True))
+    assert index.match(prompt) == {"a": 20}
+    index.apply("a", KvEvents(2, stored=b"".join(names(30, seed=6))))
+    assert index.match(prompt) == {"a": 10}
+
+
+@given(st.binary(max_size=200), st.integers(-20, 20), st.integers(-20, 20))
+def test_names_in_a_joined_string_are_those_of_the_list(joined: bytes, low: int, high: int) -> None:
+    joined = joined[: len(joined) // 16 * 16]
+    expected = [joined[at : at + 16] for at in range(0, len(joined), 16)]
+    cut = PageNames(joined)
+    assert (
+        list(cut) == expected and len(cut) == len(expected) and cut[low:high] == expected[low:high]
+    )
+    if -len(expected) <= low < len(expected):
+        assert cut[low] == expected[low]
+    else:
+        with pytest.raises(IndexError):
+            cut[low]

@@ -42,8 +42,8 @@ NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 QUEUE_MESSAGES = 4096
 UNCOPIED_BYTES = 1 << 20
 """From this size on, the library sends a message from the memory where it was encoded."""
-BURST = 64
-"""Messages that a loop takes from a link in one turn."""
+BURST, BURST_S = 64, 0.002
+"""Messages that a loop takes from a link in one turn, and the time after which it takes no more."""
 SILENCE_MS = 3000
 IPC_PATH_BYTES = 107
 
@@ -238,11 +238,14 @@ class _Link(Generic[S, R]):
         """Pass on messages until there are none, which arms the socket's descriptor again."""
         self._reads, more = True, True
         try:
+            until_s = time.perf_counter() + BURST_S
             for _ in range(BURST):
                 if self._receiver is None or (taken := self._take()) is None:
                     more = False
                     return
                 self._receiver(*taken)
+                if time.perf_counter() > until_s:
+                    return
         finally:
             self._reads = False
             if more:

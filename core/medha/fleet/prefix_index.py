@@ -11,9 +11,11 @@ drops what its windows have left behind, those of the last window are enough.
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,39 @@ from medha.messages import KvEvents
 from medha.model import KeptPages
 
 HASH_BYTES = 16
+MAX_STALE = 16
+"""Forgotten replicas whose names may stay, before a sweep begins."""
+SWEPT = 512
+"""Names that a sweep takes with each event, in a fraction of a millisecond."""
+LONG_NAMES, STEP, REMEMBERED = 1024, 512, 256
+"""Pages of a prompt whose match is remembered, pages of a step, and prompts that are remembered."""
+
+
+class PageNames(Sequence[bytes]):
+    """Page names in a joined byte string; none is cut out before it is read."""
+
+    def __init__(self, joined: bytes) -> None:
+        self._joined = joined
+
+    def __len__(self) -> int:
+        return len(self._joined) // HASH_BYTES
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[bytes]: ...
+    def __getitem__(self, at: int | slice) -> bytes | list[bytes]:
+        if isinstance(at, slice):
+            return [self[place] for place in range(*at.indices(len(self)))]
+        if at < 0:
+            at += len(self)
+        if not 0 <= at < len(self):
+            raise IndexError(f"page {at} of {len(self)}")
+        return self._joined[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+
+    def __iter__(self) -> Iterator[bytes]:
+        joined = self._joined
+        return (joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES))
 
 
 def salt_of(model: str, tenant: str, secret: bytes = b"") -> bytes:
@@ -57,17 +92,22 @@ class PrefixIndex:
     """Page names held by replicas, fed by KvEvents and read by placement.
 
     Holds one bit per replica and name. Beyond `capacity` names the least recently used ones are
-    evicted, which costs hits and nothing else.
+    evicted, which costs hits and nothing else. To forget a replica takes constant time: its names
+    stay under a bit that no longer counts, until others take their room or a sweep comes by.
     """
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         self.capacity = capacity
-        self._holders: dict[bytes, int] = {}
+        self._holders: collections.OrderedDict[bytes, int] = collections.OrderedDict()
         self._bits: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
+        self._live = self._stale = 0  # bits of known and of forgotten replicas
+        self._sweeping = self._unswept = 0  # stale bits, and names that may have them
+        # What was matched before of long prompts, by the name of the last page.
+        self._matched: dict[bytes, dict[str, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._holders) if self._live else 0
 
     def apply(self, replica: str, events: KvEvents) -> bool:
         """Apply changes; False if earlier events are missing, so that a snapshot is needed.
@@ -85,51 +125,116 @@ class PrefixIndex:
             return True
         bit = self._bit(replica)
         self._numbers[replica] = events.number
-        holders = self._holders
+        holders, live = self._holders, self._live
         for name in _names(events.removed):
-            left = holders.get(name, 0) & ~bit
+            left = holders.get(name, 0) & live & ~bit
             if left:
                 holders[name] = left
             else:
                 holders.pop(name, None)
         for name in _names(events.stored):
-            holders[name] = holders.pop(name, 0) | bit
-        while len(holders) > self.capacity:
-            del holders[next(iter(holders))]
+            holders[name] = holders.get(name, 0) & live | bit
+            holders.move_to_end(name)
+        for _ in range(len(holders) - self.capacity):
+            holders.popitem(last=False)
+        self._sweep()
         return True
 
     def forget(self, replica: str) -> None:
         """Forget the pages of a replica."""
         bit = self._bits.pop(replica, 0)
         self._numbers.pop(replica, None)
-        if not bit:
-            return
-        for name, held in list(self._holders.items()):
-            if held & bit:
-                if held == bit:
-                    del self._holders[name]
-                else:
-                    self._holders[name] = held & ~bit
+        self._live &= ~bit
+        self._stale |= bit
+        if not self._unswept and (not self._live or self._stale.bit_count() >= MAX_STALE):
+            self._sweeping, self._unswept = self._stale, len(self._holders)
 
-    def match(self, names: Iterable[bytes]) -> dict[str, int]:
+    def _sweep(self) -> None:
+        """Remove stale bits from the oldest names; after the last of them these bits are free.
+
+        A name that is used meanwhile becomes the youngest, so it is cleaned where it is used.
+        """
+        if not self._unswept:
+            return
+        holders, live = self._holders, self._live
+        for _ in range(min(SWEPT, self._unswept, len(holders))):
+            name, held = holders.popitem(last=False)
+            if held & live:
+                holders[name] = held & live
+        self._unswept = min(self._unswept - SWEPT, len(holders))
+        if self._unswept <= 0:
+            self._stale &= ~self._sweeping
+            self._sweeping = self._unswept = 0
+
+    def match(self, names: Sequence[bytes]) -> dict[str, int]:
         """Number of leading pages of a prompt by replica, without replicas that hold none.
 
-        Takes no names after the first page that no replica holds.
+        Reads no names after the first page that no replica holds. A long prompt that was matched
+        before is only followed from where its replicas ended: to admit and place it takes several
+        calls.
         """
-        pages_by_replica: dict[str, int] = {}
-        holders, alive, depth = self._holders, -1, 0
+        last = names[-1] if len(names) >= LONG_NAMES else b""
+        pages_by_replica = self._matched.get(last)
+        if pages_by_replica is None:
+            pages_by_replica = {}
+            for _ in self._walk(names, pages_by_replica):
+                pass
+            if last:
+                self._remember(last, pages_by_replica)
+        elif last:
+            self._follow(names, pages_by_replica)
+        return dict(pages_by_replica)
+
+    def matching(self, names: Sequence[bytes]) -> Iterator[None]:
+        """Match a long prompt in steps of about a millisecond, so that `match` then takes none."""
+        if len(names) >= LONG_NAMES and names[-1] not in self._matched:
+            pages_by_replica: dict[str, int] = {}
+            yield from self._walk(names, pages_by_replica)
+            self._remember(names[-1], pages_by_replica)
+
+    def _walk(self, names: Iterable[bytes], pages_by_replica: dict[str, int]) -> Iterator[None]:
+        """Match names from the first, and use those that are held: the first ones last, which are
+        worth the most."""
+        holders, alive, used = self._holders, self._live, list[bytes]()
         for name in names:
             held = holders.get(name, 0) & alive
-            if alive != -1 and held != alive:
-                self._note(pages_by_replica, alive & ~held, depth)
+            if used and held != alive:
+                self._note(pages_by_replica, alive & ~held, len(used))
             alive = held
             if not alive:
-                return pages_by_replica
-            holders[name] = holders.pop(name)  # most recently used: last in the order
-            depth += 1
-        if alive != -1:
-            self._note(pages_by_replica, alive, depth)
-        return pages_by_replica
+                break
+            used.append(name)
+            if not len(used) % STEP:
+                yield
+                alive &= self._live  # replicas may leave in between
+        if used and alive:
+            self._note(pages_by_replica, alive, len(used))
+        for place, name in enumerate(reversed(used), 1):
+            if name in holders:
+                self._use(name)
+            if not place % STEP:
+                yield
+
+    def _remember(self, last: bytes, pages_by_replica: dict[str, int]) -> None:
+        self._matched[last] = pages_by_replica
+        if len(self._matched) > REMEMBERED:
+            del self._matched[next(iter(self._matched))]
+
+    def _follow(self, names: Sequence[bytes], pages_by_replica: dict[str, int]) -> None:
+        """Correct what a replica holds of a prompt, page by page from where it ended."""
+        holders = self._holders
+        for replica in pages_by_replica.keys() - self._bits.keys():
+            del pages_by_replica[replica]
+        for replica, bit in self._bits.items():
+            pages = pages_by_replica.get(replica, 0)
+            while pages and not holders.get(names[pages - 1], 0) & bit:
+                pages -= 1
+            while pages < len(names) and holders.get(names[pages], 0) & bit:
+                pages += 1
+            if pages:
+                pages_by_replica[replica] = pages
+            else:
+                pages_by_replica.pop(replica, None)
 
     def match_sliding(self, names: Sequence[bytes], kept: KeptPages) -> dict[str, int]:
         """Number of leading pages by replica, if a prompt can go on after them without those that
@@ -141,11 +246,16 @@ class PrefixIndex:
                 pages_by_replica[replica] = pages
         for name in names[: max(pages_by_replica.values(), default=0)]:
             if name in self._holders:
-                self._holders[name] = self._holders.pop(name)
+                self._use(name)
         return pages_by_replica
 
     def _holds(self, replica: str, names: Sequence[bytes], page: int) -> bool:
         return bool(self._holders.get(names[page], 0) & self._bits[replica])
+
+    def _use(self, name: bytes) -> None:
+        if self._unswept:
+            self._holders[name] &= self._live
+        self._holders.move_to_end(name)
 
     def _note(self, pages_by_replica: dict[str, int], bits: int, pages: int) -> None:
         for replica, bit in self._bits.items():
@@ -155,11 +265,10 @@ class PrefixIndex:
     def _bit(self, replica: str) -> int:
         bit = self._bits.get(replica)
         if bit is None:
-            used = 0
-            for taken in self._bits.values():
-                used |= taken
+            used = self._live | self._stale
             bit = ~used & (used + 1)  # the lowest free bit
             self._bits[replica] = bit
+            self._live |= bit
         return bit
 
 
