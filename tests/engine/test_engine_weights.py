@@ -81,8 +81,19 @@ def test_shards_and_stages_together_are_the_model(
 ) -> None:
     """Vocabularies of 512 do not divide by 3: the last shard's table is filled up."""
     folder = checkpoint(model)
-    config = read_config(folder)
     tokens = recalling(150, model.vocab, seed=2)
+    results = logits_of_shards(folder, tokens, tp, stages)
+    expected = oracle(folder, tokens)
+    for result in results:
+        assert torch.equal(result, results[0])
+    assert float((results[0] - expected).abs().max() / expected.std()) < 1e-4
+
+
+def logits_of_shards(
+    folder: pathlib.Path, tokens: npt.NDArray[np.int32], tp: int, stages: tuple[int, ...]
+) -> list[torch.Tensor]:
+    """Return the logits that each of `tp` shards computes, through stages of these sizes."""
+    config = read_config(folder)
     results: list[torch.Tensor] = [torch.empty(0)] * tp
     slots, barrier = [torch.empty(0)] * tp, threading.Barrier(tp)
 
@@ -116,10 +127,7 @@ def test_shards_and_stages_together_are_the_model(
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    expected = oracle(folder, tokens)
-    for result in results:
-        assert torch.equal(result, results[0])
-    assert float((results[0] - expected).abs().max() / expected.std()) < 1e-4
+    return results
 
 
 @pytest.mark.parametrize("model", [TinyModel(), TinyModel(family="qwen3_moe", sparse_step=2)])
@@ -213,16 +221,40 @@ def test_a_head_that_is_missing_is_not_taken_from_the_embedding_unasked(
     assert "fetch the weights again" in str(caught.value)
 
 
-def test_a_head_in_the_file_of_a_model_that_ties_it_is_left_alone(
+def test_a_head_equal_to_the_embedding_shares_its_memory(
     tiny: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     folder = shutil.copytree(tiny, tmp_path / "both")
     write_tied(folder, True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     loaded = load(Checkpoint(folder), read_config(folder), range(6), 0, 1, torch.float32)
     assert loaded.head is not None and loaded.embedding is not None
     head = loaded.head.by_output()
     assert torch.equal(head, loaded.embedding)
     assert head.data_ptr() == loaded.embedding.data_ptr()
+
+
+@pytest.mark.parametrize(("tp", "stages"), [(1, (6,)), (2, (6,)), (2, (2, 4))])
+def test_another_head_than_the_embedding_is_used_though_config_json_ties_them(
+    tp: int, stages: tuple[int, ...], tiny: pathlib.Path, tmp_path: pathlib.Path, oracle: Oracle
+) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "both")
+    write_tied(folder, True)
+    tokens = recalling(150, 512, seed=2)
+    actual = logits_of_shards(folder, tokens, tp, stages)[0]
+    expected = oracle(folder, tokens)
+    assert float((actual - expected).abs().max() / expected.std()) < 1e-4
+
+
+def test_dummy_weights_of_a_tied_model_have_one_table(
+    checkpoint: Folder, tmp_path: pathlib.Path
+) -> None:
+    folder = checkpoint(TinyModel(tied=True))
+    loaded = load(DummyCheckpoint(folder), read_config(folder), range(6), 0, 1, torch.float32)
+    assert loaded.head is not None and loaded.embedding is not None
+    assert loaded.head.by_output().data_ptr() == loaded.embedding.data_ptr()
 
 
 def write_tied(folder: pathlib.Path, tied: bool | None) -> None:

@@ -279,7 +279,9 @@ class _Loader:
     def load(self) -> Weights:
         config = self.config
         first, last = self.layers.start == 0, self.layers.stop == config.layers
-        tied = config.tied_embeddings
+        # A file may hold another head than the embedding though config.json ties them.
+        own_head = HEAD in self.checkpoint and isinstance(self.checkpoint, Checkpoint)
+        tied = config.tied_embeddings and not own_head
         if not tied and HEAD not in self.checkpoint:
             raise CheckpointError(
                 f"{self.checkpoint.folder} has no tensor {HEAD}: needed where config.json does not"
@@ -291,7 +293,9 @@ class _Loader:
         if last:
             table = embedding if tied else self._vocab(HEAD)
             assert table is not None
-            head = linear(table, shared=tied)
+            if config.tied_embeddings and embedding is not None and torch.equal(table, embedding):
+                table = embedding
+            head = linear(table, shared=table is embedding)
         return Weights(
             layers=self._all_layers(),
             embedding=embedding if first else None,
