@@ -421,7 +421,7 @@ def test_a_shape_counts_the_parameters_of_the_file(name: str, checkpoint: Folder
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step is 0: must"),
         ({"model_type": "qwen3_moe", "moe_intermediate_size": 1.5}, "moe_intermediate_size is 1.5"),
         ({"model_type": "llama", "rope_theta": "large"}, "rope_theta is 'large': must be"),
-        ({"model_type": "llama", "rope_scaling": 3}, "rope_parameters is 3: must be an object"),
+        ({"model_type": "llama", "rope_scaling": 3}, "rope_scaling is 3: must be an object"),
     ],
 )
 def test_what_a_family_cannot_mean_is_told_in_one_sentence(

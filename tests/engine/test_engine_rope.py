@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pathlib
 from typing import Any
@@ -95,6 +96,35 @@ def test_old_and_new_names_mean_the_same(tmp_path: pathlib.Path) -> None:
     old = configured(tmp_path, rope_theta=theta, rope_scaling=scaling)
     new = configured(tmp_path, rope_parameters=SETTINGS["llama3"])
     assert old.rope == new.rope
+
+
+@pytest.mark.parametrize(
+    ("more", "theta"),
+    [
+        ({"rope_theta": 1e7, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7}}, 1e7),
+        ({"rope_theta": 3e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7}}, 3e5),
+        ({"rope_theta": 3e5, "rope_parameters": {}}, 3e5),
+        ({"rope_theta": 3e5}, 3e5),
+    ],
+)
+def test_rope_scaling_takes_precedence_as_in_transformers(
+    more: dict[str, Any], theta: float, tmp_path: pathlib.Path
+) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    settings = more | {"rope_scaling": scaling}
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**BASE, **copy.deepcopy(settings)))
+    rotary = configured(tmp_path, **settings)
+    assert rotary.rope.theta == theta and rotary.rope.kind == "yarn"
+    positions = torch.arange(3000)
+    expected = theirs(torch.zeros(1, 1, 64), positions[None])
+    for actual, other in zip(rotary.angles(positions, [(3000, 3000)]), expected, strict=True):
+        assert torch.allclose(actual[:, 0], other[0, :, :32], atol=1e-4)
+
+
+def test_a_theta_in_the_other_object_counts_if_there_is_no_other(tmp_path: pathlib.Path) -> None:
+    more = {"rope_parameters": {"rope_theta": 1e7}, "rope_scaling": SETTINGS["linear"]}
+    rope = configured(tmp_path, **more).rope
+    assert (rope.kind, rope.theta) == ("linear", 1e7)
 
 
 def test_rotation_is_that_of_transformers() -> None:

@@ -42,12 +42,14 @@ def rope_of(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
     """Return the rotary settings that config.json `raw` names. Raises CheckpointError naming the
     field.
 
-    `rope_parameters` takes precedence over `rope_scaling`, and a theta inside over one outside.
+    `rope_scaling` takes precedence over `rope_parameters`, as in transformers, and a theta inside
+    over one outside.
     """
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    given = raw.get(name) or {}
     if not isinstance(given, dict):
         raise CheckpointError(
-            f"{path}: rope_parameters is {given!r}: must be an object; fetch the file again"
+            f"{path}: {name} is {given!r}: must be an object; fetch the file again"
         )
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_KINDS:
@@ -73,7 +75,7 @@ def rope_of(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
         original = max_tokens
     numbers = {
         "original_max_position_embeddings": original,
-        "rope_theta": given.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
+        "rope_theta": given.get("rope_theta") or _theta_outside(raw),
         "factor": given.get("factor"),
         "low_freq_factor": given.get("low_freq_factor") or 1.0,
         "high_freq_factor": given.get("high_freq_factor") or 4.0,
@@ -98,6 +100,13 @@ def rope_of(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
         truncate=bool(given.get("truncate", True)),
         **plain,
     )
+
+
+def _theta_outside(raw: dict[str, Any]) -> Any:
+    """Return the theta for settings that have none."""
+    other = raw.get("rope_parameters")
+    inside = other.get("rope_theta") if isinstance(other, dict) else None
+    return raw.get("rope_theta") or inside or 10_000.0
 
 
 def _rope_number(path: pathlib.Path, key: str, value: Any) -> float | None:
