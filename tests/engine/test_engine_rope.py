@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -125,6 +126,69 @@ def test_a_theta_in_the_other_object_counts_if_there_is_no_other(tmp_path: pathl
     more = {"rope_parameters": {"rope_theta": 1e7}, "rope_scaling": SETTINGS["linear"]}
     rope = configured(tmp_path, **more).rope
     assert (rope.kind, rope.theta) == ("linear", 1e7)
+
+
+@pytest.mark.parametrize(
+    ("more", "scale"),
+    [
+        ({"attn_factor": 0.8782488562869419}, 1.0),  # 1 / (0.1 ln 4 + 1)
+        ({"attn_factor": 0.5}, 0.5 * (0.1 * math.log(4) + 1)),
+        ({"attn_factor": 0.5, "attention_factor": 3.0}, 1.5),
+        ({"attn_factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 2.0),
+        ({"attn_factor": None}, 0.1 * math.log(4) + 1),
+    ],
+)
+def test_attn_factor_multiplies_the_scale_of_yarn(
+    more: dict[str, Any], scale: float, tmp_path: pathlib.Path
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    rotary = configured(tmp_path, rope_scaling=yarn | more)
+    assert rotary.scale == pytest.approx(scale)
+    cos, sin = rotary.angles(torch.arange(5000), [(5000, 5000)])
+    assert torch.allclose(cos**2 + sin**2, torch.tensor(scale**2))
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"type": "dynamic", "factor": 1.0, "alpha": 1000.0}, "alpha is 1000.0: must be absent"),
+        ({"type": "default", "mrope_section": [8, 12, 12]}, r"mrope_section is \[8, 12, 12\]: "),
+        ({"type": "linear", "factor": 2.0, "attn_factor": 2.0}, "attn_factor is 2.0: must be"),
+        ({"full_attention": {"rope_type": "default"}}, "full_attention is {'rope_type': 'def"),
+    ],
+)
+def test_a_key_that_the_kind_of_rope_does_not_have_is_named(
+    name: str, settings: dict[str, Any], named: str, tmp_path: pathlib.Path
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json: {name}\.{named}") as caught:
+        configured(tmp_path, **{name: settings})
+    assert "remove the key" in str(caught.value) and "\n" not in str(caught.value)
+
+
+PUBLISHED: list[dict[str, Any]] = [
+    {"type": "linear", "factor": 4.0},
+    {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096, "finetuned": True},
+    {"rope_type": "yarn", "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+    SETTINGS["llama3"] | {"type": "llama3"},
+    SETTINGS["yarn"]
+    | {"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707, "truncate": True},
+    {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+    {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": None},
+]
+
+
+@pytest.mark.parametrize("settings", PUBLISHED)
+def test_settings_of_published_checkpoints_load(
+    settings: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    assert configured(tmp_path, rope_scaling=settings).rope.kind in str(settings)
+
+
+def test_a_type_that_is_not_served_is_named_before_its_keys(tmp_path: pathlib.Path) -> None:
+    settings = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    with pytest.raises(CheckpointError, match="rope type is 'longrope': must be one of"):
+        configured(tmp_path, rope_scaling=settings)
 
 
 def test_rotation_is_that_of_transformers() -> None:

@@ -19,10 +19,31 @@ ROPE_NEEDS = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+ROPE_KEYS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "attn_factor",
+    "truncate",
+    "finetuned",  # changes nothing
+}
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position settings. `original_tokens`: context length during training."""
+    """Rotary position settings. `original_tokens`: context length during training.
+
+    `attn_factor` multiplies yarn's scale, and `attention_factor` replaces it.
+    """
 
     kind: str = "default"
     theta: float = 10_000.0
@@ -35,6 +56,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     attention_factor: float | None = None
+    attn_factor: float = 1.0
     truncate: bool = True
 
 
@@ -57,6 +79,7 @@ def rope_of(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
             f"{path}: rope type is {kind!r}: must be one of {', '.join(ROPE_KINDS)};"
             " use a checkpoint with one of these"
         )
+    _check_keys(path, name, kind, given)
     rotated = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotated not in (None, 1.0):
         raise CheckpointError(
@@ -84,6 +107,7 @@ def rope_of(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
         "mscale": given.get("mscale") or 0.0,
         "mscale_all_dim": given.get("mscale_all_dim") or 0.0,
         "attention_factor": given.get("attention_factor"),
+        "attn_factor": given.get("attn_factor") or 1.0,
     }
     settings = {key: _rope_number(path, key, value) for key, value in numbers.items()}
     factor = settings.pop("factor")
@@ -100,6 +124,17 @@ def rope_of(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
         truncate=bool(given.get("truncate", True)),
         **plain,
     )
+
+
+def _check_keys(path: pathlib.Path, name: str, kind: str, given: dict[str, Any]) -> None:
+    """Raise CheckpointError for a key that the kind does not have."""
+    for key, value in given.items():
+        if value is None or (key in ROPE_KEYS and (key != "attn_factor" or kind == "yarn")):
+            continue
+        raise CheckpointError(
+            f"{path}: {name}.{key} is {value!r:.80}: must be absent, as rope type {kind} is served"
+            " without it; use another checkpoint, or remove the key if the model does not need it"
+        )
 
 
 def _theta_outside(raw: dict[str, Any]) -> Any:

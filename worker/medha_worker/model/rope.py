@@ -134,11 +134,11 @@ def _yarn(rope: Rope, f: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 def _yarn_scale(rope: Rope) -> float:
     if rope.attention_factor is not None:
-        return rope.attention_factor
+        return rope.attention_factor * rope.attn_factor
 
     def grown(by: float) -> float:
         return 0.1 * by * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 
     if rope.mscale and rope.mscale_all_dim:
-        return grown(rope.mscale) / grown(rope.mscale_all_dim)
-    return grown(1.0)
+        return grown(rope.mscale) / grown(rope.mscale_all_dim) * rope.attn_factor
+    return grown(1.0) * rope.attn_factor
