@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from medha.checkpoints.decoder_config import read_generation_defaults
+from medha.checkpoints.decoder_config import read_config, read_generation_defaults
 from medha.errors import CheckpointError
 from medha.messages import GenerationDefaults
+from medha_worker.model.checkpoint_writer import TinyModel, write_checkpoint
 
 DEFAULTS = GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20)
 
@@ -49,3 +50,53 @@ def test_the_defaults_are_read_from_the_checkpoint(tmp_path: pathlib.Path) -> No
     file.write_text('{"top_p": 1.5}')
     with pytest.raises(CheckpointError, match="top_p"):
         read_generation_defaults(tmp_path)
+
+
+def write(folder: pathlib.Path, name: str, value: object) -> None:
+    (folder / name).write_text(json.dumps(value))
+
+
+def stop_tokens_of(
+    folder: pathlib.Path, generation: object, config: object, eos_token: object
+) -> tuple[int, ...]:
+    """Return the stop tokens of a checkpoint whose three files have these values."""
+    write_checkpoint(folder, TinyModel(layers=1))
+    settings = json.loads((folder / "config.json").read_text()) | {"eos_token_id": config}
+    write(folder, "config.json", settings)
+    write(folder, "generation_config.json", {"eos_token_id": generation})
+    write(folder, "tokenizer_config.json", {"eos_token": eos_token})
+    return read_config(folder).stop_tokens
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "eos_token", "expected"),
+    [
+        (1, 5, "<|eot_id|>", (1, 5, 4)),
+        ([3, 1], [1, 2], None, (3, 1, 2)),
+        (None, None, {"__type": "AddedToken", "content": "<|eot_id|>"}, (4,)),
+        (1, -1, "<|eot_id|>", (1, 4)),
+        (1, 1, "no token", (1,)),
+        (None, None, 7, ()),
+    ],
+)
+def test_an_output_ends_at_the_tokens_of_all_three_files(
+    generation: object,
+    config: object,
+    eos_token: object,
+    expected: tuple[int, ...],
+    tmp_path: pathlib.Path,
+) -> None:
+    assert stop_tokens_of(tmp_path, generation, config, eos_token) == expected
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("damage", [None, b"{", b"[]", b'{"added_tokens": 3, "eos_token": 1}'])
+def test_stop_tokens_do_without_files_of_the_tokenizer_that_are_not_sound(
+    name: str, damage: bytes | None, tmp_path: pathlib.Path
+) -> None:
+    stop_tokens_of(tmp_path, 1, 5, "<|eot_id|>")
+    if damage is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(damage)
+    assert read_config(tmp_path).stop_tokens == (1, 5)

@@ -199,20 +199,55 @@ def read_generation_defaults(folder: pathlib.Path) -> GenerationDefaults:
         ) from None
 
 
+class _TokenizerConfig(msgspec.Struct, frozen=True):
+    eos_token: Any = None
+
+
+class _AddedToken(msgspec.Struct, frozen=True):
+    id: int
+    content: str
+
+
+class _Tokenizer(msgspec.Struct, frozen=True):
+    added_tokens: tuple[_AddedToken, ...] = ()
+
+
 def _stop_tokens(folder: pathlib.Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """Return end-of-sequence ids, from generation_config.json or else config.json."""
+    """Return end-of-sequence ids: those of generation_config.json, config.json and the
+    tokenizer."""
     generation = folder / GENERATION_CONFIG
-    ids = read_json(generation).get("eos_token_id") if generation.exists() else None
-    source = generation.name if ids is not None else "config.json"
-    ids = raw.get("eos_token_id") if ids is None else ids
+    given = read_json(generation).get("eos_token_id") if generation.exists() else None
+    ids = [
+        *_stated_ids(generation, given),
+        *_stated_ids(folder / "config.json", raw.get("eos_token_id")),
+        *_ids_of_tokenizer(folder),
+    ]
+    return tuple(dict.fromkeys(ids))
+
+
+def _stated_ids(path: pathlib.Path, ids: Any) -> list[int]:
+    """Return the ids that a file states as `eos_token_id`. Raises CheckpointError."""
     if ids is None:
-        return ()
+        return []
     stated = ids if isinstance(ids, list) else [ids]
     for number in stated:
         if type(number) is not int or not -1 <= number < 1 << 31:
             raise CheckpointError(
-                f"{folder / source}: eos_token_id is {ids!r:.80}: must be a token's number, or a"
-                " list of them; correct it"
+                f"{path}: eos_token_id is {ids!r:.80}: must be a token's number, or a list of"
+                " them; correct it"
             )
-    stated = [number for number in stated if number >= 0]  # some checkpoints have -1 for none
-    return tuple(stated)
+    return [number for number in stated if number >= 0]  # some checkpoints have -1 for none
+
+
+def _ids_of_tokenizer(folder: pathlib.Path) -> list[int]:
+    """Return the id of the tokenizer's `eos_token`. `check_tokenizer` reports unsound files."""
+    try:
+        config = (folder / "tokenizer_config.json").read_bytes()
+        text = msgspec.json.decode(config, type=_TokenizerConfig).eos_token
+        tokenizer = (folder / "tokenizer.json").read_bytes()
+        added = msgspec.json.decode(tokenizer, type=_Tokenizer).added_tokens
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return []
+    if isinstance(text, dict):
+        text = text.get("content")
+    return [token.id for token in added if token.content == text]
