@@ -117,6 +117,10 @@ CONFIGS: list[tuple[dict[str, object], str]] = [
         {"model_type": "kimi_k2", "auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"}},
         "model_type is 'kimi_k2': must be one of llama, ",
     ),
+    (
+        {"architectures": ["LlamaForSequenceClassification"]},
+        'architectures is ["LlamaForSequenceClassification"]: must be absent or name one of Llama',
+    ),
     ({"model_type": None}, "model_type is missing: must be one of llama, "),
     (
         {"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": 1},

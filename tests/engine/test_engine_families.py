@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 from tests.support.recalling_prompts import recalling
 from tests.support.solo_engine import SoloEngine
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from medha.checkpoints.decoder_config import read_config
+from medha.checkpoints.families import ARCHITECTURES
 from medha.checkpoints.families import FAMILIES as KNOWN
 from medha.errors import CheckpointError
 from medha_worker.attention.reference import ReferenceAttention
@@ -422,6 +424,17 @@ def test_a_shape_counts_the_parameters_of_the_file(name: str, checkpoint: Folder
         ({"model_type": "qwen3_moe", "moe_intermediate_size": 1.5}, "moe_intermediate_size is 1.5"),
         ({"model_type": "llama", "rope_theta": "large"}, "rope_theta is 'large': must be"),
         ({"model_type": "llama", "rope_scaling": 3}, "rope_scaling is 3: must be an object"),
+        *(
+            ({"model_type": "qwen3", "architectures": given}, f"architectures is {text}: must be")
+            for given, text in (
+                (["Qwen3ForSequenceClassification"], '["Qwen3ForSequenceClassification"]'),
+                (["Qwen2ForProcessRewardModel"], '["Qwen2ForProcessRewardModel"]'),
+                (["Qwen3Model"], '["Qwen3Model"]'),
+                (["LlamaForCausalLMEagle3"], '["LlamaForCausalLMEagle3"]'),
+                ([3], "[3]"),
+                ("Qwen3Model", '"Qwen3Model"'),
+            )
+        ),
     ],
 )
 def test_what_a_family_cannot_mean_is_told_in_one_sentence(
@@ -433,6 +446,20 @@ def test_what_a_family_cannot_mean_is_told_in_one_sentence(
     message = str(caught.value)
     assert named in message and str(tmp_path / "config.json") in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("given", [None, [], ["LLaMAForCausalLM"], ["LlamaForCausalLM", "Other"]])
+def test_a_class_that_generates_text_is_served_and_may_be_absent(
+    given: object, tmp_path: pathlib.Path
+) -> None:
+    raw = LEAST | {"model_type": "llama", "architectures": given}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_config(tmp_path).layers == LEAST["num_hidden_layers"]
+
+
+def test_the_classes_of_the_families_are_those_of_transformers() -> None:
+    theirs = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in KNOWN]
+    assert list(ARCHITECTURES) == theirs
 
 
 def test_tensors_that_a_family_needs_are_missed_by_name(

@@ -73,6 +73,8 @@ FAMILIES = {
     "mistral": Family(max_tokens=131_072, kv_heads=8, windowed="all"),
 }
 
+ARCHITECTURES = tuple(f"{name.title().replace('_', '')}ForCausalLM" for name in FAMILIES)
+
 # Defaults of sliding_window and max_window_layers.
 WINDOW, WINDOWED_FROM = 4096, 28
 
@@ -90,6 +92,7 @@ def family_of(path: pathlib.Path, raw: dict[str, Any]) -> Family:
             f"{path}: model_type is {given}: must be one of {', '.join(FAMILIES)};"
             " use a checkpoint of one of these families"
         )
+    _check_architectures(path, raw.get("architectures"))
     if code and not _published(code, family):
         raise CheckpointError(
             f"{path}: auto_map is {json.dumps(code)[:160]}: must be absent, as a checkpoint's own"
@@ -114,6 +117,18 @@ def family_of(path: pathlib.Path, raw: dict[str, Any]) -> Family:
             " was trained at"
         )
     return family
+
+
+def _check_architectures(path: pathlib.Path, given: object) -> None:
+    """Raise CheckpointError unless the given class generates text; case does not count."""
+    served = {name.casefold() for name in ARCHITECTURES}
+    names = given if isinstance(given, list) else [given]
+    if given and not any(isinstance(name, str) and name.casefold() in served for name in names):
+        raise CheckpointError(
+            f"{path}: architectures is {json.dumps(given)[:160]}: must be absent or name one of"
+            f" {', '.join(ARCHITECTURES)}, as only models that generate text are served; use such a"
+            " checkpoint, not one of a classifier, a reward model or an encoder"
+        )
 
 
 def _published(code: object, family: Family) -> bool:
