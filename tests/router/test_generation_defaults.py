@@ -52,6 +52,19 @@ def test_the_defaults_are_read_from_the_checkpoint(tmp_path: pathlib.Path) -> No
         read_generation_defaults(tmp_path)
 
 
+@pytest.mark.parametrize("off", [0, -1])
+def test_a_top_k_that_is_off_is_read(off: int, tmp_path: pathlib.Path) -> None:
+    write(tmp_path, "generation_config.json", {"top_k": off, "top_p": 0.9})
+    assert read_generation_defaults(tmp_path) == GenerationDefaults(top_k=0, top_p=0.9)
+
+
+@pytest.mark.parametrize("top_k", [-2, 1.5, "-1"])
+def test_another_top_k_below_zero_is_named(top_k: object, tmp_path: pathlib.Path) -> None:
+    write(tmp_path, "generation_config.json", {"top_k": top_k})
+    with pytest.raises(CheckpointError, match="top_k"):
+        read_generation_defaults(tmp_path)
+
+
 def write(folder: pathlib.Path, name: str, value: object) -> None:
     (folder / name).write_text(json.dumps(value))
 

@@ -189,10 +189,11 @@ def read_generation_defaults(folder: pathlib.Path) -> GenerationDefaults:
         return GenerationDefaults()
     given = read_json(path)
     names = GenerationDefaults.__struct_fields__
+    fields = {name: given[name] for name in names if name in given}
+    if fields.get("top_k") == -1:  # off, as 0 is
+        fields["top_k"] = 0
     try:
-        return msgspec.convert(
-            {name: given[name] for name in names if name in given}, GenerationDefaults
-        )
+        return msgspec.convert(fields, GenerationDefaults)
     except msgspec.ValidationError as error:
         raise CheckpointError(
             f"{path} does not fit ({error}): correct or remove the field"
