@@ -325,7 +325,7 @@ def test_random_weights_need_no_weight_files(tmp_path: Path) -> None:
         ({"parallelism": {"spp": 5}}, r"spec\.parallelism\.spp is 5: must be at most .* 4 layers"),
         (
             {"model": {"maxContextTokens": 5000}},
-            "maxContextTokens is 5000: must be at most the model's .* 4096; use 4096 or less",
+            "maxContextTokens is 5000: must be at most the model's .* 4096 by .*; use 4096 or less",
         ),
     ],
 )

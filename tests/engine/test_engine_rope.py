@@ -6,10 +6,15 @@ import copy
 import json
 import math
 import pathlib
+import re
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from tests.support.recalling_prompts import recalling
+from tests.support.solo_engine import SoloEngine
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
@@ -17,7 +22,11 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from medha.checkpoints.decoder_config import read_config
+from medha.checkpoints.fit import misfits
+from medha.config import WorkerConfig
 from medha.errors import CheckpointError
+from medha.topology import Topology
+from medha_worker.model.checkpoint_writer import TinyModel
 from medha_worker.model.rope import Rotary, interleaved, rotate
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -189,6 +198,57 @@ def test_a_type_that_is_not_served_is_named_before_its_keys(tmp_path: pathlib.Pa
     settings = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     with pytest.raises(CheckpointError, match="rope type is 'longrope': must be one of"):
         configured(tmp_path, rope_scaling=settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_tokens", "longest"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 40960, 131072),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 1 << 18, None),
+        ({"type": "yarn", "factor": 2.5}, 4096, 10240),
+        ({"type": "yarn", "original_max_position_embeddings": 1024, "factor": None}, 4096, None),
+        ({"type": "linear", "factor": 4.0}, 4096, 16384),
+        ({"type": "linear", "factor": 0.5}, 4096, None),
+        ({"type": "dynamic", "factor": 4.0}, 4096, None),
+        (SETTINGS["llama3"], 1 << 17, None),
+        ({}, 4096, None),
+    ],
+)
+def test_scaled_rotation_allows_longer_contexts(
+    settings: dict[str, Any], max_tokens: int, longest: int | None, tmp_path: pathlib.Path
+) -> None:
+    raw = BASE | {"max_position_embeddings": max_tokens, "rope_scaling": settings}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model = read_config(tmp_path)
+    longest = longest or max_tokens
+    assert model.max_context_tokens == longest
+    config = WorkerConfig(
+        replica="r",
+        model="m",
+        checkpoint="",
+        max_context_tokens=longest,
+        topology=Topology(),
+        kv_bytes=1 << 40,
+        rank_bind="",
+    )
+    assert not list(misfits(model, config, 1))
+    (fault,) = misfits(model, msgspec.structs.replace(config, max_context_tokens=longest + 1), 1)
+    expected = f"maxContextTokens is {longest + 1}: must be at most .* which is {longest} by max_"
+    assert re.search(expected, str(fault)) and f"use {longest} or less" in str(fault)
+    beyond = "as dynamic NTK beyond it is not served"
+    assert (beyond in str(fault)) == (settings.get("type") == "dynamic")
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_contexts_beyond_max_position_embeddings_are_those_of_transformers(
+    kind: str, checkpoint: Callable[[TinyModel], pathlib.Path], oracle: Callable[..., torch.Tensor]
+) -> None:
+    folder = checkpoint(TinyModel(rope={"rope_type": kind, "factor": 4.0}, max_tokens=256))
+    tokens = recalling(900, 512, seed=5)
+    engine = SoloEngine(folder, pages=30)
+    engine.start(1, tokens)
+    actual, expected = engine.step((1, 900)), oracle(folder, tokens)
+    assert float((actual - expected).abs().max() / expected.std()) < 3e-4  # rounding of turns
 
 
 def test_rotation_is_that_of_transformers() -> None:

@@ -26,7 +26,8 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and options of the whole model. `max_context_tokens` is `max_position_embeddings`.
+    """Sizes and options of the whole model. `max_context_tokens` is the longest context that
+    max_position_embeddings and the scaling of `rope` allow.
 
     `head_norms`: each head's query and key are normed before rotation. `windows`: window of each
     layer in tokens, a row's own included (0: all); () if no layer has one. `experts` is None if all
@@ -163,7 +164,7 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
         experts=experts_of(path, raw, layers, family.mixture),
         latent=latent,
         quantization=quantization_of(path, raw),
-        max_context_tokens=max_tokens,
+        max_context_tokens=rope.longest_context(max_tokens),
         stop_tokens=_stop_tokens(folder, raw),
     )
 

@@ -103,10 +103,13 @@ def misfits(model: DecoderConfig, config: WorkerConfig, groups: int) -> Iterator
             yield error
     longest = model.max_context_tokens
     if config.max_context_tokens > longest:
+        bound = "max_position_embeddings and rope scaling"
+        if model.rope.kind == "dynamic":
+            bound = "max_position_embeddings, as dynamic NTK beyond it is not served"
         yield SpecError(
             "spec.model.maxContextTokens",
             config.max_context_tokens,
-            f"must be at most the model's max_position_embeddings, which is {longest}",
+            f"must be at most the model's longest context, which is {longest} by {bound}",
             f"use {longest} or less",
         )
     if divisible:

@@ -59,6 +59,18 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     attn_factor: float = 1.0
     truncate: bool = True
 
+    def longest_context(self, max_tokens: int) -> int:
+        """Return the tokens that rotation covers, given max_position_embeddings.
+
+        Dynamic NTK stays within the original length: beyond it, requests of different lengths
+        rotate keys differently and cannot share cached pages.
+        """
+        if self.kind == "linear":
+            return max(max_tokens, int(self.factor * max_tokens))
+        if self.kind == "yarn":
+            return max(max_tokens, int(self.factor * self.original_tokens))
+        return max_tokens
+
 
 def rope_of(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
     """Return the rotary settings that config.json `raw` names. Raises CheckpointError naming the
