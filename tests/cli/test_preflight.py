@@ -217,6 +217,14 @@ def test_a_missing_tokenizer_is_refused_in_the_words_of_the_controller(model: Pa
     assert [str(caught.value)] == faults(file)
 
 
+@pytest.mark.parametrize("name", ["tekken.json", "tokenizer.model", "tiktoken.model"])
+def test_a_tokenizer_of_another_format_is_to_be_converted(model: Path, name: str) -> None:
+    (model / "tokenizer.json").rename(model / name)
+    (line,) = faults(model.parent / "tiny.yaml")
+    assert line.startswith(f"{model} has {name} but no tokenizer.json, the only format")
+    assert line.endswith(f"AutoTokenizer.from_pretrained('{model}').save_pretrained('{model}')")
+
+
 @pytest.mark.parametrize(
     ("spec", "changes", "sentence"),
     [

@@ -56,11 +56,20 @@ TOKENIZER_FILES = {
     "tokenizer.json": TokenizerJson,
     "tokenizer_config.json": dict[str, msgspec.Raw],
 }
+OTHER_TOKENIZERS = ("tekken.json", "tokenizer.model", "tiktoken.model")
 
 
 def check_tokenizer(folder: pathlib.Path) -> None:
     """Raise CheckpointError unless the tokenizer's files are there and whole."""
     if not (folder / "tokenizer.json").is_file():
+        for name in OTHER_TOKENIZERS:
+            if (folder / name).is_file():
+                raise CheckpointError(
+                    f"{folder} has {name} but no tokenizer.json, the only format that is read:"
+                    " convert it in Python, with from transformers import AutoTokenizer;"
+                    f" AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained("
+                    f"{str(folder)!r})"
+                )
         raise CheckpointError(f"{folder} has no tokenizer.json: copy the whole checkpoint there")
     for name, shape in TOKENIZER_FILES.items():
         file = folder / name
