@@ -403,6 +403,35 @@ def test_packed_weights_without_their_settings_are_named(
         loaded(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "method"),
+    [
+        ("gptq", "quantize_config.json", "gptq"),
+        ("awq", "quant_config.json", "awq"),
+        ("fp8, tensor", "hf_quant_config.json", "modelopt"),
+    ],
+)
+def test_settings_that_are_not_in_config_json_are_named(
+    name: str, file: str, method: str, quantised: Quantised, tmp_path: pathlib.Path
+) -> None:
+    folder = shutil.copytree(quantised(name, HALVED)[0], tmp_path / "bare")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / file).write_text("{}")
+    named = rf'q_proj is packed, but .* {file} is not read: add .*"quant_method": "{method}"'
+    with pytest.raises(CheckpointError, match=named):
+        loaded(folder)
+
+
+def test_settings_of_another_checkpoint_do_not_keep_plain_weights_from_loading(
+    quantised: Quantised, tmp_path: pathlib.Path
+) -> None:
+    folder = shutil.copytree(quantised("gptq", HALVED)[1], tmp_path / "plain")
+    (folder / "quantize_config.json").write_text("{}")
+    assert len(loaded(folder).layers) == 2
+
+
 def fitting(
     model: DecoderConfig, tp: int = 1, device: str = "cpu", **changes: object
 ) -> WorkerConfig:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from medha.checkpoints.checkpoint_files import SINGLE, check_weights, file_of_each
 from medha.checkpoints.decoder_config import DecoderConfig
 from medha.checkpoints.latent_attention import LatentAttention
+from medha.checkpoints.quantization import refuse_unnamed
 from medha.checkpoints.routed_experts import RoutedExperts
 from medha.errors import CheckpointError
 from medha.topology import check_tp, kv_heads_of
@@ -519,7 +520,12 @@ class _Loader:
     def _packed(self, name: str, shape: tuple[int, int]) -> Fp8Weight | Int4Weight | None:
         """Return a projection's weight if the file has it packed."""
         packing = self.config.quantization
-        if packing is None or not isinstance(self.checkpoint, Checkpoint):
+        if not isinstance(self.checkpoint, Checkpoint):
+            return None
+        if packing is None:
+            weight = name + ".weight"
+            if weight not in self.checkpoint or self.checkpoint.type_of(weight) not in FLOATS:
+                refuse_unnamed(self.checkpoint.folder, name)
             return None
         return packed_weight(self.checkpoint, name, shape, packing, self._count)
 

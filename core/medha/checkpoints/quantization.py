@@ -17,6 +17,13 @@ from medha.errors import CheckpointError
 
 SERVED = "fp8, compressed-tensors (float-quantized), awq and gptq"
 ACTIVATION_SCHEMES = ("dynamic", "static")
+SETTINGS_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+"""Files that hold the settings for tools that do not write them to config.json, with their
+quant_method."""
 
 
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +74,18 @@ def quantization_of(path: pathlib.Path, raw: dict[str, Any]) -> Quantization | N
     if method == "gptq":
         return _gptq(settings)
     settings.refuse("quant_method", method, f"must be one of {SERVED}")
+
+
+def refuse_unnamed(folder: pathlib.Path, module: str) -> None:
+    """Raise CheckpointError for a packed `module` whose settings are in a file that is not read;
+    do nothing without such a file."""
+    for name, method in SETTINGS_FILES.items():
+        if (folder / name).is_file():
+            raise CheckpointError(
+                f"{folder}: {module} is packed, but config.json has no quantization_config, and"
+                f" {name} is not read: add its settings to config.json as quantization_config,"
+                f' with "quant_method": "{method}", or use the bfloat16 checkpoint'
+            )
 
 
 class _Settings:
