@@ -287,6 +287,12 @@ def with_weights(**changes: object) -> dict[str, Any]:
             FP8 | {"modules_to_convert": ["embed"]},
             r"modules_to_convert is \['embed'\]: must be abs",
         ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4': must be fp8"),
+        ({"quant_method": "modelopt"}, "quant_algo is None: must be fp8"),
+        (
+            {"quant_method": "modelopt", "quantization": {"quant_algo": "W4A16_AWQ"}},
+            "quantization.quant_algo is 'W4A16_AWQ': must be fp8",
+        ),
         (COMPRESSED | {"format": "pack-quantized"}, "format is 'pack-quantized': must be float-q"),
         (COMPRESSED | {"config_groups": None}, "config_groups is None: must be an object"),
         (COMPRESSED | {"config_groups": {}}, r"config_groups is \[\]: must have one format"),
@@ -339,6 +345,16 @@ def test_the_first_name_of_compressed_settings_is_read(
     assert read(COMPRESSED) == Quantization(method="fp8")
     with pytest.raises(CheckpointError, match=r"compression_config\.format is 'dense': must be"):
         read(COMPRESSED | {"format": "dense"})
+
+
+def test_the_settings_of_hf_quant_config_are_read_in_config_json(
+    tiny: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    given = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    plain = json.loads((tiny / "config.json").read_text())
+    settings = {"quantization_config": given | {"quant_method": "modelopt"}}
+    (tmp_path / "config.json").write_text(json.dumps(plain | settings))
+    assert read_config(tmp_path).quantization == Quantization(method="fp8")
 
 
 def damaged(folder: pathlib.Path, target: pathlib.Path, **parts: torch.Tensor | None) -> None:

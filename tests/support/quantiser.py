@@ -43,6 +43,8 @@ FORMATS = {
     "fp8, blocks": Format("fp8", block=(128, 128), left=("model.layers.1.self_attn.o_proj",)),
     "fp8, narrow blocks": Format("fp8", block=(40, 24)),
     "fp8, tensor": Format("fp8"),
+    "fbgemm_fp8": Format("fbgemm_fp8", block=(1, 0), left=("model.layers.1.self_attn.o_proj",)),
+    "modelopt": Format("modelopt", left=("down_proj",)),
     "compressed-tensors, tensor": Format("compressed-tensors"),
     "compressed-tensors, outputs": Format("compressed-tensors", block=(1, 0)),
     "compressed-tensors, blocks": Format("compressed-tensors", block=(32, 64), left=("down_proj",)),
@@ -95,6 +97,20 @@ def settings_of(packing: Format) -> dict[str, Any]:
             "fmt": "e4m3",
             "weight_block_size": [rows, columns] if columns else None,
             "modules_to_not_convert": ["lm_head", *packing.left],
+        }
+    if packing.spelling == "fbgemm_fp8":
+        return {
+            "quant_method": "fbgemm_fp8",
+            "activation_scale_ub": 1200.0,
+            "modules_to_not_convert": ["lm_head", *packing.left],
+        }
+    if packing.spelling == "modelopt":
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "kv_cache_quant_algo": None,
+            "producer": {"name": "modelopt", "version": "0.33.0"},
+            "exclude_modules": ["lm_head", *packing.left],
         }
     if packing.spelling == "awq":
         return {
@@ -149,9 +165,12 @@ def pack_fp8(weight: torch.Tensor, packing: Format) -> tuple[torch.Tensor, Tenso
             stands_for[block] = numbers[block].float() * scale
             scales[i, j] = scale
     if packing.block == (0, 0):
-        scales = scales.reshape(() if packing.spelling == "fp8" else (1,))
+        scales = scales.reshape(() if packing.spelling in ("fp8", "modelopt") else (1,))
     inverse = packing.spelling == "fp8" and packing.block[1] > 0
-    return stands_for, {"weight": numbers, "weight_scale" + "_inv" * inverse: scales}
+    parts = {"weight": numbers, "weight_scale" + "_inv" * inverse: scales}
+    if packing.spelling == "modelopt":
+        parts["input_scale"] = torch.tensor(0.25)  # of activations, which stay as they are
+    return stands_for, parts
 
 
 def rounded(weight: Array, packing: Format, of_input: Array) -> tuple[Array, Array, Array, Array]:
@@ -223,6 +242,8 @@ def pack_gptq(weight: torch.Tensor, packing: Format) -> tuple[torch.Tensor, Tens
 
 PACKERS = {
     "fp8": pack_fp8,
+    "fbgemm_fp8": pack_fp8,
+    "modelopt": pack_fp8,
     "compressed-tensors": pack_fp8,
     "awq": pack_awq,
     "gptq": pack_gptq,

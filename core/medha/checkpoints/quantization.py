@@ -1,9 +1,9 @@
 """Packed weights of a checkpoint, as `quantization_config` in config.json describes them.
 
-Served: FP8 (e4m3) with a scale for each tensor, output or block, and 4 bits as AutoAWQ (gemm) and
-GPTQ pack them. The weights are what the file holds: a module that the configuration leaves out
-(`modules_to_not_convert`, `ignore`) is stored in a plain type and read as such. Activations are
-never quantised, whatever the scheme.
+Served: FP8 (e4m3) with a scale for each tensor, output or block, and 4 bits
+as AutoAWQ (gemm) and GPTQ pack them. The weights are what the file holds: a module that the
+configuration leaves out (`modules_to_not_convert`, `ignore`, `exclude_modules`) is stored in a
+plain type and read as such. Activations are never quantised, whatever the scheme.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from medha.errors import CheckpointError
 
-SERVED = "fp8, compressed-tensors (float-quantized), awq and gptq"
+SERVED = "fp8, fbgemm_fp8, modelopt (FP8), compressed-tensors (float-quantized), awq and gptq"
 ACTIVATION_SCHEMES = ("dynamic", "static")
 SETTINGS_FILES = {
     "quantize_config.json": "gptq",
@@ -67,6 +67,10 @@ def quantization_of(path: pathlib.Path, raw: dict[str, Any]) -> Quantization | N
     method = settings.raw.get("quant_method")
     if method == "fp8":
         return _fp8(settings)
+    if method == "fbgemm_fp8":
+        return Quantization(method="fp8")
+    if method == "modelopt":
+        return _modelopt(settings)
     if method == "compressed-tensors":
         return _compressed(settings)
     if method == "awq":
@@ -148,6 +152,14 @@ def _fp8(settings: _Settings) -> Quantization:
     settings.within("expert_dtype", ("fp8",), "fp8")
     settings.absent("modules_to_convert", "tables in FP8 are not served")
     return Quantization(method="fp8", block=settings.block("weight_block_size"))
+
+
+def _modelopt(settings: _Settings) -> Quantization:
+    # hf_quant_config.json has the settings in an object of their own.
+    if "quantization" in settings.raw:
+        settings = settings.part("quantization", settings.raw["quantization"])
+    settings.within("quant_algo", ("fp8",), None)
+    return Quantization(method="fp8")
 
 
 def _compressed(settings: _Settings) -> Quantization:
