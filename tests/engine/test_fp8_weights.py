@@ -42,7 +42,8 @@ MODELS = {
     "experts": FAMILIES["qwen3_moe"],
     "latents": FAMILIES["deepseek_v3"],
 }
-NAMES = [name for name, packing in FORMATS.items() if packing.spelling not in ("awq", "gptq")]
+INT4 = ("awq", "gptq", "pack-quantized")
+NAMES = [name for name, packing in FORMATS.items() if packing.spelling not in INT4]
 EVERY_BYTE = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn)
 
 name_ = pytest.mark.parametrize("name", NAMES)

@@ -138,7 +138,7 @@ def test_progress_ends_at_the_whole(name: str, quantised: Quantised) -> None:
 # --- weights that stay packed ---------------------------------------------------------------------
 
 EVEN = EVEN_OF["llama"]
-INT4 = ("awq", "gptq")
+INT4 = ("awq", "gptq", "pack-quantized")
 
 
 def projections(held: Weights) -> Iterator[Projection]:
@@ -171,7 +171,7 @@ def test_packed_projections_compute_what_plain_ones_do(
                 actual.onto(x, sums[0])
                 expected.onto(x, sums[1])
                 torch.testing.assert_close(sums[0], sums[1], rtol=1e-4, atol=1e-4)
-    assert left == (tp if name == "awq" else 0)  # the format leaves a projection plain
+    assert left == (0 if name == "gptq" else tp)  # the others leave a projection plain
 
 
 @pytest.mark.parametrize("name", INT4)
@@ -273,6 +273,14 @@ def with_weights(**changes: object) -> dict[str, Any]:
     return COMPRESSED | {"config_groups": {"group_0": changed}}
 
 
+def packed_with(**changes: object) -> dict[str, Any]:
+    """A group of compressed-tensors whose 4-bit weights have other settings."""
+    settings = settings_of(Format("pack-quantized", group=32, symmetric=True))
+    group = settings["config_groups"]["group_0"]
+    changed = group | {"weights": group["weights"] | changes}
+    return settings | {"config_groups": {"group_0": changed}}
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -293,7 +301,14 @@ def with_weights(**changes: object) -> dict[str, Any]:
             {"quant_method": "modelopt", "quantization": {"quant_algo": "W4A16_AWQ"}},
             "quantization.quant_algo is 'W4A16_AWQ': must be fp8",
         ),
-        (COMPRESSED | {"format": "pack-quantized"}, "format is 'pack-quantized': must be float-q"),
+        (COMPRESSED | {"format": "int-quantized"}, "format is 'int-quantized': must be float-q"),
+        (packed_with(type="float"), "group_0.weights.type is 'float': must be int"),
+        (packed_with(num_bits=8), "group_0.weights.num_bits is 8: must be 4"),
+        (packed_with(actorder="group"), "weights.actorder is 'group': must be None or weight or"),
+        (packed_with(actorder=True), "weights.actorder is True: must be None or weight or"),
+        (packed_with(strategy="tensor"), "weights.strategy is 'tensor': must be group or channel"),
+        (packed_with(group_size=0), "weights.group_size is 0: must be a positive"),
+        (packed_with(symmetric="yes"), "weights.symmetric is 'yes': must be True or False"),
         (COMPRESSED | {"config_groups": None}, "config_groups is None: must be an object"),
         (COMPRESSED | {"config_groups": {}}, r"config_groups is \[\]: must have one format"),
         (COMPRESSED | {"transform_config": {"a": 1}}, "transform_config is .* must be absent"),
@@ -391,6 +406,13 @@ def damaged(folder: pathlib.Path, target: pathlib.Path, **parts: torch.Tensor | 
             "g_idx names groups 0 to 7: must be 0 to 3",
         ),
         ("gptq", "g_idx", torch.arange(128).int() // 32 - 1, "g_idx names groups -1 to 2: must be"),
+        ("pack-quantized, asymmetric", "weight_zero_point", None, "no .*weight_zero_point, which"),
+        (
+            "pack-quantized, outputs",
+            "weight_scale",
+            torch.ones(344, 4),
+            r"weight_scale is \[344, 4\].*\[344, 1\]",
+        ),
         ("gptq, inputs in order of activation", "g_idx", None, "no tensor .*up_proj.g_idx, which"),
     ],
 )

@@ -55,6 +55,9 @@ FORMATS = {
     "gptq, asymmetric": Format("gptq", group=8, offset=1, left=("layers.1.mlp.up_proj",)),
     "gptq, inputs in order of activation": Format("gptq", group=32, ordered=True, offset=1),
     "gptq, version 2": Format("gptq"),
+    "pack-quantized": Format("pack-quantized", group=32, symmetric=True, left=("layers.1.mlp.up",)),
+    "pack-quantized, asymmetric": Format("pack-quantized", group=8),
+    "pack-quantized, outputs": Format("pack-quantized", symmetric=True),
 }
 
 
@@ -129,6 +132,25 @@ def settings_of(packing: Format) -> dict[str, Any]:
             "sym": packing.symmetric,
             "desc_act": packing.ordered,
             "checkpoint_format": "gptq" if packing.offset else "gptq_v2",
+        }
+    if packing.spelling == "pack-quantized":
+        weights = {
+            "num_bits": 4,
+            "type": "int",
+            "strategy": "group" if packing.group else "channel",
+            "group_size": packing.group or None,
+            "symmetric": packing.symmetric,
+            "actorder": "weight",
+            "block_structure": None,
+            "dynamic": False,
+        }
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head", *packing.left],
         }
     activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
     strategy = "block" if columns else "channel" if rows else "tensor"
@@ -240,6 +262,22 @@ def pack_gptq(weight: torch.Tensor, packing: Format) -> tuple[torch.Tensor, Tens
     return torch.from_numpy(stands_for.T), parts
 
 
+def pack_compressed(weight: torch.Tensor, packing: Format) -> tuple[torch.Tensor, Tensors]:
+    """As llm-compressor's W4A16: words of eight inputs, and zeros in words of eight outputs."""
+    by_input = weight.t().numpy()
+    of_input = np.arange(len(by_input)) // (packing.group or len(by_input))
+    numbers, zeros, scales, stands_for = rounded(by_input, packing, of_input)
+    order = tuple(range(8))
+    parts = {
+        "weight_packed": words_of(numbers.T, order),
+        "weight_scale": torch.from_numpy(scales).t(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not packing.symmetric:
+        parts["weight_zero_point"] = words_of(zeros, order).t()
+    return torch.from_numpy(stands_for.T), parts
+
+
 PACKERS = {
     "fp8": pack_fp8,
     "fbgemm_fp8": pack_fp8,
@@ -247,4 +285,5 @@ PACKERS = {
     "compressed-tensors": pack_fp8,
     "awq": pack_awq,
     "gptq": pack_gptq,
+    "pack-quantized": pack_compressed,
 }

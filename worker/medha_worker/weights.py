@@ -36,9 +36,9 @@ from medha_worker.model.layers import GatedMlp, Mlp, Projection, linear
 from medha_worker.model.packed_weights import (
     FLOATS,
     Fp8Parts,
-    Fp8Weight,
     Int4Parts,
     Int4Weight,
+    PackedWeight,
     packed_weight,
 )
 from medha_worker.model.rope import interleaved
@@ -506,7 +506,7 @@ class _Loader:
         own = [part for part in parts if isinstance(part, Fp8Parts)]
         return fp8_linear(own, self.scratch, bias)
 
-    def _kept(self, name: str, shape: tuple[int, int]) -> Fp8Weight | Int4Weight | None:
+    def _kept(self, name: str, shape: tuple[int, int]) -> PackedWeight | None:
         """Return a projection's weight if it stays packed."""
         weight = None if self.scratch is None else self._packed(name, shape)
         if isinstance(weight, Int4Weight) and not weight.in_order:
@@ -517,7 +517,7 @@ class _Loader:
             )
         return weight
 
-    def _packed(self, name: str, shape: tuple[int, int]) -> Fp8Weight | Int4Weight | None:
+    def _packed(self, name: str, shape: tuple[int, int]) -> PackedWeight | None:
         """Return a projection's weight if the file has it packed."""
         packing = self.config.quantization
         if not isinstance(self.checkpoint, Checkpoint):

@@ -1,7 +1,7 @@
 """Packed weights of a checkpoint, as `quantization_config` in config.json describes them.
 
-Served: FP8 (e4m3) with a scale for each tensor, output or block, and 4 bits
-as AutoAWQ (gemm) and GPTQ pack them. The weights are what the file holds: a module that the
+Served: FP8 (e4m3) with a scale for each tensor, output or block, and 4 bits as AutoAWQ (gemm), GPTQ
+and compressed-tensors pack them. The weights are what the file holds: a module that the
 configuration leaves out (`modules_to_not_convert`, `ignore`, `exclude_modules`) is stored in a
 plain type and read as such. Activations are never quantised, whatever the scheme.
 """
@@ -15,7 +15,10 @@ import msgspec
 
 from medha.errors import CheckpointError
 
-SERVED = "fp8, fbgemm_fp8, modelopt (FP8), compressed-tensors (float-quantized), awq and gptq"
+SERVED = (
+    "fp8, fbgemm_fp8, modelopt (FP8), compressed-tensors (float-quantized,"
+    " pack-quantized), awq and gptq"
+)
 ACTIVATION_SCHEMES = ("dynamic", "static")
 SETTINGS_FILES = {
     "quantize_config.json": "gptq",
@@ -32,14 +35,15 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     `block`: outputs and inputs that share an FP8 scale; None: those of the tensor, or of each
     output. `group`: inputs that share a scale and a zero of 4-bit weights; 0: all. `ordered`: the
     file names the group of each input. `zero_offset`: what GPTQ subtracts from a zero before it
-    stores it.
+    stores it. `symmetric`: compressed-tensors stores no zeros, as all are in the middle.
     """
 
-    method: Literal["fp8", "awq", "gptq"]
+    method: Literal["fp8", "awq", "gptq", "pack-quantized"]
     block: tuple[int, int] | None = None
     group: int = 0
     ordered: bool = False
     zero_offset: int = 0
+    symmetric: bool = False
 
     @property
     def stored_bytes(self) -> float:
@@ -163,13 +167,16 @@ def _modelopt(settings: _Settings) -> Quantization:
 
 
 def _compressed(settings: _Settings) -> Quantization:
-    settings.within("format", ("float-quantized", "naive-quantized"), None)
+    packing = settings.within(
+        "format", ("float-quantized", "naive-quantized", "pack-quantized"), None
+    )
+    read = _packed_weights if packing == "pack-quantized" else _float_weights
     settings.absent("transform_config", "rotated weights are not served")
     sparsity = settings.raw.get("sparsity_config")
     if sparsity:
         settings.part("sparsity_config", sparsity).within("format", ("dense",), "dense")
     groups = settings.part("config_groups", settings.raw.get("config_groups"))
-    formats = {_float_weights(groups.part(name, group)) for name, group in groups.raw.items()}
+    formats = {read(groups.part(name, group)) for name, group in groups.raw.items()}
     if len(formats) != 1:
         settings.refuse("config_groups", sorted(groups.raw), "must have one format of weights")
     return formats.pop()
@@ -190,6 +197,20 @@ def _float_weights(group: _Settings) -> Quantization:
     if (block is None) == (strategy == "block"):
         weights.refuse("block_structure", block, f"must suit the strategy {strategy}")
     return Quantization(method="fp8", block=block)
+
+
+def _packed_weights(group: _Settings) -> Quantization:
+    """Return the format of a group of compressed-tensors' modules with weights of 4 bits."""
+    weights = group.part("weights", group.raw.get("weights"))
+    weights.within("type", ("int",), "int")
+    weights.within("num_bits", (4,), None)
+    weights.within("actorder", (None, "weight", "static"), None)
+    strategy = weights.within("strategy", ("group", "channel"), None)
+    return Quantization(
+        method="pack-quantized",
+        group=weights.group("group_size") if strategy == "group" else 0,
+        symmetric=weights.within("symmetric", (True, False), True),
+    )
 
 
 def _awq(settings: _Settings) -> Quantization:

@@ -4,8 +4,8 @@
     4 bits     w[o, i] = (q − zero[group(i), o]) · scale[group(i), o]
 
 A 32-bit word packs eight 4-bit numbers. AutoAWQ packs weights of neighbouring outputs, in the order
-of WORD_AWQ, and GPTQ those of neighbouring inputs; both pack zeros of neighbouring outputs. GPTQ
-stores zero − 1, and with `desc_act` names the group of each input.
+of WORD_AWQ, GPTQ and compressed-tensors those of neighbouring inputs; all pack zeros of
+neighbouring outputs. GPTQ stores zero − 1, and with `desc_act` names the group of each input.
 
 A cut takes all words and blocks that it touches. So a TP shard may begin inside them, and shards
 together are the same weights as in one piece, bit by bit. Products are float32, exact for 4 bits.
@@ -27,6 +27,8 @@ FLOATS = ("F32", "F16", "BF16")
 # Place of each number in its word, in units of 4 bits.
 WORD = (0, 1, 2, 3, 4, 5, 6, 7)
 WORD_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
+MIDDLE = 8
+"""Zero of symmetric 4-bit weights."""
 
 Cut = tuple[slice, slice]
 # Moves what was read to the device.
@@ -49,15 +51,16 @@ class Files(Protocol):
 
 def packed_weight(
     files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
-) -> Fp8Weight | Int4Weight | None:
+) -> PackedWeight | None:
     """Return the weight [outputs, inputs] of projection `name`; None if the file holds it in a
     plain type. Raises CheckpointError for parts that are missing or do not fit together."""
     if packing.method == "fp8":
         plain = name + ".weight" in files and files.type_of(name + ".weight") in FLOATS
         return None if plain else Fp8Weight(files, name, shape, packing, place)
-    if name + ".qweight" not in files and name + ".weight" in files:
+    kind = CompressedWeight if packing.method == "pack-quantized" else Int4Weight
+    if name + kind.WORDS not in files and name + ".weight" in files:
         return None
-    return Int4Weight(files, name, shape, packing, place)
+    return kind(files, name, shape, packing, place)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,6 +154,8 @@ class Int4Weight:
     """A weight of 4 bits as AutoAWQ's gemm version packs it, words [inputs, outputs / 8], or GPTQ,
     words [inputs / 8, outputs]. `in_order`: groups are of neighbouring inputs."""
 
+    WORDS = ".qweight"
+
     def __init__(
         self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
     ) -> None:
@@ -161,7 +166,7 @@ class Int4Weight:
         size = packing.group or inputs
         groups, words = -(-inputs // size), -(-outputs // 8)
         packed = (inputs, words) if self._awq else (-(-inputs // 8), outputs)
-        self._weights = files.slice(name + ".qweight", packed, ("I32",))
+        self._weights = files.slice(name + self.WORDS, packed, ("I32",))
         self._zeros = files.slice(name + ".qzeros", (groups, words), ("I32",))
         self._scales = files.slice(name + ".scales", (groups, outputs))
         self._of_input = in_order = torch.arange(inputs) // size
@@ -205,6 +210,58 @@ class Int4Weight:
         words, skip = _words(columns)
         numbers = _unpacked(self._place(packed[rows, words]), self._order)
         return numbers[:, skip : skip + columns.stop - columns.start]
+
+
+class CompressedWeight:
+    """A weight of 4 bits as compressed-tensors packs it, words [outputs, inputs / 8]; zeros are
+    words [outputs / 8, groups], and scales [outputs, groups]."""
+
+    WORDS = ".weight_packed"
+
+    def __init__(
+        self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
+    ) -> None:
+        outputs, inputs = shape
+        self._size, self._place = packing.group or inputs, place
+        groups = -(-inputs // self._size)
+        self._weights = files.slice(name + self.WORDS, (outputs, -(-inputs // 8)), ("I32",))
+        self._scales = files.slice(name + ".weight_scale", (outputs, groups))
+        self._zeros = None
+        if not packing.symmetric:
+            words = (-(-outputs // 8), groups)
+            self._zeros = files.slice(name + ".weight_zero_point", words, ("I32",))
+
+    def __getitem__(self, cut: Cut) -> torch.Tensor:
+        """Return a part in float32, on the device."""
+        return self.parts(cut).dequantised()
+
+    def parts(self, cut: Cut) -> Int4Parts:
+        """Return a part, not yet multiplied."""
+        outputs, inputs = cut
+        words, skip = _words(inputs)
+        numbers = _unpacked(self._place(self._weights[outputs, words]), WORD)
+        of_input = torch.arange(inputs.start, inputs.stop) // self._size
+        groups = slice(int(of_input[0]), int(of_input[-1]) + 1)
+        scales = self._place(self._scales[outputs, groups]).float()
+        return Int4Parts(
+            numbers[:, skip : skip + len(of_input)],
+            self._zeros_of(outputs, groups, scales.device),
+            scales,
+            (of_input - groups.start).to(scales.device),
+        )
+
+    def _zeros_of(self, outputs: slice, groups: slice, device: torch.device) -> torch.Tensor:
+        """Return the zeros [outputs, groups]."""
+        count = outputs.stop - outputs.start
+        if self._zeros is None:
+            shape = (count, groups.stop - groups.start)
+            return torch.full(shape, MIDDLE, dtype=torch.int32, device=device)
+        words, skip = _words(outputs)
+        packed = self._place(self._zeros[words, groups])
+        return _unpacked(packed.t(), WORD)[:, skip : skip + count].t()
+
+
+PackedWeight = Fp8Weight | Int4Weight | CompressedWeight
 
 
 def _words(numbers: slice) -> tuple[slice, int]:
