@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -220,6 +221,38 @@ def test_tokens_beyond_the_tokenizer_are_never_allowed(
     constraint = padded.begin(sampling(grammar_of("regex", "(?s).*")))
     bits = np.unpackbits(constraint.mask([]).view(np.uint8), bitorder="little")
     assert bits[VOCAB:].sum() == 0 and bits.sum() > 400
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, VOCAB - 1, VOCAB - 32, VOCAB + 5])
+def test_tokens_beyond_the_logits_are_never_allowed(
+    vocab: int, folder: pathlib.Path, tmp_path: pathlib.Path, grammars: Grammars
+) -> None:
+    """As with a token for padding that was added to the tokenizer alone."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([f"added{number}" for number in range(40)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    wider = Grammars(tmp_path / "tokenizer.json", vocab)
+    free = sampling(grammar_of("regex", "(?s).*"))
+    constraint = wider.begin(free)
+    bits = np.unpackbits(constraint.mask([]).view(np.uint8), bitorder="little")
+    assert constraint.error == ""
+    assert len(bits) == -(-vocab // 32) * 32 and bits[vocab:].sum() == 0
+    expected = np.unpackbits(grammars.begin(free).mask([]).view(np.uint8), bitorder="little")
+    same = min(vocab, VOCAB)
+    assert np.array_equal(bits[:same], expected[:same])
+    assert bits[VOCAB:vocab].all()
+
+
+def test_an_output_follows_its_schema_though_the_tokenizer_has_more_tokens(
+    folder: pathlib.Path, tmp_path: pathlib.Path, tokenizer: tokenizers.Tokenizer
+) -> None:
+    larger = shutil.copytree(folder, tmp_path / "larger")
+    added = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    added.add_special_tokens(["<pad>"])
+    added.save(str(larger / "tokenizer.json"))
+    prompt = np.arange(20, 60, dtype=np.int32)
+    output = SoloEngine(larger, grammars=True).answer(prompt, sampling(), 2000)
+    assert output[-1] in STOPS and follows(tokenizer.decode(output[:-1]))
 
 
 def test_a_model_with_a_grammar_writes_json(

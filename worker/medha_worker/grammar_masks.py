@@ -34,8 +34,8 @@ KEPT = 64
 class Grammars:
     """Compiles grammars for the tokens of one checkpoint; keeps the last compiled ones.
 
-    `vocab` is the width of the logits. The tokenizer loads in the background: a model without any
-    such request pays no time for it.
+    `vocab` is the width of the logits; the tokenizer may have fewer tokens or more. It loads in the
+    background: a model without any such request pays no time for it.
     """
 
     def __init__(self, tokenizer_json: pathlib.Path, vocab: int) -> None:
@@ -54,7 +54,7 @@ class Grammars:
 
         try:
             text = self._path.read_text()
-            return llguidance.LLTokenizer(text, n_vocab=self.vocab)
+            return llguidance.LLTokenizer(text)
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{self._path} does not load for grammars ({error}): save the tokenizer with the"
@@ -113,7 +113,10 @@ class Constraint:
                 matcher.consume_token(token)
         new, self._consumed = len(output) - self._consumed, len(output)
         if not matcher.is_stopped():
-            words[:] = np.frombuffer(matcher.compute_bitmask(), dtype="<i4")[: len(words)]
+            allowed = np.frombuffer(matcher.compute_bitmask(), dtype="<i4")[: len(words)]
+            words[: len(allowed)] = allowed
+            if self._vocab % 32:
+                words.view(np.uint32)[-1] &= np.uint32((1 << self._vocab % 32) - 1)
         if new <= 1:  # an output that resumes here replays its tokens
             self._time.spend(time.thread_time() - began_s)
             self.error = self.error or self._time.error
