@@ -13,6 +13,8 @@ import msgspec
 import pytest
 import yaml
 
+from medha.checkpoints.decoder_config import read_config
+from medha.checkpoints.tensor_names import HEAD, projections, vectors
 from medha.cli.local_fleet import preflight
 from medha.cli.local_fleet.checkpoint_check import check_resource
 from medha.cli.local_fleet.fleet_plan import HostSettings, plan_fleet
@@ -65,10 +67,16 @@ def place(ports: int = 1, **changes: Any) -> HostSettings:
 
 
 def checkpoint(folder: Path, **changes: object) -> Path:
+    """Write a checkpoint whose tensors have names but no numbers."""
     folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    model = read_config(folder)
+    names = [HEAD, *vectors(model), *(f"{module}.weight" for module in projections(model))]
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps(dict.fromkeys(names, empty)).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     (folder / "tokenizer.json").write_text('{"model": {}}')
-    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return folder
 
 

@@ -19,6 +19,7 @@ import msgspec
 import pytest
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from tests.support.adapter_writer import write_adapter
 
 from medha.cli.__main__ import main
@@ -215,6 +216,36 @@ def test_a_missing_tokenizer_is_refused_in_the_words_of_the_controller(model: Pa
     with pytest.raises(UserError) as caught:
         identity_of(config_of(file, model))
     assert [str(caught.value)] == faults(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_type": "qwen2"}, "has no tensor model.layers.0.self_attn.q_proj.bias, which"),
+        ({"num_hidden_layers": 3}, "has no tensor model.layers.2.input_layernorm.weight, which"),
+        ({"mlp_bias": True}, "has no tensor model.layers.0.mlp.gate_proj.bias, which config.json"),
+    ],
+)
+def test_tensors_that_the_files_lack_are_refused_in_the_words_of_the_rank(
+    model: Path, changes: dict[str, object], sentence: str
+) -> None:
+    edit_config(model, **changes)
+    file = model.parent / "tiny.yaml"
+    (line,) = faults(file)
+    assert line.startswith(f"{model} {sentence}")
+    with pytest.raises(UserError) as caught:
+        RankEngine(config_of(file, model), Coordinate(0, 0, 0), CPU, lambda *_: None)
+    # A rank may miss another tensor of the layer first.
+    assert str(caught.value).partition(", which")[2] == line.partition(", which")[2]
+
+
+def test_weights_without_the_prefix_of_a_model_that_generates_text_are_named(model: Path) -> None:
+    """As of some models for embeddings."""
+    held = load_file(model / "model.safetensors")
+    renamed = {name.removeprefix("model."): tensor for name, tensor in held.items()}
+    save_file(renamed, model / "model.safetensors")
+    (line,) = faults(model.parent / "tiny.yaml")
+    assert line.startswith(f"{model} has no tensor model.embed_tokens.weight, which")
 
 
 @pytest.mark.parametrize("name", ["tekken.json", "tokenizer.model", "tiktoken.model"])

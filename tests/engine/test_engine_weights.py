@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from tests.support.recalling_prompts import recalling
 
 from medha.batch import Batch, Chunk
 from medha.checkpoints.decoder_config import read_config
+from medha.checkpoints.tensor_names import HEAD, check_names, projections, vectors
 from medha.errors import CheckpointError, SpecError
 from medha.messages.fields import Sampling
 from medha.messages.ranks import SequenceStart, Step
@@ -263,6 +265,49 @@ def write_tied(folder: pathlib.Path, tied: bool | None) -> None:
     config = json.loads(path.read_text())
     del config["tie_word_embeddings"]
     path.write_text(json.dumps(config if tied is None else config | {"tie_word_embeddings": tied}))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_names_that_are_checked_are_those_of_the_files(name: str, checkpoint: Folder) -> None:
+    folder = checkpoint(FAMILIES[name])
+    model = read_config(folder)
+    held = {tensor for file in folder.glob("*.safetensors") for tensor in load_file(file)}
+    weights = [f"{module}.weight" for module in projections(model)]
+    assert {*vectors(model), *weights} == held - {HEAD}
+    check_names(folder, model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_names_that_are_checked_are_those_that_a_load_reads(
+    name: str, checkpoint: Folder
+) -> None:
+    folder, read = checkpoint(FAMILIES[name]), set()
+
+    class Watched(Checkpoint):
+        def slice(self, name: str, *rest: Any) -> Any:
+            read.add(name)
+            return super().slice(name, *rest)
+
+    model = read_config(folder)
+    load(Watched(folder), model, range(model.layers), 0, 1, torch.float32)
+    weights = [f"{module}.weight" for module in projections(model)]
+    assert {*vectors(model), *weights} == read - {HEAD}
+
+
+def test_biases_are_checked_if_config_json_names_them(
+    tiny: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "bare")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for key, missed in (("attention_bias", "self_attn.q_proj"), ("mlp_bias", "mlp.gate_proj")):
+        path.write_text(json.dumps(config | {key: True}))
+        model = read_config(folder)
+        named = f"has no tensor model.layers.0.{missed}.bias, which"
+        with pytest.raises(CheckpointError, match=named):
+            check_names(folder, model)
+        with pytest.raises(CheckpointError, match=named):
+            load(Checkpoint(folder), model, range(1), 0, 1, torch.float32)
 
 
 @pytest.mark.parametrize(

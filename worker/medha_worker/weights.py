@@ -24,6 +24,7 @@ from medha.checkpoints.decoder_config import DecoderConfig
 from medha.checkpoints.latent_attention import LatentAttention
 from medha.checkpoints.quantization import refuse_unnamed
 from medha.checkpoints.routed_experts import RoutedExperts
+from medha.checkpoints.tensor_names import EMBEDDING, HEAD, NORM, missing, missing_head
 from medha.errors import CheckpointError
 from medha.topology import check_tp, kv_heads_of
 from medha_worker.attention.fp8_scales import Scales, of_layer
@@ -43,7 +44,6 @@ from medha_worker.model.packed_weights import (
 )
 from medha_worker.model.rope import interleaved
 
-HEAD = "lm_head.weight"
 # Layers loaded at once on a CPU: while some wait for storage, others are laid out.
 AT_ONCE = 4
 
@@ -190,10 +190,7 @@ class Checkpoint:
         """Return the file of tensor `name`, and a lazy slice of it."""
         file = self._file_of.get(name)
         if file is None:
-            raise CheckpointError(
-                f"{self.folder} has no tensor {name}, which config.json implies;"
-                " config.json and the weights must be of one model: fetch both again"
-            )
+            raise missing(self.folder, name)
         try:
             return file, self._handle(file).get_slice(name)
         except SafetensorError as error:
@@ -284,12 +281,8 @@ class _Loader:
         own_head = HEAD in self.checkpoint and isinstance(self.checkpoint, Checkpoint)
         tied = config.tied_embeddings and not own_head
         if not tied and HEAD not in self.checkpoint:
-            raise CheckpointError(
-                f"{self.checkpoint.folder} has no tensor {HEAD}: needed where config.json does not"
-                ' say "tie_word_embeddings": true; say so if the model ties them, or fetch the'
-                " weights again"
-            )
-        embedding = self._vocab("model.embed_tokens.weight") if first or (last and tied) else None
+            raise missing_head(self.checkpoint.folder)
+        embedding = self._vocab(EMBEDDING) if first or (last and tied) else None
         head = None
         if last:
             table = embedding if tied else self._vocab(HEAD)
@@ -300,7 +293,7 @@ class _Loader:
         return Weights(
             layers=self._all_layers(),
             embedding=embedding if first else None,
-            norm=self._vector("model.norm.weight") if last else None,
+            norm=self._vector(NORM) if last else None,
             head=head,
         )
 
@@ -586,7 +579,5 @@ class _Loader:
         return int(c.shape(1.0, 1.0).attention_params_of(self.tp))
 
     def _item_bytes(self) -> int:
-        tensor = self.checkpoint.slice(
-            "model.embed_tokens.weight", (self.config.vocab, self.config.hidden)
-        )
+        tensor = self.checkpoint.slice(EMBEDDING, (self.config.vocab, self.config.hidden))
         return 4 if tensor.get_dtype() == "F32" else 2

@@ -50,6 +50,13 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of a packed weight in the file, without its share of scales."""
         return 1.0 if self.method == "fp8" else 0.5
 
+    @property
+    def suffix(self) -> str:
+        """End of the name of a packed weight's tensor."""
+        if self.method == "pack-quantized":
+            return ".weight_packed"
+        return ".weight" if self.method == "fp8" else ".qweight"
+
     def held_bytes(self, scalar_bytes: float) -> float:
         """Bytes of a weight that stays packed in memory, with its share of a scale and a zero; FP8
         scales are float32, those of outputs and tensors not counted."""

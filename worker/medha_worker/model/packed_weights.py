@@ -58,7 +58,7 @@ def packed_weight(
         plain = name + ".weight" in files and files.type_of(name + ".weight") in FLOATS
         return None if plain else Fp8Weight(files, name, shape, packing, place)
     kind = CompressedWeight if packing.method == "pack-quantized" else Int4Weight
-    if name + kind.WORDS not in files and name + ".weight" in files:
+    if name + packing.suffix not in files and name + ".weight" in files:
         return None
     return kind(files, name, shape, packing, place)
 
@@ -154,8 +154,6 @@ class Int4Weight:
     """A weight of 4 bits as AutoAWQ's gemm version packs it, words [inputs, outputs / 8], or GPTQ,
     words [inputs / 8, outputs]. `in_order`: groups are of neighbouring inputs."""
 
-    WORDS = ".qweight"
-
     def __init__(
         self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
     ) -> None:
@@ -166,7 +164,7 @@ class Int4Weight:
         size = packing.group or inputs
         groups, words = -(-inputs // size), -(-outputs // 8)
         packed = (inputs, words) if self._awq else (-(-inputs // 8), outputs)
-        self._weights = files.slice(name + self.WORDS, packed, ("I32",))
+        self._weights = files.slice(name + packing.suffix, packed, ("I32",))
         self._zeros = files.slice(name + ".qzeros", (groups, words), ("I32",))
         self._scales = files.slice(name + ".scales", (groups, outputs))
         self._of_input = in_order = torch.arange(inputs) // size
@@ -216,15 +214,13 @@ class CompressedWeight:
     """A weight of 4 bits as compressed-tensors packs it, words [outputs, inputs / 8]; zeros are
     words [outputs / 8, groups], and scales [outputs, groups]."""
 
-    WORDS = ".weight_packed"
-
     def __init__(
         self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
     ) -> None:
         outputs, inputs = shape
         self._size, self._place = packing.group or inputs, place
         groups = -(-inputs // self._size)
-        self._weights = files.slice(name + self.WORDS, (outputs, -(-inputs // 8)), ("I32",))
+        self._weights = files.slice(name + packing.suffix, (outputs, -(-inputs // 8)), ("I32",))
         self._scales = files.slice(name + ".weight_scale", (outputs, groups))
         self._zeros = None
         if not packing.symmetric:

@@ -18,6 +18,7 @@ from medha.adapters.transports import (
 from medha.checkpoints.checkpoint_files import check_tokenizer, check_weights, digest_of
 from medha.checkpoints.decoder_config import DecoderConfig, read_config, read_generation_defaults
 from medha.checkpoints.fit import misfits, read_adapters
+from medha.checkpoints.tensor_names import check_names
 from medha.cli.local_fleet.faults import Faults
 from medha.cli.local_fleet.fleet_plan import router_models
 from medha.cli.local_fleet.preflight import check_gpus
@@ -59,6 +60,7 @@ def check_resource(resource: MedhaReplica, gpus: int, *, weights: bool = True) -
         local_transports(resource)
     with faults.collect():
         folder = folder_of("spec.model.source", resource.spec.model.source)
+        model = None
         with faults.collect():
             model = read_config(folder)
             faults.add(*_misfits(model, resource, gpus))
@@ -72,6 +74,8 @@ def check_resource(resource: MedhaReplica, gpus: int, *, weights: bool = True) -
         with faults.collect():
             if weights:
                 check_weights(folder)
+                if model is not None:
+                    check_names(folder, model)
     faults.raise_all()
     return folder
 
