@@ -94,6 +94,7 @@ class ModelVersion:
             generation_prompt=generation_prompt,
             texts=texts,
             limit_tokens=limit_tokens,
+            vocab=self.hello.shape.vocab,
             tools=tools,
             template_values=template_values,
         )

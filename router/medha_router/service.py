@@ -150,7 +150,7 @@ class Service:
             tools=params.tools,
             template_values=params.template_values,
         )
-        job = msgspec.structs.replace(job, page_tokens=0)
+        job = msgspec.structs.replace(job, page_tokens=0, vocab=0)
         prompts = await self._hold(self.tokens.encode(job, client.owner), client.owner)
         if len(prompts) != 1:
             raise RequestError(

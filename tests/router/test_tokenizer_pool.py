@@ -269,6 +269,14 @@ def test_a_prompt_that_cannot_fit_is_declined_early(pool: TokenizerPool) -> None
         assert caught.value.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("raw", ["say <|end|>", [5, 258], "some words, " * 20_000 + "<|end|>"])
+def test_a_token_that_only_the_tokenizer_has_is_declined(pool: TokenizerPool, raw: object) -> None:
+    with pytest.raises(RequestError, match=r"token id 258.*of 258 tokens, does not") as caught:
+        asyncio.run(pool.encode(job(raw, vocab=258, salt=b"own")))
+    assert caught.value.param == "prompt"
+    assert asyncio.run(pool.encode(job(raw, vocab=259, salt=b"own")))
+
+
 def test_another_tenants_prompt_does_not_wait_for_the_books_of_one(pool: TokenizerPool) -> None:
     async def scene() -> list[str]:
         done: list[str] = []

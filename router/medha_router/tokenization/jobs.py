@@ -150,6 +150,7 @@ class _PromptState:
         self._next = last
         self._count += sum(map(len, parts)) // 4
         self._check_tokens()
+        self._check_ids(parts)
         return [(tokens, self._names(tokens)) for tokens in parts]
 
     def _names(self, tokens: bytes) -> bytes:
@@ -162,6 +163,18 @@ class _PromptState:
         self._link = names[-HASH_BYTES:] or self._link
         self._rest = data[len(data) - len(data) % page_bytes :]
         return names
+
+    def _check_ids(self, parts: Sequence[bytes]) -> None:
+        """Decline tokens that the tokenizer has and the model's weights lack."""
+        vocab = self._job.vocab
+        largest = max(int(np.frombuffer(tokens, "<i4").max(initial=0)) for tokens in parts)
+        if vocab and largest >= vocab:
+            raise RequestError(
+                f"{self._where} holds the token id {largest}, which the tokenizer has and the "
+                f"model, of {vocab} tokens, does not: leave out that special token",
+                code="invalid_value",
+                param=self._where,
+            )
 
     def _check_bytes(self, text: str) -> None:
         """Decline a text that has too many tokens whatever they are."""

@@ -55,9 +55,10 @@ class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Encode raw JSON, sent as the payload: `messages` (`chat`) or `prompt`.
 
     The hash chain that names full pages of `page_tokens` starts at `salt`; without pages (0) there
-    are no names. A prompt of more than `limit_tokens` is declined; 0 is no limit. If `texts`, the
-    outcome holds the text of each prompt (for `echo`). `tools`, `template_values`: JSON of a chat's
-    tools, and of further values for its template, or empty.
+    are no names. A prompt of more than `limit_tokens` is declined, and one with a token id from
+    `vocab` on; 0 is no limit. If `texts`, the outcome holds the text of each prompt (for `echo`).
+    `tools`, `template_values`: JSON of a chat's tools, and of further values for its template, or
+    empty.
     """
 
     key: str
@@ -71,6 +72,7 @@ class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     tools: bytes = b""
     template_values: bytes = b""
     limit_tokens: int = 0
+    vocab: int = 0
     number: int = 0
 
 
