@@ -135,7 +135,7 @@ def test_a_long_prompt_that_was_matched_before_is_matched_as_it_is_held_now(
         stored, removed = prompt[held[name] : pages], prompt[pages : held[name]]
         held[name] = pages
         if snapshot := numbers[name] == 1 or rng.random() < 0.1:
-            stored, removed = prompt[:pages], []
+            stored, removed = prompt[:pages], prompt[:0]
         events = KvEvents(numbers[name], b"".join(stored), b"".join(removed), snapshot)
         assert index.apply(name, events)
         assert index.match(prompt) == {name: pages for name, pages in held.items() if pages}
@@ -155,7 +155,9 @@ def test_names_in_a_joined_string_are_those_of_the_list(joined: bytes, low: int,
     expected = [joined[at : at + 16] for at in range(0, len(joined), 16)]
     cut = PageNames(joined)
     assert (
-        list(cut) == expected and len(cut) == len(expected) and cut[low:high] == expected[low:high]
+        list(cut) == expected
+        and len(cut) == len(expected)
+        and list(cut[low:high]) == expected[low:high]
     )
     if -len(expected) <= low < len(expected):
         assert cut[low] == expected[low]

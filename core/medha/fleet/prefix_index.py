@@ -44,10 +44,13 @@ class PageNames(Sequence[bytes]):
     @overload
     def __getitem__(self, at: int) -> bytes: ...
     @overload
-    def __getitem__(self, at: slice) -> list[bytes]: ...
-    def __getitem__(self, at: int | slice) -> bytes | list[bytes]:
+    def __getitem__(self, at: slice) -> PageNames: ...
+    def __getitem__(self, at: int | slice) -> bytes | PageNames:
         if isinstance(at, slice):
-            return [self[place] for place in range(*at.indices(len(self)))]
+            first, last, step = at.indices(len(self))
+            if step != 1:
+                raise IndexError(f"pages in steps of {step}")
+            return PageNames(self._joined[first * HASH_BYTES : last * HASH_BYTES])
         if at < 0:
             at += len(self)
         if not 0 <= at < len(self):
@@ -244,8 +247,8 @@ class PrefixIndex:
             pages = kept.longest_hit(len(names), functools.partial(self._holds, replica, names))
             if pages:
                 pages_by_replica[replica] = pages
-        for name in names[: max(pages_by_replica.values(), default=0)]:
-            if name in self._holders:
+        for pages in set(pages_by_replica.values()):
+            for name in reversed(names[kept.first_page(pages * kept.page_tokens) : pages]):
                 self._use(name)
         return pages_by_replica
 
