@@ -6,7 +6,8 @@ The router runs in this process with its tokenizer processes; an instant replica
 have processes of their own. `loop` is the longest callback of the event loop in CPU time of its
 thread, which a busy machine does not change; `gap` is the longest time between two ticks of the
 loop, which it does. `router` and `lanes` are CPU time; `RSS` is the peak of the router's process
-over that before, and that of the tokenizer process that grew most.
+over that before, and that of the tokenizer process that grew most. The replica's cache fills the
+router's index of pages, and keeps what was served: a prompt that comes again is cached.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from medha_router.tokenization.pool import TokenizerPool
 ROOT = pathlib.Path(__file__).parent.parent
 LARGE_BYTES = 57_000_000
 TICK_S = 0.001
+CACHED_PAGES = 1 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -123,6 +125,7 @@ CASES: dict[str, Callable[[int], Result]] = {
     ),
     "57 MB of text in `messages`": lambda port: send(port, CHAT, chat(text(LARGE_BYTES))),
     "4 MB chat": lambda port: send(port, CHAT, chat(history())),
+    "4 MB chat, again": lambda port: send(port, CHAT, chat(history())),
     "4 MB chat, next turn": lambda port: send(port, CHAT, chat(history(), "yes", "go on")),
     "4 MB /tokenize": lambda port: send(port, "/tokenize", prompt(text(4 << 20, seed=5))),
     "1 M ids /detokenize": lambda port: send(
@@ -230,7 +233,8 @@ async def measure(name: str, router: RunningRouter, stalls: Stalls) -> tuple[Res
 @contextlib.contextmanager
 def replica(address: str, folder: pathlib.Path) -> Iterator[None]:
     """Run an instant replica."""
-    command = [sys.executable, "-m", "tests.support.instant_replica", address, str(folder)]
+    module = "tests.support.instant_replica"
+    command = [sys.executable, "-m", module, address, str(folder), "--cached", str(CACHED_PAGES)]
     process = subprocess.Popen(command, cwd=ROOT)
     try:
         yield

@@ -83,13 +83,13 @@ def test_the_index_is_bounded_and_keeps_what_was_used_lately() -> None:
     assert len(index) == 100
 
 
-@pytest.mark.parametrize("sizes", [(16, 512), (1, 1), (2, 5), (3, 1000)])
+@pytest.mark.parametrize(("max_stale", "shards"), [(16, 1), (1, 8), (2, 64), (3, 256)])
 @pytest.mark.parametrize("seed", range(5))
 def test_any_history_equals_plain_sets(
-    monkeypatch: pytest.MonkeyPatch, seed: int, sizes: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, seed: int, max_stale: int, shards: int
 ) -> None:
-    monkeypatch.setattr(prefix_index, "MAX_STALE", sizes[0])
-    monkeypatch.setattr(prefix_index, "SWEPT", sizes[1])
+    monkeypatch.setattr(prefix_index, "MAX_STALE", max_stale)
+    monkeypatch.setattr(prefix_index, "SHARDS", shards)
     rng, index = random.Random(seed), PrefixIndex()
     prompts = [names(12, seed=seed) for seed in range(4)]
     pages = [page for prompt in prompts for page in prompt]

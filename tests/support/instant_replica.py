@@ -3,12 +3,14 @@
 Uses the real protocol over real links to all processes of the router at ADDRESS, with CURVE if
 FOLDER holds keys. It grants every head and answers a request at once: all tokens of a short output
 in one message, a long one a token a step as an engine does. The tokens are those of a fixed text.
+With `--cached`, it holds so many pages from the start, and those of the prompts that it served.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import pathlib
 import time
 
@@ -17,6 +19,7 @@ import tokenizers
 
 from medha.adapters.sockets import Dialer, wait
 from medha.config import Curve
+from medha.fleet.prefix_index import HASH_BYTES
 from medha.messages import (
     Abort,
     Accepted,
@@ -51,6 +54,7 @@ REPORT_S = 0.02
 HELLO_S = 0.3
 PAGES = 1 << 20
 PAGE_TOKENS = 64
+NAMES_PER_EVENT = 1 << 12
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on in the warm sun. "
 TEMPLATE = (
     b"{%- for message in messages -%}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n"
@@ -90,7 +94,9 @@ RouterLink = Dialer[ReplicaMessage, RouterMessage]
 class InstantReplica:
     """The replica `name` of a router. `folder` holds `tokenizer.json`, and keys for CURVE."""
 
-    def __init__(self, address: str, folder: pathlib.Path, name: str, step_s: float) -> None:
+    def __init__(
+        self, address: str, folder: pathlib.Path, name: str, step_s: float, cached: int = 0
+    ) -> None:
         contents = {
             "tokenizer.json": (folder / "tokenizer.json").read_bytes(),
             "chat_template.jinja": TEMPLATE,
@@ -111,7 +117,8 @@ class InstantReplica:
         )
         tokenizer = tokenizers.Tokenizer.from_str(contents["tokenizer.json"].decode())
         self._words: tuple[int, ...] = tuple(tokenizer.encode(TEXT).ids)
-        self._step_s = step_s
+        self._step_s, self._cached = step_s, cached
+        self._events: dict[str, int] = {}  # by router
         self._load = Load(
             free_pages=(PAGES,), total_pages=(PAGES,), page_tokens=PAGE_TOKENS, share=0.9
         )
@@ -173,6 +180,8 @@ class InstantReplica:
             case Welcome():
                 self._welcome.add(router)
                 link.send(KvEvents(0, snapshot=True))
+                self._events[router] = 0
+                self._store(router, os.urandom(self._cached * HASH_BYTES))
             case RouterPorts(ports=ports):
                 host = router.rpartition(":")[0]
                 for address in {f"{host}:{port}" for port in ports} - self._links.keys():
@@ -221,7 +230,17 @@ class InstantReplica:
                 del self._running[name]
                 self._finish(router, submit, emitted + 1)
 
+    def _store(self, router: str, names: bytes) -> None:
+        """Tell a router of stored pages, in parts as a controller does."""
+        size = NAMES_PER_EVENT * HASH_BYTES
+        for start in range(0, len(names), size):
+            self._events[router] += 1
+            part = names[start : start + size]
+            self._links[router].send(KvEvents(self._events[router], part))
+
     def _finish(self, router: str, submit: Submit, count: int) -> None:
+        if self._cached and submit.hashes:
+            self._store(router, submit.hashes)
         prompt_tokens = len(submit.tokens) // 4
         self._links[router].send(Finished(submit.id, "length", prompt_tokens, count))
 
@@ -236,8 +255,9 @@ def main() -> None:
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--name", default="r0")
     parser.add_argument("--step-s", type=float, default=0.01)
+    parser.add_argument("--cached", type=int, default=0)
     given = parser.parse_args()
-    InstantReplica(given.address, given.folder, given.name, given.step_s).run()
+    InstantReplica(given.address, given.folder, given.name, given.step_s, given.cached).run()
 
 
 if __name__ == "__main__":

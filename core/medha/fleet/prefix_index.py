@@ -11,7 +11,6 @@ drops what its windows have left behind, those of the last window are enough.
 
 from __future__ import annotations
 
-import collections
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,8 +25,8 @@ from medha.model import KeptPages
 HASH_BYTES = 16
 MAX_STALE = 16
 """Forgotten replicas whose names may stay, before a sweep begins."""
-SWEPT = 512
-"""Names that a sweep takes with each event, in a fraction of a millisecond."""
+SHARDS = 256
+"""Parts of a large index: to enlarge, sweep or compact one takes a few milliseconds."""
 LONG_NAMES, STEP, REMEMBERED = 1024, 512, 256
 """Pages of a prompt whose match is remembered, pages of a step, and prompts that are remembered."""
 
@@ -51,11 +50,11 @@ class PageNames(Sequence[bytes]):
             if step != 1:
                 raise IndexError(f"pages in steps of {step}")
             return PageNames(self._joined[first * HASH_BYTES : last * HASH_BYTES])
-        if at < 0:
-            at += len(self)
-        if not 0 <= at < len(self):
+        start = (at if at >= 0 else at + len(self)) * HASH_BYTES
+        name = self._joined[start : start + HASH_BYTES] if start >= 0 else b""
+        if not name:
             raise IndexError(f"page {at} of {len(self)}")
-        return self._joined[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+        return name
 
     def __iter__(self) -> Iterator[bytes]:
         joined = self._joined
@@ -100,17 +99,19 @@ class PrefixIndex:
     """
 
     def __init__(self, capacity: int = 1 << 20) -> None:
-        self.capacity = capacity
-        self._holders: collections.OrderedDict[bytes, int] = collections.OrderedDict()
+        count = SHARDS if capacity >= SHARDS << 8 else 1
+        # Bits by name, the least recently used first; by the first byte of the name.
+        self._shards: list[dict[bytes, int]] = [{} for _ in range(count)]
+        self._mask, self._most = count - 1, capacity // count
         self._bits: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
         self._live = self._stale = 0  # bits of known and of forgotten replicas
-        self._sweeping = self._unswept = 0  # stale bits, and names that may have them
+        self._sweeping, self._unswept = 0, 0  # stale bits, and shards that may have them
         # What was matched before of long prompts, by the name of the last page.
         self._matched: dict[bytes, dict[str, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._holders) if self._live else 0
+        return sum(map(len, self._shards)) if self._live else 0
 
     def apply(self, replica: str, events: KvEvents) -> bool:
         """Apply changes; False if earlier events are missing, so that a snapshot is needed.
@@ -128,18 +129,19 @@ class PrefixIndex:
             return True
         bit = self._bit(replica)
         self._numbers[replica] = events.number
-        holders, live = self._holders, self._live
+        live, shards, mask, most = self._live, self._shards, self._mask, self._most
         for name in _names(events.removed):
+            holders = shards[name[0] & mask]
             left = holders.get(name, 0) & live & ~bit
             if left:
                 holders[name] = left
             else:
                 holders.pop(name, None)
         for name in _names(events.stored):
-            holders[name] = holders.get(name, 0) & live | bit
-            holders.move_to_end(name)
-        for _ in range(len(holders) - self.capacity):
-            holders.popitem(last=False)
+            holders = shards[name[0] & mask]
+            holders[name] = holders.pop(name, 0) & live | bit
+            if len(holders) > most:
+                del holders[next(iter(holders))]
         self._sweep()
         return True
 
@@ -150,24 +152,18 @@ class PrefixIndex:
         self._live &= ~bit
         self._stale |= bit
         if not self._unswept and (not self._live or self._stale.bit_count() >= MAX_STALE):
-            self._sweeping, self._unswept = self._stale, len(self._holders)
+            self._sweeping, self._unswept = self._stale, len(self._shards)
 
     def _sweep(self) -> None:
-        """Remove stale bits from the oldest names; after the last of them these bits are free.
-
-        A name that is used meanwhile becomes the youngest, so it is cleaned where it is used.
-        """
-        if not self._unswept:
-            return
-        holders, live = self._holders, self._live
-        for _ in range(min(SWEPT, self._unswept, len(holders))):
-            name, held = holders.popitem(last=False)
-            if held & live:
-                holders[name] = held & live
-        self._unswept = min(self._unswept - SWEPT, len(holders))
-        if self._unswept <= 0:
-            self._stale &= ~self._sweeping
-            self._sweeping = self._unswept = 0
+        """Remove stale bits from the next shard; after the last one these bits are free."""
+        if self._unswept:
+            self._unswept -= 1
+            live, holders = self._live, self._shards[self._unswept]
+            self._shards[self._unswept] = {
+                name: held & live for name, held in holders.items() if held & live
+            }
+            if not self._unswept:
+                self._stale &= ~self._sweeping
 
     def match(self, names: Sequence[bytes]) -> dict[str, int]:
         """Number of leading pages of a prompt by replica, without replicas that hold none.
@@ -185,12 +181,18 @@ class PrefixIndex:
             if last:
                 self._remember(last, pages_by_replica)
         elif last:
-            self._follow(names, pages_by_replica)
+            for _ in self._follow(names, pages_by_replica):
+                pass
         return dict(pages_by_replica)
 
     def matching(self, names: Sequence[bytes]) -> Iterator[None]:
         """Match a long prompt in steps of about a millisecond, so that `match` then takes none."""
-        if len(names) >= LONG_NAMES and names[-1] not in self._matched:
+        if len(names) < LONG_NAMES:
+            return
+        known = self._matched.get(names[-1])
+        if known is not None:
+            yield from self._follow(names, known)
+        else:
             pages_by_replica: dict[str, int] = {}
             yield from self._walk(names, pages_by_replica)
             self._remember(names[-1], pages_by_replica)
@@ -198,9 +200,9 @@ class PrefixIndex:
     def _walk(self, names: Iterable[bytes], pages_by_replica: dict[str, int]) -> Iterator[None]:
         """Match names from the first, and use those that are held: the first ones last, which are
         worth the most."""
-        holders, alive, used = self._holders, self._live, list[bytes]()
+        shards, mask, alive, used = self._shards, self._mask, self._live, list[bytes]()
         for name in names:
-            held = holders.get(name, 0) & alive
+            held = shards[name[0] & mask].get(name, 0) & alive
             if used and held != alive:
                 self._note(pages_by_replica, alive & ~held, len(used))
             alive = held
@@ -213,8 +215,7 @@ class PrefixIndex:
         if used and alive:
             self._note(pages_by_replica, alive, len(used))
         for place, name in enumerate(reversed(used), 1):
-            if name in holders:
-                self._use(name)
+            self._use(name)
             if not place % STEP:
                 yield
 
@@ -223,20 +224,24 @@ class PrefixIndex:
         if len(self._matched) > REMEMBERED:
             del self._matched[next(iter(self._matched))]
 
-    def _follow(self, names: Sequence[bytes], pages_by_replica: dict[str, int]) -> None:
-        """Correct what a replica holds of a prompt, page by page from where it ended."""
-        holders = self._holders
+    def _follow(self, names: Sequence[bytes], pages_by_replica: dict[str, int]) -> Iterator[None]:
+        """Correct what replicas hold of a prompt, page by page from where each ended."""
         for replica in pages_by_replica.keys() - self._bits.keys():
             del pages_by_replica[replica]
-        for replica, bit in self._bits.items():
-            pages = pages_by_replica.get(replica, 0)
-            while pages and not holders.get(names[pages - 1], 0) & bit:
+        for replica, bit in list(self._bits.items()):
+            pages = before = pages_by_replica.get(replica, 0)
+            while pages and not self._held(names[pages - 1]) & bit:
                 pages -= 1
-            while pages < len(names) and holders.get(names[pages], 0) & bit:
+                if not pages % STEP:
+                    yield
+            while pages < len(names) and self._held(names[pages]) & bit:
                 pages += 1
+                if not pages % STEP:
+                    pages_by_replica[replica] = pages
+                    yield
             if pages:
                 pages_by_replica[replica] = pages
-            else:
+            elif before:
                 pages_by_replica.pop(replica, None)
 
     def match_sliding(self, names: Sequence[bytes], kept: KeptPages) -> dict[str, int]:
@@ -253,12 +258,16 @@ class PrefixIndex:
         return pages_by_replica
 
     def _holds(self, replica: str, names: Sequence[bytes], page: int) -> bool:
-        return bool(self._holders.get(names[page], 0) & self._bits[replica])
+        return bool(self._held(names[page]) & self._bits[replica])
+
+    def _held(self, name: bytes) -> int:
+        return self._shards[name[0] & self._mask].get(name, 0)
 
     def _use(self, name: bytes) -> None:
-        if self._unswept:
-            self._holders[name] &= self._live
-        self._holders.move_to_end(name)
+        """Make a name the most recently used, if it is still held."""
+        holders = self._shards[name[0] & self._mask]
+        if held := holders.pop(name, 0):
+            holders[name] = held
 
     def _note(self, pages_by_replica: dict[str, int], bits: int, pages: int) -> None:
         for replica, bit in self._bits.items():

@@ -212,19 +212,25 @@ class RouterLinks:
                 self._holders[name] = count
             elif self._holders.pop(name, None) is not None:
                 vanished.append(name)
-        if not appeared and not vanished:
-            return
         for link in self._links.values():
             if link.welcome:
-                link.events += 1
-                events = KvEvents(link.events, b"".join(appeared), b"".join(vanished))
-                self._outbox.to_router(link.router, events)
+                self._send_events(link, appeared, vanished)
 
     def _send_snapshot(self, link: _RouterLink) -> None:
-        names = list(self._holders)
-        for start in range(0, max(len(names), 1), NAMES_PER_EVENT):
+        self._send_events(link, list(self._holders), (), snapshot=True)
+
+    def _send_events(
+        self,
+        link: _RouterLink,
+        stored: Sequence[bytes],
+        removed: Sequence[bytes],
+        snapshot: bool = False,
+    ) -> None:
+        """Send names in parts; a snapshot has one at least."""
+        most = max(len(stored), len(removed), snapshot)
+        for start in range(0, most, NAMES_PER_EVENT):
             link.events += 1
-            part = b"".join(names[start : start + NAMES_PER_EVENT])
-            self._outbox.to_router(
-                link.router, KvEvents(link.events, part, snapshot=link.events == 1)
-            )
+            part = slice(start, start + NAMES_PER_EVENT)
+            names = b"".join(stored[part]), b"".join(removed[part])
+            events = KvEvents(link.events, *names, snapshot=snapshot and not start)
+            self._outbox.to_router(link.router, events)
