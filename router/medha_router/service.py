@@ -8,6 +8,7 @@ the request table and the replica client process the request.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -278,14 +279,15 @@ class Service:
         A Load that arrives in between may undo them, but not in the last turn.
         """
         prompts = await self.encode_for(client_request, model, version)
-        longest = max(prompts, key=lambda prompt: prompt.length)
-        if longest.length <= LONG_TOKENS:
+        if sum(prompt.length for prompt in prompts) <= LONG_TOKENS:
             return prompts
-        tpot_s = client_request.slo_class.slo.tpot_s
+        dispatcher, tpot_s = model.dispatcher, client_request.slo_class.slo.tpot_s
+        longest = max(prompt.length for prompt in prompts)
         for _ in range(FORECAST_ROUNDS):
             paused, began_s = False, self._clock()
-            for _ in model.dispatcher.extend_forecasts(
-                longest.length, longest.hashes, version.key, tpot_s
+            for _ in itertools.chain(
+                *(dispatcher.match_ahead(prompt.hashes) for prompt in prompts),
+                dispatcher.extend_forecasts(longest, version.key, tpot_s),
             ):
                 if self._clock() - began_s > TURN_S:
                     await asyncio.sleep(0)

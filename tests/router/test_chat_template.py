@@ -9,6 +9,7 @@ import pytest
 from tests.router.conftest import HERMES
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from medha.errors import RequestError
 from medha_router.tokenization.chat_template import ChatTemplate
 from medha_router.tokenization.encoder import read_messages
 
@@ -74,6 +75,24 @@ def test_a_model_takes_tools_if_its_template_prints_them(
     assert ChatTemplate(source, settings).tool_calls == form
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "{{ '{x}'.format(y=1) }}",
+        "{{ 1 // (messages | length - 1) }}",
+        "{{ range(10 ** 7) }}",
+        "{{ 2.0 ** 100000 }}",
+        "{{ messages[0].content.encode('zz') }}",
+        "{{ messages[0].content.nothing.at_all }}",
+    ],
+)
+def test_a_template_that_raises_refuses_the_messages_and_loads(fault: str) -> None:
+    template = ChatTemplate(("<tool_call>" + fault).encode(), b"")
+    assert template.tool_calls == "hermes"
+    with pytest.raises(RequestError, match="refuses these messages"):
+        template.render([USER], generation_prompt=True)
+
+
 def test_tools_that_no_template_prints_are_refused_for_the_model(served: Any) -> None:
     body = {"model": "tiny", "messages": [USER], "tools": TOOLS}
     response = served.http.post("/v1/chat/completions", json=body)
@@ -89,6 +108,14 @@ def test_a_developer_is_the_system_where_the_template_leaves_that_role_out() -> 
 @pytest.mark.parametrize("template", [NULL_CONTENT, HERMES.decode()])
 def test_a_call_in_an_earlier_message_reaches_the_prompt(template: str) -> None:
     assert "get_weather" in render(template, CALLED) and "Köln" in render(template, CALLED)
+
+
+def test_arguments_are_text_where_the_template_joins_them() -> None:
+    template = """{% for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}
+{%- endfor %}"""
+    shown = render(template, CALLED)
+    assert "<assistant>get_weather{" in shown and "None" not in shown
 
 
 def test_calls_are_rendered_as_transformers_does_for_a_template_that_wants_no_content() -> None:

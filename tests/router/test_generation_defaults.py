@@ -84,15 +84,16 @@ def stop_tokens_of(
 @pytest.mark.parametrize(
     ("generation", "config", "eos_token", "expected"),
     [
-        (1, 5, "<|eot_id|>", (1, 5, 4)),
-        ([3, 1], [1, 2], None, (3, 1, 2)),
+        (1, 5, "<|eot_id|>", (1, 4)),
+        ([3, 1], [1, 2], None, (3, 1)),
+        (None, [1, 2], "<|eot_id|>", (1, 2, 4)),
         (None, None, {"__type": "AddedToken", "content": "<|eot_id|>"}, (4,)),
         (1, -1, "<|eot_id|>", (1, 4)),
         (1, 1, "no token", (1,)),
         (None, None, 7, ()),
     ],
 )
-def test_an_output_ends_at_the_tokens_of_all_three_files(
+def test_an_output_ends_at_the_tokens_of_the_checkpoint_and_of_its_tokenizer(
     generation: object,
     config: object,
     eos_token: object,
@@ -112,4 +113,4 @@ def test_stop_tokens_do_without_files_of_the_tokenizer_that_are_not_sound(
         (tmp_path / name).unlink()
     else:
         (tmp_path / name).write_bytes(damage)
-    assert read_config(tmp_path).stop_tokens == (1, 5)
+    assert read_config(tmp_path).stop_tokens == (1,)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha_router.structured.tool_calls import Format, TextPart, ToolCallParser, format_of
+from medha_router.structured.tool_calls import BEGINS, Format, TextPart, ToolCallParser, format_of
 from medha_router.structured.tools import Tools
 
 PARAMETERS = {
@@ -21,7 +21,12 @@ PARAMETERS = {
         "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "points": {"type": ["array", "null"]},
         "warm": {"type": "boolean"},
+        "place": {"$ref": "#/$defs/Place"},
+        "level": {"enum": [1, 2]},
+        "odd": {"type": [{}, ["string"]], "anyOf": [{"allOf": [{"properties": {}}]}]},
+        "loop": {"$ref": "#/$defs/Loop"},
     },
+    "$defs": {"Place": {"type": "object"}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]}},
 }
 OFFERED = [
     {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}},
@@ -326,3 +331,31 @@ def test_arguments_between_tags_are_read_as_they_were_meant(arguments: dict[str,
         text += f"<parameter={key}>\n{shown}\n</parameter>\n"
     content, calls = parsed("qwen3_coder", list(text + "</function>\n</tool_call>"))
     assert content == "" and json.loads(calls[0][1]) == arguments
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("place", '{"x": [1]}', {"x": [1]}),
+        ("level", "2", 2),
+        ("odd", "{}", {}),
+        ("loop", "1", "1"),
+        ("points", "[" * 9000, "[" * 9000),
+        ("days", "1 2", "1 2"),
+        ("points", "[" + "0," * 200_000 + "0]", "[" + "0," * 200_000 + "0]"),
+    ],
+)
+def test_a_value_between_tags_is_of_a_type_that_its_schema_allows(
+    key: str, text: str, value: object
+) -> None:
+    call = f"<tool_call><function=f><parameter={key}>{text}</parameter></function></tool_call>"
+    _, calls = parsed("qwen3_coder", [call])
+    assert json.loads(calls[0][1]) == {key: value}
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "llama3", "mistral"])
+def test_endless_space_before_a_call_is_content(form: Format) -> None:
+    text = {"llama3": ""}.get(form, BEGINS[form]) + " " * 5000
+    assert parsed(form, [text]) == parsed(form, list(text)) == (text, [])
+    call = '{"name": "f"}' if form != "qwen3_coder" else "<function=f></function>"
+    assert parsed(form, [text + call]) == parsed(form, list(text + call)) == (text + call, [])

@@ -19,6 +19,8 @@ from medha_router.tokenization.detokenizer import Delta, TokenLogprob
 from medha_router.turns import taken
 
 StopReason = str | int | None
+PARSED_CHARS = 2048
+"""Text of a whole answer that is searched for calls in one turn."""
 TEXT_CHUNK_END = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
 
@@ -118,6 +120,9 @@ class ResponseBuilder:
         pieces = parser.push(delta.text)
         if delta.finish is not None:
             pieces += parser.end()
+        return self._fields_of(index, pieces)
+
+    def _fields_of(self, index: int, pieces: Sequence[TextPart]) -> dict[str, Any]:
         content = "".join(piece.text for piece in pieces if piece.call is None)
         fields: dict[str, Any] = {"content": content} if content else {}
         if calls := self._calls(index, pieces):
@@ -132,12 +137,14 @@ class ResponseBuilder:
         for piece in pieces:
             if piece.call is None:
                 continue
-            call = calls.setdefault(piece.call, {"function": {"arguments": ""}})
+            call = calls.setdefault(piece.call, {"function": {"arguments": []}})
             if piece.name is not None:
                 call["id"] = call_id(self._request_id, index, piece.call)
                 call["type"] = "function"
                 call["function"]["name"] = piece.name
-            call["function"]["arguments"] += piece.text
+            call["function"]["arguments"].append(piece.text)
+        for call in calls.values():
+            call["function"]["arguments"] = "".join(call["function"]["arguments"])
         return calls
 
     def _finish_with_calls(self, index: int, finish: str | None) -> str | None:
@@ -167,7 +174,11 @@ class ResponseBuilder:
         for index, (text, entries, finish, stop_reason) in enumerate(outputs):
             choice: dict[str, Any] = {"index": index}
             if self._parsers:
-                whole = self._delta_with_calls(index, Delta(text, finish=finish))
+                pieces: list[TextPart] = []
+                for start in range(0, len(text), PARSED_CHARS):
+                    pieces += self._parsers[index].push(text[start : start + PARSED_CHARS])
+                    yield b""
+                whole = self._fields_of(index, pieces + self._parsers[index].end())
                 finish = self._finish_with_calls(index, finish) or finish
                 message = {"role": "assistant", "content": whole.get("content"), "refusal": None}
                 if "tool_calls" in whole:

@@ -28,8 +28,12 @@ class Check(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Checked(msgspec.Struct, frozen=True, array_like=True):
-    """The grammar in the library's form, or the `error`; `loaded`: the tokenizer can be used."""
+    """The grammar in the library's form, or the `error`; `loaded`: the tokenizer can be used.
+
+    `timed`: another check may end differently, as masks took a little too long.
+    """
 
     grammar: str = ""
     error: str = ""
     loaded: bool = True
+    timed: bool = False

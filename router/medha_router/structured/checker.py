@@ -72,7 +72,7 @@ def check(tokenizer: llguidance.LLTokenizer, job: Check) -> Checked:
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         spent.spend(time.thread_time() - began_s)
         if spent.error:
-            return Checked(error=f"{spent.error}: simplify it")
+            return Checked(error=f"{spent.error}: simplify it", timed=True)
         allowed = np.unpackbits(mask, bitorder="little")
         if matcher.is_error():
             break

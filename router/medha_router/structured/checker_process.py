@@ -167,7 +167,7 @@ class GrammarChecker:
         return self._kept.get(name)
 
     def _keep(self, name: Name, checked: Checked) -> None:
-        if name in self._kept:
+        if name in self._kept or checked.timed:
             return
         self._kept[name] = checked
         self._kept_chars += _chars(checked)

@@ -19,6 +19,20 @@ import msgspec
 PARAMETER, VALUE_ENDS, ENDS = "<parameter=", "</parameter>", "</function>"
 SPACE = " \t\r\n"
 MAX_KEY_CHARS = 1024
+MAX_JSON_CHARS = 256 << 10
+"""A longer value is a string: to check one takes milliseconds."""
+MAX_SCHEMAS = 64
+"""Schemas that are read for the types of one argument."""
+TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (float,),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
+IMPLIED = {"properties": "object", "items": "array"}
+"""Fields of schemas that may have no type."""
 
 
 class TaggedArguments:
@@ -27,10 +41,15 @@ class TaggedArguments:
     def __init__(self, schema: object) -> None:
         properties = schema.get("properties") if isinstance(schema, dict) else None
         self._schemas = properties if isinstance(properties, dict) else {}
+        self._definitions: dict[str, Any] = {}
+        for field in ("definitions", "$defs"):
+            given = schema.get(field) if isinstance(schema, dict) else None
+            self._definitions |= given if isinstance(given, dict) else {}
         self._text = ""
         self._searched = 0  # no mark ends before
         self._keys: set[str] = set()
         self._key: str | None = None
+        self._kinds: frozenset[str] = frozenset()
         self._begun = False  # the value's first character has come
         self._string = False  # a string is open
         self.done = False
@@ -53,13 +72,14 @@ class TaggedArguments:
 
     def _tag(self) -> str | None:
         """Read up to the next value, or the end; None if more text is needed."""
-        text = self._text.lstrip(SPACE)
+        text = self._text = self._text.lstrip(SPACE)
         if PARAMETER.startswith(text[: len(PARAMETER)]) or ENDS.startswith(text[: len(ENDS)]):
             if text.startswith(ENDS):
                 return self._close(text.removeprefix(ENDS))
             key, mark, value = text.removeprefix(PARAMETER).partition(">")
             if text.startswith(PARAMETER) and mark:
                 self._key, self._text, self._begun, self._searched = key, value, False, 0
+                self._kinds = _kinds(self._schemas.get(key), self._definitions)
                 return ""
             if len(key) <= MAX_KEY_CHARS:
                 return None
@@ -77,7 +97,7 @@ class TaggedArguments:
             self._text = self._text.removeprefix("\n")
             self._begun = True
         repeated = key in self._keys and not self._string
-        if not repeated and not self._string and _is_text(self._schemas.get(key)):
+        if not repeated and not self._string and self._kinds <= {"string"}:
             self._string = True
             return self._name(key) + '"'
         at = self._text.find(VALUE_ENDS, self._searched)
@@ -90,7 +110,7 @@ class TaggedArguments:
         if self._string:
             self._string = False
             return _inner(value) + '"'
-        return self._name(key) + _json(value, self._schemas.get(key))
+        return self._name(key) + _json(value, self._kinds)
 
     def _part(self) -> str | None:
         """Release what has come of a string, but what may be its end."""
@@ -118,35 +138,45 @@ def overlap(text: str, mark: str) -> int:
     return 0
 
 
-def _kinds(schema: object) -> set[str]:
-    """Return the JSON types that a schema names; empty if it does not say."""
-    if not isinstance(schema, dict):
-        return set()
-    kinds = schema.get("type")
-    named = set(kinds) if isinstance(kinds, list) else {kinds} if isinstance(kinds, str) else set()
-    for choice in ("anyOf", "oneOf"):
-        for inner in schema.get(choice, ()) if isinstance(schema.get(choice), list) else ():
-            named |= _kinds(inner)
-    return named
+def _kinds(schema: object, definitions: dict[str, Any]) -> frozenset[str]:
+    """Return the JSON types that a schema allows; empty if it does not say."""
+    kinds: set[str] = set()
+    pending = [schema]
+    for _ in range(MAX_SCHEMAS):
+        if not pending:
+            break
+        inner = pending.pop()
+        if not isinstance(inner, dict):
+            continue
+        named = inner.get("type")
+        kinds |= {kind for kind in (*_list(named), named) if isinstance(kind, str)}
+        for value in (inner.get("const"), *_list(inner.get("enum"))):
+            kinds |= {name for name, types in TYPES.items() if type(value) in types}
+        kinds |= {kind for field, kind in IMPLIED.items() if field in inner}
+        for choice in ("anyOf", "oneOf", "allOf"):
+            pending += _list(inner.get(choice))
+        reference = inner.get("$ref")
+        if isinstance(reference, str):
+            pending.append(definitions.get(reference.rpartition("/")[2]))
+    return frozenset(kinds)
 
 
-def _is_text(schema: object) -> bool:
-    """True if a value is a string as it stands: its type is string alone, or unknown."""
-    return _kinds(schema) <= {"string"}
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
-def _json(value: str, schema: object) -> str:
+def _json(value: str, kinds: frozenset[str]) -> str:
     """Return the JSON that a value spells, else a string."""
-    kinds, text = _kinds(schema), value.strip(SPACE)
-    if text in ("True", "False", "None"):
-        text = {"True": "true", "False": "false", "None": "null"}[text]
-    try:
-        decoded: Any = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        return json.dumps(value, ensure_ascii=False)
-    if "string" in kinds and not (decoded is None and "null" in kinds):
-        return json.dumps(value, ensure_ascii=False)
-    return text
+    text = value.strip(SPACE)
+    text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
+    spelt = len(text) <= MAX_JSON_CHARS and ("string" not in kinds or text == "null")
+    if spelt and (text != "null" or "null" in kinds or "string" not in kinds):
+        try:
+            msgspec.json.decode(text, type=msgspec.Raw)
+            return text
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            pass
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _inner(text: str) -> str:

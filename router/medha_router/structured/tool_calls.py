@@ -16,7 +16,7 @@ how the text is cut into pieces.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -77,6 +77,7 @@ class ToolCallParser:
             self._state = "start"
         self._object: _CallObject | None = None
         self._tagged: TaggedArguments | None = None
+        self._schemas: dict[str, dict[str, Any]] = {}
         self._pieces: list[TextPart] = []
         if form == "named":
             self._open(tools.named)
@@ -118,7 +119,9 @@ class ToolCallParser:
         """Decide if an output of Llama 3 is a call: it then begins with one."""
         stripped = self._text.lstrip(SPACE)
         begin = BEGINS["llama3"]
-        if stripped.startswith((begin, "{")):
+        if len(self._text) - len(stripped) >= MAX_HEAD_CHARS:
+            self._state = "rest"
+        elif stripped.startswith((begin, "{")):
             rest = stripped.removeprefix(begin)
             self._prefix = self._text[: len(self._text) - len(rest)]
             self._text, self._state = rest, "between"
@@ -145,6 +148,8 @@ class ToolCallParser:
     def _head(self) -> bool:
         """Decide what follows the mark: an object, an array, or the name of a tool."""
         stripped = self._text.lstrip(SPACE)
+        if len(self._text) - len(stripped) >= MAX_HEAD_CHARS:
+            return self._no_call()
         if not stripped:
             return False
         if self._form == "qwen3_coder":
@@ -164,6 +169,10 @@ class ToolCallParser:
             self._object = _CallObject(self._open(name))
             self._state = "object"
             return True
+        return self._no_call()
+
+    def _no_call(self) -> bool:
+        """Take the mark that began no call for content."""
         self._content(self._prefix)
         self._prefix, self._state = "", "content"
         return True
@@ -177,12 +186,11 @@ class ToolCallParser:
                 return False
         elif bracket and named:
             self._prefix, self._text, self._state = "", rest, "tagged"
-            self._tagged = TaggedArguments(self._tools.schema_of(name))
+            self._schemas = self._schemas or self._tools.schemas()
+            self._tagged = TaggedArguments(self._schemas[name])
             self._open(name)
             return True
-        self._content(self._prefix)
-        self._prefix, self._state = "", "content"
-        return True
+        return self._no_call()
 
     def _in_tagged(self) -> bool:
         """Release the arguments between tags as they are written."""
@@ -326,7 +334,8 @@ class _CallObject:
             self._arguments += letter
             self.any_arguments = True
         elif self._value and not closes and not (top and letter == ","):
-            self._token += letter
+            if self._key == "name":
+                self._token += letter
             arguments = self._key in ("arguments", "parameters") and not self._complete
             if arguments and (self.any_arguments or letter not in SPACE):
                 self._arguments += letter

@@ -70,11 +70,10 @@ class Tools(msgspec.Struct, frozen=True, kw_only=True):
     parallel: bool = True
     grammar: GrammarSource | None = None
 
-    def schema_of(self, name: str) -> dict[str, Any]:
-        """Return the JSON schema of a tool's arguments."""
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON schema of each tool's arguments."""
         offered = msgspec.json.decode(self.raw, type=list[Tool])
-        functions = {tool.function.name: tool.function for tool in offered}
-        return functions[name].parameters or {}
+        return {tool.function.name: tool.function.parameters or {} for tool in offered}
 
 
 def read_tools(tools: RawJson, choice: RawJson, parallel: bool | None) -> Tools | None:

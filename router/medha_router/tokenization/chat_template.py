@@ -28,7 +28,11 @@ from medha_router.structured.tool_calls import Format, format_of
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-REFUSED = (jinja2.TemplateError, TypeError, ValueError, RecursionError)
+REFUSED = (
+    *(jinja2.TemplateError, TypeError, ValueError, RecursionError),
+    *(ArithmeticError, AttributeError, LookupError),
+)
+"""What a template raises for messages that it cannot take."""
 NAMES = ("default", "tool_use")
 PROBE = ("first part", "second part")
 _USER = {"role": "user", "content": "any question"}
@@ -164,7 +168,9 @@ class _Template:
         function = {"name": _TOOL["name"], "arguments": arguments}
         call = {"type": "function", "id": "probe1234", "function": function}
         answer = {"role": "tool", "content": PROBE[1], "tool_call_id": "probe1234"}
-        forms: tuple[tuple[str | None, bool], ...] = ("", False), (None, False), (None, True)
+        forms: tuple[tuple[str | None, bool], ...] = tuple(
+            (content, as_text) for content in ("", None) for as_text in (False, True)
+        )
         for content, as_text in forms:
             function["arguments"] = json.dumps(arguments) if as_text else arguments
             called = {"role": "assistant", "content": content, "tool_calls": [call]}
@@ -181,7 +187,7 @@ class _Template:
         """Return the text of a probe, empty if the template refuses it."""
         try:
             return self._template.render(names)
-        except (*REFUSED, AttributeError):  # a filter for text
+        except REFUSED:
             return ""
 
     # --- messages in that form --------------------------------------------------------------------

@@ -318,9 +318,9 @@ class TokenizerProcess:
             return wire.Loaded(error=str(error)), b""
         except RequestError as error:
             return wire.Declined(str(error), error.status, error.code, error.param), b""
-        except Exception:
+        except Exception as error:
             if isinstance(job, wire.LoadFiles):
-                raise
+                return wire.Loaded(error=f"{type(error).__name__}: {error}"[:MAX_SHOWN_CHARS]), b""
             logging.getLogger("medha.router").exception("a job of a tokenizer failed")
             return wire.Declined(INTERNAL_ERROR, 500, "internal_error", None), b""
 
