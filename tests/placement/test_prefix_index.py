@@ -149,6 +149,38 @@ def test_a_full_index_drops_the_last_pages_of_a_prompt_first() -> None:
     assert index.match(prompt) == {"a": 10}
 
 
+def test_a_long_prompt_that_comes_again_and_again_is_not_evicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_index, "FRESH", 8)
+    index, prompt = PrefixIndex(capacity=3000), names(2000, seed=5)
+    index.apply("a", KvEvents(1, stored=b"".join(prompt), snapshot=True))
+    for number in range(2, 60):
+        assert index.match(prompt) == {"a": 2000}
+        index.apply("a", KvEvents(number, stored=b"".join(names(90, seed=number))))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_match_in_steps_ends_right_whatever_happens_in_between(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    for name, value in (("LONG_NAMES", 4), ("STEP", 2), ("MAX_STALE", 1), ("SHARDS", 4)):
+        monkeypatch.setattr(prefix_index, name, value)
+    rng, index, prompt = random.Random(seed), PrefixIndex(), names(20, seed=seed)
+    held = dict.fromkeys("abc", 0)
+    for _ in range(30):
+        for _ in index.matching(prompt):
+            name = rng.choice("abc")
+            if rng.random() < 0.3:
+                index.forget(name)
+                held[name] = 0
+            else:
+                held[name] = rng.randint(0, 20)
+                stored = b"".join(prompt[: held[name]])
+                assert index.apply(name, KvEvents(1, stored=stored, snapshot=True))
+        assert index.match(prompt) == {name: pages for name, pages in held.items() if pages}
+
+
 @given(st.binary(max_size=200), st.integers(-20, 20), st.integers(-20, 20))
 def test_names_in_a_joined_string_are_those_of_the_list(joined: bytes, low: int, high: int) -> None:
     joined = joined[: len(joined) // 16 * 16]

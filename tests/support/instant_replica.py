@@ -54,7 +54,7 @@ REPORT_S = 0.02
 HELLO_S = 0.3
 PAGES = 1 << 20
 PAGE_TOKENS = 64
-NAMES_PER_EVENT = 1 << 12
+NAMES_PER_EVENT = 1 << 10
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on in the warm sun. "
 TEMPLATE = (
     b"{%- for message in messages -%}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n"

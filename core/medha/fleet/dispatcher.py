@@ -214,7 +214,7 @@ class Dispatcher(Generic[Item]):
 
     def cached_tokens(self, page_names: Sequence[bytes], prompt_tokens: int) -> dict[str, int]:
         """Prompt tokens cached by each replica. The last token is always computed."""
-        if not len(self._index):
+        if not self._index:
             return {}
         kept = {name: estimate.kept for name, estimate in self._estimates.items()}
         sliding = {rule for rule in kept.values() if rule.window_tokens}
@@ -246,15 +246,18 @@ class Dispatcher(Generic[Item]):
         """TPOT of a request that is alone on the best replica."""
         return min(estimate.idle_tpot_s(prompt_tokens) for estimate in self._serving(version))
 
-    def extend_forecasts(
-        self, prompt_tokens: int, hashes: bytes, version: str, tpot_s: float
-    ) -> Iterator[None]:
+    def match_ahead(self, hashes: bytes) -> Iterator[None]:
+        """Match the pages of a long prompt, in steps of about a millisecond.
+
+        Without this, the first match of a million tokens takes up to 40 ms.
+        """
+        return self._index.matching(PageNames(hashes))
+
+    def extend_forecasts(self, prompt_tokens: int, version: str, tpot_s: float) -> Iterator[None]:
         """Prepare the forecasts for a long prompt, in steps of about a millisecond.
 
-        Without this, the first forecast for a million tokens takes up to 20 ms a replica, and 40 ms
-        if they are cached.
+        Without this, the first forecast for a million tokens takes up to 20 ms a replica.
         """
-        yield from self._index.matching(PageNames(hashes))
         for estimate in self._serving(version):
             for tokens in forecast_steps(prompt_tokens):
                 estimate.extend(tokens, tpot_s)

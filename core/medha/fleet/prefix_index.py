@@ -27,8 +27,10 @@ MAX_STALE = 16
 """Forgotten replicas whose names may stay, before a sweep begins."""
 SHARDS = 256
 """Parts of a large index: to enlarge, sweep or compact one takes a few milliseconds."""
-LONG_NAMES, STEP, REMEMBERED = 1024, 512, 256
+LONG_NAMES, STEP, REMEMBERED = 256, 512, 256
 """Pages of a prompt whose match is remembered, pages of a step, and prompts that are remembered."""
+FRESH = 2048
+"""Events for which a match is remembered: then a prompt that comes again uses its names again."""
 
 
 class PageNames(Sequence[bytes]):
@@ -108,10 +110,14 @@ class PrefixIndex:
         self._live = self._stale = 0  # bits of known and of forgotten replicas
         self._sweeping, self._unswept = 0, 0  # stale bits, and shards that may have them
         # What was matched before of long prompts, by the name of the last page.
-        self._matched: dict[bytes, dict[str, int]] = {}
+        self._matched: dict[bytes, tuple[int, dict[str, int]]] = {}
+        self._applied = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._shards)) if self._live else 0
+
+    def __bool__(self) -> bool:
+        return bool(self._live)
 
     def apply(self, replica: str, events: KvEvents) -> bool:
         """Apply changes; False if earlier events are missing, so that a snapshot is needed.
@@ -129,6 +135,7 @@ class PrefixIndex:
             return True
         bit = self._bit(replica)
         self._numbers[replica] = events.number
+        self._applied += 1
         live, shards, mask, most = self._live, self._shards, self._mask, self._most
         for name in _names(events.removed):
             holders = shards[name[0] & mask]
@@ -173,7 +180,7 @@ class PrefixIndex:
         calls.
         """
         last = names[-1] if len(names) >= LONG_NAMES else b""
-        pages_by_replica = self._matched.get(last)
+        pages_by_replica = self._known(last)
         if pages_by_replica is None:
             pages_by_replica = {}
             for _ in self._walk(names, pages_by_replica):
@@ -189,13 +196,14 @@ class PrefixIndex:
         """Match a long prompt in steps of about a millisecond, so that `match` then takes none."""
         if len(names) < LONG_NAMES:
             return
-        known = self._matched.get(names[-1])
+        known = self._known(names[-1])
         if known is not None:
             yield from self._follow(names, known)
         else:
             pages_by_replica: dict[str, int] = {}
             yield from self._walk(names, pages_by_replica)
             self._remember(names[-1], pages_by_replica)
+        yield
 
     def _walk(self, names: Iterable[bytes], pages_by_replica: dict[str, int]) -> Iterator[None]:
         """Match names from the first, and use those that are held: the first ones last, which are
@@ -219,8 +227,14 @@ class PrefixIndex:
             if not place % STEP:
                 yield
 
+    def _known(self, last: bytes) -> dict[str, int] | None:
+        """Return what a prompt matched a moment ago."""
+        applied, pages_by_replica = self._matched.get(last, (0, None))
+        return pages_by_replica if self._applied - applied <= FRESH else None
+
     def _remember(self, last: bytes, pages_by_replica: dict[str, int]) -> None:
-        self._matched[last] = pages_by_replica
+        self._matched.pop(last, None)
+        self._matched[last] = self._applied, pages_by_replica
         if len(self._matched) > REMEMBERED:
             del self._matched[next(iter(self._matched))]
 

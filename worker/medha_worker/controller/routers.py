@@ -33,7 +33,7 @@ BEAT_S = 0.5
 REDIAL_S = 30.0
 """Patience with a router that answers no Hello."""
 FILE_PART_BYTES = 1 << 20
-NAMES_PER_EVENT = 1 << 12
+NAMES_PER_EVENT = 1 << 10
 """Names that a router takes in within a few milliseconds."""
 
 log = logging.getLogger("medha.controller")
