@@ -215,16 +215,13 @@ class _Tokenizer(msgspec.Struct, frozen=True):
 
 
 def _stop_tokens(folder: pathlib.Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """Return end-of-sequence ids: those of generation_config.json, config.json and the
-    tokenizer."""
-    generation = folder / GENERATION_CONFIG
-    given = read_json(generation).get("eos_token_id") if generation.exists() else None
-    ids = [
-        *_stated_ids(generation, given),
-        *_stated_ids(folder / "config.json", raw.get("eos_token_id")),
-        *_ids_of_tokenizer(folder),
-    ]
-    return tuple(dict.fromkeys(ids))
+    """Return end-of-sequence ids: those of generation_config.json, or else of config.json, and
+    that of the tokenizer, as in vLLM."""
+    path = folder / GENERATION_CONFIG
+    given = read_json(path).get("eos_token_id") if path.exists() else None
+    if given is None:
+        path, given = folder / "config.json", raw.get("eos_token_id")
+    return tuple(dict.fromkeys([*_stated_ids(path, given), *_ids_of_tokenizer(folder)]))
 
 
 def _stated_ids(path: pathlib.Path, ids: Any) -> list[int]:

@@ -123,7 +123,8 @@ def _check_architectures(path: pathlib.Path, given: object) -> None:
     """Raise CheckpointError unless the given class generates text; case does not count."""
     served = {name.casefold() for name in ARCHITECTURES}
     names = given if isinstance(given, list) else [given]
-    if given and not any(isinstance(name, str) and name.casefold() in served for name in names):
+    texts = [name.casefold().removeprefix("fsdp") for name in names if isinstance(name, str)]
+    if given and not served.intersection(texts):
         raise CheckpointError(
             f"{path}: architectures is {json.dumps(given)[:160]}: must be absent or name one of"
             f" {', '.join(ARCHITECTURES)}, as only models that generate text are served; use such a"

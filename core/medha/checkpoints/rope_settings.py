@@ -65,11 +65,8 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         Dynamic NTK stays within the original length: beyond it, requests of different lengths
         rotate keys differently and cannot share cached pages.
         """
-        if self.kind == "linear":
-            return max(max_tokens, int(self.factor * max_tokens))
-        if self.kind == "yarn":
-            return max(max_tokens, int(self.factor * self.original_tokens))
-        return max_tokens
+        trained = {"linear": max_tokens, "yarn": self.original_tokens}.get(self.kind, 0)
+        return max(max_tokens, int(min(self.factor * trained, 1e9)))
 
 
 def rope_of(path: pathlib.Path, raw: dict[str, Any], max_tokens: int) -> Rope:
