@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.fleet.margins import Margins
+from medha.fleet.margins import AnswerTime, Margins
 
 JOBS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4)), max_size=8)
 
@@ -117,3 +118,43 @@ def test_the_batch_in_flight_and_the_drain_delay_each_request_once(
     for half in range(1, 30):
         before = margins.room_s(100.0 + 0.5 * half, float(drain), 100.0) >= work
         assert not before or 0.5 * half >= margins.earliest_s(float(work), float(drain), 100.0)
+
+
+ANSWERS = st.builds(
+    AnswerTime,
+    part=st.sampled_from([0.0, 0.25, 1.0]),
+    first_s=st.integers(100, 108).map(float),
+    lasts_s=st.integers(1, 20).map(float),
+)
+
+
+@given(JOBS, st.integers(1, 14), st.integers(1, 6), ANSWERS)
+def test_a_promise_with_an_answer_leaves_later_ones_what_they_need(
+    jobs: list[tuple[int, int]], due: int, work: int, answer: AnswerTime
+) -> None:
+    """Later work runs one after the other, slower by the answer while that lasts."""
+    promises = kept(jobs)
+    margins = Margins()
+    margins.recount(reported(promises), 100.0, [])
+    room_s = margins.room_s(100.0 + due, 0.0, 100.0, float(work), answer)
+    later = [(at, 100.0 + at - margin) for at, margin in reported(promises) if at > due]
+    done = [done_s + work for _, done_s in later]
+    late = [answer.delay_s(done_s) for done_s in done]
+    fits = all(
+        done_s + delay_s <= 100.0 + at + 1e-9
+        for (at, _), done_s, delay_s in zip(later, done, late, strict=True)
+    )
+    before = margins.room_s(100.0 + due, 0.0, 100.0)
+    assert (room_s >= work) == (fits and before >= work)
+    if room_s >= work:
+        margins.add(100.0 + due, float(work), 100.0, answer)
+        assert min(margins._margin, default=0.0) >= -1e-9
+
+
+@given(st.floats(0.0, 5.0), st.floats(0.0, 50.0), st.floats(0.0, 50.0))
+def test_the_delay_of_an_answer_is_what_slower_work_takes_longer(
+    part: float, lasts_s: float, rest_s: float
+) -> None:
+    slow_s = min(lasts_s, rest_s * (1.0 + part))
+    expected_s = slow_s + (rest_s - slow_s / (1.0 + part)) - rest_s
+    assert AnswerTime(part, 3.0, lasts_s).delay_s(3.0 + rest_s) == pytest.approx(expected_s)

@@ -508,3 +508,23 @@ def test_a_prompt_fits_in_the_group_that_has_room() -> None:
             break
         apart.hold(request(due_s=0.6, id=f"h{number}"), option, 0.0, promised=True)
     assert 5 < number < 39  # what is held counts in the group that it is held for
+
+
+@pytest.mark.parametrize(
+    ("output_tokens", "tpot_s", "fits"), [(1, 0.05, True), (400, 0.05, False), (400, 1.0, False)]
+)
+def test_the_answer_of_a_deep_prompt_is_counted_against_a_document_due_later(
+    output_tokens: int, tpot_s: float, fits: bool
+) -> None:
+    """The document needs 17 of its 20 seconds; of batches of 50 ms a decode there takes 8."""
+    idle = Load(margins=(((20.0, 2.4),),), free_pages=(60_000,), total_pages=(60_000,))
+    turn = PendingRequest(
+        id="turn",
+        prompt_tokens=900_100,
+        max_output_tokens=output_tokens,
+        due_s=1.0,
+        tpot_s=tpot_s,
+    )
+    replica = shaped(LLAMA_3_8B, load=idle, max_batch_s=0.1)
+    option = replica.assess(turn, 0.0, cached_tokens=899_584)
+    assert option.fits == fits

@@ -3,8 +3,9 @@
     margin[i] = due[i] − (rest of the batch in flight + work of all promises due no later than i)
 
 and less what the last chunk of a promise still needs behind stage 0 (the drain), which delays no
-other. A Load reports margins as of its time; held promises are those made since. Lists, because a
-group has few promises and an array costs more than the arithmetic.
+other. The answer of a promise takes part of the batches of those due later, from its first token
+until it ends or they are done. A Load reports margins as of its time; held promises are those made
+since. Lists, because a group has few promises and an array costs more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -13,6 +14,28 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
+
+import msgspec
+
+
+class AnswerTime(msgspec.Struct, frozen=True):
+    """Time that an answer takes from prefills, from `first_s` for `lasts_s`.
+
+    Meanwhile they take longer by `part` of their time. `first_s` is the earliest first token, on
+    the caller's clock.
+    """
+
+    part: float = 0.0
+    first_s: float = 0.0
+    lasts_s: float = 0.0
+
+    def delay_s(self, done_s: float) -> float:
+        """Return by how much a prefill that is done at `done_s` ends later."""
+        alongside_s = min(self.lasts_s / (1.0 + self.part), done_s - self.first_s)
+        return self.part * max(0.0, alongside_s)
+
+
+NO_ANSWER = AnswerTime()
 
 
 class Margins:
@@ -62,33 +85,57 @@ class Margins:
             merged_margin.append(due_s - since_s - done - before_s)
         self._due, self._margin = merged_due, merged_margin
 
-    def add(self, due_s: float, work_s: float, now: float) -> None:
+    def delay(self, due_s: float, answer: AnswerTime) -> None:
+        """Take the time of an answer from the margins of promises that are due later."""
+        if answer.part:
+            place = bisect.bisect_right(self._due, due_s)
+            self._margin[place:] = self._after(place, 0.0, answer)
+
+    def _after(self, place: int, work_s: float, answer: AnswerTime) -> list[float]:
+        """Return the margins from a place on after work with an answer before them."""
+        rest = self._margin[place:]
+        if not answer.part:
+            return [left - work_s for left in rest] if work_s else rest
+        lasts = zip(self._due[place:], rest, strict=True)
+        return [left - work_s - answer.delay_s(due_s - left + work_s) for due_s, left in lasts]
+
+    def add(self, due_s: float, work_s: float, now: float, answer: AnswerTime = NO_ANSWER) -> None:
         """Add a promise."""
         due, margin = self._due, self._margin
         place = bisect.bisect_right(due, due_s)
         own_s = due_s - now - self._drain_s - self._before_s(place, now) - work_s
         if place < len(margin):
-            margin[place:] = [left - work_s for left in margin[place:]]
+            margin[place:] = self._after(place, work_s, answer)
         due.insert(place, due_s)
         margin.insert(place, own_s)
 
-    def room_s(self, due_s: float, spare_s: float, now: float) -> float:
+    def room_s(
+        self,
+        due_s: float,
+        spare_s: float,
+        now: float,
+        work_s: float = 0.0,
+        answer: AnswerTime = NO_ANSWER,
+    ) -> float:
         """Return the work due at `due_s` that fits with all promises.
 
         It must meet its own deadline, after all promises before it and with `spare_s` to spare, and
-        fit the margins of later ones.
+        with its `answer` fit the margins of later ones, which `work_s` delays too.
         """
         place = bisect.bisect_right(self._due, due_s)
-        later_s = min(self._margin[place:], default=math.inf)
+        later_s = min(self._after(place, work_s, answer), default=math.inf) + work_s
         return min(later_s, due_s - now - self._before_s(place, now) - spare_s)
 
-    def earliest_s(self, work_s: float, spare_s: float, now: float) -> float:
+    def earliest_s(
+        self, work_s: float, spare_s: float, now: float, answer: AnswerTime = NO_ANSWER
+    ) -> float:
         """Return the earliest deadline, in seconds from now, at which work fits with all promises.
 
         Behind a promise, every later margin must hold the work, and so must its own sum.
         """
         place = len(self._margin)
-        while place and self._margin[place - 1] >= work_s:
+        after = self._after(0, work_s, answer)
+        while place and after[place - 1] >= 0.0:
             place -= 1
         earliest_s = self._before_s(place, now) + work_s + spare_s
         return max(earliest_s, self._due[place - 1] - now) if place else earliest_s

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from medha.config import Scheduling
-from medha.fleet.margins import Margins
+from medha.fleet.margins import NO_ANSWER, AnswerTime, Margins
 from medha.messages import Load
 from medha.model import KeptPages
 from medha.predictor import Predictor
@@ -28,6 +28,12 @@ from medha.tenants import TenantWork, is_short
 
 FIRST_STEP = 1 << 14
 ANSWER_TOKENS = 100
+BUDGET_STEP, FACTOR_TOKENS, MAX_FACTORS = 1.1, 1 << 18, 256
+"""Budgets that answers may bring are of steps like this, and are compared by a prompt like this."""
+LEAST_REST = 0.05
+"""Part of their time that decodes leave to prefills at least, as the delay of an answer counts."""
+ANSWER_GUARD = 1.25
+"""By which the delay of an answer counts for more: deeper prompts lose more by short batches."""
 """Tokens of an answer that count where replicas are compared."""
 ALL_GROUPS = -1
 
@@ -49,7 +55,7 @@ class Held(msgspec.Struct, frozen=True):
     """A placed request that no Load counts yet: work in seconds, pages of its whole length.
 
     `charge_s`: what the Load will count for its tenant; `decode_s`: what its decode takes of a
-    batch. `group`: as in PlacementOption.
+    batch; `answer`: what that takes from prefills. `group`: as in PlacementOption.
     """
 
     due_s: float
@@ -61,6 +67,7 @@ class Held(msgspec.Struct, frozen=True):
     decode_s: float = 0.0
     beyond_share: bool = False
     group: int = ALL_GROUPS
+    answer: AnswerTime = NO_ANSWER
 
 
 class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +80,8 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     `roomy`: the pages of the request are free now. `group`: which list of margins in the Load a
     promise is counted in, or ALL_GROUPS. `clear_s`: of a long prompt, when the replica would have
     done it and all else that it has, or its deadline if that is sooner; 0 of a short one.
-    `answer_s`: `finish_s` and by how much the decodes of the replica delay the answer.
+    `answer_s`: `finish_s` and by how much the decodes of the replica delay the answer. `answer`:
+    what it takes from prefills.
     """
 
     replica: str
@@ -91,6 +99,7 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     group: int = ALL_GROUPS
     clear_s: float = 0.0
     answer_s: float = 0.0
+    answer: AnswerTime = NO_ANSWER
 
     def first_s(self, promised: bool) -> float:
         """Expected time of the first token, for the slack of the request at arrival.
@@ -150,6 +159,7 @@ class ReplicaEstimate:
         self.name, self.predictor = name, predictor
         self.max_context_tokens = max_context_tokens
         self.min_batch_s, self.max_batch_s = min_batch_s, max_batch_s
+        self._settings = Scheduling(min_batch_s=min_batch_s, max_batch_s=max_batch_s)
         self._overhead_s = predictor.batch_s([(1, 0, False)])  # of one more batch
         self.load = Load()
         self.closed = False
@@ -161,6 +171,7 @@ class ReplicaEstimate:
         self._drain_s = (predictor.topology.spp - 1) * max_batch_s
         self._margins = [Margins(self._drain_s)]  # as many as lists in the Load
         self._reference_budgets_s: dict[float, float] = {}  # by TPOT of a class
+        self._factors: dict[tuple[float, float], float] = {}  # of two budgets
         self._pages = 0
         self._pending_s = 0.0
         self._beyond_s = 0.0  # of these, beyond the share of their tenants
@@ -189,8 +200,7 @@ class ReplicaEstimate:
         """
         budget_s = self._reference_budgets_s.get(tpot_s)
         if budget_s is None:
-            settings = Scheduling(min_batch_s=self.min_batch_s, max_batch_s=self.max_batch_s)
-            budget_s = settings.reference_budget_s(tpot_s, self.predictor.topology.spp)
+            budget_s = self._settings.reference_budget_s(tpot_s, self.predictor.topology.spp)
             self._reference_budgets_s[tpot_s] = budget_s
         return self.predictor.at_budget(budget_s).prefill_s(prompt_tokens, cached_tokens)
 
@@ -228,6 +238,7 @@ class ReplicaEstimate:
             option.decode_s,
             request.beyond_share and not promised,
             option.group,
+            option.answer if promised else NO_ANSWER,
         )
         self._charge(held, charge_s)
         self._recounted()
@@ -321,20 +332,21 @@ class ReplicaEstimate:
         needed_groups = groups_needed(tokens, self.predictor)
         part = self._decode_part(request.due_s, spans=needed_groups > 1)
         cost = self._cost(cached, request.prompt_tokens, part, inflation, now)
-        room_s = min(self._rooms(request, cost, now))
+        decode_s, decode_fits = self._decode(request, cost.is_long)
+        answer = self._answer(request, part, now + cost.work_s)
+        room_s = min(self._rooms(request, cost, answer, now))
         needed, group = cost, ALL_GROUPS
         if len(self._margins) > 1 and needed_groups == 1:
             # Routers do not know where cached pages are: in any group, or computed in the roomiest.
             alone = self._cost(0, request.prompt_tokens, part, inflation, now) if cached else cost
             if not cached or room_s < cost.cost_s:
-                rooms = self._rooms(request, alone, now)
+                rooms = self._rooms(request, alone, answer, now)
                 room_s, needed = max(rooms), alone
                 group = rooms.index(room_s)
         free = self._free_pages(tokens)
         pages = self.pages_of(tokens, cached)
         # The promise is decided above; finish_s only predicts what the replica runs first.
         slack = (request.due_s - now - cost.work_s) / max(cost.work_s, 1e-3)
-        decode_s, decode_fits = self._decode(request, cost.is_long)
         ahead_s = max(load.ahead_s, self._before_s(slack, request.beyond_share))
         fits = room_s >= needed.cost_s and pages <= free and decode_fits and not self.closed
         fits = fits and self._promises < load.free_places
@@ -352,7 +364,7 @@ class ReplicaEstimate:
             needed_s=needed.cost_s + needed.own_s,
             finish_s=finish_s,
             earliest_s=max(
-                group_margins.earliest_s(needed.cost_s, needed.own_s, now)
+                group_margins.earliest_s(needed.cost_s, needed.own_s, now, answer)
                 for group_margins in margins
             ),
             fits=fits,
@@ -363,6 +375,7 @@ class ReplicaEstimate:
             group=group,
             clear_s=clear_s,
             answer_s=finish_s + self._delay_s(request.max_output_tokens),
+            answer=answer,
         )
 
     def _delay_s(self, output_tokens: int) -> float:
@@ -380,7 +393,53 @@ class ReplicaEstimate:
         parts = (spans and self.load.spanning_parts) or self.load.decode_parts
         due_in_s, last = due_s - self._updated_s, len(parts) - 1
         at = bisect.bisect_left(parts, due_in_s, key=operator.itemgetter(0))
-        return parts[min(at, last)][1] if parts else 0.0
+        part = parts[min(at, last)][1] if parts else 0.0
+        if self._promised_decode_s and self.load.decode_capacity_s:
+            part += self._promised_decode_s / self.load.decode_capacity_s
+        return min(part, 1.0)
+
+    def _answer(self, request: PendingRequest, part: float, first_s: float) -> AnswerTime:
+        """Return what an answer takes from prefills alongside decodes that take `part`.
+
+        Its TPOT may shorten the batches, and of each its decode takes some. A token passes all
+        stages.
+        """
+        load, spp = self.load, self.predictor.topology.spp
+        if request.max_output_tokens < 2:
+            return NO_ANSWER
+        planned_s = self._settings.planned_budget_s(request.tpot_s, spp)
+        budget_s = load.budget_s
+        if 0.0 < planned_s < budget_s:
+            steps = math.ceil(math.log(budget_s / planned_s, BUDGET_STEP) - 0.01)
+            budget_s /= BUDGET_STEP**steps
+        rest_s = budget_s * (1.0 - part * load.decode_capacity_s / load.budget_s)
+        rest_s = max(rest_s, 1e-6)
+        left_s = max(rest_s - self._decode_s_of(request), LEAST_REST * rest_s)
+        longer = self._longer(budget_s) * rest_s / left_s
+        part = ANSWER_GUARD * (longer - 1.0)
+        return AnswerTime(part, first_s, (request.max_output_tokens - 1) * spp * budget_s)
+
+    def _longer(self, budget_s: float) -> float:
+        """Return by which factor a long prefill takes longer in batches of that budget."""
+        now_s = self.load.budget_s
+        if budget_s >= now_s:
+            return 1.0
+        factor = self._factors.get((now_s, budget_s))
+        if factor is None:
+            if len(self._factors) >= MAX_FACTORS:
+                self._factors.clear()
+            of = self.predictor.at_budget
+            factor = of(budget_s).prefill_s(FACTOR_TOKENS, 0) / of(now_s).prefill_s(
+                FACTOR_TOKENS, 0
+            )
+            self._factors[now_s, budget_s] = factor
+        return max(1.0, factor)
+
+    def _decode_s_of(self, request: PendingRequest) -> float:
+        """Return the seconds that the decode of a request takes of a batch."""
+        groups = max(1, groups_needed(request.prompt_tokens, self.predictor))
+        keys = -(-request.prompt_tokens // groups)
+        return self.predictor.decode_s(keys, groups) / self.predictor.topology.spp
 
     def _cost(self, start: int, end: int, part: float, inflation: float, now: float) -> _Cost:
         """Return what tokens `start` .. `end` of a prompt cost alongside decodes.
@@ -402,9 +461,14 @@ class ReplicaEstimate:
         cost_s = share_s * inflation + self._overhead_s
         return _Cost(share_s + drain_s, cost_s, reckoned_s + rest_s, is_long)
 
-    def _rooms(self, request: PendingRequest, cost: _Cost, now: float) -> list[float]:
+    def _rooms(
+        self, request: PendingRequest, cost: _Cost, answer: AnswerTime, now: float
+    ) -> list[float]:
         """Return the seconds of work that fit with all promises, for each list of margins."""
-        return [margins.room_s(request.due_s, cost.own_s, now) for margins in self._margins]
+        return [
+            margins.room_s(request.due_s, cost.own_s, now, cost.cost_s, answer)
+            for margins in self._margins
+        ]
 
     def _decode(self, request: PendingRequest, is_long: bool) -> tuple[float, bool]:
         """The part of a batch that the decode takes, and whether the decode capacity holds it.
@@ -413,9 +477,7 @@ class ReplicaEstimate:
         """
         if request.max_output_tokens < 2 or not self.load.decode_capacity_s:
             return 0.0, True
-        groups = max(1, groups_needed(request.prompt_tokens, self.predictor))
-        keys = -(-request.prompt_tokens // groups)
-        decode_s = self.predictor.decode_s(keys, groups) / self.predictor.topology.spp
+        decode_s = self._decode_s_of(request)
         if is_long:
             return decode_s, decode_s <= self.load.decode_capacity_s
         return decode_s, decode_s + self._promised_decode_s <= self.load.decode_room_s
@@ -449,12 +511,15 @@ class ReplicaEstimate:
         lead_s = self.load.lead_s or (0.0,) * len(reported)
         self._margins = [Margins(self._drain_s) for _ in reported]
         for group, margins in enumerate(self._margins):
-            promised = sorted(
-                (held.due_s, held.work_s)
+            here = [
+                held
                 for held in self._held.values()
                 if held.promised and (held.group == group or not 0 <= held.group < len(reported))
-            )
+            ]
+            promised = sorted((held.due_s, held.work_s) for held in here)
             margins.recount(reported[group], self._updated_s, promised, lead_s[group])
+            for held in here:
+                margins.delay(held.due_s, held.answer)
         self._pages = sum(held.pages for held in self._held.values())
         self._pending_s = sum(held.work_s for held in self._held.values())
         self._beyond_s = sum(held.work_s for held in self._held.values() if held.beyond_share)
@@ -483,7 +548,7 @@ class ReplicaEstimate:
         self._promised_decode_s += held.decode_s
         for group, margins in enumerate(self._margins):
             if held.group == group or not 0 <= held.group < len(self._margins):
-                margins.add(held.due_s, held.work_s, now)
+                margins.add(held.due_s, held.work_s, now, held.answer)
 
     def _before_s(self, slack: float, beyond_share: bool) -> float:
         """Pending seconds with less relative slack than `slack`, by the bands of the Load.
