@@ -197,7 +197,7 @@ def test_a_trace_file_is_found_beside_the_scenario(tmp_path: pathlib.Path) -> No
             "autoscaling is 5 to 4 replicas",
         ),
         (
-            "[workload]\nmix = 1.0\nload = 0.5\nrequests = 3\n"
+            "[workload]\nmix = 1.0\nload = 0.5\nrequests = 3\n[topology]\ntp = 2\n"
             "[model]\nlayers = 2\nhidden = 64\nheads = 2\nkv_heads = 2\nhead_dim = 32\n"
             "intermediate = 64\nvocab = 64\nmax_context_tokens = 4096\n",
             "mix = 1.0: must hold requests that the model's context holds",
@@ -224,6 +224,21 @@ def test_a_trace_file_is_found_beside_the_scenario(tmp_path: pathlib.Path) -> No
         ("[workload]\nload = 0.5\n", "exactly one source"),
         ("[workload]\nmix = 0.1\n", "exactly one of the two"),
         ('profile = "gpu9000"\n[workload]\nmix = 0.1\nload = 0.5\n', "a100"),
+        *(
+            (f"{setting}\n[workload]\nmix = 0.1\nload = 0.5\n", complaint)
+            for setting, complaint in (
+                ('scheduling = {budget = "fast"}', "budget is fast: must be one of slack,"),
+                ('scheduling = {budget = "fixed", fixed_s = 0.0}', "fixed_s is 0.0: must be above"),
+                ("scheduling = {relegated_share = 1.0}", "relegated_share is 1.0: must be a part"),
+                ("scheduling = {plan_guard = 1}", "plan_guard is 1.0: must be a part of 0 to 0.9"),
+                ("scheduling = {long_prefill_threshold_tokens = 0}", "must be at least 1"),
+                ("topology = {tp = 3}", "tp is 3: must divide the model's 32 heads"),
+                ("topology = {tokens_per_group = 0}", "tokens_per_group is 0: must be at least 1"),
+                ('[[classes]]\nname = "a"\nwhen_infeasible = "maybe"', "when_infeasible is maybe"),
+                ('[[classes]]\nname = "a"\n[[classes]]\nname = "a"', "must be of one class"),
+                ('[[classes]]\nname = "a"\nreserved = 5.0', "reserved is 5.0: must be a part"),
+            )
+        ),
     ],
 )
 def test_a_broken_scenario_is_named_with_its_remedy(

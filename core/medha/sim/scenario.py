@@ -117,6 +117,11 @@ class SimulationResult(msgspec.Struct, frozen=True):
     scaling: Journal = Journal()
 
 
+BUDGETS, WHEN_INFEASIBLE = ("slack", "fixed", "tokens"), ("refuse", "relegate")
+PARTS = ("relegated_share", "tbt_guard", "plan_guard", "prefill_share", "decode_room")
+MOST_PART = 0.9
+
+
 def read_scenario(path: pathlib.Path) -> Scenario:
     """Decode a scenario file; raises SpecError naming the file and the broken field."""
     try:
@@ -175,6 +180,63 @@ def _check_sizes(scenario: Scenario) -> None:
             f"must be above 0 and at most max_batch_s, {scheduling.max_batch_s:g}",
             "lower it, or raise max_batch_s",
         )
+    if layout.tokens_per_group is not None and layout.tokens_per_group < 1:
+        raise SpecError(
+            "topology.tokens_per_group",
+            layout.tokens_per_group,
+            "must be at least 1",
+            "raise it, or leave it out",
+        )
+    if model.heads % layout.tp:
+        raise SpecError(
+            "topology.tp",
+            layout.tp,
+            f"must divide the model's {model.heads} heads",
+            "take a number that divides them",
+        )
+
+
+def _check_settings(scenario: Scenario) -> None:
+    """Raise SpecError for parts of more than the whole, and for names that nothing has."""
+    scheduling = scenario.scheduling
+    if scheduling.budget not in BUDGETS:
+        raise SpecError(
+            "scheduling.budget",
+            scheduling.budget,
+            f"must be one of {', '.join(BUDGETS)}",
+            f"use {BUDGETS[0]}",
+        )
+    for name in PARTS:
+        part = getattr(scheduling, name)
+        if part > MOST_PART:
+            raise SpecError(
+                f"scheduling.{name}", part, f"must be a part of 0 to {MOST_PART}", "lower it"
+            )
+    if scheduling.fixed_s <= 0.0:
+        raise SpecError("scheduling.fixed_s", scheduling.fixed_s, "must be above 0", "raise it")
+    if scheduling.long_prefill_threshold_tokens == 0:
+        raise SpecError(
+            "scheduling.long_prefill_threshold_tokens",
+            0,
+            "must be at least 1",
+            "raise it, or leave it out for no limit",
+        )
+    names = [slo_class.name for slo_class in scenario.classes]
+    for slo_class in scenario.classes:
+        field = f"classes.{slo_class.name}"
+        if names.count(slo_class.name) > 1:
+            raise SpecError(f"{field}.name", slo_class.name, "must be of one class", "rename one")
+        if slo_class.when_infeasible not in WHEN_INFEASIBLE:
+            raise SpecError(
+                f"{field}.when_infeasible",
+                slo_class.when_infeasible,
+                f"must be one of {', '.join(WHEN_INFEASIBLE)}",
+                f"use {WHEN_INFEASIBLE[0]}",
+            )
+        if slo_class.reserved > 1.0:
+            raise SpecError(
+                f"{field}.reserved", slo_class.reserved, "must be a part of 0 to 1", "lower it"
+            )
 
 
 def simulate(
@@ -187,6 +249,7 @@ def simulate(
     `progress` is called repeatedly with the virtual time and the number of arrivals.
     """
     _check_sizes(scenario)
+    _check_settings(scenario)
     loop, machine = Loop(), _profile(scenario.profile, base)
     replicas: list[SimReplica] = []
 
