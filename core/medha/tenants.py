@@ -9,6 +9,7 @@ to a replica, divided by the weight. Aborts pay nothing back.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 
@@ -27,6 +28,8 @@ LISTED = 64
 """Tenants of a report: those that were promised something last. A tenant that was left out is
 listed again with its next promise, so that it gains one promise at most."""
 REFRESH_S = 1.0
+FORGOTTEN_AT_ONCE = 64
+"""Tenants that one call forgets: a hundred thousand may become inactive at one time."""
 SHORT_S = 1.0
 """A prompt of at most this work is short. Short prompts are counted apart, so that a document
 does not use up what a tenant may have for its chats."""
@@ -48,7 +51,8 @@ class ServedWork:
     """Seconds per unit of weight that each tenant was served in the last minutes."""
 
     def __init__(self) -> None:
-        self._charges: dict[str, tuple[float, float]] = {}  # (seconds, as of), latest last
+        # (seconds, as of), latest last
+        self._charges: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
 
     def charge(self, tenant: str, seconds: float, now: float) -> None:
         self.replace(tenant, seconds + self.of(tenant, now), now)
@@ -56,8 +60,11 @@ class ServedWork:
     def replace(self, tenant: str, seconds: float, now: float) -> None:
         self._charges.pop(tenant, None)
         self._charges[tenant] = seconds, now
-        while now - next(iter(self._charges.values()))[1] >= ACTIVE_S:
-            del self._charges[next(iter(self._charges))]
+        for _ in range(FORGOTTEN_AT_ONCE):
+            oldest = next(iter(self._charges))
+            if now - self._charges[oldest][1] < ACTIVE_S:
+                return
+            del self._charges[oldest]
 
     def of(self, tenant: str, now: float) -> float:
         """Return what is not forgotten yet."""
@@ -74,7 +81,9 @@ class PromisedWork:
 
     def __init__(self) -> None:
         # (seconds, of these of short prompts, as of), latest last
-        self._charges: dict[str, tuple[float, float, float]] = {}
+        self._charges: collections.OrderedDict[str, tuple[float, float, float]] = (
+            collections.OrderedDict()
+        )
         self._report: tuple[TenantWork, ...] = ()
         self._reported_s = math.inf
 
@@ -98,7 +107,7 @@ class PromisedWork:
         return self._report
 
     def _forget(self, now: float) -> None:
-        while self._charges:
+        for _ in range(min(FORGOTTEN_AT_ONCE, len(self._charges))):
             tenant, (_, _, since) = next(iter(self._charges.items()))
             if now - since < ACTIVE_S:
                 return

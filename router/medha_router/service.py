@@ -53,6 +53,7 @@ LEARN_POLL_S = 0.05
 REMEMBERED_SALTS = 4096
 LONG_TOKENS = 65_536
 FORECAST_ROUNDS = 4
+MAX_LISTED = 20
 
 T = TypeVar("T")
 
@@ -113,15 +114,14 @@ class Service:
         named = self.models.named(name)
         if named is None and not name:
             raise RequestError(
-                f"model is missing: this server has {', '.join(self.models.names) or 'none yet'}; "
-                "name one",
+                f"model is missing: this server has {_listed(self.models.names)}; name one",
                 code="invalid_value",
                 param="model",
             )
         if named is None:
             raise RequestError(
                 f"The model `{name[:80]}` does not exist; this server has "
-                f"{', '.join(self.models.names) or 'none yet'}",
+                f"{_listed(self.models.names)}",
                 status=404,
                 code="model_not_found",
                 param="model",
@@ -540,6 +540,13 @@ def _scorable(prompt: Prompt) -> Prompt:
             param="prompt",
         )
     return msgspec.structs.replace(prompt, hashes=b"")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names for a message, the first ones if there are many."""
+    more = len(names) - MAX_LISTED
+    shown = ", ".join(names[:MAX_LISTED]) or "none yet"
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _tool_calls(params: GenerationParams, version: ModelVersion) -> Format | None:

@@ -152,7 +152,7 @@ def test_a_full_index_drops_the_last_pages_of_a_prompt_first() -> None:
 def test_a_long_prompt_that_comes_again_and_again_is_not_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix_index, "FRESH", 8)
+    monkeypatch.setattr(prefix_index, "FRESH", 4)
     index, prompt = PrefixIndex(capacity=3000), names(2000, seed=5)
     index.apply("a", KvEvents(1, stored=b"".join(prompt), snapshot=True))
     for number in range(2, 60):

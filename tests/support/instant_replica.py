@@ -3,7 +3,7 @@
 Uses the real protocol over real links to all processes of the router at ADDRESS, with CURVE if
 FOLDER holds keys. It grants every head and answers a request at once: all tokens of a short output
 in one message, a long one a token a step as an engine does. The tokens are those of a fixed text.
-With `--cached`, it holds so many pages from the start, and those of the prompts that it served.
+With `--cached`, it holds as many pages at first, and those of the prompts that it has served.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class InstantReplica:
                 self._finish(router, submit, emitted + 1)
 
     def _store(self, router: str, names: bytes) -> None:
-        """Tell a router of stored pages, in parts as a controller does."""
+        """Send a router the names of stored pages, in parts as a controller does."""
         size = NAMES_PER_EVENT * HASH_BYTES
         for start in range(0, len(names), size):
             self._events[router] += 1

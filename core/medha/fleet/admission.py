@@ -15,6 +15,7 @@ A class with `when_infeasible: relegate` is admitted without a promise instead o
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 
@@ -26,6 +27,7 @@ from medha.messages import Load
 from medha.request import SloClass
 from medha.tenants import (
     ACTIVE_S,
+    FORGOTTEN_AT_ONCE,
     HALF_LIFE_S,
     MEMORY_S,
     SHORT_HALF_LIFE_S,
@@ -77,7 +79,8 @@ class TenantUsage:
     def __init__(self, classes: Sequence[SloClass]) -> None:
         self._classes = {slo_class.name: slo_class for slo_class in classes}
         self._given: dict[str, tuple[float, float]] = {}  # by class: (seconds, as of)
-        self._active: dict[str, tuple[float, float]] = {}  # (last request, weight), latest last
+        # (last request, weight), latest last
+        self._active: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
         self._weights = 0.0
 
     def set_classes(self, classes: Sequence[SloClass]) -> None:
@@ -95,7 +98,7 @@ class TenantUsage:
         self._remove(tenant)
         self._active[tenant] = (now, weight)
         self._weights += weight
-        while self._active:
+        for _ in range(FORGOTTEN_AT_ONCE):
             oldest = next(iter(self._active))
             if now - self._active[oldest][0] < ACTIVE_S:
                 return

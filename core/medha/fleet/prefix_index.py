@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
@@ -25,7 +26,7 @@ from medha.model import KeptPages
 HASH_BYTES = 16
 MAX_STALE = 16
 """Forgotten replicas whose names may stay, before a sweep begins."""
-SHARDS = 256
+SHARDS, LARGE_SHARD = 256, 1024
 """Parts of a large index: to enlarge, sweep or compact one takes a few milliseconds."""
 LONG_NAMES, STEP, REMEMBERED = 256, 512, 256
 """Pages of a prompt whose match is remembered, pages of a step, and prompts that are remembered."""
@@ -147,8 +148,10 @@ class PrefixIndex:
         for name in _names(events.stored):
             holders = shards[name[0] & mask]
             holders[name] = holders.pop(name, 0) & live | bit
-            if len(holders) > most:
-                del holders[next(iter(holders))]
+            if len(holders) > most:  # several at once: a dict scans what was deleted at its front
+                evicted = most >> 3 if most >= LARGE_SHARD else 1
+                kept = itertools.islice(holders.items(), evicted, None)
+                shards[name[0] & mask] = dict(kept)
         self._sweep()
         return True
 

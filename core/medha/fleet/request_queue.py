@@ -105,6 +105,8 @@ class RequestQueue:
 
     def set_order(self, order: QueueOrder) -> None:
         """Order the waiting requests by other settings; raises SpecError."""
+        if order == self._order:
+            return
         self._order = order.checked()
         for item in self._items.values():
             self._table[self._rows[item.id], NORM] = self._norm_s(item)

@@ -12,6 +12,7 @@ counts of tenants that changed; controllers pass the reports on to the other rou
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ import msgspec
 
 from medha.errors import Refusal
 from medha.messages import MAX_TENANT_COUNTS, TenantCount
+from medha.tenants import FORGOTTEN_AT_ONCE
 
 MEAN_AGE_S = 60.0
 FORGOTTEN_S = 10.0 * MEAN_AGE_S
@@ -84,10 +86,13 @@ class UseMeter:
     """
 
     def __init__(self) -> None:
-        self._own: dict[str, _Counts] = {}  # least recently changed first
-        self._others: dict[str, dict[str, _Counts]] = {}  # by tenant and router, likewise
+        # Least recently changed first.
+        self._own: collections.OrderedDict[str, _Counts] = collections.OrderedDict()
+        # By tenant and router, likewise.
+        self._others: collections.OrderedDict[str, dict[str, _Counts]] = collections.OrderedDict()
         self._changed: dict[str, None] = {}
-        self._in_flight: dict[str, float] = {}  # tenant -> its last report, oldest first
+        # tenant -> its last report, oldest first
+        self._in_flight: collections.OrderedDict[str, float] = collections.OrderedDict()
 
     def __len__(self) -> int:
         return len(self._own) + len(self._others)
@@ -188,8 +193,8 @@ class UseMeter:
         return own
 
     def _forget(self, now: float) -> None:
-        """Remove tenants without a change for a long time; amortized constant time."""
-        while self._own:
+        """Remove some tenants without a change for a long time."""
+        for _ in range(min(FORGOTTEN_AT_ONCE, len(self._own))):
             tenant, own = next(iter(self._own.items()))
             if now - own.since_s < FORGOTTEN_S:
                 break
@@ -199,7 +204,7 @@ class UseMeter:
                 self._own[tenant] = own
             else:
                 self._changed.pop(tenant, None)
-        while self._others:
+        for _ in range(min(FORGOTTEN_AT_ONCE, len(self._others))):
             tenant, entries = next(iter(self._others.items()))
             if now - max(entry.since_s for entry in entries.values()) < FORGOTTEN_S:
                 break

@@ -12,6 +12,7 @@ started prompt always finds its pages.
 
 from __future__ import annotations
 
+import collections
 from array import array
 from collections import abc
 
@@ -45,7 +46,8 @@ class GroupPages:
         self._free = array("i", range(total - 1, -1, -1))
         self._held = 0
         self._shared: dict[int, int] = {}  # holders of a page that has more than one
-        self._cached: dict[int, None] = {}
+        # The first to be evicted first; a dict would scan what was deleted at its front.
+        self._cached: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self.kv_events: dict[bytes, None] = {}
