@@ -528,3 +528,28 @@ def test_the_answer_of_a_deep_prompt_is_counted_against_a_document_due_later(
     replica = shaped(LLAMA_3_8B, load=idle, max_batch_s=0.1)
     option = replica.assess(turn, 0.0, cached_tokens=899_584)
     assert option.fits == fits
+
+
+@pytest.mark.parametrize(("free", "fits"), [(786, False), (2000, True)])
+def test_found_pages_that_may_be_free_ones_are_not_counted_twice(free: int, fits: bool) -> None:
+    """Of 1,135 pages 816 are found, but they may be among the free ones, to be evicted."""
+    load = Load(free_pages=(free,), total_pages=(2296,))
+    turn = request(due_s=60.0, prompt_tokens=72_000)
+    option = estimate(load=load).assess(turn, 0.0, cached_tokens=52_224)
+    assert option.roomy and option.fits == fits
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_promise_takes_time_and_pages_of_the_same_group(full: int) -> None:
+    """The group with the most time has no pages left; the other one has, and the time."""
+    pages = [4000, 4000]
+    margins: list[tuple[tuple[float, float], ...]] = [((9.0, 2.0),), ((9.0, 2.0),)]
+    pages[full], margins[full] = 100, ()
+    load = Load(margins=tuple(margins), free_pages=tuple(pages), total_pages=(4000, 4000))
+    replica = estimate(load=load, kvp_min=2, kvp_max=2)
+    option = replica.assess(request(due_s=5.0, prompt_tokens=20_000), 0.0)
+    assert option.fits and option.group == 1 - full
+    pages[1 - full] = 100
+    load = Load(margins=tuple(margins), free_pages=tuple(pages), total_pages=(4000, 4000))
+    replica = estimate(load=load, kvp_min=2, kvp_max=2)
+    assert not replica.assess(request(due_s=5.0, prompt_tokens=20_000), 0.0).fits

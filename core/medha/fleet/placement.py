@@ -28,8 +28,10 @@ from medha.tenants import TenantWork, is_short
 
 FIRST_STEP = 1 << 14
 ANSWER_TOKENS = 100
-BUDGET_STEP, FACTOR_TOKENS, MAX_FACTORS = 1.1, 1 << 18, 256
-"""Budgets that answers may bring are of steps like this, and are compared by a prompt like this."""
+BUDGET_STEP, MAX_FACTORS = 1.1, 256
+"""Budgets that answers may bring are of steps like this."""
+FACTOR_KEYS, LEAST_RATE = 1 << 17, 1.0
+"""Depth at which two budgets are compared, and tokens per second that count at least."""
 LEAST_REST = 0.05
 """Part of their time that decodes leave to prefills at least, as the delay of an answer counts."""
 ANSWER_GUARD = 1.25
@@ -336,19 +338,22 @@ class ReplicaEstimate:
         answer = self._answer(request, part, now + cost.work_s)
         room_s = min(self._rooms(request, cost, answer, now))
         needed, group = cost, ALL_GROUPS
+        pages, free = self.pages_of(tokens, cached), self._free_pages(tokens)
         if len(self._margins) > 1 and needed_groups == 1:
             # Routers do not know where cached pages are: in any group, or computed in the roomiest.
             alone = self._cost(0, request.prompt_tokens, part, inflation, now) if cached else cost
             if not cached or room_s < cost.cost_s:
                 rooms = self._rooms(request, alone, answer, now)
-                room_s, needed = max(rooms), alone
-                group = rooms.index(room_s)
-        free = self._free_pages(tokens)
-        pages = self.pages_of(tokens, cached)
+                held = [self._free_in(index) for index in range(len(rooms))]
+                roomy = [index for index, left in enumerate(held) if left >= pages]
+                group = max(roomy or range(len(rooms)), key=rooms.__getitem__)
+                room_s, needed, free = rooms[group], alone, min(free, held[group])
         # The promise is decided above; finish_s only predicts what the replica runs first.
         slack = (request.due_s - now - cost.work_s) / max(cost.work_s, 1e-3)
         ahead_s = max(load.ahead_s, self._before_s(slack, request.beyond_share))
-        fits = room_s >= needed.cost_s and pages <= free and decode_fits and not self.closed
+        # Pages that would be found may be cached ones, which count as free, too.
+        taken = self.pages_of(tokens)
+        fits = room_s >= needed.cost_s and taken <= free and decode_fits and not self.closed
         fits = fits and self._promises < load.free_places
         finish_s = ahead_s + cost.work_s
         clear_s = 0.0
@@ -428,12 +433,14 @@ class ReplicaEstimate:
         if factor is None:
             if len(self._factors) >= MAX_FACTORS:
                 self._factors.clear()
-            of = self.predictor.at_budget
-            factor = of(budget_s).prefill_s(FACTOR_TOKENS, 0) / of(now_s).prefill_s(
-                FACTOR_TOKENS, 0
-            )
+            factor = max(1.0, self._rate(now_s) / max(self._rate(budget_s), LEAST_RATE))
             self._factors[now_s, budget_s] = factor
-        return max(1.0, factor)
+        return factor
+
+    def _rate(self, budget_s: float) -> float:
+        """Return the tokens per second of a prefill of FACTOR_KEYS in batches of that budget."""
+        load = self.predictor.load()
+        return self.predictor.largest_chunk(load, FACTOR_KEYS, 1 << 20, budget_s, 1) / budget_s
 
     def _decode_s_of(self, request: PendingRequest) -> float:
         """Return the seconds that the decode of a request takes of a batch."""
@@ -571,6 +578,14 @@ class ReplicaEstimate:
             return self.pending_s / groups
         late_s = sum(seconds for upto, seconds in self.load.pending_bands if upto <= 0.0)
         return (self.pending_s - self._beyond_s - late_s) / groups
+
+    def _free_in(self, group: int) -> int:
+        """Free pages of one running group, which placed requests may all take."""
+        running = [pages for pages in self.load.free_pages if pages >= 0]
+        if group >= len(running):
+            return 0
+        held = sum(held.pages for held in self._held.values() if held.group in (group, ALL_GROUPS))
+        return running[group] - held
 
     def _free_pages(self, tokens: int) -> int:
         """Free pages of the roomiest group, or of all groups if the request spans several."""
