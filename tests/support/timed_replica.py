@@ -47,7 +47,8 @@ class TimedReplica(InstantReplica):
 
     def __init__(self, address: str, folder: pathlib.Path, name: str, policy: str) -> None:
         super().__init__(address, folder, name, REPORT_S)
-        profile, shape = testing.profile(TOKEN_S, 0.0, BATCH_S), testing.shape()
+        profile = testing.profile(TOKEN_S, 0.0, BATCH_S)
+        shape = msgspec.structs.replace(testing.shape(), vocab=self._hello.shape.vocab)
         layout, settings = testing.topology(), Scheduling(policy=policy, prefix_cache=False)
         self._hello = msgspec.structs.replace(
             self._hello,
