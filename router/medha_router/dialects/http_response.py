@@ -243,13 +243,14 @@ class OpenAiResponse(GenerationResponse):
         self._open_generations = len(request.generations)
         if not self._params.chat:
             return b""
-        usage = self._usage_so_far(request)
+        before = TokenUsage(request.prompt_tokens, 0, request.cached_tokens)
+        usage = self._usage_so_far(before)
         return b"".join(builder.opening(choice.index, usage) for choice in request.generations)
 
-    def _usage_so_far(self, request: ClientRequest) -> dict[str, Any]:
+    def _usage_so_far(self, usage: TokenUsage) -> dict[str, Any]:
         """Return the field `usage` of a chunk with choices, if it has one."""
         if self._params.continuous_usage:
-            return {"usage": _usage(request).shape()}
+            return {"usage": usage.shape()}
         return {"usage": None} if self._params.include_usage else {}
 
     def _events(self, request: ClientRequest, deltas: Deltas) -> tuple[bytes, bool]:
@@ -261,7 +262,7 @@ class OpenAiResponse(GenerationResponse):
             self._open_generations -= delta.finish is not None
             last = self._open_generations == 0 and not params.include_usage
             extra: dict[str, Any] = {"x_medha": timing(request)} if last else {}
-            extra |= self._usage_so_far(request)
+            extra |= self._usage_so_far(_usage(request))
             reason = _stop_reason(request, index) if delta.finish else None
             block.append(
                 builder.chunk(index, delta, logprobs=logprobs, extra=extra, stop_reason=reason)
