@@ -28,6 +28,7 @@ from medha.tenants import TenantWork, is_short
 
 FIRST_STEP = 1 << 14
 ANSWER_TOKENS = 100
+"""Tokens of an answer that count where replicas are compared."""
 BUDGET_STEP, MAX_FACTORS = 1.1, 256
 """Budgets that answers may bring are of steps like this."""
 FACTOR_KEYS, LEAST_RATE = 1 << 17, 1.0
@@ -36,7 +37,6 @@ LEAST_REST = 0.05
 """Part of their time that decodes leave to prefills at least, as the delay of an answer counts."""
 ANSWER_GUARD = 1.25
 """By which the delay of an answer counts for more: deeper prompts lose more by short batches."""
-"""Tokens of an answer that count where replicas are compared."""
 ALL_GROUPS = -1
 
 
@@ -334,8 +334,9 @@ class ReplicaEstimate:
         needed_groups = groups_needed(tokens, self.predictor)
         part = self._decode_part(request.due_s, spans=needed_groups > 1)
         cost = self._cost(cached, request.prompt_tokens, part, inflation, now)
-        decode_s, decode_fits = self._decode(request, cost.is_long)
-        answer = self._answer(request, part, now + cost.work_s)
+        own_s = self._decode_s_of(request) if request.max_output_tokens > 1 else 0.0
+        decode_s, decode_fits = self._decode(own_s, cost.is_long)
+        answer = self._answer(request, own_s, part, now + cost.work_s)
         room_s = min(self._rooms(request, cost, answer, now))
         needed, group = cost, ALL_GROUPS
         pages, free = self.pages_of(tokens, cached), self._free_pages(tokens)
@@ -403,14 +404,16 @@ class ReplicaEstimate:
             part += self._promised_decode_s / self.load.decode_capacity_s
         return min(part, 1.0)
 
-    def _answer(self, request: PendingRequest, part: float, first_s: float) -> AnswerTime:
+    def _answer(
+        self, request: PendingRequest, own_s: float, part: float, first_s: float
+    ) -> AnswerTime:
         """Return what an answer takes from prefills alongside decodes that take `part`.
 
-        Its TPOT may shorten the batches, and of each its decode takes some. A token passes all
+        Its TPOT may shorten the batches, and of each its decode takes `own_s`. A token passes all
         stages.
         """
         load, spp = self.load, self.predictor.topology.spp
-        if request.max_output_tokens < 2:
+        if not own_s:
             return NO_ANSWER
         planned_s = self._settings.planned_budget_s(request.tpot_s, spp)
         budget_s = load.budget_s
@@ -419,7 +422,7 @@ class ReplicaEstimate:
             budget_s /= BUDGET_STEP**steps
         rest_s = budget_s * (1.0 - part * load.decode_capacity_s / load.budget_s)
         rest_s = max(rest_s, 1e-6)
-        left_s = max(rest_s - self._decode_s_of(request), LEAST_REST * rest_s)
+        left_s = max(rest_s - own_s, LEAST_REST * rest_s)
         longer = self._longer(budget_s) * rest_s / left_s
         part = ANSWER_GUARD * (longer - 1.0)
         return AnswerTime(part, first_s, (request.max_output_tokens - 1) * spp * budget_s)
@@ -477,14 +480,13 @@ class ReplicaEstimate:
             for margins in self._margins
         ]
 
-    def _decode(self, request: PendingRequest, is_long: bool) -> tuple[float, bool]:
+    def _decode(self, decode_s: float, is_long: bool) -> tuple[float, bool]:
         """The part of a batch that the decode takes, and whether the decode capacity holds it.
 
         Decodes that run now have ended long before the first token of a long prompt.
         """
-        if request.max_output_tokens < 2 or not self.load.decode_capacity_s:
+        if not decode_s or not self.load.decode_capacity_s:
             return 0.0, True
-        decode_s = self._decode_s_of(request)
         if is_long:
             return decode_s, decode_s <= self.load.decode_capacity_s
         return decode_s, decode_s + self._promised_decode_s <= self.load.decode_room_s

@@ -182,18 +182,14 @@ class PrefixIndex:
         before is only followed from where its replicas ended: to admit and place it takes several
         calls.
         """
-        last = names[-1] if len(names) >= LONG_NAMES else b""
-        pages_by_replica = self._known(last)
-        if pages_by_replica is None:
-            pages_by_replica = {}
-            for _ in self._walk(names, pages_by_replica):
+        if len(names) >= LONG_NAMES:
+            for _ in self.matching(names):
                 pass
-            if last:
-                self._remember(last, pages_by_replica)
-        elif last:
-            for _ in self._follow(names, pages_by_replica):
-                pass
-        return dict(pages_by_replica)
+            return dict(self._matched[names[-1]][1])
+        pages_by_replica: dict[str, int] = {}
+        for _ in self._walk(names, pages_by_replica):
+            pass
+        return pages_by_replica
 
     def matching(self, names: Sequence[bytes]) -> Iterator[None]:
         """Match a long prompt in steps of about a millisecond, so that `match` then takes none."""
@@ -246,7 +242,7 @@ class PrefixIndex:
         for replica in pages_by_replica.keys() - self._bits.keys():
             del pages_by_replica[replica]
         for replica, bit in list(self._bits.items()):
-            pages = before = pages_by_replica.get(replica, 0)
+            pages = pages_by_replica.get(replica, 0)
             while pages and not self._held(names[pages - 1]) & bit:
                 pages -= 1
                 if not pages % STEP:
@@ -258,7 +254,7 @@ class PrefixIndex:
                     yield
             if pages:
                 pages_by_replica[replica] = pages
-            elif before:
+            else:
                 pages_by_replica.pop(replica, None)
 
     def match_sliding(self, names: Sequence[bytes], kept: KeptPages) -> dict[str, int]:

@@ -32,7 +32,7 @@ REFUSED = (
     *(jinja2.TemplateError, TypeError, ValueError, RecursionError),
     *(ArithmeticError, AttributeError, LookupError),
 )
-"""What a template raises for messages that it cannot take."""
+"""Exceptions of a template for messages that it cannot take."""
 NAMES = ("default", "tool_use")
 PROBE = ("first part", "second part")
 _USER = {"role": "user", "content": "any question"}

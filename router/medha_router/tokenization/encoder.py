@@ -319,9 +319,9 @@ class TokenizerProcess:
         except RequestError as error:
             return wire.Declined(str(error), error.status, error.code, error.param), b""
         except Exception as error:
+            logging.getLogger("medha.router").exception("a job of a tokenizer failed")
             if isinstance(job, wire.LoadFiles):
                 return wire.Loaded(error=f"{type(error).__name__}: {error}"[:MAX_SHOWN_CHARS]), b""
-            logging.getLogger("medha.router").exception("a job of a tokenizer failed")
             return wire.Declined(INTERNAL_ERROR, 500, "internal_error", None), b""
 
     def _run(self, job: wire.Job, payload: bytearray) -> tuple[wire.Outcome | None, bytes]:
