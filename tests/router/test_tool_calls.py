@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import typing
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -78,6 +79,48 @@ CASES: list[tuple[Format, str, str, list[tuple[str, str]]]] = [
         "and so on",
         [("f", '{"city": "\\n a\\n"}')],
     ),
+    (  # no mark around a function, and no end of a value or of a function
+        "qwen3_coder",
+        "I look.\n<function=f>\n<parameter=city>\nKöln\n<parameter=days>\n3\n</function>\n"
+        "</tool_call>\n<function=get_weather></function>",
+        "I look.\n",
+        [("f", '{"city": "Köln", "days": 3}'), ("get_weather", "{}")],
+    ),
+    (  # two functions in a mark
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n</function>\n<function=get_weather>\n</function>\n</tool_call>",
+        "",
+        [("f", "{}"), ("get_weather", "{}")],
+    ),
+    (  # the output ends in a value
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\nKö <b",
+        "",
+        [("f", '{"days": 3, "city": "Kö <b"}')],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=days>\n3\n</function>\n",
+        "",
+        [("f", '{"days": 3}')],
+    ),
+    ("qwen3_coder", "<tool_call><function=f>\n<param", "", [("f", "{}")]),
+    (  # tags in a value: of no argument, of one that was given, in a line, of a function in a text
+        "qwen3_coder",
+        "<function=f><parameter=days>1</parameter><parameter=city>\n<parameter=x>\n"
+        "<parameter=days> <parameter=note> </function> <\n<parameter=city>\n</parameter>"
+        "</function>",
+        "",
+        [
+            (
+                "f",
+                '{"days": 1, "city": "<parameter=x>\\n<parameter=days> <parameter=note> '
+                '</function> <\\n<parameter=city>"}',
+            )
+        ],
+    ),
+    ("qwen3_coder", "Use <function=f> for it", "Use <function=f> for it", []),
+    ("qwen3_coder", "<function=x></function> <func", "<function=x></function> <func", []),
     ("hermes", "no call < here <tool", "no call < here <tool", []),
     ("hermes", "<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", []),
     (
@@ -179,10 +222,12 @@ def gather(pieces: list[TextPart]) -> tuple[str, list[tuple[str, str]]]:
     return content, list(calls.values())
 
 
-def parsed(form: Format, parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def parsed(
+    form: Format, parts: list[str], finish: str = "stop"
+) -> tuple[str, list[tuple[str, str]]]:
     parser = ToolCallParser(form, TOOLS)
     pieces = [piece for part in parts for piece in parser.push(part)]
-    content, calls = gather(pieces + parser.end())
+    content, calls = gather(pieces + parser.end(finish))
     assert parser.calls == len(calls)
     return content, calls
 
@@ -207,11 +252,13 @@ def test_the_cuts_of_the_text_change_nothing(
     assert parsed(form, parts) == (content, calls)
 
 
-def events(form: Format, parts: list[str]) -> list[tuple[int | None, str | None, str]]:
+def events(
+    form: Format, parts: list[str], finish: str = "stop"
+) -> list[tuple[int | None, str | None, str]]:
     """Return the parser's events in order, with the parts of a text joined."""
     parser = ToolCallParser(form, TOOLS)
     joined: list[tuple[int | None, str | None, str]] = []
-    for piece in [piece for part in parts for piece in parser.push(part)] + parser.end():
+    for piece in [piece for part in parts for piece in parser.push(part)] + parser.end(finish):
         if piece.name is None and joined and joined[-1][0] == piece.call:
             call, name, text = joined[-1]
             joined[-1] = call, name, text + piece.text
@@ -309,6 +356,13 @@ def test_text_without_a_tools_name_stays_as_it_is(form: Format, text: str) -> No
     assert parsed(form, [text]) == (text, [])
 
 
+def test_a_call_that_the_limit_of_tokens_cut_stays_open() -> None:
+    text = "<function=f><parameter=days>\n3\n</parameter><parameter=city>\nKöl"
+    cut = [("f", '{"days": 3, "city": "Köl')]
+    assert parsed("qwen3_coder", [text], "length") == ("", cut)
+    assert parsed("qwen3_coder", list(text), "length") == ("", cut)
+
+
 def test_the_form_of_calls_is_that_of_the_template() -> None:
     assert format_of("{%- if tools %}<tool_call>") == "hermes"
     assert format_of("<tool_call>\n<function=example>") == "qwen3_coder"
@@ -331,6 +385,25 @@ def test_arguments_between_tags_are_read_as_they_were_meant(arguments: dict[str,
         text += f"<parameter={key}>\n{shown}\n</parameter>\n"
     content, calls = parsed("qwen3_coder", list(text + "</function>\n</tool_call>"))
     assert content == "" and json.loads(calls[0][1]) == arguments
+
+
+@given(data=st.data())
+def test_end_tags_that_a_model_leaves_out_change_no_argument(data: st.DataObject) -> None:
+    values: dict[str, st.SearchStrategy[Any]] = {
+        "city": st.text(max_size=20).map("v{}".format),
+        "points": st.lists(VALUES),
+        "days": st.integers(),
+        "warm": st.booleans(),
+    }
+    keys = data.draw(st.permutations(sorted(values)))
+    arguments = {key: data.draw(values[key]) for key in keys[data.draw(st.integers(0, 3)) :]}
+    text = data.draw(st.sampled_from(["", "<tool_call>\n"])) + "<function=f>\n"
+    for key, value in arguments.items():
+        shown = value if isinstance(value, str) else json.dumps(value)
+        text += f"<parameter={key}>\n{shown}\n" + data.draw(st.sampled_from(["", "</parameter>\n"]))
+    text += data.draw(st.sampled_from(["", "</function>", "</function>\n</tool_call>"]))
+    content, calls = parsed("qwen3_coder", list(text))
+    assert content == "" and [json.loads(call[1]) for call in calls] == [arguments]
 
 
 @pytest.mark.parametrize(
@@ -357,5 +430,5 @@ def test_a_value_between_tags_is_of_a_type_that_its_schema_allows(
 def test_endless_space_before_a_call_is_content(form: Format) -> None:
     text = {"llama3": ""}.get(form, BEGINS[form]) + " " * 5000
     assert parsed(form, [text]) == parsed(form, list(text)) == (text, [])
-    call = '{"name": "f"}' if form != "qwen3_coder" else "<function=f></function>"
+    call = '{"name": "f"}' if form != "qwen3_coder" else "<function=f>"
     assert parsed(form, [text + call]) == parsed(form, list(text + call)) == (text + call, [])

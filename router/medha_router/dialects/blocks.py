@@ -69,7 +69,7 @@ class BlockBuilder:
         if self._parser is None:
             return [TextPart(delta.text)] if delta.text else []
         parts = self._parser.push(delta.text)
-        return parts if delta.finish is None else parts + self._parser.end()
+        return parts if delta.finish is None else parts + self._parser.end(delta.finish)
 
     def _block_of(self, part: TextPart, changes: list[Change]) -> OutputBlock:
         """Return the block of a part; it begins with the part if it is not the open one."""

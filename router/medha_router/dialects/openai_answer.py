@@ -119,7 +119,7 @@ class ResponseBuilder:
         parser = self._parsers[index]
         pieces = parser.push(delta.text)
         if delta.finish is not None:
-            pieces += parser.end()
+            pieces += parser.end(delta.finish)
         return self._fields_of(index, pieces)
 
     def _fields_of(self, index: int, pieces: Sequence[TextPart]) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class ResponseBuilder:
                 for start in range(0, len(text), PARSED_CHARS):
                     pieces += self._parsers[index].push(text[start : start + PARSED_CHARS])
                     yield b""
-                whole = self._fields_of(index, pieces + self._parsers[index].end())
+                whole = self._fields_of(index, pieces + self._parsers[index].end(finish))
                 finish = self._finish_with_calls(index, finish) or finish
                 message = {"role": "assistant", "content": whole.get("content"), "refusal": None}
                 if "tool_calls" in whole:

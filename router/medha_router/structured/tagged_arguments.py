@@ -6,7 +6,8 @@
                             </function>
 
 A value is a string where its schema allows one, else the JSON that it spells. Strings are released
-as they are written.
+as they are written. Models leave end tags out: a value ends, too, before the line of another
+argument of the schema, and before the end of its function or of the output.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from typing import Any
 
 import msgspec
 
-PARAMETER, VALUE_ENDS, ENDS = "<parameter=", "</parameter>", "</function>"
+PARAMETER, VALUE_ENDS, FUNCTION_ENDS = "<parameter=", "</parameter>", "</function>"
+FUNCTION = "<function="
+AFTER = ("</tool_call>", "<tool_call>", FUNCTION)
+"""Marks that may follow the end of a function; before other text, its tag is part of a value."""
 SPACE = " \t\r\n"
 MAX_KEY_CHARS = 1024
 MAX_JSON_CHARS = 256 << 10
@@ -46,7 +50,8 @@ class TaggedArguments:
             given = schema.get(field) if isinstance(schema, dict) else None
             self._definitions |= given if isinstance(given, dict) else {}
         self._text = ""
-        self._searched = 0  # no mark ends before
+        self._searched = 0  # no mark begins before
+        self._last = ""  # character before `_text` in a value
         self._keys: set[str] = set()
         self._key: str | None = None
         self._kinds: frozenset[str] = frozenset()
@@ -65,6 +70,15 @@ class TaggedArguments:
             pieces.append(piece)
         return "".join(pieces)
 
+    def end(self) -> str:
+        """Return the JSON that is missing when the model ends its output in the call."""
+        pieces = []
+        if self._key is not None:
+            value, mark, after = self._text.rpartition(FUNCTION_ENDS)
+            whole = value if mark and not after.strip(SPACE) else self._text
+            pieces = [self._open_value(self._key) or "", self._end_value(self._key, whole)]
+        return "".join(pieces) + self._close("")
+
     @property
     def rest(self) -> str:
         """Text after the call."""
@@ -73,13 +87,16 @@ class TaggedArguments:
     def _tag(self) -> str | None:
         """Read up to the next value, or the end; None if more text is needed."""
         text = self._text = self._text.lstrip(SPACE)
-        if PARAMETER.startswith(text[: len(PARAMETER)]) or ENDS.startswith(text[: len(ENDS)]):
-            if text.startswith(ENDS):
-                return self._close(text.removeprefix(ENDS))
+        if PARAMETER.startswith(text[: len(PARAMETER)]) or FUNCTION_ENDS.startswith(
+            text[: len(FUNCTION_ENDS)]
+        ):
+            if text.startswith(FUNCTION_ENDS):
+                return self._close(text.removeprefix(FUNCTION_ENDS))
             key, mark, value = text.removeprefix(PARAMETER).partition(">")
             if text.startswith(PARAMETER) and mark:
                 self._key, self._text, self._begun, self._searched = key, value, False, 0
                 self._kinds = _kinds(self._schemas.get(key), self._definitions)
+                self._last = "\n"
                 return ""
             if len(key) <= MAX_KEY_CHARS:
                 return None
@@ -91,37 +108,82 @@ class TaggedArguments:
 
     def _value(self, key: str) -> str | None:
         """Read a value, or the part of a string that has come; None if more text is needed."""
+        if not self._begun and not self._text:
+            return None
+        opening = self._open_value(key)
+        if opening is not None:
+            return opening
+        at, size = self._search(key)
+        if size is None:
+            return self._part(at)
+        value, self._text = self._text[:at], self._text[at + size :]
+        return self._end_value(key, value)
+
+    def _open_value(self, key: str) -> str | None:
+        """Return the beginning of a string; None if the value is none, or has begun."""
         if not self._begun:
-            if not self._text:
-                return None
             self._text = self._text.removeprefix("\n")
             self._begun = True
-        repeated = key in self._keys and not self._string
-        if not repeated and not self._string and self._kinds <= {"string"}:
-            self._string = True
-            return self._name(key) + '"'
-        at = self._text.find(VALUE_ENDS, self._searched)
-        if at < 0:
-            return self._part()
-        value, self._text = self._text[:at].removesuffix("\n"), self._text[at + len(VALUE_ENDS) :]
-        self._key = None
-        if repeated:
-            return ""
+            if key not in self._keys and self._kinds <= {"string"}:
+                self._string = True
+                return self._name(key) + '"'
+        return None
+
+    def _end_value(self, key: str, text: str) -> str:
+        """Return the rest of a value from the text before its end."""
+        value, self._key = text.removesuffix("\n"), None
         if self._string:
             self._string = False
             return _inner(value) + '"'
-        return self._name(key) + _json(value, self._kinds)
+        return "" if key in self._keys else self._name(key) + _json(value, self._kinds)
 
-    def _part(self) -> str | None:
-        """Release what has come of a string, but what may be its end."""
-        kept = max(overlap(self._text, VALUE_ENDS), overlap(self._text, "\n" + VALUE_ENDS))
-        if not self._string:
-            self._searched = max(0, len(self._text) - kept)
-            return None
-        part, self._text = (
-            self._text[: len(self._text) - kept],
-            self._text[len(self._text) - kept :],
+    def _search(self, key: str) -> tuple[int, int | None]:
+        """Return where the value ends and the length of its end tag; None: not before there."""
+        at = self._text.find("<", self._searched)
+        while at >= 0:
+            size = self._end_tag(at, key)
+            if size is None or size >= 0:
+                return at, size
+            at = self._text.find("<", at + 1)
+        return len(self._text), None
+
+    def _end_tag(self, at: int, key: str) -> int | None:
+        """Return the length of the end tag here, 0 for a tag that implies an end; -1: a value goes
+        on, None: more text is needed."""
+        text = self._text[at : at + MAX_KEY_CHARS]
+        if text.startswith(VALUE_ENDS):
+            return len(VALUE_ENDS)
+        if text.startswith(PARAMETER):
+            name, mark, _ = text.removeprefix(PARAMETER).partition(">")
+            others = self._schemas.keys() - self._keys - {key} if self._line(at) else ()
+            if mark:
+                return 0 if name in others else -1
+            return None if any(other.startswith(name) for other in others) else -1
+        if text.startswith(FUNCTION_ENDS):
+            after = text.removeprefix(FUNCTION_ENDS).lstrip(SPACE)
+            if after.startswith(AFTER):
+                return 0
+            open_end = len(text) < MAX_KEY_CHARS
+            return None if open_end and any(mark.startswith(after) for mark in AFTER) else -1
+        marks = (
+            (VALUE_ENDS, FUNCTION_ENDS, PARAMETER)
+            if self._line(at)
+            else (VALUE_ENDS, FUNCTION_ENDS)
         )
+        return None if any(mark.startswith(text) for mark in marks) else -1
+
+    def _line(self, at: int) -> bool:
+        """True if a line begins there."""
+        return (self._text[at - 1] if at else self._last) == "\n"
+
+    def _part(self, end: int) -> str | None:
+        """Release what has come of a string, but what may be its end."""
+        self._searched = end
+        if not self._string:
+            return None
+        part = self._text[:end].removesuffix("\n")
+        self._text, self._searched = self._text[len(part) :], end - len(part)
+        self._last = part[-1:] or self._last
         return _inner(part) if part else None
 
     def _name(self, key: str) -> str:

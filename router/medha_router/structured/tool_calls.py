@@ -2,6 +2,7 @@
 
     hermes    text <tool_call>{"name": …, "arguments": {…}}</tool_call> …     Qwen, Hermes
     qwen3_coder   text <tool_call><function=…><parameter=…>…</parameter></function></tool_call>
+                  text <function=…><parameter=…>…</parameter></function>
     llama3    <|python_tag|>{"name": …, "parameters": {…}}; {…}               Llama 3
     mistral   text [TOOL_CALLS][{"name": …, "arguments": {…}}, …]             Mistral
               text [TOOL_CALLS]name[CALL_ID]id[ARGS]{…}                       Mistral, newer
@@ -20,7 +21,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from medha_router.structured.tagged_arguments import SPACE, TaggedArguments, overlap
+from medha_router.structured.tagged_arguments import (
+    FUNCTION,
+    FUNCTION_ENDS,
+    PARAMETER,
+    SPACE,
+    TaggedArguments,
+    overlap,
+)
 from medha_router.structured.tools import Tools
 
 Format = Literal["hermes", "qwen3_coder", "llama3", "mistral", "array", "named"]
@@ -30,7 +38,6 @@ BEGINS = {
     "mistral": "[TOOL_CALLS]",
     "llama3": "<|python_tag|>",
 }
-FUNCTION = "<function="
 ENDS = "</tool_call>"
 MARKS = (*dict.fromkeys(BEGINS.values()), ENDS, "[ARGS]", "[CALL_ID]")
 """Tokens that stand around calls; some tokenizers hold them for special and print nothing."""
@@ -90,8 +97,10 @@ class ToolCallParser:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def end(self) -> list[TextPart]:
-        """Return what is left when the output ends."""
+    def end(self, finish: str) -> list[TextPart]:
+        """Return what is left when the output ends; `length`: a call that was cut stays open."""
+        if self._tagged is not None and finish == "stop":
+            self._pieces.append(TextPart(self._tagged.end(), self.calls - 1))
         seen = self._object.seen if self._object is not None and not self._object.named else ""
         self._content(self._prefix + seen)
         if self._state in ("content", "head", "start"):
@@ -132,11 +141,12 @@ class ToolCallParser:
         return True
 
     def _in_content(self) -> bool:
-        """Release content up to the mark that begins calls."""
-        begin = BEGINS[self._form]
-        at = self._text.find(begin)
+        """Release content up to a mark that begins calls."""
+        begins = [BEGINS[self._form], *([FUNCTION] if self._form == "qwen3_coder" else ())]
+        places = [(at, begin) for begin in begins if (at := self._text.find(begin)) >= 0]
+        at, begin = min(places, default=(-1, ""))
         if at < 0:
-            kept = overlap(self._text, begin)
+            kept = max(overlap(self._text, begin) for begin in begins)
             self._content(self._text[: len(self._text) - kept])
             self._text = self._text[len(self._text) - kept :]
             return False
@@ -153,7 +163,9 @@ class ToolCallParser:
         if not stripped:
             return False
         if self._form == "qwen3_coder":
-            return self._tagged_head(stripped)
+            return self._tagged_head(
+                FUNCTION + self._text if self._prefix == FUNCTION else stripped
+            )
         if stripped[0] == "{" or (stripped[0] == "[" and self._form == "mistral"):
             rest = stripped.removeprefix("[")
             self._prefix += self._text[: len(self._text) - len(rest)]
@@ -178,13 +190,20 @@ class ToolCallParser:
         return True
 
     def _tagged_head(self, stripped: str) -> bool:
-        """Decide if a function's tag follows the mark."""
+        """Decide if a function's tag follows the mark; without a mark, its arguments or end too."""
         name, bracket, rest = stripped.removeprefix(FUNCTION).partition(">")
         named = stripped.startswith(FUNCTION) and name in self._names
         if not bracket and FUNCTION.startswith(stripped[: len(FUNCTION)]):
             if len(name) < MAX_HEAD_CHARS:
                 return False
         elif bracket and named:
+            after, tags = rest.lstrip(SPACE), (PARAMETER, FUNCTION_ENDS)
+            if self._prefix == FUNCTION:
+                near = len(rest) - len(after) < MAX_HEAD_CHARS
+                if near and any(tag.startswith(after) for tag in tags if tag != after):
+                    return False
+                if not (near and after.startswith(tags)):
+                    return self._no_call()
             self._prefix, self._text, self._state = "", rest, "tagged"
             self._schemas = self._schemas or self._tools.schemas()
             self._tagged = TaggedArguments(self._schemas[name])
