@@ -110,6 +110,25 @@ def test_a_call_in_an_earlier_message_reaches_the_prompt(template: str) -> None:
     assert "get_weather" in render(template, CALLED) and "Köln" in render(template, CALLED)
 
 
+@pytest.mark.parametrize("template", [NULL_CONTENT, HERMES.decode()])
+def test_a_call_beside_a_content_reaches_the_prompt(template: str) -> None:
+    messages = [CALLED[0], CALLED[1] | {"content": "I look."}, CALLED[2]]
+    shown = render(template, messages)
+    assert shown.index("I look.") < shown.index("get_weather") < shown.index("Köln")
+    assert shown.count("I look.") == shown.count("get_weather") == 1 and "rain" in shown
+
+
+def test_a_message_is_not_split_where_roles_must_alternate() -> None:
+    template = (
+        "{% for m in messages if m.role != 'tool' %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('order') }}"
+        "{% endif %}<{{ m.role }}>{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    messages = [CALLED[0], CALLED[1] | {"content": "I look."}]
+    assert render(template, messages) == "<user>weather?<assistant>get_weather"
+
+
 def test_arguments_are_text_where_the_template_joins_them() -> None:
     template = """{% for m in messages %}<{{ m.role }}>{{ m.content }}
 {%- for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}

@@ -6,7 +6,7 @@
 A template comes with the checkpoint, never from a client, and sees the names that Hugging Face
 templates use. What it would leave out without a word is given in a form that it prints: parts of a
 content as lines of one text, as in vLLM; `developer` as `system`; calls of tools with a null
-content, or with their arguments as text.
+content, after a message with their content, or with their arguments as text.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Template:
     ) -> dict[str, Any]:
         """Return what the template reads by name, with messages in a form that it takes."""
         return {
-            "messages": [self._adapted(message) for message in messages],
+            "messages": [form for message in messages for form in self._adapted(message)],
             "add_generation_prompt": generation_prompt,
             "tools": tools,
             "documents": None,
@@ -164,20 +164,28 @@ class _Template:
     @functools.cached_property
     def _calls(self) -> tuple[str | None, bool]:
         """Content with which it prints a call of a tool, and whether arguments must be text."""
-        arguments = {"city": PROBE[0]}
-        function = {"name": _TOOL["name"], "arguments": arguments}
-        call = {"type": "function", "id": "probe1234", "function": function}
-        answer = {"role": "tool", "content": PROBE[1], "tool_call_id": "probe1234"}
         forms: tuple[tuple[str | None, bool], ...] = tuple(
             (content, as_text) for content in ("", None) for as_text in (False, True)
         )
         for content, as_text in forms:
-            function["arguments"] = json.dumps(arguments) if as_text else arguments
-            called = {"role": "assistant", "content": content, "tool_calls": [call]}
-            shown = self._probe_of(_USER, called, answer)
-            if PROBE[0] in shown and _TOOL["name"] in shown:
+            if self._prints_call(_called(content, as_text)):
                 return content, as_text
         return forms[0]
+
+    @functools.cached_property
+    def _splits_calls(self) -> bool:
+        """True if it prints a content and its calls only as two messages, as DeepSeek-R1's."""
+        content, as_text = self._calls
+        text = PROBE[1]
+        answer, called = {"role": "assistant", "content": text}, _called(content, as_text)
+        together = self._prints_call(_called(text, as_text), text=text)
+        return not together and self._prints_call(answer, called, text=text)
+
+    def _prints_call(self, *messages: dict[str, Any], text: str = "") -> bool:
+        """Return whether it prints the call of a probe in the messages, and their text."""
+        result = {"role": "tool", "content": "rain", "tool_call_id": "probe1234"}
+        shown = self._probe_of(_USER, *messages, result)
+        return all(expected in shown for expected in (PROBE[0], _TOOL["name"], text))
 
     def _probe_of(self, *messages: dict[str, Any]) -> str:
         names = self.names([], True)
@@ -192,7 +200,8 @@ class _Template:
 
     # --- messages in that form --------------------------------------------------------------------
 
-    def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _adapted(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return a message, or two with its content and its calls, as the template takes them."""
         changes: dict[str, Any] = {}
         if not isinstance(message["content"], str):
             changes["content"] = self._of_parts(message["content"], message["role"])
@@ -200,17 +209,29 @@ class _Template:
             changes["role"] = "system"
         if "tool_calls" in message:
             content, as_text = self._calls
-            if not message["content"]:
-                changes["content"] = content
             if as_text:
                 changes["tool_calls"] = [_in_text(call) for call in message["tool_calls"]]
-        return message | changes if changes else message
+            if message["content"] and self._splits_calls:
+                answer = message | changes
+                calls = answer.pop("tool_calls")
+                return [answer, {"role": "assistant", "content": content, "tool_calls": calls}]
+            if not message["content"]:
+                changes["content"] = content
+        return [message | changes if changes else message]
 
     def _of_parts(self, texts: list[str], role: str) -> str | list[dict[str, str]]:
         """Return content in parts as the template takes it: parts of a user, else text."""
         if texts and role == "user" and self._takes_parts:
             return [{"type": "text", "text": text} for text in texts]
         return "\n".join(texts)
+
+
+def _called(content: str | None, as_text: bool) -> dict[str, Any]:
+    """Return a message of the assistant with the call of the probe."""
+    function = {"name": _TOOL["name"], "arguments": {"city": PROBE[0]}}
+    call = {"type": "function", "id": "probe1234", "function": function}
+    calls = [_in_text(call) if as_text else call]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
 def _in_text(call: dict[str, Any]) -> dict[str, Any]:
