@@ -11,9 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha_router.structured.tool_calls import BEGINS, Format, TextPart, ToolCallParser, format_of
+from medha_router.structured.tool_calls import (
+    BEGINS,
+    CALL,
+    ENDS,
+    SEPARATOR,
+    Format,
+    TextPart,
+    ToolCallParser,
+    format_of,
+)
 from medha_router.structured.tools import Tools
 
+CALLS, (CALL_ENDS, CALLS_END) = BEGINS["deepseek"][0], ENDS["deepseek"]
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -121,6 +131,46 @@ CASES: list[tuple[Format, str, str, list[tuple[str, str]]]] = [
     ),
     ("qwen3_coder", "Use <function=f> for it", "Use <function=f> for it", []),
     ("qwen3_coder", "<function=x></function> <func", "<function=x></function> <func", []),
+    (  # a brace too few
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": {"b": "<"}}\n</tool_call>\n'
+        '<tool_call>{"arguments": {"a": [1]}, "name": "f"\n</tool_call> bye',
+        " bye",
+        [("f", '{"a": {"b": "<"}}'), ("f", '{"a": [1]}')],
+    ),
+    (  # a brace too many
+        "hermes",
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}}\n</tool_call>\n'
+        '<tool_call>{"name": "f", "arguments": {}}}</tool_call>',
+        "",
+        [("f", '{"a": 1}'), ("f", "{}")],
+    ),
+    (
+        "deepseek",
+        f"I look.\n{CALLS}{CALL}f{SEPARATOR}" + '{"a": "}<｜\\"é"}' + f"{CALL_ENDS}{CALL}"
+        f"get_weather{SEPARATOR}" + "{}" + f"{CALL_ENDS}{CALLS_END}",
+        "I look.\n",
+        [("f", '{"a": "}<｜\\"é"}'), ("get_weather", "{}")],
+    ),
+    (
+        "deepseek",
+        f"{CALLS}{CALL}function{SEPARATOR}f\n```json\n" + '{"b": [1, {}]}' + f"\n```{CALL_ENDS}\n"
+        f"{CALL}function{SEPARATOR}get_weather\n```json\n" + "{}" + f"\n```{CALL_ENDS}{CALLS_END}",
+        "",
+        [("f", '{"b": [1, {}]}'), ("get_weather", "{}")],
+    ),
+    (  # no mark around the calls
+        "deepseek",
+        f"{CALL}f{SEPARATOR}" + '{"a": 1}' + f"{CALL_ENDS} bye",
+        "bye",
+        [("f", '{"a": 1}')],
+    ),
+    (
+        "deepseek",
+        f"{CALLS}{CALL}unknown{SEPARATOR}" + "{}" + CALL_ENDS,
+        f"{CALLS}{CALL}unknown{SEPARATOR}" + "{}" + CALL_ENDS,
+        [],
+    ),
     ("hermes", "no call < here <tool", "no call < here <tool", []),
     ("hermes", "<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", []),
     (
@@ -308,6 +358,11 @@ def outputs(draw: st.DrawFn, form: Format) -> str:
                     "mistral": [("[TOOL_CALLS][", "]"), ("[TOOL_CALLS]f[ARGS]", ""), (",", "")],
                     "array": [("[", "]"), (",", "")],
                     "named": [("", "")],
+                    "deepseek": [
+                        (f"{CALLS}{CALL}f{SEPARATOR}", CALL_ENDS),
+                        (f"{CALL}function{SEPARATOR}f\n```json\n", f"\n```{CALL_ENDS}{CALLS_END}"),
+                        (f"{CALL}{SEPARATOR}", CALLS_END),
+                    ],
                     "qwen3_coder": [
                         ("<tool_call><function=f><parameter=days>", "</parameter></function>"),
                         ("<function=f>", "</function></tool_call>"),
@@ -338,6 +393,7 @@ def test_any_output_gives_the_same_events_however_it_is_cut(
 
 PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "f"', "}", "{"]
 PIECES += ["<function=f>", "<parameter=city>", "<parameter=days>", "</parameter>", "</function>"]
+PIECES += [CALLS, CALL, SEPARATOR, CALL_ENDS, CALLS_END, "```json"]
 PIECES += [', "arguments": {', "[", "]", ",", ";", '"', "\\", "f", "[ARGS]", " ", "text", "é"]
 
 
@@ -350,7 +406,7 @@ def test_any_text_gives_the_same_whole_or_letter_by_letter(parts: list[str], for
     assert parsed(form, [text]) == parsed(form, list(text)) == parsed(form, parts)
 
 
-@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "llama3", "mistral"])
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "llama3", "mistral", "deepseek"])
 @given(text=st.text(alphabet="ab <>|[]{}\":,'\n", max_size=40))
 def test_text_without_a_tools_name_stays_as_it_is(form: Format, text: str) -> None:
     assert parsed(form, [text]) == (text, [])
@@ -368,6 +424,7 @@ def test_the_form_of_calls_is_that_of_the_template() -> None:
     assert format_of("<tool_call>\n<function=example>") == "qwen3_coder"
     assert format_of("[AVAILABLE_TOOLS] [TOOL_CALLS]") == "mistral"
     assert format_of("{{ tools }} <|start_header_id|>ipython") == "llama3"
+    assert format_of("{{ tools }} " + CALL) == "deepseek"
     assert format_of("{{ messages }}") is None
 
 
@@ -426,9 +483,10 @@ def test_a_value_between_tags_is_of_a_type_that_its_schema_allows(
     assert json.loads(calls[0][1]) == {key: value}
 
 
-@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "llama3", "mistral"])
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "llama3", "mistral", "deepseek"])
 def test_endless_space_before_a_call_is_content(form: Format) -> None:
-    text = {"llama3": ""}.get(form, BEGINS[form]) + " " * 5000
+    text = {"llama3": ""}.get(form, BEGINS[form][0]) + " " * 5000
     assert parsed(form, [text]) == parsed(form, list(text)) == (text, [])
-    call = '{"name": "f"}' if form != "qwen3_coder" else "<function=f>"
+    calls = {"qwen3_coder": "<function=f>", "deepseek": f"f{SEPARATOR}" + "{}"}
+    call = calls.get(form, '{"name": "f"}')
     assert parsed(form, [text + call]) == parsed(form, list(text + call)) == (text + call, [])

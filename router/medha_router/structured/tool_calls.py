@@ -6,6 +6,9 @@
     llama3    <|python_tag|>{"name": …, "parameters": {…}}; {…}               Llama 3
     mistral   text [TOOL_CALLS][{"name": …, "arguments": {…}}, …]             Mistral
               text [TOOL_CALLS]name[CALL_ID]id[ARGS]{…}                       Mistral, newer
+    deepseek  text <｜tool▁calls▁begin｜>, then for each call                  DeepSeek-V3.1
+              <｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>, or
+              … function<｜tool▁sep｜>name ```json {…}```…                     DeepSeek-V3, R1
     array     [{"name": …, "parameters": {…}}, …]                             tool_choice required
     named     {…}                                                             tool_choice by name
 
@@ -31,17 +34,30 @@ from medha_router.structured.tagged_arguments import (
 )
 from medha_router.structured.tools import Tools
 
-Format = Literal["hermes", "qwen3_coder", "llama3", "mistral", "array", "named"]
+Format = Literal["hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "array", "named"]
+CALL, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 BEGINS = {
-    "hermes": "<tool_call>",
-    "qwen3_coder": "<tool_call>",
-    "mistral": "[TOOL_CALLS]",
-    "llama3": "<|python_tag|>",
+    "hermes": ("<tool_call>",),
+    "qwen3_coder": ("<tool_call>", FUNCTION),
+    "mistral": ("[TOOL_CALLS]",),
+    "llama3": ("<|python_tag|>",),
+    "deepseek": ("<｜tool▁calls▁begin｜>", CALL),
 }
-ENDS = "</tool_call>"
-MARKS = (*dict.fromkeys(BEGINS.values()), ENDS, "[ARGS]", "[CALL_ID]")
+ENDS = {
+    "hermes": ("</tool_call>",),
+    "qwen3_coder": ("</tool_call>",),
+    "deepseek": ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+}
+MARKS = tuple(
+    dict.fromkeys(
+        mark for marks in (*BEGINS.values(), *ENDS.values()) for mark in marks if mark != FUNCTION
+    )
+)
+MARKS += ("[ARGS]", "[CALL_ID]", SEPARATOR)
 """Tokens that stand around calls; some tokenizers hold them for special and print nothing."""
 ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
+SKIPPED = {"hermes": "}", "llama3": ";", "mistral": ",]", "deepseek": "`", "array": "[,]"}
+"""What may stand after the object of a call; models of Hermes' form close one too many."""
 MAX_HEAD_CHARS = 4096
 
 
@@ -51,6 +67,8 @@ def format_of(template: str) -> Format | None:
         return "qwen3_coder" if FUNCTION in template else "hermes"
     if "[TOOL_CALLS]" in template:
         return "mistral"
+    if CALL in template:
+        return "deepseek"
     if "ipython" in template and "tools" in template:
         return "llama3"
     return None
@@ -127,7 +145,7 @@ class ToolCallParser:
     def _start(self) -> bool:
         """Decide if an output of Llama 3 is a call: it then begins with one."""
         stripped = self._text.lstrip(SPACE)
-        begin = BEGINS["llama3"]
+        (begin,) = BEGINS["llama3"]
         if len(self._text) - len(stripped) >= MAX_HEAD_CHARS:
             self._state = "rest"
         elif stripped.startswith((begin, "{")):
@@ -142,7 +160,7 @@ class ToolCallParser:
 
     def _in_content(self) -> bool:
         """Release content up to a mark that begins calls."""
-        begins = [BEGINS[self._form], *([FUNCTION] if self._form == "qwen3_coder" else ())]
+        begins = BEGINS[self._form]
         places = [(at, begin) for begin in begins if (at := self._text.find(begin)) >= 0]
         at, begin = min(places, default=(-1, ""))
         if at < 0:
@@ -166,19 +184,25 @@ class ToolCallParser:
             return self._tagged_head(
                 FUNCTION + self._text if self._prefix == FUNCTION else stripped
             )
-        if stripped[0] == "{" or (stripped[0] == "[" and self._form == "mistral"):
+        openings = {"hermes": "{", "mistral": "{["}.get(self._form, "")
+        if stripped[0] in openings:
             rest = stripped.removeprefix("[")
             self._prefix += self._text[: len(self._text) - len(rest)]
             self._text, self._state = rest, "between"
             return True
+        if self._form == "hermes":
+            return self._no_call()
         name, brace, _ = stripped.partition("{")
-        name = name.strip(SPACE)
-        if self._form == "mistral" and not brace and len(name) < MAX_HEAD_CHARS:
+        if not brace and len(name) < MAX_HEAD_CHARS:
             return False
-        name = name.removesuffix(ARGUMENTS).partition(CALL_ID)[0].strip(SPACE)
-        if self._form == "mistral" and brace and name in self._names:
-            self._text, self._prefix = stripped[stripped.index("{") :], ""
-            self._object = _CallObject(self._open(name))
+        if self._form == "deepseek":
+            kind, _, after = name.removeprefix(CALL).partition(SEPARATOR)
+            name = after.strip(SPACE).removesuffix("```json").strip(SPACE) or kind
+        else:
+            name = name.strip(SPACE).removesuffix(ARGUMENTS).partition(CALL_ID)[0]
+        if brace and name.strip(SPACE) in self._names:
+            self._text = stripped[stripped.index("{") :]
+            self._object = _CallObject(self._open(name.strip(SPACE)))
             self._state = "object"
             return True
         return self._no_call()
@@ -225,14 +249,14 @@ class ToolCallParser:
 
     def _between(self) -> bool:
         """Skip what stands between two calls; begin the next."""
-        skipped = {"llama3": ";", "mistral": ",]", "array": "[,]"}.get(self._form, "")
+        skipped = SKIPPED.get(self._form, "")
         rest = self._text.lstrip(SPACE + skipped)
         if self._prefix:
             self._prefix += self._text[: len(self._text) - len(rest)]
         self._text = rest
         if not rest:
             return False
-        if self._text[0] == "{" and self._form != "qwen3_coder":
+        if self._text[0] == "{" and self._form not in ("qwen3_coder", "deepseek"):
             self._object, self._state = _CallObject(None), "object"
             return True
         if self._prefix:
@@ -240,13 +264,15 @@ class ToolCallParser:
             self._prefix, self._state = "", "content" if self._form in BEGINS else "rest"
             self._state = "rest" if self._form == "llama3" else self._state
             return True
-        if BEGINS.get(self._form) == BEGINS["hermes"]:
-            if ENDS.startswith(self._text):
-                return False
-            self._text = self._text.removeprefix(ENDS)
-            self._state = "content"
-            return True
-        self._state = "content" if self._form == "mistral" else "rest"
+        ends = ENDS.get(self._form, ())
+        if any(mark.startswith(self._text) and mark != self._text for mark in ends):
+            return False
+        for mark in ends:
+            if self._text.startswith(mark):
+                self._text = self._text.removeprefix(mark)
+                self._state = "content" if mark == ends[-1] else "between"
+                return True
+        self._state = "rest" if self._form in ("llama3", "array") else "content"
         return True
 
     def _in_object(self) -> bool:
@@ -336,8 +362,14 @@ class _CallObject:
         return arguments
 
     def scan(self, text: str) -> int:
-        """Scan `text` up to the object's name or end; returns the number of characters used."""
+        """Scan `text` up to the object's name or end; returns the number of characters used.
+
+        A mark ends a call whose model left a brace out.
+        """
         for index, letter in enumerate(text):
+            if letter == "<" and self.named and not self._string:
+                self.done = True
+                return index
             self._letter(letter)
             if self.number is None:
                 self.seen += letter
@@ -371,6 +403,7 @@ class _CallObject:
             self._close_value()
             self._depth -= 1
             self.done = self._depth == 0
+            self._complete = self._complete or (self._depth == 1 and self.any_arguments)
         elif top and letter == ":":
             self._value, self._token = True, ""
         elif top and letter == ",":
