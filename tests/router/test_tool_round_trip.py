@@ -84,6 +84,24 @@ def test_a_stream_of_calls_is_the_whole_answer_in_parts(hermes: Any, text: str) 
     assert [(call["name"], call["arguments"]) for call in calls] == expected
 
 
+@pytest.mark.parametrize("call", [CALL, f"{CALL} {CALL}\n{CALL}"])
+def test_without_parallel_calls_the_first_counts(hermes: Any, call: str) -> None:
+    request: dict[str, Any] = {"model": "tiny", "messages": ask(f"Hm. {call}"), "tools": [WEATHER]}
+    request["parallel_tool_calls"] = False
+    create = hermes.client.chat.completions.create
+    choice = create(**request).choices[0]
+    assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "tool_calls"
+    content, calls, finish = gathered(create(**request, stream=True))
+    assert content == choice.message.content == "Hm. " and finish == "tool_calls"
+    arguments = choice.message.tool_calls[0].function.arguments
+    assert [call["arguments"] for call in calls] == [arguments]
+    tool: Any = {"type": "function", "name": "get_weather"}
+    answer = hermes.client.responses.create(
+        model="tiny", input=f"say {call}", tools=[tool], parallel_tool_calls=False
+    )
+    assert [item.type for item in answer.output] == ["function_call"]
+
+
 def test_arguments_are_streamed_as_they_are_written(hermes: Any) -> None:
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "' + "x" * 60 + '"}}'
     stream = hermes.client.chat.completions.create(

@@ -112,8 +112,7 @@ class ToolCallParser:
         self._text += text
         while self._text and self._step():
             pass
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        return self._taken()
 
     def end(self, finish: str) -> list[TextPart]:
         """Return what is left when the output ends; `length`: a call that was cut stays open."""
@@ -124,8 +123,12 @@ class ToolCallParser:
         if self._state in ("content", "head", "start"):
             self._content(self._text)
         self._text = ""
+        return self._taken()
+
+    def _taken(self) -> list[TextPart]:
+        """Take the pieces; without parallel calls, the first call counts, as in vLLM."""
         pieces, self._pieces = self._pieces, []
-        return pieces
+        return pieces if self._tools.parallel else [piece for piece in pieces if not piece.call]
 
     def _step(self) -> bool:
         """Take one step; False if more text is needed."""
