@@ -25,7 +25,7 @@ from medha.fleet.dispatcher import Dispatcher
 from medha.messages import Hello
 from medha.request import SloClass
 from medha_router.generation import Generation
-from medha_router.protocol import SloOverride
+from medha_router.protocol import PromptEnd, SloOverride
 from medha_router.replicas import FILES, ConnectedReplica
 from medha_router.structured.tool_calls import Format
 from medha_router.tokenization.detokenizer import Vocabulary
@@ -80,7 +80,7 @@ class ModelVersion:
         tools: bytes = b"",
         template_values: bytes = b"",
         special: bool = True,
-        generation_prompt: bool = True,
+        ending: PromptEnd = "reply",
         limit_tokens: int = 0,
     ) -> Encode:
         """Return the tokenizer job for a prompt of this version, of at most `limit_tokens`."""
@@ -91,7 +91,7 @@ class ModelVersion:
             page_tokens=self.hello.page_tokens,
             salt=salt,
             add_special_tokens=special,
-            generation_prompt=generation_prompt,
+            ending=ending,
             texts=texts,
             limit_tokens=limit_tokens,
             vocab=self.hello.shape.vocab,

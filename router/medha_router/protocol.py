@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeGuard, TypeVar
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 import msgspec
 from msgspec import structs
@@ -28,6 +28,7 @@ MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
+MAX_SALT_CHARS = 256
 MAX_DETOKENIZED = 1 << 20
 MAX_SHOWN_CHARS = 60
 SHOWN_BODY_BYTES = 64 << 10
@@ -48,6 +49,9 @@ TPOT_HEADERS = ("x-medha-slo-tpot-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 CLASS_HEADER = "x-medha-class"
 MAX_TARGET_MS = 24 * 3600 * 1000.0
 
+PromptEnd = Literal["reply", "bare", "continued"]
+"""How a chat's prompt ends: where the assistant's reply begins, after the last message, or within
+it, so that the output continues it."""
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] | None
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -59,13 +63,10 @@ ModelName = Annotated[str, msgspec.Meta(max_length=253)] | None
 
 # Fields that would change the output if they were supported, and the values that change nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
-    "cache_salt": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
     "ec_transfer_params": ({},),
@@ -74,7 +75,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "guided_decoding_backend": ("auto", "guidance"),
     "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
     "kv_transfer_params": ({},),
     "length_penalty": (1, 1.0),
     "logprob_token_ids": ([],),
@@ -87,12 +87,9 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "reasoning_effort": ("none",),
     "repetition_detection": (),
     "return_prompt_text": (False,),
-    "return_token_ids": (False,),
     "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
     "routed_experts_prompt_start": (0,),
     "service_tier": ("auto", "default", "standard_only"),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "store": (False,),
     "stream_interval": (1,),
@@ -113,14 +110,18 @@ COMPLETION_UNSUPPORTED = UNSUPPORTED | {
 # Fields of completions that vLLM reads in a chat, too.
 OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"best_of": (1,), "echo": (False,)}
 # Fields of chats, and what a completion calls them.
-OF_CHATS = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
+OF_CHATS = {
+    "max_completion_tokens": "max_tokens",
+    "top_logprobs": "logprobs",
+    "add_generation_prompt": "",
+    "continue_final_message": "",
+}
 TOKENIZE_UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "return_token_strs": (False,),
     **{
         name: UNSUPPORTED[name]
         for name in (
             "chat_template",
-            "continue_final_message",
             "mm_processor_kwargs",
         )
     },
@@ -138,15 +139,12 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that are refused unless they have a default value; raw JSON, which costs nothing."""
 
-    add_generation_prompt: RawJson = msgspec.UNSET
     add_special_tokens: RawJson = msgspec.UNSET
     allowed_token_ids: RawJson = msgspec.UNSET
     audio: RawJson = msgspec.UNSET
     bad_words: RawJson = msgspec.UNSET
-    cache_salt: RawJson = msgspec.UNSET
     chat_template: RawJson = msgspec.UNSET
     chat_template_kwargs: RawJson = msgspec.UNSET
-    continue_final_message: RawJson = msgspec.UNSET
     documents: RawJson = msgspec.UNSET
     early_stopping: RawJson = msgspec.UNSET
     ec_transfer_params: RawJson = msgspec.UNSET
@@ -155,7 +153,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     guided_decoding_backend: RawJson = msgspec.UNSET
     guided_whitespace_pattern: RawJson = msgspec.UNSET
     include_reasoning: RawJson = msgspec.UNSET
-    include_stop_str_in_output: RawJson = msgspec.UNSET
     kv_transfer_params: RawJson = msgspec.UNSET
     length_penalty: RawJson = msgspec.UNSET
     logprob_token_ids: RawJson = msgspec.UNSET
@@ -168,12 +165,9 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_effort: RawJson = msgspec.UNSET
     repetition_detection: RawJson = msgspec.UNSET
     return_prompt_text: RawJson = msgspec.UNSET
-    return_token_ids: RawJson = msgspec.UNSET
     return_token_offsets: RawJson = msgspec.UNSET
-    return_tokens_as_token_ids: RawJson = msgspec.UNSET
     routed_experts_prompt_start: RawJson = msgspec.UNSET
     service_tier: RawJson = msgspec.UNSET
-    skip_special_tokens: RawJson = msgspec.UNSET
     spaces_between_special_tokens: RawJson = msgspec.UNSET
     store: RawJson = msgspec.UNSET
     stream_interval: RawJson = msgspec.UNSET
@@ -210,6 +204,13 @@ class Body(Unsupported, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=32)] | None = None
     prompt_logprobs: PromptLogprobCount = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     response_format: RawJson = msgspec.UNSET
     structured_outputs: RawJson = msgspec.UNSET
     guided_json: RawJson = msgspec.UNSET
@@ -254,7 +255,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     tools: RawJson = msgspec.UNSET
     chat_template: RawJson = msgspec.UNSET
     chat_template_kwargs: RawJson = msgspec.UNSET
-    continue_final_message: RawJson = msgspec.UNSET
+    continue_final_message: bool | None = None
     mm_processor_kwargs: RawJson = msgspec.UNSET
     return_token_strs: RawJson = msgspec.UNSET
 
@@ -279,9 +280,12 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     default of the endpoint holds. `sampling.seed` is 0 unless `seeded`; `sampling.stop_tokens`
     holds only those of the client. `prompt_logprobs`: of a field of their own, without those of
     `echo`. `continuous_usage`: each chunk has the usage so far. `grammar`: what the output follows,
-    unchecked. `template_values`: JSON of `chat_template_kwargs`, unchecked, or empty. `silent`:
-    sampling parameters that the client left to the checkpoint. `client_id`: the request's id as its
-    client names it, for logs.
+    unchecked. `template_values`: JSON of `chat_template_kwargs`, unchecked, or empty. `ending`: how
+    a chat's prompt ends. `cache_salt`: only requests with the same one share cached pages.
+    `shows_stop`, `shows_special`: whether the text has what ended it, and special tokens.
+    `token_ids`: the answer has the ids of all tokens; `names_ids`: its log probabilities name them
+    by id. `silent`: sampling parameters that the client left to the checkpoint. `client_id`: the
+    request's id as its client names it, for logs.
     """
 
     model: str
@@ -302,6 +306,12 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: GrammarSource | None = None
     tools: Tools | None = None
     template_values: bytes = b""
+    ending: PromptEnd = "reply"
+    cache_salt: str = ""
+    shows_stop: bool = False
+    shows_special: bool = False
+    token_ids: bool = False
+    names_ids: bool = False
     client_id: str = ""
 
     @property
@@ -320,7 +330,7 @@ class TokenizeParams(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool
     raw: bytes
     special: bool
-    opening: bool
+    ending: PromptEnd = "reply"
     tools: bytes = b""
     template_values: bytes = b""
 
@@ -438,7 +448,11 @@ def read_tokenize(data: bytes | bytearray) -> TokenizeParams:
     tools = read_tools(body.tools, msgspec.UNSET, None)
     values = template_values(body.chat_template_kwargs)
     has_values = b"".join(values.split()) not in (b"", b"{}")
-    for field, is_used in (("tools", tools is not None), ("chat_template_kwargs", has_values)):
+    for field, is_used in (
+        ("tools", tools is not None),
+        ("chat_template_kwargs", has_values),
+        ("continue_final_message", body.continue_final_message),
+    ):
         if is_used and not chat:
             raise RequestError(
                 f"{field} has no effect on a prompt: give messages, or leave it out",
@@ -450,7 +464,7 @@ def read_tokenize(data: bytes | bytearray) -> TokenizeParams:
         chat=chat,
         raw=given[0],
         special=body.add_special_tokens is not False,
-        opening=body.add_generation_prompt is not False,
+        ending=prompt_end(body.add_generation_prompt, body.continue_final_message),
         tools=tools.raw if tools is not None else b"",
         template_values=values if chat else b"",
     )
@@ -468,6 +482,20 @@ def template_values(raw: RawJson) -> bytes:
             param="chat_template_kwargs",
         )
     return bytes(raw)
+
+
+def prompt_end(generation_prompt: bool | None, continued: bool | None) -> PromptEnd:
+    """Return how the prompt of a chat ends; raises RequestError for a contradiction."""
+    if generation_prompt and continued:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt are both true: a message is either "
+            "continued or begun; leave out one",
+            code="invalid_value",
+            param="continue_final_message",
+        )
+    if continued:
+        return "continued"
+    return "bare" if generation_prompt is False else "reply"
 
 
 def is_given(raw: RawJson) -> TypeGuard[msgspec.Raw]:
@@ -527,6 +555,12 @@ def generation_params(
         grammar=_grammar(body, tools),
         tools=tools,
         template_values=template_values(body.chat_template_kwargs) if chat else b"",
+        ending=prompt_end(body.add_generation_prompt, body.continue_final_message),
+        cache_salt=body.cache_salt or "",
+        shows_stop=bool(body.include_stop_str_in_output),
+        shows_special=body.skip_special_tokens is False,
+        token_ids=bool(body.return_token_ids),
+        names_ids=bool(body.return_tokens_as_token_ids),
         silent=frozenset([name for name in DEFAULTED if getattr(body, name) is None]),
     )
 
@@ -631,7 +665,8 @@ def refuse_fields_of_others(body: Body, instead: Mapping[str, str]) -> None:
         value = getattr(body, field)
         if isinstance(value, msgspec.Raw):
             value = bytes(value) if is_given(value) else None
-        if value is None or isinstance(value, msgspec.UnsetType) or (field, value) == ("n", 1):
+        unused = value is None or value is False or isinstance(value, msgspec.UnsetType)
+        if unused or (field, value) == ("n", 1):
             continue
         if not own:
             raise unsupported(field, getattr(body, field))

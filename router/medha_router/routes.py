@@ -113,6 +113,7 @@ def _serve_generations(
                 model=client_request.params.model,
                 created=client_request.created,
                 parsers=parsers,
+                names_ids=params.names_ids,
             )
 
         return OpenAiResponse(serving(request, params), make_builder)

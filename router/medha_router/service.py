@@ -147,7 +147,7 @@ class Service:
             raw=params.raw,
             salt=self._salt(params.model or model.name, client.cache_owner),
             special=params.special,
-            generation_prompt=params.opening,
+            ending=params.ending,
             tools=params.tools,
             template_values=params.template_values,
         )
@@ -263,11 +263,12 @@ class Service:
         job = version.encode_job(
             chat=params.chat,
             raw=params.raw,
-            salt=self._salt(params.model, client_request.client.cache_owner),
+            salt=self._salt(params.model, _cache_owner(client_request)),
             texts=params.echo,
             limit_tokens=model.max_context_tokens,
             tools=params.tools.raw if params.tools is not None else b"",
             template_values=params.template_values,
+            ending=params.ending,
         )
         return await self.tokens.encode(job, client_request.client.owner)
 
@@ -327,7 +328,7 @@ class Service:
         stop_tokens = self._stop_tokens(params, version)
         settings = self._with_defaults(params, version)
         seed = params.sampling.seed if params.seeded else self._draw_bits(63)
-        salt = self._salt(params.model, client_request.client.cache_owner)
+        salt = self._salt(params.model, _cache_owner(client_request))
         _check_size(params, prompts)
         for position, prompt in enumerate(prompts):
             if params.sampling.prompt_logprobs is not None:
@@ -495,7 +496,7 @@ def _output_stream(
 ) -> OutputStream:
     if version.vocabulary is None:
         raise Refusal("no_replica", "the replicas of this model are gone: retry later")
-    shown = MARKS if params.calls_tools else ()
+    shown = None if params.shows_special else MARKS if params.calls_tools else ()
     return OutputStream(
         version.vocabulary,
         params.stops,
@@ -504,7 +505,14 @@ def _output_stream(
         offset=len(prompt.text or "") if params.echo else 0,
         empty=params.max_output_tokens == 0,
         min_tokens=params.sampling.min_tokens,
+        shows_stop=params.shows_stop,
     )
+
+
+def _cache_owner(client_request: ClientRequest) -> str:
+    """Return who shares cached pages: of one owner, requests with the same salt."""
+    owner, salt = client_request.client.cache_owner, client_request.params.cache_salt
+    return f"\0{len(owner)}:{owner}{salt}" if salt else owner
 
 
 def _check_size(params: GenerationParams, prompts: Sequence[Prompt]) -> None:

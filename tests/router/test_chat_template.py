@@ -38,7 +38,7 @@ NULL_CONTENT = """{% for m in messages -%}
 
 def render(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
     read = read_messages(json.dumps(messages).encode())
-    return ChatTemplate(template.encode(), b"").render(read, generation_prompt=False, **options)
+    return ChatTemplate(template.encode(), b"").render(read, ending="bare", **options)
 
 
 def config(*templates: tuple[str, str]) -> bytes:
@@ -51,9 +51,9 @@ def test_a_prompt_with_tools_has_the_template_for_them() -> None:
         b"", config(("default", PLAIN), ("tool_use", WITH_TOOLS), ("rag", "{%"))
     )
     tools = json.dumps(TOOLS).encode()
-    shown = template.render([USER], generation_prompt=True, tools=tools)
+    shown = template.render([USER], tools=tools)
     assert shown == json.dumps(TOOLS) + " in <tool_call>s <user>hi"
-    assert template.render([USER], generation_prompt=True) == "<user>hi"
+    assert template.render([USER]) == "<user>hi"
     assert template.tool_calls == "hermes"
 
 
@@ -90,7 +90,7 @@ def test_a_template_that_raises_refuses_the_messages_and_loads(fault: str) -> No
     template = ChatTemplate(("<tool_call>" + fault).encode(), b"")
     assert template.tool_calls == "hermes"
     with pytest.raises(RequestError, match="refuses these messages"):
-        template.render([USER], generation_prompt=True)
+        template.render([USER])
 
 
 def test_tools_that_no_template_prints_are_refused_for_the_model(served: Any) -> None:

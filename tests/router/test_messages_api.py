@@ -16,6 +16,7 @@ from anthropic.types import Message
 
 from medha.messages import Failed
 
+CALLED = {"type": "tool_use", "id": "c", "name": "get_weather", "input": {}}
 WEATHER: dict[str, Any] = {
     "name": "get_weather",
     "description": "Weather of a city",
@@ -220,7 +221,7 @@ def test_tokens_are_counted_as_a_message_uses_them(client: anthropic.Anthropic) 
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [*ask("x"), {"role": "assistant", "content": "{"}]}, "messages[1]"),
+        ({"messages": [*ask("x"), {"role": "assistant", "content": [CALLED]}]}, "messages[1]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "messages[0].content[0]",

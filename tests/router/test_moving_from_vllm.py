@@ -37,7 +37,7 @@ def completion(served: Running, text: str = "say abcdef", **fields: Any) -> Any:
 
 def prompt(template: bytes, *messages: dict[str, Any]) -> str:
     plain = read_messages(json.dumps(messages).encode())
-    return ChatTemplate(template, b"").render(plain, generation_prompt=True)
+    return ChatTemplate(template, b"").render(plain)
 
 
 # --- the output -----------------------------------------------------------------------------------

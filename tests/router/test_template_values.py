@@ -17,9 +17,7 @@ TEMPLATE = b"{{ messages | length }} {{ mode | default('usual') }} {{ depth | de
 
 def render(values: Any) -> str:
     raw = values if isinstance(values, bytes) else json.dumps(values).encode()
-    return ChatTemplate(TEMPLATE, b'{"bos_token": "<s>"}').render(
-        MESSAGES, generation_prompt=True, values=raw
-    )
+    return ChatTemplate(TEMPLATE, b'{"bos_token": "<s>"}').render(MESSAGES, values=raw)
 
 
 def text_of(router: Running, **fields: Any) -> str:

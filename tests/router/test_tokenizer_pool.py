@@ -510,7 +510,7 @@ def test_a_template_has_what_hugging_face_templates_expect() -> None:
     )
     config = json.dumps({"bos_token": {"content": "<s>"}}).encode()
     text = ChatTemplate(source, config).render(
-        [{"role": "user", "content": "é"}, {"role": "tool", "content": "x"}], generation_prompt=True
+        [{"role": "user", "content": "é"}, {"role": "tool", "content": "x"}]
     )
     assert text == '<s>{"role": "user", "content": "é"}!>20'
 
@@ -525,7 +525,7 @@ def test_the_template_of_the_config_is_used_without_a_template_file() -> None:
             ]
         }
     )
-    assert ChatTemplate(b"", config.encode()).render(MESSAGES, generation_prompt=False) == "D"
+    assert ChatTemplate(b"", config.encode()).render(MESSAGES, ending="bare") == "D"
 
 
 @pytest.mark.parametrize(
@@ -570,12 +570,12 @@ def test_an_invalid_template_is_reported_in_one_line(
 def test_a_refusing_template_is_the_clients_error() -> None:
     template = ChatTemplate(b"{{ raise_exception('roles must alternate') }}", b"")
     with pytest.raises(RequestError, match="roles must alternate"):
-        template.render(MESSAGES, generation_prompt=True)
+        template.render(MESSAGES)
 
 
 def test_a_model_without_a_template_names_the_route_to_use() -> None:
     with pytest.raises(RequestError, match="/v1/completions"):
-        ChatTemplate(b"", b"").render(MESSAGES, generation_prompt=True)
+        ChatTemplate(b"", b"").render(MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -584,7 +584,7 @@ def test_a_model_without_a_template_names_the_route_to_use() -> None:
 )
 def test_a_template_cannot_reach_out_of_its_sandbox(attack: str) -> None:
     with pytest.raises(RequestError, match="refuses"):
-        ChatTemplate(attack.encode(), b"").render(MESSAGES, generation_prompt=True)
+        ChatTemplate(attack.encode(), b"").render(MESSAGES)
 
 
 def test_token_bytes_are_little_endian_int32(pool: TokenizerPool) -> None:

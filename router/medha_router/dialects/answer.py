@@ -55,7 +55,7 @@ class AnswerResponse(GenerationResponse):
                 finish = delta.finish
         return (answer.whole(),)
 
-    def _opening(self, request: ClientRequest) -> bytes:
+    async def _opening(self, request: ClientRequest) -> bytes:
         self._answer = self._make_answer(request)
         return self._answer.opening()
 
@@ -69,6 +69,8 @@ class AnswerResponse(GenerationResponse):
         return b"".join(block), ended
 
     def _failure(self, error: ApiError) -> bytes:
+        if self._answer is None and self._request is not None:  # nothing but keep-alives was sent
+            self._answer = self._make_answer(self._request)
         return super()._failure(error) if self._answer is None else self._answer.failure(error)
 
 

@@ -38,9 +38,9 @@ class Conversation:
         self._messages.append({"role": "tool", "tool_call_id": id, "content": content})
 
     @property
-    def last_role(self) -> str:
-        """Role of the last message; empty without messages."""
-        return str(self._messages[-1]["role"]) if self._messages else ""
+    def calls_last(self) -> bool:
+        """True if the last message calls tools."""
+        return bool(self._messages) and "tool_calls" in self._messages[-1]
 
     def raw(self) -> bytes:
         """Return the JSON of the messages."""

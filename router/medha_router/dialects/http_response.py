@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -23,11 +24,14 @@ from medha.messages import from_bytes
 from medha_router import api_errors
 from medha_router.bodies import SENT_BYTES, send_body
 from medha_router.dialects.openai_answer import (
+    NO_FIELDS,
     ResponseBuilder,
     StopReason,
     Timing,
+    TokenIds,
     TokenUsage,
     error_event,
+    json_ids,
     prompt_logprobs,
 )
 from medha_router.generation import ClientRequest, Generation
@@ -130,15 +134,16 @@ class GenerationResponse(Response, abc.ABC):
 
     async def _stream(self, request: ClientRequest, send: Send) -> None:
         await asyncio.sleep(0)  # the request is published first
-        opening, headers, ended = self._opening(request), _event_headers(request), False
+        opening, headers, ended = None, _event_headers(request), False
         while not ended:
             deltas = await request.next(self._keepalive_s)
+            if deltas and opening is None:
+                opening = await self._opening(request)
             echoed = await self._echo(request, deltas)
             for place, some in enumerate(_turns([*echoed, *deltas])):
-                events, ended = self._events(request, some)
-                if not deltas:
-                    events = KEEPALIVE
-                else:
+                events = KEEPALIVE
+                if opening is not None and deltas:
+                    events, ended = self._events(request, some)
                     events = opening + events
                     if not events:
                         continue
@@ -158,7 +163,7 @@ class GenerationResponse(Response, abc.ABC):
         """Return the body of a whole answer, in parts."""
 
     @abc.abstractmethod
-    def _opening(self, request: ClientRequest) -> bytes:
+    async def _opening(self, request: ClientRequest) -> bytes:
         """Return the events before the output."""
 
     async def _echo(self, request: ClientRequest, deltas: Deltas) -> Deltas:
@@ -203,6 +208,8 @@ class OpenAiResponse(GenerationResponse):
         self._builder: ResponseBuilder | None = None
         self._open_generations = 0
         self._echoed: set[int] = set()
+        self._prompt_ids: list[msgspec.Raw] = []
+        self._sent_ids: dict[int, int] = {}
 
     async def _whole(self, request: ClientRequest) -> Sequence[bytes]:
         count = len(request.generations)
@@ -234,18 +241,31 @@ class OpenAiResponse(GenerationResponse):
             timing(request),
             logprobs=wanted,
             prompts=prompts,
+            ids=_token_ids(request) if self._params.token_ids else (),
         )
         return await in_turns(parts)
 
-    def _opening(self, request: ClientRequest) -> bytes:
+    async def _opening(self, request: ClientRequest) -> bytes:
         """Return the first events: the role of chat choices."""
         builder = self._builder = self._make_builder(request)
         self._open_generations = len(request.generations)
+        ids: dict[str, Any] = {}
+        if self._params.token_ids:
+            for generation in request.generations[:: self._params.n]:
+                parts = await in_turns(json_ids(from_bytes(generation.prompt.tokens)))
+                self._prompt_ids.append(msgspec.Raw(b"".join(parts)))
+            ids = {"prompt_token_ids": self._prompt_ids[0]}
         if not self._params.chat:
             return b""
         before = TokenUsage(request.prompt_tokens, 0, request.cached_tokens)
         usage = self._usage_so_far(before)
-        return b"".join(builder.opening(choice.index, usage) for choice in request.generations)
+        first, *others = request.generations
+        return b"".join(
+            [
+                builder.opening(first.index, ids | usage),
+                *(builder.opening(choice.index, usage) for choice in others),
+            ]
+        )
 
     def _usage_so_far(self, usage: TokenUsage) -> dict[str, Any]:
         """Return the field `usage` of a chunk with choices, if it has one."""
@@ -264,15 +284,27 @@ class OpenAiResponse(GenerationResponse):
             extra: dict[str, Any] = {"x_medha": timing(request)} if last else {}
             extra |= self._usage_so_far(_usage(request))
             reason = _stop_reason(request, index) if delta.finish else None
-            block.append(
-                builder.chunk(index, delta, logprobs=logprobs, extra=extra, stop_reason=reason)
+            ids = self._new_ids(request, index) if params.token_ids else NO_FIELDS
+            event = builder.chunk(
+                index, delta, logprobs=logprobs, extra=extra, fields=ids, stop_reason=reason
             )
+            if event and ids:
+                self._sent_ids[index] += len(ids["token_ids"])
+            block.append(event)
         ended = not self._open_generations
         if ended:
             if params.include_usage:
                 block.append(builder.usage(_usage(request), {"x_medha": timing(request)}))
             block.append(DONE)
         return b"".join(block), ended
+
+    def _new_ids(self, request: ClientRequest, index: int) -> dict[str, Any]:
+        """Return the fields of a choice with the tokens since its last chunk."""
+        begun, sent = index in self._sent_ids, self._sent_ids.setdefault(index, 0)
+        fields: dict[str, Any] = {"token_ids": request.generations[index].output.tokens[sent:]}
+        if not (begun or self._params.chat):
+            fields["prompt_token_ids"] = self._prompt_ids[index // self._params.n]
+        return fields
 
     async def _echo(self, request: ClientRequest, deltas: Deltas) -> Deltas:
         echoes: list[tuple[int, Delta]] = []
@@ -363,6 +395,13 @@ def _stop_reason(request: ClientRequest, index: int) -> StopReason:
     if output.stop is None and output.finish == "stop" and output.tokens[-1:]:
         return output.tokens[-1] if output.tokens[-1] in wanted else None
     return output.stop
+
+
+def _token_ids(request: ClientRequest) -> list[TokenIds]:
+    return [
+        TokenIds(from_bytes(generation.prompt.tokens), np.array(generation.output.tokens, np.int32))
+        for generation in request.generations
+    ]
 
 
 def _scored(generation: Generation) -> Iterator[TokenLogprob]:

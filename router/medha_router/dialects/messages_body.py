@@ -27,6 +27,7 @@ from medha_router.protocol import (
     Body,
     GenerationParams,
     ModelName,
+    PromptEnd,
     StopText,
     TokenizeParams,
     generation_params,
@@ -60,6 +61,10 @@ UNSUPPORTED_OF_TOOLS: dict[str, tuple[object, ...]] = {
     "input_examples": ([],),
 }
 INSTEAD = {
+    "add_generation_prompt": "",
+    "continue_final_message": "",
+    "return_token_ids": "",
+    "return_tokens_as_token_ids": "",
     "n": "",
     "prompt_logprobs": "",
     "max_completion_tokens": "max_tokens",
@@ -191,7 +196,7 @@ def read_messages_body(data: bytes | bytearray) -> GenerationParams:
     body = read_body(data, MessagesBody)
     refuse_unsupported(body, UNSUPPORTED)
     refuse_fields_of_others(body, INSTEAD)
-    messages, tools = _prompt(body)
+    messages, ending, tools = _prompt(body)
     output = body.output_config or OutputConfig()
     if output.effort is not None:
         raise unsupported("output_config.effort", output.effort)
@@ -209,6 +214,7 @@ def read_messages_body(data: bytes | bytearray) -> GenerationParams:
         )
     except RequestError as error:
         raise renamed(error, NAMES) from None
+    params = msgspec.structs.replace(params, ending=ending)
     if params.grammar is None:
         return params
     param = params.grammar.param.replace("response_format.json_schema", "output_config.format")
@@ -221,21 +227,21 @@ def read_count_tokens(data: bytes | bytearray) -> TokenizeParams:
     """Read the body of a count of tokens; raises RequestError."""
     body = read_body(data, CountTokensBody)
     refuse_unsupported(body, {name: UNSUPPORTED[name] for name in COUNTED})
-    messages, tools = _prompt(body)
+    messages, ending, tools = _prompt(body)
     return TokenizeParams(
         model=body.model or "",
         chat=True,
         raw=messages,
         special=True,
-        opening=True,
+        ending=ending,
         tools=tools.raw if tools is not None else b"",
         template_values=template_values(body.chat_template_kwargs),
     )
 
 
-def _prompt(body: MessagesBody | CountTokensBody) -> tuple[bytes, Tools | None]:
-    """Return the JSON of a chat's messages, and the tools that it may call."""
-    return _messages(body), _tools(body)
+def _prompt(body: MessagesBody | CountTokensBody) -> tuple[bytes, PromptEnd, Tools | None]:
+    """Return the JSON of a chat's messages, how its prompt ends, and the tools that it may call."""
+    return *_messages(body), _tools(body)
 
 
 def _tools(body: MessagesBody | CountTokensBody) -> Tools | None:
@@ -267,7 +273,7 @@ def _chat_tool(tool: CustomTool, where: str) -> dict[str, Any]:
     return function_tool(tool.name, tool.description, tool.input_schema)
 
 
-def _messages(body: MessagesBody | CountTokensBody) -> bytes:
+def _messages(body: MessagesBody | CountTokensBody) -> tuple[bytes, PromptEnd]:
     raw = bytes(body.messages)
     check_values(raw, "messages")
     conversation = Conversation()
@@ -279,12 +285,10 @@ def _messages(body: MessagesBody | CountTokensBody) -> bytes:
     messages = read_body(b'{"messages":' + raw + b"}", _Messages).messages
     for index, message in enumerate(messages):
         _add(conversation, message, f"messages[{index}].content")
-    if conversation.last_role == "assistant":
-        raise content_error(
-            f"messages[{len(messages) - 1}]",
-            "is of the assistant: a message cannot be continued; end with one of the user",
-        )
-    return conversation.raw()
+    last = f"messages[{len(messages) - 1}]"
+    if conversation.calls_last:
+        raise content_error(last, "calls tools: a call has a result; end with one of the user")
+    return conversation.raw(), "continued" if messages[-1].role == "assistant" else "reply"
 
 
 def _add(conversation: Conversation, message: Turn, where: str) -> None:

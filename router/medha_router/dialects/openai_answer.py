@@ -7,10 +7,12 @@ TTFT). It stands in whole answers and in the last chunk of a stream.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from medha.messages import Logprob, from_bytes
 from medha_router.generation import Generation
@@ -19,8 +21,13 @@ from medha_router.tokenization.detokenizer import Delta, TokenLogprob
 from medha_router.turns import taken
 
 StopReason = str | int | None
+TOKEN_ID = "token_id:%d"
+"""Name of a token by its id, as vLLM spells it."""
+NO_FIELDS: Mapping[str, Any] = {}
 PARSED_CHARS = 2048
 """Text of a whole answer that is searched for calls in one turn."""
+IDS_PART = 8192
+"""Token ids that become JSON in one turn."""
 TEXT_CHUNK_END = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
 
@@ -48,10 +55,18 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float | None
 
 
+class TokenIds(msgspec.Struct, frozen=True):
+    """Tokens of a choice and of its prompt, int32."""
+
+    prompt: npt.NDArray[np.int32]
+    output: npt.NDArray[np.int32]
+
+
 class ResponseBuilder:
     """Builds the JSON objects of one response, each with its id, model and creation time.
 
-    `parsers` find the calls of tools in each choice of a chat that has tools.
+    `parsers` find the calls of tools in each choice of a chat that has tools. If `names_ids`, log
+    probabilities name tokens by id, as vLLM's `return_tokens_as_token_ids` asks.
     """
 
     def __init__(
@@ -62,11 +77,12 @@ class ResponseBuilder:
         model: str,
         created: int,
         parsers: Sequence[ToolCallParser] = (),
+        names_ids: bool = False,
     ) -> None:
         self._chat, self._request_id, self._parsers = chat, id, parsers
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{id}"
         self._model, self._created = model, created
-        self._writes_text = chat and not parsers
+        self._writes_text, self._names_ids = chat and not parsers, names_ids
         # Each chunk begins with the same fields.
         head = self._head("chat.completion.chunk" if chat else "text_completion")
         self._chunk_head = b"data: " + msgspec.json.encode(head)[:-1] + b","
@@ -83,13 +99,16 @@ class ResponseBuilder:
         *,
         logprobs: bool,
         extra: dict[str, Any],
+        fields: Mapping[str, Any] = NO_FIELDS,
         stop_reason: StopReason = None,
     ) -> bytes:
-        """Return a chunk of text, or nothing if none is decided. `extra`: more top-level fields."""
+        """Return a chunk of text, or nothing if none is decided. `extra`: more top-level fields,
+        `fields`: more of the choice."""
         finish = delta.finish
-        if finish is None and delta.text and not (logprobs or extra) and self._writes_text:
+        further = logprobs or extra or fields
+        if finish is None and delta.text and not further and self._writes_text:
             return self._text_chunk(index, delta.text)
-        choice: dict[str, Any] = {"index": index}
+        choice: dict[str, Any] = {"index": index, **fields}
         if self._parsers:
             choice["delta"] = self._delta_with_calls(index, delta)
             finish = self._finish_with_calls(index, finish)
@@ -163,11 +182,13 @@ class ResponseBuilder:
         *,
         logprobs: bool,
         prompts: Sequence[Iterator[bytes]] = (),
+        ids: Sequence[TokenIds] = (),
     ) -> Iterator[bytes]:
         """Yield the parts of a response from text, log probabilities, finish and stop reason of
         each choice.
 
-        `prompts`: JSON of vLLM's `prompt_logprobs` of each choice, if requested.
+        `prompts`: JSON of vLLM's `prompt_logprobs` of each choice, if requested; `ids`: the tokens
+        of each.
         """
         head = self._head("chat.completion" if self._chat else "text_completion")
         yield msgspec.json.encode(head)[:-1] + b',"choices":['
@@ -199,12 +220,21 @@ class ResponseBuilder:
             if prompts and not self._chat:
                 yield b',"prompt_logprobs":'
                 yield from prompts[index]
+            if ids:
+                yield b',"token_ids":'
+                yield from json_ids(ids[index].output)
+            if ids and not self._chat:
+                yield b',"prompt_token_ids":'
+                yield from json_ids(ids[index].prompt)
             yield b"}"
         fields = {"usage": usage.shape(), "x_medha": timing}
         yield b"]," + msgspec.json.encode(fields)[1:-1]
         if prompts and self._chat:
             yield b',"prompt_logprobs":'
             yield from prompts[0]
+        if ids and self._chat:
+            yield b',"prompt_token_ids":'
+            yield from json_ids(ids[0].prompt)
         yield b"}"
 
     def _logprob_parts(self, entries: list[TokenLogprob]) -> Iterator[bytes]:
@@ -231,7 +261,9 @@ class ResponseBuilder:
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self._chat:
             return {"content": [self._chat_logprob(entry) for entry in entries], "refusal": None}
-        spellings = [_completion_spellings(entry) for entry in entries]
+        spellings = [
+            _ids_of(entry) if self._names_ids else _completion_spellings(entry) for entry in entries
+        ]
         return {
             "tokens": [texts[entry.token] for entry, texts in zip(entries, spellings, strict=True)],
             "token_logprobs": [
@@ -249,9 +281,14 @@ class ResponseBuilder:
 
     def _chat_logprob(self, entry: TokenLogprob) -> dict[str, Any]:
         logprob = entry.logprob or Logprob(0.0)
-        top = [_spelling(entry, token) | {"logprob": value} for token, value in logprob.top]
-        chosen = _spelling(entry, entry.token) | {"logprob": logprob.chosen}
+        top = [self._spelling(entry, token) | {"logprob": value} for token, value in logprob.top]
+        chosen = self._spelling(entry, entry.token) | {"logprob": logprob.chosen}
         return chosen | {"top_logprobs": top}
+
+    def _spelling(self, entry: TokenLogprob, token: int) -> dict[str, Any]:
+        spelling = entry.vocabulary.bytes_of(token)
+        text = TOKEN_ID % token if self._names_ids else spelling.decode("utf-8", errors="replace")
+        return {"token": text, "bytes": list(spelling)}
 
 
 def _joined(parts: Iterable[bytes]) -> Iterator[bytes]:
@@ -285,15 +322,25 @@ def prompt_logprobs(generation: Generation, most: int) -> Iterator[bytes]:
     yield b"]"
 
 
+def json_ids(tokens: npt.NDArray[np.int32]) -> Iterator[bytes]:
+    """Yield the JSON list of token ids, in parts."""
+    starts = range(0, len(tokens), IDS_PART)
+    parts = (msgspec.json.encode(tokens[at : at + IDS_PART].tolist())[1:-1] for at in starts)
+    yield b"["
+    yield from _joined(parts)
+    yield b"]"
+
+
 def call_id(request_id: str, index: int, number: int) -> str:
     """Return the id of a call: nine letters and digits, which Mistral's templates demand."""
     name = f"{request_id}.{index}.{number}".encode()
     return hashlib.blake2b(name, digest_size=5).hexdigest()[:9]
 
 
-def _spelling(entry: TokenLogprob, token: int) -> dict[str, Any]:
-    spelling = entry.vocabulary.bytes_of(token)
-    return {"token": spelling.decode("utf-8", errors="replace"), "bytes": list(spelling)}
+def _ids_of(entry: TokenLogprob) -> dict[int, str]:
+    """Return the name of each token of the entry by its id."""
+    top = entry.logprob.top if entry.logprob is not None else ()
+    return {token: TOKEN_ID % token for token in (entry.token, *(token for token, _ in top))}
 
 
 def _completion_spellings(entry: TokenLogprob) -> dict[int, str]:
@@ -313,7 +360,7 @@ def _completion_spellings(entry: TokenLogprob) -> dict[int, str]:
             text = spelling.decode()
         except UnicodeDecodeError:
             text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
-        texts[token] = f"token_id:{token}" if text in used else text
+        texts[token] = TOKEN_ID % token if text in used else text
         used.add(texts[token])
     return texts
 

@@ -68,6 +68,10 @@ UNSUPPORTED_OF_TOOLS: dict[str, tuple[object, ...]] = {
 }
 STATE = ("store", "previous_response_id", "conversation", "background")
 INSTEAD = {
+    "add_generation_prompt": "",
+    "continue_final_message": "",
+    "return_token_ids": "",
+    "return_tokens_as_token_ids": "",
     "n": "",
     "prompt_logprobs": "",
     "messages": "input",

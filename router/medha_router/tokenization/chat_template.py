@@ -23,7 +23,7 @@ import jinja2.sandbox
 import msgspec
 
 from medha.errors import CheckpointError, RequestError
-from medha_router.protocol import read_body
+from medha_router.protocol import PromptEnd, read_body
 from medha_router.structured.tool_calls import Format, format_of
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
@@ -82,11 +82,12 @@ class ChatTemplate:
         self,
         messages: list[dict[str, Any]],
         *,
-        generation_prompt: bool,
+        ending: PromptEnd = "reply",
         tools: bytes = b"",
         values: bytes = b"",
     ) -> str:
-        """Return the prompt's text; raises RequestError if the template refuses the messages.
+        """Return the prompt's text; raises RequestError if the template refuses the messages, or
+        does not print the content of the last one and it is to be continued.
 
         `tools` is the JSON of the tools that the model may call, `values` that of an object with
         further names for the template, as `enable_thinking`; or empty.
@@ -99,16 +100,17 @@ class ChatTemplate:
                 param="messages",
             )
         offered = msgspec.json.decode(tools) if tools else None
-        names = template.names(messages, generation_prompt, offered)
+        names = template.names(messages, ending == "reply", offered)
         further = _further_values(values, names) if values else {}
         try:
-            return template.render(names | further)
+            text = template.render(names | further)
         except REFUSED as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {str(error)[:300]}",
                 code="invalid_value",
                 param="messages",
             ) from None
+        return _cut(text, messages[-1]) if ending == "continued" else text
 
     def _of(self, tools: bool) -> _Template | None:
         default = self._templates.get("default")
@@ -239,6 +241,24 @@ def _in_text(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return call | {"function": function | {"arguments": arguments}}
+
+
+def _cut(text: str, last: dict[str, Any]) -> str:
+    """Return a prompt up to the end of its last message's content; raises RequestError."""
+    content = last["content"]
+    parts = [content] if isinstance(content, str) else content
+    written = parts[-1] if parts else ""
+    start = text.rfind(written.strip()) if written.strip() else -1
+    if start < 0 or last.get("tool_calls"):
+        raise RequestError(
+            "the last message is to be continued: it must have a text, which the chat template "
+            "prints, and no calls; give one, or begin a new message",
+            code="invalid_value",
+            param="messages",
+        )
+    whole = written.lstrip()
+    end = len(whole if text.startswith(whole, start) else written.strip())
+    return text[: start + end]
 
 
 def _further_values(raw: bytes, taken: Mapping[str, object]) -> dict[str, Any]:

@@ -215,13 +215,13 @@ class StopMatcher:
 
         released text | held: the longest tail that is a proper prefix of a stop string | to come
 
-    The stop string that is complete first wins, however the text was split. It is never released,
-    nor is any text after it. `released_chars` counts the released characters; `matched` is the stop
-    string that ended the text, or None.
+    The stop string that is complete first wins, however the text was split. It is released only if
+    `shows_stop`, and text after it never. `released_chars` counts the released characters;
+    `matched` is the stop string that ended the text, or None.
     """
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
-        self.stops = tuple(stop for stop in stops if stop)
+    def __init__(self, stops: Sequence[str] = (), *, shows_stop: bool = False) -> None:
+        self.stops, self._shows_stop = tuple(stop for stop in stops if stop), shows_stop
         self._held = ""
         self.released_chars = 0
         self.matched: str | None = None
@@ -240,6 +240,8 @@ class StopMatcher:
         at, self.matched = self._first(whole, len(self._held)) if may_match else (-1, None)
         if self.matched is None:
             at = len(whole) - self._tail(whole)
+        elif self._shows_stop:
+            at += len(self.matched)
         self._held = "" if self.matched else whole[at:]
         self.released_chars += at
         return whole[:at]
@@ -295,8 +297,9 @@ class OutputStream:
     """Text and log probabilities of one output as its tokens arrive.
 
     Releases no text that may become a stop string, no unfinished character, and no log probability
-    before the text of its token. `stop_tokens` end an output and print nothing. `shown` are special
-    tokens that print their text. `tokens` keeps all tokens, so that another replica can resume the
+    before the text of its token. `stop_tokens` end an output and print nothing; with `shows_stop`,
+    they and the stop string print their text. `shown` are special tokens that print theirs; None:
+    all do. `tokens` keeps all tokens, so that another replica can resume the
     request. Offsets begin at `offset`. If `empty`, the first token ends the output and is dropped.
     No stop string ends in the text of the first `min_tokens` tokens.
     """
@@ -306,8 +309,9 @@ class OutputStream:
         vocabulary: Vocabulary,
         stops: Sequence[str] = (),
         stop_tokens: frozenset[int] = frozenset(),
-        shown: Sequence[str] = (),
+        shown: Sequence[str] | None = (),
         *,
+        shows_stop: bool = False,
         offset: int = 0,
         empty: bool = False,
         min_tokens: int = 0,
@@ -315,8 +319,8 @@ class OutputStream:
         self.vocabulary, self._offset, self._empty = vocabulary, offset, empty
         self._min_tokens = min_tokens
         self._detokenizer = Detokenizer(vocabulary, shown=shown)
-        self._matcher = StopMatcher(stops)
-        self._stop_tokens = stop_tokens
+        self._matcher = StopMatcher(stops, shows_stop=shows_stop)
+        self._stop_tokens = frozenset[int]() if shows_stop else stop_tokens
         self._pending: list[TokenLogprob] = []
         self._received_chars = 0
         self.tokens: list[int] = []

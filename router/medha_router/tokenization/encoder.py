@@ -273,7 +273,7 @@ class Encoder:
             raw.clear()  # rendering takes as much memory again
             text = self._template.render(
                 messages,
-                generation_prompt=job.generation_prompt,
+                ending=job.ending,
                 tools=job.tools,
                 values=job.template_values,
             )

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
+from medha_router.protocol import PromptEnd
 from medha_router.structured.tool_calls import Format
 
 LENGTHS = struct.Struct("<QQ")
@@ -57,8 +58,8 @@ class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     The hash chain that names full pages of `page_tokens` starts at `salt`; without pages (0) there
     are no names. A prompt of more than `limit_tokens` is declined, and one with a token id from
     `vocab` on; 0 is no limit. If `texts`, the outcome holds the text of each prompt (for `echo`).
-    `tools`, `template_values`: JSON of a chat's tools, and of further values for its template, or
-    empty.
+    `ending`: of a chat. `tools`, `template_values`: JSON of its tools, and of further values for
+    its template, or empty.
     """
 
     key: str
@@ -67,7 +68,7 @@ class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     page_tokens: int
     salt: bytes
     add_special_tokens: bool = True
-    generation_prompt: bool = True
+    ending: PromptEnd = "reply"
     texts: bool = False
     tools: bytes = b""
     template_values: bytes = b""

@@ -1,0 +1,242 @@
+"""Options of an output beyond OpenAI's API, as vLLM spells them: a message that is continued, token
+ids, special tokens, the stop, and a cache of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.router.conftest import END, Running
+
+from medha.errors import RequestError
+from medha.messages import from_bytes
+from medha_router.tokenization.chat_template import ChatTemplate
+from medha_router.tokenization.detokenizer import OutputStream, Vocabulary
+
+START = END - 1
+QUESTION = {"role": "user", "content": "say abcdef"}
+FIRST = {"role": "assistant", "content": "say abc"}
+TEMPLATE = b"""{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}\
+{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def ask(served: Running, path: str = "chat/completions", **fields: Any) -> Any:
+    prompt = {"prompt": "say abcdef"} if path == "completions" else {"messages": [QUESTION]}
+    return served.http.post(f"/v1/{path}", json={"model": "tiny", **prompt, **fields})
+
+
+def chunks(served: Running, path: str, **fields: Any) -> list[Any]:
+    lines = ask(served, path, stream=True, **fields).text.split("\n\n")
+    return [json.loads(line[6:]) for line in lines if line[6:7] == "{"]
+
+
+def seen(served: Running) -> list[int]:
+    """Return the prompt that the replica saw last."""
+    tokens: list[int] = from_bytes(served.controllers[0].seen[-1].tokens).tolist()
+    return tokens
+
+
+def text_of(byte_level_json: bytes, tokens: list[int]) -> str:
+    return str(Vocabulary(byte_level_json).tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+# --- how a prompt ends ----------------------------------------------------------------------------
+
+
+def test_the_last_message_is_continued(served: Running, byte_level_json: bytes) -> None:
+    answer = ask(served, messages=[QUESTION, FIRST], continue_final_message=True).json()
+    assert text_of(byte_level_json, seen(served)).endswith("<|start|>assistant: say abc")
+    assert answer["choices"][0]["message"]["content"] == "abc"
+    body = {"messages": [QUESTION, FIRST], "continue_final_message": True}
+    assert served.http.post("/tokenize", json=body).json()["tokens"] == seen(served)
+
+
+def test_a_prompt_may_end_after_its_last_message(served: Running, byte_level_json: bytes) -> None:
+    ask(served, add_generation_prompt=False)
+    assert text_of(byte_level_json, seen(served)) == "<|start|>user: say abcdef\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("Sure", "<user>Sure</s><assistant>Sure"),
+        (" \nSure, \n", "<user>Sure</s><assistant>Sure,"),
+        (["one", "two"], "<user>Sure</s><assistant>one\ntwo"),
+    ],
+)
+def test_a_continued_prompt_ends_with_the_text_as_it_is_printed(content: Any, text: str) -> None:
+    messages = [{"role": "user", "content": "Sure"}, {"role": "assistant", "content": content}]
+    assert ChatTemplate(TEMPLATE, b"").render(messages, ending="continued") == text
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"content": ""},
+        {"content": " \n"},
+        {"content": []},
+        {"content": "hidden"},
+        {"content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+    ],
+)
+def test_what_a_template_does_not_print_is_not_continued(last: dict[str, Any]) -> None:
+    template = b"{% for m in messages %}{% if m.content != 'hidden' %}{{ m.content }}{% endif %}."
+    messages = [{"role": "user", "content": "ask"}, {"role": "assistant", **last}]
+    with pytest.raises(RequestError, match="the last message is to be continued"):
+        ChatTemplate(template + b"{% endfor %}", b"").render(messages, ending="continued")
+
+
+def test_a_message_is_not_both_begun_and_continued(served: Running) -> None:
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    for fields, path in (({"messages": [FIRST]}, "/v1/chat/completions"), ({}, "/tokenize")):
+        body = {"messages": [FIRST], **fields, **both}
+        response = served.http.post(path, json=body)
+        assert response.status_code == 400 and "both true" in response.text
+    response = served.http.post("/tokenize", json={"prompt": "a", "continue_final_message": True})
+    assert response.status_code == 400 and "continue_final_message" in response.text
+
+
+def test_anthropics_prefilled_answer_is_continued(served: Running, byte_level_json: bytes) -> None:
+    body = {"model": "tiny", "max_tokens": 8, "messages": [QUESTION, FIRST]}
+    answer = served.http.post("/v1/messages", json=body).json()
+    assert text_of(byte_level_json, seen(served)).endswith("<|start|>assistant: say abc")
+    assert answer["content"] == [{"type": "text", "text": "abc"}]
+    del body["max_tokens"]
+    counted = served.http.post("/v1/messages/count_tokens", json=body).json()
+    assert counted == {"input_tokens": len(seen(served))}
+
+
+# --- what a text shows ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"stop": ["cd"]}, "abcd"),
+        ({"stop_token_ids": ["c"]}, "abc"),
+        ({"skip_special_tokens": False}, "abcdef<|end|>"),
+        ({}, "abcdef"),
+    ],
+)
+def test_the_stop_is_shown_on_request(
+    served: Running, byte_level_json: bytes, fields: dict[str, Any], text: str, stream: bool
+) -> None:
+    if "stop_token_ids" in fields:
+        letter = Vocabulary(byte_level_json).tokenizer.token_to_id("c")
+        fields = {"stop_token_ids": [letter]}
+    for path in ("chat/completions", "completions"):
+        shown = {"include_stop_str_in_output": True, **fields}
+        if stream:
+            choices = [c["choices"][0] for c in chunks(served, path, **shown) if c["choices"]]
+            texts = [c.get("text") or c.get("delta", {}).get("content") or "" for c in choices]
+            assert "".join(texts) == text
+        else:
+            (choice,) = ask(served, path, **shown).json()["choices"]
+            assert (choice["text"] if path == "completions" else choice["message"]["content"]) == (
+                text
+            )
+
+
+def test_the_special_token_that_ends_an_output_is_not_shown(served: Running) -> None:
+    for path in ("chat/completions", "completions"):
+        assert "abcdef<" not in ask(served, path, skip_special_tokens=False).text
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_special_tokens_within_an_output_print_their_text(
+    byte_level_json: bytes, together: bool
+) -> None:
+    vocabulary = Vocabulary(byte_level_json)
+    letters = vocabulary.tokenizer.encode("ab", add_special_tokens=False).ids
+    tokens = [letters[0], START, letters[1], END]
+    for shown, shows_stop, text in (
+        ((), False, "ab"),
+        (None, False, "a<|start|>b"),
+        (None, True, "a<|start|>b<|end|>"),
+        ((), True, "ab"),
+    ):
+        stream = OutputStream(
+            vocabulary, stop_tokens=frozenset({END}), shown=shown, shows_stop=shows_stop
+        )
+        groups = [tokens] if together else [[token] for token in tokens]
+        printed = "".join(stream.push(group).text for group in groups)
+        assert printed + stream.end("stop").text == text
+
+
+# --- token ids ------------------------------------------------------------------------------------
+
+
+def test_whole_answers_have_the_ids_of_all_tokens(served: Running, byte_level_json: bytes) -> None:
+    encode = Vocabulary(byte_level_json).tokenizer.encode
+    wanted = [*encode("abcdef", add_special_tokens=False).ids, END]
+    answer = ask(served, return_token_ids=True, n=2).json()
+    assert answer["prompt_token_ids"] == seen(served)
+    assert [choice["token_ids"] for choice in answer["choices"]] == [wanted] * 2
+    body: dict[str, Any] = {"prompt": ["say abcdef", "say ab"], "n": 2, "return_token_ids": True}
+    choices = ask(served, "completions", **body).json()["choices"]
+    assert [len(choice["token_ids"]) for choice in choices] == [7, 7, 3, 3]
+    prompts = [encode(text).ids for text in ("say abcdef", "say abcdef", "say ab", "say ab")]
+    assert [choice["prompt_token_ids"] for choice in choices] == prompts
+    assert "token_ids" not in ask(served).text
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_chunks_have_the_ids_of_their_tokens(
+    served: Running, byte_level_json: bytes, path: str, logprobs: bool
+) -> None:
+    wanted = Vocabulary(byte_level_json).tokenizer.encode("abcdef", add_special_tokens=False).ids
+    fields: dict[str, Any] = {"stop": ["ef"], "n": 2, "return_token_ids": True}
+    if logprobs:
+        fields["logprobs"] = path == "chat/completions" or 1
+    events = chunks(served, path, **fields)
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    prompts = [event["prompt_token_ids"] for event in events if "prompt_token_ids" in event]
+    for choice in [choice for event in events for choice in event["choices"]]:
+        ids[choice["index"]] += choice.get("token_ids", [])
+        prompts += [choice["prompt_token_ids"]] if "prompt_token_ids" in choice else []
+    assert ids == {0: wanted, 1: wanted}
+    assert prompts == [seen(served)] * (1 if path == "chat/completions" else 2)
+
+
+def test_log_probabilities_name_tokens_by_id(served: Running, byte_level_json: bytes) -> None:
+    letter = Vocabulary(byte_level_json).tokenizer.token_to_id("a")
+    fields: dict[str, Any] = {"top_logprobs": 2, "return_tokens_as_token_ids": True}
+    entry = ask(served, logprobs=True, **fields).json()["choices"][0]["logprobs"]["content"][0]
+    assert entry["token"] == f"token_id:{letter}" and entry["bytes"] == [ord("a")]
+    assert [top["token"] for top in entry["top_logprobs"]] == ["token_id:65", "token_id:66"]
+    fields = {"logprobs": 2, "return_tokens_as_token_ids": True, "max_tokens": 1}
+    entry = ask(served, "completions", **fields).json()["choices"][0]["logprobs"]
+    names = {f"token_id:{token}" for token in (letter, 65, 66)}
+    assert entry["tokens"] == [f"token_id:{letter}"] and set(entry["top_logprobs"][0]) == names
+
+
+def test_the_ids_of_tokens_have_no_place_in_other_apis(served: Running) -> None:
+    for field in ("return_token_ids", "return_tokens_as_token_ids", "continue_final_message"):
+        for path, body in (
+            ("/v1/responses", {"input": "say a"}),
+            ("/v1/messages", {"messages": [QUESTION], "max_tokens": 4}),
+        ):
+            for value, status in ((True, 400), (False, 200)):
+                response = served.http.post(path, json={"model": "tiny", **body, field: value})
+                assert response.status_code == status, response.text
+
+
+# --- caches ---------------------------------------------------------------------------------------
+
+
+def test_only_requests_with_the_same_salt_share_cached_pages(served: Running) -> None:
+    long = "say " + "a" * 64
+    names = []
+    for salt in ("one", "one", "two", None, None):
+        ask(served, messages=[{"role": "user", "content": long}], cache_salt=salt)
+        submit = served.controllers[0].seen[-1]
+        names.append((submit.salt, submit.hashes))
+        assert submit.hashes
+    first, again, second, none, still = names
+    assert first == again and none == still
+    assert len({salt for salt, _ in (first, second, none)}) == 3
+    assert len({hashes for _, hashes in (first, second, none)}) == 3
+    assert ask(served, cache_salt="").status_code == 400
