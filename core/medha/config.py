@@ -247,7 +247,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     the token that `POST /drain` needs; without it that route is absent.
     `memory_limit_bytes`: of the router's processes together; near it new requests are refused. 0:
     the container's limit, if any. `generation_defaults`: sample by the checkpoint where a request
-    is silent.
+    is silent. `split_thinking`: from the content of answers.
     """
 
     host: str = "127.0.0.1"
@@ -280,6 +280,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokenizer_workers: Positive = 1
     default_output_tokens: Positive = 4096
     generation_defaults: bool = True
+    split_thinking: bool = True
     run_dir: str = ""
     log_level: str = "info"
 

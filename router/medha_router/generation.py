@@ -18,11 +18,12 @@ import collections
 import msgspec
 
 from medha.fleet.use_meter import RequestCost
-from medha.messages import Logprob, Sampling, Submit
+from medha.messages import Logprob, Sampling, Submit, from_bytes
 from medha.request import Request, SloClass
 from medha_router.auth import Client
 from medha_router.protocol import GenerationParams
-from medha_router.structured.tool_calls import Format
+from medha_router.structured.output_parser import TAIL_TOKENS, OutputParser, thinking_after
+from medha_router.structured.tool_calls import Format, ToolCallParser
 from medha_router.tokenization.detokenizer import Delta, OutputStream
 from medha_router.tokenization.wire import Prompt
 
@@ -139,6 +140,7 @@ class ClientRequest:
         self.promise_s: float | None = None
         self.predicted_s: float | None = None
         self.tool_calls: Format | None = None  # how its model writes calls, if it has tools
+        self.splits_thinking = False  # from the content
         self.held = False  # the model had no replica at arrival or while it waited
         self._deltas: collections.deque[tuple[int, Delta]] = collections.deque()
         self._failure: Exception | None = None
@@ -195,6 +197,18 @@ class ClientRequest:
     @property
     def cached_tokens(self) -> int:
         return sum(generation.cached_tokens for generation in self.generations[:: self.params.n])
+
+    def parser(self, index: int) -> OutputParser:
+        """Return a parser for the output of a chat with the index."""
+        tools, form = self.params.tools, self.tool_calls
+        calls = ToolCallParser(form, tools) if tools is not None and form is not None else None
+        if not self.splits_thinking:
+            return OutputParser("none", calls)
+        generation = self.generations[index]
+        tail = from_bytes(generation.prompt.tokens[-4 * TAIL_TOKENS :]).tolist()
+        printed = b"".join(map(generation.output.vocabulary.bytes_of, tail))
+        shown = self.params.shows_thinking
+        return OutputParser(thinking_after(printed), calls, shown=shown)
 
     def push(self, index: int, delta: Delta) -> None:
         """Add a delta of one generation.

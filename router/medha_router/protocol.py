@@ -102,7 +102,10 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "watermarking": (False,),
     "web_search_options": (),
 }
-CHAT_UNSUPPORTED = UNSUPPORTED | {"add_special_tokens": (False,)}
+CHAT_UNSUPPORTED = UNSUPPORTED | {
+    "add_special_tokens": (False,),
+    "include_reasoning": (True, False),
+}
 COMPLETION_UNSUPPORTED = UNSUPPORTED | {
     "add_special_tokens": (True,),
     "chat_template_kwargs": ({},),
@@ -312,6 +315,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     shows_special: bool = False
     token_ids: bool = False
     names_ids: bool = False
+    shows_thinking: bool = True
     client_id: str = ""
 
     @property
@@ -561,6 +565,7 @@ def generation_params(
         shows_special=body.skip_special_tokens is False,
         token_ids=bool(body.return_token_ids),
         names_ids=bool(body.return_tokens_as_token_ids),
+        shows_thinking=not _is_given_as(body.include_reasoning, False),
         silent=frozenset([name for name in DEFAULTED if getattr(body, name) is None]),
     )
 
@@ -657,6 +662,10 @@ def _is_default(raw: msgspec.Raw, defaults: tuple[object, ...]) -> bool:
         value == default and isinstance(value, bool) == isinstance(default, bool)
         for default in defaults  # 0 equals False in Python, but not in JSON
     )
+
+
+def _is_given_as(raw: RawJson, value: object) -> bool:
+    return is_given(raw) and msgspec.json.decode(raw) == value
 
 
 def refuse_fields_of_others(body: Body, instead: Mapping[str, str]) -> None:

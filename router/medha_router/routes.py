@@ -37,7 +37,6 @@ from medha_router.generation import ClientRequest
 from medha_router.http_protocol import RESPONSE_HEADERS
 from medha_router.protocol import GenerationParams, TokenizeParams
 from medha_router.service import Service
-from medha_router.structured.tool_calls import ToolCallParser
 
 VERSION = importlib.metadata.version("medha")
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; never received
@@ -101,18 +100,13 @@ def _serve_generations(
         params = await bodies.params(request, kind, GenerationParams)
 
         def make_builder(client_request: ClientRequest) -> ResponseBuilder:
-            parsers: list[ToolCallParser] = []
-            if params.tools is not None and client_request.tool_calls is not None:
-                parsers = [
-                    ToolCallParser(client_request.tool_calls, params.tools)
-                    for _ in client_request.generations
-                ]
+            outputs = range(len(client_request.generations)) if chat else ()
             return ResponseBuilder(
                 chat=chat,
                 id=client_request.id,
                 model=client_request.params.model,
                 created=client_request.created,
-                parsers=parsers,
+                parsers=[client_request.parser(index) for index in outputs],
                 names_ids=params.names_ids,
             )
 

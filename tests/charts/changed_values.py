@@ -54,6 +54,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "keepaliveSeconds": 10,
         "defaultOutputTokens": 10,
         "generationDefaults": False,
+        "splitThinking": False,
         "tokenizerWorkers": 2,
         "classHeaders": {"x-tier": {"gold": "interactive"}},
         "shareCache": True,

@@ -142,6 +142,7 @@ prometheus.io/port: {{ index . 1 | quote }}
   "drain_timeout_s" (max 0 (sub (int64 .Values.router.terminationGraceSeconds) 10) | float64)
   "default_output_tokens" (int64 $c.defaultOutputTokens)
   "generation_defaults" $c.generationDefaults
+  "split_thinking" $c.splitThinking
   "tokenizer_workers" (int64 $c.tokenizerWorkers)
   "class_headers" $c.classHeaders
   "share_cache" $c.shareCache

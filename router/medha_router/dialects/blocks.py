@@ -1,4 +1,4 @@
-"""Output of a chat as a row of blocks: texts and calls of tools."""
+"""Output of a chat as a row of blocks: thinking, texts and calls of tools."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import msgspec
 
 from medha_router.dialects.openai_answer import call_id
 from medha_router.generation import ClientRequest
-from medha_router.structured.tool_calls import TextPart, ToolCallParser
+from medha_router.structured.tool_calls import TextPart
 from medha_router.tokenization.detokenizer import Delta
 
 
 class OutputBlock:
-    """A text, or the arguments of a call if `name` is set."""
+    """A text, a thinking, or the arguments of a call if `name` is set."""
 
-    def __init__(self, index: int, call_id: str = "", name: str | None = None) -> None:
-        self.index, self.call_id, self.name = index, call_id, name
+    def __init__(self, index: int, *, thinking: bool = False) -> None:
+        self.index, self.thinking = index, thinking
+        self.call_id = ""
+        self.name: str | None = None
         self.parts: list[str] = []
 
     @property
@@ -36,14 +38,8 @@ class BlockBuilder:
     """Builds the blocks of a request with one output. `finish` is None until the output ends."""
 
     def __init__(self, request: ClientRequest) -> None:
-        tools = request.params.tools
-        self._id = request.id
-        self._parser = (
-            ToolCallParser(request.tool_calls, tools)
-            if tools is not None and request.tool_calls is not None
-            else None
-        )
-        self._open: tuple[int | None, OutputBlock] | None = None
+        self._id, self._parser = request.id, request.parser(0)
+        self._open: tuple[tuple[int | None, bool], OutputBlock] | None = None
         self.blocks: list[OutputBlock] = []
         self.finish: str | None = None
 
@@ -66,21 +62,20 @@ class BlockBuilder:
         return changes
 
     def _parts(self, delta: Delta) -> list[TextPart]:
-        if self._parser is None:
-            return [TextPart(delta.text)] if delta.text else []
         parts = self._parser.push(delta.text)
         return parts if delta.finish is None else parts + self._parser.end(delta.finish)
 
     def _block_of(self, part: TextPart, changes: list[Change]) -> OutputBlock:
         """Return the block of a part; it begins with the part if it is not the open one."""
-        if self._open is not None and self._open[0] == part.call:
+        kind = (part.call, part.thinking)
+        if self._open is not None and self._open[0] == kind:
             return self._open[1]
         self._end(changes)
-        block = OutputBlock(len(self.blocks))
+        block = OutputBlock(len(self.blocks), thinking=part.thinking)
         if part.call is not None:
             block.call_id, block.name = call_id(self._id, 0, part.call), part.name or ""
         self.blocks.append(block)
-        self._open = (part.call, block)
+        self._open = (kind, block)
         changes.append(Change("begin", block))
         return block
 

@@ -21,10 +21,19 @@ class Conversation:
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
+        self._thinking = ""
 
     def add(self, role: str, content: str | Sequence[str]) -> None:
         """Add a message of a text, or of several."""
-        self._messages.append({"role": role, "content": content})
+        message: dict[str, Any] = {"role": role, "content": content}
+        if self._thinking and role == "assistant":
+            message["reasoning"] = self._thinking
+        self._messages.append(message)
+        self._thinking = ""
+
+    def think(self, text: str) -> None:
+        """Add what the assistant thought before its next message."""
+        self._thinking += text
 
     def call(self, id: str, name: str, arguments: str) -> None:
         """Add a call of a tool to the assistant's message, or begin one."""

@@ -29,7 +29,7 @@ TYPES = {
 
 
 class MessageAnswer:
-    """A message, with a content block for each text and each call."""
+    """A message, with a content block for its thinking, each text and each call."""
 
     def __init__(self, request: ClientRequest) -> None:
         self._request = request
@@ -95,12 +95,16 @@ def _block_event(change: Change) -> bytes:
     fields: dict[str, object] = {"index": block.index}
     if change.kind == "begin":
         empty: dict[str, object] = {"type": "text", "text": ""}
+        if block.thinking:
+            empty = _thinking_block("")
         if block.name is not None:
             empty = {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
         return event("content_block_start", fields | {"content_block": empty})
     if change.kind == "end":
         return event("content_block_stop", fields)
     delta = {"type": "text_delta", "text": change.text}
+    if block.thinking:
+        delta = {"type": "thinking_delta", "thinking": change.text}
     if block.name is not None:
         delta = {"type": "input_json_delta", "partial_json": change.text}
     return event("content_block_delta", fields | {"delta": delta})
@@ -109,6 +113,8 @@ def _block_event(change: Change) -> bytes:
 def _whole_block(block: OutputBlock) -> dict[str, Any]:
     """Return a content block; arguments that are no JSON object, as after a cut, become text."""
     text = block.text
+    if block.thinking:
+        return _thinking_block(text)
     if block.name is None:
         return {"type": "text", "text": text}
     try:
@@ -116,6 +122,10 @@ def _whole_block(block: OutputBlock) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError):
         return {"type": "text", "text": block.name + text}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+
+
+def _thinking_block(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
 
 
 def error_object(status: int, error: ErrorObject) -> dict[str, Any]:

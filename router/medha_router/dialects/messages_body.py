@@ -2,8 +2,8 @@
 
 Content blocks become messages of a chat: a user's tool results are messages of their own, an
 assistant's tool uses are calls. Text, tools, stop sequences and JSON schemas are supported; images,
-documents, thinking and the tools that Anthropic runs itself are refused. Sampling fields of a chat
-are extensions here too.
+documents, the field `thinking` and the tools that Anthropic runs itself are refused. Sampling
+fields of a chat are extensions here too.
 """
 
 from __future__ import annotations
@@ -167,6 +167,7 @@ class ContentBlock(msgspec.Struct, frozen=True, kw_only=True):
 
     type: str
     text: str | None = None
+    thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
@@ -304,6 +305,8 @@ def _add(conversation: Conversation, message: Turn, where: str) -> None:
         match message.role, block.type:
             case _, "text" if block.text is not None:
                 texts.append(block.text)
+            case "assistant", "thinking" | "redacted_thinking":
+                conversation.think(block.thinking or "")
             case "assistant", "tool_use":
                 if block.id is None or block.name is None or block.input is None:
                     raise value_error(at, "needs id, name and input; add them")
@@ -318,8 +321,8 @@ def _add(conversation: Conversation, message: Turn, where: str) -> None:
             case role, kind:
                 raise content_error(
                     at,
-                    f"has the type {kind[:60]!r} in a message of the {role}: only text, tool_use "
-                    "(assistant) and tool_result (user) are supported",
+                    f"has the type {kind[:60]!r} in a message of the {role}: only text, thinking, "
+                    "tool_use (assistant) and tool_result (user) are supported",
                 )
     if texts or not results:
         conversation.add(message.role, texts)

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from medha.messages import Logprob, from_bytes
 from medha_router.generation import Generation
-from medha_router.structured.tool_calls import TextPart, ToolCallParser
+from medha_router.structured.output_parser import OutputParser
+from medha_router.structured.tool_calls import TextPart
 from medha_router.tokenization.detokenizer import Delta, TokenLogprob
 from medha_router.turns import taken
 
@@ -28,6 +29,8 @@ PARSED_CHARS = 2048
 """Text of a whole answer that is searched for calls in one turn."""
 IDS_PART = 8192
 """Token ids that become JSON in one turn."""
+THINKING_FIELDS = ("reasoning", "reasoning_content")
+"""Names of the thinking in vLLM; the second is that of DeepSeek, and of older clients."""
 TEXT_CHUNK_END = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
 
@@ -65,8 +68,8 @@ class TokenIds(msgspec.Struct, frozen=True):
 class ResponseBuilder:
     """Builds the JSON objects of one response, each with its id, model and creation time.
 
-    `parsers` find the calls of tools in each choice of a chat that has tools. If `names_ids`, log
-    probabilities name tokens by id, as vLLM's `return_tokens_as_token_ids` asks.
+    `parsers` split each choice of a chat. If `names_ids`, log probabilities name tokens by id, as
+    vLLM's `return_tokens_as_token_ids` asks.
     """
 
     def __init__(
@@ -76,13 +79,13 @@ class ResponseBuilder:
         id: str,
         model: str,
         created: int,
-        parsers: Sequence[ToolCallParser] = (),
+        parsers: Sequence[OutputParser] = (),
         names_ids: bool = False,
     ) -> None:
         self._chat, self._request_id, self._parsers = chat, id, parsers
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{id}"
         self._model, self._created = model, created
-        self._writes_text, self._names_ids = chat and not parsers, names_ids
+        self._names_ids = names_ids
         # Each chunk begins with the same fields.
         head = self._head("chat.completion.chunk" if chat else "text_completion")
         self._chunk_head = b"data: " + msgspec.json.encode(head)[:-1] + b","
@@ -105,17 +108,18 @@ class ResponseBuilder:
         """Return a chunk of text, or nothing if none is decided. `extra`: more top-level fields,
         `fields`: more of the choice."""
         finish = delta.finish
+        plain = self._chat and (not self._parsers or self._parsers[index].plain)
         further = logprobs or extra or fields
-        if finish is None and delta.text and not further and self._writes_text:
+        if finish is None and delta.text and not further and plain:
             return self._text_chunk(index, delta.text)
         choice: dict[str, Any] = {"index": index, **fields}
-        if self._parsers:
-            choice["delta"] = self._delta_with_calls(index, delta)
+        if plain:
+            choice["delta"] = {"content": delta.text} if delta.text or delta.logprobs else {}
+        elif self._chat:
+            choice["delta"] = self._delta_of_parts(index, delta)
             finish = self._finish_with_calls(index, finish)
             if not (choice["delta"] or finish or delta.logprobs):
                 return b""
-        elif self._chat:
-            choice["delta"] = {"content": delta.text} if delta.text or delta.logprobs else {}
         else:
             choice["text"] = delta.text
         choice["logprobs"] = self._logprobs(delta.logprobs) if logprobs else None
@@ -133,8 +137,8 @@ class ResponseBuilder:
             TEXT_CHUNK_END,
         )
 
-    def _delta_with_calls(self, index: int, delta: Delta) -> dict[str, Any]:
-        """Return the content and the parts of calls that a text completes."""
+    def _delta_of_parts(self, index: int, delta: Delta) -> dict[str, Any]:
+        """Return the thinking, the content and the parts of calls that a text completes."""
         parser = self._parsers[index]
         pieces = parser.push(delta.text)
         if delta.finish is not None:
@@ -142,8 +146,12 @@ class ResponseBuilder:
         return self._fields_of(index, pieces)
 
     def _fields_of(self, index: int, pieces: Sequence[TextPart]) -> dict[str, Any]:
-        content = "".join(piece.text for piece in pieces if piece.call is None)
-        fields: dict[str, Any] = {"content": content} if content else {}
+        fields: dict[str, Any] = {}
+        if thinking := "".join(piece.text for piece in pieces if piece.thinking):
+            fields |= dict.fromkeys(THINKING_FIELDS, thinking)
+        texts = [piece.text for piece in pieces if piece.call is None and not piece.thinking]
+        if content := "".join(texts):
+            fields["content"] = content
         if calls := self._calls(index, pieces):
             fields["tool_calls"] = [
                 {"index": number} | call for number, call in sorted(calls.items())
@@ -167,8 +175,7 @@ class ResponseBuilder:
         return calls
 
     def _finish_with_calls(self, index: int, finish: str | None) -> str | None:
-        parser = self._parsers[index]
-        return "tool_calls" if finish == "stop" and parser.calls and parser.chosen else finish
+        return "tool_calls" if finish == "stop" and self._parsers[index].called else finish
 
     def usage(self, usage: TokenUsage, extra: dict[str, Any]) -> bytes:
         """Return the chunk without choices that `include_usage` requests."""
@@ -201,11 +208,11 @@ class ResponseBuilder:
                     yield b""
                 whole = self._fields_of(index, pieces + self._parsers[index].end(finish))
                 finish = self._finish_with_calls(index, finish) or finish
-                message = {"role": "assistant", "content": whole.get("content"), "refusal": None}
+                message = {"role": "assistant", "content": whole.pop("content", None)}
+                message |= {"refusal": None} | whole
                 if "tool_calls" in whole:
                     for call in whole["tool_calls"]:
                         del call["index"]
-                    message["tool_calls"] = whole["tool_calls"]
                 elif message["content"] is None:
                     message["content"] = ""
                 choice["message"] = message

@@ -28,7 +28,8 @@ FIXED: dict[str, Any] = {
 
 
 class ResponseAnswer:
-    """A response, with a message for each text and a function call for each call."""
+    """A response, with an item for its thinking, a message for each text and a function call for
+    each call."""
 
     def __init__(self, request: ClientRequest, params: ResponsesParams) -> None:
         self._request = request
@@ -47,9 +48,11 @@ class ResponseAnswer:
         if not self._request.params.stream:
             return b""
         return b"".join(
-            self._call_events(change)
-            if change.block.name is not None
+            self._thinking_events(change)
+            if change.block.thinking
             else self._text_events(change)
+            if change.block.name is None
+            else self._call_events(change)
             for change in changes
         )
 
@@ -117,6 +120,14 @@ class ResponseAnswer:
                 "arguments": "" if began else block.text,
                 "status": status,
             }
+        if block.thinking:
+            return {
+                "type": "reasoning",
+                "id": self._item_id(block),
+                "status": status,
+                "summary": [],
+                "content": [] if began else [_thinking_part(block.text)],
+            }
         return {
             "type": "message",
             "id": self._item_id(block),
@@ -126,7 +137,7 @@ class ResponseAnswer:
         }
 
     def _item_id(self, block: OutputBlock) -> str:
-        kind = "msg" if block.name is None else "fc"
+        kind = "rs" if block.thinking else "msg" if block.name is None else "fc"
         return f"{kind}_{self._request.id}{block.index}"
 
     def _text_events(self, change: Change) -> bytes:
@@ -148,6 +159,18 @@ class ResponseAnswer:
             + self._item_event("done", block)
         )
 
+    def _thinking_events(self, change: Change) -> bytes:
+        block = change.block
+        at: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
+        at["content_index"] = 0
+        if change.kind == "begin":
+            return self._item_event("added", block, "in_progress")
+        if change.kind == "text":
+            return self._event("response.reasoning_text.delta", at | {"delta": change.text})
+        return self._event(
+            "response.reasoning_text.done", at | {"text": block.text}
+        ) + self._item_event("done", block)
+
     def _call_events(self, change: Change) -> bytes:
         block, name = change.block, "response.function_call_arguments"
         at: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
@@ -162,6 +185,10 @@ class ResponseAnswer:
     def _item_event(self, what: str, block: OutputBlock, status: str | None = None) -> bytes:
         fields = {"output_index": block.index, "item": self._item(block, status)}
         return self._event(f"response.output_item.{what}", fields)
+
+
+def _thinking_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _text_part(text: str) -> dict[str, Any]:

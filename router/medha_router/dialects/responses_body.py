@@ -321,11 +321,14 @@ def _add(conversation: Conversation, item: InputItem, where: str) -> None:
             if item.call_id is None:
                 raise value_error(f"{where}.call_id", "is missing: must be given; add it")
             conversation.result(item.call_id, _text(item.output, f"{where}.output"))
+        case "reasoning":
+            parts = item.content if isinstance(item.content, list) else []
+            conversation.think("".join(part.text or "" for part in parts))
         case kind:
             raise content_error(
                 where,
-                f"has the type {kind[:60]!r}: only messages, function calls and their outputs are "
-                "supported",
+                f"has the type {kind[:60]!r}: only messages, reasoning, function calls and their "
+                "outputs are supported",
             )
 
 

@@ -77,12 +77,13 @@ def format_of(template: str) -> Format | None:
 class TextPart(msgspec.Struct, frozen=True):
     """New text: of the content if `call` is None, else of the arguments of call number `call`.
 
-    The first piece of a call has its `name`.
+    The first piece of a call has its `name`. `thinking`: the text comes before the content.
     """
 
     text: str
     call: int | None = None
     name: str | None = None
+    thinking: bool = False
 
 
 class ToolCallParser:

@@ -1,0 +1,106 @@
+"""Output of a chat, split as it arrives into thinking, content and calls of tools.
+
+    <think>…</think> content, and calls in the form of the model's family
+
+Qwen3, DeepSeek-R1 and others think so. A template may end the prompt with the first mark: then the
+output begins in the thinking, and is nothing else if the second mark never comes. Thinking stands
+at the beginning only, and calls in it do not count. Line breaks around the marks are left out, as
+templates write them. The result does not depend on how the text is cut into pieces.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from medha_router.structured.tagged_arguments import SPACE, overlap
+from medha_router.structured.tool_calls import TextPart, ToolCallParser
+
+BEGINS, ENDS = "<think>", "</think>"
+MAX_SPACE_CHARS = 4096
+TAIL_TOKENS = 16
+"""Tokens at the end of a prompt that may spell the first mark, and line breaks after it."""
+Thinking = Literal["none", "possible", "begun"]
+
+
+def thinking_after(prompt: bytes) -> Thinking:
+    """Return whether an output begins in its thinking, from the end of the prompt."""
+    return "begun" if prompt.rstrip().endswith(BEGINS.encode()) else "possible"
+
+
+class OutputParser:
+    """Splits the text of one output. `calls` finds calls of tools in what is no thinking, which is
+    left out unless `shown`."""
+
+    def __init__(
+        self, thinking: Thinking, calls: ToolCallParser | None = None, *, shown: bool = True
+    ) -> None:
+        self._calls, self._begun, self._shown = calls, thinking == "begun", shown
+        self._state: Literal["start", "thinking", "content"] = "start"
+        if thinking == "none":
+            self._state = "content"
+        self._text = ""
+        self._skips = False  # line breaks that come next
+
+    @property
+    def plain(self) -> bool:
+        """True if all further text is content as it is."""
+        return self._state == "content" and self._calls is None and not self._skips
+
+    @property
+    def called(self) -> bool:
+        """True if the model has decided to call a tool."""
+        return self._calls is not None and self._calls.chosen and self._calls.calls > 0
+
+    def push(self, text: str) -> list[TextPart]:
+        """Add text and return what is decided now."""
+        self._text += text
+        if self._state == "start":
+            self._start()
+        parts = self._thinking() if self._state == "thinking" else []
+        return parts + self._content() if self._state == "content" else parts
+
+    def end(self, finish: str) -> list[TextPart]:
+        """Return what is left when the output ends, for its reason `finish`."""
+        thinking = self._state == "thinking" or (self._state == "start" and self._begun)
+        parts: list[TextPart] = []
+        if not thinking:
+            self._state = "content"
+            parts = self._content()
+        elif text := self._text.strip("\n"):
+            parts = self._thought(text)
+        return parts + (self._calls.end(finish) if self._calls is not None else [])
+
+    def _start(self) -> None:
+        """Decide if the output begins with thinking; the mark may stand in prompt and output."""
+        stripped = self._text.lstrip(SPACE)
+        near = len(self._text) - len(stripped) < MAX_SPACE_CHARS
+        if near and stripped.startswith(BEGINS):
+            self._state, self._skips, self._text = "thinking", True, stripped.removeprefix(BEGINS)
+        elif not (near and BEGINS.startswith(stripped)):
+            self._state, self._skips = "thinking" if self._begun else "content", self._begun
+
+    def _thinking(self) -> list[TextPart]:
+        if self._skips:
+            self._text = self._text.lstrip("\n")
+            self._skips = not self._text
+        thought, mark, rest = self._text.partition(ENDS)
+        if mark:
+            self._state, self._skips, self._text = "content", True, rest
+        else:
+            thought = thought[: len(thought) - overlap(thought, ENDS)]
+        thought = thought.rstrip("\n")
+        if not mark:
+            self._text = self._text[len(thought) :]
+        return self._thought(thought)
+
+    def _thought(self, text: str) -> list[TextPart]:
+        return [TextPart(text, thinking=True)] if text and self._shown else []
+
+    def _content(self) -> list[TextPart]:
+        text, self._text = self._text, ""
+        if self._skips:
+            text = text.lstrip("\n")
+            self._skips = not text
+        if self._calls is not None:
+            return self._calls.push(text)
+        return [TextPart(text)] if text else []

@@ -1,0 +1,212 @@
+"""Thinking of models such as Qwen3 and DeepSeek-R1, apart from the content of their answers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.router.conftest import HERMES, Running
+
+from medha_router.structured.output_parser import OutputParser, Thinking, thinking_after
+from medha_router.structured.tool_calls import ToolCallParser
+from medha_router.structured.tools import Tools
+from medha_router.tokenization.pool import TokenizerPool
+
+CALL = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
+TIME: Any = {"type": "function", "function": {"name": "get_time"}}
+THOUGHT = "<think>\nDays, or\n\nhours?\n</think>\n\nTwo days."
+HIDDEN = {"extra_body": {"include_reasoning": False}}
+# As DeepSeek-R1's: the prompt begins the thinking. The mark ! ends what the model says.
+BEGUN = (
+    HERMES
+    + b"""{% if add_generation_prompt %}!<think>
+{% endif %}{% for m in messages if m.reasoning_content %}{{ m.reasoning_content }}{% endfor %}"""
+)
+
+
+def parsed(parts: list[str], thinking: Thinking, **options: Any) -> tuple[str, str, int]:
+    """Return thinking, content and the number of calls."""
+    tools = Tools(raw=b"[]", names=frozenset({"get_time"}))
+    parser = OutputParser(thinking, ToolCallParser("hermes", tools), **options)
+    pieces = [piece for part in parts for piece in parser.push(part)] + parser.end("stop")
+    thought = "".join(piece.text for piece in pieces if piece.thinking)
+    texts = [piece.text for piece in pieces if piece.call is None and not piece.thinking]
+    return thought, "".join(texts), len({piece.call for piece in pieces} - {None})
+
+
+@pytest.mark.parametrize(
+    ("thinking", "text", "expected"),
+    [
+        ("possible", THOUGHT, ("Days, or\n\nhours?", "Two days.", 0)),
+        ("begun", THOUGHT.removeprefix("<think>\n"), ("Days, or\n\nhours?", "Two days.", 0)),
+        ("begun", THOUGHT, ("Days, or\n\nhours?", "Two days.", 0)),
+        ("none", THOUGHT, ("", THOUGHT, 0)),
+        ("possible", "<think>\n\n</think>\n\nHi", ("", "Hi", 0)),
+        ("possible", " Hi <think>x</think>", ("", " Hi <think>x</think>", 0)),
+        ("possible", "<think>cut </th", ("cut </th", "", 0)),
+        ("begun", "cut\n", ("cut", "", 0)),
+        ("begun", "", ("", "", 0)),
+        ("possible", "<thi", ("", "<thi", 0)),
+        ("possible", f"<think>I call {CALL}</think>Now: {CALL}", (f"I call {CALL}", "Now: ", 1)),
+    ],
+)
+def test_thinking_stands_apart(
+    thinking: Thinking, text: str, expected: tuple[str, str, int]
+) -> None:
+    assert parsed([text], thinking) == parsed(list(text), thinking) == expected
+    assert parsed(list(text), thinking, shown=False) == ("", *expected[1:])
+
+
+PIECES = ["<think>", "</think>", "\n", " ", "a", "<", "</th", "é", "<tool_call>"]
+
+
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), max_size=10),
+    thinking=st.sampled_from(["begun", "possible"]),
+    cuts=st.sets(st.integers(0, 40)),
+)
+def test_thinking_is_what_a_search_in_the_whole_text_finds(
+    pieces: list[str], thinking: Thinking, cuts: set[int]
+) -> None:
+    text = "".join(pieces)
+    parts = [text[a:b] for a, b in itertools.pairwise([0, *sorted(cuts), len(text)])]
+    opening = r"\s*<think>" if thinking == "possible" else r"(?:\s*<think>)?"
+    match = re.fullmatch(rf"{opening}(?P<thought>.*?)(?:</think>(?P<rest>.*))?", text, re.S)
+    expected = ("", text)
+    if match is not None:
+        expected = match["thought"].strip("\n"), (match["rest"] or "").lstrip("\n")
+    assert parsed(parts, thinking)[:2] == expected
+
+
+def test_a_prompt_may_begin_the_thinking() -> None:
+    assert thinking_after(b"<|assistant|><think>\n") == "begun"
+    assert thinking_after(b"<think>\n\n</think>\n\n") == thinking_after(b"") == "possible"
+
+
+@pytest.fixture(scope="module")
+def begun(tokens: TokenizerPool) -> Iterator[Running]:
+    """A router with a model whose template begins the thinking."""
+    with contextlib.closing(Running(tokens)) as running:
+        running.open(template=BEGUN)
+        yield running
+
+
+def request(text: str, **options: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"say {text}"}]
+    return {"model": "tiny", "messages": messages, "stop": ["!"], **options}
+
+
+def answers(running: Running, body: dict[str, Any]) -> list[tuple[str, str, list[str], str]]:
+    """Return thinking, content, names of calls and the finish, of a whole and a streamed answer."""
+    create = running.client.chat.completions.create
+    whole, parts = create(**body).choices[0], list(create(**body, stream=True))
+    message, deltas = whole.message, [chunk.choices[0].delta for chunk in parts]
+    for shown in (message, *deltas):
+        assert getattr(shown, "reasoning", None) == getattr(shown, "reasoning_content", None)
+    return [
+        (
+            getattr(message, "reasoning", ""),
+            message.content or "",
+            [call.function.name for call in message.tool_calls or []],
+            whole.finish_reason,
+        ),
+        (
+            "".join(getattr(delta, "reasoning", "") for delta in deltas),
+            "".join(delta.content or "" for delta in deltas),
+            [
+                call.function.name
+                for delta in deltas
+                for call in delta.tool_calls or []
+                if call.function.name
+            ],
+            parts[-1].choices[0].finish_reason,
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        ("A or B?</think>\nB.", {}, ("A or B?", "B.", [], "stop")),
+        ("A or B?</think>B.", {"max_tokens": 5}, ("A or ", "", [], "length")),
+        ("A or B?</think>B.", HIDDEN, ("", "B.", [], "stop")),
+        (
+            f"{CALL}?</think>\n{CALL}",
+            {"tools": [TIME]},
+            (f"{CALL}?", "", ["get_time"], "tool_calls"),
+        ),
+        (
+            '[{"name": "get_time", "parameters": {}}]',
+            {"tools": [TIME], "tool_choice": "required"},
+            ("", "", ["get_time"], "tool_calls"),
+        ),
+        ('{"a": 1}', {"response_format": {"type": "json_object"}}, ("", '{"a": 1}', [], "stop")),
+    ],
+)
+def test_a_chat_has_fields_for_the_thinking(
+    begun: Running, text: str, options: dict[str, Any], expected: tuple[str, str, list[str], str]
+) -> None:
+    whole, streamed = answers(begun, request(text, **options))
+    assert whole == streamed == expected
+
+
+def test_a_model_that_writes_both_marks_is_read_too(hermes: Running) -> None:
+    whole, streamed = answers(hermes, request(THOUGHT))
+    assert whole == streamed == ("Days, or\n\nhours?", "Two days.", [], "stop")
+
+
+def test_a_router_may_leave_thinking_in_the_content(running_with: Any) -> None:
+    running = running_with(split_thinking=False)
+    running.open()
+    whole, streamed = answers(running, request(THOUGHT))
+    assert whole == streamed == ("", THOUGHT, [], "stop")
+
+
+def test_thinking_goes_round_in_a_chat(begun: Running) -> None:
+    create = begun.client.chat.completions.create
+    message = create(**request("A or B?</think>B.")).choices[0].message
+    again = request("x</think>y")
+    create(**again | {"messages": [*again["messages"], message.to_dict(), *again["messages"]]})
+    assert begun.prompt().endswith("<think>\nA or B?") and "assistant: B." in begun.prompt()
+
+
+def test_thinking_is_a_block_of_a_message(begun: Running) -> None:
+    client = anthropic.Anthropic(base_url=begun.router.url, api_key="none", max_retries=0)
+    with contextlib.closing(client):
+        body: dict[str, Any] = request("A or B?</think>B.", max_tokens=99)
+        body["stop_sequences"] = body.pop("stop")
+        message = client.messages.create(**body)
+        with client.messages.stream(**body) as stream:
+            streamed = stream.get_final_message()
+        for content in (message.content, streamed.content):
+            shown = [(block.type, getattr(block, "thinking", "")) for block in content]
+            assert shown == [("thinking", "A or B?"), ("text", "")]
+        turns = [*body["messages"], {"role": "assistant", "content": message.content}]
+        client.messages.create(**body | {"messages": [*turns, *body["messages"]]})
+    assert begun.prompt().endswith("<think>\nA or B?") and "assistant: B." in begun.prompt()
+
+
+def test_thinking_is_an_item_of_a_response(begun: Running) -> None:
+    responses = begun.client.responses
+    body: dict[str, Any] = {"model": "tiny", "input": f"say A or B?</think>{CALL}"}
+    tool: Any = {"type": "function", "name": "get_time"}
+    answer = responses.create(**body, tools=[tool])
+    with responses.stream(**body, tools=[tool]) as stream:
+        kinds = {event.type for event in stream}
+        streamed = stream.get_final_response()
+    assert {"response.reasoning_text.delta", "response.reasoning_text.done"} <= kinds
+    for output in (answer.output, streamed.output):
+        assert [item.type for item in output][:2] == ["reasoning", "function_call"]
+        assert output[0].content[0].text == "A or B?"  # type: ignore[union-attr,index]
+    call_id = answer.output[1].call_id
+    result = {"type": "function_call_output", "call_id": call_id, "output": "say 9"}
+    items: list[Any] = [{"role": "user", "content": "when?"}, *answer.output[:2], result]
+    responses.create(model="tiny", input=items)
+    assert begun.prompt().endswith("<think>\nA or B?") and "get_time" in begun.prompt()
