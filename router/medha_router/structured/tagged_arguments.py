@@ -194,6 +194,8 @@ class TaggedArguments:
 
 def overlap(text: str, mark: str) -> int:
     """Return the length of the longest tail of `text` that begins `mark`."""
+    if text.find(mark[0], -len(mark)) < 0:  # as nearly always
+        return 0
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:size]):
             return size
