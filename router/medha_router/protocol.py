@@ -287,8 +287,8 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     a chat's prompt ends. `cache_salt`: only requests with the same one share cached pages.
     `shows_stop`, `shows_special`: whether the text has what ended it, and special tokens.
     `token_ids`: the answer has the ids of all tokens; `names_ids`: its log probabilities name them
-    by id. `silent`: sampling parameters that the client left to the checkpoint. `client_id`: the
-    request's id as its client names it, for logs.
+    by id. `shows_thinking`: the answer has the thinking. `silent`: sampling parameters that the
+    client left to the checkpoint. `client_id`: the request's id as its client names it, for logs.
     """
 
     model: str
