@@ -47,6 +47,7 @@ class ModelVersion:
         self.broken = ""
         self.tokenizer = b""
         self.tool_calls: Format | None = None
+        self.adapter_tool_calls: dict[str, Format | None] = {}
         self.vocabulary: Vocabulary | None = None
         self.open: tuple[ConnectedReplica, ...] = ()
         self.closed_s = float("-inf")
@@ -58,9 +59,13 @@ class ModelVersion:
 
     def files(self, data: dict[str, bytes]) -> TokenizerFiles:
         """Return the tokenizer files, given file contents by name."""
-        tokenizer, config, template = (data.get(name, b"") for name in FILES)
+        tokenizer, config, template, adapters = (data.get(name, b"") for name in FILES)
         return TokenizerFiles(
-            key=self.tokenizer_key, tokenizer=tokenizer, config=config, template=template
+            key=self.tokenizer_key,
+            tokenizer=tokenizer,
+            config=config,
+            template=template,
+            adapter_templates=adapters,
         )
 
     def set_open(self, replicas: tuple[ConnectedReplica, ...], now: float) -> None:
@@ -70,12 +75,17 @@ class ModelVersion:
         if was_open and not self.open:
             self.closed_s = now
 
+    def form_of_calls(self, adapter: str) -> Format | None:
+        """Return how outputs write calls of tools; None if the chat template takes no tools."""
+        return self.adapter_tool_calls.get(adapter, self.tool_calls)
+
     def encode_job(
         self,
         *,
         chat: bool,
         raw: bytes,
         salt: bytes,
+        adapter: str = "",
         texts: bool = False,
         tools: bytes = b"",
         template_values: bytes = b"",
@@ -90,6 +100,7 @@ class ModelVersion:
             raw=raw,
             page_tokens=self.hello.page_tokens,
             salt=salt,
+            adapter=adapter,
             add_special_tokens=special,
             ending=ending,
             texts=texts,

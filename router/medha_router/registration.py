@@ -173,6 +173,7 @@ class Registration:
             vocabulary = await asyncio.to_thread(Vocabulary, files.tokenizer)
             loaded = await self._tokens.warm(files.key)
             version.tokenizer, version.tool_calls = files.tokenizer, loaded.tool_calls
+            version.adapter_tool_calls = loaded.adapter_tool_calls
             version.vocabulary, model.unservable = vocabulary, ""
             for replica in self._replicas_of(model, version):
                 self._state.welcome(replica.peer)

@@ -18,7 +18,12 @@ from medha.peer_liveness import PeerLiveness
 from medha.predictor import Predictor
 from medha.profile import Profile
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "adapter_templates.json",
+)
 
 
 class ConnectedReplica:

@@ -141,11 +141,12 @@ class Service:
         model, adapter = await self._known(params.model, client.owner)
         version = await self._open(model, adapter, client.owner)
         if params.tools:
-            _check_takes_tools(version)
+            _check_takes_tools(version, adapter)
         job = version.encode_job(
             chat=params.chat,
             raw=params.raw,
             salt=self._salt(params.model or model.name, client.cache_owner),
+            adapter=adapter,
             special=params.special,
             ending=params.ending,
             tools=params.tools,
@@ -264,6 +265,7 @@ class Service:
             chat=params.chat,
             raw=params.raw,
             salt=self._salt(params.model, _cache_owner(client_request)),
+            adapter=client_request.adapter,
             texts=params.echo,
             limit_tokens=model.max_context_tokens,
             tools=params.tools.raw if params.tools is not None else b"",
@@ -324,7 +326,7 @@ class Service:
     ) -> None:
         """Add a generation for each output: limits, deadline, sampling."""
         params = client_request.params
-        client_request.tool_calls = _tool_calls(params, version)
+        client_request.tool_calls = _tool_calls(params, version, client_request.adapter)
         splits = self._config.split_thinking and params.chat and params.grammar is None
         client_request.splits_thinking = splits
         stop_tokens = self._stop_tokens(params, version)
@@ -559,24 +561,25 @@ def _listed(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _tool_calls(params: GenerationParams, version: ModelVersion) -> Format | None:
+def _tool_calls(params: GenerationParams, version: ModelVersion, adapter: str) -> Format | None:
     """Return how calls of tools are written; raises RequestError if the model takes no tools."""
     if params.tools is None or not params.calls_tools:
         return None
-    taught = _check_takes_tools(version)
+    taught = _check_takes_tools(version, adapter)
     forms: dict[str, Format] = {"required": "array", "named": "named"}
     return forms.get(params.tools.choice, taught)
 
 
-def _check_takes_tools(version: ModelVersion) -> Format:
+def _check_takes_tools(version: ModelVersion, adapter: str) -> Format:
     """Return the form of calls that the chat template teaches; raises RequestError for none."""
-    if version.tool_calls is None:
+    taught = version.form_of_calls(adapter)
+    if taught is None:
         raise RequestError(
             "tools: the chat template of this model takes none; leave them out",
             code="unsupported_parameter",
             param="tools",
         )
-    return version.tool_calls
+    return taught
 
 
 def _check_bias(params: GenerationParams, vocab: int) -> None:

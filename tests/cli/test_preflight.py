@@ -190,6 +190,36 @@ def test_adapters_that_the_model_takes_pass(model: Path) -> None:
     assert list(check_resources(read_resources(file), gpus=0)) == ["tiny"]
 
 
+def test_a_controller_has_the_templates_of_adapters_that_differ_from_the_models(
+    model: Path,
+) -> None:
+    own, named = "{{ messages }}", [{"name": "default", "template": "{{ 2 }}"}]
+    (model / "chat_template.jinja").write_text(own)
+    adapters: list[AdapterFolder] = []
+    for name, file, text in (
+        ("same", "chat_template.jinja", own),
+        ("older", "tokenizer_config.json", json.dumps({"chat_template": "{{ 1 }}"})),
+        ("named", "tokenizer_config.json", json.dumps({"chat_template": named})),
+        ("poems", "chat_template.jinja", "{{ 'ü' }}"),
+        ("none", "tokenizer_config.json", "{}"),
+    ):
+        folder = model.parent / name
+        write_adapter(model, folder)
+        (folder / file).write_text(text)
+        adapters.append(AdapterFolder(name=name, folder=str(folder)))
+    config = config_of(write(model.parent, document()), model)
+    identity = identity_of(msgspec.structs.replace(config, adapters=tuple(adapters)))
+    expected = {"older": "{{ 1 }}", "named": "{{ 2 }}", "poems": "{{ 'ü' }}"}
+    assert json.loads(identity.files["adapter_templates.json"]) == expected
+    assert "adapter_templates.json" in identity.hashes
+    identity = identity_of(msgspec.structs.replace(config, adapters=tuple(adapters[:1])))
+    assert "adapter_templates.json" not in identity.files
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    fault = rf"{folder}/chat_template\.jinja cannot be read \(.*\); fetch it again"
+    with pytest.raises(UserError, match=fault):
+        identity_of(msgspec.structs.replace(config, adapters=tuple(adapters)))
+
+
 def test_faults_of_adapters_are_reported_together_in_the_words_of_the_rank(model: Path) -> None:
     write_adapter(model, model.parent / "legal", use_dora=True)
     write_adapter(model, model.parent / "poems", rank=513)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import openai
 import pytest
+from tests.router.conftest import HERMES, TEMPLATE, digest
 
 from medha.config import RouterModel
+from medha.errors import CheckpointError
 from medha.messages import Hello
 from medha_router.models import ModelRegistry
+from medha_router.tokenization.encoder import Encoder
+from medha_router.tokenization.wire import TokenizerFiles
 
 Routers = Callable[..., Any]
 Eventually = Callable[..., None]
@@ -69,6 +75,48 @@ def test_an_unknown_adapter_is_an_error_that_names_the_known(
     with pytest.raises(openai.NotFoundError, match="this server has tiny, tiny:legal") as error:
         ask(running, name)
     assert error.value.code == "model_not_found" and error.value.param == "model"
+
+
+def test_chats_with_an_adapter_have_its_template(running_with: Routers) -> None:
+    def adapted(controller: Any) -> None:
+        poems = HERMES.decode().replace("assistant", "poet").replace("<|start|>{{", "<|start|>*{{")
+        data = json.dumps({"poems": poems}).encode()
+        controller.by_hash[digest(data)] = data
+        files = controller.hello.files | {"adapter_templates.json": digest(data)}
+        controller.hello = msgspec.structs.replace(controller.hello, files=files)
+
+    running = running_with()
+    running.open(template=TEMPLATE, adapters={"legal": "1", "poems": "2"}, before=adapted)
+    create, messages = (
+        running.client.chat.completions.create,
+        [{"role": "user", "content": "say x"}],
+    )
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for name, prompt in (("tiny", "user: say x\n"), ("tiny:legal", "user: say x\n")):
+        assert create(model=name, messages=messages).choices[0].message.content == "x"
+        assert running.prompt() == prompt
+        with pytest.raises(openai.BadRequestError, match="takes none"):
+            create(model=name, messages=messages, tools=tools)
+    assert create(model="tiny:poems", messages=messages).choices[0].message.content == "x"
+    assert running.prompt() == "*user: say x"
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    messages[0]["content"] = f"say {call}"
+    answer = create(model="tiny:poems", messages=messages, tools=tools).choices[0]
+    assert answer.finish_reason == "tool_calls" and '"name": "f"' in running.prompt()
+    counted = running.http.post("/tokenize", json={"model": "tiny:poems", "messages": messages})
+    assert counted.json()["count"] == len(f"<*user: say {call}<")
+
+
+def test_a_template_of_an_adapter_that_does_not_parse_names_the_adapter(
+    byte_level_json: bytes,
+) -> None:
+    files = TokenizerFiles(
+        key="k", tokenizer=byte_level_json, adapter_templates=b'{"poems": "{% if %}"}'
+    )
+    with pytest.raises(
+        CheckpointError, match=r"adapter poems: chat_template\.jinja is not a Jinja"
+    ):
+        Encoder(files)
 
 
 def test_adapters_share_no_names_of_pages(running_with: Routers) -> None:

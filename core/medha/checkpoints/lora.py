@@ -2,6 +2,7 @@
 
     adapter_config.json         rank r, alpha; scale = alpha / r, or alpha / √r (rank-stabilised)
     adapter_model.safetensors   A [r, inputs] and B [outputs, r] of each adapted projection
+    chat_template.jinja         of chats with the adapter, or in tokenizer_config.json; optional
 
 Reads headers only. Settings that would change the result in another way are refused by name.
 """
@@ -23,6 +24,7 @@ from medha.errors import CheckpointError
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
+TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 MAX_RANK, MAX_ALPHA = 512, 1e6
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -46,12 +48,14 @@ _REMEDY = "merge the adapter into its base model (PEFT's merge_and_unload) and s
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter's folder, rank and scale, and its projections as (layer, name)."""
+    """An adapter's folder, rank and scale, its projections as (layer, name), and the chat template
+    in its folder, if any."""
 
     folder: str
     rank: int
     scale: float
     projections: frozenset[tuple[int, str]]
+    template: str = ""
 
     def params(self, model: DecoderConfig) -> int:
         """Return the entries of all A and B."""
@@ -98,12 +102,30 @@ def read_lora(folder: pathlib.Path, model: DecoderConfig) -> Lora:
         rank=rank,
         scale=alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank),
         projections=_projections(folder, rank, model),
+        template=read_template(folder),
     )
 
 
 def digest_of_adapter(folder: pathlib.Path) -> str:
     """Return a digest that distinguishes adapters, as `digest_of` does checkpoints."""
     return digest_of_files(folder, [CONFIG], [WEIGHTS])
+
+
+def read_template(folder: pathlib.Path) -> str:
+    """Return the chat template of a checkpoint or an adapter; empty if the folder has none. Raises
+    CheckpointError."""
+    path = folder / TEMPLATE
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from None
+    path = folder / TOKENIZER_CONFIG
+    given = read_json(path).get("chat_template") if path.is_file() else None
+    if isinstance(given, list):
+        named = [entry for entry in given if isinstance(entry, dict)]
+        given = {entry.get("name"): entry.get("template") for entry in named}.get("default")
+    return given if isinstance(given, str) else ""
 
 
 def _check_settings(path: pathlib.Path, raw: dict[str, Any]) -> None:

@@ -210,10 +210,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_
     """Registers a replica with a router. `files`: name -> content hash (blake2b-128 hex).
 
     `files` has `tokenizer.json` and, if the checkpoint has them, `tokenizer_config.json`,
-    `chat_template.jinja`, `generation_config.json`. `checkpoint`: equal for replicas of the same
-    weights; empty if unknown. `adapters`: name -> digest of its files. `profile`: JSON of the
-    predictor's profile. `defaults`: sampling of the checkpoint. `order`: of requests that wait for
-    the replica. `draining`: the replica finishes its requests and takes no new ones.
+    `chat_template.jinja`, `generation_config.json`, and in `adapter_templates.json` the chat
+    templates of adapters by name. `checkpoint`: equal for replicas of the same weights; empty if
+    unknown. `adapters`: name -> digest of its files. `profile`: JSON of the predictor's profile.
+    `defaults`: sampling of the checkpoint. `order`: of requests that wait for the replica.
+    `draining`: the replica finishes its requests and takes no new ones.
     """
 
     replica: Name

@@ -224,6 +224,10 @@ class Encoder:
         self._texts = TextEncoder(self._vocabulary.tokenizer)
         self._template = ChatTemplate(files.template, files.config)
         self.tool_calls = self._template.tool_calls
+        self._adapter_templates = _adapter_templates(files)
+        self.adapter_tool_calls = {
+            name: template.tool_calls for name, template in self._adapter_templates.items()
+        }
 
     def encode(
         self, job: wire.Encode, raw: bytearray
@@ -271,7 +275,8 @@ class Encoder:
         if job.chat:
             messages = read_messages(raw)
             raw.clear()  # rendering takes as much memory again
-            text = self._template.render(
+            template = self._adapter_templates.get(job.adapter, self._template)
+            text = template.render(
                 messages,
                 ending=job.ending,
                 tools=job.tools,
@@ -297,6 +302,18 @@ class Encoder:
                 code="invalid_value",
                 param=where,
             )
+
+
+def _adapter_templates(files: wire.TokenizerFiles) -> dict[str, ChatTemplate]:
+    """Return the chat templates of adapters; they use the tokens of the model."""
+    sources = msgspec.json.decode(files.adapter_templates or b"{}", type=dict[str, str])
+    templates: dict[str, ChatTemplate] = {}
+    for name, source in sources.items():
+        try:
+            templates[name] = ChatTemplate(source.encode(), files.config)
+        except CheckpointError as error:
+            raise CheckpointError(f"adapter {name}: {error}") from None
+    return templates
 
 
 class TokenizerProcess:
@@ -331,7 +348,9 @@ class TokenizerProcess:
             case wire.LoadFiles():
                 encoder = self._encoders[job.files.key] = Encoder(job.files)
                 collect_seldom(COLLECT_AFTER)
-                return wire.Loaded(tool_calls=encoder.tool_calls), b""
+                return wire.Loaded(
+                    tool_calls=encoder.tool_calls, adapter_tool_calls=encoder.adapter_tool_calls
+                ), b""
             case wire.Encode():
                 outcome, stepped = self._encoders[job.key].encode(job, payload)
             case wire.Detokenize():

@@ -40,12 +40,16 @@ B = TypeVar("B", bound=bytearray | memoryview)
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of a checkpoint's tokenizer files; empty if missing. `key` names the set."""
+    """Contents of a checkpoint's tokenizer files; empty if missing. `key` names the set.
+
+    `adapter_templates`: JSON of the chat templates of adapters by name.
+    """
 
     key: str
     tokenizer: bytes
     config: bytes = b""
     template: bytes = b""
+    adapter_templates: bytes = b""
 
 
 class LoadFiles(msgspec.Struct, frozen=True, tag=True):
@@ -67,6 +71,7 @@ class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     raw: Bytes
     page_tokens: int
     salt: bytes
+    adapter: str = ""
     add_special_tokens: bool = True
     ending: PromptEnd = "reply"
     texts: bool = False
@@ -129,10 +134,12 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """Outcome of LoadFiles; `error` is empty on success. `tool_calls`: see ChatTemplate."""
+    """Outcome of LoadFiles; `error` is empty on success. `tool_calls`: see ChatTemplate; those of
+    adapters with a template of their own apart."""
 
     error: str = ""
     tool_calls: Format | None = None
+    adapter_tool_calls: dict[str, Format | None] = {}
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True):

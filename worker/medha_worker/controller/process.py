@@ -18,12 +18,14 @@ import time
 import uuid
 from collections.abc import Callable
 
+import msgspec
+
 from medha.adapters.prometheus import Metrics, OpsServer, Reply, Tick, json_reply, read_token
 from medha.adapters.sockets import Dialer, Listener, wait
 from medha.checkpoints.checkpoint_files import check_tokenizer, digest_of
 from medha.checkpoints.decoder_config import read_config, read_generation_defaults
 from medha.checkpoints.fit import adapted_shape, kv_bytes, packed_bytes, param_bytes, read_adapters
-from medha.checkpoints.lora import digest_of_adapter
+from medha.checkpoints.lora import Lora, digest_of_adapter, read_template
 from medha.config import WorkerConfig
 from medha.errors import SpecError
 from medha.messages import (
@@ -48,6 +50,7 @@ from medha_worker.controller.resolver import RouterResolver, is_literal
 from medha_worker.controller.startup import Identity, MakeScheduler
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+ADAPTER_TEMPLATES = "adapter_templates.json"
 BURST = 256
 BUSY_TICK_S, IDLE_TICK_S = 0.005, 0.05
 STATUS_S = 0.1
@@ -75,6 +78,8 @@ def identity_of(config: WorkerConfig) -> Identity:
         packed_bytes(model, config),
     )
     adapters = read_adapters(model, config)
+    if templates := _templates_of(adapters, read_template(folder)):
+        files[ADAPTER_TEMPLATES] = msgspec.json.encode(templates)
     return Identity(
         incarnation=uuid.uuid4().hex,
         shape=adapted_shape(shape, model, adapters.values()),
@@ -90,6 +95,12 @@ def identity_of(config: WorkerConfig) -> Identity:
         defaults=read_generation_defaults(folder),
         profile=read_profile(config.profile) or _kept_profile(config),
     )
+
+
+def _templates_of(adapters: dict[str, Lora], own: str) -> dict[str, str]:
+    """Return the chat templates of adapters by name, without those that are the model's own."""
+    templates = {name: lora.template for name, lora in adapters.items()}
+    return {name: text for name, text in templates.items() if text not in ("", own)}
 
 
 def read_profile(path: str) -> Profile | None:
