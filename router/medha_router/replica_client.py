@@ -48,6 +48,7 @@ from medha_router.replicas import ConnectedReplica
 from medha_router.request_table import RouterState
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.tokenizer_files import FileStore
+from medha_router.turns import TURN_S
 
 REPUBLISH_HEADS_S = 0.25
 SNAPSHOT_RETRY_S = 1.0
@@ -72,6 +73,7 @@ class ReplicaClient:
         # By name of the replica: its heads, as (id, promised), and when they were sent.
         self._published: dict[str, tuple[tuple[tuple[str, bool], ...], float]] = {}
         self._early: dict[str, set[str]] = {}  # by name: heads whose Submit went with them
+        self._placing: dict[str, None] = {}  # models that may have requests to place
         self._snapshot_requested_s: dict[str, float] = {}
         self._reported: set[bytes] = set()  # peers whose latest load the dispatcher lacks
         self._ticked_s = self._clock()
@@ -154,7 +156,7 @@ class ReplicaClient:
     # --- heads ------------------------------------------------------------------------------------
 
     def publish(self) -> bool:
-        """Place waiting requests and send each replica its heads if they changed.
+        """Place waiting requests for a turn, and send each replica its heads if they changed.
 
         Returns True if requests wait.
         """
@@ -168,11 +170,35 @@ class ReplicaClient:
             for generation in model.dispatcher.relegate_late(now):
                 generation.request = msgspec.structs.replace(generation.request, promised=False)
                 self._metrics.relegated(generation)
-            model.dispatcher.place_waiting(now)
+            if len(model.dispatcher):
+                self._placing.setdefault(model.name)
+        self.place()
+        for model in self._models.values():
             heads = model.dispatcher.heads(now)
             for replica in self._replicas.of(model.name):
                 self._publish_to(replica, model, heads.get(replica.name, ()), now)
         return any(len(model.dispatcher) for model in self._models.values())
+
+    def place(self) -> bool:
+        """Place waiting requests for a turn, of each model in turn; True if some are left.
+
+        With many replicas, to place the requests of a lost one takes seconds.
+        """
+        until_s = self._clock() + TURN_S
+        while self._placing:
+            name = next(iter(self._placing))
+            del self._placing[name]
+            model, now = self._models.get(name), self._clock()
+            if model is not None and model.dispatcher.place_next(now):
+                self._placing[name] = None
+            if now > until_s:
+                break
+        return self.placing
+
+    @property
+    def placing(self) -> bool:
+        """True if waiting requests are left to place."""
+        return bool(self._placing)
 
     def _publish_to(
         self, replica: ConnectedReplica, model: ServedModel, heads: tuple[Head, ...], now: float

@@ -67,6 +67,7 @@ class LinkLoop:
         self._log = logging.getLogger("medha.router")
         self._ticking: asyncio.Task[None] | None = None
         self._due: asyncio.Handle | None = None
+        self._placing: asyncio.Handle | None = None
         self._not_before_s = 0.0
 
     def start(self) -> None:
@@ -79,8 +80,9 @@ class LinkLoop:
         if ticking is not None:
             ticking.cancel()
             await asyncio.wait({ticking})
-        if self._due is not None:
-            self._due.cancel()
+        for handle in (self._due, self._placing):
+            if handle is not None:
+                handle.cancel()
 
     def changed(self) -> None:
         """Publish heads soon, once for all changes until then."""
@@ -99,6 +101,14 @@ class LinkLoop:
         ended_s = self._clock()
         pause_s = max(MIN_PAUSE_S, (ended_s - began_s) / BUSY_SHARE)
         self._not_before_s = ended_s + pause_s if waiting is not False else ended_s
+        if self._client.placing and self._placing is None:
+            self._placing = self._loop.call_soon(self._place)
+
+    def _place(self) -> None:
+        """Place what a publication left, in turns of the loop, and publish it."""
+        more = self._guarded(self._client.place)
+        self._placing = self._loop.call_soon(self._place) if more else None
+        self.changed()
 
     def _receive(self, peer: bytes, message: ReplicaMessage) -> None:
         if self._ticking is None:

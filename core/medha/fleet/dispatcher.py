@@ -12,7 +12,6 @@ Combines admission, request queue, placement and prefix index; router and simula
 from __future__ import annotations
 
 import collections
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -124,6 +123,8 @@ class Dispatcher(Generic[Item]):
         self._relegated: dict[str, set[str]] = {}  # placed without a promise, by replica
         self._unplaced_promised: set[str] = set()
         self._unplaced_relegated: set[str] = set()
+        self._resumed: dict[str, None] = {}  # whose work is not computed yet
+        self._round: Iterator[str] | None = None  # ids that are left to place
         self._unpromised: dict[str, QueuedRequest] = {}
         self._unpromised_s: dict[str, float] = {}  # work by tenant
 
@@ -319,26 +320,34 @@ class Dispatcher(Generic[Item]):
         return decision
 
     def resume(self, item: Item, now: float) -> None:
-        """Enqueue a request that lost its replica: promised, unplaced and due at once."""
+        """Enqueue a request that lost its replica: promised, unplaced and due at once.
+
+        The next placing computes its work: thousands may be lost at one time.
+        """
         request = item.request
         self._remember(item)
-        tokens = request.prompt_tokens + item.output_tokens
-        work_s = min(
-            (estimate.predictor.prefill_s(tokens) for estimate in self._serving(item.version)),
-            default=request.work_s,
-        )
+        self._resumed[request.id] = None
         self._put(
             QueuedRequest(
                 id=request.id,
                 arrival_s=request.arrival_s,
                 due_s=min(now, request.due_s),
-                work_s=work_s,
+                work_s=request.work_s,
                 promised=True,
                 weight=request.weight,
                 tenant=request.tenant,
                 charge_s=request.work_s,
             )
         )
+
+    def _compute_work(self, id: str) -> None:
+        """Compute the work of a resumed request, with the tokens that it has."""
+        item, queued = self._items[id], self._queue.get(id)
+        serving = self._serving(item.version)
+        if queued is not None and serving:
+            tokens = item.request.prompt_tokens + item.output_tokens
+            work_s = min(estimate.predictor.prefill_s(tokens) for estimate in serving)
+            self._put(msgspec.structs.replace(queued, work_s=work_s))
 
     def take(self, id: str, name: str, now: float) -> Item | None:
         """Dequeue a request that its replica was granted; None if it is not placed there."""
@@ -387,26 +396,49 @@ class Dispatcher(Generic[Item]):
 
     def place_waiting(self, now: float) -> None:
         """Place the most urgent unplaced requests: all promised, some relegated per replica."""
-        if not self._estimates or not (self._unplaced_promised or self._unplaced_relegated):
-            return
-        placed = sum(len(self._relegated.get(name, ())) for name in self._estimates)
-        room = MAX_RELEGATED_PLACED * len(self._estimates) - placed
-        if room <= 0 and not self._unplaced_promised:
-            return
-        kinds = ((True, self._unplaced_promised), (False, self._unplaced_relegated))
-        unplaced = (self._queue.unplaced(now, promised) for promised, ids in kinds if ids)
-        for queued in itertools.chain.from_iterable(unplaced):
-            if room <= 0 and not queued.promised:
-                break
-            item = self._items[queued.id]
+        while self.place_next(now):
+            pass
+
+    def place_next(self, now: float) -> bool:
+        """Take the next step of `place_waiting`; False if there is none left.
+
+        A round goes through the requests in the order of its beginning, so that one that fits
+        nowhere does not stop those behind it.
+        """
+        if self._resumed:
+            self._compute_work(self._resumed.popitem()[0])
+            return True
+        if self._round is None:
+            self._round = iter(self._unplaced(now))
+        room = self._relegated_room()
+        for waiting_id in self._round:
+            queued = self._queue.get(waiting_id)
+            if queued is None or queued.replica or not (queued.promised or room > 0):
+                continue
+            item = self._items[waiting_id]
             pending = _pending(item)
             cached = self.cached_tokens(PageNames(item.hashes), pending.prompt_tokens)
             option = place(pending, self._serving(item.version), cached, now)
-            if option is None:
-                continue
-            self._estimates[option.replica].hold(pending, option, now, queued.promised)
-            self._put(_placed(queued, option.replica))
-            room -= not queued.promised
+            if option is not None:
+                self._estimates[option.replica].hold(pending, option, now, queued.promised)
+                self._put(_placed(queued, option.replica))
+            return True
+        self._round = None
+        return False
+
+    def _unplaced(self, now: float) -> list[str]:
+        """Ids of the unplaced requests that may be placed, most urgent first."""
+        ids: list[str] = []
+        if self._estimates and self._unplaced_promised:
+            ids += (queued.id for queued in self._queue.unplaced(now, True))
+        if self._unplaced_relegated and self._relegated_room() > 0:
+            ids += (queued.id for queued in self._queue.unplaced(now, False))
+        return ids
+
+    def _relegated_room(self) -> int:
+        """Number of relegated requests that may be placed in addition."""
+        placed = sum(len(self._relegated.get(name, ())) for name in self._estimates)
+        return MAX_RELEGATED_PLACED * len(self._estimates) - placed
 
     def heads(self, now: float) -> dict[str, tuple[Head, ...]]:
         """The most urgent requests placed on each replica, as published to it."""
@@ -485,10 +517,10 @@ class Dispatcher(Generic[Item]):
     def _unmark(self, id: str) -> None:
         self._unplaced_promised.discard(id)
         self._unplaced_relegated.discard(id)
-        for relegated in self._relegated.values():
-            relegated.discard(id)
         queued = self._unpromised.pop(id, None)
         if queued is not None:
+            if queued.replica in self._relegated:
+                self._relegated[queued.replica].discard(id)
             waiting_s = self._unpromised_s.pop(queued.tenant, 0.0) - queued.work_s
             if waiting_s > 1e-9:
                 self._unpromised_s[queued.tenant] = waiting_s
@@ -502,6 +534,7 @@ class Dispatcher(Generic[Item]):
 
     def _forget(self, id: str) -> Item | None:
         self._unmark(id)
+        self._resumed.pop(id, None)
         item = self._items.pop(id, None)
         if item is not None:
             self._count_by_version[item.version] -= 1

@@ -1,0 +1,122 @@
+"""The router places the requests of a lost replica in turns, and serves others in between."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from medha.adapters.prometheus import Metrics
+from medha.config import RouterModel
+from medha.fleet.demand import DemandWindow
+from medha.messages import Heads, Hello, Load, LoadReport, RouterMessage, Submit
+from medha.request import Request, SloClass
+from medha_router.models import ModelRegistry
+from medha_router.replica_client import ReplicaClient
+from medha_router.replica_link import LinkLoop
+from medha_router.replicas import ReplicaTable
+from medha_router.request_table import RequestTable, RouterState
+from medha_router.router_metrics import RouterMetrics
+from medha_router.tokenization.pool import TokenizerPool
+from medha_router.tokenization.tokenizer_files import FileStore
+from medha_router.turns import TURN_S
+
+NAMES, WAITING = ("one", "other"), 12
+LOAD = Load(free_pages=(6000,), total_pages=(6000,), page_tokens=16)
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """A request whose replica is gone."""
+
+    request: Request
+    version: str
+    hashes: bytes = b""
+    output_tokens: int = 1
+    moves: int = 1
+
+    def submit(self, now: float) -> Submit:
+        del now
+        return Submit(id=self.request.id, tokens=bytes(36), max_output_tokens=1)
+
+
+class Fleet:
+    """Two models with a replica each, on a clock that goes on by a third of a turn when read."""
+
+    def __init__(self, hello: Hello) -> None:
+        ticks = itertools.count()
+        self.clock: Callable[[], float] = lambda: next(ticks) * TURN_S / 3.0
+        self.heads: dict[str, int] = {}
+        classes = (SloClass(when_infeasible="relegate"),)
+        models = [
+            RouterModel(name=name, max_context_tokens=4096, classes=classes) for name in NAMES
+        ]
+        self.models = ModelRegistry(models, forget_s=1e9)
+        table, demand = ReplicaTable(None, timeout_s=1e9), DemandWindow()
+        metrics = RouterMetrics(Metrics("router"), demand)
+        requests = RequestTable(self.models, table, metrics, self._send, lambda: None)
+        state = RouterState("router", self.models, table, requests, metrics, self._send, self.clock)
+        self.client = ReplicaClient(state, FileStore(None), cast(TokenizerPool, None))
+        for name in NAMES:
+            own = msgspec.structs.replace(hello, replica=name, model=name)
+            greeted: Any = table.greet(name.encode(), own, 0.0)
+            self.client.receive(name.encode(), LoadReport(LOAD))
+            for number in range(WAITING):
+                request = Request(id=f"{name}-{number}", arrival_s=0.0, prompt_tokens=9)
+                lost: Any = Lost(request, greeted.version)
+                self.models[name].dispatcher.resume(lost, 0.0)
+
+    @property
+    def placed(self) -> dict[str, int]:
+        return {name: len(self.models[name].dispatcher.placed_on(name)) for name in NAMES}
+
+    def _send(self, peer: bytes, message: RouterMessage) -> bool:
+        if isinstance(message, Heads):
+            self.heads[peer.decode()] = len(message.heads)
+        return True
+
+
+@pytest.fixture
+def fleet(make_hello: Callable[..., Hello]) -> Fleet:
+    return Fleet(make_hello())
+
+
+def test_a_publication_places_for_one_turn_and_others_go_on(fleet: Fleet) -> None:
+    assert fleet.client.publish() and fleet.client.placing
+    turns = 1
+    while fleet.client.place():
+        turns += 1
+        counts = fleet.placed.values()
+        assert max(counts) - min(counts) <= 1, "each model has its turn"
+    assert turns > 8 and not fleet.client.placing
+    assert fleet.placed == dict.fromkeys(NAMES, WAITING)
+    fleet.client.publish()
+    assert fleet.heads == dict.fromkeys(NAMES, WAITING)
+
+
+def test_the_loop_serves_others_between_two_turns(fleet: Fleet) -> None:
+    async def run() -> int:
+        link: Any = Link()
+        loop = LinkLoop(link, fleet.client, fleet.clock, lambda: None)
+        loop.start()
+        served = 0
+        while sum(fleet.placed.values()) < 2 * WAITING or fleet.client.placing:
+            served += 1
+            await asyncio.sleep(0)
+        await loop.stop()
+        return served
+
+    assert asyncio.run(run()) > 8
+
+
+class Link:
+    """A link on which nothing arrives."""
+
+    def follow(self, receive: Callable[[bytes, Any], None]) -> None:
+        del receive
+
+    def closed(self) -> tuple[bytes, ...]:
+        return ()
