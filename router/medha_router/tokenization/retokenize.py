@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 
 from medha.errors import MedhaError, RequestError
 from medha_router.generation import ClientRequest, Generation
@@ -19,6 +20,8 @@ from medha_router.service import Service
 
 RECONNECT_S = 1.0
 """A replica that only lost its link reconnects within this time."""
+LANES = 16
+"""Requests of a model that are encoded again at the same time."""
 
 
 class Retokenizer:
@@ -27,46 +30,71 @@ class Retokenizer:
     def __init__(self, state: RouterState, service: Service) -> None:
         self._models, self._requests, self._clock = state.models, state.requests, state.clock
         self._service = service
-        self._moving: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._lanes: dict[asyncio.Task[None], str] = {}  # with the names of their models
         self._log = logging.getLogger("medha.router")
 
     def tick(self) -> None:
-        """Start to move stranded requests. Usually there is one version and nothing to do."""
-        for model in self._models.values():
-            if not model.ready or len(model.versions) < 2:
+        """Start to move stranded requests. Usually there is one version and nothing to do.
+
+        The next ones start after all of these.
+        """
+        moving = set(self._lanes.values())
+        for name, model in self._models.items():
+            if not model.ready or len(model.versions) < 2 or name in moving:
                 continue
-            for client_request in {
-                id(generation.client_request): generation.client_request
-                for generation in self._stranded(model)
-            }.values():
-                served = model.open_versions(client_request.adapter)
-                if served and client_request.id not in self._moving:
-                    task = asyncio.get_running_loop().create_task(self._move(client_request, model))
-                    self._moving.add(client_request.id)
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+            if stranded := self._stranded(model):
+                waiting = iter(stranded)
+                for _ in range(min(LANES, len(stranded))):
+                    task = asyncio.get_running_loop().create_task(self._move_all(waiting, model))
+                    self._lanes[task] = name
+                    task.add_done_callback(self._lanes.pop)
 
     async def stop(self) -> None:
-        for task in (tasks := list(self._tasks)):
+        for task in (tasks := list(self._lanes)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _stranded(self, model: ServedModel) -> list[Generation]:
-        """Return waiting generations without tokens whose version closed some time ago."""
+    def _closed(self, model: ServedModel) -> set[str]:
+        """Return the versions that closed some time ago."""
         now = self._clock()
-        closed = {
+        return {
             key
             for key, version in model.versions.items()
             if not version.open and now - version.closed_s > RECONNECT_S
         }
+
+    def _stranded(self, model: ServedModel) -> list[ClientRequest]:
+        """Return the client requests with waiting generations without tokens whose version
+        closed some time ago."""
+        closed = self._closed(model)
         if not any(model.dispatcher.waiting_for(key) for key in closed):
             return []
-        return [
-            generation
+        stranded = {
+            id(generation.client_request): generation.client_request
             for generation in model.dispatcher.items()
             if generation.version in closed and not generation.output.tokens
+        }
+        return [
+            client_request
+            for client_request in stranded.values()
+            if model.open_versions(client_request.adapter)
         ]
+
+    def _stranded_of(self, client_request: ClientRequest, model: ServedModel) -> list[Generation]:
+        """Return those generations of one client request, which may have ended."""
+        closed = self._closed(model)
+        return [
+            generation
+            for generation in client_request.generations
+            if generation.version in closed
+            and not generation.output.tokens
+            and model.dispatcher.get(generation.id) is generation
+        ]
+
+    async def _move_all(self, waiting: Iterator[ClientRequest], model: ServedModel) -> None:
+        for client_request in waiting:
+            if self._stranded_of(client_request, model):
+                await self._move(client_request, model)
 
     async def _move(self, client_request: ClientRequest, model: ServedModel) -> None:
         try:
@@ -75,16 +103,15 @@ class Retokenizer:
             if not version.open:
                 return  # the next tick chooses another
             now = self._clock()
-            for generation in self._stranded(model):
-                if generation.client_request is client_request:
-                    model.dispatcher.drop(generation.id, None, now)
-                    self._service.change_version(
-                        generation,
-                        model,
-                        version,
-                        prompts[generation.index // client_request.params.n],
-                    )
-                    model.dispatcher.resume(generation, now)
+            for generation in self._stranded_of(client_request, model):
+                model.dispatcher.drop(generation.id, None, now)
+                self._service.change_version(
+                    generation,
+                    model,
+                    version,
+                    prompts[generation.index // client_request.params.n],
+                )
+                model.dispatcher.resume(generation, now)
             self._requests.changed()
             self._log.info(
                 "moved to another version", extra={"fields": {"request": client_request.id}}
@@ -95,5 +122,3 @@ class Retokenizer:
             MedhaError
         ) as error:  # no version serves, or its tokenizer ended: the next tick retries
             self._log.warning("cannot move to another version yet: %s", error)
-        finally:
-            self._moving.discard(client_request.id)
