@@ -12,8 +12,11 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 HALF_LIFE_S = 60.0
 MEMORY_S = HALF_LIFE_S / math.log(2.0)
@@ -70,6 +73,18 @@ class ServedWork:
         """Return what is not forgotten yet."""
         seconds, since = self._charges.get(tenant, (0.0, now))
         return seconds * math.exp2((since - now) / HALF_LIFE_S)
+
+    def of_all(self, tenants: Sequence[str], now: float) -> npt.NDArray[np.float64]:
+        """Return the same of several tenants."""
+        charges, exp2, none = self._charges, math.exp2, (0.0, now)
+        if not charges:
+            return np.zeros(len(tenants))
+        return np.array(
+            [
+                seconds * exp2((since - now) / HALF_LIFE_S)
+                for seconds, since in [charges.get(tenant, none) for tenant in tenants]
+            ]
+        )
 
 
 def is_short(work_s: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import random
 import time
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from medha.config import QueueOrder, Scheduling
 from medha.errors import SpecError
-from medha.fleet.request_queue import QueuedRequest, RequestQueue
+from medha.fleet.request_queue import AGEING, QueuedRequest, RequestQueue
+from medha.tenants import ServedWork
 
 
 def item(
@@ -135,6 +137,57 @@ def test_a_tenant_that_was_promised_much_waits_for_others_without_a_promise() ->
     assert queue.order(1.0)[2:] == ["a-False", "b-False"]
     queue.serve("a-True", 1.0)
     assert queue.order(1.0)[1:] == ["b-False", "a-False"]
+
+
+def relegated(id: str, tenant: str, work_s: float, arrival_s: float = 0.0) -> QueuedRequest:
+    return QueuedRequest(
+        id=id,
+        arrival_s=arrival_s,
+        due_s=9.0,
+        work_s=work_s,
+        promised=False,
+        tenant=tenant,
+        charge_s=work_s,
+    )
+
+
+@given(
+    charges=st.lists(st.tuples(st.sampled_from("abcdef"), st.floats(0.1, 9.0)), max_size=12),
+    waiting=st.lists(
+        st.tuples(st.sampled_from("abcdef"), st.floats(0.1, 9.0), st.floats(0.0, 5.0)), max_size=12
+    ),
+)
+def test_the_work_of_tenants_is_shared_as_defined(
+    charges: list[tuple[str, float]], waiting: list[tuple[str, float, float]]
+) -> None:
+    """A tenant's k-th request counts as what it was served, here and elsewhere, and its first."""
+    queue, here, elsewhere, now = RequestQueue(), ServedWork(), ServedWork(), 10.0
+    for number, (tenant, seconds) in enumerate(charges):
+        if number % 3:
+            sent = relegated(f"sent{number}", tenant, seconds)
+            queue.add(sent)
+            queue.serve(sent.id, float(number) / 2.0)
+            here.charge(tenant, seconds, float(number) / 2.0)
+        else:
+            queue.note_elsewhere("router", tenant, seconds, float(number) / 2.0)
+            elsewhere.replace(tenant, seconds, float(number) / 2.0)
+    items = [relegated(f"{number}", *item) for number, item in enumerate(waiting)]
+    for item in items:
+        queue.add(item)
+    keys: dict[str, float] = {}
+    for tenant in sorted({item.tenant for item in items}):
+        own = [item for item in items if item.tenant == tenant]
+        own.sort(key=lambda item: (item.work_s + AGEING * item.arrival_s, item.arrival_s))
+        key = here.of(tenant, now) + elsewhere.of(tenant, now)
+        for item in own:
+            keys[item.id] = key
+            key += item.work_s
+    order = queue.order(now)
+    assert sorted(order) == sorted(keys)
+    if len({item.tenant for item in items}) > 1:
+        assert all(
+            keys[first] <= keys[second] + 1e-9 for first, second in itertools.pairwise(order)
+        )
 
 
 def test_the_queue_forgets_the_names_of_tenants_that_left() -> None:

@@ -275,12 +275,13 @@ class RequestQueue:
         `cost_s`: work / weight of each row; `by`: the rows by tenant, a tenant's in their order.
         """
         served_s = np.zeros(len(self._tenants))
-        present = np.zeros(len(self._tenants), np.bool_)
-        present[senders] = True
-        for name, number in self._tenants.items():
-            if present[number]:
-                served_s[number] = self._served.of(name, now)
-                served_s[number] += sum(work.of(name, now) for work in self._elsewhere.values())
+        names = list(self._tenants)
+        present = np.flatnonzero(np.bincount(senders))
+        waiting = [names[number] for number in present.tolist()]
+        elsewhere_s = np.zeros(len(waiting))
+        for work in self._elsewhere.values():
+            elsewhere_s += work.of_all(waiting, now)
+        served_s[present] = self._served.of_all(waiting, now) + elsewhere_s
         before_s = np.cumsum(cost_s[by]) - cost_s[by]
         senders = senders[by]
         first = np.searchsorted(senders, senders)
