@@ -44,6 +44,7 @@ from medha_router.structured.checker_process import GrammarChecker
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.retokenize import Retokenizer
 from medha_router.tokenization.tokenizer_files import FileStore
+from medha_router.turns import in_turns
 
 MEASURE_S = 1.0
 MEMORY_S = 0.1
@@ -160,6 +161,7 @@ class Router:
         self._keys = ApiKeys(pathlib.Path(config.api_keys)) if config.api_keys else None
         self._following: asyncio.Future[None] | None = None
         self._watching: asyncio.Future[None] | None = None
+        self._expiring: asyncio.Future[None] | None = None
         limit_bytes = memory_limit_bytes(config)
         self._gate = MemoryGate(limit_bytes) if limit_bytes else None
         self._retokenizer = Retokenizer(state, self.service)
@@ -197,7 +199,7 @@ class Router:
     async def stop(self) -> None:
         await self._link_loop.stop()
         self._later.run()
-        for following in (self._following, self._watching):
+        for following in (self._following, self._watching, self._expiring):
             if following is not None:
                 following.cancel()
                 await asyncio.wait({following})
@@ -213,13 +215,21 @@ class Router:
         self.tick()
         self._retokenizer.tick()
         now = self._clock()
-        self._requests.expire(now, self._config)
+        if self._expiring is None or self._expiring.done():
+            self._expiring = asyncio.ensure_future(self._expire(now))
         if now - self._measured_s >= MEASURE_S:
             self._measured_s = now
             self._measure(now)
             self._models.refresh()
             self._models.forget(frozenset(replica.hello.model for replica in self._replicas), now)
             self._demand.forget(self._models)
+
+    async def _expire(self, now: float) -> None:
+        """Fail the requests that waited too long, in turns of the loop."""
+        try:
+            await in_turns(self._requests.expire(now, self._config))
+        except Exception:
+            logging.getLogger("medha.router").exception("requests do not expire")
 
     def _measure(self, now: float) -> None:
         rejected, self._link.rejected = self._link.rejected, 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from medha.config import PROGRESS_TOKENS, RouterConfig
 from medha.errors import MedhaError, Refusal, RequestError
@@ -160,45 +160,51 @@ class RequestTable:
                 extra={"fields": client_request.log_fields},
             )
 
-    def expire(self, now: float, config: RouterConfig) -> None:
-        """Fail requests that waited too long for a replica, or for room on a replica.
+    def expire(self, now: float, config: RouterConfig) -> Iterator[None]:
+        """Fail requests that waited too long, in steps of one request."""
+        for client_request in list(self._client_requests.values()):
+            if client_request.id in self._client_requests:
+                self._expire(client_request, now, config)
+            yield
+
+    def _expire(self, client_request: ClientRequest, now: float, config: RouterConfig) -> None:
+        """Fail a request that waited too long for a replica, or for room on a replica.
 
         The two waits count separately: each begins when the model became ready or stopped being so.
         Without any replica of the model, one is coming back; without one of the request's version,
         that version is gone.
         """
-        for client_request in list(self._client_requests.values()):
-            waiting = [
-                generation
-                for generation in client_request.generations
-                if generation.peer is None and not generation.done
-            ]
-            if not waiting:
-                continue
-            model = self._of(client_request)
-            client_request.held = client_request.held or not model.ready
-            since_s = min(generation.waiting_since_s for generation in waiting)
-            waited_s = now - max(since_s, model.ready_changed_s)
-            if not all(model.serves(generation.version) for generation in waiting):
-                gone = model.ready
-                patience_s = config.no_replica_timeout_s if gone else config.recovery_timeout_s
-                if waited_s <= model.patience_s(patience_s):
-                    continue
-                error = Refusal(
-                    "no_replica",
-                    "the replicas of this model are gone: retry later",
-                    retry_after_s=5.0,
-                )
-            elif waited_s > max(config.queue_timeout_s, client_request.promise_s or 0.0):
-                error = Refusal(
-                    "overloaded",
-                    f"waited {waited_s:.0f} s for room: retry later",
-                    retry_after_s=model.dispatcher.retry_after_s(),
-                )
-            else:
-                continue
-            self._metrics.refused(model.name, client_request.slo_class.name, error.code, now)
-            self.fail(client_request, error, now)
+        waiting = [
+            generation
+            for generation in client_request.generations
+            if generation.peer is None and not generation.done
+        ]
+        if not waiting:
+            return
+        model = self._of(client_request)
+        client_request.held = client_request.held or not model.ready
+        since_s = min(generation.waiting_since_s for generation in waiting)
+        waited_s = now - max(since_s, model.ready_changed_s)
+        if not all(model.serves(generation.version) for generation in waiting):
+            gone = model.ready
+            patience_s = config.no_replica_timeout_s if gone else config.recovery_timeout_s
+            if waited_s <= model.patience_s(patience_s):
+                return
+            error = Refusal(
+                "no_replica",
+                "the replicas of this model are gone: retry later",
+                retry_after_s=5.0,
+            )
+        elif waited_s > max(config.queue_timeout_s, client_request.promise_s or 0.0):
+            error = Refusal(
+                "overloaded",
+                f"waited {waited_s:.0f} s for room: retry later",
+                retry_after_s=model.dispatcher.retry_after_s(),
+            )
+        else:
+            return
+        self._metrics.refused(model.name, client_request.slo_class.name, error.code, now)
+        self.fail(client_request, error, now)
 
     def _end(self, client_request: ClientRequest, now: float) -> bool:
         if self._client_requests.pop(client_request.id, None) is None:

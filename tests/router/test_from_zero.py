@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from medha.fleet.demand import DemandWindow
 from medha.messages import Load, LoadReport, ModelDemand, RouterDemand
 from medha.request import Slo, SloClass
 from medha_router.api_errors import StreamBroken
+from medha_router.generation import ClientRequest
 from medha_router.models import ServedModel
 from medha_router.replicas import ConnectedReplica, ReplicaTable
 from medha_router.request_table import RequestTable
@@ -98,6 +99,7 @@ class Waiting:
         load = Load(free_pages=(64,), total_pages=(64,), page_tokens=16)
         replica.take(LoadReport(load), 0.0)
         self._replica, vocabulary = replica, Vocabulary(tokenizer)
+        self._vocabulary = vocabulary
         self.model.version_for(replica).vocabulary = vocabulary
         self.demand = DemandWindow()
         metrics = RouterMetrics(Metrics("router"), self.demand)
@@ -117,6 +119,18 @@ class Waiting:
     def closes(self, now: float) -> None:
         self.model.update_replicas([], now)
 
+    def another(self, name: str) -> ClientRequest:
+        """Add a request that waits as long."""
+        generation = new_generation(CLASSES, self._vocabulary, self.generation.version)
+        generation.request = msgspec.structs.replace(generation.request, id=f"{name}.0")
+        generation.client_request.id = name
+        self.model.dispatcher.resume(generation, 0.0)
+        self._requests.add(generation.client_request)
+        return generation.client_request
+
+    def cancels(self, client_request: ClientRequest) -> None:
+        self._requests.cancel(client_request, 0.0)
+
     def fails(self, error: MedhaError) -> None:
         self._requests.fail(self.client_request, error, 0.0)
 
@@ -125,10 +139,14 @@ class Waiting:
         self.generation.output.push((97,) * emitted, ())
         self._requests.requeue(self.generation, 0.0, failed=died, died=died)
 
+    def expire(self, now: float) -> Iterator[None]:
+        config = RouterConfig(fleet_bind="", queue_timeout_s=120.0, recovery_timeout_s=30.0)
+        return self._requests.expire(now, config)
+
     def refused(self, now: float) -> str:
         """Return the code of the refusal; empty while the request waits."""
-        config = RouterConfig(fleet_bind="", queue_timeout_s=120.0, recovery_timeout_s=30.0)
-        self._requests.expire(now, config)
+        for _ in self.expire(now):
+            pass
         if len(self._requests):
             return ""
         with pytest.raises(Refusal) as refusal:
@@ -139,6 +157,19 @@ class Waiting:
 @pytest.fixture
 def waiting(make_hello: Callable[..., Any], byte_level_json: bytes) -> Callable[[float], Waiting]:
     return lambda hold_s: Waiting(make_hello(), byte_level_json, hold_s)
+
+
+def test_requests_expire_one_by_one_and_those_that_ended_in_between_do_not(
+    waiting: Callable[[float], Waiting],
+) -> None:
+    request = waiting(600.0)
+    cancelled, last = request.another("b"), request.another("c")
+    steps, ended = request.expire(121.0), []
+    for _ in steps:
+        ended.append([waiter.done for waiter in (request.client_request, cancelled, last)])
+        if len(ended) == 1:
+            request.cancels(cancelled)
+    assert ended == [[True, False, False], [True, False, False], [True, False, True]]
 
 
 def test_a_request_waits_for_the_hold_time_of_its_model(
