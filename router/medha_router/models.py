@@ -187,6 +187,11 @@ class ServedModel:
         """Return True if a replica of this version takes requests."""
         return version in self.versions and bool(self.versions[version].open)
 
+    def takes(self, replica: ConnectedReplica) -> bool:
+        """Return True if a replica is one of those that take requests."""
+        version = self.versions.get(replica.version)
+        return version is not None and replica in version.open
+
     def open_versions(self, adapter: str) -> list[ModelVersion]:
         """Return the versions that take requests, and have the adapter if one is named."""
         return [

@@ -102,6 +102,9 @@ class ReplicaClient:
                 replica.life.connected()
             if not paused:
                 self._avoid(replica, now)
+        for model in self._models.values():
+            if len(model.versions) > 1:  # the requests of an old one may have ended
+                self._registration.reopen(model)
         self._report_counts(now)
         self._registration.retry_fetches(now)
 
@@ -262,7 +265,8 @@ class ReplicaClient:
             model.dispatcher.update_replica(replica, now)
         else:
             self._reported.add(replica.peer)
-        self._registration.reopen(model)
+        if model.takes(replica) != replica.open:
+            self._registration.reopen(model)
         self._avoid(replica, now)
         if replica.empty and replica.sent and model.serves(replica.version):
             self._requeue_all(replica, now)

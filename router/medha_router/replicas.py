@@ -6,6 +6,7 @@ new requests, and which are lost. Replicas of one model may have several version
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 
 import msgspec
@@ -112,6 +113,7 @@ class ReplicaTable:
     def __init__(self, models: frozenset[str] | None, timeout_s: float) -> None:
         self._models, self._timeout_s = models, timeout_s
         self._replicas: dict[bytes, ConnectedReplica] = {}
+        self._by_model: dict[str, list[ConnectedReplica]] = {}  # sorted
 
     def greet(self, peer: bytes, hello: Hello, now: float) -> ConnectedReplica | Rejected:
         """Accept a controller, replacing one with the same peer, or return the reason not to."""
@@ -138,7 +140,11 @@ class ReplicaTable:
             predictor = Predictor(profile, hello.shape, hello.topology, hello.max_batch_s)
         except (msgspec.MsgspecError, SpecError, ValueError) as error:
             return Rejected(f"replica {hello.replica} sent a profile that does not fit: {error}")
-        replica = self._replicas[peer] = ConnectedReplica(peer, hello, predictor, now)
+        replica = ConnectedReplica(peer, hello, predictor, now)
+        if (known := self._replicas.get(peer)) is not None:
+            self._leave_model(known)
+        self._replicas[peer] = replica
+        bisect.insort(self._by_model.setdefault(hello.model, []), replica, key=_by_name)
         return replica
 
     def get(self, peer: bytes) -> ConnectedReplica | None:
@@ -146,10 +152,7 @@ class ReplicaTable:
 
     def of(self, model: str) -> list[ConnectedReplica]:
         """Return the replicas of a model, sorted by name."""
-        return sorted(
-            (replica for replica in self if replica.hello.model == model),
-            key=lambda replica: (replica.name, replica.peer),
-        )
+        return list(self._by_model.get(model, ()))
 
     def __iter__(self) -> Iterator[ConnectedReplica]:
         return iter(self._replicas.values())
@@ -162,3 +165,14 @@ class ReplicaTable:
     def forget(self, replica: ConnectedReplica) -> None:
         if self._replicas.get(replica.peer) is replica:
             del self._replicas[replica.peer]
+            self._leave_model(replica)
+
+    def _leave_model(self, replica: ConnectedReplica) -> None:
+        replicas = self._by_model[replica.hello.model]
+        replicas.remove(replica)
+        if not replicas:
+            del self._by_model[replica.hello.model]
+
+
+def _by_name(replica: ConnectedReplica) -> tuple[str, bytes]:
+    return replica.name, replica.peer
